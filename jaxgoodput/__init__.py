@@ -1,0 +1,1 @@
+"""Adaptive, elastic training in JAX."""

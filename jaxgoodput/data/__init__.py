@@ -1,0 +1,1 @@
+"""The elastic input pipeline: which sample goes where, exactly once."""

@@ -1,0 +1,1 @@
+"""Pollux goodput: pure maths of throughput, statistical efficiency and their product."""

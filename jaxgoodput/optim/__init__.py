@@ -1,0 +1,1 @@
+"""What an optax user takes without the rest: noise estimators, rules, `adaptive`."""

@@ -1,0 +1,1 @@
+"""Plans for placing a model on devices."""

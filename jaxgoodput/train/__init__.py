@@ -1,0 +1,1 @@
+"""The training loop: engine, trainer, and what they report."""

@@ -1,0 +1,52 @@
+"""Hardens JAX for every test: eight devices, no silent rank promotion, an untouched environment."""
+
+import jax
+
+# Before anything asks for a device: the number cannot change afterwards.
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+import os  # noqa: E402
+import pathlib  # noqa: E402
+
+import numpy as np  # noqa: E402
+import pytest  # noqa: E402
+
+from jaxgoodput.clock import FakeClock  # noqa: E402
+
+REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
+SHARED = REPOSITORY.parent / "shared"
+
+
+@pytest.fixture
+def key():
+    return jax.random.key(0)
+
+
+@pytest.fixture
+def clock():
+    return FakeClock()
+
+
+@pytest.fixture
+def rng():
+    return np.random.default_rng(0)
+
+
+@pytest.fixture(scope="session")
+def golden():
+    """The folder of numbers produced by the reference systems, or a skip that says so."""
+    folder = SHARED / "golden"
+    if not folder.is_dir():
+        pytest.skip("the golden numbers (../shared/golden) are not beside this checkout")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _environment_is_left_alone():
+    before = dict(os.environ)
+    yield
+    changed = {k for k in before.keys() | os.environ.keys() if before.get(k) != os.environ.get(k)}
+    changed -= {"PYTEST_CURRENT_TEST"}
+    assert not changed, f"the test changed the environment: {sorted(changed)}"
