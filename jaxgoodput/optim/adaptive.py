@@ -1,0 +1,231 @@
+"""`adaptive(tx, rule)`: any optax optimizer, made ready for a batch size that changes in training.
+
+The user's transformation runs unchanged. What is added: gradient-noise statistics, progress in base
+steps (which drives the user's schedules instead of the update count), and a learning-rate factor
+that multiplies the updates that come out.
+
+    tx = adaptive(optax.adamw(schedule), rules.adam_scale, base_batch_size=64)
+    updates, state = tx.update(grads, state, params, global_batch_size=512, noise=sample)
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, PyTree
+
+from jaxgoodput.goodput.efficiency import GradParams
+from jaxgoodput.optim import noise as noises
+from jaxgoodput.optim.noise import Labels, NoiseSample, NoiseState
+from jaxgoodput.optim.rules import Rule, adascale
+
+
+class AdaptiveState(NamedTuple):
+    """The state of `adaptive`: arrays only, checkpointed like any optax state."""
+
+    inner: Any  # the user's optimizer
+    noise: Any  # NoiseState
+    progress: Any  # base steps done; float, with
+    progress_rest: Any  # what rounding left out of it (Kahan), for runs of millions of steps
+    gain: Any  # [labels] the factor that the latest update was multiplied by
+
+
+def adaptive(
+    tx: optax.GradientTransformation,
+    rule: Rule,
+    *,
+    base_batch_size: int,
+    smoothing: float = 0.999,
+    labels: Labels = None,
+    max_gain_growth: float = 1 / 0.9,
+    num_std_errors: float = 1.0,
+    min_samples: float = noises.MIN_SAMPLES,
+) -> optax.GradientTransformationExtraArgs:
+    """The optimizer `tx`, tuned at `base_batch_size`, for batches of any size.
+
+    Its update is `update(grads, state, params, *, global_batch_size, noise=None, biased=False,
+    finite=None, **extra)`:
+
+    * `global_batch_size`: samples behind `grads`, a number or a traced scalar; free to differ.
+    * `noise`: a `NoiseSample` of this batch, or None to keep the statistics; `biased` marks a
+      differenced sample.
+    * `finite`: a bool scalar; where False, the updates are zero and the whole state stays.
+    * `extra` goes to `tx` where it takes extra arguments.
+
+    The updates are multiplied, per label group, by `rule(scale, grad, progress)`, so momentum,
+    clipping and weight decay of `tx` see the plain averaged gradient. The factor starts at 1 and
+    grows at most `max_gain_growth`-fold per update (beyond 1): momentum remembers about ten smaller
+    steps, and a sudden jump would act on all of them. It falls at once. At the base batch every
+    noise-driven factor is exactly 1.
+
+    `grad` are cautious moments (`noise.cautious_grad_params`): unknown below `min_samples`, and off
+    by `num_std_errors` to the safe side. `num_std_errors=0, min_samples=0, max_gain_growth=inf` is
+    AdaptDL.
+
+    Progress grows by the AdaScale gain, whatever the rule. Schedules in `tx` (states that are
+    nothing but a `count`: `scale_by_schedule`, `inject_hyperparams`, scheduled weight decay) are
+    set to floor(progress) before every update; counts that belong to the updates themselves (Adam's
+    bias correction) are left alone.
+
+    `labels` is a tree of strings with the structure of params (or a prefix, or a function that
+    makes one), as in `optax.multi_transform`; groups are in sorted order of their labels.
+    """
+    if not base_batch_size > 0:
+        raise ValueError(
+            f"base_batch_size must be positive, got {base_batch_size}: pass the global batch size "
+            "that the learning rate was tuned for."
+        )
+    if not max_gain_growth > 1:
+        raise ValueError(
+            f"max_gain_growth must be above 1, got {max_gain_growth}: it is the largest factor by "
+            "which the gain may grow per update; 1 / 0.9 suits a momentum of 0.9, inf is no limit."
+        )
+    tx = optax.with_extra_args_support(tx)
+
+    def init(params: PyTree) -> AdaptiveState:
+        num_groups = len(noises.label_names(labels, params))
+        return AdaptiveState(
+            inner=tx.init(params),
+            noise=noises.init_noise(num_groups),
+            progress=jnp.zeros(()),
+            progress_rest=jnp.zeros(()),
+            gain=jnp.ones(num_groups),
+        )
+
+    def update(
+        updates: PyTree,
+        state: AdaptiveState,
+        params: PyTree | None = None,
+        *,
+        global_batch_size: Any,
+        noise: NoiseSample | None = None,
+        biased: Any = False,
+        finite: Any = None,
+        **extra: Any,
+    ) -> tuple[PyTree, AdaptiveState]:
+        scale = jnp.asarray(global_batch_size, state.progress.dtype) / base_batch_size
+        statistics = state.noise
+        if noise is not None:
+            statistics = noises.update_noise(
+                statistics,
+                noise,
+                base_batch_size=base_batch_size,
+                smoothing=smoothing,
+                biased=biased,
+            )
+
+        def known(per_group: bool) -> GradParams:
+            return noises.cautious_grad_params(
+                statistics, num_std_errors, min_samples=min_samples, per_group=per_group
+            )
+
+        factors = jax.vmap(rule, in_axes=(None, 0, None), axis_size=state.gain.size)(
+            scale, known(per_group=True), state.progress
+        )
+        # From 1 rather than from the last gain where that is smaller: a warm-up starts at 0.
+        limit = jnp.maximum(state.gain, 1) * max_gain_growth
+        factors = jnp.minimum(jnp.asarray(factors, state.gain.dtype), limit)
+
+        inner = _with_schedules_at(state.inner, _whole(state.progress, state.progress_rest))
+        scaled, inner = tx.update(updates, inner, params, **extra)
+        groups = noises.label_indices(labels, scaled)
+        scaled = jax.tree.map(lambda u, i: (factors[i] * u).astype(u.dtype), scaled, groups)
+
+        worth = adascale(scale, known(per_group=False), state.progress)
+        done, rest = _add(state.progress, state.progress_rest, worth)
+        new = AdaptiveState(inner, statistics, done, rest, factors)
+        if finite is not None:
+            finite = jnp.asarray(finite, bool)
+            scaled = jax.tree.map(lambda u: jnp.where(finite, u, jnp.zeros_like(u)), scaled)
+            new = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, state)
+        return scaled, new
+
+    return optax.GradientTransformationExtraArgs(init, update)  # pyright:
+    ignore[reportArgumentType]
+
+
+def find(opt_state: PyTree) -> AdaptiveState:
+    """The one `AdaptiveState` in an optimizer state, at any depth."""
+    leaves = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, AdaptiveState))
+    found = [x for x in leaves if isinstance(x, AdaptiveState)]
+    if len(found) != 1:
+        raise ValueError(
+            f"the optimizer state holds {len(found)} AdaptiveStates, not one. Wrap the whole "
+            "optimizer once: adaptive(tx, rule, base_batch_size=...), and pass the state that its "
+            "init returned."
+        )
+    return found[0]
+
+
+def noise_state(opt_state: PyTree) -> NoiseState:
+    """The gradient-noise statistics."""
+    return find(opt_state).noise
+
+
+def grad_params(opt_state: PyTree) -> GradParams:
+    """Both gradient moments at the base batch size, plain averages over the run's recent past.
+
+    For decisions take `noise.cautious_grad_params(noise_state(opt_state))`.
+    """
+    return noises.grad_params(noise_state(opt_state))
+
+
+def progress(opt_state: PyTree) -> Array:
+    """Base steps done: the steps that the base batch size would have needed. A scalar."""
+    state = find(opt_state)
+    return state.progress + state.progress_rest
+
+
+def gain(opt_state: PyTree) -> Array:
+    """The factor that the latest update was multiplied by, `[labels]`."""
+    return find(opt_state).gain
+
+
+def readout(opt_state: PyTree) -> dict[str, Array]:
+    """Everything worth reporting, as scalars by name.
+
+    `grad_sqr` and `grad_var` are plain averages, `cautious_*` what decisions use (NaN = unknown),
+    `noise_samples` is how many samples stand behind them, `gain` the mean over label groups.
+    """
+    state = find(opt_state)
+    plain, cautious = noises.grad_params(state.noise), noises.cautious_grad_params(state.noise)
+    return {
+        "progress": state.progress + state.progress_rest,
+        "gain": state.gain.mean(),
+        "grad_sqr": plain.sqr,
+        "grad_var": plain.var,
+        "cautious_sqr": cautious.sqr,
+        "cautious_var": cautious.var,
+        "noise_samples": noises.confidence(state.noise),
+    }
+
+
+def _is_schedule(node: Any) -> bool:
+    # ScaleByScheduleState, WrappedScheduleState, WeightDecaySchedule, and a user's own: a state
+    # that is nothing but a count exists to call a function of it.
+    return getattr(type(node), "_fields", None) == ("count",)
+
+
+def _with_schedules_at(state: PyTree, count: Array) -> PyTree:
+    """The optimizer state with the count of every schedule set to `count`."""
+
+    def place(node: Any) -> Any:
+        if not _is_schedule(node):
+            return node
+        return type(node)(count=count.astype(jnp.asarray(node.count).dtype))
+
+    return jax.tree.map(place, state, is_leaf=_is_schedule)
+
+
+def _add(total: Array, rest: Array, increment: Array) -> tuple[Array, Array]:
+    """Kahan's sum: `total + rest` stays exact where `total` alone would drop small increments."""
+    increment = increment.astype(total.dtype) + rest
+    new = total + increment
+    return new, increment - (new - total)
+
+
+def _whole(total: Array, rest: Array) -> Array:
+    """floor(total + rest) as an int32, exact where their sum is not a float."""
+    floor = jnp.floor(total)
+    return floor.astype(jnp.int32) + jnp.floor((total - floor) + rest).astype(jnp.int32)

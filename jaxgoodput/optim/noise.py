@@ -1,0 +1,379 @@
+"""Gradient noise, estimated inside the jitted step from squared norms: one pass over the gradient.
+
+A batch of M samples is made of n groups (replicas, micro-batches, or two successive gradients) with
+mean gradients g_i and shares p_i of the loss weight; g = sum p_i g_i. With L = sum p_i |g_i|^2 and
+T = |g|^2, E[L] - |E g|^2 is n times E[T] - |E g|^2 = trace / M, hence the unbiased pair
+
+    sqr = (n T - L) / (n - 1)          trace = M (L - T) / (n - 1)
+
+(McCandlish et al. 2018, appendix A.1, for groups of unequal size; Pollux section 3.1). For
+optimizers that divide by P the gradients are divided by P first. `var` is the trace at the base
+batch size, trace / base.
+
+Single estimates are wild and may be negative, so they are averaged, and the average knows its
+standard error and how many samples stand behind it: see `cautious_grad_params`.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Num, PyTree
+
+from jaxgoodput._struct import struct
+from jaxgoodput.goodput.efficiency import GradParams
+from jaxgoodput.optim.preconditioner import preconditioner as preconditioner
+
+MIN_SAMPLES = 8.0  # below it a standard error says little: the moments count as unknown
+_MIN_VAR = 1e-6  # AdaptDL's floor of the variance in its read-out
+_OUTLIER = 30.0  # standard deviations beyond which a sample is taken for a spike
+
+Labels = PyTree[str] | Callable[[PyTree], PyTree[str]] | None
+Scalar = Num[Array, ""]
+# Fields of a PyTree hold arrays, or whatever a tree map puts in their place (shardings, shapes).
+Leaf: TypeAlias = Any
+
+
+@struct
+class NoiseSample:
+    """What one batch says about gradient noise: two squared norms per label group, and two counts.
+
+    A sample with fewer than two groups, or with anything not finite, is ignored by `update_noise`.
+    """
+
+    small_sqr: Leaf  # [labels] L = sum_i p_i |P^-1 g_i|^2
+    large_sqr: Leaf  # [labels] T = |P^-1 g|^2
+    num_groups: Leaf  # scalar n: gradient groups with weight above zero
+    num_samples: Leaf  # scalar M: real samples of the whole batch
+
+
+@struct
+class Averages:
+    """Running averages of the unbiased pair; the last entry is all label groups together."""
+
+    sqr: Leaf  # [labels + 1]
+    var: Leaf  # [labels + 1] at the base batch size
+    sqr_deviation: Leaf  # [labels + 1] standard deviation of one sample
+    var_deviation: Leaf  # [labels + 1]
+    weight: Leaf  # scalar: sum of the samples' weights, 1 once the memory is full
+    heaviest: Leaf  # scalar: the largest weight of one sample
+
+
+@struct
+class NoiseState:
+    """The noise statistics of a training run: arrays only, so it is checkpointed as it is.
+
+    `held` keeps the last trusted averages while `current` starts over, which happens when a
+    differenced (biased) estimator gives way to an unbiased one.
+    """
+
+    current: Averages
+    held: Averages
+    biased: Leaf  # bool: the latest sample was a differenced one
+
+
+def init_noise(num_label_groups: int = 1) -> NoiseState:
+    """No knowledge yet: `grad_params` reads sqr 1 and var 0 per group, as in AdaptDL."""
+    if num_label_groups < 1:
+        raise ValueError(
+            f"num_label_groups must be at least 1, got {num_label_groups}: a model without labels "
+            "is one group."
+        )
+
+    def blank() -> Averages:  # twice, because a donated state must not share buffers
+        return Averages(
+            sqr=_with_total(jnp.ones(num_label_groups)),
+            var=jnp.zeros(num_label_groups + 1),
+            sqr_deviation=jnp.zeros(num_label_groups + 1),
+            var_deviation=jnp.zeros(num_label_groups + 1),
+            weight=jnp.zeros(()),
+            heaviest=jnp.zeros(()),
+        )
+
+    return NoiseState(current=blank(), held=blank(), biased=jnp.zeros((), bool))
+
+
+def update_noise(
+    state: NoiseState,
+    sample: NoiseSample,
+    *,
+    base_batch_size: int,
+    smoothing: float = 0.999,
+    biased: Any = False,
+) -> NoiseState:
+    """The statistics after one more sample, which is forgotten at `smoothing` per base batch.
+
+    The memory is `smoothing ** (num_samples / base_batch_size)`, bias-corrected, as in AdaptDL. The
+    first unbiased sample after differenced ones (`biased`, a bool, traced or not) starts over;
+    the reverse does not. A sample that is not finite, or has fewer than two groups, changes
+    nothing.
+    """
+    if not 0 <= smoothing < 1:
+        raise ValueError(
+            f"smoothing must be in [0, 1), got {smoothing}: it is the share of the old average "
+            "kept per base batch; 0.999 remembers about 1000 base batches."
+        )
+    if sample.small_sqr.shape != (state.current.sqr.size - 1,):
+        raise ValueError(
+            f"the noise sample has {sample.small_sqr.size} label groups, the statistics have "
+            f"{state.current.sqr.size - 1}. Give the measurement and adaptive() the same labels."
+        )
+    dtype = state.current.sqr.dtype
+    small, large = sample.small_sqr.astype(dtype), sample.large_sqr.astype(dtype)
+    groups = jnp.asarray(sample.num_groups, dtype)
+    samples = jnp.asarray(sample.num_samples, dtype)
+    biased = jnp.asarray(biased, bool)
+
+    spare = jnp.maximum(groups - 1, 1)
+    sqr = _with_total((groups * large - small) / spare)
+    var = _with_total((small - large) / spare * (samples / base_batch_size))
+    valid = (groups >= 2) & (samples > 0) & jnp.all(jnp.isfinite(sqr) & jnp.isfinite(var))
+
+    # 1 - smoothing ** scale, without cancellation in float32.
+    forget_rate = math.log(smoothing) if smoothing > 0 else -math.inf
+    forget = -jnp.expm1(forget_rate * samples / base_batch_size)
+    old = state.current
+    start_over = state.biased & ~biased
+    kept = jnp.where(start_over, 0, (1 - forget) * old.weight)
+    weight = kept + forget
+    share = forget / weight  # 1 for a first sample: whatever the average was is then gone
+    # Successive differenced samples share a gradient, so each counts for half a sample.
+    heaviest = jnp.where(start_over, 0, (1 - forget) * old.heaviest)
+    heaviest = jnp.maximum(heaviest, forget * jnp.where(biased, 2, 1))
+
+    clip = ~start_over & (_count(old) >= MIN_SAMPLES)
+    sqr_mean, sqr_deviation = _average(old.sqr, old.sqr_deviation, sqr, share, clip)
+    var_mean, var_deviation = _average(old.var, old.var_deviation, var, share, clip)
+    current = Averages(
+        sqr=sqr_mean,
+        var=var_mean,
+        sqr_deviation=sqr_deviation,
+        var_deviation=var_deviation,
+        weight=weight,
+        heaviest=heaviest,
+    )
+    held = _select(start_over & (_count(old) >= MIN_SAMPLES), old, state.held)
+    return _select(valid, NoiseState(current=current, held=held, biased=biased), state)
+
+
+def grad_params(state: NoiseState, *, per_group: bool = False) -> GradParams:
+    """AdaptDL's read-out: sqr clipped at 0 and var at 1e-6 per label group, then summed.
+
+    Scalars, or `[labels]` with `per_group`. It always answers, even from one wild sample: for
+    decisions use `cautious_grad_params`.
+    """
+    sqr = jnp.maximum(state.current.sqr[:-1], 0)
+    var = jnp.maximum(state.current.var[:-1], _MIN_VAR)
+    return GradParams(sqr=sqr, var=var) if per_group else GradParams(sqr=sqr.sum(), var=var.sum())
+
+
+def confidence(state: NoiseState) -> Scalar:
+    """How many samples stand behind the statistics: 1 / the largest share of any one sample.
+
+    A differenced sample counts for half. At a constant scale it grows to about
+    1 / (1 - smoothing ** scale).
+    """
+    return _count(_trusted(state, MIN_SAMPLES))
+
+
+def cautious_grad_params(
+    state: NoiseState,
+    num_std_errors: float = 1.0,
+    *,
+    min_samples: float = MIN_SAMPLES,
+    per_group: bool = False,
+) -> GradParams:
+    """The moments, sqr raised and var lowered by standard errors: luck never overstates the noise.
+
+    Law: with one standard error, no single sample of any size makes the noise scale larger than the
+    plain average of the other samples does. (A sample with share f that lies d away moves the
+    average by f d and its standard error by as much.) So one negative or wild estimate never sends
+    the batch to its maximum.
+
+    Scalars, or `[labels]` with `per_group`. NaN (unknown) while fewer than `min_samples` stand
+    behind them; `num_std_errors=0, min_samples=0` is the plain read-out.
+    """
+    averages = _trusted(state, min_samples)
+    count = _count(averages)
+    # The margin covers rounding where one sample is many orders above the others.
+    step = num_std_errors * (1 + 1e-4) / jnp.sqrt(jnp.maximum(count - 1, 1e-6))
+    sqr = jnp.maximum(averages.sqr[:-1], 0)
+    sqr = jnp.append(sqr, sqr.sum()) + step * averages.sqr_deviation
+    var = jnp.maximum(averages.var - step * averages.var_deviation, 0)
+    known = (count > 0) & (count >= min_samples)
+    sqr, var = jnp.where(known, sqr, jnp.nan), jnp.where(known, var, jnp.nan)
+    if per_group:
+        return GradParams(sqr=sqr[:-1], var=var[:-1])
+    return GradParams(sqr=sqr[-1], var=var[-1])
+
+
+def label_names(labels: Labels, tree: PyTree) -> tuple[str, ...]:
+    """The distinct labels, sorted: the order of every `[labels]` array. ("all",) without labels."""
+    if labels is None:
+        return ("all",)
+    return tuple(sorted(set(jax.tree.leaves(labels(tree) if callable(labels) else labels))))
+
+
+def label_indices(labels: Labels, tree: PyTree) -> PyTree:
+    """For every leaf of `tree`, the index of its label group as a Python int.
+
+    `labels` is a tree of strings, a prefix of `tree`, or a function that makes one (as in
+    `optax.multi_transform`).
+    """
+    if labels is None:
+        return jax.tree.map(lambda _: 0, tree)
+    index = {name: i for i, name in enumerate(label_names(labels, tree))}
+    given = labels(tree) if callable(labels) else labels
+    return jax.tree.map(lambda label, part: jax.tree.map(lambda _: index[label], part), given, tree)
+
+
+def squared_norms(
+    tree: PyTree, labels: Labels = None, preconditioner: PyTree | None = None
+) -> Float[Array, " labels"]:
+    """The squared 2-norm of every label group, after division by `preconditioner` where given."""
+    leaves = jax.tree.leaves(tree)
+    groups = jax.tree.leaves(label_indices(labels, tree))
+    scales = [None] * len(leaves) if preconditioner is None else jax.tree.leaves(preconditioner)
+    sums = [jnp.zeros(()) for _ in label_names(labels, tree)]
+    for leaf, group, scale in zip(leaves, groups, scales, strict=True):
+        x = jnp.abs(leaf) if jnp.iscomplexobj(leaf) else leaf
+        x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        x = x if scale is None else x / scale
+        # Not vdot: it ravels, and a sharded leaf would be gathered.
+        sums[group] += jnp.sum(x * x)
+    return jnp.stack(sums)
+
+
+def differenced_sample(
+    grads: PyTree,
+    previous_grads: PyTree,
+    num_samples: Any,
+    preconditioner: PyTree | None = None,
+    labels: Labels = None,
+    *,
+    previous_num_samples: Any = None,
+) -> NoiseSample:
+    """A noise sample from two successive gradients, for one replica with one micro-batch.
+
+    `num_samples` is the batch of `grads`, `previous_num_samples` (default: the same) that of
+    `previous_grads`; 0 says that nothing was remembered, and the sample is then ignored. The
+    estimate is biased by what the parameters moved in between: pass `biased=True` with it.
+    """
+    dtype = jnp.zeros(()).dtype
+    now = jnp.asarray(num_samples, dtype)
+    before = now if previous_num_samples is None else jnp.asarray(previous_num_samples, dtype)
+    share = now / jnp.maximum(now + before, 1)
+    mean = jax.tree.map(
+        lambda g, h: share.astype(g.dtype) * g + (1 - share).astype(g.dtype) * h,
+        grads,
+        previous_grads,
+    )
+    new = squared_norms(grads, labels, preconditioner)
+    old = squared_norms(previous_grads, labels, preconditioner)
+    return NoiseSample(
+        small_sqr=share * new + (1 - share) * old,
+        large_sqr=squared_norms(mean, labels, preconditioner),
+        num_groups=(now > 0).astype(dtype) + (before > 0).astype(dtype),
+        num_samples=now + before,
+    )
+
+
+def value_grad_and_noise(
+    loss_fn: Callable[..., Any],
+    *,
+    num_groups: int,
+    has_aux: bool = False,
+    labels: Labels = None,
+) -> Callable[..., tuple[tuple[Array, Any], PyTree, NoiseSample]]:
+    """`jax.value_and_grad` that measures gradient noise on the way; for losses that are batch means.
+
+    Returns `f(params, batch, key=None, *, preconditioner=None) -> ((loss, aux), grads,
+    NoiseSample)`. `loss_fn(params, batch)` (or `(params, batch, key)` where a key is passed: each
+    group gets its own) returns the mean loss, with `has_aux` the pair (loss, aux); aux comes back
+    stacked, one row per group, and is None otherwise. The batch is split along axis 0 into
+    `num_groups` interleaved groups, so that a batch sharded over devices stays where it is.
+
+    Raises ValueError where the batch does not divide into at least two equal groups.
+    """
+    if num_groups < 2:
+        raise ValueError(
+            f"num_groups={num_groups}: noise is the disagreement between groups, so at least 2 are "
+            "needed. Where only one gradient per step fits, use differenced_sample."
+        )
+
+    def measured(
+        params: PyTree,
+        batch: PyTree,
+        key: Any = None,
+        *,
+        preconditioner: PyTree | None = None,
+    ) -> tuple[tuple[Array, Any], PyTree, NoiseSample]:
+        sizes = {x.shape[0] if jnp.ndim(x) else 0 for x in jax.tree.leaves(batch)}
+        if len(sizes) != 1 or 0 in sizes or max(sizes) % num_groups:
+            raise ValueError(
+                f"a batch whose leaves have {sorted(sizes)} samples along axis 0 cannot be split "
+                f"into {num_groups} equal groups. Every leaf needs the same number of samples, a "
+                "multiple of num_groups."
+            )
+        (global_batch_size,) = sizes
+        losses, auxes, grads, small = [], [], None, 0.0
+        # Unrolled: the gradient of a convolution inside scan is 20-40 times slower on CPU.
+        for i in range(num_groups):
+            group = jax.tree.map(
+                lambda x, i=i: x.reshape(-1, num_groups, *x.shape[1:])[:, i],
+                batch,
+            )
+            keys = () if key is None else (jax.random.fold_in(key, i),)
+            value, grad = jax.value_and_grad(loss_fn, has_aux=has_aux)(params, group, *keys)
+            loss, aux = value if has_aux else (value, None)
+            losses.append(loss)
+            auxes.append(aux)
+            small = small + squared_norms(grad, labels, preconditioner)
+            grads = grad if grads is None else jax.tree.map(jnp.add, grads, grad)
+        grads = jax.tree.map(lambda g: g / num_groups, grads)
+        sample = NoiseSample(
+            small_sqr=jnp.asarray(small) / num_groups,
+            large_sqr=squared_norms(grads, labels, preconditioner),
+            num_groups=jnp.asarray(num_groups),
+            num_samples=jnp.asarray(global_batch_size),
+        )
+        aux = jax.tree.map(lambda *rows: jnp.stack(rows), *auxes) if has_aux else None
+        return (jnp.stack(losses).mean(), aux), grads, sample
+
+    return measured
+
+
+def _with_total(per_group: Array) -> Array:
+    return jnp.append(per_group, per_group.sum())
+
+
+def _average(
+    mean: Array, deviation: Array, x: Array, share: Array, clip: Array
+) -> tuple[Array, Array]:
+    """Weighted mean and standard deviation after `x` joins with `share` of the weight (West 1979).
+
+    The deviation is kept as a root: squares of squared norms leave the range of float32. With
+    `clip` a sample counts as at most `_OUTLIER` deviations away, so that a spike is forgotten soon;
+    a lasting change still gets through, for the deviation grows with every clipped sample.
+    """
+    reach = jnp.where(clip & (deviation > 0), _OUTLIER * deviation, jnp.inf)
+    x = jnp.clip(x, mean - reach, mean + reach)
+    spread = jnp.hypot(deviation, jnp.sqrt(share) * (x - mean))
+    return (1 - share) * mean + share * x, jnp.sqrt(1 - share) * spread
+
+
+def _count(averages: Averages) -> Array:
+    heaviest = averages.heaviest
+    return jnp.where(heaviest > 0, averages.weight / jnp.where(heaviest > 0, heaviest, 1), 0)
+
+
+def _trusted(state: NoiseState, min_samples: float) -> Averages:
+    """The current averages; the held ones while only those are old enough."""
+    use_held = (_count(state.current) < min_samples) & (_count(state.held) >= min_samples)
+    return _select(use_held, state.held, state.current)
+
+
+def _select(condition: Array, new: Any, old: Any) -> Any:
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), new, old)

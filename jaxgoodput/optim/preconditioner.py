@@ -1,0 +1,95 @@
+"""Finds what an adaptive optimizer divides gradients by, in any nesting of optax states."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, PyTree
+
+_ADAM_WARMUP = 5  # updates before a bias-corrected second moment is trusted (AdaptDL)
+
+
+def preconditioner(
+    opt_state: PyTree, params: PyTree, *, b2: float = 0.999, eps: float = 1e-8
+) -> PyTree | None:
+    """What the optimizer divides gradients by: sqrt(second moment) + eps; None for SGD and its kin.
+
+    Finds the states of adam, adamw, nadam, lamb, amsgrad, adabelief, rmsprop and adagrad at any
+    depth (chain, multi_transform, masked, inject_hyperparams, apply_if_finite). Leaves that none of
+    them covers get 1. The first 5 updates of a bias-corrected moment count as 1, as in AdaptDL.
+
+    optax keeps neither b2 nor eps in its state: pass yours where they differ from the defaults;
+    those that `inject_hyperparams` holds are used before either. (adamax stores a maximum under
+    adam's name and is not supported.)
+    """
+    found: dict[Any, Array] = {}
+    _collect_scales(opt_state, {"b2": b2, "eps": eps}, found)
+    leaves, structure = jax.tree_util.tree_flatten_with_path(params)
+    if not any(path in found for path, _ in leaves):
+        return None
+    scales = []
+    for path, leaf in leaves:
+        scale = found.get(path)
+        if scale is not None and scale.shape != leaf.shape:
+            raise ValueError(
+                f"the optimizer's second moment for params{jax.tree_util.keystr(path)} has shape "
+                f"{scale.shape}, the parameter has {leaf.shape}. Pass the params that the state "
+                "was made for."
+            )
+        scales.append(jnp.ones(leaf.shape) if scale is None else scale)
+    return jax.tree.unflatten(structure, scales)
+
+
+_ADAPTIVE_STATES = (
+    optax.ScaleByAdamState,
+    optax.ScaleByAmsgradState,
+    optax.ScaleByBeliefState,
+    optax.ScaleByRmsState,
+    optax.ScaleByRStdDevState,
+    optax.ScaleByRssState,
+)
+_COUNTED_NAMES = ("ScaleByRmsWithCountState", "ScaleByRStdDevWithCountState")  # not exported
+
+
+def _is_adaptive(node: Any) -> bool:
+    return isinstance(node, _ADAPTIVE_STATES) or type(node).__name__ in _COUNTED_NAMES
+
+
+def _collect_scales(state: PyTree, constants: dict[str, Any], found: dict[Any, Array]) -> None:
+    """Adds path -> P of every adaptive state under `state`; the first to cover a leaf wins."""
+    injected = optax.InjectStatefulHyperparamsState
+
+    def is_leaf(node: Any) -> bool:
+        return _is_adaptive(node) or isinstance(node, injected)
+
+    for node in jax.tree.leaves(state, is_leaf=is_leaf):
+        if isinstance(node, injected):
+            known = {k: v for k, v in node.hyperparams.items() if k in ("b2", "decay", "eps")}
+            known |= {"b2": known["decay"]} if "decay" in known else {}
+            _collect_scales(node.inner_state, constants | known, found)
+        elif _is_adaptive(node):
+            for path, scale in _scales(node, **{k: constants[k] for k in ("b2", "eps")}):
+                found.setdefault(path, scale)
+
+
+def _scales(state: Any, *, b2: Any, eps: Any) -> list[tuple[Any, Array]]:
+    if isinstance(state, optax.ScaleByRssState):
+        moment = state.sum_of_squares
+    elif isinstance(state, optax.ScaleByAmsgradState):
+        moment = state.nu_max  # already bias-corrected
+    elif "RStdDev" in type(state).__name__:
+        moment = jax.tree.map(lambda nu, mu: nu - jnp.square(mu), state.nu, state.mu)
+    else:
+        moment = state.nu
+    count = getattr(state, "count", None)
+    corrected = isinstance(state, optax.ScaleByAmsgradState)
+
+    def scale(x: Array) -> Array:
+        x = jnp.maximum(x.astype(jnp.promote_types(x.dtype, jnp.float32)), 0)
+        if count is None:
+            return jnp.sqrt(x) + eps
+        correction = 1.0 if corrected else 1 - b2 ** jnp.maximum(count, 1).astype(x.dtype)
+        return jnp.where(count < _ADAM_WARMUP, 1, jnp.sqrt(x / correction) + eps).astype(x.dtype)
+
+    return [(path, scale(x)) for path, x in jax.tree_util.tree_flatten_with_path(moment)[0]]
