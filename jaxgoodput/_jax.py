@@ -1,0 +1,392 @@
+"""The only file with private JAX calls: our own coordination service, a raw client, cache mends.
+
+Each of them has a test in `tests/test_jax_private.py` that fails when a JAX version changes what is
+used here. Supported: jax 0.10 and 0.11.
+
+Why not `jax.distributed.initialize`? It hosts the service inside process 0, so that the death of
+process 0 aborts every other process; and it takes SIGTERM away from Python, so that a job never
+hears that it should save and leave.
+"""
+
+import gc
+import os
+import socket
+import sys
+import threading
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.extend.backend
+from jax._src import cache_key, compiler, distributed, lru_cache, xla_bridge
+from jax._src.lib import _jax as runtime  # pyright: ignore[reportPrivateImportUsage]
+from jax._src.lib import utils as runtime_utils  # pyright: ignore[reportPrivateImportUsage]
+
+from jaxgoodput.clock import Clock, SystemClock
+
+SUPPORTED = ((0, 10), (0, 11))
+
+_COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+_CACHE_HIT_EVENT = "/jax/compilation_cache/cache_hits"
+_PROBE_PAUSE_S = 0.02
+
+
+def require_supported_version(version: str | None = None) -> None:
+    """Raise unless this file knows the private parts of JAX `version` (default: the one in use).
+
+    Raises:
+        RuntimeError: the version is not one of `SUPPORTED`.
+    """
+    version = jax.__version__ if version is None else version
+    major_minor = tuple(int(part) for part in version.split(".")[:2])
+    if major_minor not in SUPPORTED:
+        names = " and ".join(f"{major}.{minor}" for major, minor in SUPPORTED)
+        raise RuntimeError(
+            f"several processes need private parts of JAX that are known for jax {names}, and jax "
+            f"{version} is installed. Install one of those (pip install 'jax>=0.10,<0.12'), or run "
+            "one process: that uses public JAX only."
+        )
+
+
+def quiet_runtime_log() -> None:
+    """Keep only errors of the C++ runtime's log, for a process that is a launcher and nothing else.
+
+    Each start of a service warns that it is recoverable, which is on purpose here.
+    """
+    runtime_utils.absl_set_min_log_level(2)
+
+
+class CoordinationService:
+    """A running JAX coordination service; `start_coordination_service` makes it.
+
+    It lives in the launcher, so that no worker's death takes the others along. Keep it until every
+    worker has left: its end aborts all clients that are still connected.
+    """
+
+    def __init__(self, service: runtime.DistributedRuntimeService, address: str):
+        self._service = service
+        self.address = address
+
+    def shutdown(self) -> None:
+        """Stop serving; a second call does nothing."""
+        self._service.shutdown()
+
+
+def start_coordination_service(
+    num_processes: int,
+    *,
+    host: str = "127.0.0.1",
+    port: int | None = None,
+    heartbeat_timeout_s: int = 100,
+    shutdown_timeout_s: int = 10,
+) -> CoordinationService:
+    """Serve one generation of `num_processes` workers at `host:port` (default: a free port).
+
+    A loopback host is served on the loopback interface only; any other on all interfaces. The
+    service is recoverable: a worker that dies does not end the others.
+
+    Raises:
+        ValueError: `num_processes` below 1.
+        RuntimeError: the installed JAX is not supported.
+        OSError: the port is taken, or is none.
+    """
+    require_supported_version()
+    if num_processes < 1:
+        raise ValueError(f"num_processes={num_processes}: a job has at least one process.")
+    loopback = host in ("127.0.0.1", "localhost")
+    # The runtime binds with SO_REUSEPORT and would silently share a port with another service, so
+    # the port is claimed by an ordinary socket first, and held until the service listens on it.
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind(("127.0.0.1" if loopback else "", port or 0))
+        except (OSError, OverflowError) as error:
+            raise OSError(
+                f"the coordination service cannot listen on port {port}: {error}. Choose another "
+                "port, or none for a free one."
+            ) from error
+        port = probe.getsockname()[1]
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as claim:
+        claim.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        claim.bind(("127.0.0.1" if loopback else "", port))
+        service = runtime.get_distributed_runtime_service(
+            f"127.0.0.1:{port}" if loopback else f"[::]:{port}",
+            num_processes,
+            heartbeat_timeout=heartbeat_timeout_s,
+            shutdown_timeout=shutdown_timeout_s,
+            recoverable=True,
+        )
+    return CoordinationService(service, f"{host}:{port}")
+
+
+def connect(
+    address: str,
+    num_processes: int,
+    process_id: int,
+    *,
+    connect_timeout_s: float = 60.0,
+    heartbeat_timeout_s: int = 100,
+    shutdown_timeout_s: int = 10,
+    clock: Clock | None = None,
+) -> None:
+    """Join the job: afterwards `jax.process_count()` is `num_processes` and devices are global.
+
+    Unlike `jax.distributed.initialize` it starts no service and leaves SIGTERM to Python. Call it
+    before anything asks JAX for a device.
+
+    Raises:
+        ValueError: `process_id` is not in [0, num_processes), or `address` is not host:port.
+        RuntimeError: JAX has used its devices already, is connected already, or is not supported.
+        ConnectionError: nothing listens at `address` within `connect_timeout_s`.
+    """
+    require_supported_version()
+    if not 0 <= process_id < num_processes:
+        raise ValueError(
+            f"process_id={process_id} is not in [0, {num_processes}), the range that "
+            f"num_processes={num_processes} allows. Give each process its own rank."
+        )
+    if distributed.global_state.client is not None:
+        raise RuntimeError(
+            f"this process is already connected to {distributed.global_state.coordinator_address}. "
+            "Call connect once, and not jax.distributed.initialize beside it."
+        )
+    if xla_bridge.backends_are_initialized():
+        raise RuntimeError(
+            "JAX has already used its devices, and cannot learn about other processes any more. "
+            "Connect before the first jax.devices(), array or jitted call (also those made while "
+            "modules are imported)."
+        )
+    # A client that fails to connect aborts the whole process: ask with a plain socket first.
+    _wait_until_listening(address, connect_timeout_s, clock or SystemClock())
+    client = runtime.get_distributed_runtime_client(
+        address,
+        process_id,
+        init_timeout=max(int(connect_timeout_s), 1),
+        shutdown_timeout=shutdown_timeout_s,
+        heartbeat_timeout=heartbeat_timeout_s,
+        shutdown_on_destruction=False,
+        use_compression=True,
+    )
+    client.connect()
+    state = distributed.global_state
+    state.client = client
+    state.process_id = process_id
+    state.num_processes = num_processes
+    state.coordinator_address = address
+
+
+def _wait_until_listening(address: str, timeout_s: float, clock: Clock) -> None:
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise ValueError(f"the coordinator's address {address!r} is not of the form host:port.")
+    deadline_s = clock.now() + timeout_s
+    while True:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s).close()
+            return
+        except OSError as error:
+            if clock.now() >= deadline_s:
+                raise ConnectionError(
+                    f"no coordination service answers at {address} after {timeout_s:g} s "
+                    f"({error}). It runs in the launcher (jaxgoodput run, jaxgoodput coordinate): "
+                    "check that it is alive, and that this host can reach its address and port."
+                ) from error
+        clock.sleep(_PROBE_PAUSE_S)
+
+
+def disconnect() -> None:
+    """Leave the job and drop all devices: every array, executable and mesh of this process dies.
+
+    Afterwards the process counts as one of one, and may `connect` again. Does nothing where it is
+    not connected.
+    """
+    state = distributed.global_state
+    if state.client is None:
+        return
+    state.client.shutdown()
+    state.client = None
+    state.process_id, state.num_processes, state.coordinator_address = 0, 1, None
+    # Orbax keeps the client of the generation that has just ended, and would wait for it.
+    signaling = sys.modules.get("orbax.checkpoint._src.futures.signaling_client")
+    if signaling is not None:
+        signaling.get_signaling_client.cache_clear()
+    jax.extend.backend.clear_backends()
+    gc.collect()
+
+
+class SharedStore:
+    """Strings that all processes of the job read and write, through the launcher; no collective.
+
+    Get it with `shared_store`. One call takes a fraction of a millisecond on one host. Safe to use
+    from any thread, also while the devices are busy.
+    """
+
+    def __init__(self, client: runtime.DistributedRuntimeClient):
+        self._client = client
+
+    def set(self, key: str, value: str, *, overwrite: bool = False) -> bool:
+        """Write `value`; False, and no change, where the key is taken and not `overwrite`."""
+        try:
+            self._client.key_value_set(key, value, allow_overwrite=overwrite)
+        except jax.errors.JaxRuntimeError as error:
+            if "ALREADY_EXISTS" in str(error):
+                return False
+            raise
+        return True
+
+    def try_get(self, key: str) -> str | None:
+        """The value at `key`, or None where nobody has written it yet; does not wait."""
+        try:
+            return self._client.key_value_try_get(key)
+        except jax.errors.JaxRuntimeError as error:
+            if "NOT_FOUND" in str(error):
+                return None
+            raise
+
+    def get(self, key: str, *, timeout_s: float) -> str:
+        """The value at `key`, waiting for it.
+
+        Raises:
+            TimeoutError: nobody wrote it within `timeout_s`.
+        """
+        try:
+            return self._client.blocking_key_value_get(key, max(int(timeout_s * 1e3), 1))
+        except jax.errors.JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" not in str(error):
+                raise
+            raise TimeoutError(
+                f"no process wrote {key!r} within {timeout_s:g} s. One of them is late or gone: "
+                "see its output in the launcher's."
+            ) from error
+
+    def barrier(self, name: str, *, timeout_s: float) -> None:
+        """Return when every process has come to this barrier; each name is used once.
+
+        Raises:
+            TimeoutError: some process did not come within `timeout_s`.
+        """
+        try:
+            self._client.wait_at_barrier(name, max(int(timeout_s * 1e3), 1))
+        except jax.errors.JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" not in str(error):
+                raise
+            raise TimeoutError(
+                f"not every process came to the barrier {name!r} within {timeout_s:g} s: {error}"
+            ) from error
+
+
+def shared_store() -> SharedStore | None:
+    """The job's shared strings, or None where this process is alone."""
+    client = distributed.global_state.client
+    return None if client is None else SharedStore(client)
+
+
+def share_compilation_cache() -> Callable[[], None]:
+    """Make the persistent compilation cache work for every process of a CPU job; returns the undo.
+
+    As it comes, only process 0 of a job ever finds its own entries: on CPU the key holds a
+    fingerprint that differs from process to process, and only process 0 writes. Afterwards the key
+    holds the kind of the devices instead, a process also writes the programs that run on its own
+    devices alone, and an entry appears whole or not at all, also when its writer is killed.
+
+    Other backends keep their own keys and writers. Calling it twice does no harm.
+
+    Raises:
+        RuntimeError: the installed JAX is not supported.
+    """
+    require_supported_version()
+    hash_config = cache_key._hash_accelerator_config
+    compile_and_write = compiler._compile_and_write_cache
+    put = lru_cache.LRUCache.put
+    if getattr(hash_config, "shared", False):
+        return lambda: None
+
+    def hash_shared_config(hash_obj, accelerators):
+        if all(device.platform == "cpu" for device in accelerators.flat):
+            cache_key._hash_devices(hash_obj, accelerators)
+        else:
+            hash_config(hash_obj, accelerators)
+
+    hash_shared_config.shared = True  # type: ignore[attr-defined]
+
+    # JAX's own writer with one name bound differently: inside it, every process is process 0.
+    # (Changing the real process id for the time of a write would be seen by other threads.)
+    everyone = types.SimpleNamespace(global_state=types.SimpleNamespace(process_id=0))
+    write_always = _rebound(compiler._cache_write, distributed=everyone)
+    compile_and_write_always = _rebound(compile_and_write, _cache_write=write_always)
+
+    def compile_and_write_own(backend, computation, executable_devices, *args, **kwargs):
+        own = backend.platform == "cpu" and executable_devices.is_fully_addressable
+        write = compile_and_write_always if own else compile_and_write
+        return write(backend, computation, executable_devices, *args, **kwargs)
+
+    def put_whole(self, key, value):
+        if self.eviction_enabled:  # that form locks, and keeps access times
+            return put(self, key, value)
+        path = self.path / f"{key}{lru_cache._CACHE_SUFFIX}"
+        if key and not path.exists():
+            part = self.path / f"{key}.{os.getpid()}.{threading.get_ident()}.part"
+            part.write_bytes(value)
+            part.replace(path)
+
+    cache_key._hash_accelerator_config = hash_shared_config
+    compiler._compile_and_write_cache = compile_and_write_own
+    lru_cache.LRUCache.put = put_whole
+
+    def undo():
+        cache_key._hash_accelerator_config = hash_config
+        compiler._compile_and_write_cache = compile_and_write
+        lru_cache.LRUCache.put = put
+
+    return undo
+
+
+def _rebound(function, **names):
+    """`function` with some of its global names bound to other values."""
+    missing = names.keys() - set(function.__code__.co_names)
+    if missing:
+        raise RuntimeError(f"{function.__qualname__} of jax {jax.__version__} has no {missing}")
+    return types.FunctionType(
+        function.__code__,
+        {**function.__globals__, **names},
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+
+
+@dataclass(frozen=True)
+class Compilation:
+    """One program was compiled, or loaded from the persistent cache."""
+
+    name: str  # of the jitted function
+    seconds: float  # wall time
+    cached: bool  # found in the persistent compilation cache
+    thread_id: int  # `threading.get_ident()` of the thread that waited for it
+
+
+def listen_for_compilations(callback: Callable[[Compilation], None]) -> Callable[[], None]:
+    """Call `callback` after every backend compilation, in the thread that waited; returns the undo.
+
+    Tracing and lowering are not compilations, nor is a call that finds its executable in memory.
+    """
+    found = threading.local()
+
+    def on_event(event: str, **_: str | int) -> None:
+        if event == _CACHE_HIT_EVENT:
+            found.hit = True
+
+    def on_duration(event: str, duration_secs: float, **labels: str | int) -> None:
+        if event == _COMPILE_EVENT:
+            cached, found.hit = getattr(found, "hit", False), False
+            name = str(labels.get("fun_name", ""))
+            callback(Compilation(name, duration_secs, cached, threading.get_ident()))
+
+    jax.monitoring.register_event_listener(on_event)
+    jax.monitoring.register_event_duration_secs_listener(on_duration)
+
+    def undo():
+        jax.monitoring.unregister_event_listener(on_event)
+        jax.monitoring.unregister_event_duration_listener(on_duration)
+
+    return undo

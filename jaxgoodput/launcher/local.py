@@ -1,0 +1,187 @@
+"""One job as several processes of this host: start, watch, pass signals on, leave nobody behind.
+
+    python train.py ...      ->   rank 0 .. N-1: python -m jaxgoodput.launcher.worker train.py ...
+
+The coordination service lives here and not in a worker, so that no worker's death takes it along.
+Each worker leads a process group of its own: all of it goes when the worker goes.
+"""
+
+import contextlib
+import os
+import shutil
+import socket
+import sys
+from collections.abc import Sequence
+
+from jaxgoodput.clock import Clock, SystemClock
+from jaxgoodput.launcher.supervise import SAVED, UsageError, supervise
+from jaxgoodput.launcher.worker import WorkerEnv, inherited_environ
+
+_SHIM = ("-m", "jaxgoodput.launcher.worker")
+_FLAGS = frozenset("-b -B -d -E -I -O -OO -P -q -s -S -u -v".split())
+_FLAGS_WITH_VALUE = frozenset(("-W", "-X"))
+
+
+def shim_command(command: Sequence[str]) -> list[str]:
+    """`command` with its Python script or module run through the worker shim.
+
+    A bare `python` or a bare script becomes this interpreter; any other program stays as it is, and
+    its own Python code joins the job with `jaxgoodput.launcher.worker.initialize()`.
+
+    >>> shim_command(["/opt/python3", "-u", "train.py", "--workdir=w"])
+    ['/opt/python3', '-u', '-m', 'jaxgoodput.launcher.worker', 'train.py', '--workdir=w']
+
+    Raises:
+        UsageError: there is no command, or Python is given no script (`-c`, `-`, or nothing).
+    """
+    if not command:
+        raise UsageError("there is no command to run: `jaxgoodput run ... -- python train.py`.")
+    program = os.path.basename(command[0])
+    if program.endswith(".py"):
+        return [sys.executable, *_SHIM, *command]
+    if not program.startswith("python") or program.removeprefix("python").strip("0123456789."):
+        return list(command)
+    interpreter = command[0] if os.path.dirname(command[0]) else sys.executable
+    position = 1
+    while position < len(command) and (
+        command[position] in _FLAGS or command[position][:2] in _FLAGS_WITH_VALUE
+    ):
+        position += 2 if command[position] in _FLAGS_WITH_VALUE else 1
+    options, rest = list(command[1:position]), list(command[position:])
+    if not rest or (rest[0].startswith("-") and rest[0] != "-m"):
+        given = " ".join(command)
+        raise UsageError(
+            f"`{given}` names no script that each process could run. Put the code into a file: "
+            "`jaxgoodput run ... -- python train.py`, or `python -m MODULE`."
+        )
+    return [interpreter, *options, *_SHIM, *rest]
+
+
+def run_local(
+    command: Sequence[str],
+    num_processes: int,
+    devices_per_process: int | None = None,
+    *,
+    max_restarts: int = 0,
+    grace_s: float = 60.0,
+    crash_grace_s: float = 5.0,
+    clock: Clock | None = None,
+) -> int:
+    """Run `command` as one job of `num_processes` workers on this host; its exit code.
+
+    Every line of a worker appears here behind its rank, `[0] ...`. SIGTERM and SIGINT are passed on
+    to all workers, which then have `grace_s` to save and leave; a second SIGINT kills. When a worker
+    fails, the others get `crash_grace_s` to see it, as long again after SIGTERM, and are then
+    killed. When this process is killed, its workers die with it.
+
+    The code is 0 if all workers are done, 143 if all are done or saved, otherwise that of the first
+    to fail. A job that ends with 143 (saved, wants a restart) without having been told to is started again,
+    at most `max_restarts` times. On a GPU machine process r uses the devices
+    [r * devices_per_process, (r + 1) * devices_per_process) (default 1); on CPU that many virtual
+    ones. `JAX_PLATFORMS` chooses, as ever.
+
+    Raises:
+        UsageError: a number is below its least value, or the command cannot be started.
+    """
+    if num_processes < 1:
+        raise UsageError(f"{num_processes} processes: a job has at least one.")
+    if devices_per_process is not None and devices_per_process < 1:
+        raise UsageError(f"{devices_per_process} devices per process: each has at least one.")
+    if max_restarts < 0:
+        raise UsageError(f"max_restarts={max_restarts}: give 0 or more.")
+    command = shim_command(command)
+    if shutil.which(command[0]) is None:
+        raise UsageError(f"there is no program {command[0]!r}.")
+    # Only here: no command line that is wrong should wait for JAX to be imported.
+    from jaxgoodput import _jax
+
+    everything = num_processes == 1 and devices_per_process is None
+    devices = devices_per_process or 1
+    code, restart = SAVED, 0
+    while code == SAVED and restart <= max_restarts:
+        with contextlib.ExitStack() as stack:
+            coordinator = None
+            if num_processes > 1:
+                _jax.quiet_runtime_log()
+                service = _jax.start_coordination_service(num_processes)
+                stack.callback(service.shutdown)
+                coordinator = service.address
+            environs = [
+                {
+                    **inherited_environ(),
+                    "PYTHONUNBUFFERED": "1",  # lines appear when they are written
+                    **WorkerEnv(
+                        num_processes=num_processes,
+                        process_id=rank,
+                        coordinator=coordinator,
+                        job_id=f"local-{os.getpid()}",
+                        devices_per_process=devices_per_process,
+                        local_device_ids=None
+                        if everything
+                        else tuple(range(rank * devices, (rank + 1) * devices)),
+                        restart=restart,
+                    ).to_environ(),
+                }
+                for rank in range(num_processes)
+            ]
+            end = supervise(
+                [command] * num_processes,
+                environs,
+                prefix_output=True,
+                grace_s=grace_s,
+                crash_grace_s=crash_grace_s,
+                clock=clock or SystemClock(),
+            )
+        if end.told:
+            return end.code
+        code, restart = end.code, restart + 1
+    return code
+
+
+def run_coordinated(
+    command: Sequence[str],
+    num_processes: int,
+    *,
+    host: str | None = None,
+    port: int | None = None,
+    grace_s: float = 60.0,
+    clock: Clock | None = None,
+) -> int:
+    """Serve a job of `num_processes` workers at `host:port` while `command` runs them.
+
+    `command` (such as `srun python -m jaxgoodput.launcher.worker train.py`) finds the address and the
+    number in its environment; `host` is how they reach this one (default: its name); ranks come from whoever starts the workers. Signals and the exit code
+    pass through as in `run_local`.
+
+    Raises:
+        UsageError: the number of processes, the port or the command is wrong.
+    """
+    if num_processes < 1:
+        raise UsageError(f"{num_processes} processes: a job has at least one.")
+    if not command or shutil.which(command[0]) is None:
+        raise UsageError(f"there is no program {command[0] if command else ''!r} to run.")
+    from jaxgoodput import _jax
+
+    _jax.quiet_runtime_log()
+    try:
+        service = _jax.start_coordination_service(
+            num_processes, host=host or socket.gethostname(), port=port
+        )
+    except OSError as error:
+        raise UsageError(str(error)) from None
+    environ = {
+        **inherited_environ(),
+        "JAXGOODPUT_COORDINATOR": service.address,
+        "JAXGOODPUT_NUM_PROCESSES": str(num_processes),
+    }
+    with contextlib.ExitStack() as stack:
+        stack.callback(service.shutdown)
+        end = supervise(
+            [command],
+            [environ],
+            prefix_output=False,
+            grace_s=grace_s,
+            crash_grace_s=0.0,
+            clock=clock or SystemClock(),
+        )
+    return end.code

@@ -1,0 +1,249 @@
+"""Watches a set of child processes to their common end: signals passed on, grace, nobody left."""
+
+import contextlib
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import BinaryIO
+
+from jaxgoodput.clock import Clock
+
+DONE, FAILED, USAGE, SAVED = 0, 1, 2, 143  # exit codes of every command and worker
+
+_OUTPUT_DRAIN_S = 5.0
+
+
+class UsageError(ValueError):
+    """What was asked for cannot be started: exit code 2."""
+
+
+@dataclass(frozen=True)
+class End:
+    """How a set of processes ended."""
+
+    code: int  # of the whole set, see `exit_code`
+    told: bool  # a signal had asked it to stop
+
+
+@dataclass(frozen=True)
+class _Exited:
+    rank: int
+    code: int
+
+
+@dataclass(frozen=True)
+class _Signalled:
+    signum: int
+
+
+def exit_code(codes: Sequence[int]) -> int:
+    """The exit code of a set from its processes', in the order of their ends; -n means signal n.
+
+    0 if all are done; 143 if all are done or saved; otherwise the first bad one.
+
+    >>> exit_code([0, 143, 0]), exit_code([143, -9, 1])
+    (143, 137)
+    """
+    shell = [128 - code if code < 0 else code for code in codes]
+    bad = [code for code in shell if code not in (DONE, SAVED)]
+    return bad[0] if bad else max(shell, default=DONE)
+
+
+def supervise(
+    commands: Sequence[Sequence[str]],
+    environs: Sequence[Mapping[str, str]],
+    *,
+    prefix_output: bool,
+    grace_s: float,
+    crash_grace_s: float,
+    clock: Clock,
+) -> End:
+    """Run all commands at once, command i with `environs[i]`, and wait for all of them.
+
+    With `prefix_output` each line of process i appears here behind `[i] `; without it the processes
+    write where this one writes. SIGTERM and SIGINT are passed on to all once (a second SIGINT
+    kills), and those that have not gone `grace_s` later are killed. When one fails, the others have
+    `crash_grace_s` to see it, as long again after SIGTERM, and are then killed; when one has saved
+    and gone (143), the others have `grace_s` each. Should this process be killed, a process that
+    watches JAXGOODPUT_LIFELINE (`worker.initialize`) dies too.
+
+    Call it in the main thread: elsewhere signals cannot be received, and are not.
+
+    Raises:
+        OSError: a command cannot be started; none is left running.
+    """
+    events: queue.SimpleQueue[_Exited | _Signalled] = queue.SimpleQueue()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_signals_to(events))
+        lifeline, held = os.pipe()
+        stack.callback(os.close, held)
+        processes: list[_Process] = []
+        stack.callback(lambda: [process.finish() for process in processes])
+        with contextlib.closing(os.fdopen(lifeline)):
+            for rank, (command, environ) in enumerate(zip(commands, environs, strict=True)):
+                child = {**environ, "JAXGOODPUT_LIFELINE": str(lifeline)}
+                processes.append(_Process(rank, command, child, lifeline, prefix_output, events))
+        return _wait(processes, events, grace_s, crash_grace_s, clock)
+
+
+def _wait(
+    processes: Sequence["_Process"],
+    events: "queue.SimpleQueue[_Exited | _Signalled]",
+    grace_s: float,
+    crash_grace_s: float,
+    clock: Clock,
+) -> End:
+    codes: list[int] = []
+    running = dict(enumerate(processes))
+    told = False
+    plan: list[tuple[float, signal.Signals]] = []  # what happens to those left, and when
+
+    def send(signum: int) -> None:
+        for process in running.values():
+            process.send(signum)
+
+    while running:
+        try:
+            event = events.get(timeout=max(plan[0][0] - clock.now(), 0.0) if plan else None)
+        except queue.Empty:
+            (_, signum), *plan = plan
+            _say(f"{signum.name} to process {_ranks(running)}, which has not ended by itself")
+            send(signum)
+            continue
+        now_s = clock.now()
+        if isinstance(event, _Signalled):
+            if not told:
+                told = True
+                send(event.signum)
+                plan = [(now_s + grace_s, signal.SIGKILL)]
+            elif event.signum == signal.SIGINT:
+                send(signal.SIGKILL)
+            continue
+        del running[event.rank]
+        codes.append(event.code)
+        code = exit_code([event.code])
+        if code == DONE:
+            continue
+        if code != SAVED and exit_code(codes[:-1]) in (DONE, SAVED):
+            _say(f"process {event.rank} ended with {code}; still running: {_ranks(running)}")
+            plan = _earlier(plan, now_s, crash_grace_s)
+        elif code == SAVED and not plan:
+            plan = _earlier(plan, now_s, grace_s)
+    return End(exit_code(codes), told)
+
+
+def _earlier(
+    plan: list[tuple[float, signal.Signals]], now_s: float, grace_s: float
+) -> list[tuple[float, signal.Signals]]:
+    """SIGTERM after one grace, SIGKILL after two; never later than planned already."""
+    kill_s = min([now_s + 2 * grace_s, *(at for at, signum in plan if signum == signal.SIGKILL)])
+    return [(min(now_s + grace_s, kill_s), signal.SIGTERM), (kill_s, signal.SIGKILL)]
+
+
+def _ranks(running: Mapping[int, object]) -> str:
+    return ", ".join(map(str, running)) or "none"
+
+
+def _say(message: str) -> None:
+    print(f"jaxgoodput: {message}", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def _signals_to(events: "queue.SimpleQueue[_Exited | _Signalled]") -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    # SimpleQueue.put is reentrant: the one thing a handler can do safely.
+    kinds = (signal.SIGTERM, signal.SIGINT)
+    before = [signal.signal(kind, lambda s, _: events.put(_Signalled(s))) for kind in kinds]
+    try:
+        yield
+    finally:
+        for kind, handler in zip(kinds, before, strict=True):
+            signal.signal(kind, handler)
+
+
+class _Process:
+    """One child, leader of a process group of its own, with the threads that read and await it."""
+
+    def __init__(
+        self,
+        rank: int,
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        lifeline: int,
+        prefix_output: bool,
+        events: "queue.SimpleQueue[_Exited | _Signalled]",
+    ):
+        pipe = subprocess.PIPE if prefix_output else None
+        self._child = subprocess.Popen(
+            list(command),
+            env=dict(environ),
+            stdin=subprocess.DEVNULL if prefix_output else None,
+            stdout=pipe,
+            stderr=pipe,
+            start_new_session=True,
+            pass_fds=(lifeline,),
+        )
+        self._lock = threading.Lock()
+        self._reaped = False
+        self._readers = []
+        if prefix_output:
+            assert self._child.stdout is not None and self._child.stderr is not None
+            self._start(self._copy_lines, rank, self._child.stdout, sys.stdout.buffer)
+            self._start(self._copy_lines, rank, self._child.stderr, sys.stderr.buffer)
+        threading.Thread(target=self._await, args=(rank, events), daemon=True).start()
+
+    def _start(self, target, *args) -> None:
+        thread = threading.Thread(target=target, args=args, daemon=True)
+        thread.start()
+        self._readers.append(thread)
+
+    @staticmethod
+    def _copy_lines(rank: int, source: BinaryIO, sink: BinaryIO) -> None:
+        prefix = f"[{rank}] ".encode()
+        with source:
+            for line in source:
+                try:
+                    sink.write(prefix + line.removesuffix(b"\n") + b"\n")
+                    sink.flush()
+                except (OSError, ValueError):
+                    # Nobody reads this process's output any more. Read on all the same: a worker
+                    # whose pipe is full stands still.
+                    continue
+
+    def _await(self, rank: int, events: "queue.SimpleQueue[_Exited | _Signalled]") -> None:
+        # Before the process is reaped nobody else can have its number: its group, children that it
+        # left behind included, can be killed without harm to strangers.
+        os.waitid(os.P_PID, self._child.pid, os.WEXITED | os.WNOWAIT)
+        with self._lock:
+            self._signal_group(signal.SIGKILL)
+            code = self._child.wait()
+            self._reaped = True
+        for reader in self._readers:
+            reader.join(_OUTPUT_DRAIN_S)
+        events.put(_Exited(rank, code))
+
+    def send(self, signum: int) -> None:
+        """Send a signal to the process; SIGKILL to its children too."""
+        with self._lock:
+            if self._reaped:
+                return
+            if signum == signal.SIGKILL:
+                self._signal_group(signum)
+            else:
+                os.kill(self._child.pid, signum)  # Popen.send_signal would reap
+
+    def _signal_group(self, signum: int) -> None:
+        # A process may have moved to another group, and left this one empty.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._child.pid, signum)
+
+    def finish(self) -> None:
+        """Leave nothing behind, whatever went wrong."""
+        self.send(signal.SIGKILL)

@@ -1,0 +1,161 @@
+"""A set of processes comes to one common end: whatever happens, nobody is left."""
+
+import functools
+import os
+import signal
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from processes import gone, signal_soon
+
+from jaxgoodput.clock import SystemClock
+from jaxgoodput.launcher.supervise import DONE, SAVED, End, exit_code, supervise
+
+pytestmark = pytest.mark.multihost
+
+
+def run(*scripts, grace_s=20.0, crash_grace_s=0.2, prefix_output=True):
+    """Supervise one shell per script; $OTHERS-free environment but the path."""
+    return supervise(
+        [["sh", "-c", script] for script in scripts],
+        [{"PATH": os.environ["PATH"], "RANK": str(rank)} for rank in range(len(scripts))],
+        prefix_output=prefix_output,
+        grace_s=grace_s,
+        crash_grace_s=crash_grace_s,
+        clock=SystemClock(),
+    )
+
+
+codes = st.integers(-31, 255).filter(lambda code: code != 0)
+
+
+@given(st.lists(st.sampled_from([0, 143, -15]), min_size=1))
+def test_a_set_that_is_done_or_saved_is_saved_if_any_is(ends):
+    assert exit_code(ends) == (SAVED if set(ends) - {0} else DONE)
+
+
+@given(st.lists(st.sampled_from([0, 143])), codes.filter(lambda c: c not in (143, -15)), st.data())
+def test_the_first_failure_decides(before, first, data):
+    after = data.draw(st.lists(codes))
+    assert exit_code([*before, first, *after]) == (first if first > 0 else 128 - first)
+
+
+@pytest.mark.parametrize(
+    "ends, code",
+    [((0, 0), 0), ((0, 143), 143), ((143, 143), 143), ((0, 5), 5), ((143, 1), 1), ((3, 3), 3)],
+)
+def test_exit_codes_are_gathered(ends, code):
+    assert run(*(f"exit {end}" for end in ends)) == End(code, told=False)
+
+
+def test_every_line_carries_its_rank(capfdbinary):
+    script = "echo out$RANK; echo err$RANK >&2; printf '\\303\\251 no newline'"
+    assert run(script, script).code == 0
+    out, err = capfdbinary.readouterr()
+    for rank in (b"0", b"1"):
+        assert b"[%s] out%s\n" % (rank, rank) in out
+        assert b"[%s] \xc3\xa9 no newline\n" % rank in out
+        assert b"[%s] err%s\n" % (rank, rank) in err
+
+
+def test_without_prefixes_output_passes_through(capfd):
+    assert run("echo plain", prefix_output=False).code == 0
+    assert capfd.readouterr().out == "plain\n"
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_reaches_all_once(signum, tmp_path):
+    name = signum.name.removeprefix("SIG")
+    script = f"""
+        trap 'echo got >> {tmp_path}/$RANK' {name}
+        : > {tmp_path}/ready$RANK
+        [ $RANK = 0 ] && while [ ! -e {tmp_path}/ready1 ]; do sleep 0.01; done && : > {tmp_path}/all
+        while [ ! -e {tmp_path}/$RANK ]; do sleep 0.05; done
+        exit 143
+    """
+    signal_soon(signum, tmp_path / "all")
+    assert run(script, script) == End(143, told=True)
+    assert [(tmp_path / rank).read_text() for rank in "01"] == ["got\n", "got\n"]
+
+
+def test_who_does_not_leave_after_a_signal_is_killed(tmp_path):
+    stubborn = f"trap '' TERM; echo $$ > {tmp_path}/pid; : > {tmp_path}/up; while :; do sleep 1; done"
+    signal_soon(signal.SIGTERM, tmp_path / "up")
+    assert run(stubborn, grace_s=0.3) == End(137, told=True)
+    assert gone(int((tmp_path / "pid").read_text()))
+
+
+def test_a_second_interrupt_kills(tmp_path):
+    script = f"trap ': > {tmp_path}/first' INT; : > {tmp_path}/up; while :; do sleep 0.05; done"
+    signal_soon(signal.SIGINT, tmp_path / "up")
+    signal_soon(signal.SIGINT, tmp_path / "first")
+    assert run(script, grace_s=600.0) == End(137, told=True)
+
+
+def test_the_handlers_from_before_are_put_back():
+    before = [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)]
+    run("true")
+    assert [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)] == before
+
+
+@pytest.mark.parametrize("deaf", ["", "trap '' TERM;"])
+def test_a_crash_brings_the_others_down_with_its_code(deaf, tmp_path):
+    crash = f"while [ ! -e {tmp_path}/pid ]; do sleep 0.01; done; exit 7"
+    other = f"{deaf} echo $$ > {tmp_path}/part; mv {tmp_path}/part {tmp_path}/pid; sleep 600"
+    assert run(other, crash) == End(7, told=False)
+    assert gone(int((tmp_path / "pid").read_text()))
+
+
+def test_a_killed_process_is_a_failure_with_its_signal():
+    assert run("kill -KILL $$", "sleep 600") == End(137, told=False)
+
+
+def test_one_that_saved_and_left_takes_the_others_with_it_after_the_grace():
+    assert run("exit 143", "sleep 600", grace_s=0.3) == End(143, told=False)
+
+
+def test_what_a_process_leaves_behind_goes_with_it(tmp_path):
+    assert run(f"sleep 600 & echo $! > {tmp_path}/pid").code == 0
+    assert gone(int((tmp_path / "pid").read_text()))
+
+
+def test_a_command_that_cannot_start_leaves_nobody(tmp_path):
+    started = functools.partial(
+        supervise,
+        [["sleep", "600"], [str(tmp_path / "absent")]],
+        [{"PATH": os.environ["PATH"]}] * 2,
+        prefix_output=True,
+        grace_s=1.0,
+        crash_grace_s=1.0,
+        clock=SystemClock(),
+    )
+    children = set(_children())
+    with pytest.raises(FileNotFoundError):
+        started()
+    assert all(gone(pid) for pid in set(_children()) - children)
+
+
+def _children():
+    with open(f"/proc/{os.getpid()}/task/{os.getpid()}/children") as file:
+        return [int(pid) for pid in file.read().split()]
+
+
+def test_a_reader_that_goes_away_does_not_stop_a_worker(tmp_path):
+    # 10 MB fill any pipe: a launcher that stopped reading would hang here.
+    body = f"""
+import os, sys
+from jaxgoodput.clock import SystemClock
+from jaxgoodput.launcher.supervise import supervise
+os.close(1); os.close(2)
+r, w = os.pipe(); assert w == 2 or os.dup2(w, 1) == 1
+os.dup2(w, 1); os.dup2(w, 2); os.close(r)
+end = supervise([["sh", "-c", "yes | head -c 10000000"]], [dict(os.environ)],
+    prefix_output=True, grace_s=60, crash_grace_s=1, clock=SystemClock())
+open({str(tmp_path / "code")!r}, "w").write(str(end.code))
+os._exit(0)
+"""
+    pid = os.spawnv(os.P_NOWAIT, sys.executable, [sys.executable, "-c", body])
+    assert os.waitpid(pid, 0)[1] == 0
+    assert (tmp_path / "code").read_text() == "0"
