@@ -69,16 +69,18 @@ def run_local(
 ) -> int:
     """Run `command` as one job of `num_processes` workers on this host; its exit code.
 
-    Every line of a worker appears here behind its rank, `[0] ...`. SIGTERM and SIGINT are passed on
-    to all workers, which then have `grace_s` to save and leave; a second SIGINT kills. When a worker
-    fails, the others get `crash_grace_s` to see it, as long again after SIGTERM, and are then
-    killed. When this process is killed, its workers die with it.
+    Every line of a worker appears here behind its rank, `[0] ...`. SIGTERM and SIGINT are passed
+    on to all workers, which then have `grace_s` to save and leave; a second SIGINT kills. When a
+    worker fails, the others get `crash_grace_s` to see it, as long again after SIGTERM, and are
+    then killed. When this process is killed, its workers die with it.
 
     The code is 0 if all workers are done, 143 if all are done or saved, otherwise that of the first
-    to fail. A job that ends with 143 (saved, wants a restart) without having been told to is started again,
-    at most `max_restarts` times. On a GPU machine process r uses the devices
-    [r * devices_per_process, (r + 1) * devices_per_process) (default 1); on CPU that many virtual
-    ones. `JAX_PLATFORMS` chooses, as ever.
+    to fail. A job that ends with 143 (saved, wants a restart) without having been told to is
+    started again, at most `max_restarts` times.
+
+    On a GPU machine process r uses the devices [r * devices_per_process, (r + 1) *
+    devices_per_process) (default 1); on CPU that many virtual ones. `JAX_PLATFORMS` chooses, as
+    ever.
 
     Raises:
         UsageError: a number is below its least value, or the command cannot be started.
@@ -149,9 +151,9 @@ def run_coordinated(
 ) -> int:
     """Serve a job of `num_processes` workers at `host:port` while `command` runs them.
 
-    `command` (such as `srun python -m jaxgoodput.launcher.worker train.py`) finds the address and the
-    number in its environment; `host` is how they reach this one (default: its name); ranks come from whoever starts the workers. Signals and the exit code
-    pass through as in `run_local`.
+    `command` (such as `srun python -m jaxgoodput.launcher.worker train.py`) finds the address and
+    the number in its environment; `host` is how the workers reach this one (default: its name);
+    ranks come from whoever starts them. Signals and the exit code pass through as in `run_local`.
 
     Raises:
         UsageError: the number of processes, the port or the command is wrong.

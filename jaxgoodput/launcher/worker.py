@@ -67,7 +67,7 @@ class WorkerEnv:
             ValueError: a variable is missing or is not a number.
         """
         coordinator = _first(environ, "JAXGOODPUT_COORDINATOR", "JAX_COORDINATOR_ADDRESS")
-        # SLURM_STEP_NUM_TASKS is set by srun alone: a script inside sbatch or salloc is one process.
+        # Only srun sets SLURM_STEP_NUM_TASKS: a script inside sbatch or salloc is one process.
         tasks = environ.get("SLURM_STEP_NUM_TASKS", "1")
         slurm = coordinator is not None or tasks != "1"
         count_names = ["JAXGOODPUT_NUM_PROCESSES", "JAX_NUM_PROCESSES"]

@@ -1,4 +1,4 @@
-"""Starts scripts under `jaxgoodput run` for tests: with a time limit, and leaving nothing behind."""
+"""Starts scripts under `jaxgoodput run` for tests: time-limited, and leaving nothing behind."""
 
 import os
 import pathlib

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.multihost
 
 
 def run(*scripts, grace_s=20.0, crash_grace_s=0.2, prefix_output=True):
-    """Supervise one shell per script; $OTHERS-free environment but the path."""
+    """Supervise one shell per script; each knows its RANK."""
     return supervise(
         [["sh", "-c", script] for script in scripts],
         [{"PATH": os.environ["PATH"], "RANK": str(rank)} for rank in range(len(scripts))],
@@ -81,7 +81,7 @@ def test_a_signal_reaches_all_once(signum, tmp_path):
 
 
 def test_who_does_not_leave_after_a_signal_is_killed(tmp_path):
-    stubborn = f"trap '' TERM; echo $$ > {tmp_path}/pid; : > {tmp_path}/up; while :; do sleep 1; done"
+    stubborn = f"trap '' TERM; echo $$ > {tmp_path}/pid; : > {tmp_path}/up; sleep 600; sleep 600"
     signal_soon(signal.SIGTERM, tmp_path / "up")
     assert run(stubborn, grace_s=0.3) == End(137, told=True)
     assert gone(int((tmp_path / "pid").read_text()))
@@ -143,7 +143,7 @@ def _children():
 
 
 def test_a_reader_that_goes_away_does_not_stop_a_worker(tmp_path):
-    # 10 MB fill any pipe: a launcher that stopped reading would hang here.
+    # 300 kB fill any pipe: a launcher that stopped reading would hang here.
     body = f"""
 import os, sys
 from jaxgoodput.clock import SystemClock
@@ -151,7 +151,7 @@ from jaxgoodput.launcher.supervise import supervise
 os.close(1); os.close(2)
 r, w = os.pipe(); assert w == 2 or os.dup2(w, 1) == 1
 os.dup2(w, 1); os.dup2(w, 2); os.close(r)
-end = supervise([["sh", "-c", "yes | head -c 10000000"]], [dict(os.environ)],
+end = supervise([["sh", "-c", "yes | head -c 300000"]], [dict(os.environ)],
     prefix_output=True, grace_s=60, crash_grace_s=1, clock=SystemClock())
 open({str(tmp_path / "code")!r}, "w").write(str(end.code))
 os._exit(0)

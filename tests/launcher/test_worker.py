@@ -1,0 +1,120 @@
+"""A worker learns its place from its environment, or is told exactly what is missing."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxgoodput.launcher import worker
+from jaxgoodput.launcher.worker import WorkerEnv
+
+OURS = {
+    "JAXGOODPUT_COORDINATOR": "h:1",
+    "JAXGOODPUT_NUM_PROCESSES": "4",
+    "JAXGOODPUT_PROCESS_ID": "3",
+}
+SLURM = {"SLURM_PROCID": "2", "SLURM_NTASKS": "5", "SLURM_STEP_NUM_TASKS": "5"}
+
+counts = st.integers(1, 10**6)
+
+
+@st.composite
+def workers(draw):
+    num_processes = draw(counts)
+    return WorkerEnv(
+        num_processes=num_processes,
+        process_id=draw(st.integers(0, num_processes - 1)),
+        coordinator=draw(st.just("host:1234") if num_processes > 1 else st.none()),
+        job_id=draw(st.none() | st.text("abc-.1", min_size=1)),
+        devices_per_process=draw(st.none() | counts),
+        local_device_ids=draw(st.none() | st.lists(counts, min_size=1).map(tuple)),
+        restart=draw(st.integers(0, 100)),
+        lifeline=draw(st.none() | st.integers(3, 100)),
+    )
+
+
+@given(workers())
+def test_what_the_launcher_writes_the_worker_reads(env):
+    assert WorkerEnv.from_environ(env.to_environ()) == env
+
+
+@given(workers())
+def test_our_variables_come_before_all_others(env):
+    others = {"JAX_COORDINATOR_ADDRESS": "x:9", "JAX_NUM_PROCESSES": "99", "JAX_PROCESS_ID": "98"}
+    read = WorkerEnv.from_environ({**others, **SLURM, **env.to_environ()})
+    assert read is not None
+    assert (read.num_processes, read.process_id) == (env.num_processes, env.process_id)
+    assert read.coordinator == (env.coordinator or "x:9")
+
+
+def test_jax_variables_stand_in():
+    env = WorkerEnv.from_environ(
+        {"JAX_COORDINATOR_ADDRESS": "h:7", "JAX_NUM_PROCESSES": "3", "JAX_PROCESS_ID": "2"}
+    )
+    assert env == WorkerEnv(num_processes=3, process_id=2, coordinator="h:7")
+
+
+def test_slurm_gives_the_rank_to_what_coordinate_started():
+    env = WorkerEnv.from_environ(
+        {
+            "JAXGOODPUT_COORDINATOR": "h:7",
+            "JAXGOODPUT_NUM_PROCESSES": "5",
+            **SLURM,
+            "SLURM_JOB_ID": "17",
+            "SLURM_RESTART_COUNT": "1",
+        }
+    )
+    assert env == WorkerEnv(
+        num_processes=5, process_id=2, coordinator="h:7", job_id="17", restart=1
+    )
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {},
+        {"PATH": "/bin", "JAX_PLATFORMS": "cpu"},
+        {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "17"},  # a script inside sbatch
+        {"SLURM_NTASKS": "4"},  # a script inside salloc
+        {"JAXGOODPUT_NUM_PROCESSES": "", "JAXGOODPUT_COORDINATOR": ""},
+    ],
+)
+def test_a_process_alone_is_left_alone(environ):
+    assert WorkerEnv.from_environ(environ) is None
+    assert worker.initialize(environ) is None
+
+
+@pytest.mark.parametrize(
+    "environ, message",
+    [
+        ({k: v for k, v in OURS.items() if "ID" not in k}, "JAXGOODPUT_PROCESS_ID is not set"),
+        ({k: v for k, v in OURS.items() if "NUM" not in k}, "JAXGOODPUT_NUM_PROCESSES is not set"),
+        ({k: v for k, v in OURS.items() if "COOR" not in k}, "JAXGOODPUT_COORDINATOR"),
+        ({**OURS, "JAXGOODPUT_PROCESS_ID": "4"}, r"4 is not in \[0, 4\)"),
+        ({**OURS, "JAXGOODPUT_PROCESS_ID": "-1"}, r"-1 is not in \[0, 4\)"),
+        ({**OURS, "JAXGOODPUT_PROCESS_ID": "one"}, "JAXGOODPUT_PROCESS_ID='one' is not a whole"),
+        ({**OURS, "JAXGOODPUT_NUM_PROCESSES": "0"}, "at least one process"),
+        ({**OURS, "JAXGOODPUT_DEVICES_PER_PROCESS": "0"}, "at least 1 device"),
+        ({**OURS, "JAX_LOCAL_DEVICE_IDS": "0,x"}, "JAX_LOCAL_DEVICE_IDS='x'"),
+        (SLURM, "jaxgoodput coordinate"),  # srun without a coordinator: tasks would be strangers
+    ],
+)
+def test_a_wrong_environment_is_named(environ, message):
+    with pytest.raises(ValueError, match=message):
+        WorkerEnv.from_environ(environ)
+
+
+def test_a_launcher_that_is_itself_a_worker_hides_its_own_job(monkeypatch):
+    for name, value in {**OURS, "JAX_PROCESS_ID": "1", "OTHER": "kept"}.items():
+        monkeypatch.setenv(name, value)
+    environ = worker.inherited_environ()
+    assert environ["OTHER"] == "kept"
+    assert WorkerEnv.from_environ(environ) is None
+    monkeypatch.undo()
+
+
+@pytest.mark.parametrize("arguments", [[], ["-m"], ["-c", "pass"], ["absent.py"]])
+def test_without_a_script_the_shim_says_how(arguments, capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        worker.main(arguments)
+    assert exit_info.value.code == 2
+    assert "usage:" in capsys.readouterr().err
