@@ -1,0 +1,132 @@
+"""AdaptDL's throughput fit, its objective and its pins, for comparison with what was published.
+
+Source: adaptdl/goodput.py, `fit_perf_params`. Only the minimiser is ours: several starts and a
+search in logarithms, where AdaptDL starts once and stops at the first kink of its loss.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxgoodput.goodput.regression import (
+    BEYOND_TWO,
+    LOG_TIMES,
+    MANY,
+    MULTI,
+    OVERLAP,
+    UPDATE,
+    WEIGHTS,
+    Rows,
+    Solution,
+    float64_on_cpu,
+    least_squares,
+    log_errors,
+    starts,
+)
+
+FLOOR_S = 1e-8  # the least any parameter may be, in seconds; also "assumed perfectly scalable"
+SHARPEST = 1e-6  # an RMS log error below which the kink of the loss is not followed further
+
+
+def _values(point, held):
+    """Parameters in normal units: never below their floor, and pinned where AdaptDL pins them."""
+    free, pinned, floor = held
+    values = floor + jnp.exp(jnp.clip(point, -30.0, 7.0))
+    values = values.at[OVERLAP].set(1.0 + 9.0 * jax.nn.sigmoid(point[OVERLAP]))
+    return jnp.where(free > 0, values, pinned)
+
+
+def _residuals(point, table, held, blunt):
+    """Their sum of squares touches the published loss from above where its two RMS are `blunt`.
+
+    sqrt(m) <= m / (2 b) + b / 2, with equality at b = sqrt(m): so a sum of roots, which has kinks,
+    is minimised by a few smooth least-squares problems.
+    """
+    values = _values(point, held)
+    # The two times that AdaptDL measures; a reduction or an update measured apart is not in its
+    # loss.
+    weights = table[:, WEIGHTS][:, :2]
+    errors = log_errors(values, table)[:, :2] * weights
+    means = errors / jnp.sqrt(jnp.maximum(jnp.sum(weights**2, 0), 1e-12))
+    penalties = jnp.stack(
+        [
+            jnp.sqrt(1e-3) * (values[OVERLAP] - 1.0),
+            0.1 * values[3] / values[2],
+            0.1 * values[5] / values[4],
+        ]
+    )
+    return jnp.concatenate([(means / jnp.sqrt(2.0 * blunt)).ravel(), penalties])
+
+
+@jax.jit
+def _residuals_and_jacobian(point, table, held, blunt):
+    """[residuals, 1 + params]: the value and the Jacobian in one call."""
+    value = _residuals(point, table, held, blunt)
+    jacobian = jax.jacfwd(_residuals)(point, table, held, blunt)
+    return jnp.concatenate([value[:, None], jacobian], 1)
+
+
+def _pins(rows: Rows, sizes: np.ndarray) -> np.ndarray:
+    """[3, params]: whether AdaptDL fits a parameter, where it holds it if not, and its floor.
+
+    AdaptDL's exploration priors: what was not observed is held at its floor, as good as perfect.
+    """
+    table = rows.table[: rows.num_rows]
+    floor = np.full(8, FLOOR_S / rows.unit_s)
+    floor[1] *= rows.unit_size
+    free, pinned = np.ones(8), floor.copy()
+    free[UPDATE] = pinned[UPDATE] = 0.0
+    if len(np.unique(sizes)) == 1:
+        weights = table[:, WEIGHTS]
+        column = 0 if weights[:, 0].any() else 1
+        mean = np.average(np.exp(table[:, LOG_TIMES][:, column]), weights=weights[:, column] ** 2)
+        free[0], pinned[0] = 0.0, mean / 2.0
+    multi = table[:, MULTI] > 0
+    if not multi.any():
+        free[2] = free[3] = 0.0
+    if not (~multi & (table[:, MANY] > 0)).any():
+        free[4] = free[5] = 0.0
+    if not (table[:, BEYOND_TWO] > 0.5).any():
+        free[3] = free[5] = 0.0
+    return np.stack([free, pinned, floor])
+
+
+def solve_published(rows: Rows, sizes: np.ndarray, smooth: Solution) -> np.ndarray:
+    """[params] in normal units: the best minimum of the published loss near several starts."""
+    pins = _pins(rows, sizes)
+    flat = smooth.point.copy()  # the published penalties like no growth and little overlap
+    flat[[3, 5]] = np.log(0.01) + flat[[2, 4]]
+    flat[OVERLAP] = -3.8
+    points = [smooth.point, flat, starts(rows)[0]]
+    with float64_on_cpu():
+        table, held = jax.device_put(rows.table), jax.device_put(pins)
+
+        def descend(loss: float, blunt: np.ndarray, point: np.ndarray, calls: int):
+            """One smooth problem; the published loss and its two RMS at the new point."""
+            problem = jax.device_put(blunt)
+            _, point = least_squares(
+                lambda x: np.asarray(_residuals_and_jacobian(x, table, held, problem)),
+                point,
+                tolerance=1e-4,
+                calls=calls,
+            )
+            residuals = np.asarray(_residuals_and_jacobian(point, table, held, problem))[:, 0]
+            squares = residuals[:-3].reshape(-1, 2) ** 2
+            rms = np.sqrt(squares.sum(0) * 2.0 * blunt)
+            loss = float(rms.sum() + np.sum(residuals[-3:] ** 2))
+            return loss, np.maximum(rms, SHARPEST), point
+
+        runs = [descend(np.inf, np.full(2, 0.02), point, 15) for point in points]
+        runs = [descend(*run, 8) for run in runs]
+        best = min(runs, key=lambda run: run[0])
+        for _ in range(8):
+            refined = descend(*best, 15)
+            converged = refined[0] > best[0] - 1e-5
+            best = min(best, refined, key=lambda run: run[0])
+            if converged:
+                break
+        values = np.array(_values(jnp.asarray(best[2]), jnp.asarray(pins)))
+    if not (rows.table[:, MULTI] > 0).any():
+        # Unseen nodes are assumed a tenth slower than the one that was seen.
+        values[2], values[3] = max(values[2], 1.1 * values[4]), max(values[3], 1.1 * values[5])
+    return values
