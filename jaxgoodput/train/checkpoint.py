@@ -1,0 +1,278 @@
+"""Checkpoints: Orbax, asynchronous, atomic, the last few kept, restored onto any number of devices.
+
+`<workdir>/checkpoints/<step>/state` holds the device values, `/meta` everything the host knows
+(cursor, samples, timings, fit, batch configuration, ledger) as JSON. A save that fails costs nothing:
+training goes on, the older checkpoints stay, and the error is reported. A checkpoint that cannot be
+read is named, set aside, and the one before it is used.
+"""
+
+import pathlib
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+from absl import logging
+from jaxtyping import PyTree
+
+from jaxgoodput.parallel.strategy import Layout
+from jaxgoodput.train.state import TrainState
+
+
+class WrongWorkdirError(ValueError):
+    """The workdir holds checkpoints of another model."""
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What a checkpoint gave back."""
+
+    state: TrainState
+    meta: Mapping[str, Any]
+    step: int
+
+
+class Checkpoints:
+    """The checkpoints of one workdir. `world` is the mesh of all processes, None where there is one."""
+
+    def __init__(self, workdir: str, *, keep: int, layout: Layout, world: Any = None):
+        self._root = pathlib.Path(workdir).resolve()
+        self._directory = self._root / "checkpoints"
+        self._keep = keep
+        self._layout = layout
+        self._world = world
+        _check_writable(self._root)
+        self._directory.mkdir(exist_ok=True)
+        self._manager = self._open()
+
+    def latest(self) -> int | None:
+        """The newest complete step, None where there is none."""
+        return self._manager.latest_step()
+
+    def save(self, state: TrainState, meta: Mapping[str, Any]) -> str | None:
+        """Hand the state to the writer; returns once the values are copied off the devices.
+
+        Returns None, or what went wrong with this save or the one before it.
+        """
+        error = self.error()
+        step = int(meta["step"])
+        if self._manager.latest_step() == step:
+            return error
+        meta = {**meta, "leaves": describe(state)}
+        try:
+            args = ocp.args.Composite(
+                state=ocp.args.StandardSave(self._outward(state)),  # pyright: ignore[reportCallIssue]
+                meta=ocp.args.JsonSave(meta),  # pyright: ignore[reportCallIssue]
+            )
+            if not self._manager.save(step, args=args, force=True):
+                return f"Orbax declined to save step {step}"
+        except Exception as failure:  # noqa: BLE001 - whatever the disk does, training goes on
+            self._reopen()
+            return _told(failure)
+        return error
+
+    def error(self) -> str | None:
+        """What went wrong in the background since the last call, if anything."""
+        try:
+            self._manager.check_for_errors()
+        except Exception as failure:  # noqa: BLE001
+            self._reopen()
+            return _told(failure)
+        return None
+
+    def wait(self) -> str | None:
+        """Wait until everything is on disk; returns what went wrong, if anything."""
+        try:
+            self._manager.wait_until_finished()
+            self._manager.check_for_errors()
+        except Exception as failure:  # noqa: BLE001
+            self._reopen()
+            return _told(failure)
+        return None
+
+    def restore(self, abstract: TrainState) -> Restored | None:
+        """The newest checkpoint that can be read, on this layout; None where there is none.
+
+        Raises WrongWorkdirError where the newest readable one is of another model.
+        """
+        for step in sorted(self._manager.all_steps(), reverse=True):
+            try:
+                meta = self._manager.restore(
+                    step,
+                    args=ocp.args.Composite(meta=ocp.args.JsonRestore()),  # pyright: ignore[reportCallIssue]
+                )["meta"]
+                mismatch = differences(meta["leaves"], describe(abstract))
+                if not mismatch:
+                    tree = self._manager.restore(
+                        step,
+                        args=ocp.args.Composite(
+                            state=ocp.args.StandardRestore(self._inward(abstract))  # pyright: ignore[reportCallIssue]
+                        ),
+                    )["state"]
+                    return Restored(state=self._here(tree, abstract), meta=meta, step=step)
+            except Exception as failure:  # noqa: BLE001 - a damaged file can fail in any way
+                self._set_aside(step, failure)
+                continue
+            raise WrongWorkdirError(
+                f"the checkpoint {self._directory / str(step)} is of another model: "
+                + "; ".join(mismatch[:5])
+                + (f"; and {len(mismatch) - 5} more" if len(mismatch) > 5 else "")
+                + ". Use another workdir, or the model that this one belongs to."
+            )
+        return None
+
+    def close(self) -> None:
+        """Finish writing and let go of the directory."""
+        self._manager.close()
+
+    def _open(self) -> ocp.CheckpointManager:
+        return ocp.CheckpointManager(
+            self._directory,
+            options=ocp.CheckpointManagerOptions(
+                max_to_keep=self._keep, enable_async_checkpointing=True, create=False
+            ),
+            item_names=("state", "meta"),
+        )
+
+    def _reopen(self) -> None:
+        # A manager whose writer failed keeps failing; the files of finished steps are untouched.
+        try:
+            self._manager.close()
+        except Exception as failure:  # noqa: BLE001 - already reported by the caller
+            logging.info("closing the failed checkpoint writer: %s", failure)
+        if jax.process_index() == 0:
+            for leftover in self._directory.glob("*.orbax-checkpoint-tmp*"):
+                shutil.rmtree(leftover, ignore_errors=True)
+        self._manager = self._open()
+
+    def _set_aside(self, step: int, failure: Exception) -> None:
+        damaged = self._root / "damaged_checkpoints"
+        target = damaged / f"{step}"
+        logging.warning(
+            "the checkpoint %s cannot be read (%s). It is moved to %s and the one before it is used.",
+            self._directory / str(step),
+            _told(failure),
+            target,
+        )
+        if jax.process_index() == 0:
+            damaged.mkdir(exist_ok=True)
+            shutil.rmtree(target, ignore_errors=True)
+            shutil.move(str(self._directory / str(step)), str(target))
+        self._manager.reload()
+
+    # State on its way out: plain arrays (keys as their data), global over all processes.
+
+    def _outward(self, state: TrainState) -> dict[str, PyTree]:
+        tree = _plain(state)
+        if self._world is None:
+            return tree
+        sharding = jax.sharding.NamedSharding(self._world, jax.sharding.PartitionSpec())
+        return jax.tree.map(
+            lambda x: jax.make_array_from_single_device_arrays(
+                x.shape, sharding, [s.data for s in x.addressable_shards]
+            ),
+            tree,
+        )
+
+    def _inward(self, abstract: TrainState) -> dict[str, PyTree]:
+        mesh = self._layout.mesh if self._world is None else self._world
+        sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+        return jax.tree.map(
+            lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding),
+            jax.eval_shape(_plain, abstract),
+        )
+
+    def _here(self, tree: dict[str, PyTree], abstract: TrainState) -> TrainState:
+        def own(x: jax.Array) -> jax.Array:
+            if self._world is None:
+                return x
+            return jax.make_array_from_single_device_arrays(
+                x.shape, self._layout.replicated, [s.data for s in x.addressable_shards]
+            )
+
+        leaves = [own(x) for x in jax.tree.leaves(tree)]
+        wanted, structure = jax.tree.flatten(abstract)
+        assert len(leaves) == len(wanted)
+        put = [
+            jax.random.wrap_key_data(x, impl=jax.random.key_impl(_key_like(w)))
+            if _is_key(w)
+            else x
+            for x, w in zip(leaves, wanted, strict=True)
+        ]
+        # Restored buffers may be shared with the reader; a donated state must own its own.
+        copy = jax.jit(
+            lambda t: jax.tree.map(jnp.copy, t), out_shardings=self._layout.replicated
+        )
+        return copy(jax.tree.unflatten(structure, put))
+
+
+def describe(state: PyTree) -> dict[str, list[Any]]:
+    """Path -> [shape, dtype] of every leaf: what tells one model's state from another's."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(state)
+    return {jax.tree_util.keystr(path): [list(x.shape), str(x.dtype)] for path, x in leaves}
+
+
+def differences(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
+    """How two descriptions differ, one sentence a leaf."""
+    found = []
+    for path in sorted(saved.keys() | wanted.keys()):
+        a, b = saved.get(path), wanted.get(path)
+        if a is None:
+            found.append(f"{path} is not in the checkpoint, the model has {_shown(b)}")
+        elif b is None:
+            found.append(f"{path} is {_shown(a)} in the checkpoint, the model has no such leaf")
+        elif list(a) != list(b):
+            found.append(f"{path} is {_shown(a)} in the checkpoint, {_shown(b)} in the model")
+    return found
+
+
+def check_saveable(abstract: TrainState) -> None:
+    """Refuse an optimizer or model state that holds anything but arrays."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(abstract)
+    for path, leaf in leaves:
+        if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+            raise TypeError(
+                f"the training state cannot be checkpointed: {jax.tree_util.keystr(path)} is a "
+                f"{type(leaf).__name__}, not an array. Keep only arrays in optimizer and model state."
+            )
+
+
+def _plain(state: TrainState) -> dict[str, PyTree]:
+    leaves = jax.tree.leaves(state)
+    return {
+        f"leaf_{i:05d}": jax.random.key_data(x) if _is_key(x) else x for i, x in enumerate(leaves)
+    }
+
+
+def _is_key(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _key_like(x: Any) -> Any:
+    return x if isinstance(x, jax.Array) else jax.random.key(0)
+
+
+def _shown(described: Any) -> str:
+    shape, dtype = described
+    return f"{dtype}{tuple(shape)}"
+
+
+def _told(failure: Exception) -> str:
+    return f"{type(failure).__name__}: {str(failure).splitlines()[0] if str(failure) else ''}"
+
+
+def _check_writable(root: pathlib.Path) -> None:
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        probe = root / f".writable.{jax.process_index()}"
+        probe.write_bytes(np.zeros(1).tobytes())
+        probe.unlink()
+    except OSError as failure:
+        raise PermissionError(
+            f"the workdir {root} cannot be written ({failure.strerror or failure}). Checkpoints, events "
+            "and the compilation cache go there: pass a --workdir that you may write to."
+        ) from failure

@@ -1,0 +1,164 @@
+"""How a run is set up: one frozen dataclass, its validation, and its form as JSON."""
+
+import dataclasses
+import json
+import math
+import typing
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jaxgoodput.goodput.search import BatchLimits
+from jaxgoodput.optim.rules import Rule
+
+POLICIES = ("goodput", "fixed")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """What `Trainer` needs to know besides the model. Only `workdir`, `batch` and a length are needed.
+
+    Exactly one of `base_steps` and `epochs` says when training ends: `base_steps` counts *progress*
+    (updates that the base batch would have needed; the last one or two updates may pass it), `epochs`
+    counts passes over the data, to the sample.
+    """
+
+    workdir: str  # checkpoints/, tensorboard/, compilation_cache/, config.json, goodput.jsonl
+    batch: BatchLimits
+    base_steps: float | None = None
+    epochs: int | None = None
+    seed: int = 0
+
+    rule: Rule | None = None  # learning-rate gain; None: adam_scale for Adam-like, else adascale
+    smoothing: float = 0.999  # of the noise statistics, per base step
+    policy: str = "goodput"  # "fixed" keeps `batch.base` as the global batch
+    fixed_tolerance: float = 0.0  # "fixed": how far the global batch may be from the base, relative
+    compute_dtype: str | None = None  # "bfloat16": compute in it, masters stay as `init` made them
+
+    statistics_every: int | None = None  # steps between noise measurements; None: picked by cost
+    statistics_overhead: float = 0.02  # share of the step time that statistics may cost
+    tune_every_s: float = 5.0
+    tune_every_steps: int = 200
+    min_gain: float = 0.05  # predicted goodput gain below which nothing changes
+    dwell_steps: int = 20  # steps between two changes
+    max_growth: float = 4.0  # the global batch grows at most by this factor in one change
+    warm_up_steps: int = 10  # steps before the first verdict
+
+    memory_bytes: int | None = None  # per device; None: what the device reports
+    memory_margin: float = 0.08
+    accumulate: bool = True  # allow several micro-batches per replica
+    background_compile: bool = True
+    compilation_cache: str | None = ""  # "": under the workdir; None: JAX's own setting is left alone
+
+    eval_every_s: float | None = None
+    eval_every_base_steps: float | None = None
+    eval_micro_batch_size: int | None = None  # per replica; None: the base's
+
+    checkpoint_every_s: float = 600.0
+    keep_checkpoints: int = 3
+    save_at_end: bool = True
+    max_skipped_in_a_row: int = 10  # updates that are not finite, before training stops
+
+    window_s: float = 2.0  # how often the dashboard gets a point
+    tensorboard: bool = True
+    progress: bool = True  # progress bar on a terminal, ETA lines elsewhere
+    shuffle: bool = True
+    prefetch: int = 2  # global batches ahead
+
+    def __post_init__(self):
+        """Refuse what cannot work, naming what to change."""
+        if (self.base_steps is None) == (self.epochs is None):
+            raise ValueError(
+                f"exactly one of base_steps and epochs must be given; got base_steps="
+                f"{self.base_steps}, epochs={self.epochs}. base_steps counts progress, epochs counts "
+                "passes over the data."
+            )
+        if self.policy not in POLICIES:
+            raise ValueError(f"policy must be one of {POLICIES}; got {self.policy!r}.")
+        positive = {
+            "base_steps": self.base_steps,
+            "epochs": self.epochs,
+            "tune_every_s": self.tune_every_s,
+            "tune_every_steps": self.tune_every_steps,
+            "checkpoint_every_s": self.checkpoint_every_s,
+            "keep_checkpoints": self.keep_checkpoints,
+            "max_skipped_in_a_row": self.max_skipped_in_a_row,
+            "window_s": self.window_s,
+            "eval_every_s": self.eval_every_s,
+            "eval_every_base_steps": self.eval_every_base_steps,
+            "statistics_every": self.statistics_every,
+            "statistics_overhead": self.statistics_overhead,
+        }
+        for name, value in positive.items():
+            if value is not None and not (value > 0 and not math.isnan(value)):
+                raise ValueError(f"{name} must be positive; got {value}.")
+        if self.max_growth <= 1:
+            raise ValueError(
+                f"max_growth is a factor above 1; got {self.max_growth}. For a constant batch use "
+                'policy="fixed".'
+            )
+        if not 0 <= self.memory_margin < 1:
+            raise ValueError(f"memory_margin must lie in [0, 1); got {self.memory_margin}.")
+        if not 0 <= self.fixed_tolerance < 1:
+            raise ValueError(f"fixed_tolerance must lie in [0, 1); got {self.fixed_tolerance}.")
+
+
+def to_json(config: Config) -> dict[str, Any]:
+    """The configuration as JSON values; functions by name."""
+
+    def plain(value: Any) -> Any:
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        if callable(value):
+            return getattr(value, "__name__", type(value).__name__)
+        if isinstance(value, tuple | list):
+            return [plain(v) for v in value]
+        return value
+
+    return plain(config)
+
+
+def with_overrides(config: Config, overrides: Sequence[str]) -> Config:
+    """`config` with `name=value` changes, values as JSON (or plain text); `batch.max=512` reaches in.
+
+    Raises ValueError naming the field where there is none of that name or the value has another type.
+    """
+    for override in overrides:
+        name, separator, text = override.partition("=")
+        if not separator:
+            raise ValueError(f"an override is name=value; got {override!r}.")
+        try:
+            value = json.loads(text)
+        except json.JSONDecodeError:
+            value = text
+        config = _replace(config, name.split("."), value, name)
+    return config
+
+
+def _replace(target: Any, path: Sequence[str], value: Any, full: str) -> Any:
+    fields = {f.name for f in dataclasses.fields(target)}
+    if path[0] not in fields:
+        raise ValueError(
+            f"there is no setting {full!r}: {type(target).__name__} has {', '.join(sorted(fields))}."
+        )
+    if len(path) > 1:
+        value = _replace(getattr(target, path[0]), path[1:], value, full)
+    else:
+        expected = typing.get_type_hints(type(target))[path[0]]
+        if isinstance(value, list):
+            value = tuple(value)
+        if not _fits(value, expected):
+            raise ValueError(f"{full} is of type {expected}; got {value!r}.")
+    return dataclasses.replace(target, **{path[0]: value})
+
+
+def _fits(value: Any, expected: Any) -> bool:
+    options = typing.get_args(expected) if not isinstance(expected, type) else (expected,)
+    origin = typing.get_origin(expected)
+    if origin is tuple:
+        return isinstance(value, tuple)
+    allowed = {t for t in options if isinstance(t, type)}
+    allowed |= {tuple for t in options if typing.get_origin(t) is tuple}
+    if float in allowed:
+        allowed.add(int)
+    return type(value) in allowed

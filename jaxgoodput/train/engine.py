@@ -1,0 +1,582 @@
+"""The engine owns a job's executables and runs one step as a value: begin, accumulate, apply.
+
+Parameters and optimizer state are replicated over the devices of this process (the local mesh); a
+batch is cut over them. `accumulate` holds no collective and does not depend on how many processes
+there are. `apply` is `reduce` (the only collective: one flat buffer over all replicas of all
+processes, nothing donated, so that the state outlives a peer that dies) and then `update` (local,
+donating). `step` is the fused form for one process: the last micro-batch and `apply` in a single
+executable, so that a step of one micro-batch is one executable.
+
+Every executable is compiled ahead by `compile`, from abstract values only, and is kept by (role,
+micro-batch size). Calling one that is missing compiles it on the caller's thread.
+"""
+
+import dataclasses
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, PyTree
+
+from jaxgoodput.optim import noise
+from jaxgoodput.parallel.strategy import DATA_AXIS, Layout
+from jaxgoodput.train import step as pure
+from jaxgoodput.train.memory import StepBytes, step_bytes
+from jaxgoodput.train.state import Previous, Sums, TrainState, Variables, Work, cast, split
+
+ROWS = PartitionSpec(DATA_AXIS)
+WHOLE = PartitionSpec()
+
+
+class Engine:
+    """Executables of one problem on one layout.
+
+    `layout` covers this process's devices; `world` is the mesh over the devices of all processes
+    (None: this process is alone). `sample` is the abstract value of one sample, without a batch axis.
+    """
+
+    def __init__(
+        self,
+        problem: pure.Problem,
+        layout: Layout,
+        sample: PyTree,
+        *,
+        world: Mesh | None = None,
+        control_size: int = 0,
+    ):
+        self.problem = problem
+        self.layout = layout
+        self.sample = sample
+        self.world = world if world is not None and world.size > layout.mesh.size else None
+        self._control_size = control_size
+        self._executables: dict[tuple[str, int], Any] = {}
+        self._bytes: dict[int, StepBytes] = {}
+        self._lock = threading.Lock()
+        self._compiling: dict[tuple[str, int], threading.Lock] = {}
+        self._state = jax.eval_shape(
+            lambda: pure.init_state(problem, jax.random.key(0)),
+        )
+        self._kept = jax.eval_shape(
+            lambda p: split(p, problem.mask(p))[0], self._state.params
+        )
+        first = 0
+        if self.world is not None:
+            mine = layout.mesh.devices.flat[0]
+            first = [d.id for d in self.world.devices.flat].index(mine.id)
+        ids = np.arange(first, first + layout.num_replicas, dtype=np.int32)
+        self._replicas = jax.device_put(ids, layout.batch_sharding)
+        self._has_begin = problem.compute_dtype is not None or problem.preconditioned
+        self._metric_names: tuple[str, ...] | None = None
+
+    # -- what there is ---------------------------------------------------------------------------
+
+    @property
+    def num_replicas(self) -> int:
+        """Replicas of all processes together."""
+        return self.layout.num_replicas if self.world is None else self.world.size
+
+    @property
+    def metric_names(self) -> tuple[str, ...]:
+        """Names of the entries of the metrics vector, in order."""
+        if self._metric_names is None:
+            work_sums = jax.eval_shape(self._one_replica, *self._abstract_local(1))
+            total = jax.eval_shape(lambda s: s, work_sums)
+            _, _, metrics = jax.eval_shape(
+                lambda s, t: pure.update(self.problem, s, t, measure=False), self._state, total
+            )
+            self._metric_names = tuple(sorted(metrics))
+        return self._metric_names
+
+    def read(self, metrics: Array) -> dict[str, float]:
+        """The metrics vector on the host, by name. Waits for the step that computes it."""
+        values = np.asarray(jax.device_get(metrics))
+        named = dict(zip(self.metric_names, values[: len(self.metric_names)].tolist(), strict=True))
+        return named
+
+    def read_control(self, metrics: Array) -> np.ndarray:
+        """The agreement vector that rode along with the reduction, summed over processes."""
+        return np.asarray(jax.device_get(metrics))[len(self.metric_names) :]
+
+    def loss_kind(self) -> str:
+        """'sample' or 'mean': whether the loss can leave padded samples out."""
+        variables = Variables(params=self._state.params, model_state=self._state.model_state)
+        return pure.loss_kind(self.problem, variables, self._batch_of(2), 2)
+
+    def roles(self, *, accumulate: bool) -> tuple[str, ...]:
+        """The executables that one micro-batch size needs."""
+        if self.world is not None:
+            return ("first", "more")
+        alone = self.layout.num_replicas == 1
+        single = ("step", "step_paired") if alone else ("step", "step_measured")
+        return (*single, "first", "more", "step_after") if accumulate else single
+
+    def is_ready(self, micro_batch_size: int, *, accumulate: bool) -> bool:
+        """Whether every executable of this size is compiled."""
+        with self._lock:
+            return all(
+                (role, micro_batch_size) in self._executables
+                for role in self.roles(accumulate=accumulate)
+            )
+
+    def bytes_of(self, micro_batch_size: int) -> StepBytes | None:
+        """Predicted peak bytes per device of a step of this size, once it is compiled."""
+        with self._lock:
+            return self._bytes.get(micro_batch_size)
+
+    # -- making and compiling --------------------------------------------------------------------
+
+    def init(self, key: Array) -> TrainState:
+        """A fresh state, replicated over this process's devices."""
+        build = jax.jit(
+            lambda k: pure.init_state(self.problem, k), out_shardings=self.layout.replicated
+        )
+        return build(jax.device_put(key, self.layout.replicated))
+
+    def abstract_state(self) -> TrainState:
+        """The state's shapes and types, with this layout's shardings."""
+        return self._placed(self._state, self.layout.replicated)
+
+    def compile(self, micro_batch_sizes: Sequence[int], *, accumulate: bool = True) -> None:
+        """Compile every executable of these sizes, from abstract values; safe from any thread."""
+        for size in micro_batch_sizes:
+            for role in self.roles(accumulate=accumulate):
+                self.compile_role(role, size)
+        if self.world is not None:
+            for role in ("pack", "reduce", "update"):
+                self._executable(role, 0)
+        if self._has_begin and (accumulate or self.world is not None):
+            self._executable("begin", 0)
+        if self.world is None and self.layout.num_replicas == 1:
+            self._executable("nothing", 0)
+
+    def compile_role(self, role: str, micro_batch_size: int) -> None:
+        """Compile one executable of `roles`; safe from any thread."""
+        self._executable(role, micro_batch_size)
+
+    def cost(self, role: str, micro_batch_size: int) -> Mapping[str, float]:
+        """XLA's own cost analysis of an executable: flops and bytes accessed, per device."""
+        analysis = self._executable(role, micro_batch_size).cost_analysis()
+        return analysis[0] if isinstance(analysis, list) else analysis
+
+    def text(self, role: str, micro_batch_size: int) -> str:
+        """The optimized HLO of an executable."""
+        return self._executable(role, micro_batch_size).as_text()
+
+    def rehearse(self, micro_batch_size: int, *, accumulate: bool) -> None:
+        """Run each executable of this size once on throw-away zeros; the first run is slow.
+
+        Collectives over processes are left out: they would have to be run by all at once.
+        """
+        zeros = jax.jit(
+            lambda: jax.tree.map(
+                lambda s: jnp.zeros(s.shape, s.dtype)
+                if not jnp.issubdtype(s.dtype, jax.dtypes.prng_key)
+                else jax.random.key(0),
+                self._state,
+            ),
+            out_shardings=self.layout.replicated,
+        )
+        batch, mask = self._zero_batch(micro_batch_size)
+        for measure in (False, True):
+            if self.world is None:
+                self.step(zeros(), None, batch, mask, measure=measure)[1].block_until_ready()
+        if accumulate or self.world is not None:
+            state = zeros()
+            work = self.accumulate(self.accumulate(self.begin(state), batch, mask), batch, mask)
+            if self.world is None:
+                self.step(state, work, batch, mask)[1].block_until_ready()
+            else:
+                jax.block_until_ready(work.sums)
+
+    # -- a step as a value -----------------------------------------------------------------------
+
+    def begin(self, state: TrainState) -> Work:
+        """An empty batch for this state: compute-precision parameters, no gradient yet."""
+        params, scale = state.params, ()
+        if self._has_begin:
+            params, scale = self._executable("begin", 0)(state.params, state.opt_state)
+        return Work(
+            params=params,
+            scale=scale,
+            model_state=state.model_state,
+            key=state.key,
+            step=state.step,
+            sums=None,
+        )
+
+    def accumulate(self, work: Work, batch: PyTree, mask: Array) -> Work:
+        """Add one micro-batch on every replica. No collective; the old sums are donated.
+
+        `batch` leaves are `[replicas * micro_batch_size, ...]` over this process's devices, `mask`
+        `[replicas * micro_batch_size]` float32: 1 for real samples, 0 for padding.
+        """
+        size = mask.shape[0] // self.layout.num_replicas
+        fixed = (work.params, work.scale, work.model_state, work.key, work.step, self._replicas)
+        if work.sums is None:
+            sums = self._executable("first", size)(*fixed, batch, mask)
+        else:
+            sums = self._executable("more", size)(*fixed, batch, mask, work.sums)
+        return dataclasses.replace(work, sums=sums)
+
+    def step(
+        self,
+        state: TrainState,
+        work: Work | None,
+        batch: PyTree,
+        mask: Array,
+        *,
+        measure: bool = True,
+        previous: Previous | None = None,
+    ) -> tuple[TrainState, Array, Previous | None]:
+        """The last micro-batch and the update, in one executable; for one process.
+
+        Returns the new state, the metrics vector and, for one replica with one micro-batch, what the
+        differenced noise estimator must be given at the next step. Donates state and previous.
+        """
+        if self.world is not None:
+            raise ValueError(
+                "step() is the fused form for one process, and this engine spans several. "
+                "Use accumulate() and apply()."
+            )
+        size = mask.shape[0] // self.layout.num_replicas
+        if work is not None:
+            if work.sums is None:
+                raise ValueError(
+                    "step() got an empty Work. Pass None for a batch of one micro-batch."
+                )
+            run = self._executable("step_after", size)
+            state, metrics = run(state, work.sums, self._replicas, batch, mask)
+            return state, metrics, None
+        if not measure:
+            state, metrics = self._executable("step", size)(state, self._replicas, batch, mask)
+            return state, metrics, None
+        if self.layout.num_replicas > 1:
+            run = self._executable("step_measured", size)
+            state, metrics = run(state, self._replicas, batch, mask)
+            return state, metrics, None
+        if previous is None:
+            previous = self._executable("nothing", 0)()
+        run = self._executable("step_paired", size)
+        return run(state, previous, self._replicas, batch, mask)
+
+    def apply(
+        self, state: TrainState, work: Work, control: np.ndarray | None = None
+    ) -> tuple[TrainState, Array]:
+        """Reduce over all replicas and update. Donates the state, not the work.
+
+        Returns the new state and the metrics vector, with the sum of every process's `control`
+        behind it. The reduction donates nothing: where it fails, the state is intact.
+        """
+        return self.update(state, self.reduce(work, control), work)
+
+    def reduce(self, work: Work, control: np.ndarray | None = None) -> Array:
+        """The sums of all replicas of all processes: one flat buffer, one all-reduce."""
+        if work.sums is None:
+            raise ValueError(
+                "the Work holds no micro-batch. Call accumulate() at least once; a replica with "
+                "nothing to do accumulates a micro-batch whose mask is 0."
+            )
+        rows = np.zeros((self.layout.num_replicas, self._control_size), np.float32)
+        if control is not None:
+            rows[0] = control
+        rows = jax.device_put(rows, self.layout.batch_sharding)
+        flat = self._executable("pack", 0)(work.sums, rows)
+        if self.world is None:
+            return self._executable("reduce", 0)(flat)
+        shape = (self.world.size, flat.shape[1])
+        everywhere = jax.make_array_from_single_device_arrays(
+            shape, NamedSharding(self.world, ROWS), [s.data for s in flat.addressable_shards]
+        )
+        return self.local(self._executable("reduce", 0)(everywhere))
+
+    def update(self, state: TrainState, total: Array, work: Work) -> tuple[TrainState, Array]:
+        """The next state from the reduced sums: local, donates the state."""
+        assert work.sums is not None
+        return self._executable("update", 0)(state, total, work.sums.model_state)
+
+    def local(self, replicated: Array) -> Array:
+        """A value replicated over all processes, as this process's own copy."""
+        return jax.make_array_from_single_device_arrays(
+            replicated.shape,
+            self.layout.replicated,
+            [s.data for s in replicated.addressable_shards],
+        )
+
+    # -- executables -----------------------------------------------------------------------------
+
+    def _executable(self, role: str, size: int) -> Any:
+        with self._lock:
+            found = self._executables.get((role, size))
+            if found is not None:
+                return found
+            turn = self._compiling.setdefault((role, size), threading.Lock())
+        with turn:
+            with self._lock:
+                found = self._executables.get((role, size))
+            if found is None:
+                found = self._build(role, size)
+                with self._lock:
+                    self._executables[(role, size)] = found
+                    if role in ("step", "step_after", "more"):
+                        old = self._bytes.get(size)
+                        new = step_bytes(found)
+                        self._bytes[size] = new if old is None or new.peak > old.peak else old
+        return found
+
+    def _build(self, role: str, size: int) -> Any:
+        make = getattr(self, f"_make_{role}")
+        function, donate, arguments, out = make(size)
+        jitted = jax.jit(function, donate_argnums=donate, out_shardings=out)
+        return jitted.trace(*arguments).lower().compile()
+
+    def _one_replica(
+        self, params, scale, model_state, key, step, replica, batch, mask, old, *, measure=True
+    ) -> Sums:
+        # One stream of random numbers per (step, replica, micro-batch).
+        count = old.groups.astype(jnp.int32) if old is not None else 0
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(key, step), replica), count)
+        state = old.model_state if old is not None else model_state
+        new = pure.local_sums(
+            self.problem, params, scale, state, batch, mask, key, measure=measure
+        )
+        return new if old is None else pure.merge(old, new)
+
+    def _replicas_map(self, function, in_specs, out_specs):
+        return jax.shard_map(
+            function,
+            mesh=self.layout.mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            check_vma=False,  # gradients stay local, and users' scans need no `pcast`
+        )
+
+    def _make_begin(self, size: int):
+        def begin(params, opt_state):
+            scale = ()
+            if self.problem.preconditioned:
+                kept, _ = split(params, self.problem.mask(params))
+                scale = noise.preconditioner(opt_state, kept)
+            return cast(params, self.problem.compute_dtype), scale
+
+        state = self.abstract_state()
+        return begin, (), (state.params, state.opt_state), self.layout.replicated
+
+    def _make_nothing(self, size: int):
+        def nothing():
+            grads = jax.tree.map(lambda k: jnp.zeros(k.shape, jnp.float32), self._kept)
+            return Previous(grads=grads, num_samples=jnp.zeros((), jnp.float32))
+
+        return nothing, (), (), self.layout.replicated
+
+    def _accumulate(self, with_old: bool):
+        def body(params, scale, model_state, key, step, replica, batch, mask, *old):
+            before = jax.tree.map(lambda x: x[0], old[0]) if old else None
+            sums = self._one_replica(
+                params, scale, model_state, key, step, replica[0], batch, mask, before
+            )
+            return jax.tree.map(lambda x: jnp.asarray(x)[None], sums)
+
+        specs = (WHOLE, WHOLE, WHOLE, WHOLE, WHOLE, ROWS, ROWS, ROWS)
+        return self._replicas_map(body, specs + (ROWS,) * with_old, ROWS)
+
+    def _make_first(self, size: int):
+        return self._accumulate(False), (), self._abstract_args(size), self.layout.batch_sharding
+
+    def _make_more(self, size: int):
+        arguments = (*self._abstract_args(size), self._abstract_sums(size))
+        return self._accumulate(True), (8,), arguments, self.layout.batch_sharding
+
+    def _fused(self, *, measure: bool, paired: bool, after: bool):
+        def body(state: TrainState, extra, replica, batch, mask):
+            params = cast(state.params, self.problem.compute_dtype)
+            groups_measured = measure and not paired
+            scale = ()
+            if groups_measured and self.problem.preconditioned:
+                kept, _ = split(state.params, self.problem.mask(state.params))
+                scale = noise.preconditioner(state.opt_state, kept)
+            old = jax.tree.map(lambda x: x[0], extra) if after else None
+            sums = self._one_replica(
+                params,
+                scale,
+                state.model_state,
+                state.key,
+                state.step,
+                replica[0],
+                batch,
+                mask,
+                old,
+                measure=groups_measured,
+            )
+            # One psum of the whole tree: XLA makes a single all-reduce of it.
+            total = pure.from_reduced(jax.lax.psum(pure.to_reduce(sums), DATA_AXIS), sums)
+            state, remembered, metrics = pure.update(
+                self.problem,
+                state,
+                total,
+                measure=measure,
+                previous=extra if paired else None,
+            )
+            vector = jnp.stack([metrics[name] for name in sorted(metrics)])
+            return (state, vector, remembered) if paired else (state, vector)
+
+        return self._replicas_map(
+            body, (WHOLE, ROWS if after else WHOLE, ROWS, ROWS, ROWS), WHOLE
+        )
+
+    def _fused_spec(self, size: int, **kind: bool):
+        state = self.abstract_state()
+        replica, batch, mask = self._abstract_batch(size)
+        run = self._fused(**kind)
+        whole = self.layout.replicated
+        if kind["after"]:
+            # The sums are not donated: no output has their shape.
+            return run, (0,), (state, self._abstract_sums(size), replica, batch, mask), whole
+        if kind["paired"]:
+            previous = self._placed(jax.eval_shape(self._make_nothing(0)[0]), whole)
+            return run, (0, 1), (state, previous, replica, batch, mask), whole
+        alone = lambda s, r, b, m: run(s, (), r, b, m)  # noqa: E731
+        return alone, (0,), (state, replica, batch, mask), whole
+
+    def _make_step(self, size: int):
+        return self._fused_spec(size, measure=False, paired=False, after=False)
+
+    def _make_step_measured(self, size: int):
+        return self._fused_spec(size, measure=True, paired=False, after=False)
+
+    def _make_step_paired(self, size: int):
+        return self._fused_spec(size, measure=True, paired=True, after=False)
+
+    def _make_step_after(self, size: int):
+        return self._fused_spec(size, measure=True, paired=False, after=True)
+
+    def _make_pack(self, size: int):
+        def body(sums, control):
+            tree = pure.to_reduce(jax.tree.map(lambda x: x[0], sums), control[0])
+            return jnp.concatenate([jnp.ravel(x) for x in jax.tree.leaves(tree)])[None]
+
+        control = jax.ShapeDtypeStruct(
+            (self.layout.num_replicas, self._control_size),
+            jnp.float32,
+            sharding=self.layout.batch_sharding,
+        )
+        run = self._replicas_map(body, (ROWS, ROWS), ROWS)
+        return run, (), (self._abstract_sums(1), control), self.layout.batch_sharding
+
+    def _make_reduce(self, size: int):
+        mesh = self.layout.mesh if self.world is None else self.world
+        run = jax.shard_map(
+            lambda x: jax.lax.psum(x[0], DATA_AXIS),
+            mesh=mesh,
+            in_specs=ROWS,
+            out_specs=WHOLE,
+            check_vma=False,
+        )
+        flat = jax.ShapeDtypeStruct(
+            (mesh.size, self._flat_size()), jnp.float32, sharding=NamedSharding(mesh, ROWS)
+        )
+        return run, (), (flat,), NamedSharding(mesh, WHOLE)
+
+    def _make_update(self, size: int):
+        tree = self._reduced_tree()
+        leaves, structure = jax.tree.flatten(tree)
+        ends = np.cumsum([0, *(leaf.size for leaf in leaves)])
+
+        def body(state, flat, model_states):
+            parts = [
+                flat[a:b].reshape(leaf.shape)
+                for a, b, leaf in zip(ends, ends[1:], leaves, strict=False)
+            ]
+            total = jax.tree.unflatten(structure, parts)
+            own = jax.tree.map(lambda x: x[0], model_states)
+            template = Sums(
+                **{k: v for k, v in total.items() if k not in ("floats", "control")},
+                model_state=own,
+            )
+            whole = pure.from_reduced(total, template)
+            state, _, metrics = pure.update(self.problem, state, whole, measure=True)
+            vector = jnp.stack([metrics[name] for name in sorted(metrics)])
+            return state, jnp.concatenate([vector, total["control"]])
+
+        whole = self.layout.replicated
+        flat = jax.ShapeDtypeStruct((self._flat_size(),), jnp.float32, sharding=whole)
+        arguments = (self.abstract_state(), flat, self._abstract_sums(1).model_state)
+        run = self._replicas_map(body, (WHOLE, WHOLE, ROWS), WHOLE)
+        return run, (0,), arguments, whole
+
+    # -- abstract values -------------------------------------------------------------------------
+
+    def _placed(self, tree: PyTree, sharding: NamedSharding) -> PyTree:
+        return jax.tree.map(
+            lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), tree
+        )
+
+    def _batch_of(self, num_samples: int) -> PyTree:
+        return jax.tree.map(
+            lambda s: jax.ShapeDtypeStruct((num_samples, *s.shape), s.dtype), self.sample
+        )
+
+    def _abstract_batch(self, size: int):
+        rows = self.layout.num_replicas
+        sharding = self.layout.batch_sharding
+        return (
+            jax.ShapeDtypeStruct((rows,), jnp.int32, sharding=sharding),
+            self._placed(self._batch_of(rows * size), sharding),
+            jax.ShapeDtypeStruct((rows * size,), jnp.float32, sharding=sharding),
+        )
+
+    def _abstract_args(self, size: int):
+        state = self.abstract_state()
+        params, scale = jax.eval_shape(self._make_begin(0)[0], state.params, state.opt_state)
+        whole = self.layout.replicated
+        return (
+            self._placed(params, whole),
+            self._placed(scale, whole),
+            state.model_state,
+            state.key,
+            state.step,
+            *self._abstract_batch(size),
+        )
+
+    def _abstract_local(self, size: int):
+        """The arguments of `_one_replica` for a single replica, without shardings."""
+        params, scale, model_state, key, step, *_ = self._abstract_args(size)
+        replica = jax.ShapeDtypeStruct((), jnp.int32)
+        mask = jax.ShapeDtypeStruct((size,), jnp.float32)
+        plain = jax.tree.map(
+            lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype),
+            (params, scale, model_state, key, step),
+        )
+        return (*plain, replica, self._batch_of(size), mask, None)
+
+    def _abstract_sums(self, size: int) -> Sums:
+        sums = jax.eval_shape(self._one_replica, *self._abstract_local(size))
+        rows = self.layout.num_replicas
+        return jax.tree.map(
+            lambda s: jax.ShapeDtypeStruct(
+                (rows, *s.shape), s.dtype, sharding=self.layout.batch_sharding
+            ),
+            sums,
+        )
+
+    def _reduced_tree(self) -> PyTree:
+        sums = jax.eval_shape(self._one_replica, *self._abstract_local(1))
+        control = jax.ShapeDtypeStruct((self._control_size,), jnp.float32)
+        return jax.eval_shape(pure.to_reduce, sums, control)
+
+    def _flat_size(self) -> int:
+        return int(sum(leaf.size for leaf in jax.tree.leaves(self._reduced_tree())))
+
+    def _zero_batch(self, size: int):
+        _, batch, mask = self._abstract_batch(size)
+        zeros = jax.jit(
+            lambda: (
+                jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), batch),
+                jnp.ones(mask.shape, mask.dtype),
+            ),
+            out_shardings=self.layout.batch_sharding,
+        )
+        return zeros()

@@ -1,0 +1,106 @@
+"""Evaluation: per-sample outputs of the user's `metrics` over a whole data set, exactly once each."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import PyTree
+
+from jaxgoodput.data.sources import Source
+from jaxgoodput.parallel.strategy import Layout
+from jaxgoodput.train.state import TrainState, cast
+
+Metrics = Callable[[PyTree, PyTree, PyTree], Mapping[str, Any]]
+
+
+class Evaluator:
+    """Owns the compiled `metrics`. Each process covers its own part of the samples."""
+
+    def __init__(
+        self,
+        metrics: Metrics,
+        source: Source,
+        layout: Layout,
+        *,
+        micro_batch_size: int,
+        compute_dtype: Any = None,
+        process_index: int = 0,
+        process_count: int = 1,
+    ):
+        self._source = source
+        self._layout = layout
+        # Not more than there is: a small set should not be padded to a large batch.
+        share = -(-len(source) // (layout.num_replicas * process_count))
+        self._rows = min(micro_batch_size, share) * layout.num_replicas
+        self._process_index = process_index
+        self._process_count = process_count
+
+        def run(params: PyTree, model_state: PyTree, batch: PyTree) -> Mapping[str, Any]:
+            return metrics(cast(params, compute_dtype), model_state, batch)
+
+        self._run = jax.jit(run, out_shardings=layout.batch_sharding)
+        self._compiled: Any = None
+
+    def compile(self, abstract: TrainState) -> None:
+        """Compile ahead, from abstract values.
+
+        Raises TypeError where a metric is not one value per sample.
+        """
+        sample = self._source.batch(np.zeros(1, np.int64))
+        batch = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(
+                (self._rows, *x.shape[1:]), x.dtype, sharding=self._layout.batch_sharding
+            ),
+            sample,
+        )
+        shapes = jax.eval_shape(self._run, abstract.params, abstract.model_state, batch)
+        for name, out in shapes.items():
+            if not out.shape or out.shape[0] != self._rows:
+                raise TypeError(
+                    f"metrics[{name!r}] has shape {out.shape} for {self._rows} samples. Return one "
+                    f"value (or row) per sample, shape ({self._rows}, ...): padding is left out and "
+                    "parts are put together afterwards."
+                )
+        self._compiled = self._run.lower(abstract.params, abstract.model_state, batch).compile()
+
+    def __call__(self, state: TrainState) -> dict[str, np.ndarray]:
+        """The outputs for every sample of the set, in its order, on the host."""
+        if self._compiled is None:
+            self.compile(jax.tree.map(_abstract, state))
+        total = len(self._source)
+        mine = np.array_split(np.arange(total), self._process_count)[self._process_index]
+        pending, parts = [], []
+        for start in range(0, len(mine), self._rows):
+            indices = mine[start : start + self._rows]
+            padded = np.resize(indices, self._rows)
+            batch = jax.device_put(self._source.batch(padded), self._layout.batch_sharding)
+            pending.append((len(indices), self._compiled(state.params, state.model_state, batch)))
+            if len(pending) > 2:  # fetch behind the device, so that memory stays bounded
+                parts.append(_fetch(*pending.pop(0)))
+        parts += [_fetch(*p) for p in pending]
+        merged = {name: np.concatenate([p[name] for p in parts]) for name in parts[0]}
+        return merged if self._process_count == 1 else self._everyone(merged, total)
+
+    def _everyone(self, mine: dict[str, np.ndarray], total: int) -> dict[str, np.ndarray]:
+        from jax.experimental import multihost_utils
+
+        longest = -(-total // self._process_count)
+        gathered: dict[str, np.ndarray] = {}
+        counts = [len(p) for p in np.array_split(np.arange(total), self._process_count)]
+        for name, part in mine.items():
+            row = np.zeros((longest, *part.shape[1:]), part.dtype)
+            row[: len(part)] = part
+            every = np.asarray(multihost_utils.process_allgather(row))
+            gathered[name] = np.concatenate(
+                [r[:n] for r, n in zip(every, counts, strict=True)]
+            )
+        return gathered
+
+
+def _abstract(x: Any) -> Any:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+
+
+def _fetch(count: int, outputs: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    return {name: np.asarray(jax.device_get(x))[:count] for name, x in outputs.items()}

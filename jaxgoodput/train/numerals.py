@@ -1,0 +1,46 @@
+"""Numbers and durations the way people read them: for the console, the report and the pictures."""
+
+import math
+
+
+def compact(value: float | None) -> str:
+    """Three significant digits with k, M or G; '-' for unknown.
+
+    >>> [compact(x) for x in (0.0123, 7, 512, 1024, 15_300.0, 2.5e6, float("nan"))]
+    ['0.0123', '7', '512', '1.02k', '15.3k', '2.5M', '-']
+    """
+    if value is None or math.isnan(value):
+        return "-"
+    if math.isinf(value):
+        return "inf" if value > 0 else "-inf"
+    size = abs(value)
+    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        # 999.6 rounds to 1000 and so belongs to the next unit.
+        if size >= limit * 0.9995:
+            return f"{value / limit:.3g}{unit}"
+    return f"{value:.3g}"
+
+
+def seconds(value: float | None) -> str:
+    """A short time with its unit; '-' for unknown.
+
+    >>> [seconds(x) for x in (0.0000021, 0.0123, 4.5, 192.0, 7265.0, float("nan"))]
+    ['2.1 us', '12.3 ms', '4.5 s', '3 min 12 s', '2 h 01 min', '-']
+    """
+    if value is None or math.isnan(value):
+        return "-"
+    if math.isinf(value):
+        return "never"
+    if abs(value) < 0.9995e-3:
+        return f"{value * 1e6:.3g} us"
+    if abs(value) < 0.9995:
+        return f"{value * 1e3:.3g} ms"
+    if abs(value) < 59.95:
+        return f"{value:.3g} s"
+    whole = round(value)
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    minutes = whole // 60
+    if minutes < 48 * 60:
+        return f"{minutes // 60} h {minutes % 60:02d} min"
+    return f"{minutes // 1440} d {minutes % 1440 // 60:02d} h"

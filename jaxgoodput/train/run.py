@@ -1,0 +1,525 @@
+"""One run: the loop, readable in one sitting, and what surrounds it.
+
+The loop's thread dispatches step n while step n - 1 runs, and looks only at results of steps before
+that; results, windows, the fit and verdicts are dealt with by the watcher and the analyst behind it.
+Whatever is decided elsewhere (a verdict, a stop, a save) arrives as a `Control`, at the same step in
+every process.
+"""
+
+import contextlib
+import dataclasses
+import json
+import math
+import pathlib
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+from absl import logging
+
+from jaxgoodput._jax import Compilation, listen_for_compilations
+from jaxgoodput.data.cursor import Cursor
+from jaxgoodput.data.loader import Loader, StepBatch
+from jaxgoodput.data.sources import as_source
+from jaxgoodput.goodput.search import BatchConfig
+from jaxgoodput.train import journal, memory, setup
+from jaxgoodput.train.analyst import Analyst
+from jaxgoodput.train.badput import TimeLedger
+from jaxgoodput.train.checkpoint import Checkpoints, Restored, check_saveable
+from jaxgoodput.train.config import to_json
+from jaxgoodput.train.console import Console
+from jaxgoodput.train.control import DEPTH, Control, Requests, decode, encode
+from jaxgoodput.train.events import Checkpoint, EvalEnd, FitEnd, FitStart, Preempt
+from jaxgoodput.train.rungs import Rungs
+from jaxgoodput.train.state import Previous, TrainState
+from jaxgoodput.train.tensorboard import Dashboard
+from jaxgoodput.train.watcher import Result, Ticket, Watcher
+
+if TYPE_CHECKING:
+    from jaxgoodput.train.trainer import Trainer
+
+
+class Preempted(SystemExit):
+    """The run was asked to stop; its state is saved. Exit code 143: it wants a restart."""
+
+    def __init__(self, step: int, signal_name: str):
+        super().__init__(143)
+        self.step = step
+        self.signal_name = signal_name
+
+
+class Diverged(RuntimeError):
+    """Too many updates in a row had a loss or gradient that was not finite."""
+
+
+class Run:
+    """Owns the threads, files and device values of one call of `Trainer.fit`."""
+
+    def __init__(self, trainer: "Trainer"):
+        self.trainer = trainer
+        self.config = trainer.config
+        self.clock = trainer.clock
+        self.requests = Requests()
+        self.ledger = TimeLedger(self.clock)
+        self.compilations: list[Compilation] = []
+        self._thread_id = threading.get_ident()
+
+    def fit(self) -> TrainState:
+        """The whole run. See `Trainer.fit` for what it raises."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(setup.persistent_cache(self.config))
+            stack.callback(listen_for_compilations(self._compiled))
+            with self.ledger.bucket("training_prep"):
+                self._prepare(stack)
+            stack.enter_context(_signals(self.requests))
+            return self._train()
+
+    # -- before ----------------------------------------------------------------------------------
+
+    def _prepare(self, stack: contextlib.ExitStack) -> None:
+        config, trainer = self.config, self.trainer
+        self.where = where = setup.place(trainer.devices)
+        self.is_chief = where.process_index == 0
+        self.checkpoints = Checkpoints(
+            config.workdir, keep=config.keep_checkpoints, layout=where.layout, world=where.world
+        )
+        stack.callback(self.checkpoints.close)
+        self.source = source = as_source(trainer.dataset())
+        self.engine = engine = setup.engine(trainer, source, where)
+        abstract = engine.abstract_state()
+        check_saveable(abstract)
+        device = where.layout.mesh.devices.flat[0]
+        budget = memory.device_budget(
+            device,
+            num_local_devices=where.layout.num_replicas,
+            stated=config.memory_bytes,
+            margin=config.memory_margin,
+        )
+        with self.ledger.bucket("checkpoint_restore"):
+            restored = self.checkpoints.restore(abstract)
+        with self.ledger.bucket("compilation"):
+            plan = setup.batch_plan(config, engine, source, budget)
+        setup.check_length(config, plan, source, engine.loss_kind())
+        self.step, self.samples = 0, 0
+        self.batch = plan.start
+        cursor = Cursor(seed=config.seed)
+        if restored is None:
+            self.state = engine.init(jax.random.key(config.seed))
+        else:
+            self.state = restored.state
+            self.step, self.samples = restored.step, restored.meta["samples"]
+            cursor = Cursor.from_json(restored.meta["cursor"])
+            saved = restored.meta["batch"]
+            self.batch = setup.resumed_config(saved, plan, engine.num_replicas, config)
+        self.rungs = Rungs(
+            engine,
+            plan.sizes,
+            accumulate=config.accumulate and plan.limits.max_micro_batches > 1,
+            budget=budget,
+            reach=config.max_growth if config.background_compile else math.inf,
+        )
+        self.rungs.near(self.batch.micro_batch_size)
+        stack.callback(self.rungs.close)
+        with self.ledger.bucket("compilation"):
+            several = self.batch.num_micro_batches > 1
+            engine.compile([self.batch.micro_batch_size], accumulate=several)
+            if not config.background_compile:
+                self.rungs.climb()
+        self.evaluator = None
+        if config.eval_every_s or config.eval_every_base_steps:
+            self.evaluator = setup.evaluator(trainer, where)
+            with self.ledger.bucket("compilation"):
+                self.evaluator.compile(abstract)
+        remaining = None
+        if config.epochs is not None:
+            remaining = max(config.epochs * len(source) - self.samples, 0)
+        self.loader = Loader(
+            source,
+            sharding=where.layout.batch_sharding,
+            cursor=cursor,
+            process_index=where.process_index,
+            process_count=where.process_count,
+            max_samples=remaining,
+            prefetch=config.prefetch,
+            shuffle=config.shuffle,
+            clock=self.clock,
+        )
+        stack.callback(self.loader.close)
+        self._start_reporting(stack, plan, restored, device)
+        if config.background_compile:
+            self.rungs.start()
+
+    def _start_reporting(
+        self,
+        stack: contextlib.ExitStack,
+        plan: setup.BatchPlan,
+        restored: Restored | None,
+        device: Any,
+    ) -> None:
+        config = self.config
+        restart = self._resume_ledger(restored)
+        hooks: list[Any] = []
+        if self.is_chief:
+            record = journal.Journal(config.workdir, clock=self.clock)
+            stack.callback(record.close)
+            hooks.append(_Recorder(record))
+            if config.tensorboard:
+                dashboard = Dashboard(config.workdir, clock=self.clock, ledger=self.ledger)
+                stack.callback(dashboard.close)
+                hooks.append(dashboard)
+            if config.progress:
+                console = Console(clock=self.clock, total_base_steps=config.base_steps)
+                stack.callback(console.close)
+                hooks.append(console)
+            hooks += self.trainer.hooks
+            settings = to_json(config)
+            path = pathlib.Path(config.workdir) / "config.json"
+            path.write_text(json.dumps(settings, indent=2) + "\n")
+        self.watcher = Watcher(self._read, self._on_result, self.clock)
+        self.analyst = Analyst(
+            config,
+            plan.limits,
+            current=self.batch,
+            requests=self.requests,
+            ready=self._ready_everywhere,
+            memory_limit=lambda: self.rungs.memory_limit,
+            hooks=hooks,
+            clock=self.clock,
+            on_error=self.watcher.fail,
+            dataset_size=len(self.source),
+            adapt=self.is_chief and config.policy == "goodput",
+            steps_per_sample=2 if self.engine.num_replicas == 1 else 1,
+        )
+        # Last in, first out: results stop before the analyst does, and both before the files close.
+        stack.callback(self.analyst.close)
+        stack.callback(self.watcher.close)
+        if restored is not None:
+            self.analyst.restore(restored.meta["analyst"])
+        self.every = self.analyst.statistics_every
+        self.analyst.tell(
+            FitStart(
+                step=self.step,
+                progress=0.0 if restored is None else restored.meta["progress"],
+                restart=restart,
+                config=self.batch,
+                limits=plan.limits,
+                device_kind=device.device_kind,
+                num_devices=self.engine.num_replicas,
+                num_processes=self.where.process_count,
+                settings=to_json(config),
+            )
+        )
+
+    def _resume_ledger(self, restored: Restored | None) -> int:
+        """Continue the ledger of the runs before; returns how many there were."""
+        path = pathlib.Path(self.config.workdir) / journal.FILE_NAME
+        if not self.is_chief or not path.exists():
+            return 0
+        records = journal.read(path, keep_undone=True)
+        if restored is not None and records:
+            prep = self.ledger.snapshot()
+            self.ledger = TimeLedger.from_json(
+                restored.meta["ledger"], self.clock, last_seen=records[-1]["wall"]
+            )
+            for name, seconds in prep.items():
+                if name != "productive" and seconds > 0:
+                    self.ledger.add_before(name, seconds)
+        return sum(r["event"] == "FitStart" for r in records)
+
+    # -- the loop --------------------------------------------------------------------------------
+
+    def _train(self) -> TrainState:
+        start_s, first = self.clock.now(), self.step
+        self._last_save_s = self._last_eval_s = start_s
+        self._last_eval_progress = 0.0
+        self._previous: Previous | None = None
+        self._phase, self._untimed = 0, DEPTH
+        self._latest: Result | None = None
+        self._outcome: str | None = None
+        self._num_ready = 0
+        reason = "error"
+        try:
+            with jax.transfer_guard("disallow"):
+                while self._obey(self._settled(first)):
+                    batch = self._next_batch()
+                    if batch is None:
+                        break
+                    self._dispatch(batch)
+            self._drain(first)
+            reason = self._outcome or "done"
+            if reason != "done":
+                self.analyst.tell(Preempt(step=self.step, signal=self.requests.signal or "peer"))
+            if self.evaluator is not None and reason == "done":
+                self._evaluate()
+            if reason != "done" or self.config.save_at_end:
+                self._save(wait=True)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            if self.watcher.error is error and not isinstance(error, jax.errors.JaxRuntimeError):
+                # A hook or the analysis failed, not the computation: the state is good.
+                self._save(wait=True)
+            raise
+        finally:
+            self._finish(reason, start_s)
+        if reason != "done":
+            raise Preempted(self.step, reason)
+        return self.state
+
+    def _settled(self, first: int) -> Result | None:
+        """The newest result that every process has by now: of the step before the one in flight."""
+        wanted = self.step + 1 - DEPTH
+        if wanted <= first:
+            return None
+        result = self.watcher.result(wanted)
+        self._latest = result
+        in_a_row = result.metrics["skipped_in_a_row"]
+        if in_a_row >= self.config.max_skipped_in_a_row:
+            raise Diverged(
+                f"{in_a_row:.0f} updates in a row had a loss or gradient that is not finite, the last "
+                f"at step {wanted}. None of them was applied, and the checkpoints in "
+                f"{self.config.workdir} are from before. Lower the learning rate, clip gradients, or "
+                "look at the samples of these steps (the data cursor is in the checkpoint)."
+            )
+        return result
+
+    def _obey(self, result: Result | None) -> bool:
+        """Do what was asked; False to end the loop."""
+        self._ask_by_time(result)
+        control = self._control(result)
+        if control.stop:
+            self._outcome = self.requests.signal or "peer"
+            return False
+        total = self.config.base_steps
+        done = total is not None and result is not None and result.metrics["progress"] >= total
+        if done or control.finish:
+            return False
+        if control.evaluate:
+            self._evaluate()
+        if control.save:
+            self._save()
+        if control.statistics_every:
+            self.every, self._phase = control.statistics_every, 0
+        if control.micro_batch_size and control.num_micro_batches:
+            self.batch = BatchConfig(
+                micro_batch_size=control.micro_batch_size,
+                num_micro_batches=control.num_micro_batches,
+                num_replicas=self.engine.num_replicas,
+            )
+            self._untimed = 1
+            self.rungs.near(self.batch.micro_batch_size)
+        return True
+
+    def _control(self, result: Result | None) -> Control:
+        if self.where.process_count == 1:
+            return self.requests.take()
+        if result is None:
+            return Control()
+        control = decode(result.control)
+        self._num_ready = control.num_ready
+        return control
+
+    def _ask_by_time(self, result: Result | None) -> None:
+        """Process 0 asks for what is due; the answer takes effect everywhere."""
+        if not self.is_chief:
+            return
+        config, now = self.config, self.clock.now()
+        if now - self._last_save_s >= config.checkpoint_every_s:
+            self._last_save_s = now
+            self.requests.post(save=True)
+        if config.eval_every_s and now - self._last_eval_s >= config.eval_every_s:
+            self._last_eval_s = now
+            self.requests.post(evaluate=True)
+        every, progress = config.eval_every_base_steps, result and result.metrics["progress"]
+        if every and progress and progress - self._last_eval_progress >= every:
+            self._last_eval_progress = progress
+            self.requests.post(evaluate=True)
+
+    def _next_batch(self) -> StepBatch | None:
+        batch = self.loader.next(self.batch)
+        if batch is not None and batch.wait_s > 1e-4:
+            self.ledger.add("data_loading_sync", batch.wait_s)
+        return batch
+
+    def _dispatch(self, batch: StepBatch) -> None:
+        """Start one step; nothing here waits for a device."""
+        measured, compiled = self._is_measured(batch), len(self.compilations)
+        dispatched_s = self.clock.now()
+        engine, marks = self.engine, (None, None)
+        if engine.world is None:
+            work = None
+            *some, last = batch.micro_batches
+            for micro in some:
+                work = engine.accumulate(work or engine.begin(self.state), micro.data, micro.mask)
+            self.state, metrics, self._previous = engine.step(
+                self.state,
+                work,
+                last.data,
+                last.mask,
+                measure=measured,
+                previous=self._previous if measured and work is None else None,
+            )
+        else:
+            work = engine.begin(self.state)
+            for micro in batch.micro_batches:
+                work = engine.accumulate(work, micro.data, micro.mask)
+            wishes = self.requests.take(num_ready=len(self.rungs.ready()))
+            total = engine.reduce(work, encode(wishes))
+            assert work.sums is not None
+            marks = (work.sums.weight, total)
+            self.state, metrics = engine.update(self.state, total, work)
+        self.step += 1
+        self.samples += batch.num_samples
+        timed = self._untimed <= 0 and len(self.compilations) == compiled and not batch.num_padded
+        self._untimed -= 1
+        self.watcher.submit(
+            Ticket(
+                step=self.step,
+                config=batch.config,
+                measured=measured,
+                dispatched_s=dispatched_s,
+                timed=timed,
+                num_samples=batch.num_samples,
+                samples=self.samples,
+                before=batch.before,
+                after=batch.after,
+                metrics=metrics,
+                accumulated=marks[0],
+                reduced=marks[1],
+            )
+        )
+
+    def _is_measured(self, batch: StepBatch) -> bool:
+        """Whether this step measures gradient noise: one step in `every`, two for a difference."""
+        if self.engine.world is not None or len(batch.micro_batches) > 1:
+            return True
+        phase, self._phase = self._phase, (self._phase + 1) % max(self.every, 1)
+        length = 2 if self.engine.num_replicas == 1 else 1
+        return self.every <= length or phase < length
+
+    def _drain(self, first: int) -> None:
+        """Wait for every step dispatched."""
+        for step in range(max(self.step + 2 - DEPTH, first + 1), self.step + 1):
+            self._latest = self.watcher.result(step)
+
+    # -- what the loop does besides stepping -----------------------------------------------------
+
+    def _evaluate(self) -> None:
+        assert self.evaluator is not None
+        start_s = self.clock.now()
+        with self.ledger.bucket("evaluation"):
+            summary = self.trainer.summarize(self.evaluator(self.state))
+        self.analyst.tell(
+            EvalEnd(
+                step=self.step,
+                progress=self._progress(),
+                seconds=self.clock.now() - start_s,
+                metrics={k: float(v) for k, v in summary.items()},
+            )
+        )
+
+    def _save(self, *, wait: bool = False) -> None:
+        start_s = self.clock.now()
+        with self.ledger.bucket("checkpoint_save"), jax.transfer_guard("allow"):
+            meta = {
+                "step": self.step,
+                "samples": self.samples,
+                "progress": self._progress(),
+                "cursor": self.loader.cursor.to_json(),
+                "batch": dataclasses.asdict(self.batch),
+                "analyst": self.analyst.to_json(),
+                "ledger": self.ledger.to_json(),
+            }
+            error = self.checkpoints.save(self.state, meta)
+            if wait:
+                error = error or self.checkpoints.wait()
+        if error is not None:
+            logging.warning(
+                "the checkpoint at step %d was not written (%s). Training goes on, and older "
+                "checkpoints stay. Free some space, or make %s writable.",
+                self.step,
+                error,
+                self.config.workdir,
+            )
+        seconds = self.clock.now() - start_s
+        self.analyst.tell(Checkpoint(step=self.step, seconds=seconds, error=error))
+
+    def _progress(self) -> float:
+        return 0.0 if self._latest is None else self._latest.metrics["progress"]
+
+    def _finish(self, reason: str, start_s: float) -> None:
+        self.watcher.close()
+        self.analyst.tell(
+            FitEnd(
+                step=self.step,
+                progress=self._progress(),
+                samples=self.samples,
+                seconds=self.clock.now() - start_s,
+                reason=reason,
+                buckets_s=self.ledger.snapshot(),
+            )
+        )
+        self.analyst.flush()
+
+    # -- called from other threads ---------------------------------------------------------------
+
+    def _read(self, metrics: Any) -> tuple[dict[str, float], Any]:
+        return self.engine.read(metrics), self.engine.read_control(metrics)
+
+    def _on_result(self, result: Result) -> None:
+        if not result.metrics["finite"]:
+            self.ledger.add("skipped_steps", max(result.parts.step_s, 0.0))
+        self.analyst.result(result)
+
+    def _ready_everywhere(self) -> Sequence[int]:
+        """Sizes that every process has compiled: sizes become ready in the same order everywhere."""
+        ready = self.rungs.ready()
+        others = self.where.process_count - 1
+        if others == 0:
+            return ready
+        # The sum bounds the slowest from below: nobody can have more than all.
+        slowest = self._num_ready - others * self.rungs.num_wanted
+        return ready[: max(slowest, 0)]
+
+    def _compiled(self, compilation: Compilation) -> None:
+        if compilation.thread_id == self._thread_id:
+            self.compilations.append(compilation)
+
+
+class _Recorder:
+    """The journal as a hook: everything but the single steps."""
+
+    def __init__(self, record: journal.Journal):
+        for name in (
+            "on_fit_start",
+            "on_window",
+            "on_tune_end",
+            "on_eval_end",
+            "on_checkpoint",
+            "on_preempt",
+            "on_fit_end",
+        ):
+            setattr(self, name, record.write)
+
+
+@contextlib.contextmanager
+def _signals(requests: Requests) -> Iterator[None]:
+    """SIGTERM and SIGINT ask to save and stop; a second SIGINT interrupts at once."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # Python allows handlers only there; whoever owns the main thread may call request_stop
+        return
+    before = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)}
+
+    def ask(number: int, frame: Any) -> None:
+        if number == signal.SIGINT and requests.signal is not None:
+            raise KeyboardInterrupt
+        requests.interrupt(signal.Signals(number).name)
+
+    try:
+        for number in before:
+            signal.signal(number, ask)
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

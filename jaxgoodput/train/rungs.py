@@ -1,0 +1,190 @@
+"""The ladder of micro-batch sizes, compiled and tried behind the loop's back.
+
+Sizes are compiled nearest first; one that XLA's analysis says does not fit ends the climb. Where
+memory allows, each is run once on throw-away buffers, because a first execution is slow even when it
+is compiled. Only a size that went through both is ready, and only ready sizes are ever chosen.
+"""
+
+import threading
+from collections.abc import Sequence
+
+from absl import logging
+
+from jaxgoodput.train.engine import Engine
+from jaxgoodput.train.memory import StepBytes, largest_that_fits
+
+
+def climbing_order(sizes: Sequence[int], first: int) -> tuple[int, ...]:
+    """`first`, then the others by distance, two steps up for every step down.
+
+    >>> climbing_order([1, 2, 4, 8, 16, 32, 64], 4)
+    (4, 8, 16, 2, 32, 64, 1)
+    """
+    ups = [s for s in sorted(sizes) if s > first]
+    downs = [s for s in sorted(sizes, reverse=True) if s < first]
+    order = [first]
+    while ups or downs:
+        order += ups[:2]
+        del ups[:2]
+        order += downs[:1]
+        del downs[:1]
+    return tuple(order)
+
+
+class Rungs:
+    """Owns the thread that compiles; `ready` grows as it goes.
+
+    `near` names the size in use; only sizes within a factor `reach` of it are compiled, and more as
+    it moves. Sizes are taken up in one order, which is the same in every process that is told the same.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        sizes: Sequence[int],
+        *,
+        accumulate: bool,
+        budget: int,
+        reach: float = 4.0,
+        rehearse: bool = True,
+    ):
+        self._engine = engine
+        self._sizes = tuple(sizes)
+        self._accumulate = accumulate
+        self._budget = budget
+        self._reach = reach
+        self._rehearse = rehearse
+        self._changed = threading.Condition()
+        self._order: list[int] = []
+        self._next = 0  # index into the order
+        self._ready: list[int] = []
+        self._unrehearsed: set[int] = set()
+        self._known: dict[int, StepBytes] = {}
+        self._smallest_refused: int | None = None
+        self._stopping = False
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+
+    @property
+    def num_wanted(self) -> int:
+        """Sizes taken up so far, compiled or waiting."""
+        with self._changed:
+            return len(self._order)
+
+    def near(self, size: int) -> None:
+        """`size` is in use: take up the sizes around it."""
+        with self._changed:
+            low, high = size / self._reach, size * self._reach
+            around = [s for s in self._sizes if low <= s <= high]
+            new = [s for s in climbing_order([*around, size], size) if s not in self._order]
+            self._order += new
+            self._changed.notify_all()
+
+    def ready(self) -> tuple[int, ...]:
+        """Sizes that can be used now, in the order in which they were taken up."""
+        with self._changed:
+            if self._error is not None:
+                raise self._error
+            return tuple(self._ready)
+
+    def was_rehearsed(self, size: int) -> bool:
+        """False where the first execution will be slow because there was no memory to try it."""
+        with self._changed:
+            return size in self._ready and size not in self._unrehearsed
+
+    @property
+    def memory_limit(self) -> int:
+        """The largest size that fits by what is known now, samples per replica; 0 = none known."""
+        with self._changed:
+            known = dict(self._known)
+        return largest_that_fits(self._sizes, known, self._budget) if known else 0
+
+    @property
+    def known(self) -> dict[int, StepBytes]:
+        """XLA's analysis of the sizes compiled so far."""
+        with self._changed:
+            return dict(self._known)
+
+    def start(self) -> None:
+        """Climb in the background."""
+        self._thread = threading.Thread(target=self._run, name="jaxgoodput-compile", daemon=True)
+        self._thread.start()
+
+    def climb(self) -> None:
+        """Compile all that was taken up on the caller's thread."""
+        while self._step():
+            pass
+        self.ready()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until everything taken up was tried; True once it is so."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: self._next >= len(self._order) or self._error is not None, timeout_s
+            )
+
+    def close(self) -> None:
+        """Stop after the executable in hand."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            while True:
+                with self._changed:
+                    self._changed.wait_for(
+                        lambda: self._stopping or self._next < len(self._order)
+                    )
+                    if self._stopping:
+                        return
+                self._step()
+        except BaseException as error:  # noqa: BLE001 - raised again by ready()
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+
+    def _step(self) -> bool:
+        """Try the next size; False where there is none."""
+        with self._changed:
+            if self._stopping or self._next >= len(self._order):
+                return False
+            size = self._order[self._next]
+        self._try(size)
+        with self._changed:
+            self._next += 1
+            self._changed.notify_all()
+        return True
+
+    def _try(self, size: int) -> None:
+        if self._smallest_refused is not None and size >= self._smallest_refused:
+            return
+        engine = self._engine
+        for role in engine.roles(accumulate=self._accumulate):
+            if self._stopping:
+                return
+            engine.compile_role(role, size)
+        need = engine.bytes_of(size)
+        assert need is not None
+        with self._changed:
+            self._known[size] = need
+        if need.peak > self._budget:
+            self._smallest_refused = size
+            logging.info(
+                "micro-batches of %d samples per replica would need %.0f MiB, more than the %.0f MiB "
+                "there are: not used",
+                size,
+                need.peak / 2**20,
+                self._budget / 2**20,
+            )
+            return
+        # A rehearsal holds a second copy of everything.
+        rehearsable = self._rehearse and need.peak * 2 <= self._budget
+        if rehearsable:
+            engine.rehearse(size, accumulate=self._accumulate)
+        with self._changed:
+            self._ready.append(size)
+            if not rehearsable:
+                self._unrehearsed.add(size)

@@ -1,0 +1,287 @@
+"""From what a user wrote to what can run: the problem, the batch plan, the devices; no training yet."""
+
+import contextlib
+import dataclasses
+import math
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import logging
+from jax.experimental.compilation_cache import compilation_cache
+from jax.sharding import AxisType, Mesh
+
+from jaxgoodput.data.sources import Source, as_source
+from jaxgoodput.goodput.search import BatchConfig, BatchLimits
+from jaxgoodput.optim import noise, rules
+from jaxgoodput.optim.adaptive import adaptive
+from jaxgoodput.parallel.strategy import DATA_AXIS, Layout, Strategy
+from jaxgoodput.train import memory
+from jaxgoodput.train.config import Config
+from jaxgoodput.train.control import CONTROL_SIZE
+from jaxgoodput.train.engine import Engine
+from jaxgoodput.train.evaluation import Evaluator
+from jaxgoodput.train.state import Variables, split
+from jaxgoodput.train.step import Problem
+from jaxgoodput.train.tune import fixed_config
+
+if TYPE_CHECKING:
+    from jaxgoodput.train.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class Place:
+    """The devices of this process and, where there are several processes, of all."""
+
+    layout: Layout
+    world: Mesh | None
+    process_index: int
+    process_count: int
+
+    @property
+    def num_replicas(self) -> int:
+        """Replicas of all processes."""
+        return self.layout.num_replicas if self.world is None else self.world.size
+
+
+def place(devices: Sequence[Any] | None) -> Place:
+    """One replica on every device; `devices` narrows them where there is one process."""
+    count = jax.process_count()
+    if count > 1 and devices is not None:
+        raise ValueError(
+            f"devices= is for one process; this job has {count}. Start the processes with the devices "
+            "that they should use."
+        )
+    local = jax.local_devices() if devices is None else devices
+    layout = Strategy(data=len(local)).on(local)
+    world = None
+    if count > 1:
+        world = Mesh(np.asarray(jax.devices()), (DATA_AXIS,), axis_types=(AxisType.Auto,))
+    return Place(layout, world, jax.process_index(), count)
+
+
+def problem(trainer: "Trainer") -> Problem:
+    """The user's methods as a `Problem`, with the learning-rate rule chosen where none was.
+
+    Raises TypeError where the optimizer is not an optax transformation.
+    """
+    config = trainer.config
+    tx = trainer.optimizer()
+    if not (hasattr(tx, "init") and hasattr(tx, "update")):
+        raise TypeError(
+            f"optimizer() must return an optax.GradientTransformation; got {type(tx).__name__}."
+        )
+    made = jax.eval_shape(trainer.init, jax.random.key(0))
+    params = made.params if isinstance(made, Variables) else made
+    mask = trainer.trainable(params)
+    trainable = None if mask is None else trainer.trainable
+    kept = params if mask is None else split(params, mask)[0]
+    if not jax.tree.leaves(kept):
+        raise ValueError("there is nothing to train: init() has no leaf that trainable() allows.")
+    adam_like = (
+        jax.eval_shape(
+            lambda p: noise.preconditioner(tx.init(p), p),
+            kept,
+        )
+        is not None
+    )
+    rule = config.rule
+    if rule is None:
+        rule = rules.adam_scale if adam_like else rules.adascale
+    elif (rule is rules.adascale and adam_like) or (rule is rules.adam_scale and not adam_like):
+        better = "adam_scale" if adam_like else "adascale"
+        logging.warning(
+            "the rule %s does not suit this optimizer, which %s the gradient by its second moment: "
+            "%s does. Leave Config.rule None to have it chosen.",
+            getattr(rule, "__name__", rule),
+            "divides" if adam_like else "does not divide",
+            better,
+        )
+    labels = trainer.labels if trainer.labels(kept) is not None else None
+    return Problem(
+        init=trainer.init,
+        loss_and_state=trainer.loss_and_state,
+        tx=adaptive(
+            tx,
+            rule,
+            base_batch_size=config.batch.base,
+            smoothing=config.smoothing,
+            labels=labels,
+        ),
+        base_batch_size=config.batch.base,
+        trainable=trainable,
+        labels=labels,
+        preconditioned=adam_like,
+        compute_dtype=None if config.compute_dtype is None else jnp.dtype(config.compute_dtype),
+    )
+
+
+def engine(trainer: "Trainer", source: Source, where: Place) -> Engine:
+    """The engine of this trainer's problem on these devices."""
+    row = source.batch(np.zeros(1, np.int64))
+    # As a device would hold it: 64-bit values arrive as 32-bit unless the user asked otherwise.
+    sample = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape[1:], jax.dtypes.canonicalize_dtype(x.dtype)), row
+    )
+    return Engine(
+        problem(trainer),
+        where.layout,
+        sample,
+        world=where.world,
+        control_size=CONTROL_SIZE if where.process_count > 1 else 0,
+    )
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """The configuration to start with, and the sizes that may ever be used."""
+
+    start: BatchConfig
+    sizes: tuple[int, ...]  # micro-batch sizes, ascending
+    limits: BatchLimits  # resolved
+
+
+def batch_plan(config: Config, engine: Engine, source: Source, budget: int) -> BatchPlan:
+    """Resolve the limits by data, devices and memory; compiles the starting size to know its bytes.
+
+    Raises ValueError where the base batch cannot be made of equal micro-batches, is larger than the
+    data set, or does not fit into memory at any split.
+    """
+    limits, replicas = config.batch, engine.num_replicas
+    base, largest = limits.base, limits.max
+    if base > len(source):
+        raise ValueError(
+            f"the base batch of {base} samples is larger than the data set of {len(source)}. Use a "
+            "smaller batch.base (and the learning rate that belongs to it)."
+        )
+    if largest > len(source):
+        logging.warning(
+            "batch.max=%d is larger than the data set; batches stop at its %d samples.",
+            largest,
+            len(source),
+        )
+        largest = len(source)
+    fixed = config.policy == "fixed"
+    tolerance = config.fixed_tolerance if fixed else 0.0
+    low, high = limits.micro or (None, None)
+    most = high or max(largest // replicas, 1)
+    most_micros = limits.max_micro_batches if config.accumulate else 1
+    start = fixed_config(
+        base, replicas, most, tolerance=tolerance, max_micro_batches=most_micros
+    )
+    while True:
+        micro = start.micro_batch_size
+        engine.compile([micro], accumulate=start.num_micro_batches > 1)
+        need = engine.bytes_of(micro)
+        assert need is not None
+        if need.peak <= budget:
+            break
+        fits = memory.largest_that_fits(range(1, micro), {micro: need}, budget)
+        if fits < 1 or not config.accumulate:
+            raise ValueError(
+                f"a step with {micro} samples per replica needs {need.peak / 2**20:.0f} MiB "
+                f"({need.arguments / 2**20:.0f} of it state and batch), and there are "
+                f"{budget / 2**20:.0f} MiB. Raise memory_bytes if that is wrong, allow accumulation, "
+                "or use a smaller model or base batch."
+            )
+        start = fixed_config(base, replicas, fits, tolerance=tolerance)
+    if fixed:
+        sizes: set[int] = {start.micro_batch_size}
+        limits = dataclasses.replace(limits, micro=(start.micro_batch_size,) * 2)
+        return BatchPlan(start, tuple(sizes), limits)
+    # Sizes below the base's are of use only where batches may be smaller, or memory asks for it.
+    floor = limits.min_global if limits.min_global is not None else start.global_batch_size
+    low = low or max(1, min(start.micro_batch_size, floor // replicas))
+    limits = dataclasses.replace(limits, max=largest, micro=(low, max(most, low)))
+    sizes = {*limits.ladder(replicas), start.micro_batch_size}
+    return BatchPlan(start, tuple(sorted(sizes)), limits)
+
+
+def resumed_config(saved: dict[str, int], plan: BatchPlan, replicas: int, config: Config) -> BatchConfig:
+    """The saved batch on the present number of replicas: the same, or the nearest allowed global batch."""
+    if config.policy == "fixed":
+        return plan.start
+    same = BatchConfig(**{**saved, "num_replicas": replicas})
+    wanted = saved["micro_batch_size"] * saved["num_micro_batches"] * saved["num_replicas"]
+    if same.global_batch_size == wanted and same.micro_batch_size in plan.sizes:
+        return same
+    most = plan.limits.max_micro_batches if config.accumulate else 1
+    floor = plan.limits.min_global or plan.limits.base
+    options = [
+        BatchConfig(micro_batch_size=m, num_micro_batches=k, num_replicas=replicas)
+        for m in plan.sizes
+        for k in range(1, most + 1)
+        if floor <= m * k * replicas <= plan.limits.max
+    ] or [plan.start]
+    return min(
+        options,
+        key=lambda c: (abs(math.log(c.global_batch_size / wanted)), c.num_micro_batches),
+    )
+
+
+def check_length(config: Config, plan: BatchPlan, source: Source, kind: str) -> None:
+    """A loss that cannot leave padding out must never meet a padded batch: refuse before training."""
+    if config.epochs is None or kind == "sample":
+        return
+    total = config.epochs * len(source)
+    constant = config.policy == "fixed" and total % plan.start.global_batch_size == 0
+    if not constant:
+        raise ValueError(
+            f"loss() returns a scalar mean, and the last batch of {config.epochs} epochs of "
+            f"{len(source)} samples will have to be padded. Return per-sample losses [batch], or "
+            "Loss(sum, weight) per sample, so that padding can be left out exactly; or train for "
+            "base_steps instead of epochs."
+        )
+
+
+def evaluator(trainer: "Trainer", where: Place | None = None) -> Evaluator:
+    """The compiled evaluation of this trainer.
+
+    Raises ValueError where it has no eval_dataset.
+    """
+    data = trainer.eval_dataset()
+    if data is None:
+        raise ValueError(
+            f"{type(trainer).__name__}.eval_dataset() returned None: there is nothing to evaluate on."
+        )
+    where = where or place(trainer.devices)
+    config = trainer.config
+    base = max(config.batch.base // where.num_replicas, 1)
+    return Evaluator(
+        trainer.metrics_with_state,
+        as_source(data),
+        where.layout,
+        micro_batch_size=config.eval_micro_batch_size or base,
+        compute_dtype=None if config.compute_dtype is None else jnp.dtype(config.compute_dtype),
+        process_index=where.process_index,
+        process_count=where.process_count,
+    )
+
+
+@contextlib.contextmanager
+def persistent_cache(config: Config) -> Iterator[None]:
+    """JAX's compilation cache under the workdir while a run lasts, unless one is set already."""
+    wanted = config.compilation_cache
+    if wanted is None or jax.config.jax_compilation_cache_dir:
+        yield
+        return
+    directory = wanted or os.path.join(os.path.abspath(config.workdir), "compilation_cache")
+    settings = {
+        "jax_compilation_cache_dir": directory,
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in settings}
+    try:
+        for name, value in settings.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+        yield
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()

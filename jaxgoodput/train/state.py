@@ -1,0 +1,121 @@
+"""The values that a training step is made of: losses, state, and a step in the making.
+
+`TrainState` is what a checkpoint holds. `Sums` is one replica's contribution to a batch and `Work` a
+batch half done: accumulating more micro-batches, on however many replicas, only ever adds `Sums`.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, PyTree
+
+from jaxgoodput._struct import struct
+
+
+@struct
+class Loss:
+    """What a user's loss may return where its weight is not the number of samples.
+
+    `sum` and `weight` are per sample, shape `[batch]` (exact for padded batches), or scalars over the
+    whole micro-batch. A language model's weight is its tokens: the gradient is that of
+    `sum(sum) / sum(weight)` over the whole batch, however it is split.
+
+    `aux` holds further numbers to report, by name: scalars, or per sample `[batch]`; they are
+    averaged over samples.
+    """
+
+    sum: Any
+    weight: Any
+    aux: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, sum: Any, weight: Any, **aux: Any) -> "Loss":
+        """A loss with its weight and further numbers by name."""
+        return cls(sum=sum, weight=weight, aux=aux)
+
+
+@struct
+class Variables:
+    """What `Trainer.init` returns for a model with mutable state (BatchNorm statistics, ...)."""
+
+    params: PyTree
+    model_state: PyTree
+
+
+@struct
+class Guard:
+    """Updates refused because the loss or the gradient was not finite."""
+
+    skipped: Array  # int32, since training began
+    in_a_row: Array  # int32, ending with the latest update
+
+
+@struct
+class TrainState:
+    """Everything that training needs to go on, as device values."""
+
+    params: PyTree  # master precision, trainable and frozen
+    opt_state: PyTree  # of `adaptive(tx, rule)`: the user's own, noise statistics, progress, gain
+    model_state: PyTree  # mutable collections; () where there are none
+    step: Array  # int32, updates attempted
+    key: Array  # the root of every random number of the run
+    guard: Guard
+
+
+@struct
+class Previous:
+    """The gradient of the update before, for the differenced noise estimator."""
+
+    grads: PyTree
+    num_samples: Array  # float32; 0 = nothing remembered yet
+
+
+@struct
+class Sums:
+    """One replica's part of a batch. Arrays of an engine have a leading axis over its replicas."""
+
+    grads: PyTree  # sum over samples of the loss gradient, float32, trainable leaves
+    loss: Array  # sum of losses
+    weight: Array  # sum of loss weights
+    samples: Array  # real samples (padding does not count)
+    groups: Array  # micro-batches with any weight
+    norms: Array  # [labels]: sum over micro-batches of |gradient sum|^2 / weight
+    aux: Mapping[str, Array]  # sums over samples
+    model_state: PyTree  # after the latest micro-batch
+
+
+@struct
+class Work:
+    """A batch half done: `begin` makes it, `accumulate` adds to it, `apply` consumes it."""
+
+    params: PyTree  # compute precision; the master itself where both are the same
+    scale: PyTree  # the optimizer's preconditioner, () where noise is measured without one
+    model_state: PyTree
+    key: Array
+    step: Array
+    sums: Sums | None  # None until the first micro-batch
+
+
+def split(tree: PyTree, mask: PyTree) -> tuple[PyTree, PyTree]:
+    """`tree` twice: the leaves where `mask` holds, and the others; None elsewhere."""
+    kept = jax.tree.map(lambda m, x: x if m else None, mask, tree)
+    rest = jax.tree.map(lambda m, x: None if m else x, mask, tree)
+    return kept, rest
+
+
+def combine(kept: PyTree, rest: PyTree) -> PyTree:
+    """The tree that `split` took apart."""
+    return jax.tree.map(
+        lambda a, b: b if a is None else a, kept, rest, is_leaf=lambda x: x is None
+    )
+
+
+def cast(tree: PyTree, dtype: Any) -> PyTree:
+    """Floating leaves in `dtype`; other leaves, and all of them where `dtype` is None, unchanged."""
+    if dtype is None:
+        return tree
+    return jax.tree.map(
+        lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree
+    )

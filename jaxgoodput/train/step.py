@@ -1,0 +1,325 @@
+"""A training step as pure functions: local sums of one micro-batch, their merger, the update.
+
+Nothing here knows of devices or meshes. `local_sums` runs on one replica; sums of micro-batches and
+of replicas are added; `update` turns the total into the next state. Gradient accumulation, uneven
+counts of micro-batches and padding are all the same addition with other weights.
+
+Noise moments of n groups (micro-batches on replicas) with shares p_i of the loss weight:
+L = sum p_i |g_i|^2 and T = |g|^2 give `trace = M (L - T) / (n - 1)` per sample and
+`sqr = (n T - L) / (n - 1)` (McCandlish et al. 2018, appendix A, for unequal groups).
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, PyTree
+
+from jaxgoodput.optim import adaptive as adaptation
+from jaxgoodput.optim import noise
+from jaxgoodput.train.state import (
+    Guard,
+    Loss,
+    Previous,
+    Sums,
+    TrainState,
+    Variables,
+    cast,
+    combine,
+    split,
+)
+
+LossAndState = Callable[[PyTree, PyTree, PyTree, Array], tuple[Any, PyTree]]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is trained: the user's functions and how their gradient is measured."""
+
+    init: Callable[[Array], Any]
+    loss_and_state: LossAndState
+    tx: optax.GradientTransformationExtraArgs  # an `adaptive(...)`
+    base_batch_size: int
+    trainable: Callable[[PyTree], PyTree] | None = None  # params -> tree of bool; None = all
+    labels: Callable[[PyTree], PyTree] | None = None  # params -> tree of str; None = one group
+    preconditioned: bool = False
+    compute_dtype: Any = None
+
+    def mask(self, params: PyTree) -> PyTree:
+        """Which leaves train."""
+        if self.trainable is None:
+            return jax.tree.map(lambda _: True, params)
+        return self.trainable(params)
+
+    def num_labels(self, trainable: PyTree) -> int:
+        """How many parameter groups have statistics of their own."""
+        return len(noise.label_names(self.labels, trainable))
+
+
+def init_state(problem: Problem, key: Array) -> TrainState:
+    """The state before the first step. Buffers are never shared between leaves."""
+    init_key, run_key = jax.random.split(key)
+    made = problem.init(init_key)
+    variables = made if isinstance(made, Variables) else Variables(params=made, model_state=())
+    trainable, _ = split(variables.params, problem.mask(variables.params))
+    return TrainState(
+        params=variables.params,
+        opt_state=problem.tx.init(trainable),
+        model_state=variables.model_state,
+        step=jnp.zeros((), jnp.int32),
+        key=run_key,
+        guard=Guard(skipped=jnp.zeros((), jnp.int32), in_a_row=jnp.zeros((), jnp.int32)),
+    )
+
+
+def loss_kind(problem: Problem, variables: Variables, batch: PyTree, num_samples: int) -> str:
+    """'sample' where the loss can be weighted sample by sample, 'mean' where it cannot.
+
+    Raises TypeError for a loss of any other shape.
+    """
+    out, _ = jax.eval_shape(
+        problem.loss_and_state,
+        variables.params,
+        variables.model_state,
+        batch,
+        jax.eval_shape(lambda: jax.random.key(0)),
+    )
+    if isinstance(out, Loss):
+        total, weight = jnp.shape(out.sum), jnp.shape(out.weight)
+        if total == weight == (num_samples,):
+            return "sample"
+        if total == weight == ():
+            return "mean"
+        raise TypeError(
+            f"Loss.sum and Loss.weight must both have shape ({num_samples},) (one value per sample) "
+            f"or both be scalars; got {total} and {weight}."
+        )
+    if not hasattr(out, "shape"):
+        raise TypeError(
+            f"loss must return per-sample losses [batch], Loss(sum, weight, aux), or a scalar mean; "
+            f"got {type(out).__name__}. Wrap auxiliary numbers as Loss.of(sum, weight, name=value)."
+        )
+    if out.shape == (num_samples,):
+        return "sample"
+    if out.shape == ():
+        return "mean"
+    raise TypeError(
+        f"loss returned shape {out.shape} for a micro-batch of {num_samples} samples. Return one loss "
+        f"per sample, shape ({num_samples},), summed over every other axis; or a scalar mean."
+    )
+
+
+def _weighted(out: Any, mask: Array) -> tuple[Array, Array, dict[str, Array]]:
+    """Sum of losses, sum of weights, and sums of the auxiliary numbers, padding left out."""
+    samples = jnp.sum(mask)
+
+    def total(value: Any) -> Array:
+        value = jnp.asarray(value, jnp.float32)
+        # `where`, not a product: padding may hold anything, and 0 * inf is not 0.
+        return jnp.sum(jnp.where(mask > 0, value, 0.0)) if value.ndim else value * samples
+
+    if isinstance(out, Loss):
+        per_sample = jnp.ndim(out.sum) == 1
+        sum_, weight = (
+            (total(out.sum), total(out.weight))
+            if per_sample
+            else (jnp.asarray(out.sum, jnp.float32), jnp.asarray(out.weight, jnp.float32))
+        )
+        return sum_, weight, {name: total(value) for name, value in out.aux.items()}
+    return total(out), samples, {}
+
+
+def local_sums(
+    problem: Problem,
+    params: PyTree,
+    scale: PyTree,
+    model_state: PyTree,
+    batch: PyTree,
+    mask: Array,
+    key: Array,
+    *,
+    measure: bool = True,
+) -> Sums:
+    """One micro-batch on one replica: gradient sum, loss sum, weight, and |gradient|^2.
+
+    `params` are in compute precision, `mask` is 1 for real samples and 0 for padding, `[batch]`.
+    `measure=False` leaves the noise moment at 0 and saves one pass over the gradient.
+    """
+    kept, rest = split(params, problem.mask(params))
+
+    def objective(kept: PyTree):
+        out, new_state = problem.loss_and_state(combine(kept, rest), model_state, batch, key)
+        total, weight, aux = _weighted(out, mask)
+        return total, (weight, aux, new_state)
+
+    (total, (weight, aux, new_state)), grads = jax.value_and_grad(objective, has_aux=True)(kept)
+    grads = cast(grads, jnp.float32)
+    weight = jax.lax.stop_gradient(weight)
+    if measure:
+        norms = noise.squared_norms(
+            grads, labels=problem.labels, preconditioner=scale if scale != () else None
+        )
+        norms = jnp.where(weight > 0, norms / jnp.where(weight > 0, weight, 1.0), 0.0)
+    else:
+        norms = jnp.zeros((problem.num_labels(kept),), jnp.float32)
+    return Sums(
+        grads=grads,
+        loss=total,
+        weight=weight,
+        samples=jnp.sum(mask),
+        groups=(weight > 0).astype(jnp.float32),
+        norms=norms,
+        aux=aux,
+        model_state=new_state,
+    )
+
+
+def merge(old: Sums, new: Sums) -> Sums:
+    """Two micro-batches of one replica as one; the later model state where it saw any sample."""
+    summed = jax.tree.map(jnp.add, _summable(old), _summable(new))
+    model_state = jax.tree.map(
+        lambda a, b: jnp.where(new.samples > 0, b, a), old.model_state, new.model_state
+    )
+    return Sums(**summed, model_state=model_state)
+
+
+def _summable(sums: Sums) -> dict[str, Any]:
+    return {
+        "grads": sums.grads,
+        "loss": sums.loss,
+        "weight": sums.weight,
+        "samples": sums.samples,
+        "groups": sums.groups,
+        "norms": sums.norms,
+        "aux": sums.aux,
+    }
+
+
+def to_reduce(sums: Sums, control: Array | None = None) -> PyTree:
+    """What must be added up over replicas: one tree of floats, model state weighted by samples.
+
+    Leaves of the model state that are not floating (counters, keys) advance alike on every replica
+    and are not exchanged. `control` is an agreement vector that rides along.
+    """
+    floats = [
+        x.astype(jnp.float32) * sums.samples
+        for x in jax.tree.leaves(sums.model_state)
+        if jnp.issubdtype(x.dtype, jnp.floating)
+    ]
+    tree = {**_summable(sums), "floats": floats}
+    return tree if control is None else {**tree, "control": control}
+
+
+def from_reduced(total: Mapping[str, Any], sums: Sums) -> Sums:
+    """The whole batch as `Sums`: reduced floats, and this replica's own other model state."""
+    floats = iter(total["floats"])
+    samples = jnp.maximum(total["samples"], 1.0)
+    model_state = jax.tree.map(
+        lambda x: (
+            (next(floats) / samples).astype(x.dtype)
+            if jnp.issubdtype(x.dtype, jnp.floating)
+            else x
+        ),
+        sums.model_state,
+    )
+    fields = {name: total[name] for name in _summable(sums)}
+    return Sums(**fields, model_state=model_state)
+
+
+def update(
+    problem: Problem,
+    state: TrainState,
+    total: Sums,
+    *,
+    measure: bool,
+    previous: Previous | None = None,
+) -> tuple[TrainState, Previous | None, dict[str, Array]]:
+    """The next state from the sums of a whole batch, and scalars to report.
+
+    A loss or gradient that is not finite leaves parameters, optimizer and model state as they were;
+    only the step count and the guard move on. With `previous` the noise sample comes from the
+    difference of two successive gradients, for one replica with one micro-batch.
+    """
+    kept, rest = split(state.params, problem.mask(state.params))
+    labels = problem.labels
+    grads = jax.tree.map(lambda g: g / jnp.maximum(total.weight, 1e-30), total.grads)
+    loss = total.loss / jnp.maximum(total.weight, 1e-30)
+    norm_sqr = jnp.sum(noise.squared_norms(grads))
+    finite = jnp.isfinite(loss) & jnp.isfinite(norm_sqr)
+
+    sample, biased, remembered = None, False, None
+    if measure:
+        scale = noise.preconditioner(state.opt_state, kept) if problem.preconditioned else None
+        if previous is not None:
+            biased = True
+            sample = noise.differenced_sample(
+                grads,
+                previous.grads,
+                total.samples,
+                preconditioner=scale,
+                labels=labels,
+                previous_num_samples=previous.num_samples,
+            )
+            remembered = Previous(
+                grads=jax.tree.map(lambda g: jnp.where(finite, g, 0.0), grads),
+                num_samples=jnp.where(finite, total.samples, 0.0),
+            )
+        else:
+            plain = scale is None and labels is None
+            large = (
+                norm_sqr[None]
+                if plain
+                else noise.squared_norms(grads, labels=labels, preconditioner=scale)
+            )
+            sample = noise.NoiseSample(
+                small_sqr=total.norms / jnp.maximum(total.weight, 1e-30),
+                large_sqr=large,
+                num_groups=total.groups,
+                num_samples=total.samples,
+            )
+
+    updates, opt_state = problem.tx.update(
+        grads,
+        state.opt_state,
+        kept,
+        global_batch_size=total.samples,
+        noise=sample,
+        biased=biased,
+    )
+    new_kept = optax.apply_updates(kept, updates)
+
+    def keep(new: PyTree, old: PyTree) -> PyTree:
+        return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
+
+    missed = (~finite).astype(jnp.int32)
+    new_state = TrainState(
+        params=combine(keep(new_kept, kept), rest),
+        opt_state=keep(opt_state, state.opt_state),
+        model_state=keep(total.model_state, state.model_state),
+        step=state.step + 1,
+        key=state.key,
+        guard=Guard(
+            skipped=state.guard.skipped + missed,
+            in_a_row=(state.guard.in_a_row + 1) * missed,
+        ),
+    )
+    samples = jnp.maximum(total.samples, 1.0)
+    metrics = {
+        "loss": loss,
+        "grad_norm": jnp.sqrt(norm_sqr),
+        "finite": finite,
+        "skipped": new_state.guard.skipped,
+        "skipped_in_a_row": new_state.guard.in_a_row,
+        "samples": total.samples,
+        "groups": total.groups,
+        **adaptation.readout(new_state.opt_state),
+        **{f"aux/{name}": value / samples for name, value in total.aux.items()},
+    }
+    return (
+        new_state,
+        remembered,
+        {k: jnp.asarray(v, jnp.float32) for k, v in metrics.items()},
+    )

@@ -1,0 +1,189 @@
+"""Step times by readiness: how long each configuration takes, compilation excluded, old ones fading.
+
+Seconds come from completion to completion (`interval`), so they include synchronisation and exclude
+the time during which the device had nothing to do because the loop was elsewhere. The table keeps
+the latest times of every (placement, configuration, measured) and reports medians, so one slow step
+does not move it; its weight halves every `half_life_steps` after it was last used.
+"""
+
+import dataclasses
+import statistics
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jaxgoodput.goodput.fit import StepTimings
+from jaxgoodput.goodput.search import BatchConfig
+
+KEEP = 48  # latest steps behind a median
+
+
+@dataclass(frozen=True)
+class TimingKey:
+    """What a step time is a property of."""
+
+    num_nodes: int
+    num_replicas: int
+    micro_batch_size: int
+    num_micro_batches: int
+    measured: bool  # with noise statistics
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Seconds of one step; the parts are NaN where they were not seen apart."""
+
+    step_s: float
+    accumulate_s: float = float("nan")  # all micro-batches of the step
+    reduce_s: float = float("nan")
+    update_s: float = float("nan")
+
+
+def interval(previous_ready_s: float | None, dispatched_s: float, ready_s: float) -> float:
+    """Seconds that the device spent on a step: from the later of its dispatch and the step before.
+
+    >>> interval(10.0, 9.0, 10.5)  # queued behind the previous step
+    0.5
+    >>> interval(10.0, 10.4, 10.5)  # the device waited 0.4 s for input; that is not step time
+    0.09999999999999964
+    """
+    start = dispatched_s if previous_ready_s is None else max(previous_ready_s, dispatched_s)
+    return ready_s - start
+
+
+class TimingTable:
+    """Recent step times by configuration. Used by one thread; `to_json` rides in a checkpoint."""
+
+    def __init__(self, *, half_life_steps: float = 2000.0):
+        self._half_life_steps = half_life_steps
+        self._rows: dict[TimingKey, deque[Parts]] = {}
+        self._last: dict[TimingKey, int] = {}
+
+    def add(self, key: TimingKey, parts: Parts, step: int) -> None:
+        """Record one step."""
+        self._rows.setdefault(key, deque(maxlen=KEEP)).append(parts)
+        self._last[key] = step
+
+    def median_s(self, key: TimingKey) -> float:
+        """Median step seconds; NaN where there are none."""
+        rows = self._rows.get(key)
+        return statistics.median(p.step_s for p in rows) if rows else float("nan")
+
+    def count(self, key: TimingKey) -> int:
+        """Steps behind the median."""
+        return len(self._rows.get(key, ()))
+
+    def step_s(self, num_nodes: int, config: BatchConfig) -> float:
+        """Median seconds of a configuration, whichever kind of step was seen more; NaN if none."""
+        keys = [
+            TimingKey(
+                num_nodes, config.num_replicas, config.micro_batch_size, config.num_micro_batches, m
+            )
+            for m in (False, True)
+        ]
+        key = max(keys, key=self.count)
+        return self.median_s(key)
+
+    def timings(self, step: int, *, min_count: int = 3) -> StepTimings | None:
+        """Medians as the fit wants them; None before any configuration has `min_count` steps.
+
+        The fit's rows are steps of one micro-batch. Where a configuration has k > 1, its step is
+        brought down by k - 1 micro-batches: measured apart, or from another k of the same size, or,
+        where there is neither, taken as a k-th of the step each (synchronisation and update then
+        count as computing until another k is seen).
+        """
+        shapes: dict[tuple[int, int, int], list[_Row]] = {}
+        for key, parts in self._rows.items():
+            other = dataclasses.replace(key, measured=not key.measured)
+            # Steps without statistics say what a step costs; with them only where nothing else is.
+            if len(parts) < min_count or (key.measured and self.count(other) >= min_count):
+                continue
+            fade = 0.5 ** ((step - self._last[key]) / self._half_life_steps)
+            row = _Row(
+                num_micro_batches=key.num_micro_batches,
+                step_s=_median(p.step_s for p in parts),
+                accumulate_s=_median(p.accumulate_s / key.num_micro_batches for p in parts),
+                reduce_s=_median(p.reduce_s for p in parts),
+                update_s=_median(p.update_s for p in parts),
+                weight=len(parts) / KEEP * fade,
+            )
+            shape = (key.num_nodes, key.num_replicas, key.micro_batch_size)
+            shapes.setdefault(shape, []).append(row)
+        if not shapes:
+            return None
+        rows = [(*shape, *_one_micro_batch(seen)) for shape, seen in shapes.items()]
+        columns = list(zip(*rows, strict=True))
+        counts = [np.asarray(c, np.int64) for c in columns[:3]]
+        values = [np.asarray(c, np.float64) for c in columns[3:]]
+        return StepTimings(
+            num_nodes=counts[0],
+            num_replicas=counts[1],
+            micro_batch_size=counts[2],
+            accumulate_s=values[0],
+            reduce_s=values[1],
+            update_s=values[2],
+            step_s=values[3],
+            weight=values[4],
+        )
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """The table as JSON values."""
+        return [
+            {
+                "key": vars(key),
+                "last": self._last[key],
+                "parts": [[p.step_s, p.accumulate_s, p.reduce_s, p.update_s] for p in parts],
+            }
+            for key, parts in self._rows.items()
+        ]
+
+    def restore(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Take over a table written by `to_json`."""
+        for row in rows:
+            key = TimingKey(**row["key"])
+            self._rows[key] = deque((Parts(*p) for p in row["parts"]), maxlen=KEEP)
+            self._last[key] = row["last"]
+
+
+@dataclass(frozen=True)
+class _Row:
+    """Medians of one configuration."""
+
+    num_micro_batches: int
+    step_s: float
+    accumulate_s: float  # one micro-batch
+    reduce_s: float
+    update_s: float
+    weight: float
+
+
+def _one_micro_batch(rows: Sequence[_Row]) -> tuple[float, float, float, float, float]:
+    """(accumulate, reduce, update, step of one micro-batch, weight) of one micro-batch size."""
+    rows = sorted(rows, key=lambda r: r.num_micro_batches)
+    least, most = rows[0], rows[-1]
+    accumulate = _median(r.accumulate_s for r in rows)
+    more = least.num_micro_batches - 1
+    if accumulate != accumulate and len(rows) > 1:
+        slope = (most.step_s - least.step_s) / (most.num_micro_batches - least.num_micro_batches)
+        # Noise can make the larger count look faster; a micro-batch is never free.
+        accumulate = max(slope, 0.1 * most.step_s / most.num_micro_batches)
+    step = least.step_s - more * accumulate if more else least.step_s
+    if accumulate != accumulate and more:
+        accumulate, step = least.step_s / least.num_micro_batches, float("nan")
+    if step <= 0:
+        step = float("nan")
+    return (
+        accumulate,
+        _median(r.reduce_s for r in rows),
+        _median(r.update_s for r in rows),
+        step,
+        sum(r.weight for r in rows),
+    )
+
+
+def _median(values: Iterable[float]) -> float:
+    seen = [v for v in values if v == v]
+    return statistics.median(seen) if seen else float("nan")

@@ -1,0 +1,185 @@
+"""Which batch configuration next, and why: a pure function from what is known to a verdict.
+
+The best configuration by the goodput model is taken only where it is worth it: it must beat the
+current one by `min_gain` (hysteresis), the last change must be `dwell_steps` behind, and the price of
+the switch must be earned back within the horizon.
+"""
+
+import dataclasses
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from jaxgoodput.goodput.efficiency import GradParams, noise_scale
+from jaxgoodput.goodput.fit import PerfFit
+from jaxgoodput.goodput.model import GoodputModel
+from jaxgoodput.goodput.perf import Placement
+from jaxgoodput.goodput.search import BatchConfig, BatchLimits, best_batch
+from jaxgoodput.train.events import Verdict
+
+
+@dataclass(frozen=True, kw_only=True)
+class Caution:
+    """How willing the tuner is to change things."""
+
+    min_gain: float = 0.05
+    dwell_steps: int = 20
+    max_growth: float = 4.0
+    switch_s: float = 0.0  # what a change costs, seconds of training
+    horizon_s: float = 60.0  # within which a change must have paid for itself
+
+
+def tune(
+    fit: PerfFit | None,
+    grad: GradParams,
+    placement: Placement,
+    limits: BatchLimits,
+    current: BatchConfig,
+    *,
+    ready: Collection[int],
+    steps_since_change: int,
+    caution: Caution,
+    accumulate: bool = True,
+    statistics_every: int = 1,
+) -> Verdict:
+    """The verdict for the next stretch of training.
+
+    `ready` are the micro-batch sizes that can run without compiling. `grad` should be the cautious
+    estimate: NaN (unknown) keeps the current configuration.
+    """
+
+    def keep(reason: str, goodput: float = math.nan) -> Verdict:
+        return Verdict(
+            config=current,
+            goodput=goodput,
+            gain=1.0,
+            reason=reason,
+            statistics_every=statistics_every,
+        )
+
+    if fit is None:
+        return keep("keep: no step times yet")
+    if math.isnan(float(grad.sqr)) or math.isnan(float(grad.var)):
+        return keep("keep: too few gradient-noise samples yet")
+    model = GoodputModel(perf=fit.params, grad=grad, base_batch_size=limits.base)
+    now = float(
+        model.goodput(placement, current.micro_batch_size, current.num_micro_batches)
+    )
+    if steps_since_change < caution.dwell_steps:
+        return keep(
+            f"keep: {steps_since_change} steps since the last change, waiting for "
+            f"{caution.dwell_steps}",
+            now,
+        )
+    ceiling = int(current.global_batch_size * caution.max_growth)
+    allowed = _narrowed(limits, max(min(limits.max, ceiling), limits.base), accumulate)
+    sizes = sorted(set(ready) | {current.micro_batch_size})
+    config, best = best_batch(model, placement, allowed, micro_batch_sizes=sizes)
+    critical = float(noise_scale(grad, limits.base))
+    at = f"noise scale {critical:.3g} samples"
+    if not math.isfinite(best) or not math.isfinite(now):
+        return keep(f"keep: the model cannot tell ({at})", now)
+    gain = best / now
+    what = (
+        f"{current.global_batch_size} -> {config.global_batch_size} samples "
+        f"({config.micro_batch_size} x {config.num_replicas} replicas "
+        f"x {config.num_micro_batches} micro-batches)"
+    )
+    if config == current:
+        return keep(f"keep: {current.global_batch_size} samples is the best there is ({at})", now)
+    if gain < 1 + caution.min_gain:
+        return keep(
+            f"keep: {what} would gain {gain - 1:.1%}, below the {caution.min_gain:.0%} "
+            f"that a change must bring ({at})",
+            now,
+        )
+    payback_s = caution.switch_s / (1 - 1 / gain)
+    if payback_s > caution.horizon_s:
+        return keep(
+            f"keep: {what} would gain {gain - 1:.1%} but needs {payback_s:.0f} s to earn back its "
+            f"price of {caution.switch_s:.1f} s, more than {caution.horizon_s:.0f} s ({at})",
+            now,
+        )
+    return Verdict(
+        config=config,
+        goodput=best,
+        gain=gain,
+        reason=f"change: {what} gains {gain - 1:.1%} goodput ({at})",
+        statistics_every=statistics_every,
+    )
+
+
+def _narrowed(limits: BatchLimits, largest: int, accumulate: bool) -> BatchLimits:
+    return dataclasses.replace(
+        limits,
+        max=largest,
+        max_micro_batches=limits.max_micro_batches if accumulate else 1,
+    )
+
+
+def fixed_config(
+    base: int,
+    num_replicas: int,
+    largest_micro: int,
+    *,
+    tolerance: float = 0.0,
+    max_micro_batches: int = 1024,
+) -> BatchConfig:
+    """The configuration with the fewest micro-batches whose global batch is `base`, within tolerance.
+
+    Raises ValueError naming the nearest global batches that the replicas can divide.
+
+    >>> fixed_config(96, 8, largest_micro=8)
+    BatchConfig(micro_batch_size=6, num_micro_batches=2, num_replicas=8)
+    """
+    if largest_micro < 1:
+        raise ValueError(
+            "not even one sample per replica fits into the memory budget; raise memory_bytes, or "
+            "make the model smaller."
+        )
+    best: tuple[float, int, BatchConfig] | None = None
+    for count in range(1, max_micro_batches + 1):
+        exact = base / (num_replicas * count)
+        for micro in {math.floor(exact), math.ceil(exact)}:
+            if not 1 <= micro <= largest_micro:
+                continue
+            config = BatchConfig(
+                micro_batch_size=micro, num_micro_batches=count, num_replicas=num_replicas
+            )
+            off = abs(config.global_batch_size - base) / base
+            if off <= tolerance + 1e-12 and (best is None or (off, count) < best[:2]):
+                best = (off, count, config)
+        if best is not None and best[0] == 0:
+            break
+        if exact < 1:
+            break
+    if best is not None:
+        return best[2]
+    low = base // num_replicas * num_replicas
+    high = low + num_replicas
+    near = f"{low} and {high}" if low else f"{high}"
+    raise ValueError(
+        f"a global batch of {base} samples cannot be cut into equal micro-batches over "
+        f"{num_replicas} replicas (at most {largest_micro} samples each, tolerance {tolerance:.0%}). "
+        f"The nearest global batches that can are {near}: set batch.base to one of them, or raise "
+        "fixed_tolerance."
+    )
+
+
+def statistics_cadence(
+    plain_s: float, measured_s: float, *, steps_per_sample: int, overhead: float, most: int = 64
+) -> int:
+    """Steps between two noise measurements so that they cost at most `overhead` of the time.
+
+    `plain_s` and `measured_s` are medians of steps without and with statistics; a measurement takes
+    `steps_per_sample` measured steps (2 for the differenced estimator). NaN: measure at every step.
+
+    >>> statistics_cadence(0.010, 0.014, steps_per_sample=2, overhead=0.02)
+    40
+    """
+    if not (plain_s > 0 and measured_s > 0):
+        return 1
+    extra = max(measured_s / plain_s - 1, 0.0) * steps_per_sample
+    if extra <= overhead * steps_per_sample:
+        return 1
+    return min(math.ceil(extra / overhead - 1e-9), most)

@@ -1,0 +1,135 @@
+"""The watcher waits for results so that the loop does not have to.
+
+The loop hands in a ticket for every step it dispatches; this thread blocks on the step's metrics,
+notes when they were ready, and publishes a `Result`. The loop asks only for results of steps before
+the one in flight.
+"""
+
+import queue
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Array
+
+from jaxgoodput.clock import Clock
+from jaxgoodput.data.cursor import Cursor
+from jaxgoodput.goodput.search import BatchConfig
+from jaxgoodput.train.timing import Parts, interval
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ticket:
+    """A step that was dispatched."""
+
+    step: int
+    config: BatchConfig
+    measured: bool
+    dispatched_s: float
+    timed: bool  # False: first of its kind, or something compiled meanwhile
+    num_samples: int
+    samples: int
+    before: Cursor
+    after: Cursor
+    metrics: Array
+    accumulated: Array | None = None  # ready when the micro-batches are done
+    reduced: Array | None = None  # ready when the sums are exchanged
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """A step that is done."""
+
+    ticket: Ticket
+    metrics: Mapping[str, float]
+    control: np.ndarray  # the agreed vector; empty in one process
+    parts: Parts  # seconds
+
+
+class Watcher:
+    """A thread over a queue of tickets."""
+
+    def __init__(
+        self,
+        read: Callable[[Array], tuple[Mapping[str, float], np.ndarray]],
+        on_result: Callable[[Result], None],
+        clock: Clock,
+    ):
+        self._read = read
+        self._on_result = on_result
+        self._clock = clock
+        self._tickets: queue.SimpleQueue[Ticket | None] = queue.SimpleQueue()
+        self._results: dict[int, Result] = {}
+        self._done = threading.Condition()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="jaxgoodput-watcher", daemon=True)
+        self._thread.start()
+
+    def submit(self, ticket: Ticket) -> None:
+        """Watch this step. Returns at once."""
+        self._tickets.put(ticket)
+
+    def result(self, step: int) -> Result:
+        """The result of `step`, waiting for it; each may be asked for once.
+
+        Raises what the computation or a consumer of results raised.
+        """
+        with self._done:
+            self._done.wait_for(lambda: step in self._results or self._error is not None)
+            if step in self._results:
+                return self._results.pop(step)
+            assert self._error is not None
+            raise self._error
+
+    def fail(self, error: BaseException) -> None:
+        """Make the loop stop with `error`: something behind it broke."""
+        with self._done:
+            self._error = self._error or error
+            self._done.notify_all()
+
+    @property
+    def error(self) -> BaseException | None:
+        """What broke, if anything did."""
+        return self._error
+
+    def close(self) -> None:
+        """Finish the tickets handed in so far and end the thread."""
+        self._tickets.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        previous_s: float | None = None
+        while (ticket := self._tickets.get()) is not None:
+            try:
+                result = self._watch(ticket, previous_s)
+                previous_s = self._clock.now()
+                self._on_result(result)
+            except BaseException as error:  # noqa: BLE001 - it is raised again in the loop's thread
+                self.fail(error)
+                continue
+            with self._done:
+                self._results[ticket.step] = result
+                self._done.notify_all()
+
+    def _watch(self, ticket: Ticket, previous_s: float | None) -> Result:
+        marks: list[float] = []
+        for mark in (ticket.accumulated, ticket.reduced):
+            if mark is not None:
+                jax.block_until_ready(mark)
+                marks.append(self._clock.now())
+        metrics, control = self._read(ticket.metrics)
+        ready_s = self._clock.now()
+        step_s = interval(previous_s, ticket.dispatched_s, ready_s)
+        if len(marks) == 2:
+            parts = Parts(
+                step_s=step_s,
+                accumulate_s=interval(previous_s, ticket.dispatched_s, marks[0]),
+                reduce_s=marks[1] - marks[0],
+                update_s=ready_s - marks[1],
+            )
+        else:
+            parts = Parts(step_s=step_s)
+        return Result(ticket=ticket, metrics=metrics, control=control, parts=parts)
