@@ -1,0 +1,381 @@
+"""Samples on the devices before they are needed, whatever the batch size does next.
+
+One thread walks ahead of the loop: it takes the next micro-batch's indices from the cursor, reads
+this process's part of them, and puts it on the devices. The loop's `next` only pops a queue. What
+is in the queue is speculation about the next configuration: the consumer's cursor moves only when
+samples are handed out, so a change of configuration drops the queue and starts again from there. A
+micro-batch is a run of consecutive places of the global order, so a change of `num_micro_batches`
+alone drops nothing.
+
+The global micro-batch is the next `num_replicas * micro_batch_size` samples, reshaped to
+`[num_replicas, micro_batch_size]`; process p of P feeds the replicas from `p * R / P` up to
+`(p + 1) * R / P`. Every process computes this from the same cursor, so none has to ask another.
+"""
+
+import threading
+import warnings
+from collections import deque
+from dataclasses import dataclass
+from types import TracebackType
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+from jaxtyping import Array, Float, Int, PyTree
+
+from jaxgoodput.clock import Clock
+from jaxgoodput.data.cursor import Cursor, Permutations, take
+from jaxgoodput.data.rows import check_same_kind, narrow
+from jaxgoodput.data.sources import Source
+from jaxgoodput.goodput.search import BatchConfig
+
+CLOSE_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What this process's replicas compute at once, on its devices, cut over the axis of replicas.
+
+    `data` has leaves `[local_batch, ...]`; `mask` is 1 on real samples and 0 on padding. Padding
+    repeats a real sample, so that a masked loss is finite.
+    """
+
+    data: PyTree[jax.Array]
+    mask: Float[Array, " local_batch"]
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """What one update uses.
+
+    There are `config.num_micro_batches` micro-batches, fewer only in a run's last batch, whose last
+    micro-batch may be padded. `num_samples`, `num_padded` and `indices` (in order) count over all
+    processes; `before` and `after` are the cursors around these samples.
+    """
+
+    micro_batches: tuple[MicroBatch, ...]
+    config: BatchConfig
+    num_samples: int
+    before: Cursor
+    after: Cursor
+    num_padded: int
+    wait_s: float  # seconds that `Loader.next` blocked
+    indices: Int[np.ndarray, " num_samples"]
+
+
+@dataclass(frozen=True)
+class _Position:
+    cursor: Cursor
+    handed_out: int = 0  # samples since the loader was made
+
+
+@dataclass(frozen=True)
+class _Portion:
+    """A global micro-batch, of which `micro_batch` is this process's part."""
+
+    micro_batch: MicroBatch
+    indices: np.ndarray  # of the real samples, all processes
+    after: _Position
+
+
+@dataclass(frozen=True)
+class _Failure:
+    error: BaseException
+    what: str
+
+
+@dataclass(frozen=True)
+class _End:
+    pass
+
+
+class Loader:
+    """Hands out every sample in the cursor's order exactly once, in batches of any configuration.
+
+    `sharding` places a local batch `[local_batch, ...]` on this process's devices. `max_samples` is
+    how many samples this loader hands out in total, over all processes; None is without end.
+    `prefetch` is how many step batches wait on the devices (beside those in use); 0 reads on the
+    caller's thread. Arguments other than `process_index` and `sharding` must be equal on all
+    processes. Close it, or use it as a context manager; reading starts with the first `next`.
+
+    Raises:
+      ValueError: an argument is out of range, or the source is empty.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        *,
+        sharding: NamedSharding,
+        cursor: Cursor,
+        clock: Clock,
+        process_index: int = 0,
+        process_count: int = 1,
+        max_samples: int | None = None,
+        prefetch: int = 2,
+        shuffle: bool = True,
+    ):
+        if not 0 <= process_index < process_count:
+            raise ValueError(
+                f"process_index={process_index} is not one of {process_count} processes. Pass "
+                f"jax.process_index() and jax.process_count()."
+            )
+        if max_samples is not None and max_samples < 0:
+            raise ValueError(f"max_samples={max_samples} is negative; None is without end.")
+        if prefetch < 0:
+            raise ValueError(f"prefetch={prefetch} is negative; 0 reads on the caller's thread.")
+        self._source = source
+        self._dataset_size = len(source)
+        # Raises for an empty dataset, or for a cursor that another dataset left.
+        _, cursor = take(cursor, self._dataset_size, 0, shuffle=shuffle)
+        self._sharding = sharding
+        self._process_index = process_index
+        self._process_count = process_count
+        self._max_samples = max_samples
+        self._prefetch = prefetch
+        self._shuffle = shuffle
+        self._clock = clock
+        self._permutations = Permutations()  # of the producer
+        self._kind: PyTree | None = None  # structure, shapes and dtypes of the first batch read
+        self._warned = False
+        # The rest is shared by the two threads, under the condition's lock.
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+        self._config: BatchConfig | None = None
+        self._generation = 0  # of the speculation: work of an older one is thrown away
+        self._head = _Position(cursor)  # first sample not handed out
+        self._tail = self._head  # first sample not read
+        self._queue: deque[_Portion | _Failure | _End] = deque()
+
+    @property
+    def cursor(self) -> Cursor:
+        """The first sample not handed out: where a restart begins."""
+        with self._changed:
+            return self._head.cursor
+
+    def next(self, config: BatchConfig) -> StepBatch | None:
+        """The next batch, in the shape of `config`; None when `max_samples` have been handed out.
+
+        Returns at once if the configuration is that of the previous call, or differs in
+        `num_micro_batches` only, and reading keeps up; else it waits for as many micro-batches.
+
+        Raises:
+          ValueError: `config` cannot be spread over the processes and devices.
+          RuntimeError: the source failed (cause chained; raised again by further calls, after the
+            batches before it), or the loader is closed.
+        """
+        self._require_open()
+        if config != self._config:
+            self._change(config)
+        began = self._clock.now()
+        if self._prefetch == 0:
+            with self._changed:
+                while not self._is_ready(config.num_micro_batches):
+                    self._append(self._produce(self._tail, config), self._generation)
+        elif self._thread is None:
+            self._thread = threading.Thread(
+                target=self._work, name="jaxgoodput-loader", daemon=True
+            )
+            self._thread.start()
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._is_ready(config.num_micro_batches))
+            wait_s = self._clock.now() - began
+            self._require_open()
+            portions = []
+            for entry in list(self._queue)[: config.num_micro_batches]:
+                if isinstance(entry, _Failure):
+                    raise RuntimeError(entry.what) from entry.error
+                if isinstance(entry, _Portion):
+                    portions.append(entry)
+            if not portions:
+                return None
+            for _ in portions:
+                self._queue.popleft()
+            before, self._head = self._head, portions[-1].after
+            self._changed.notify_all()
+        return self._step_batch(portions, config, before.cursor, wait_s)
+
+    def close(self) -> None:
+        """End the thread and free what was prefetched; further calls do nothing.
+
+        A read in progress is waited for; one that takes over 10 s is left behind with a warning.
+        """
+        with self._changed:
+            self._closed = True
+            self._queue.clear()
+            self._changed.notify_all()
+            thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.join(CLOSE_TIMEOUT_S)
+            if thread.is_alive():
+                warnings.warn(
+                    f"The dataset has been reading one micro-batch for over {CLOSE_TIMEOUT_S:.0f} "
+                    f"s and cannot be interrupted. Its thread ends with that read, or with the "
+                    f"process.",
+                    ResourceWarning,
+                    stacklevel=2,
+                )
+
+    def __enter__(self) -> "Loader":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # -- the consumer's side ---------------------------------------------------------------------
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise RuntimeError(
+                "The Loader is closed and hands out nothing more. Make a new one from its `cursor`."
+            )
+
+    def _is_ready(self, num_micro_batches: int) -> bool:
+        queue = self._queue
+        return len(queue) >= num_micro_batches or bool(
+            queue and not isinstance(queue[-1], _Portion)
+        )
+
+    def _change(self, config: BatchConfig) -> None:
+        self._check(config)
+        with self._changed:
+            old, self._config = self._config, config
+            same_shape = old is not None and (old.micro_batch_size, old.num_replicas) == (
+                config.micro_batch_size,
+                config.num_replicas,
+            )
+            if not same_shape:
+                self._queue.clear()
+                self._tail = self._head
+                self._generation += 1
+            self._changed.notify_all()
+
+    def _check(self, config: BatchConfig) -> None:
+        for name in ("micro_batch_size", "num_micro_batches", "num_replicas"):
+            if getattr(config, name) < 1:
+                raise ValueError(
+                    f"{name}={getattr(config, name)}: a batch needs at least 1 of each."
+                )
+        if config.num_replicas % self._process_count:
+            raise ValueError(
+                f"num_replicas={config.num_replicas} cannot be split evenly over "
+                f"{self._process_count} processes. Use a multiple of {self._process_count}: every "
+                f"process feeds as many replicas as it has devices."
+            )
+        local_replicas = config.num_replicas // self._process_count
+        try:
+            self._sharding.shard_shape((local_replicas,))
+        except ValueError as error:
+            raise ValueError(
+                f"num_replicas={config.num_replicas} over {self._process_count} processes gives "
+                f"{local_replicas} replicas here, which cannot be cut over the devices of "
+                f"{self._sharding}. Use a multiple of the number of devices on that axis."
+            ) from error
+
+    def _step_batch(
+        self, portions: list[_Portion], config: BatchConfig, before: Cursor, wait_s: float
+    ) -> StepBatch:
+        indices = np.concatenate([portion.indices for portion in portions])
+        if len(indices) > self._dataset_size and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"global_batch_size={config.global_batch_size} is larger than the dataset of "
+                f"{self._dataset_size} samples: a batch holds some samples more than once, though "
+                f"each still once per epoch. Lower the maximum of BatchLimits to at most "
+                f"{self._dataset_size} if that is not wanted.",
+                stacklevel=3,
+            )
+        full = len(portions) * config.num_replicas * config.micro_batch_size
+        return StepBatch(
+            micro_batches=tuple(portion.micro_batch for portion in portions),
+            config=config,
+            num_samples=len(indices),
+            before=before,
+            after=portions[-1].after.cursor,
+            num_padded=full - len(indices),
+            wait_s=wait_s,
+            indices=indices,
+        )
+
+    # -- the producer's side ---------------------------------------------------------------------
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or self._has_room())
+                if self._closed:
+                    return
+                generation, position, config = self._generation, self._tail, self._config
+            assert config is not None  # the thread starts after the first configuration
+            entry = self._produce(position, config)
+            with self._changed:
+                if self._closed:
+                    return
+                self._append(entry, generation)
+            # Not to be kept alive while waiting for room: it may be the loop's to free.
+            del entry
+
+    def _has_room(self) -> bool:
+        if self._config is None or (self._queue and not isinstance(self._queue[-1], _Portion)):
+            return False
+        return len(self._queue) < self._prefetch * self._config.num_micro_batches
+
+    def _append(self, entry: _Portion | _Failure | _End, generation: int) -> None:
+        if generation != self._generation:
+            return  # read for a configuration that nobody wants any more
+        if isinstance(entry, _Portion):
+            self._tail = entry.after
+        self._queue.append(entry)
+        self._changed.notify_all()
+
+    def _produce(self, position: _Position, config: BatchConfig) -> _Portion | _Failure | _End:
+        count = config.num_replicas * config.micro_batch_size
+        if self._max_samples is not None:
+            count = min(count, self._max_samples - position.handed_out)
+        if count == 0:
+            return _End()
+        indices = np.empty(0, np.int64)
+        try:
+            indices, after = take(
+                position.cursor,
+                self._dataset_size,
+                count,
+                shuffle=self._shuffle,
+                permutations=self._permutations,
+            )
+            return _Portion(
+                micro_batch=self._read(indices, config),
+                indices=indices,
+                after=_Position(after, position.handed_out + count),
+            )
+        except BaseException as error:  # handed to the loop, which raises it: see `next`
+            shown = ", ".join(map(str, indices[:8])) + (", ..." if count > 8 else "")
+            return _Failure(
+                error,
+                f"The micro-batch of samples {shown} (epoch {position.cursor.epoch}, offset "
+                f"{position.cursor.offset}) could not be loaded. {type(error).__name__}: {error}",
+            )
+
+    def _read(self, indices: Int[np.ndarray, " real"], config: BatchConfig) -> MicroBatch:
+        local_batch = config.num_replicas // self._process_count * config.micro_batch_size
+        start = self._process_index * local_batch
+        mine = indices[start : start + local_batch]
+        num_padded = local_batch - len(mine)
+        rows = self._source.batch(np.append(mine, indices[:1]) if num_padded else mine)
+        self._kind = check_same_kind(rows, self._kind, len(mine) + bool(num_padded))
+        rows = narrow(rows)
+        if num_padded > 1:
+            # Not zeros: a real sample keeps every loss finite, and 0 times it is 0.
+            rows = jax.tree.map(
+                lambda x: np.concatenate([x, x[-1:].repeat(num_padded - 1, 0)]), rows
+            )
+        mask = np.zeros(local_batch, np.float32)
+        mask[: len(mine)] = 1
+        data, mask = jax.device_put((rows, mask), self._sharding)
+        return MicroBatch(data=data, mask=mask)

@@ -1,0 +1,550 @@
+"""The loader hands out the cursor's order exactly once, on the devices, whatever the batch does."""
+
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jaxgoodput.clock import FakeClock
+from jaxgoodput.data.cursor import Cursor, epoch_order, take
+from jaxgoodput.data.loader import Loader
+from jaxgoodput.data.sources import Source, as_source
+from jaxgoodput.goodput.search import BatchConfig
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_is_left():
+    before = threading.active_count()
+    yield
+    assert threading.active_count() <= before, threading.enumerate()
+
+
+def sharding_over(num_devices, first=0):
+    devices = np.array(jax.devices()[first : first + num_devices])
+    mesh = Mesh(devices, ("data",), axis_types=(AxisType.Auto,))
+    return NamedSharding(mesh, PartitionSpec("data"))
+
+
+def config_of(micro_batch_size, num_micro_batches=1, num_replicas=2):
+    return BatchConfig(
+        micro_batch_size=micro_batch_size,
+        num_micro_batches=num_micro_batches,
+        num_replicas=num_replicas,
+    )
+
+
+def loader_of(source, num_devices=1, *, first=0, cursor=None, clock=None, **options):
+    if not isinstance(source, Source):
+        source = as_source(source)
+    return Loader(
+        source,
+        sharding=sharding_over(num_devices, first),
+        cursor=Cursor(0) if cursor is None else cursor,
+        clock=FakeClock() if clock is None else clock,
+        **options,
+    )
+
+
+def numbers(size):
+    """A dataset whose samples are their own indices."""
+    return {"id": np.arange(size, dtype=np.int32)}
+
+
+def step(loader, config):
+    """The next batch of a loader that has one."""
+    batch = loader.next(config)
+    assert batch is not None
+    return batch
+
+
+def drain(loader, configs):
+    batches = []
+    for config in configs:
+        batch = loader.next(config)
+        if batch is None:
+            break
+        batches.append(batch)
+    return batches
+
+
+def ids(batches):
+    return np.concatenate([np.empty(0, np.int64), *(batch.indices for batch in batches)])
+
+
+def real_ids(micro_batch):
+    return np.asarray(micro_batch.data["id"])[np.asarray(micro_batch.mask) == 1]
+
+
+CONFIGS = st.lists(
+    st.builds(
+        config_of,
+        st.integers(1, 7),
+        st.integers(1, 3),
+        st.sampled_from([2, 4]),
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+# -- exactly once ---------------------------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    size=st.integers(1, 60),
+    configs=CONFIGS,
+    process_count=st.sampled_from([1, 2]),
+    prefetch=st.integers(0, 3),
+    shuffle=st.booleans(),
+    max_samples=st.none() | st.integers(0, 150),
+)
+@pytest.mark.filterwarnings("ignore:global_batch_size=")
+def test_every_sample_of_every_epoch_comes_exactly_once(
+    size, configs, process_count, prefetch, shuffle, max_samples
+):
+    """For any configurations and process counts: the batches concatenate to the permutations."""
+    options = dict(prefetch=prefetch, shuffle=shuffle, max_samples=max_samples)
+    loaders = [
+        loader_of(numbers(size), process_index=p, process_count=process_count, **options)
+        for p in range(process_count)
+    ]
+    steps = []
+    for loader in loaders:
+        with loader:
+            steps.append(drain(loader, configs))
+    wanted = sum(config.global_batch_size for config in configs)
+    total = wanted if max_samples is None else min(wanted, max_samples)
+    expected, end = take(Cursor(0), size, total, shuffle=shuffle)
+    for loader, batches in zip(loaders, steps, strict=True):
+        np.testing.assert_array_equal(ids(batches), expected)
+        assert loader.cursor == end
+
+    # What the devices got, over all processes, is what the indices say: nothing lost or doubled.
+    for batches in zip(*steps, strict=True):
+        first = batches[0]
+        got = np.concatenate(
+            [
+                np.concatenate([real_ids(part) for part in parts])
+                for parts in zip(*(batch.micro_batches for batch in batches), strict=True)
+            ]
+        )
+        np.testing.assert_array_equal(got, first.indices)
+        rows = sum(micro.mask.shape[0] for b in batches for micro in b.micro_batches)
+        assert rows == first.num_samples + first.num_padded
+        weight = sum(float(micro.mask.sum()) for b in batches for micro in b.micro_batches)
+        assert weight == first.num_samples
+
+
+@settings(deadline=None, max_examples=15)
+@given(size=st.integers(40, 60), before=CONFIGS, after=CONFIGS, read_ahead=st.integers(0, 3))
+@pytest.mark.filterwarnings("ignore:global_batch_size=")
+def test_resume_from_any_cursor_equals_going_on(size, before, after, read_ahead):
+    """A restart from the cursor of the last step loses what was prefetched, and no sample."""
+    with loader_of(numbers(size), prefetch=read_ahead) as loader:
+        whole = drain(loader, before + after)
+    with loader_of(numbers(size)) as loader:
+        first = drain(loader, before)
+        cursor = Cursor.from_json(loader.cursor.to_json())
+    assert cursor == first[-1].after
+    # The second life runs with another number of processes.
+    with loader_of(numbers(size), cursor=cursor, process_count=2) as loader:
+        second = drain(loader, after)
+    np.testing.assert_array_equal(ids(first + second), ids(whole))
+    assert [b.before for b in first + second] == [b.before for b in whole]
+    assert [b.after for b in first + second] == [b.after for b in whole]
+
+
+LIVES = st.lists(st.lists(st.tuples(st.integers(1, 5), st.booleans()), max_size=8), max_size=6)
+
+
+@settings(deadline=None, max_examples=15)
+@given(lives=LIVES, size=st.integers(30, 50), every=st.sampled_from([1, 3]))
+def test_killed_at_random_moments_every_sample_still_counts_once(lives, size, every):
+    """Steps since the last checkpoint are undone by its cursor, not repeated on top."""
+    log, saved, saved_steps = [], Cursor(3), 0
+    for life in lives:
+        log = log[:saved_steps]  # the state goes back to the checkpoint, and so does the cursor
+        with loader_of(numbers(size), cursor=saved) as loader:
+            for micro_batch_size, save in life:
+                log.append(step(loader, config_of(micro_batch_size, every)))
+                if save:
+                    saved, saved_steps = log[-1].after, len(log)
+    order = ids(log)
+    expected, _ = take(Cursor(3), size, len(order))
+    np.testing.assert_array_equal(order, expected)
+
+
+# -- placement ------------------------------------------------------------------------------------
+
+
+def test_two_processes_of_two_devices_see_what_one_process_of_four_sees():
+    configs = [config_of(3, 2, 4), config_of(5, 1, 4), config_of(3, 3, 4)]
+    options = dict(max_samples=70)
+    with loader_of(numbers(50), 4, **options) as alone:
+        expected = drain(alone, configs)
+    parts = []
+    for p in range(2):
+        options.update(process_index=p, process_count=2, first=2 * p)
+        with loader_of(numbers(50), 2, **options) as loader:
+            parts.append(drain(loader, configs))
+    for whole, left, right in zip(expected, *parts, strict=True):
+        np.testing.assert_array_equal(whole.indices, left.indices)
+        assert (whole.num_padded, whole.after) == (right.num_padded, right.after)
+        for w, l, r in zip(
+            whole.micro_batches, left.micro_batches, right.micro_batches, strict=True
+        ):
+            shards = [np.asarray(s.data) for s in w.data["id"].addressable_shards]
+            halves = [
+                np.asarray(s.data) for half in (l, r) for s in half.data["id"].addressable_shards
+            ]
+            np.testing.assert_array_equal(shards, halves)
+            np.testing.assert_array_equal(
+                w.mask, np.concatenate([np.asarray(l.mask), np.asarray(r.mask)])
+            )
+
+
+def test_batches_are_global_arrays_in_the_order_of_micro_batch_then_replica():
+    config = config_of(3, 2, 4)
+    with loader_of(numbers(50), 4, shuffle=False) as loader:
+        batch = step(loader, config)
+    assert batch.config == config and batch.num_padded == 0
+    expected = np.arange(24).reshape(2, 4, 3)
+    for k, micro in enumerate(batch.micro_batches):
+        array = micro.data["id"]
+        assert array.sharding == micro.mask.sharding == sharding_over(4)
+        assert micro.mask.dtype == jnp.float32 and micro.mask.shape == array.shape == (12,)
+        for replica, shard in enumerate(array.addressable_shards):
+            np.testing.assert_array_equal(shard.data, expected[k, replica])
+
+
+def test_a_nested_source_of_three_levels_keeps_structure_dtypes_and_values():
+    rng = np.random.default_rng(0)
+    arrays = {
+        "user": {
+            "history": (rng.integers(0, 9, (20, 4)), rng.random((20, 4))),
+            "age": rng.random(20),
+        },
+        "label": rng.integers(0, 2, 20).astype(np.int8),
+    }
+    with loader_of(arrays, 2, max_samples=11) as loader:
+        batch = step(loader, config_of(4, 2, 2))
+    assert batch.num_samples == 11 and batch.num_padded == 5
+    got = jax.tree.map(
+        lambda *parts: np.concatenate(parts)[:11], *(m.data for m in batch.micro_batches)
+    )
+    assert jax.tree.structure(got) == jax.tree.structure(arrays)
+    expected = jax.tree.map(lambda x: x[batch.indices], arrays)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(a, b.astype(a.dtype))
+    assert got["user"]["history"][0].dtype == np.int32
+    assert got["user"]["age"].dtype == np.float32
+    assert got["label"].dtype == np.int8
+
+
+def test_the_loop_runs_under_the_transfer_guard():
+    with jax.transfer_guard("disallow"):
+        for prefetch in (0, 2):
+            with loader_of(numbers(50), 4, prefetch=prefetch, max_samples=30) as loader:
+                assert len(drain(loader, [config_of(2, 2, 4)] * 3)) == 2
+
+
+# -- the last batch -------------------------------------------------------------------------------
+
+
+def test_the_last_batch_is_padded_with_real_values_of_weight_zero():
+    data = {"x": np.arange(100, dtype=np.float32)[:, None] + 5, "id": np.arange(100)}
+    with loader_of(data, 2, max_samples=37) as loader:
+        batches = drain(loader, [config_of(4, 3, 2)] * 9)
+        assert loader.next(config_of(1)) is None and loader.next(config_of(4, 3, 2)) is None
+    assert [b.num_samples for b in batches] == [24, 13]
+    assert [b.num_padded for b in batches] == [0, 3]
+    last = batches[-1]
+    # 13 samples are two micro-batches of 8; the third would be all padding.
+    assert len(last.micro_batches) == 2 and last.config.num_micro_batches == 3
+    mask = np.asarray(last.micro_batches[1].mask)
+    assert mask.tolist() == [1] * 5 + [0] * 3
+    x = np.asarray(last.micro_batches[1].data["x"])[:, 0]
+    np.testing.assert_array_equal(x[:5], last.indices[8:] + 5)
+    np.testing.assert_array_equal(x[5:], [last.indices[8] + 5] * 3)
+    assert last.after == Cursor(0, 0, 37)
+
+
+def test_a_process_may_get_padding_only():
+    with loader_of(numbers(10), max_samples=2, process_index=1, process_count=2) as loader:
+        batch = step(loader, config_of(3))
+    (micro,) = batch.micro_batches
+    assert np.asarray(micro.mask).tolist() == [0, 0, 0]
+    assert np.asarray(micro.data["id"]).tolist() == [batch.indices[0]] * 3
+    assert (batch.num_samples, batch.num_padded) == (2, 4)
+
+
+def test_weighted_means_over_padded_batches_are_those_of_the_samples():
+    values = np.random.default_rng(0).random(30)
+    with loader_of({"x": values}, 2, max_samples=30) as loader:
+        batches = drain(loader, [config_of(4, 2, 2), config_of(5), config_of(4)])
+    total = sum(float((m.data["x"] * m.mask).sum()) for b in batches for m in b.micro_batches)
+    np.testing.assert_allclose(total, values.sum(), rtol=1e-5)
+    assert sum(b.num_samples for b in batches) == 30 and batches[-1].num_padded == 4
+
+
+# -- prefetch -------------------------------------------------------------------------------------
+
+
+class Gate(Source):
+    """Samples that are their indices, a log of the reads, and a door that opens `limit` times."""
+
+    def __init__(self, size=1000, limit=10**9):
+        self.size = size
+        self.limit = limit
+        self.reads = []
+        self.changed = threading.Condition()
+
+    def __len__(self):
+        return self.size
+
+    def batch(self, indices):
+        with self.changed:
+            self.reads.append(len(indices))
+            self.changed.notify_all()
+            turn = len(self.reads)
+            assert self.changed.wait_for(lambda: turn <= self.limit, timeout=60)
+        return {"id": indices}
+
+    def wait_for_reads(self, count):
+        with self.changed:
+            assert self.changed.wait_for(lambda: len(self.reads) >= count, timeout=60)
+
+    def open(self):
+        with self.changed:
+            self.limit = 10**9
+            self.changed.notify_all()
+
+
+def test_reads_run_ahead_by_the_prefetch_depth_and_no_further():
+    gate = Gate()
+    with loader_of(gate, prefetch=2) as loader:
+        loader.next(config_of(2, 3))
+        gate.wait_for_reads(3 + 2 * 3)
+        loader.next(config_of(2, 3))
+        gate.wait_for_reads(6 + 2 * 3)
+        # Full again: the thread is idle until the next batch is taken.
+        with gate.changed:
+            assert not gate.changed.wait_for(lambda: len(gate.reads) > 12, timeout=0.05)
+
+
+def test_what_was_prefetched_is_handed_out_while_the_source_hangs():
+    gate = Gate(limit=3 * 3)
+    with loader_of(gate, prefetch=2) as loader:
+        batches = drain(loader, [config_of(2, 3)] * 3)
+        gate.wait_for_reads(10)  # hangs
+        gate.open()
+        batches += drain(loader, [config_of(2, 3)])
+    np.testing.assert_array_equal(ids(batches), epoch_order(0, 0, 1000)[:48])
+
+
+def test_a_change_of_micro_batch_count_alone_reads_nothing_twice():
+    gate = Gate()
+    counts = [1, 4, 2, 3, 1]
+    with loader_of(gate, prefetch=3, max_samples=22) as loader:
+        batches = drain(loader, [config_of(1, count) for count in counts])
+    assert sum(gate.reads) == 22
+    np.testing.assert_array_equal(ids(batches), epoch_order(0, 0, 1000)[:22])
+
+
+def test_configurations_may_alternate_every_step():
+    with loader_of(numbers(1000)) as loader:
+        batches = drain(loader, [config_of(3, 2), config_of(5)] * 20)
+    np.testing.assert_array_equal(ids(batches), epoch_order(0, 0, 1000)[: 20 * 22])
+
+
+def test_without_prefetch_there_is_no_thread_and_nothing_is_read_ahead():
+    gate = Gate()
+    before = threading.active_count()
+    with loader_of(gate, prefetch=0) as loader:
+        drain(loader, [config_of(2, 3)] * 2)
+        assert threading.active_count() == before
+    assert len(gate.reads) == 6
+
+
+def test_waiting_is_measured_by_the_clock_that_was_passed(clock):
+    class Slow(Source):
+        def __len__(self):
+            return 100
+
+        def batch(self, indices):
+            clock.advance(0.25)
+            return indices
+
+    with loader_of(Slow(), prefetch=0, clock=clock) as loader:
+        assert step(loader, config_of(2, 3)).wait_s == 0.75
+    with loader_of(numbers(100), clock=clock) as loader:
+        assert step(loader, config_of(2, 3)).wait_s == 0.0
+
+
+# -- errors ---------------------------------------------------------------------------------------
+
+
+class Bad:
+    """Sample 13 cannot be read."""
+
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, index):
+        if index == 13:
+            raise OSError("truncated file")
+        return {"id": index}
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_an_exception_of_the_source_surfaces_where_its_batch_is_due(prefetch):
+    with loader_of(Bad(), prefetch=prefetch, shuffle=False) as loader:
+        batches = drain(loader, [config_of(2)] * 3)  # samples 0 to 11 are fine
+        assert ids(batches).tolist() == list(range(12))
+        for _ in range(2):
+            message = r"epoch 0, offset 12\).*sample 13 .*OSError: truncated file"
+            with pytest.raises(RuntimeError, match=message) as caught:
+                loader.next(config_of(2))
+            assert isinstance(getattr(caught.value.__cause__, "__cause__", None), OSError)
+        assert loader.cursor == Cursor(0, 0, 12)
+        # One sample is still before the bad one, for a configuration that does not reach it.
+        with loader_of(Bad(), cursor=loader.cursor, process_count=2, shuffle=False) as other:
+            assert step(other, config_of(1)).indices.tolist() == [12, 13]
+
+
+def test_a_failure_read_ahead_in_vain_is_forgotten():
+    with loader_of(Bad(), shuffle=False) as loader:
+        loader.next(config_of(3))
+        # Whether or not the thread has met sample 13 by now, these do not reach it.
+        batches = drain(loader, [config_of(1)] * 3 + [config_of(1, 1, 1)])
+        assert ids(batches).tolist() == list(range(6, 13))
+        with pytest.raises(RuntimeError, match="sample 13"):
+            loader.next(config_of(1, 1, 1))
+
+
+def test_samples_that_change_shape_between_batches_are_an_error():
+    items = [{"x": np.zeros(3)}] * 4 + [{"x": np.zeros(2)}] * 4
+    with loader_of(items, shuffle=False) as loader:
+        drain(loader, [config_of(1)] * 2)
+        with pytest.raises(RuntimeError, match=r"\['x'\].*float64\[3\] to float64\[2\]"):
+            loader.next(config_of(1))
+
+
+def test_a_source_that_breaks_its_promises_is_named():
+    class Wrong(Source):
+        def __len__(self):
+            return 10
+
+        def batch(self, indices):
+            return {"x": np.zeros(7)}
+
+    with loader_of(Wrong()) as loader:
+        with pytest.raises(RuntimeError, match=r"samples 4, 6 .*\['x'\] of shape \(7,\) for 2"):
+            loader.next(config_of(1))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (config_of(4, 1, 3), "num_replicas=3 cannot be split evenly over 2 processes"),
+        (config_of(4, 1, 6), "3 replicas here.*cannot be cut"),
+    ],
+)
+def test_a_batch_that_does_not_fit_the_devices_is_refused(config, message):
+    with loader_of(numbers(100), 2, process_count=2) as loader:
+        with pytest.raises(ValueError, match=message):
+            loader.next(config)
+        assert step(loader, config_of(4, 1, 4)).num_samples == 16
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"process_index": 2, "process_count": 2}, "process_index=2"),
+        ({"max_samples": -1}, "max_samples=-1"),
+        ({"prefetch": -1}, "prefetch=-1"),
+        ({"cursor": Cursor(0, 0, 11)}, "only 10 samples"),
+    ],
+)
+def test_bad_arguments_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        loader_of(numbers(10), **options)
+
+
+def test_an_empty_source_is_refused():
+    with pytest.raises(ValueError, match="0 samples"):
+        loader_of(Gate(0))
+
+
+def test_a_dataset_smaller_than_the_batch_is_said_once_and_still_counts_exactly():
+    with loader_of(numbers(10)) as loader:
+        with pytest.warns(UserWarning, match="global_batch_size=24 .* dataset of 10 samples"):
+            loader.next(config_of(4, 3))
+        batches = drain(loader, [config_of(4, 3)] * 4)
+    counts = np.bincount(ids(batches), minlength=10)
+    assert counts.sum() == 96 and counts.max() - counts.min() <= 2
+
+
+# -- closing --------------------------------------------------------------------------------------
+
+
+def test_closing_ends_the_thread_and_may_be_repeated():
+    loader = loader_of(numbers(100))
+    loader.next(config_of(2))
+    (thread,) = [t for t in threading.enumerate() if t.name == "jaxgoodput-loader"]
+    loader.close()
+    loader.close()
+    assert not thread.is_alive()
+    assert loader.cursor == Cursor(0, 0, 4)
+    with pytest.raises(RuntimeError, match="closed"):
+        loader.next(config_of(2))
+
+
+def test_a_loader_that_was_never_used_has_no_thread():
+    before = threading.active_count()
+    loader = loader_of(numbers(100))
+    assert threading.active_count() == before
+    loader.close()
+
+
+def test_a_waiting_loop_is_woken_by_close():
+    gate = Gate(limit=0)
+    loader = loader_of(gate)
+    seen = []
+
+    def consume():
+        try:
+            loader.next(config_of(2))
+        except RuntimeError as error:
+            seen.append(str(error))
+
+    consumer = threading.Thread(target=consume)
+    consumer.start()
+    gate.wait_for_reads(1)
+    closer = threading.Thread(target=loader.close)
+    closer.start()
+    consumer.join(60)
+    assert seen and "closed" in seen[0]
+    gate.open()
+    closer.join(60)
+    assert not closer.is_alive()
+
+
+def test_a_read_that_never_ends_is_left_behind_with_a_warning(monkeypatch):
+    monkeypatch.setattr("jaxgoodput.data.loader.CLOSE_TIMEOUT_S", 0.01)
+    gate = Gate(limit=1)
+    loader = loader_of(gate)
+    loader.next(config_of(2))
+    (thread,) = [t for t in threading.enumerate() if t.name == "jaxgoodput-loader"]
+    gate.wait_for_reads(2)
+    with pytest.warns(ResourceWarning, match="cannot be interrupted"):
+        loader.close()
+    gate.open()
+    thread.join(60)
+    assert not thread.is_alive()
