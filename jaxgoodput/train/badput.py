@@ -77,6 +77,8 @@ class TimeLedger:
     def add(self, name: str, seconds: float) -> None:
         """Book `seconds` that have just passed under `name`, taken from an enclosing `bucket`.
 
+        Only from one that the calling thread has opened: other threads' time is not the bucket's.
+
         Raises:
           ValueError: `name` is not one of `BUCKETS`, or `seconds` is negative or not finite.
         """
@@ -84,7 +86,7 @@ class TimeLedger:
         _check_seconds(seconds)
         with self._lock:
             self._seconds[name] += seconds
-            if self._open:
+            if self._open and self._open[-1].thread_id == threading.get_ident():
                 self._open[-1].inner_s += seconds
 
     def add_before(self, name: str, seconds: float) -> None:
@@ -169,6 +171,7 @@ class _Open:
     def __init__(self, name: str, start_s: float):
         self.name = name
         self.start_s = start_s
+        self.thread_id = threading.get_ident()
         self.inner_s = 0.0  # of closed buckets and bookings inside
 
 
