@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import BinaryIO
 
 from jaxgoodput.clock import Clock
+from jaxgoodput.launcher.worker import lifeline_name
 
 DONE, FAILED, USAGE, SAVED = 0, 1, 2, 143  # exit codes of every command and worker
 
@@ -86,7 +87,7 @@ def supervise(
         stack.callback(lambda: [process.finish() for process in processes])
         with contextlib.closing(os.fdopen(lifeline)):
             for rank, (command, environ) in enumerate(zip(commands, environs, strict=True)):
-                child = {**environ, "JAXGOODPUT_LIFELINE": str(lifeline)}
+                child = {**environ, "JAXGOODPUT_LIFELINE": lifeline_name(lifeline)}
                 processes.append(_Process(rank, command, child, lifeline, prefix_output, events))
         return _wait(processes, events, grace_s, crash_grace_s, clock)
 

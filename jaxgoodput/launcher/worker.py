@@ -10,7 +10,6 @@ no such variables it only runs the script. So a script needs no line of its own 
 import os
 import runpy
 import signal
-import stat
 import sys
 import threading
 from collections.abc import Mapping, Sequence
@@ -35,7 +34,7 @@ class WorkerEnv:
     devices_per_process: int | None = None  # JAXGOODPUT_DEVICES_PER_PROCESS: virtual, on CPU
     local_device_ids: tuple[int, ...] | None = None  # JAX_LOCAL_DEVICE_IDS: GPUs it may use
     restart: int = 0  # JAXGOODPUT_RESTART: how often the launcher started this job again
-    lifeline: int | None = None  # JAXGOODPUT_LIFELINE: a pipe that closes when the launcher dies
+    lifeline: str | None = None  # JAXGOODPUT_LIFELINE: see `lifeline_name`
 
     def __post_init__(self):
         if self.num_processes < 1:
@@ -98,7 +97,7 @@ class WorkerEnv:
             if ids
             else None,
             restart=_number(environ, "JAXGOODPUT_RESTART", "SLURM_RESTART_COUNT") or 0,
-            lifeline=_number(environ, "JAXGOODPUT_LIFELINE"),
+            lifeline=_first(environ, "JAXGOODPUT_LIFELINE"),
         )
 
     def to_environ(self) -> dict[str, str]:
@@ -172,18 +171,29 @@ def initialize(environ: Mapping[str, str] | None = None) -> WorkerEnv | None:
     return env
 
 
-def _die_with_the_launcher(lifeline: int) -> None:
+def lifeline_name(fd: int) -> str:
+    """A name for the pipe `fd` that only a process which has inherited it can use.
+
+    The launcher holds the writing end and never writes: it closes when the launcher dies. The
+    number alone could mean another pipe in a process that was started over detours (srun, ssh).
+    """
+    status = os.fstat(fd)
+    return f"{fd}:{status.st_dev}:{status.st_ino}"
+
+
+def _die_with_the_launcher(lifeline: str) -> None:
     """Kill this process's group when the pipe `lifeline` closes: no orphans, however it died."""
+    fd = _integer("JAXGOODPUT_LIFELINE", lifeline.split(":")[0])
     try:
-        is_pipe = stat.S_ISFIFO(os.fstat(lifeline).st_mode)
+        inherited = lifeline_name(fd) == lifeline
     except OSError:
-        is_pipe = False
-    if not is_pipe:  # a wrapper between the launcher and this process has closed it
+        inherited = False
+    if not inherited:  # something between the launcher and this process has closed it
         return
-    os.set_inheritable(lifeline, False)
+    os.set_inheritable(fd, False)
 
     def wait():
-        while os.read(lifeline, 1):
+        while os.read(fd, 1):
             pass
         # The launcher gives each worker a process group of its own; never kill anyone else's.
         if os.getpgrp() == os.getpid():

@@ -1,5 +1,9 @@
 """A worker learns its place from its environment, or is told exactly what is missing."""
 
+import signal
+import subprocess
+import sys
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -28,7 +32,7 @@ def workers(draw):
         devices_per_process=draw(st.none() | counts),
         local_device_ids=draw(st.none() | st.lists(counts, min_size=1).map(tuple)),
         restart=draw(st.integers(0, 100)),
-        lifeline=draw(st.none() | st.integers(3, 100)),
+        lifeline=draw(st.none() | st.just("3:14:159")),
     )
 
 
@@ -101,6 +105,28 @@ def test_a_process_alone_is_left_alone(environ):
 def test_a_wrong_environment_is_named(environ, message):
     with pytest.raises(ValueError, match=message):
         WorkerEnv.from_environ(environ)
+
+
+@pytest.mark.multihost
+def test_a_worker_dies_with_its_lifeline_and_ignores_a_strangers_pipe():
+    # Two pipes that are already closed at the other end: only the one that is named counts.
+    body = """
+import os, sys, time
+from jaxgoodput.launcher import worker
+(mine, a), (strangers, b) = os.pipe(), os.pipe()
+os.close(a), os.close(b)
+name = worker.lifeline_name(mine)
+if sys.argv[1] == "stranger":
+    name = name.replace(f"{mine}:", f"{strangers}:", 1)
+worker.initialize({"JAXGOODPUT_NUM_PROCESSES": "1", "JAXGOODPUT_PROCESS_ID": "0",
+                   "JAXGOODPUT_LIFELINE": name})
+time.sleep(0.5 if sys.argv[1] == "stranger" else 60)
+"""
+    ends = {
+        kind: subprocess.run([sys.executable, "-c", body, kind], timeout=60).returncode
+        for kind in ("stranger", "mine")
+    }
+    assert ends == {"stranger": 0, "mine": -signal.SIGKILL}
 
 
 def test_a_launcher_that_is_itself_a_worker_hides_its_own_job(monkeypatch):

@@ -1,0 +1,126 @@
+"""The recipes in `launch/` really start jobs; Slurm itself is stood in for by two stubs."""
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+from launcher.processes import Job
+
+LAUNCH = pathlib.Path(__file__).resolve().parents[2] / "launch"
+RECIPES = sorted(path for path in LAUNCH.iterdir() if path.is_file())
+
+TRAIN = """
+    import os, signal, sys, time
+    import jax, jax.numpy as jnp
+    from jax.experimental import multihost_utils
+
+    total = multihost_utils.process_allgather(jnp.float32(jax.process_index() + 1)).sum()
+    world = f"{jax.process_count()} x {len(jax.local_devices())}"
+    print(f"sum={float(total)} of {world} {sys.argv[1:]}")
+    if sys.argv[1] == "wait":
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+        print("ready", flush=True)
+        time.sleep(600)
+    sys.exit(int(sys.argv[1]))
+"""
+
+# What srun does for this recipe: the tasks with their ranks, SIGTERM passed on, the highest code.
+SRUN = """
+    #!{python}
+    import os, signal, subprocess, sys
+    command = sys.argv[1:]
+    while command[0].startswith("-"):
+        command.pop(0)
+    count = int(os.environ["SLURM_NTASKS"])
+    tasks = [
+        subprocess.Popen(command, env={{**os.environ, "SLURM_PROCID": str(rank),
+                                        "SLURM_STEP_NUM_TASKS": str(count)}})
+        for rank in range(count)
+    ]
+    signal.signal(signal.SIGTERM, lambda *_: [task.send_signal(signal.SIGTERM) for task in tasks])
+    sys.exit(max(task.wait() for task in tasks))
+"""
+
+
+@pytest.fixture
+def train(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(textwrap.dedent(TRAIN))
+    return str(path)
+
+
+@pytest.fixture
+def environ(tmp_path):
+    """A PATH with this interpreter's commands and the stubs of Slurm's, and a job of two tasks."""
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    (commands / "srun").write_text(textwrap.dedent(SRUN).lstrip().format(python=sys.executable))
+    (commands / "scontrol").write_text('#!/bin/sh\necho "scontrol $*"\n')
+    (commands / "hostname").write_text("#!/bin/sh\necho localhost\n")
+    for command in commands.iterdir():
+        command.chmod(0o755)
+    here = os.path.dirname(sys.executable)
+    return {
+        "PATH": f"{commands}:{here}:{os.environ['PATH']}",
+        "SLURM_JOB_ID": "17",
+        "SLURM_NTASKS": "2",
+        "SLURM_PROCID": "0",  # Slurm sets it for the batch script too
+    }
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
+def test_a_recipe_is_short_and_parses(path):
+    assert len(path.read_text().splitlines()) <= 40
+    subprocess.run(["bash", "-n", str(path)], check=True)
+
+
+@pytest.mark.multihost
+@pytest.mark.parametrize("code", [0, 5])
+def test_local_trains_and_passes_the_exit_code_on(code, train, environ):
+    environ = {**environ, "PROCESSES": "2", "DEVICES": "3"}
+    with Job([str(LAUNCH / "local.sh"), train, str(code), "b c"], environ) as job:
+        end = job.wait()
+    assert end.code == code, end
+    for rank in range(2):
+        assert end.value(rank, "sum") == f"3.0 of 2 x 3 ['{code}', 'b c']"
+
+
+@pytest.mark.multihost
+def test_local_starts_again_after_143(train, environ):
+    environ = {**environ, "PROCESSES": "1", "RESTARTS": "2"}
+    with Job([str(LAUNCH / "local.sh"), train, "143"], environ) as job:
+        end = job.wait()
+    assert end.code == 143, end
+    assert len(end.lines(0)) == 3
+
+
+def test_local_without_a_script_says_how(environ):
+    with Job([str(LAUNCH / "local.sh")], environ) as job:
+        end = job.wait()
+    assert end.code == 2
+    assert "launch/local.sh train.py --workdir" in end.err
+    assert "Exit codes:" in end.err
+
+
+@pytest.mark.multihost
+@pytest.mark.parametrize("code, requeued", [(0, False), (5, False), (143, True)])
+def test_slurm_requeues_what_wants_a_restart(code, requeued, train, environ):
+    with Job(["bash", str(LAUNCH / "slurm.sbatch"), train, str(code)], environ) as job:
+        end = job.wait()
+    assert end.code == code, end
+    assert end.out.count(f"sum=3.0 of 2 x 1 ['{code}']") == 2
+    assert ("scontrol requeue 17" in end.out) == requeued
+
+
+@pytest.mark.multihost
+def test_slurm_saves_and_requeues_when_time_is_up(train, environ):
+    with Job(["bash", str(LAUNCH / "slurm.sbatch"), train, "wait"], environ) as job:
+        job.wait_for("ready", count=2)
+        job.send(signal.SIGTERM)  # what --signal=B:TERM@300 sends to the script
+        end = job.wait()
+    assert end.code == 143, end
+    assert "scontrol requeue 17" in end.out
