@@ -313,7 +313,10 @@ class Loader:
                     return
                 generation, position, config = self._generation, self._tail, self._config
             assert config is not None  # the thread starts after the first configuration
-            entry = self._produce(position, config)
+            try:
+                entry = self._produce(position, config)
+            except BaseException as error:  # SystemExit too: a dead thread would hang the loop
+                entry = _failure(error, position, np.empty(0, np.int64))
             with self._changed:
                 if self._closed:
                     return
@@ -354,13 +357,8 @@ class Loader:
                 indices=indices,
                 after=_Position(after, position.handed_out + count),
             )
-        except BaseException as error:  # handed to the loop, which raises it: see `next`
-            shown = ", ".join(map(str, indices[:8])) + (", ..." if count > 8 else "")
-            return _Failure(
-                error,
-                f"The micro-batch of samples {shown} (epoch {position.cursor.epoch}, offset "
-                f"{position.cursor.offset}) could not be loaded. {type(error).__name__}: {error}",
-            )
+        except Exception as error:  # handed to the loop, which raises it: see `next`
+            return _failure(error, position, indices)
 
     def _read(self, indices: Int[np.ndarray, " real"], config: BatchConfig) -> MicroBatch:
         local_batch = config.num_replicas // self._process_count * config.micro_batch_size
@@ -379,3 +377,12 @@ class Loader:
         mask[: len(mine)] = 1
         data, mask = jax.device_put((rows, mask), self._sharding)
         return MicroBatch(data=data, mask=mask)
+
+
+def _failure(error: BaseException, position: _Position, indices: np.ndarray) -> _Failure:
+    shown = ", ".join(map(str, indices[:8])) + (", ..." if len(indices) > 8 else "")
+    return _Failure(
+        error,
+        f"The micro-batch of samples {shown or '(unknown)'} (epoch {position.cursor.epoch}, offset "
+        f"{position.cursor.offset}) could not be loaded. {type(error).__name__}: {error}",
+    )

@@ -428,6 +428,37 @@ def test_a_failure_read_ahead_in_vain_is_forgotten():
             loader.next(config_of(1, 1, 1))
 
 
+class Raises(Source):
+    """The second read raises `error`, once."""
+
+    def __init__(self, error):
+        self.errors = [None, error]
+
+    def __len__(self):
+        return 20
+
+    def batch(self, indices):
+        error = self.errors.pop(0) if self.errors else None
+        if error is not None:
+            raise error
+        return {"id": indices}
+
+
+def test_the_end_of_the_thread_is_an_error_rather_than_a_hang():
+    with loader_of(Raises(SystemExit(3))) as loader:
+        step(loader, config_of(1))
+        with pytest.raises(RuntimeError, match="SystemExit: 3"):
+            loader.next(config_of(1))
+
+
+def test_an_interrupt_without_prefetch_stays_one_and_loses_nothing():
+    with loader_of(Raises(KeyboardInterrupt()), prefetch=0, shuffle=False) as loader:
+        step(loader, config_of(1))
+        with pytest.raises(KeyboardInterrupt):
+            loader.next(config_of(1))
+        assert step(loader, config_of(1)).indices.tolist() == [2, 3]
+
+
 def test_samples_that_change_shape_between_batches_are_an_error():
     items = [{"x": np.zeros(3)}] * 4 + [{"x": np.zeros(2)}] * 4
     with loader_of(items, shuffle=False) as loader:
