@@ -87,8 +87,11 @@ def last_micro_batch_time(
     xp = namespace(perf, placement, micro_batch_size)
     log_compute = xp.log(compute_time(perf, micro_batch_size))
     log_sync = xp.log(sync_time(perf, placement))
-    # In log space: a time of microseconds to the tenth power leaves the range of float32.
-    return xp.exp(xp.logaddexp(perf.overlap * log_compute, perf.overlap * log_sync) / perf.overlap)
+    # In log space: a time of microseconds to the tenth power leaves the range of float32. Not
+    # numpy's logaddexp: it warns about the NaN that stands for an unknown link.
+    longer = xp.maximum(log_compute, log_sync)
+    apart = xp.abs(log_compute - log_sync)
+    return xp.exp(longer + xp.log1p(xp.exp(-perf.overlap * apart)) / perf.overlap)
 
 
 def step_time(

@@ -47,7 +47,8 @@ def _residuals(point, table, held, blunt):
     # loss.
     weights = table[:, WEIGHTS][:, :2]
     errors = log_errors(values, table)[:, :2] * weights
-    means = errors / jnp.sqrt(jnp.maximum(jnp.sum(weights**2, 0), 1e-12))
+    count = jnp.maximum(jnp.sum(weights**2, 0), 1e-12)
+    means = errors / jnp.sqrt(2.0 * blunt * count)[None, :]
     penalties = jnp.stack(
         [
             jnp.sqrt(1e-3) * (values[OVERLAP] - 1.0),
@@ -55,7 +56,7 @@ def _residuals(point, table, held, blunt):
             0.1 * values[5] / values[4],
         ]
     )
-    return jnp.concatenate([(means / jnp.sqrt(2.0 * blunt)).ravel(), penalties])
+    return jnp.concatenate([means.ravel(), penalties])
 
 
 @jax.jit

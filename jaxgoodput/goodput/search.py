@@ -176,7 +176,7 @@ def best_batch(
         np.array([sizes], np.int64),
         counts,
     )[0]
-    if np.isneginf(np.nan_to_num(table, nan=-np.inf)).all():
+    if not np.isfinite(table).any():
         raise ValueError(
             f"the goodput of every batch on num_nodes={int(placement.num_nodes)}, "
             f"num_replicas={replicas} is unknown: no step was measured over that kind of link, "
