@@ -28,7 +28,7 @@ TRAIN = """
     sys.exit(int(sys.argv[1]))
 """
 
-# What srun does for this recipe: the tasks with their ranks, SIGTERM passed on, the highest code.
+# What srun does for this recipe: the tasks with their ranks, and the highest code. SIGTERM kills.
 SRUN = """
     #!{python}
     import os, signal, subprocess, sys
@@ -41,7 +41,9 @@ SRUN = """
                                         "SLURM_STEP_NUM_TASKS": str(count)}})
         for rank in range(count)
     ]
-    signal.signal(signal.SIGTERM, lambda *_: [task.send_signal(signal.SIGTERM) for task in tasks])
+    signal.signal(signal.SIGTERM, lambda *_: [task.kill() for task in tasks])
+    with open({tasks!r}, "w") as file:
+        print(*(task.pid for task in tasks), file=file)
     sys.exit(max(task.wait() for task in tasks))
 """
 
@@ -58,8 +60,14 @@ def environ(tmp_path):
     """A PATH with this interpreter's commands and the stubs of Slurm's, and a job of two tasks."""
     commands = tmp_path / "bin"
     commands.mkdir()
-    (commands / "srun").write_text(textwrap.dedent(SRUN).lstrip().format(python=sys.executable))
+    tasks = str(tmp_path / "tasks")
+    (commands / "srun").write_text(
+        textwrap.dedent(SRUN).lstrip().format(python=sys.executable, tasks=tasks)
+    )
     (commands / "scontrol").write_text('#!/bin/sh\necho "scontrol $*"\n')
+    (commands / "scancel").write_text(
+        f'#!/bin/sh\n[ "$*" = "--signal=TERM 17.0" ] && kill -TERM $(cat {tasks})\n'
+    )
     (commands / "hostname").write_text("#!/bin/sh\necho localhost\n")
     for command in commands.iterdir():
         command.chmod(0o755)
@@ -120,7 +128,7 @@ def test_slurm_requeues_what_wants_a_restart(code, requeued, train, environ):
 def test_slurm_saves_and_requeues_when_time_is_up(train, environ):
     with Job(["bash", str(LAUNCH / "slurm.sbatch"), train, "wait"], environ) as job:
         job.wait_for("ready", count=2)
-        job.send(signal.SIGTERM)  # what --signal=B:TERM@300 sends to the script
+        job.send(signal.SIGUSR1)  # what --signal=B:USR1@300 sends to the script
         end = job.wait()
     assert end.code == 143, end
     assert "scontrol requeue 17" in end.out
