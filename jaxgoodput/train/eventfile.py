@@ -13,7 +13,7 @@ from absl import logging
 from tensorboardX.event_file_writer import EventsWriter
 
 from jaxgoodput.clock import Clock
-from jaxgoodput.train.protos import Event, SessionLog, Summary, SummaryMetadata
+from jaxgoodput.train.protos import Event, SessionLog, Summary
 from jaxgoodput.train.raster import encode_png
 
 
@@ -32,11 +32,9 @@ class EventFile:
         clock: Clock,
         restart: int,
         first_step: int,
-        descriptions: Mapping[str, str] | None = None,
     ):
         directory.mkdir(parents=True, exist_ok=True)
         self._clock = clock
-        self._descriptions = dict(descriptions or {})
         self._num_lost = 0
         self._directory = directory
         # File names have a resolution of one second, and opening truncates.
@@ -51,13 +49,10 @@ class EventFile:
         self._write(Event(step=first_step, session_log=SessionLog(status=SessionLog.START)))
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
-        """One event with a scalar per tag; the tag's description rides with its first value."""
+        """One event with a scalar per tag."""
         summary = Summary()
         for tag, value in values.items():
-            item = summary.value.add(tag=tag, simple_value=value)
-            description = self._descriptions.pop(tag, None)
-            if description is not None:
-                item.metadata.CopyFrom(SummaryMetadata(summary_description=description))
+            summary.value.add(tag=tag, simple_value=value)
         if values:
             self.summary(summary, step)
 

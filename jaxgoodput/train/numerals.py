@@ -3,8 +3,8 @@
 import math
 
 
-def compact(value: float | None) -> str:
-    """Three significant digits with k, M or G; '-' for unknown.
+def compact(value: float | None, *, digits: int = 3) -> str:
+    """Three significant digits, or `digits`, with k, M or G; '-' for unknown.
 
     >>> [compact(x) for x in (0.0123, 7, 512, 1024, 15_300.0, 2.5e6, float("nan"))]
     ['0.0123', '7', '512', '1.02k', '15.3k', '2.5M', '-']
@@ -16,9 +16,9 @@ def compact(value: float | None) -> str:
     size = abs(value)
     for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         # 999.6 rounds to 1000 and so belongs to the next unit.
-        if size >= limit * 0.9995:
-            return f"{value / limit:.3g}{unit}"
-    return f"{value:.3g}"
+        if size >= limit * (1 - 0.5 * 10.0**-digits):
+            return f"{value / limit:.{digits}g}{unit}"
+    return f"{value:.{digits}g}"
 
 
 def seconds(value: float | None) -> str:

@@ -297,8 +297,11 @@ def _curves(windows: Sequence[Record], evals: Sequence[Record]) -> str:
     for name, values, log in curves:
         known = [v for v in values if math.isfinite(v)]
         if known:
-            ends = f"{compact(known[0])} -> {compact(known[-1])}"
-            spread = f"min {compact(min(known))}, max {compact(max(known))}"
+            # Four digits: an accuracy of 0.9987 is not 1.
+            first, last, low, high = (
+                compact(v, digits=4) for v in (known[0], known[-1], min(known), max(known))
+            )
+            ends, spread = f"{first} -> {last}", f"min {low}, max {high}"
             spark = sparkline(values, log=log)
             lines.append(f"{name.ljust(width)}  {ends}  ({spread})\n{' ' * width}  {spark}")
     return _section("Over time", "\n".join(lines)) if lines else ""

@@ -41,7 +41,7 @@ from jaxgoodput.train.protos import (
     TensorProto,
     TensorShapeProto,
 )
-from jaxgoodput.train.tags import TAGS, layout, pinned_link, tag_table
+from jaxgoodput.train.tags import layout, pinned_link, tag_table
 
 DIRECTORY = "tensorboard"
 MODEL_RUN = "model"
@@ -87,13 +87,8 @@ class Dashboard:
         # What stands at the resumed step is still true; a new run starts from nothing.
         first_step = event.step + 1 if event.step else 0
         folder = self._workdir / DIRECTORY
-        described = {tag.name: f"{tag.meaning} [{tag.unit}]" for tag in TAGS}
         self._run = EventFile(
-            folder,
-            clock=self._clock,
-            restart=event.restart,
-            first_step=first_step,
-            descriptions=described,
+            folder, clock=self._clock, restart=event.restart, first_step=first_step
         )
         self._model = EventFile(
             folder / MODEL_RUN, clock=self._clock, restart=event.restart, first_step=first_step

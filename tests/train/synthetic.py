@@ -144,7 +144,9 @@ def window(step, progress, samples, config=START, *, num_steps=10, known=True, s
         predicted_step_s=predicted_s if known else math.nan,
         predicted_error=ERROR if known else math.nan,
         goodput_measured=throughput * efficiency,
-        goodput_predicted=config.global_batch_size / predicted_s * efficiency,
+        goodput_predicted=config.global_batch_size / predicted_s * efficiency
+        if known
+        else math.nan,
         throughput=throughput,
         efficiency=efficiency,
         grad=grad,
