@@ -467,6 +467,12 @@ def test_samples_that_change_shape_between_batches_are_an_error():
             loader.next(config_of(1))
 
 
+def test_identifiers_too_large_for_the_devices_are_an_error():
+    with loader_of({"id": np.array([1, 2**40])}, shuffle=False) as loader:
+        with pytest.raises(RuntimeError, match=r"\['id'\] holds 1099511627776"):
+            loader.next(config_of(1))
+
+
 def test_a_source_that_breaks_its_promises_is_named():
     class Wrong(Source):
         def __len__(self):
