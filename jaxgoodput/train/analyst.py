@@ -1,8 +1,8 @@
-"""The analyst thinks behind the loop: windows, the fit, the verdict, and everyone who is told.
+"""The analyst keeps the books behind the loop: timings, windows, verdicts, and everyone who is told.
 
 One thread takes finished steps and other events in order, keeps the timing table, draws a window
-every few seconds, fits the model and reaches a verdict when it is due, and calls the hooks. A verdict
-goes to the loop through `Requests`.
+every few seconds, asks the tuner for a verdict when one is due, and calls the hooks. A verdict goes
+to the loop through `Requests`.
 """
 
 import math
@@ -17,19 +17,22 @@ from absl import logging
 
 from jaxgoodput.clock import Clock
 from jaxgoodput.goodput.efficiency import GradParams, efficiency, noise_scale
-from jaxgoodput.goodput.fit import PerfFit, fit_perf_params
+from jaxgoodput.goodput.fit import PerfFit
 from jaxgoodput.goodput.model import GoodputModel
 from jaxgoodput.goodput.perf import Placement
 from jaxgoodput.goodput.search import BatchConfig, BatchLimits
 from jaxgoodput.train import hooks as hooking
 from jaxgoodput.train.config import Config
 from jaxgoodput.train.control import Requests
-from jaxgoodput.train.events import StepEnd, TuneEnd, Verdict, Window
+from jaxgoodput.train.events import StepEnd, TuneEnd, Window
 from jaxgoodput.train.timing import TimingKey, TimingTable
-from jaxgoodput.train.tune import Caution, statistics_cadence, tune
+from jaxgoodput.train.tune import Caution, statistics_cadence
+from jaxgoodput.train.tuner import Answer, Question, Tuner
 from jaxgoodput.train.watcher import Result
 
 UNKNOWN = math.nan
+PROBE_STEPS = 8  # at a size that is being tried
+FIRST_CADENCE = 4  # both kinds of step are seen, so that their costs can be compared
 
 
 class Analyst:
@@ -68,7 +71,7 @@ class Analyst:
         self._lock = threading.Lock()
         self._table = TimingTable()
         self._fit: PerfFit | None = None
-        self._every = config.statistics_every or 1
+        self._every = config.statistics_every or FIRST_CADENCE
         self._changed_at = 0
         self._switches_s: list[float] = []
         self._steps_seen = 0
@@ -77,7 +80,10 @@ class Analyst:
         self._window: list[Result] = []
         self._window_start_s = clock.now()
         self._latest: Result | None = None
+        self._disturbed = False
+        self._probing = False
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._tuner = Tuner(self._queue.put, on_error)
         self._thread = threading.Thread(target=self._run, name="jaxgoodput-analyst", daemon=True)
         self._thread.start()
 
@@ -120,6 +126,7 @@ class Analyst:
 
     def close(self) -> None:
         """Deal with everything handed in and end the thread."""
+        self._tuner.close()
         self._queue.put(None)
         self._thread.join()
 
@@ -133,11 +140,13 @@ class Analyst:
             try:
                 if isinstance(item, Result):
                     self._take(item)
+                elif isinstance(item, Answer):
+                    self._conclude(item)
                 else:
                     if self._window:
                         self._draw()
                     hooking.call(self._hooks, item)
-            except BaseException as error:  # noqa: BLE001 - raised again in the loop's thread
+            except BaseException as error:
                 self._on_error(error)
 
     def _take(self, result: Result) -> None:
@@ -146,15 +155,17 @@ class Analyst:
         if ticket.config != self._current:
             self._current, self._changed_at = ticket.config, ticket.step
             self._switches_s = self._switches_s[-8:]
+            if self._config.statistics_every is None and self._every < FIRST_CADENCE:
+                self._set_cadence(FIRST_CADENCE)
         key = self._key(ticket.config, ticket.measured)
         if ticket.timed and finite:
             with self._lock:
-                self._table.add(key, result.parts, ticket.step)
+                self._table.add(key, result.parts, ticket.step, busy=ticket.busy)
         elif ticket.step == self._changed_at:
             usual = self._table.median_s(key)
             extra = result.parts.step_s - (usual if usual == usual else 0.0)
             self._switches_s.append(max(extra, 0.0))
-        self._latest = result
+        self._latest, self._disturbed = result, ticket.busy
         self._steps_seen += 1
         self._window.append(result)
         own = {k: v for k, v in metrics.items() if k not in _INTERNAL}
@@ -177,81 +188,86 @@ class Analyst:
         if now - self._window_start_s >= self._config.window_s:
             self._draw()
         if self._is_tune_due(now, ticket.step):
-            self._tune(now, ticket.step)
+            self._ask(now, ticket.step)
 
     def _is_tune_due(self, now: float, step: int) -> bool:
-        if self._steps_seen < self._config.warm_up_steps:
+        if self._steps_seen < self._config.warm_up_steps or self._tuner.is_busy:
             return False
+        if self._probing:
+            return step - self._changed_at >= PROBE_STEPS
         return (
             now - self._last_tune_s >= self._config.tune_every_s
             or step - self._last_tune_step >= self._config.tune_every_steps
         )
 
-    def _tune(self, now: float, step: int) -> None:
+    def _ask(self, now: float, step: int) -> None:
+        """Hand the tuner what it needs for a verdict."""
         assert self._latest is not None
-        metrics = self._latest.metrics
+        metrics, config = self._latest.metrics, self._config
         self._last_tune_s, self._last_tune_step = now, step
-        with self._lock:
-            timings = self._table.timings(step)
-        if timings is not None:
-            fit = fit_perf_params(timings)
-            with self._lock:
-                self._fit = fit
-        before, every = self._current, self._cadence()
-        grad = GradParams(sqr=metrics["cautious_sqr"], var=metrics["cautious_var"])
-        if self._adapt:
-            verdict = tune(
-                self._fit,
-                grad,
-                self._placement(),
-                self._limits,
-                before,
+        self._tuner.ask(
+            Question(
+                step=step,
+                timings=self._table.timings(step),
+                grad=GradParams(sqr=metrics["cautious_sqr"], var=metrics["cautious_var"]),
+                placement=self._placement(),
+                limits=self._limits,
+                current=self._current,
                 ready=self._ready(),
+                timed=self._table.timed_sizes(
+                    self._num_nodes, self._current.num_replicas, clean=not self._disturbed
+                ),
                 steps_since_change=step - self._changed_at,
                 caution=Caution(
-                    min_gain=self._config.min_gain,
-                    dwell_steps=self._config.dwell_steps,
-                    max_growth=self._config.max_growth,
+                    min_gain=config.min_gain,
+                    dwell_steps=PROBE_STEPS if self._probing else config.dwell_steps,
+                    max_growth=config.max_growth,
                     switch_s=statistics.median(self._switches_s) if self._switches_s else 0.0,
                 ),
-                accumulate=self._config.accumulate,
-                statistics_every=every,
+                accumulate=config.accumulate,
+                statistics_every=self._cadence(),
+                adapt=self._adapt,
             )
-        else:
-            verdict = Verdict(
-                config=before,
-                goodput=UNKNOWN,
-                gain=1.0,
-                reason="keep: the policy is a fixed batch",
-                statistics_every=every,
-            )
-        switched = verdict.config != before
-        wishes: dict[str, Any] = {}
+        )
+
+    def _conclude(self, found: Answer) -> None:
+        """Pass a verdict on to the loop and to whoever watches."""
+        question, verdict = found.question, found.verdict
+        with self._lock:
+            self._fit = found.fit
+        # A verdict on a configuration that is no longer in use is void.
+        switched = verdict.config != question.current and question.current == self._current
         if switched:
-            wishes["micro_batch_size"] = verdict.config.micro_batch_size
-            wishes["num_micro_batches"] = verdict.config.num_micro_batches
-            logging.info("step %d: %s", step, verdict.reason)
-        if every != self._every:
-            with self._lock:
-                self._every = every
-            wishes["statistics_every"] = every
-        if wishes:
-            self._requests.post(**wishes)
+            self._requests.post(
+                micro_batch_size=verdict.config.micro_batch_size,
+                num_micro_batches=verdict.config.num_micro_batches,
+            )
+            self._probing = math.isnan(verdict.goodput)
+            logging.info("step %d: %s", question.step, verdict.reason)
+        elif self._probing and question.current == self._current:
+            self._probing = False
+        if verdict.statistics_every != self._every:
+            self._set_cadence(verdict.statistics_every)
         hooking.call(
             self._hooks,
             TuneEnd(
-                step=step,
-                before=before,
+                step=question.step,
+                before=question.current,
                 verdict=verdict,
-                fit=self._fit,
-                timings=timings,
-                grad=grad,
+                fit=found.fit,
+                timings=question.timings,
+                grad=question.grad,
                 num_nodes=self._num_nodes,
-                num_replicas=before.num_replicas,
+                num_replicas=question.current.num_replicas,
                 limits=self._limits,
                 switched=switched,
             ),
         )
+
+    def _set_cadence(self, every: int) -> None:
+        with self._lock:
+            self._every = every
+        self._requests.post(statistics_every=every)
 
     def _cadence(self) -> int:
         if self._config.statistics_every is not None:
@@ -299,9 +315,7 @@ class Analyst:
         fit = self._fit
         predicted_s, predicted = UNKNOWN, UNKNOWN
         if fit is not None:
-            model = GoodputModel(
-                perf=fit.params, grad=cautious, base_batch_size=self._limits.base
-            )
+            model = GoodputModel(perf=fit.params, grad=cautious, base_batch_size=self._limits.base)
             at = (self._placement(), config.micro_batch_size, config.num_micro_batches)
             predicted_s = config.global_batch_size / float(model.throughput(*at))
             predicted = config.global_batch_size / predicted_s * worth
@@ -351,11 +365,7 @@ _INTERNAL = frozenset({"finite", "skipped_in_a_row", "groups", "samples", "progr
 
 
 def _means(results: Sequence[Result]) -> dict[str, float]:
-    names = [
-        k
-        for k in results[-1].metrics
-        if k in ("loss", "grad_norm") or k.startswith("aux/")
-    ]
+    names = [k for k in results[-1].metrics if k in ("loss", "grad_norm") or k.startswith("aux/")]
     means = {}
     for name in names:
         values = [r.metrics[name] for r in results if r.metrics["finite"]]

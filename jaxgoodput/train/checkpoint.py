@@ -70,7 +70,7 @@ class Checkpoints:
             )
             if not self._manager.save(step, args=args, force=True):
                 return f"Orbax declined to save step {step}"
-        except Exception as failure:  # noqa: BLE001 - whatever the disk does, training goes on
+        except Exception as failure:
             self._reopen()
             return _told(failure)
         return error
@@ -79,7 +79,7 @@ class Checkpoints:
         """What went wrong in the background since the last call, if anything."""
         try:
             self._manager.check_for_errors()
-        except Exception as failure:  # noqa: BLE001
+        except Exception as failure:
             self._reopen()
             return _told(failure)
         return None
@@ -89,7 +89,7 @@ class Checkpoints:
         try:
             self._manager.wait_until_finished()
             self._manager.check_for_errors()
-        except Exception as failure:  # noqa: BLE001
+        except Exception as failure:
             self._reopen()
             return _told(failure)
         return None
@@ -114,7 +114,7 @@ class Checkpoints:
                         ),
                     )["state"]
                     return Restored(state=self._here(tree, abstract), meta=meta, step=step)
-            except Exception as failure:  # noqa: BLE001 - a damaged file can fail in any way
+            except Exception as failure:
                 self._set_aside(step, failure)
                 continue
             raise WrongWorkdirError(
@@ -142,7 +142,7 @@ class Checkpoints:
         # A manager whose writer failed keeps failing; the files of finished steps are untouched.
         try:
             self._manager.close()
-        except Exception as failure:  # noqa: BLE001 - already reported by the caller
+        except Exception as failure:
             logging.info("closing the failed checkpoint writer: %s", failure)
         if jax.process_index() == 0:
             for leftover in self._directory.glob("*.orbax-checkpoint-tmp*"):
@@ -198,15 +198,11 @@ class Checkpoints:
         wanted, structure = jax.tree.flatten(abstract)
         assert len(leaves) == len(wanted)
         put = [
-            jax.random.wrap_key_data(x, impl=jax.random.key_impl(_key_like(w)))
-            if _is_key(w)
-            else x
+            jax.random.wrap_key_data(x, impl=jax.random.key_impl(_key_like(w))) if _is_key(w) else x
             for x, w in zip(leaves, wanted, strict=True)
         ]
         # Restored buffers may be shared with the reader; a donated state must own its own.
-        copy = jax.jit(
-            lambda t: jax.tree.map(jnp.copy, t), out_shardings=self._layout.replicated
-        )
+        copy = jax.jit(lambda t: jax.tree.map(jnp.copy, t), out_shardings=self._layout.replicated)
         return copy(jax.tree.unflatten(structure, put))
 
 

@@ -48,7 +48,9 @@ class Config:
     memory_margin: float = 0.08
     accumulate: bool = True  # allow several micro-batches per replica
     background_compile: bool = True
-    compilation_cache: str | None = ""  # "": under the workdir; None: JAX's own setting is left alone
+    compilation_cache: str | None = (
+        ""  # "": under the workdir; None: JAX's own setting is left alone
+    )
 
     eval_every_s: float | None = None
     eval_every_base_steps: float | None = None

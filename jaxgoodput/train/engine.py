@@ -60,9 +60,7 @@ class Engine:
         self._state = jax.eval_shape(
             lambda: pure.init_state(problem, jax.random.key(0)),
         )
-        self._kept = jax.eval_shape(
-            lambda p: split(p, problem.mask(p))[0], self._state.params
-        )
+        self._kept = jax.eval_shape(lambda p: split(p, problem.mask(p))[0], self._state.params)
         first = 0
         if self.world is not None:
             mine = layout.mesh.devices.flat[0]
@@ -173,9 +171,11 @@ class Engine:
         """
         zeros = jax.jit(
             lambda: jax.tree.map(
-                lambda s: jnp.zeros(s.shape, s.dtype)
-                if not jnp.issubdtype(s.dtype, jax.dtypes.prng_key)
-                else jax.random.key(0),
+                lambda s: (
+                    jnp.zeros(s.shape, s.dtype)
+                    if not jnp.issubdtype(s.dtype, jax.dtypes.prng_key)
+                    else jax.random.key(0)
+                ),
                 self._state,
             ),
             out_shardings=self.layout.replicated,
@@ -340,9 +340,7 @@ class Engine:
         count = old.groups.astype(jnp.int32) if old is not None else 0
         key = jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(key, step), replica), count)
         state = old.model_state if old is not None else model_state
-        new = pure.local_sums(
-            self.problem, params, scale, state, batch, mask, key, measure=measure
-        )
+        new = pure.local_sums(self.problem, params, scale, state, batch, mask, key, measure=measure)
         return new if old is None else pure.merge(old, new)
 
     def _replicas_map(self, function, in_specs, out_specs):
@@ -423,9 +421,7 @@ class Engine:
             vector = jnp.stack([metrics[name] for name in sorted(metrics)])
             return (state, vector, remembered) if paired else (state, vector)
 
-        return self._replicas_map(
-            body, (WHOLE, ROWS if after else WHOLE, ROWS, ROWS, ROWS), WHOLE
-        )
+        return self._replicas_map(body, (WHOLE, ROWS if after else WHOLE, ROWS, ROWS, ROWS), WHOLE)
 
     def _fused_spec(self, size: int, **kind: bool):
         state = self.abstract_state()

@@ -92,9 +92,7 @@ class Evaluator:
             row = np.zeros((longest, *part.shape[1:]), part.dtype)
             row[: len(part)] = part
             every = np.asarray(multihost_utils.process_allgather(row))
-            gathered[name] = np.concatenate(
-                [r[:n] for r, n in zip(every, counts, strict=True)]
-            )
+            gathered[name] = np.concatenate([r[:n] for r, n in zip(every, counts, strict=True)])
         return gathered
 
 

@@ -380,6 +380,7 @@ class Run:
                 measured=measured,
                 dispatched_s=dispatched_s,
                 timed=timed,
+                busy=self.rungs.is_busy,
                 num_samples=batch.num_samples,
                 samples=self.samples,
                 before=batch.before,

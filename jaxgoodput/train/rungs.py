@@ -105,6 +105,12 @@ class Rungs:
         with self._changed:
             return dict(self._known)
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether something is being compiled or tried now, which slows the steps beside it."""
+        with self._changed:
+            return self._next < len(self._order) and not self._stopping
+
     def start(self) -> None:
         """Climb in the background."""
         self._thread = threading.Thread(target=self._run, name="jaxgoodput-compile", daemon=True)
@@ -135,13 +141,11 @@ class Rungs:
         try:
             while True:
                 with self._changed:
-                    self._changed.wait_for(
-                        lambda: self._stopping or self._next < len(self._order)
-                    )
+                    self._changed.wait_for(lambda: self._stopping or self._next < len(self._order))
                     if self._stopping:
                         return
                 self._step()
-        except BaseException as error:  # noqa: BLE001 - raised again by ready()
+        except BaseException as error:
             with self._changed:
                 self._error = error
                 self._changed.notify_all()

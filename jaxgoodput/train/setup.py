@@ -170,9 +170,7 @@ def batch_plan(config: Config, engine: Engine, source: Source, budget: int) -> B
     low, high = limits.micro or (None, None)
     most = high or max(largest // replicas, 1)
     most_micros = limits.max_micro_batches if config.accumulate else 1
-    start = fixed_config(
-        base, replicas, most, tolerance=tolerance, max_micro_batches=most_micros
-    )
+    start = fixed_config(base, replicas, most, tolerance=tolerance, max_micro_batches=most_micros)
     while True:
         micro = start.micro_batch_size
         engine.compile([micro], accumulate=start.num_micro_batches > 1)
@@ -201,7 +199,9 @@ def batch_plan(config: Config, engine: Engine, source: Source, budget: int) -> B
     return BatchPlan(start, tuple(sorted(sizes)), limits)
 
 
-def resumed_config(saved: dict[str, int], plan: BatchPlan, replicas: int, config: Config) -> BatchConfig:
+def resumed_config(
+    saved: dict[str, int], plan: BatchPlan, replicas: int, config: Config
+) -> BatchConfig:
     """The saved batch on the present number of replicas: the same, or the nearest allowed global batch."""
     if config.policy == "fixed":
         return plan.start

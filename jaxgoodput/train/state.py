@@ -107,9 +107,7 @@ def split(tree: PyTree, mask: PyTree) -> tuple[PyTree, PyTree]:
 
 def combine(kept: PyTree, rest: PyTree) -> PyTree:
     """The tree that `split` took apart."""
-    return jax.tree.map(
-        lambda a, b: b if a is None else a, kept, rest, is_leaf=lambda x: x is None
-    )
+    return jax.tree.map(lambda a, b: b if a is None else a, kept, rest, is_leaf=lambda x: x is None)
 
 
 def cast(tree: PyTree, dtype: Any) -> PyTree:

@@ -219,9 +219,7 @@ def from_reduced(total: Mapping[str, Any], sums: Sums) -> Sums:
     samples = jnp.maximum(total["samples"], 1.0)
     model_state = jax.tree.map(
         lambda x: (
-            (next(floats) / samples).astype(x.dtype)
-            if jnp.issubdtype(x.dtype, jnp.floating)
-            else x
+            (next(floats) / samples).astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
         ),
         sums.model_state,
     )

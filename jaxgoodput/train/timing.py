@@ -3,7 +3,8 @@
 Seconds come from completion to completion (`interval`), so they include synchronisation and exclude
 the time during which the device had nothing to do because the loop was elsewhere. The table keeps
 the latest times of every (placement, configuration, measured) and reports medians, so one slow step
-does not move it; its weight halves every `half_life_steps` after it was last used.
+does not move it; its weight halves every `half_life_steps` after it was last used. Steps beside a
+background compilation are kept apart and count only until there are others.
 """
 
 import dataclasses
@@ -19,6 +20,8 @@ from jaxgoodput.goodput.fit import StepTimings
 from jaxgoodput.goodput.search import BatchConfig
 
 KEEP = 48  # latest steps behind a median
+MIN_COUNT = 3  # fewer say nothing
+BUSY_WEIGHT = 0.1  # of a median of disturbed steps
 
 
 @dataclass(frozen=True)
@@ -59,22 +62,38 @@ class TimingTable:
 
     def __init__(self, *, half_life_steps: float = 2000.0):
         self._half_life_steps = half_life_steps
-        self._rows: dict[TimingKey, deque[Parts]] = {}
+        self._clean: dict[TimingKey, deque[Parts]] = {}
+        self._busy: dict[TimingKey, deque[Parts]] = {}
         self._last: dict[TimingKey, int] = {}
 
-    def add(self, key: TimingKey, parts: Parts, step: int) -> None:
-        """Record one step."""
-        self._rows.setdefault(key, deque(maxlen=KEEP)).append(parts)
+    def add(self, key: TimingKey, parts: Parts, step: int, *, busy: bool = False) -> None:
+        """Record one step; `busy` where something else competed for the processors."""
+        rows = self._busy if busy else self._clean
+        rows.setdefault(key, deque(maxlen=KEEP)).append(parts)
         self._last[key] = step
+
+    def _parts(self, key: TimingKey) -> Sequence[Parts]:
+        clean = self._clean.get(key, ())
+        return clean if len(clean) >= MIN_COUNT else self._busy.get(key, clean)
 
     def median_s(self, key: TimingKey) -> float:
         """Median step seconds; NaN where there are none."""
-        rows = self._rows.get(key)
+        rows = self._parts(key)
         return statistics.median(p.step_s for p in rows) if rows else float("nan")
 
     def count(self, key: TimingKey) -> int:
         """Steps behind the median."""
-        return len(self._rows.get(key, ()))
+        return len(self._parts(key))
+
+    def timed_sizes(self, num_nodes: int, num_replicas: int, *, clean: bool) -> set[int]:
+        """Micro-batch sizes whose step time is known on this placement; `clean`: undisturbed."""
+        rows = self._clean if clean else {**self._clean, **self._busy}
+        return {
+            key.micro_batch_size
+            for key, parts in rows.items()
+            if (key.num_nodes, key.num_replicas) == (num_nodes, num_replicas)
+            and len(parts) >= MIN_COUNT
+        }
 
     def step_s(self, num_nodes: int, config: BatchConfig) -> float:
         """Median seconds of a configuration, whichever kind of step was seen more; NaN if none."""
@@ -87,8 +106,8 @@ class TimingTable:
         key = max(keys, key=self.count)
         return self.median_s(key)
 
-    def timings(self, step: int, *, min_count: int = 3) -> StepTimings | None:
-        """Medians as the fit wants them; None before any configuration has `min_count` steps.
+    def timings(self, step: int) -> StepTimings | None:
+        """Medians as the fit wants them; None before any configuration has `MIN_COUNT` steps.
 
         The fit's rows are steps of one micro-batch. Where a configuration has k > 1, its step is
         brought down by k - 1 micro-batches: measured apart, or from another k of the same size, or,
@@ -96,12 +115,15 @@ class TimingTable:
         count as computing until another k is seen).
         """
         shapes: dict[tuple[int, int, int], list[_Row]] = {}
-        for key, parts in self._rows.items():
+        for key, last in self._last.items():
+            parts = self._parts(key)
             other = dataclasses.replace(key, measured=not key.measured)
             # Steps without statistics say what a step costs; with them only where nothing else is.
-            if len(parts) < min_count or (key.measured and self.count(other) >= min_count):
+            if len(parts) < MIN_COUNT or (key.measured and self.count(other) >= MIN_COUNT):
                 continue
-            fade = 0.5 ** ((step - self._last[key]) / self._half_life_steps)
+            fade = 0.5 ** ((step - last) / self._half_life_steps)
+            if parts is self._busy.get(key):
+                fade *= BUSY_WEIGHT
             row = _Row(
                 num_micro_batches=key.num_micro_batches,
                 step_s=_median(p.step_s for p in parts),
@@ -134,18 +156,30 @@ class TimingTable:
         return [
             {
                 "key": vars(key),
-                "last": self._last[key],
-                "parts": [[p.step_s, p.accumulate_s, p.reduce_s, p.update_s] for p in parts],
+                "last": last,
+                "clean": [_plain(p) for p in self._clean.get(key, ())],
+                "busy": [_plain(p) for p in self._busy.get(key, ())],
             }
-            for key, parts in self._rows.items()
+            for key, last in self._last.items()
         ]
 
     def restore(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Take over a table written by `to_json`."""
         for row in rows:
             key = TimingKey(**row["key"])
-            self._rows[key] = deque((Parts(*p) for p in row["parts"]), maxlen=KEEP)
+            for target, name in ((self._clean, "clean"), (self._busy, "busy")):
+                if row[name]:
+                    target[key] = deque((_parts(p) for p in row[name]), maxlen=KEEP)
             self._last[key] = row["last"]
+
+
+def _plain(parts: Parts) -> list[float | None]:
+    values = (parts.step_s, parts.accumulate_s, parts.reduce_s, parts.update_s)
+    return [v if v == v else None for v in values]
+
+
+def _parts(values: Sequence[float | None]) -> Parts:
+    return Parts(*(float("nan") if v is None else v for v in values))
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 The best configuration by the goodput model is taken only where it is worth it: it must beat the
 current one by `min_gain` (hysteresis), the last change must be `dwell_steps` behind, and the price of
-the switch must be earned back within the horizon.
+the switch must be earned back within the horizon. Where time is unknown as a function of the batch, a
+neighbouring size is probed first.
 """
 
 import dataclasses
@@ -25,6 +26,7 @@ class Caution:
     min_gain: float = 0.05
     dwell_steps: int = 20
     max_growth: float = 4.0
+    probe_growth: float = 2.0  # how far away a size is tried whose step time nobody knows
     switch_s: float = 0.0  # what a change costs, seconds of training
     horizon_s: float = 60.0  # within which a change must have paid for itself
 
@@ -39,13 +41,16 @@ def tune(
     ready: Collection[int],
     steps_since_change: int,
     caution: Caution,
+    timed: Collection[int] = (),
     accumulate: bool = True,
     statistics_every: int = 1,
 ) -> Verdict:
     """The verdict for the next stretch of training.
 
-    `ready` are the micro-batch sizes that can run without compiling. `grad` should be the cautious
-    estimate: NaN (unknown) keeps the current configuration.
+    `ready` are the micro-batch sizes that can run without compiling, `timed` those whose step time was
+    measured here. With only one timed, nothing is known about how time grows with the batch: a few
+    real steps at a neighbouring size (a probe, which trains like any other step) tell. `grad` should
+    be the cautious estimate: NaN (unknown) keeps the current configuration.
     """
 
     def keep(reason: str, goodput: float = math.nan) -> Verdict:
@@ -62,15 +67,24 @@ def tune(
     if math.isnan(float(grad.sqr)) or math.isnan(float(grad.var)):
         return keep("keep: too few gradient-noise samples yet")
     model = GoodputModel(perf=fit.params, grad=grad, base_batch_size=limits.base)
-    now = float(
-        model.goodput(placement, current.micro_batch_size, current.num_micro_batches)
-    )
+    now = float(model.goodput(placement, current.micro_batch_size, current.num_micro_batches))
     if steps_since_change < caution.dwell_steps:
         return keep(
             f"keep: {steps_since_change} steps since the last change, waiting for "
             f"{caution.dwell_steps}",
             now,
         )
+    if set(timed) <= {current.micro_batch_size}:
+        probe = _probe(limits, current, ready, caution.probe_growth)
+        if probe is not None:
+            return Verdict(
+                config=probe,
+                goodput=math.nan,
+                gain=1.0,
+                reason=f"probe: only micro-batches of {current.micro_batch_size} have been timed; a few "
+                f"steps of {probe.micro_batch_size} tell how time grows with the batch",
+                statistics_every=statistics_every,
+            )
     ceiling = int(current.global_batch_size * caution.max_growth)
     allowed = _narrowed(limits, max(min(limits.max, ceiling), limits.base), accumulate)
     sizes = sorted(set(ready) | {current.micro_batch_size})
@@ -107,6 +121,20 @@ def tune(
         reason=f"change: {what} gains {gain - 1:.1%} goodput ({at})",
         statistics_every=statistics_every,
     )
+
+
+def _probe(
+    limits: BatchLimits, current: BatchConfig, ready: Collection[int], growth: float
+) -> BatchConfig | None:
+    """The ready size nearest to `growth` times the current one that the limits allow."""
+    options = [
+        dataclasses.replace(current, micro_batch_size=size)
+        for size in ready
+        if size != current.micro_batch_size
+    ]
+    options = [c for c in options if limits.smallest <= c.global_batch_size <= limits.max]
+    wanted = current.micro_batch_size * growth
+    return min(options, key=lambda c: abs(math.log(c.micro_batch_size / wanted)), default=None)
 
 
 def _narrowed(limits: BatchLimits, largest: int, accumulate: bool) -> BatchLimits:

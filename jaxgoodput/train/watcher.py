@@ -9,7 +9,6 @@ import queue
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import numpy as np
@@ -30,6 +29,7 @@ class Ticket:
     measured: bool
     dispatched_s: float
     timed: bool  # False: first of its kind, or something compiled meanwhile
+    busy: bool  # something else, such as a compilation, competed for the processors
     num_samples: int
     samples: int
     before: Cursor
@@ -107,7 +107,7 @@ class Watcher:
                 result = self._watch(ticket, previous_s)
                 previous_s = self._clock.now()
                 self._on_result(result)
-            except BaseException as error:  # noqa: BLE001 - it is raised again in the loop's thread
+            except BaseException as error:
                 self.fail(error)
                 continue
             with self._done:

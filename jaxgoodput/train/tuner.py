@@ -1,0 +1,149 @@
+"""The tuner's thread: fits the model and reaches verdicts, while steps go on being counted.
+
+One question at a time; a question that comes while another is being answered is dropped, because
+a newer one will follow. The fit's own functions are compiled before the first question.
+"""
+
+import queue
+import threading
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxgoodput.goodput.efficiency import GradParams
+from jaxgoodput.goodput.fit import PerfFit, StepTimings, fit_perf_params
+from jaxgoodput.goodput.perf import Placement
+from jaxgoodput.goodput.search import BatchConfig, BatchLimits
+from jaxgoodput.train.events import Verdict
+from jaxgoodput.train.tune import Caution, tune
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """Everything that a verdict depends on."""
+
+    step: int
+    timings: StepTimings | None
+    grad: GradParams
+    placement: Placement
+    limits: BatchLimits
+    current: BatchConfig
+    ready: Collection[int]
+    timed: Collection[int]
+    steps_since_change: int
+    caution: Caution
+    accumulate: bool
+    statistics_every: int
+    adapt: bool  # False: the batch is fixed, only the model is of interest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """A verdict, with the fit behind it."""
+
+    question: Question
+    verdict: Verdict
+    fit: PerfFit | None
+
+
+def answer(question: Question, last_fit: PerfFit | None) -> Answer:
+    """The fit and the verdict; pure."""
+    fit = last_fit
+    if question.timings is not None:
+        fit = fit_perf_params(question.timings, start=None if last_fit is None else last_fit.params)
+    if question.adapt:
+        verdict = tune(
+            fit,
+            question.grad,
+            question.placement,
+            question.limits,
+            question.current,
+            ready=question.ready,
+            timed=question.timed,
+            steps_since_change=question.steps_since_change,
+            caution=question.caution,
+            accumulate=question.accumulate,
+            statistics_every=question.statistics_every,
+        )
+    else:
+        verdict = Verdict(
+            config=question.current,
+            goodput=float("nan"),
+            gain=1.0,
+            reason="keep: the policy is a fixed batch",
+            statistics_every=question.statistics_every,
+        )
+    return Answer(question=question, verdict=verdict, fit=fit)
+
+
+class Tuner:
+    """A thread that answers questions."""
+
+    def __init__(
+        self,
+        on_answer: Callable[[Answer], None],
+        on_error: Callable[[BaseException], None],
+    ):
+        self._on_answer = on_answer
+        self._on_error = on_error
+        self._questions: queue.Queue[Question | None] = queue.Queue(maxsize=1)
+        self._busy = threading.Event()
+        self._busy.set()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="jaxgoodput-tuner", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a question would be dropped now."""
+        return self._busy.is_set()
+
+    def ask(self, question: Question) -> bool:
+        """Have the question answered; False where another one is still being answered."""
+        if self.is_busy:
+            return False
+        self._busy.set()
+        self._questions.put(question)
+        return True
+
+    def close(self) -> None:
+        """End after the question in hand."""
+        self._closing.set()
+        if not self._thread.is_alive():
+            return
+        self._questions.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        fit: PerfFit | None = None
+        try:
+            _warm_up()
+            while not self._closing.is_set():
+                self._busy.clear()
+                question = self._questions.get()
+                if question is None:
+                    return
+                found = answer(question, fit)
+                fit = found.fit
+                self._on_answer(found)
+        except BaseException as error:
+            self._on_error(error)
+
+
+def _warm_up() -> None:
+    """Compile what a fit of a few rows needs."""
+    rows = np.arange(1, 4)
+    unknown = np.full(3, np.nan)
+    fit_perf_params(
+        StepTimings(
+            num_nodes=np.ones(3, np.int64),
+            num_replicas=np.ones(3, np.int64),
+            micro_batch_size=rows,
+            accumulate_s=unknown,
+            reduce_s=unknown,
+            update_s=unknown,
+            step_s=0.1 + 0.01 * rows,
+            weight=np.ones(3),
+        )
+    )
