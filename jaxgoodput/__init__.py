@@ -1,1 +1,35 @@
-"""Adaptive, elastic training in JAX."""
+"""Adaptive, elastic training in JAX: measure noise and step times, pick the batch that learns fastest."""
+
+from jaxgoodput.data.cursor import Cursor as Cursor
+from jaxgoodput.data.loader import Loader as Loader
+from jaxgoodput.data.sources import Source as Source
+from jaxgoodput.goodput.efficiency import GradParams as GradParams
+from jaxgoodput.goodput.efficiency import noise_scale as noise_scale
+from jaxgoodput.goodput.fit import PerfFit as PerfFit
+from jaxgoodput.goodput.fit import StepTimings as StepTimings
+from jaxgoodput.goodput.fit import fit_perf_params as fit_perf_params
+from jaxgoodput.goodput.model import GoodputModel as GoodputModel
+from jaxgoodput.goodput.perf import PerfParams as PerfParams
+from jaxgoodput.goodput.perf import Placement as Placement
+from jaxgoodput.goodput.search import BatchConfig as BatchConfig
+from jaxgoodput.goodput.search import BatchLimits as BatchLimits
+from jaxgoodput.goodput.search import best_batch as best_batch
+from jaxgoodput.goodput.search import goodput_table as goodput_table
+from jaxgoodput.launcher.worker import initialize as initialize
+from jaxgoodput.optim import rules as rules
+from jaxgoodput.optim.adaptive import adaptive as adaptive
+from jaxgoodput.optim.noise import NoiseSample as NoiseSample
+from jaxgoodput.optim.noise import value_grad_and_noise as value_grad_and_noise
+from jaxgoodput.parallel.strategy import Strategy as Strategy
+from jaxgoodput.train.adapters import from_linen as from_linen
+from jaxgoodput.train.adapters import from_nnx as from_nnx
+from jaxgoodput.train.config import Config as Config
+from jaxgoodput.train.config import with_overrides as with_overrides
+from jaxgoodput.train.hooks import Every as Every
+from jaxgoodput.train.hooks import Hook as Hook
+from jaxgoodput.train.run import Diverged as Diverged
+from jaxgoodput.train.run import Preempted as Preempted
+from jaxgoodput.train.state import Loss as Loss
+from jaxgoodput.train.state import TrainState as TrainState
+from jaxgoodput.train.state import Variables as Variables
+from jaxgoodput.train.trainer import Trainer as Trainer

@@ -2,9 +2,10 @@
 
 import threading
 import time
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 
+@runtime_checkable
 class Clock(Protocol):
     """A source of seconds; tests pass a `FakeClock`."""
 

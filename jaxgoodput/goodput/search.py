@@ -49,13 +49,14 @@ class BatchLimits:
 
     base: int  # the global batch size the learning rate was tuned for
     max: int  # largest global batch size
-    micro: tuple[int, int]  # samples per replica per micro-batch, inclusive
+    # Samples per replica per micro-batch, inclusive; None = whatever fits, to be found by memory.
+    micro: tuple[int, int] | None = None
     min_global: int | None = None  # smallest global batch size; None = base
     max_micro_batches: int = 16  # 1 = no accumulation
     sizes: tuple[int, ...] | None = None  # the micro-batch sizes to use instead of a ladder
 
     def __post_init__(self):
-        low, high = self.micro
+        low, high = self.span
         if self.base < 1:
             raise ValueError(
                 f"BatchLimits.base={self.base} is not a batch size; give the global batch size "
@@ -94,6 +95,11 @@ class BatchLimits:
                 )
 
     @property
+    def span(self) -> tuple[int, int]:
+        """The smallest and largest micro-batch allowed; without `micro`, 1 to the largest batch."""
+        return (1, self.max) if self.micro is None else self.micro
+
+    @property
     def smallest(self) -> int:
         """The smallest global batch size allowed, samples."""
         return self.base if self.min_global is None else self.min_global
@@ -128,7 +134,7 @@ class BatchLimits:
         for step in (-1, 1):
             size = self.base // num_replicas * num_replicas + (num_replicas if step > 0 else 0)
             stop = (
-                num_replicas if step < 0 else max(2 * self.base, 2 * num_replicas * self.micro[0])
+                num_replicas if step < 0 else max(2 * self.base, 2 * num_replicas * self.span[0])
             )
             for other in range(size, stop + step, step * num_replicas):
                 if other > 0 and _exact(self, other, num_replicas, micro_batch_sizes):
@@ -142,7 +148,7 @@ class BatchLimits:
         sizes = "" if micro_batch_sizes is None else f" out of {sorted(micro_batch_sizes)}"
         raise ValueError(
             f"base={self.base} samples cannot be split evenly over {num_replicas} replicas with "
-            f"{self.micro[0]} to {self.micro[1]} samples per micro-batch{sizes} and at most "
+            f"{self.span[0]} to {self.span[1]} samples per micro-batch{sizes} and at most "
             f"{self.max_micro_batches} micro-batches. {remedy}"
         )
 
@@ -250,7 +256,7 @@ def _common_rungs(limits: BatchLimits) -> tuple[int, ...]:
     """The rungs that do not depend on the number of replicas."""
     if limits.sizes is not None:
         return limits.sizes
-    low, high = limits.micro
+    low, high = limits.span
     high = max(low, min(high, limits.max))  # one replica never computes more than the whole batch
     num_rungs = min(MAX_RUNGS, 1 + math.ceil(math.log(high / low) / math.log(RATIO)))
     inner = np.geomspace(low, high, num_rungs)[1:-1]
@@ -269,7 +275,7 @@ def _own_rung_table(limits: BatchLimits, replicas: np.ndarray) -> np.ndarray:
     """[placements, 3] sizes at which the smallest, base and largest batch are met; 0 = none."""
     if limits.sizes is not None:
         return np.zeros((len(replicas), 0), np.int64)
-    low, high = limits.micro
+    low, high = limits.span
     own = np.zeros((len(replicas), 3), np.int64)
     for column, target, upward in ((0, limits.smallest, True), (1, limits.max, False)):
         # In as few micro-batches as it takes: the share of one replica, then of one micro-batch.
@@ -301,7 +307,7 @@ def _exact(
     limits: BatchLimits, target: int, num_replicas: int, sizes: Sequence[int] | None
 ) -> BatchConfig | None:
     """`target` samples exactly in the fewest micro-batches, or None."""
-    low, high = limits.micro
+    low, high = limits.span
     for count in range(1, limits.max_micro_batches + 1):
         size, rest = divmod(target, num_replicas * count)
         if not rest and low <= size <= high and (sizes is None or size in sizes):
@@ -313,15 +319,15 @@ def _exact(
 
 def _infeasible(limits: BatchLimits, num_replicas: int, sizes: Sequence[Any]) -> str:
     """Why nothing fits, and what to change."""
-    least = num_replicas * (min(sizes) if sizes else limits.micro[0])
-    most = num_replicas * (max(sizes) if sizes else limits.micro[1]) * limits.max_micro_batches
+    least = num_replicas * (min(sizes) if sizes else limits.span[0])
+    most = num_replicas * (max(sizes) if sizes else limits.span[1]) * limits.max_micro_batches
     if least > limits.max:
         remedy = "Use fewer replicas, a smaller micro-batch, or raise max."
     elif most < limits.smallest:
         remedy = "Use more replicas, a larger micro-batch, or raise max_micro_batches."
     else:
         remedy = "Widen the limits, or allow more micro-batch sizes."
-    offered = tuple(sizes) or limits.micro
+    offered = tuple(sizes) or limits.span
     listed = str(list(offered)) if len(offered) <= 16 else f"{min(offered)} to {max(offered)}"
     return (
         f"no batch of {num_replicas} replicas lies within the limits: the allowed global batch is "

@@ -5,9 +5,11 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jaxtyping import PyTree
 
-from jaxgoodput.data.sources import Source
+from jaxgoodput.data.rows import narrow
+from jaxgoodput.data.sources import Source, abstract_sample
 from jaxgoodput.parallel.strategy import Layout
 from jaxgoodput.train.state import TrainState, cast
 
@@ -47,12 +49,11 @@ class Evaluator:
 
         Raises TypeError where a metric is not one value per sample.
         """
-        sample = self._source.batch(np.zeros(1, np.int64))
         batch = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(
-                (self._rows, *x.shape[1:]), x.dtype, sharding=self._layout.batch_sharding
+                (self._rows, *x.shape), x.dtype, sharding=self._layout.batch_sharding
             ),
-            sample,
+            abstract_sample(self._source),
         )
         shapes = jax.eval_shape(self._run, abstract.params, abstract.model_state, batch)
         for name, out in shapes.items():
@@ -68,14 +69,16 @@ class Evaluator:
         """The outputs for every sample of the set, in its order, on the host."""
         if self._compiled is None:
             self.compile(jax.tree.map(_abstract, state))
+        run = self._compiled
+        assert run is not None
         total = len(self._source)
         mine = np.array_split(np.arange(total), self._process_count)[self._process_index]
         pending, parts = [], []
         for start in range(0, len(mine), self._rows):
             indices = mine[start : start + self._rows]
             padded = np.resize(indices, self._rows)
-            batch = jax.device_put(self._source.batch(padded), self._layout.batch_sharding)
-            pending.append((len(indices), self._compiled(state.params, state.model_state, batch)))
+            batch = jax.device_put(narrow(self._source.batch(padded)), self._layout.batch_sharding)
+            pending.append((len(indices), run(state.params, state.model_state, batch)))
             if len(pending) > 2:  # fetch behind the device, so that memory stays bounded
                 parts.append(_fetch(*pending.pop(0)))
         parts += [_fetch(*p) for p in pending]
@@ -83,8 +86,6 @@ class Evaluator:
         return merged if self._process_count == 1 else self._everyone(merged, total)
 
     def _everyone(self, mine: dict[str, np.ndarray], total: int) -> dict[str, np.ndarray]:
-        from jax.experimental import multihost_utils
-
         longest = -(-total // self._process_count)
         gathered: dict[str, np.ndarray] = {}
         counts = [len(p) for p in np.array_split(np.arange(total), self._process_count)]

@@ -15,7 +15,7 @@ from absl import logging
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType, Mesh
 
-from jaxgoodput.data.sources import Source, as_source
+from jaxgoodput.data.sources import Source, abstract_sample, as_source
 from jaxgoodput.goodput.search import BatchConfig, BatchLimits
 from jaxgoodput.optim import noise, rules
 from jaxgoodput.optim.adaptive import adaptive
@@ -122,15 +122,10 @@ def problem(trainer: "Trainer") -> Problem:
 
 def engine(trainer: "Trainer", source: Source, where: Place) -> Engine:
     """The engine of this trainer's problem on these devices."""
-    row = source.batch(np.zeros(1, np.int64))
-    # As a device would hold it: 64-bit values arrive as 32-bit unless the user asked otherwise.
-    sample = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape[1:], jax.dtypes.canonicalize_dtype(x.dtype)), row
-    )
     return Engine(
         problem(trainer),
         where.layout,
-        sample,
+        abstract_sample(source),
         world=where.world,
         control_size=CONTROL_SIZE if where.process_count > 1 else 0,
     )
@@ -266,7 +261,7 @@ def evaluator(trainer: "Trainer", where: Place | None = None) -> Evaluator:
 def persistent_cache(config: Config) -> Iterator[None]:
     """JAX's compilation cache under the workdir while a run lasts, unless one is set already."""
     wanted = config.compilation_cache
-    if wanted is None or jax.config.jax_compilation_cache_dir:
+    if wanted is None or jax.config.values["jax_compilation_cache_dir"]:
         yield
         return
     directory = wanted or os.path.join(os.path.abspath(config.workdir), "compilation_cache")
@@ -275,7 +270,7 @@ def persistent_cache(config: Config) -> Iterator[None]:
         "jax_persistent_cache_min_compile_time_secs": 0.0,
         "jax_persistent_cache_min_entry_size_bytes": -1,
     }
-    before = {name: getattr(jax.config, name) for name in settings}
+    before = {name: jax.config.values[name] for name in settings}
     try:
         for name, value in settings.items():
             jax.config.update(name, value)

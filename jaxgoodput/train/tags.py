@@ -214,6 +214,11 @@ def tag_table() -> str:
     return "\n".join(["| tag | unit | meaning |", "|---|---|---|", *rows])
 
 
+def charts_link(base_url: str = "http://localhost:6006") -> str:
+    """The address of the custom-scalars page with smoothing off."""
+    return f"{base_url}/#custom_scalars&_smoothingWeight=0"
+
+
 def pinned_link(base_url: str = "http://localhost:6006", pinned: Sequence[str] = PINNED) -> str:
     """The address of TensorBoard with the goodput cards pinned and smoothing off.
 

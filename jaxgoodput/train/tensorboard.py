@@ -41,7 +41,7 @@ from jaxgoodput.train.protos import (
     TensorProto,
     TensorShapeProto,
 )
-from jaxgoodput.train.tags import layout, pinned_link, tag_table
+from jaxgoodput.train.tags import charts_link, layout, pinned_link, tag_table
 
 DIRECTORY = "tensorboard"
 MODEL_RUN = "model"
@@ -77,6 +77,7 @@ class Dashboard:
         self._pending: TuneEnd | None = None
         self._last_kind = ""
         self._skipped = 0
+        self._window_step = -1
         self._last_seen: float | None = None  # Unix seconds, of the run before
         self._useful = 0.0  # samples, and
         self._useful_s = 0.0  # the seconds they took
@@ -110,17 +111,18 @@ class Dashboard:
         )
         self.flush()
         logging.info(
-            "TensorBoard: tensorboard --logdir %s\n  goodput at a glance: %s\n  all charts: %s",
+            "TensorBoard: tensorboard --samples_per_plugin text=1000,images=50 --logdir %s\n"
+            "  goodput at a glance: %s\n  all charts: %s",
             folder,
             pinned_link(),
-            "http://localhost:6006/#custom_scalars",
+            charts_link(),
         )
 
     def on_window(self, event: Window) -> None:
         """One point on every curve."""
         run, model, start = self._files()
         now = self._clock.wall()
-        values = _known(_window_scalars(event))
+        values = _known(_window_scalars(event)) | _bands(event)
         values["elastic/num_devices"] = start.num_devices
         values["elastic/num_processes"] = start.num_processes
         values["elastic/restarts"] = start.restart
@@ -142,7 +144,7 @@ class Dashboard:
                 event.step,
                 f"{event.skipped_steps - self._skipped} update(s) skipped: gradient not finite",
             )
-        self._skipped = event.skipped_steps
+        self._skipped, self._window_step = event.skipped_steps, event.step
         if math.isfinite(event.goodput_measured):
             self._useful += event.goodput_measured * event.seconds
             self._useful_s += event.seconds
@@ -213,8 +215,10 @@ class Dashboard:
         if buckets:
             if PRODUCTIVE not in buckets:
                 buckets[PRODUCTIVE] = max(event.seconds - sum(buckets.values()), 0.0)
-            values |= _time_scalars(buckets)
-            values["hparam/productive_pct"] = values["goodput_time/productive_pct"]
+            shares = _time_scalars(buckets)
+            values["hparam/productive_pct"] = shares["goodput_time/productive_pct"]
+            if event.step != self._window_step or self._ledger is None:
+                values |= shares  # else the last window has shown them at this step
         if self._useful_s > 0:
             values["hparam/mean_goodput"] = self._useful / self._useful_s
         run.scalars(values, event.step)
@@ -292,14 +296,8 @@ def describe(config: BatchConfig) -> str:
 
 def _window_scalars(event: Window) -> dict[str, Any]:
     config = event.config
-    # NaN while the fit has no error: then there is no band either.
-    band = math.exp(min(event.predicted_error, 50.0))
-    goodput, step_s = event.goodput_predicted, event.predicted_step_s
     return {
         "goodput/samples_per_sec": event.goodput_measured,
-        "goodput/predicted": goodput,
-        "goodput/predicted_lower": goodput / band,
-        "goodput/predicted_upper": goodput * band,
         "goodput/throughput_samples_per_sec": event.throughput,
         "goodput/statistical_efficiency": event.efficiency,
         "batch/global": config.global_batch_size,
@@ -316,15 +314,30 @@ def _window_scalars(event: Window) -> dict[str, Any]:
         "lr/base": event.learning_rate,
         "lr/effective": event.learning_rate * event.gain,
         "perf/step_time_s": event.measured_step_s,
-        "perf/predicted_step_time_s": step_s,
-        "perf/predicted_step_time_lower_s": step_s / band,
-        "perf/predicted_step_time_upper_s": step_s * band,
         "progress/scale_invariant_steps": event.progress,
         "progress/samples": event.samples,
         "progress/epoch": event.epoch,
         "progress/eta_s": event.eta_s,
         "progress/skipped_steps": event.skipped_steps,
     }
+
+
+def _bands(event: Window) -> dict[str, float]:
+    """The model's predictions with one fit error to either side.
+
+    All three or none: TensorBoard refuses a margin chart whose three curves differ in their steps.
+    """
+    band = math.exp(min(event.predicted_error, 50.0))  # NaN where the fit's error is not known
+    values = {}
+    for value, name, unit in (
+        (event.goodput_predicted, "goodput/predicted", ""),
+        (event.predicted_step_s, "perf/predicted_step_time", "_s"),
+    ):
+        if math.isfinite(value) and math.isfinite(band):
+            values[f"{name}{unit}"] = value
+            values[f"{name}_lower{unit}"] = value / band
+            values[f"{name}_upper{unit}"] = value * band
+    return values
 
 
 def _time_scalars(snapshot: Mapping[str, float]) -> dict[str, float]:
