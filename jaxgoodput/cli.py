@@ -3,8 +3,11 @@
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 _DONE, _USAGE = 0, 2
+
+Number = TypeVar("Number", int, float)
 
 _EPILOG = """\
 exit codes: 0 done; 143 saved and wants a restart (SIGTERM, SIGINT); 1 a bug; 2 wrong usage.
@@ -101,8 +104,8 @@ def _parser() -> argparse.ArgumentParser:
     for command in (run, coordinate):
         command.add_argument(
             "--grace-s",
-            type=_at_least(0),
-            default=60,
+            type=_at_least(0.0),
+            default=60.0,
             metavar="S",
             help="seconds between a stop signal and SIGKILL, for saving (default: 60)",
         )
@@ -118,13 +121,16 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _at_least(least: int) -> Callable[[str], int]:
-    def number(text: str) -> int:
+def _at_least(least: Number) -> Callable[[str], Number]:
+    kind = type(least)
+
+    def number(text: str) -> Number:
         try:
-            value = int(text)
+            value = kind(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-        if value < least:
+            name = "a whole number" if kind is int else "a number"
+            raise argparse.ArgumentTypeError(f"{text!r} is not {name}") from None
+        if not value >= least:
             raise argparse.ArgumentTypeError(f"{value} is less than {least}")
         return value
 

@@ -338,7 +338,8 @@ def test_every_process_finds_its_programs_again(script, tmp_path):
     warm = run(path, 2, 2, arguments=[str(folder)])
     assert warm.code == 0, warm
     for rank in range(2):
-        assert cold.value(rank, "cached") == "own:[False] everyone:[False]"
+        # (Whoever comes second may find what the other has just compiled for everyone.)
+        assert cold.value(rank, "cached").startswith("own:[False] everyone:")
         assert warm.value(rank, "cached") == "own:[True] everyone:[True]"
 
 

@@ -24,7 +24,7 @@ counts = st.integers(1, 10**6)
 @st.composite
 def workers(draw):
     num_processes = draw(counts)
-    return WorkerEnv(
+    return dict(  # the test makes it a WorkerEnv: type checks there may draw random numbers
         num_processes=num_processes,
         process_id=draw(st.integers(0, num_processes - 1)),
         coordinator=draw(st.just("host:1234") if num_processes > 1 else st.none()),
@@ -37,12 +37,14 @@ def workers(draw):
 
 
 @given(workers())
-def test_what_the_launcher_writes_the_worker_reads(env):
+def test_what_the_launcher_writes_the_worker_reads(fields):
+    env = WorkerEnv(**fields)
     assert WorkerEnv.from_environ(env.to_environ()) == env
 
 
 @given(workers())
-def test_our_variables_come_before_all_others(env):
+def test_our_variables_come_before_all_others(fields):
+    env = WorkerEnv(**fields)
     others = {"JAX_COORDINATOR_ADDRESS": "x:9", "JAX_NUM_PROCESSES": "99", "JAX_PROCESS_ID": "98"}
     read = WorkerEnv.from_environ({**others, **SLURM, **env.to_environ()})
     assert read is not None
