@@ -141,8 +141,8 @@ def adaptive(
             new = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, state)
         return scaled, new
 
-    return optax.GradientTransformationExtraArgs(init, update)  # pyright:
-    ignore[reportArgumentType]
+    extended: Any = update  # optax's type has no room for the required global_batch_size
+    return optax.GradientTransformationExtraArgs(init, extended)
 
 
 def find(opt_state: PyTree) -> AdaptiveState:

@@ -28,6 +28,7 @@ from jaxgoodput.optim.preconditioner import preconditioner as preconditioner
 
 MIN_SAMPLES = 8.0  # below it a standard error says little: the moments count as unknown
 _MIN_VAR = 1e-6  # AdaptDL's floor of the variance in its read-out
+_MAX_FORGET = 1 / 16  # per sample; more would leave too few for a standard error at large batches
 _OUTLIER = 30.0  # standard deviations beyond which a sample is taken for a spike
 
 Labels = PyTree[str] | Callable[[PyTree], PyTree[str]] | None
@@ -105,10 +106,10 @@ def update_noise(
 ) -> NoiseState:
     """The statistics after one more sample, which is forgotten at `smoothing` per base batch.
 
-    The memory is `smoothing ** (num_samples / base_batch_size)`, bias-corrected, as in AdaptDL. The
-    first unbiased sample after differenced ones (`biased`, a bool, traced or not) starts over;
-    the reverse does not. A sample that is not finite, or has fewer than two groups, changes
-    nothing.
+    The memory is `smoothing ** (num_samples / base_batch_size)`, bias-corrected, as in AdaptDL, but
+    one sample never takes more than 1/16 of it (at 0.999: beyond 64 base batches). The first
+    unbiased sample after differenced ones (`biased`, a bool, traced or not) starts over; the
+    reverse does not. A sample that is not finite, or has fewer than two groups, changes nothing.
     """
     if not 0 <= smoothing < 1:
         raise ValueError(
@@ -133,7 +134,7 @@ def update_noise(
 
     # 1 - smoothing ** scale, without cancellation in float32.
     forget_rate = math.log(smoothing) if smoothing > 0 else -math.inf
-    forget = -jnp.expm1(forget_rate * samples / base_batch_size)
+    forget = jnp.minimum(-jnp.expm1(forget_rate * samples / base_batch_size), _MAX_FORGET)
     old = state.current
     start_over = state.biased & ~biased
     kept = jnp.where(start_over, 0, (1 - forget) * old.weight)
@@ -287,7 +288,7 @@ def value_grad_and_noise(
     has_aux: bool = False,
     labels: Labels = None,
 ) -> Callable[..., tuple[tuple[Array, Any], PyTree, NoiseSample]]:
-    """`jax.value_and_grad` that measures gradient noise on the way; for losses that are batch means.
+    """`jax.value_and_grad` that measures gradient noise too, for a loss that is the batch mean.
 
     Returns `f(params, batch, key=None, *, preconditioner=None) -> ((loss, aux), grads,
     NoiseSample)`. `loss_fn(params, batch)` (or `(params, batch, key)` where a key is passed: each

@@ -82,7 +82,8 @@ def _scales(state: Any, *, b2: Any, eps: Any) -> list[tuple[Any, Array]]:
         moment = jax.tree.map(lambda nu, mu: nu - jnp.square(mu), state.nu, state.mu)
     else:
         moment = state.nu
-    count = getattr(state, "count", None)
+    # By field: every tuple has a method called count.
+    count: Any = state.count if "count" in state._fields else None
     corrected = isinstance(state, optax.ScaleByAmsgradState)
 
     def scale(x: Array) -> Array:

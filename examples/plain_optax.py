@@ -1,0 +1,124 @@
+r"""An optax loop whose batch grows by itself, without the Trainer.
+
+    python examples/plain_optax.py
+
+Handwritten digits (scikit-learn's, 8 x 8 pixels), a small network, SGD with momentum and a cosine
+schedule, all tuned at a batch of 32. `adaptive` measures the gradient noise, raises the learning rate
+with the batch (AdaScale) and lets the schedule follow progress; the loop picks the next batch: the
+largest power of two below the noise scale.
+
+Expect a test accuracy of at least 0.96 (0.98 with the default seed) after 1,500 base steps of
+progress, made in about 600 updates where a fixed batch (--max_batch_size 32) takes 1,500; in under
+half a minute on two CPU cores.
+"""
+
+import functools
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from absl import app, flags
+from sklearn.datasets import load_digits
+
+from jaxgoodput.goodput.efficiency import noise_scale
+from jaxgoodput.optim import adaptive as adaptation
+from jaxgoodput.optim import noise, rules
+
+_WORKDIR = flags.DEFINE_string("workdir", None, "Folder for progress.jsonl; none: print only.")
+_BASE_STEPS = flags.DEFINE_integer("base_steps", 1500, "Progress to train for, in base steps.")
+_BASE_BATCH = flags.DEFINE_integer("base_batch_size", 32, "Batch that the learning rate suits.")
+_MAX_BATCH = flags.DEFINE_integer("max_batch_size", 512, "Largest batch, in samples.")
+_SEED = flags.DEFINE_integer("seed", 0, "Seed of the parameters and of the sample order.")
+_NUM_GROUPS = 4  # groups whose disagreement is the noise
+_EVERY = 20  # updates between two looks at the noise scale
+
+
+def init(key, sizes=(64, 128, 10)):
+    """Dense layers with biases, He-initialised."""
+    keys = jax.random.split(key, len(sizes) - 1)
+    return [
+        {"w": jax.random.normal(k, (m, n)) * np.sqrt(2 / m), "b": jnp.zeros(n)}
+        for k, m, n in zip(keys, sizes[:-1], sizes[1:], strict=True)
+    ]
+
+
+def logits(params, x):
+    """Scores of the ten digits, [batch, 10]."""
+    for layer in params[:-1]:
+        x = jax.nn.relu(x @ layer["w"] + layer["b"])
+    return x @ params[-1]["w"] + params[-1]["b"]
+
+
+def loss(params, batch):
+    """Mean cross-entropy."""
+    scores = logits(params, batch["x"])
+    return optax.softmax_cross_entropy_with_integer_labels(scores, batch["y"]).mean()
+
+
+def main(_):
+    pixels, labels = load_digits(return_X_y=True)
+    rng = np.random.default_rng(_SEED.value)
+    order = rng.permutation(len(labels))
+    x, y = (pixels[order] / 16).astype(np.float32), labels[order].astype(np.int32)
+    train, test = {"x": x[360:], "y": y[360:]}, {"x": x[:360], "y": y[:360]}
+
+    base = _BASE_BATCH.value
+    tx = adaptation.adaptive(
+        optax.sgd(optax.cosine_decay_schedule(0.05, _BASE_STEPS.value), momentum=0.9),
+        rules.adascale,
+        base_batch_size=base,
+        smoothing=0.99,  # remember about 100 base batches: the noise changes fast in a short run
+    )
+    measured = noise.value_grad_and_noise(loss, num_groups=_NUM_GROUPS)
+
+    # One compilation per batch size: powers of two, so there are few.
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params, opt_state, batch):
+        (value, _), grads, sample = measured(params, batch)
+        updates, opt_state = tx.update(
+            grads, opt_state, params, global_batch_size=len(batch["y"]), noise=sample
+        )
+        return optax.apply_updates(params, updates), opt_state, value
+
+    params = init(jax.random.key(_SEED.value))
+    opt_state = tx.init(params)
+    size, updates, samples, rows, value = base, 0, 0, [], jnp.nan
+    print("updates  progress  batch  noise scale  gain    loss")
+    while float(adaptation.progress(opt_state)) < _BASE_STEPS.value:
+        for _ in range(_EVERY):
+            chosen = rng.choice(len(train["y"]), size, replace=False)
+            batch = {name: array[chosen] for name, array in train.items()}
+            params, opt_state, value = step(params, opt_state, batch)
+            updates, samples = updates + 1, samples + size
+        grad = noise.cautious_grad_params(adaptation.noise_state(opt_state))
+        rows.append(
+            {
+                "updates": updates,
+                "progress": float(adaptation.progress(opt_state)),
+                "batch": size,
+                "noise_scale": float(noise_scale(grad, base)),
+                "gain": float(adaptation.gain(opt_state)[0]),
+                "loss": float(value),
+            }
+        )
+        print("{:7d}  {:8.1f}  {:5d}  {:11.0f}  {:4.2f}  {:.4f}".format(*rows[-1].values()))
+        if rows[-1]["noise_scale"] >= 2 * size:  # False where the noise scale is unknown (NaN)
+            size = min(2 * size, _MAX_BATCH.value)
+        elif rows[-1]["noise_scale"] < size:
+            size = max(size // 2, base)
+
+    accuracy = float(jnp.mean(logits(params, test["x"]).argmax(-1) == test["y"]))
+    print(f"test accuracy {accuracy:.4f} after {updates} updates, {samples} samples")
+    if _WORKDIR.value:
+        folder = pathlib.Path(_WORKDIR.value)
+        folder.mkdir(parents=True, exist_ok=True)
+        rows.append({"test_accuracy": accuracy, "updates": updates, "samples": samples})
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (folder / "progress.jsonl").write_text(text)
+
+
+if __name__ == "__main__":
+    app.run(main)

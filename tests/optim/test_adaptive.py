@@ -1,0 +1,320 @@
+"""`adaptive` changes nothing at the base batch, and beside it exactly what it says."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+
+from jaxgoodput.optim import adaptive as adaptation
+from jaxgoodput.optim import noise, rules
+
+BASE = 8
+LABELS = {"a": "first", "b": {"c": "second"}}
+PARAMS: dict[str, Any] = {"a": jnp.ones((2, 3)), "b": {"c": jnp.ones((4,))}}
+SCHEDULE = optax.cosine_decay_schedule(0.1, 50)
+
+OPTIMIZERS: dict[str, Any] = {
+    "sgd": optax.sgd(0.1, momentum=0.9, nesterov=True),
+    "adamw, schedule": optax.adamw(SCHEDULE),
+    "clip": optax.chain(optax.clip_by_global_norm(0.5), optax.adam(SCHEDULE)),
+    "parameter groups": optax.multi_transform(
+        {"first": optax.sgd(SCHEDULE), "second": optax.adamw(0.01)}, LABELS
+    ),
+    "injected": optax.inject_hyperparams(optax.adamw)(learning_rate=SCHEDULE, weight_decay=0.1),
+    "masked": optax.masked(optax.adam(0.1), {"a": True, "b": {"c": False}}),
+    "lamb": optax.lamb(SCHEDULE),
+}
+
+
+def wrap(tx, rule=rules.adascale, **options) -> Any:
+    return adaptation.adaptive(tx, rule, base_batch_size=BASE, **options)
+
+
+def gradients(step, scale=1.0) -> Any:
+    leaves = scale * jax.random.normal(jax.random.fold_in(jax.random.key(1), step), (10,))
+    return {"a": leaves[:6].reshape(2, 3), "b": {"c": leaves[6:]}}
+
+
+def sample(sqr, var, num_samples=BASE):
+    """A sample of two groups that says exactly this, [labels] each."""
+    sqr, var = np.atleast_1d(np.float32(sqr)), np.atleast_1d(np.float32(var))
+    trace = var * BASE / num_samples
+    return noise.NoiseSample(
+        small_sqr=jnp.asarray(sqr + 2 * trace),
+        large_sqr=jnp.asarray(sqr + trace),
+        num_groups=jnp.asarray(2),
+        num_samples=jnp.asarray(num_samples),
+    )
+
+
+def jitted(tx) -> Any:
+    return jax.jit(lambda g, s, size, n: tx.update(g, s, PARAMS, global_batch_size=size, noise=n))
+
+
+def run(tx, steps, size, state=None, say=(1.0, 3.0), step=None) -> Any:
+    """`steps` updates at one batch size; the last updates and the state."""
+    step = step or jitted(tx)
+    state, updates = tx.init(PARAMS) if state is None else state, None
+    for i in range(steps):
+        updates, state = step(gradients(i), state, size, sample(*say, num_samples=size))
+    return updates, state
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_base_batch_is_the_users_optimizer_bit_for_bit(name):
+    plain: Any = optax.with_extra_args_support(OPTIMIZERS[name])
+    wrapped = wrap(OPTIMIZERS[name])
+    plain_step = jax.jit(lambda g, s: plain.update(g, s, PARAMS))
+    step = jax.jit(lambda g, s, n: wrapped.update(g, s, PARAMS, global_batch_size=BASE, noise=n))
+    plain_state, state = plain.init(PARAMS), wrapped.init(PARAMS)
+    for i in range(20):
+        expected, plain_state = plain_step(gradients(i), plain_state)
+        updates, state = step(gradients(i), state, sample(0.1 * i - 1, i))
+        jax.tree.map(np.testing.assert_array_equal, updates, expected)
+    jax.tree.map(np.testing.assert_array_equal, state.inner, plain_state)
+    assert float(adaptation.progress(state)) == 20
+
+
+@pytest.mark.parametrize("name", ["adamw, schedule", "parameter groups", "injected", "lamb"])
+def test_schedules_advance_with_progress_and_bias_correction_with_updates(name):
+    seen = []
+
+    def schedule(count):
+        jax.debug.callback(lambda c: seen.append(int(c)), count)
+        return 0.1
+
+    tx = {
+        "adamw, schedule": lambda: optax.adamw(schedule),
+        "parameter groups": lambda: optax.multi_transform(
+            {"first": optax.adam(schedule), "second": optax.sgd(0.1)}, LABELS
+        ),
+        "injected": lambda: optax.inject_hyperparams(optax.adam)(learning_rate=schedule),
+        "lamb": lambda: optax.lamb(schedule),
+    }[name]()
+    state = wrap(tx).init(PARAMS)
+    seen.clear()
+    _, state = run(wrap(tx), 30, 4 * BASE, state)
+    jax.effects_barrier()
+    # The first 8 samples say nothing yet; then a gain of (3 + 1) / (3 / 4 + 1).
+    unknown = 8
+    growth = 4 / 1.75
+    expected = [*range(unknown), *(unknown + growth * np.arange(30 - unknown))]
+    np.testing.assert_allclose(seen, np.floor(np.array(expected) + 1e-4))
+    np.testing.assert_allclose(
+        adaptation.progress(state), unknown + growth * (30 - unknown), rtol=1e-4
+    )
+    adams = [
+        x
+        for x in jax.tree.leaves(
+            state.inner, is_leaf=lambda x: isinstance(x, optax.ScaleByAdamState)
+        )
+        if isinstance(x, optax.ScaleByAdamState)
+    ]
+    assert [x.count for x in adams] == [30]
+
+
+def test_scheduled_weight_decay_follows_progress():
+    seen = []
+
+    def decay(count):
+        jax.debug.callback(lambda c: seen.append(int(c)), count)
+        return 0.1
+
+    run(wrap(optax.chain(optax.add_decayed_weights(decay), optax.sgd(0.1))), 20, 4 * BASE)
+    jax.effects_barrier()
+    assert max(seen) > 25
+
+
+def test_updates_are_multiplied_and_the_optimizer_sees_the_plain_gradient():
+    tx = optax.chain(optax.clip_by_global_norm(0.5), optax.trace(0.9), optax.scale(-0.1))
+    plain_state, expected = tx.init(PARAMS), None
+    for i in range(40):
+        expected, plain_state = tx.update(gradients(i), plain_state, PARAMS)
+    updates, state = run(wrap(tx), 40, 4 * BASE)
+    factor = 4 / 1.75
+    np.testing.assert_allclose(adaptation.gain(state), [factor], rtol=1e-3)
+    jax.tree.map(
+        lambda u, e: np.testing.assert_allclose(u, factor * e, rtol=1e-3, atol=1e-6),
+        updates,
+        expected,
+    )
+
+
+def test_gain_grows_slowly_and_falls_at_once():
+    tx = wrap(optax.sgd(0.1), rules.linear, max_gain_growth=1.1)
+    state, step, gains = tx.init(PARAMS), jitted(tx), []
+    for _ in range(40):
+        _, state = run(tx, 1, 16 * BASE, state, step=step)
+        gains.append(float(adaptation.gain(state)[0]))
+    np.testing.assert_allclose(gains, np.minimum(1.1 ** np.arange(1, 41), 16), rtol=1e-4)
+    _, state = run(tx, 1, 2 * BASE, state, step=step)
+    assert float(adaptation.gain(state)[0]) == 2.0
+    _, state = run(tx, 1, BASE // 2, state, step=step)
+    assert float(adaptation.gain(state)[0]) == 0.5
+    _, state = run(tx, 1, BASE, state, step=step)  # back to the tuned rate without delay
+    assert float(adaptation.gain(state)[0]) == 1.0
+
+
+def test_a_warm_up_that_starts_at_zero_does_not_stay_there():
+    _, state = run(wrap(optax.sgd(0.1), rules.legw(5.0)), 30, 4 * BASE)
+    np.testing.assert_allclose(adaptation.gain(state), [2.0], rtol=1e-5)
+
+
+def test_nothing_grows_on_unknown_noise():
+    tx = wrap(optax.sgd(0.1))
+    _, state = run(tx, 5, 64 * BASE, say=(-100.0, 1e9))
+    assert float(adaptation.gain(state)[0]) == 1.0
+    assert float(adaptation.progress(state)) == 5.0
+
+
+def test_smaller_batches_than_the_base_take_smaller_steps():
+    tx = wrap(optax.sgd(0.1))
+    _, state = run(tx, 60, BASE)
+    _, state = run(tx, 1, BASE // 4, state)
+    expected = (3 + 1) / (3 * 4 + 1)
+    np.testing.assert_allclose(adaptation.gain(state), [expected], rtol=0.05)
+    np.testing.assert_allclose(adaptation.progress(state), 60 + expected, rtol=1e-3)
+
+
+def test_label_groups_have_factors_of_their_own():
+    tx = wrap(optax.sgd(1.0), labels=LABELS)
+    updates, state = run(tx, 40, 4 * BASE, say=([1.0, 1.0], [0.0, 1e6]))
+    np.testing.assert_allclose(adaptation.gain(state), [1.0, 4.0], rtol=1e-3)
+    grads = gradients(39)
+    np.testing.assert_allclose(updates["a"], -grads["a"], rtol=1e-3)
+    np.testing.assert_allclose(updates["b"]["c"], -4 * grads["b"]["c"], rtol=1e-3)
+
+
+def test_progress_loses_no_increment_in_a_long_run():
+    tx = wrap(optax.sgd(0.1), num_std_errors=0.0, min_samples=0.0)
+    _, state = run(tx, 1, 4 * BASE)
+    start = 2.0**24  # a float32 cannot count on from here
+    state = state._replace(progress=jnp.float32(start), progress_rest=jnp.float32(0.0))
+    _, state = run(tx, 700, 4 * BASE, state)
+    done = np.float64(state.progress) + np.float64(state.progress_rest) - start
+    np.testing.assert_allclose(done, 700 * 4 / 1.75, rtol=1e-5)
+    assert float(state.progress) != start + 1400  # ... and the plain sum would have been wrong
+
+
+def test_whole_progress_is_exact_between_floats():
+    whole = jax.jit(adaptation._whole)
+    assert int(whole(jnp.float32(2.0**25), jnp.float32(1.0))) == 2**25 + 1
+    assert int(whole(jnp.float32(5.0), jnp.float32(-1e-9))) == 4
+    assert int(whole(jnp.float32(5.5), jnp.float32(0.25))) == 5
+
+
+def test_without_a_sample_statistics_stay_and_structure_too():
+    tx = wrap(optax.adam(0.1))
+    _, state = run(tx, 12, 2 * BASE)
+    step = jax.jit(lambda g, s: tx.update(g, s, PARAMS, global_batch_size=2 * BASE))
+    _, after = step(gradients(0), state)
+    jax.tree.map(np.testing.assert_array_equal, after.noise, state.noise)
+    assert (
+        jax.tree.structure(after)
+        == jax.tree.structure(state)
+        == jax.tree.structure(tx.init(PARAMS))
+    )
+    shapes = jax.tree.map(lambda x: (x.shape, x.dtype, x.weak_type), (after, tx.init(PARAMS)))
+    assert shapes[0] == shapes[1]
+
+
+def test_a_refused_step_leaves_everything_as_it_was():
+    tx = wrap(optax.adamw(SCHEDULE))
+    _, state = run(tx, 12, 2 * BASE)
+    bad = jax.tree.map(lambda g: g * jnp.nan, gradients(0))
+    step = jax.jit(
+        lambda g, s, finite: tx.update(
+            g, s, PARAMS, global_batch_size=16, noise=sample(np.nan, 1.0), finite=finite
+        )
+    )
+    updates, after = step(bad, state, False)
+    jax.tree.map(np.testing.assert_array_equal, after, state)
+    jax.tree.map(lambda u: np.testing.assert_array_equal(u, 0), updates)
+    _, after = step(gradients(0), state, True)
+    assert float(adaptation.progress(after)) > float(adaptation.progress(state))
+
+
+def test_no_recompilation_when_the_batch_changes():
+    tx = wrap(optax.adamw(SCHEDULE))
+    step: Any = jax.jit(
+        lambda g, s, size, n, biased: tx.update(
+            g, s, PARAMS, global_batch_size=size, noise=n, biased=biased
+        )
+    )
+    state = tx.init(PARAMS)
+    for size in (8, 16, 24, 4, 1024):
+        _, state = step(gradients(0), state, size, sample(1.0, 1.0, size), size == 8)
+    assert step._cache_size() == 1
+
+
+def test_extra_arguments_reach_an_optimizer_that_takes_them():
+    def update(updates, state, params=None, *, value, **extra):
+        return jax.tree.map(lambda u: u * value, updates), state
+
+    init: Any = lambda params: optax.EmptyState()  # noqa: E731
+    times_value: Any = update
+    inner = optax.GradientTransformationExtraArgs(init, times_value)
+    grads = gradients(0)
+    tx: Any = optax.chain(optax.identity(), wrap(inner))
+    updates, state = tx.update(grads, tx.init(PARAMS), PARAMS, global_batch_size=BASE, value=2.0)
+    np.testing.assert_allclose(updates["a"], 2 * grads["a"])
+    assert float(adaptation.progress(state)) == 1.0  # found inside a chain
+
+
+def test_half_precision_updates_stay_half():
+    params = {"w": jnp.ones(3, jnp.bfloat16)}
+    tx = wrap(optax.sgd(0.1), rules.linear)
+    updates, _ = tx.update(params, tx.init(params), params, global_batch_size=2 * BASE)
+    assert updates["w"].dtype == jnp.bfloat16
+
+
+def test_state_survives_a_checkpoint(tmp_path):
+    tx = wrap(OPTIMIZERS["parameter groups"], labels=LABELS)
+    _, state = run(tx, 12, 2 * BASE, say=([1.0, 2.0], [3.0, 4.0]))
+    assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(state))
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", state)
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(tmp_path / "state", jax.eval_shape(lambda: state))
+    jax.tree.map(np.testing.assert_array_equal, restored, state)
+
+
+def test_a_donated_state_has_no_shared_buffers():
+    tx = wrap(optax.adam(0.1))
+    step = jax.jit(
+        lambda g, s: tx.update(g, s, PARAMS, global_batch_size=BASE)[1], donate_argnums=1
+    )
+    state = step(gradients(0), tx.init(PARAMS))
+    assert float(adaptation.progress(step(gradients(1), state))) == 2.0
+
+
+def test_readers_read():
+    tx = wrap(optax.adam(0.1))
+    _, state = run(tx, 30, 2 * BASE)
+    grad = adaptation.grad_params(state)
+    np.testing.assert_allclose([grad.sqr, grad.var], [1.0, 3.0], rtol=1e-4)
+    values = adaptation.readout(state)
+    assert all(v.shape == () for v in values.values())
+    np.testing.assert_allclose(values["noise_samples"], 30, rtol=0.05)
+    np.testing.assert_allclose(values["cautious_var"], 3.0, rtol=1e-3)
+
+
+def test_mistakes_are_named():
+    with pytest.raises(ValueError, match="base_batch_size must be positive, got 0"):
+        adaptation.adaptive(optax.sgd(0.1), rules.none, base_batch_size=0)
+    with pytest.raises(ValueError, match="max_gain_growth must be above 1"):
+        wrap(optax.sgd(0.1), max_gain_growth=0.9)
+    with pytest.raises(ValueError, match="holds 0 AdaptiveStates"):
+        adaptation.progress(optax.sgd(0.1).init(PARAMS))
+    with pytest.raises(TypeError, match="global_batch_size"):
+        tx = wrap(optax.sgd(0.1))
+        tx.update(gradients(0), tx.init(PARAMS), PARAMS)
+    with pytest.raises(ValueError, match="same labels"):
+        tx = wrap(optax.sgd(0.1), labels=LABELS)
+        tx.update(
+            gradients(0), tx.init(PARAMS), PARAMS, global_batch_size=8, noise=sample(1.0, 1.0)
+        )

@@ -1,0 +1,297 @@
+"""The estimators are unbiased, and the read-out is never carried away by a single sample."""
+
+import functools
+
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+
+from jaxgoodput.optim import noise
+
+BASE = 16
+MEAN = np.array([0.3, -0.2, 0.1, 0.4, 0.0])
+STD = np.array([1.0, 0.5, 2.0, 0.1, 1.5])
+
+
+def gradients(rng, draws, samples):
+    """Per-sample gradients of |x - c|^2 / 2 over noisy centres c: known mean and covariance."""
+    return (MEAN + STD * rng.standard_normal((draws, samples, 5))).astype(np.float32)
+
+
+def estimate(sample, biased=False):
+    """The unbiased pair of one sample alone: [labels] each."""
+    state = noise.init_noise(sample.small_sqr.shape[0])
+    state = noise.update_noise(state, sample, base_batch_size=BASE, biased=biased)
+    return state.current.sqr[:-1], state.current.var[:-1]
+
+
+def assert_recovers(values, truth):
+    """The mean of independent estimates is the truth within 4 of its own standard errors."""
+    values = np.asarray(values, np.float64)
+    error = values.std(axis=0) / np.sqrt(len(values))
+    assert np.all(np.abs(values.mean(axis=0) - truth) < 4 * error), (values.mean(0), truth, error)
+    assert np.all(error < 0.1 * np.maximum(np.abs(truth), 1)), "too noisy to tell anything"
+
+
+@pytest.mark.parametrize(
+    "counts", [(4, 4, 4, 4), (3, 1, 0, 2), (1, 0, 9), (2, 2), (5, 1, 0, 0, 0, 1, 3, 2)], ids=str
+)
+@pytest.mark.parametrize("preconditioned", [False, True])
+def test_planted_moments_are_recovered(rng, counts, preconditioned):
+    scale = np.array([0.5, 1.0, 4.0, 0.2, 2.0]) if preconditioned else np.ones(5)
+    counts = np.array(counts)
+    draws, total = 6000, counts.sum()
+    shares = counts / total
+
+    def measure(samples):
+        ends = np.cumsum(counts)
+        groups = [
+            samples[e - c : e].mean(0) if c else jnp.zeros(5)
+            for c, e in zip(counts, ends, strict=True)
+        ]
+        tree = jax.tree.map(lambda s: jnp.asarray(s, jnp.float32), {"w": scale})
+        norms = jnp.stack([noise.squared_norms({"w": g}, preconditioner=tree)[0] for g in groups])
+        sample = noise.NoiseSample(
+            small_sqr=jnp.sum(shares * norms)[None],
+            large_sqr=noise.squared_norms({"w": samples.mean(0)}, preconditioner=tree),
+            num_groups=int((counts > 0).sum()),
+            num_samples=int(total),
+        )
+        return estimate(sample)
+
+    sqr, var = jax.jit(jax.vmap(measure))(gradients(rng, draws, total))
+    assert_recovers(sqr[:, 0], np.sum((MEAN / scale) ** 2))
+    assert_recovers(var[:, 0], np.sum((STD / scale) ** 2) / BASE)
+
+
+@pytest.mark.parametrize("samples", [(8, 8), (8, 24)], ids=str)
+def test_differenced_estimator_recovers_where_parameters_stand_still(rng, samples):
+    def measure(both):
+        new, old = {"w": both[: samples[0]].mean(0)}, {"w": both[samples[0] :].mean(0)}
+        sample = noise.differenced_sample(new, old, samples[0], previous_num_samples=samples[1])
+        return estimate(sample, biased=True)
+
+    sqr, var = jax.jit(jax.vmap(measure))(gradients(rng, 6000, sum(samples)))
+    assert_recovers(sqr[:, 0], np.sum(MEAN**2))
+    assert_recovers(var[:, 0], np.sum(STD**2) / BASE)
+
+
+def test_label_groups_are_measured_apart(rng):
+    tree = {"b": jnp.array([3.0]), "w": jnp.array([1.0, 2.0]), "v": {"x": jnp.array([[5.0]])}}
+    labels = {"b": "slow", "w": "fast", "v": "slow"}  # a prefix of the tree, as optax allows
+    assert noise.label_names(labels, tree) == ("fast", "slow")
+    np.testing.assert_allclose(noise.squared_norms(tree, labels), [5.0, 34.0])
+    by_function = noise.squared_norms(tree, lambda t: jax.tree.map(lambda _: "all", t))
+    np.testing.assert_allclose(by_function, noise.squared_norms(tree))
+
+
+def test_half_precision_is_summed_in_single():
+    tree = {"w": jnp.full((4096,), 0.01, jnp.bfloat16)}
+    exact = 4096 * float(jnp.bfloat16(0.01)) ** 2
+    np.testing.assert_allclose(noise.squared_norms(tree), [exact], rtol=1e-5)
+
+
+# ── averages ────────────────────────────────────────────────────────────────
+
+
+def samples_of(sqr, var, num_samples=BASE):
+    """Two-group samples whose estimates are exactly `sqr` and `var`: [steps]."""
+    sqr, var = jnp.asarray(sqr, jnp.float32), jnp.asarray(var, jnp.float32)
+    trace = var * BASE / num_samples  # of the mean of the whole batch
+    return noise.NoiseSample(
+        small_sqr=(sqr + 2 * trace)[..., None],
+        large_sqr=(sqr + trace)[..., None],
+        num_groups=jnp.full(sqr.shape, 2),
+        num_samples=jnp.full(sqr.shape, num_samples),
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("smoothing", "biased"))
+def feed(state, samples, smoothing=0.999, biased=False):
+    def body(state, sample):
+        state = noise.update_noise(
+            state, sample, base_batch_size=BASE, smoothing=smoothing, biased=biased
+        )
+        return state, None
+
+    return jax.lax.scan(body, state, samples)[0]
+
+
+def test_confidence_counts_samples():
+    state = noise.init_noise(1)
+    assert float(noise.confidence(state)) == 0
+    steady = samples_of(np.ones(10), np.ones(10))
+    state = feed(state, steady, smoothing=0.9999)
+    np.testing.assert_allclose(noise.confidence(state), 10, rtol=2e-3)
+    halves = feed(noise.init_noise(1), steady, smoothing=0.9999, biased=True)
+    np.testing.assert_allclose(noise.confidence(halves), 5, rtol=2e-3)
+    long = feed(noise.init_noise(1), samples_of(np.ones(2000), np.ones(2000)), smoothing=0.99)
+    np.testing.assert_allclose(noise.confidence(long), 100, rtol=1e-3)
+
+
+def test_large_batches_are_never_unknown_for_good():
+    size = 1000 * BASE  # the memory would be e^-1 per sample
+    state = feed(noise.init_noise(1), samples_of(np.ones(60), np.ones(60), size))
+    np.testing.assert_allclose(noise.confidence(state), 16, rtol=0.05)
+    assert np.isfinite(noise.cautious_grad_params(state).sqr)
+
+
+def test_standard_errors_are_those_of_the_mean(rng):
+    values = rng.standard_normal((2000, 40)) + 5.0
+    states = jax.vmap(lambda x: feed(noise.init_noise(1), samples_of(x, x), smoothing=0.99999))(
+        values.astype(np.float32)
+    )
+    cautious = jax.vmap(noise.cautious_grad_params)(states)
+    plain = jax.vmap(noise.grad_params)(states)
+    error = np.asarray(cautious.sqr - plain.sqr)
+    np.testing.assert_allclose(error, np.asarray(plain.var - cautious.var), rtol=1e-3)
+    truth = np.std(np.asarray(plain.sqr))
+    np.testing.assert_allclose(error.mean(), truth, rtol=0.1)
+
+
+def test_unknown_until_enough_samples():
+    state = feed(noise.init_noise(1), samples_of(np.ones(7), np.ones(7)))
+    assert np.isnan(noise.cautious_grad_params(state).sqr)
+    assert np.isnan(noise.cautious_grad_params(state).var)
+    state = feed(state, samples_of(np.ones(2), np.ones(2)))
+    np.testing.assert_allclose(noise.cautious_grad_params(state).sqr, 1.0, rtol=1e-5)
+
+
+finite = st.floats(-1e3, 1e3)
+wild = st.floats(-1e30, 1e30)
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    st.lists(st.tuples(finite, finite), min_size=9, max_size=9),
+    st.integers(0, 9),
+    wild,
+    wild,
+    st.sampled_from([1, BASE, 40 * BASE]),
+)
+def test_no_single_sample_raises_the_noise_scale(history, position, wild_sqr, wild_var, size):
+    """With one arbitrary sample at any place: var at most, sqr at least, what the others say."""
+    sqr, var = (np.array(x) for x in zip(*history, strict=True))
+    for x in (sqr, var):  # an honest history: its last sample is not itself taken for a spike
+        assume(abs(x[-1] - x[:-1].mean()) <= 20 * x[:-1].std())
+    # The others have the weights that they have beside the wild one.
+    weights = np.delete(0.999 ** (np.arange(9, -1, -1) * size / BASE), position)
+    rest_sqr, rest_var = np.average(sqr, weights=weights), np.average(var, weights=weights)
+    samples = samples_of(
+        np.insert(sqr, position, wild_sqr), np.insert(var, position, wild_var), size
+    )
+    cautious = noise.cautious_grad_params(feed(noise.init_noise(1), samples))
+    assert cautious.var <= max(rest_var, 0) + 0.5
+    assert cautious.sqr >= max(rest_sqr, 0) - 0.5
+
+
+def test_one_wild_sample_would_have_carried_the_plain_average_away():
+    calm = feed(noise.init_noise(1), samples_of(np.full(20, 1.0), np.full(20, 3.0)))
+    hit = feed(calm, samples_of([-1000.0], [5e4]))
+    plain, cautious = noise.grad_params(hit), noise.cautious_grad_params(hit)
+    assert plain.sqr == 0  # noise scale infinite: the batch would go to its maximum
+    assert cautious.var <= 3.001 and cautious.sqr >= 1.0
+
+
+def test_a_spike_is_forgotten_and_a_lasting_change_is_not(rng):
+    calm = samples_of(1 + 0.1 * rng.standard_normal(300), 3 + 0.1 * rng.standard_normal(300))
+    state = feed(noise.init_noise(1), calm, smoothing=0.99)
+    hit = feed(state, samples_of([1e6], [1e12]), smoothing=0.99)
+    np.testing.assert_allclose(noise.grad_params(hit).var, 3.0, atol=0.2)
+    moved = feed(state, samples_of(np.full(500, 1e4), np.full(500, 1e5)), smoothing=0.99)
+    np.testing.assert_allclose(noise.grad_params(moved).var, 1e5, rtol=0.05)
+
+
+@pytest.mark.parametrize("bad", ["nan", "inf", "one group", "no samples"])
+def test_useless_samples_change_nothing(bad):
+    state = feed(noise.init_noise(1), samples_of(np.ones(3), np.ones(3)))
+    good = samples_of(1.0, 1.0)
+    sample = noise.NoiseSample(
+        small_sqr=good.small_sqr * {"nan": np.nan, "inf": np.inf}.get(bad, 1.0),
+        large_sqr=good.large_sqr,
+        num_groups=1 if bad == "one group" else 2,
+        num_samples=0 if bad == "no samples" else BASE,
+    )
+    after = noise.update_noise(state, sample, base_batch_size=BASE)
+    jax.tree.map(np.testing.assert_array_equal, state, after)
+
+
+def test_statistics_survive_the_change_of_estimator():
+    differenced = feed(noise.init_noise(1), samples_of(np.ones(40), np.full(40, 2.0)), biased=True)
+    before = noise.cautious_grad_params(differenced)
+    state = feed(differenced, samples_of([1.5], [7.0]))
+    assert float(noise.grad_params(state).var) == 7.0  # the average itself starts over
+    np.testing.assert_allclose(noise.cautious_grad_params(state).var, before.var)
+    state = feed(state, samples_of(np.full(9, 1.5), np.full(9, 7.0)))
+    np.testing.assert_allclose(noise.cautious_grad_params(state).var, 7.0, rtol=1e-5)
+
+
+def test_tiny_and_huge_gradients_keep_their_standard_errors(rng):
+    values = 1 + 0.5 * rng.standard_normal(30)
+    unit = noise.cautious_grad_params(feed(noise.init_noise(1), samples_of(values, values)))
+    for scale in (1e-25, 1e25):
+        state = feed(noise.init_noise(1), samples_of(scale * values, scale * values))
+        cautious = noise.cautious_grad_params(state)
+        np.testing.assert_allclose(cautious.sqr, scale * unit.sqr, rtol=1e-4)
+        np.testing.assert_allclose(cautious.var, scale * unit.var, rtol=1e-4)
+
+
+def test_mismatched_labels_and_bad_arguments_are_named():
+    with pytest.raises(ValueError, match="1 label groups, the statistics have 2"):
+        noise.update_noise(noise.init_noise(2), samples_of(1.0, 1.0), base_batch_size=BASE)
+    with pytest.raises(ValueError, match=r"smoothing must be in \[0, 1\)"):
+        noise.update_noise(
+            noise.init_noise(1), samples_of(1.0, 1.0), base_batch_size=BASE, smoothing=1.0
+        )
+    with pytest.raises(ValueError, match="at least 1"):
+        noise.init_noise(0)
+
+
+# ── value_grad_and_noise ────────────────────────────────────────────────────
+
+
+def loss(params, batch):
+    return jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2)
+
+
+def data(rng, n=24):
+    return {
+        "x": rng.standard_normal((n, 3)).astype(np.float32),
+        "y": rng.standard_normal(n).astype(np.float32),
+    }
+
+
+def test_gradient_is_that_of_the_whole_batch_and_noise_that_of_its_groups(rng):
+    batch, params = data(rng), {"w": jnp.array([0.1, 0.2, 0.3])}
+    measured = jax.jit(noise.value_grad_and_noise(loss, num_groups=4))
+    (value, aux), grads, sample = measured(params, batch)
+    whole, whole_grads = jax.value_and_grad(loss)(params, batch)
+    np.testing.assert_allclose(value, whole, rtol=1e-5)
+    np.testing.assert_allclose(grads["w"], whole_grads["w"], rtol=1e-5)
+    assert aux is None
+    each = [jax.grad(loss)(params, jax.tree.map(lambda x, i=i: x[i::4], batch)) for i in range(4)]
+    np.testing.assert_allclose(
+        sample.small_sqr[0], np.mean([np.sum(g["w"] ** 2) for g in each]), rtol=1e-5
+    )
+    np.testing.assert_allclose(sample.large_sqr[0], np.sum(whole_grads["w"] ** 2), rtol=1e-5)
+    assert (int(sample.num_groups), int(sample.num_samples)) == (4, 24)
+
+
+def test_groups_have_keys_and_aux_of_their_own(rng, key):
+    def noisy(params, batch, key):
+        return loss(params, batch) + 0 * jax.random.normal(key), jax.random.normal(key)
+
+    measured = noise.value_grad_and_noise(noisy, num_groups=3, has_aux=True)
+    (_, aux), _, _ = measured({"w": jnp.zeros(3)}, data(rng), key)
+    assert aux.shape == (3,) and len(set(aux.tolist())) == 3
+
+
+def test_batches_that_cannot_be_split_are_refused(rng):
+    params = {"w": jnp.zeros(3)}
+    with pytest.raises(ValueError, match="into 5 equal groups"):
+        noise.value_grad_and_noise(loss, num_groups=5)(params, data(rng))
+    with pytest.raises(ValueError, match="at least 2"):
+        noise.value_grad_and_noise(loss, num_groups=1)
