@@ -9,9 +9,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, PyTree
+from jaxtyping import PyTree
 
 from jaxgoodput._struct import struct
+
+Leaf = Any  # an array; or a shape, a sharding, a flag, where the tree holds those
 
 
 @struct
@@ -48,8 +50,8 @@ class Variables:
 class Guard:
     """Updates refused because the loss or the gradient was not finite."""
 
-    skipped: Array  # int32, since training began
-    in_a_row: Array  # int32, ending with the latest update
+    skipped: Leaf  # int32, since training began
+    in_a_row: Leaf  # int32, ending with the latest update
 
 
 @struct
@@ -59,8 +61,8 @@ class TrainState:
     params: PyTree  # master precision, trainable and frozen
     opt_state: PyTree  # of `adaptive(tx, rule)`: the user's own, noise statistics, progress, gain
     model_state: PyTree  # mutable collections; () where there are none
-    step: Array  # int32, updates attempted
-    key: Array  # the root of every random number of the run
+    step: Leaf  # int32, updates attempted
+    key: Leaf  # the root of every random number of the run
     guard: Guard
 
 
@@ -69,7 +71,7 @@ class Previous:
     """The gradient of the update before, for the differenced noise estimator."""
 
     grads: PyTree
-    num_samples: Array  # float32; 0 = nothing remembered yet
+    num_samples: Leaf  # float32; 0 = nothing remembered yet
 
 
 @struct
@@ -77,12 +79,12 @@ class Sums:
     """One replica's part of a batch. Arrays of an engine have a leading axis over its replicas."""
 
     grads: PyTree  # sum over samples of the loss gradient, float32, trainable leaves
-    loss: Array  # sum of losses
-    weight: Array  # sum of loss weights
-    samples: Array  # real samples (padding does not count)
-    groups: Array  # micro-batches with any weight
-    norms: Array  # [labels]: sum over micro-batches of |gradient sum|^2 / weight
-    aux: Mapping[str, Array]  # sums over samples
+    loss: Leaf  # sum of losses
+    weight: Leaf  # sum of loss weights
+    samples: Leaf  # real samples (padding does not count)
+    groups: Leaf  # micro-batches with any weight
+    norms: Leaf  # [labels]: sum over micro-batches of |gradient sum|^2 / weight
+    aux: Mapping[str, Leaf]  # sums over samples
     model_state: PyTree  # after the latest micro-batch
 
 
@@ -93,8 +95,8 @@ class Work:
     params: PyTree  # compute precision; the master itself where both are the same
     scale: PyTree  # the optimizer's preconditioner, () where noise is measured without one
     model_state: PyTree
-    key: Array
-    step: Array
+    key: Leaf
+    step: Leaf
     sums: Sums | None  # None until the first micro-batch
 
 
