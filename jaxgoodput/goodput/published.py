@@ -36,6 +36,9 @@ def _values(point, held):
     return jnp.where(free > 0, values, pinned)
 
 
+_jitted_values = jax.jit(_values)
+
+
 def _residuals(point, table, held, blunt):
     """Their sum of squares touches the published loss from above where its two RMS are `blunt`.
 
@@ -102,14 +105,14 @@ def solve_published(rows: Rows, sizes: np.ndarray, smooth: Solution) -> np.ndarr
     with float64_on_cpu():
         table, held = jax.device_put(rows.table), jax.device_put(pins)
 
-        def descend(loss: float, blunt: np.ndarray, point: np.ndarray, calls: int):
+        def descend(loss: float, blunt: np.ndarray, point: np.ndarray, tolerance: float):
             """One smooth problem; the published loss and its two RMS at the new point."""
             problem = jax.device_put(blunt)
             _, point = least_squares(
                 lambda x: np.asarray(_residuals_and_jacobian(x, table, held, problem)),
                 point,
-                tolerance=1e-4,
-                calls=calls,
+                tolerance=tolerance,
+                calls=15,
             )
             residuals = np.asarray(_residuals_and_jacobian(point, table, held, problem))[:, 0]
             squares = residuals[:-3].reshape(-1, 2) ** 2
@@ -117,16 +120,16 @@ def solve_published(rows: Rows, sizes: np.ndarray, smooth: Solution) -> np.ndarr
             loss = float(rms.sum() + np.sum(residuals[-3:] ** 2))
             return loss, np.maximum(rms, SHARPEST), point
 
-        runs = [descend(np.inf, np.full(2, 0.02), point, 15) for point in points]
-        runs = [descend(*run, 8) for run in runs]
+        runs = [descend(np.inf, np.full(2, 0.02), point, 1e-2) for point in points]
+        runs = [descend(*run, 1e-3) for run in runs]
         best = min(runs, key=lambda run: run[0])
         for _ in range(8):
-            refined = descend(*best, 15)
+            refined = descend(*best, 1e-4)
             converged = refined[0] > best[0] - 1e-5
             best = min(best, refined, key=lambda run: run[0])
             if converged:
                 break
-        values = np.array(_values(jnp.asarray(best[2]), jnp.asarray(pins)))
+        values = np.array(_jitted_values(best[2], held))
     if not (rows.table[:, MULTI] > 0).any():
         # Unseen nodes are assumed a tenth slower than the one that was seen.
         values[2], values[3] = max(values[2], 1.1 * values[4]), max(values[3], 1.1 * values[5])

@@ -129,6 +129,9 @@ def parameters(
     return values.at[OVERLAP].set(overlap).at[UPDATE].multiply(has_update)
 
 
+_parameters = jax.jit(parameters)
+
+
 def log_errors(
     values: Float[Array, " params"], table: Float[Array, "rows columns"]
 ) -> Float[Array, "rows 4"]:
@@ -264,15 +267,15 @@ def solve(rows: Rows, warm: np.ndarray | None = None) -> Solution:
             return [point for _, point in sorted(found, key=lambda pair: pair[0])]
 
         points = starts(rows)[:3] + ([] if warm is None else [warm])
-        found = search(points, 0.02, 0.1, 1e-4, 40)
+        found = search(points, 0.02, 0.1, 1e-3, 25)
         noise, _ = _noise(found[0], rows, table)
         # Clean data tell minima apart that looked alike under the first, stronger prior.
         again = found if noise < 0.01 else found[:1]
         # The prior is worth one measurement of that noise per parameter; the knee is at three of
         # them.
-        point = search(again, noise, max(3.0 * noise, 0.02), 1e-6, 60)[0]
+        point = search(again, noise, max(3.0 * noise, 0.02), 1e-5, 40)[0]
         noise, error = _noise(point, rows, table)
-        values = np.array(parameters(jnp.asarray(point), jnp.asarray(has_update)))
+        values = np.array(_parameters(point, has_update))
         spread = _spread(point, values, noise, rows, table)
     return Solution(point, values, noise, error, spread)
 

@@ -133,9 +133,7 @@ class BatchLimits:
         nearest = []
         for step in (-1, 1):
             size = self.base // num_replicas * num_replicas + (num_replicas if step > 0 else 0)
-            stop = (
-                num_replicas if step < 0 else max(2 * self.base, 2 * num_replicas * self.span[0])
-            )
+            stop = num_replicas if step < 0 else max(2 * self.base, 2 * num_replicas * self.span[0])
             for other in range(size, stop + step, step * num_replicas):
                 if other > 0 and _exact(self, other, num_replicas, micro_batch_sizes):
                     nearest.append(other)
