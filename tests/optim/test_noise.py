@@ -1,6 +1,7 @@
 """The estimators are unbiased, and the read-out is never carried away by a single sample."""
 
 import functools
+import re
 
 import hypothesis.strategies as st
 import jax
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxgoodput.optim import noise
 
@@ -295,3 +297,16 @@ def test_batches_that_cannot_be_split_are_refused(rng):
         noise.value_grad_and_noise(loss, num_groups=5)(params, data(rng))
     with pytest.raises(ValueError, match="at least 2"):
         noise.value_grad_and_noise(loss, num_groups=1)
+
+
+def test_a_sharded_batch_is_split_where_it_is(rng):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    batch = jax.device_put(data(rng, 64), NamedSharding(mesh, PartitionSpec("data")))
+    params = jax.device_put({"w": jnp.ones(3)}, NamedSharding(mesh, PartitionSpec()))
+    measured = jax.jit(noise.value_grad_and_noise(loss, num_groups=4))
+    text = measured.lower(params, batch).compile().as_text() or ""
+    moved = re.findall(r"(all-gather|all-to-all|collective-permute)(?:-start)?\(", text)
+    assert not moved and "all-reduce" in text
+    here = jax.tree.map(np.asarray, batch)
+    for got, want in zip(measured(params, batch)[1:], measured(params, here)[1:], strict=True):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), got, want)
