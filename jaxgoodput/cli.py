@@ -85,8 +85,8 @@ def _parser() -> argparse.ArgumentParser:
         "coordinate",
         _coordinate,
         "serve a job whose processes somebody else starts (srun, kubectl)",
-        "jaxgoodput coordinate --num-processes N [options] -- srun python -m "
-        "jaxgoodput.launcher.worker train.py [args ...]",
+        "jaxgoodput coordinate --num-processes N [options] -- srun python -m jaxgoodput.launcher "
+        "train.py [args ...]",
         "Run a command that starts the N processes of one job, on any hosts, and let them find\n"
         "each other here while it runs. They read JAXGOODPUT_COORDINATOR and\n"
         "JAXGOODPUT_NUM_PROCESSES, which the command passes on, and their rank from\n"

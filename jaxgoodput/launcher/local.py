@@ -1,6 +1,6 @@
 """One job as several processes of this host: start, watch, pass signals on, leave nobody behind.
 
-    python train.py ...      ->   rank 0 .. N-1: python -m jaxgoodput.launcher.worker train.py ...
+    python train.py ...      ->   rank 0 .. N-1: python -m jaxgoodput.launcher train.py ...
 
 The coordination service lives here and not in a worker, so that no worker's death takes it along.
 Each worker leads a process group of its own: all of it goes when the worker goes.
@@ -17,7 +17,7 @@ from jaxgoodput.clock import Clock, SystemClock
 from jaxgoodput.launcher.supervise import SAVED, UsageError, supervise
 from jaxgoodput.launcher.worker import WorkerEnv, inherited_environ
 
-_SHIM = ("-m", "jaxgoodput.launcher.worker")
+_SHIM = ("-m", "jaxgoodput.launcher")
 _FLAGS = frozenset("-b -B -d -E -I -O -OO -P -q -s -S -u -v".split())
 _FLAGS_WITH_VALUE = frozenset(("-W", "-X"))
 
@@ -26,10 +26,10 @@ def shim_command(command: Sequence[str]) -> list[str]:
     """`command` with its Python script or module run through the worker shim.
 
     A bare `python` or a bare script becomes this interpreter; any other program stays as it is, and
-    its own Python code joins the job with `jaxgoodput.launcher.worker.initialize()`.
+    its own Python code joins the job with `jaxgoodput.initialize()`.
 
     >>> shim_command(["/opt/python3", "-u", "train.py", "--workdir=w"])
-    ['/opt/python3', '-u', '-m', 'jaxgoodput.launcher.worker', 'train.py', '--workdir=w']
+    ['/opt/python3', '-u', '-m', 'jaxgoodput.launcher', 'train.py', '--workdir=w']
 
     Raises:
         UsageError: there is no command, or Python is given no script (`-c`, `-`, or nothing).
@@ -151,7 +151,7 @@ def run_coordinated(
 ) -> int:
     """Serve a job of `num_processes` workers at `host:port` while `command` runs them.
 
-    `command` (such as `srun python -m jaxgoodput.launcher.worker train.py`) finds the address and
+    `command` (such as `srun python -m jaxgoodput.launcher train.py`) finds the address and
     the number in its environment; `host` is how the workers reach this one (default: its name);
     ranks come from whoever starts them. Signals and the exit code pass through as in `run_local`.
 

@@ -1,7 +1,7 @@
 """What one worker of a job is told, and its start: the package's only reader of the environment.
 
-    python -m jaxgoodput.launcher.worker train.py --workdir /tmp/run
-    python -m jaxgoodput.launcher.worker -m my.trainer --workdir /tmp/run
+    python -m jaxgoodput.launcher train.py --workdir /tmp/run
+    python -m jaxgoodput.launcher -m my.trainer --workdir /tmp/run
 
 joins the job that the environment describes and runs the script in this process as `__main__`; with
 no such variables it only runs the script. So a script needs no line of its own to be distributed.
@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 _PREFIX = "JAXGOODPUT_"
-_USAGE = "usage: python -m jaxgoodput.launcher.worker (SCRIPT | -m MODULE) [ARGS ...]"
+_USAGE = "usage: python -m jaxgoodput.launcher (SCRIPT | -m MODULE) [ARGS ...]"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,7 +228,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
         runpy.run_module(target, run_name="__main__", alter_sys=True)
     else:
         runpy.run_path(target, run_name="__main__")
-
-
-if __name__ == "__main__":
-    main()

@@ -12,7 +12,7 @@ from jaxgoodput import cli
 from jaxgoodput.launcher.local import run_local, shim_command
 from jaxgoodput.launcher.supervise import UsageError
 
-SHIM = ["-m", "jaxgoodput.launcher.worker"]
+SHIM = ["-m", "jaxgoodput.launcher"]
 
 
 @pytest.fixture
@@ -131,6 +131,7 @@ def test_processes_form_one_job(num_processes, devices, script):
         assert end.value(rank, "world") == f"{rank} of {num_processes}, {devices}"
         assert end.value(rank, "argv") == "['--workdir', 'w', '--', '-x']"
         assert "error" in end.lines(rank, "err")
+        assert not any("Warning" in line for line in end.lines(rank, "err")), end
 
 
 @pytest.mark.multihost
