@@ -52,6 +52,16 @@ _ADAPTIVE_STATES = (
 _COUNTED_NAMES = ("ScaleByRmsWithCountState", "ScaleByRStdDevWithCountState")  # not exported
 
 
+def is_adam_like(opt_state: PyTree) -> bool:
+    """Whether the optimizer divides by a moving average of squared gradients, as Adam does.
+
+    Adagrad does not: its sum only grows and is tiny for rare embedding rows, so that their noise,
+    divided by it, drowns everything else (a recommender's noise scale came out 100 times too large).
+    """
+    leaves = jax.tree.leaves(opt_state, is_leaf=_is_adaptive)
+    return any(_is_adaptive(n) and not isinstance(n, optax.ScaleByRssState) for n in leaves)
+
+
 def _is_adaptive(node: Any) -> bool:
     return isinstance(node, _ADAPTIVE_STATES) or type(node).__name__ in _COUNTED_NAMES
 

@@ -23,7 +23,7 @@ from jaxgoodput.goodput.perf import Placement
 from jaxgoodput.goodput.search import BatchConfig, BatchLimits
 from jaxgoodput.train import hooks as hooking
 from jaxgoodput.train.config import Config
-from jaxgoodput.train.control import Requests
+from jaxgoodput.train.control import DEPTH, Requests
 from jaxgoodput.train.events import StepEnd, TuneEnd, Window
 from jaxgoodput.train.timing import TimingKey, TimingTable
 from jaxgoodput.train.tune import Caution, statistics_cadence
@@ -32,7 +32,7 @@ from jaxgoodput.train.watcher import Result
 
 UNKNOWN = math.nan
 PROBE_STEPS = 8  # at a size that is being tried
-FIRST_CADENCE = 4  # both kinds of step are seen, so that their costs can be compared
+FIRST_CADENCE = 4  # once the noise is known: both kinds of step are seen, so that their costs can be compared
 
 
 class Analyst:
@@ -71,7 +71,7 @@ class Analyst:
         self._lock = threading.Lock()
         self._table = TimingTable()
         self._fit: PerfFit | None = None
-        self._every = config.statistics_every or FIRST_CADENCE
+        self._every = config.statistics_every or 1  # until the noise is known
         self._changed_at = 0
         self._switches_s: list[float] = []
         self._steps_seen = 0
@@ -82,6 +82,7 @@ class Analyst:
         self._latest: Result | None = None
         self._disturbed = False
         self._probing = False
+        self._pending = 0  # the step until which a posted change may still be on its way
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._tuner = Tuner(self._queue.put, on_error)
         self._thread = threading.Thread(target=self._run, name="jaxgoodput-analyst", daemon=True)
@@ -153,10 +154,12 @@ class Analyst:
         ticket, metrics = result.ticket, result.metrics
         finite = bool(metrics["finite"])
         if ticket.config != self._current:
-            self._current, self._changed_at = ticket.config, ticket.step
+            self._current, self._changed_at, self._pending = ticket.config, ticket.step, 0
             self._switches_s = self._switches_s[-8:]
-            if self._config.statistics_every is None and self._every < FIRST_CADENCE:
-                self._set_cadence(FIRST_CADENCE)
+        known = not math.isnan(metrics["cautious_sqr"])
+        plain = self._table.count(self._key(ticket.config, measured=False))
+        if self._config.statistics_every is None and self._every == 1 and known and plain < 3:
+            self._set_cadence(FIRST_CADENCE)
         key = self._key(ticket.config, ticket.measured)
         if ticket.timed and finite:
             with self._lock:
@@ -193,11 +196,19 @@ class Analyst:
     def _is_tune_due(self, now: float, step: int) -> bool:
         if self._steps_seen < self._config.warm_up_steps or self._tuner.is_busy:
             return False
+        if step < self._pending:
+            return False  # the loop has not taken up the last change yet
+        assert self._latest is not None
+        since_change = step - self._changed_at
         if self._probing:
-            return step - self._changed_at >= PROBE_STEPS
+            return since_change >= PROBE_STEPS
+        if self._last_tune_step < self._changed_at:
+            return since_change >= self._config.dwell_steps  # it may want to go further
+        unknown = self._fit is None or math.isnan(self._latest.metrics["cautious_sqr"])
         return (
             now - self._last_tune_s >= self._config.tune_every_s
             or step - self._last_tune_step >= self._config.tune_every_steps
+            or (unknown and step - self._last_tune_step >= self._config.warm_up_steps)
         )
 
     def _ask(self, now: float, step: int) -> None:
@@ -243,6 +254,7 @@ class Analyst:
                 num_micro_batches=verdict.config.num_micro_batches,
             )
             self._probing = math.isnan(verdict.goodput)
+            self._pending = self._steps_ahead()
             logging.info("step %d: %s", question.step, verdict.reason)
         elif self._probing and question.current == self._current:
             self._probing = False
@@ -263,6 +275,10 @@ class Analyst:
                 switched=switched,
             ),
         )
+
+    def _steps_ahead(self) -> int:
+        assert self._latest is not None
+        return self._latest.ticket.step + 10 * DEPTH
 
     def _set_cadence(self, every: int) -> None:
         with self._lock:

@@ -31,6 +31,7 @@ class Config:
 
     rule: Rule | None = None  # learning-rate gain; None: adam_scale for Adam-like, else adascale
     smoothing: float = 0.999  # of the noise statistics, per base step
+    preconditioned: bool | None = None  # measure noise after Adam's division; None: for Adam-like
     policy: str = "goodput"  # "fixed" keeps `batch.base` as the global batch
     fixed_tolerance: float = 0.0  # "fixed": how far the global batch may be from the base, relative
     compute_dtype: str | None = None  # "bfloat16": compute in it, masters stay as `init` made them

@@ -3,7 +3,7 @@
 import importlib.util
 import math
 import sys
-from typing import Any, TextIO
+from typing import Any
 
 from absl import logging
 
@@ -16,16 +16,17 @@ from jaxgoodput.train.tensorboard import describe
 class Console:
     """Shows a run's progress; for process 0, called from one background thread.
 
-    `total_base_steps` is the length of the run (None where only the ETA tells). On a terminal with
-    rich installed `stream` gets a progress bar; elsewhere a line at most every `every_s` seconds,
-    through absl's log where that shows information, else straight to `stream` (default: stderr).
+    `stream` is a text stream, `total_base_steps` the length of the run (None where only the ETA
+    tells). On a terminal with rich installed `stream` gets a progress bar; elsewhere a line at most
+    every `every_s` seconds, through absl's log where that shows information, else straight to
+    `stream` (default: stderr).
     """
 
     def __init__(
         self,
         clock: Clock,
         total_base_steps: float | None,
-        stream: TextIO | None = None,
+        stream: Any = None,
         *,
         every_s: float = 10.0,
     ):
@@ -128,7 +129,7 @@ def _facts(event: Window, *, short: bool = False) -> str:
     return " | ".join(facts)
 
 
-def _bar(stream: TextIO) -> Any:
+def _bar(stream: Any) -> Any:
     if importlib.util.find_spec("rich") is None:
         return None
     from rich.console import Console as RichConsole

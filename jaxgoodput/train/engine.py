@@ -410,7 +410,10 @@ class Engine:
                 measure=groups_measured,
             )
             # One psum of the whole tree: XLA makes a single all-reduce of it.
-            total = pure.from_reduced(jax.lax.psum(pure.to_reduce(sums), DATA_AXIS), sums)
+            total = pure.to_reduce(sums)
+            if self.layout.num_replicas > 1:
+                total = jax.lax.psum(total, DATA_AXIS)
+            total = pure.from_reduced(total, sums)
             state, remembered, metrics = pure.update(
                 self.problem,
                 state,

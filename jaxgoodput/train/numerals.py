@@ -3,7 +3,7 @@
 import math
 
 
-def compact(value: float | None, *, digits: int = 3) -> str:
+def compact(value: float | int | None, *, digits: int = 3) -> str:
     """Three significant digits, or `digits`, with k, M or G; '-' for unknown.
 
     >>> [compact(x) for x in (0.0123, 7, 512, 1024, 15_300.0, 2.5e6, float("nan"))]
@@ -21,7 +21,7 @@ def compact(value: float | None, *, digits: int = 3) -> str:
     return f"{value:.{digits}g}"
 
 
-def seconds(value: float | None) -> str:
+def seconds(value: float | int | None) -> str:
     """A short time with its unit; '-' for unknown.
 
     >>> [seconds(x) for x in (0.0000021, 0.0123, 4.5, 192.0, 7265.0, float("nan"))]

@@ -135,7 +135,8 @@ def _heat_map_raster(percent, title, x_label, x_ticks, y_label, y_ticks, marks) 
         canvas.text(left - 8, y0 + cell_h / 2, y_ticks[row], align="right")
         for column in range(columns):
             x0 = left + column * cell_w
-            canvas.rectangle(x0, y0, x0 + cell_w - 1, y0 + cell_h - 1, tuple(colours[row, column]))
+            red, green, blue = (int(channel) for channel in colours[row, column])
+            canvas.rectangle(x0, y0, x0 + cell_w - 1, y0 + cell_h - 1, (red, green, blue))
             value = percent[row, column]
             if math.isfinite(value) and cell_w >= 26 and cell_h >= 12:
                 colour = BLACK if shade[row, column] > 0.6 else WHITE

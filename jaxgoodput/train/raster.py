@@ -6,10 +6,12 @@ y) in pixels from the upper left; colours are (red, green, blue) in 0..255.
 
 import struct
 import zlib
+from typing import TypeAlias
 
 import numpy as np
 
 Colour = tuple[int, int, int]
+Pixels: TypeAlias = float | int  # the type checker of the tests tells the two apart
 
 WHITE: Colour = (255, 255, 255)
 BLACK: Colour = (32, 33, 36)
@@ -59,13 +61,13 @@ class Canvas:
         """Pixels down."""
         return self.pixels.shape[0]
 
-    def rectangle(self, x0: float, y0: float, x1: float, y1: float, colour: Colour) -> None:
+    def rectangle(self, x0: Pixels, y0: Pixels, x1: Pixels, y1: Pixels, colour: Colour) -> None:
         """Fill the pixels x0 <= x < x1, y0 <= y < y1."""
         columns = slice(max(round(x0), 0), max(round(x1), 0))
         self.pixels[max(round(y0), 0) : max(round(y1), 0), columns] = colour
 
     def frame(
-        self, x0: float, y0: float, x1: float, y1: float, colour: Colour, width: int = 1
+        self, x0: Pixels, y0: Pixels, x1: Pixels, y1: Pixels, colour: Colour, width: int = 1
     ) -> None:
         """The border of that rectangle, drawn inwards."""
         self.rectangle(x0, y0, x1, y0 + width, colour)
@@ -75,10 +77,10 @@ class Canvas:
 
     def line(
         self,
-        x0: float,
-        y0: float,
-        x1: float,
-        y1: float,
+        x0: Pixels,
+        y0: Pixels,
+        x1: Pixels,
+        y1: Pixels,
         colour: Colour,
         *,
         width: int = 1,
@@ -107,7 +109,7 @@ class Canvas:
             cover = np.where((along / dash).astype(int) % 2, 0.0, cover)
         self._blend(left, top, cover, colour)
 
-    def disc(self, x: float, y: float, radius: float, colour: Colour) -> None:
+    def disc(self, x: Pixels, y: Pixels, radius: Pixels, colour: Colour) -> None:
         """A filled circle, smoothed at its edge."""
         left, top = max(int(x - radius) - 1, 0), max(int(y - radius) - 1, 0)
         right, bottom = min(int(x + radius) + 2, self.width), min(int(y + radius) + 2, self.height)
@@ -119,8 +121,8 @@ class Canvas:
 
     def text(
         self,
-        x: float,
-        y: float,
+        x: Pixels,
+        y: Pixels,
         text: str,
         colour: Colour = BLACK,
         *,

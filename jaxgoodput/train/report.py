@@ -114,7 +114,7 @@ def _number(value: Any) -> float:
     return math.nan if value is None else float(value)
 
 
-def _mean(pairs: Iterable[tuple[float, float]]) -> float:
+def _mean(pairs: Iterable[tuple[float, int]]) -> float:
     """The mean of (value, weight) pairs, unknown values left out."""
     known = [(v, w) for v, w in pairs if math.isfinite(v) and w > 0]
     total = sum(w for _, w in known)

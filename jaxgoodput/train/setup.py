@@ -17,8 +17,9 @@ from jax.sharding import AxisType, Mesh
 
 from jaxgoodput.data.sources import Source, abstract_sample, as_source
 from jaxgoodput.goodput.search import BatchConfig, BatchLimits
-from jaxgoodput.optim import noise, rules
+from jaxgoodput.optim import rules
 from jaxgoodput.optim.adaptive import adaptive
+from jaxgoodput.optim.preconditioner import is_adam_like
 from jaxgoodput.parallel.strategy import DATA_AXIS, Layout, Strategy
 from jaxgoodput.train import memory
 from jaxgoodput.train.config import Config
@@ -82,13 +83,7 @@ def problem(trainer: "Trainer") -> Problem:
     kept = params if mask is None else split(params, mask)[0]
     if not jax.tree.leaves(kept):
         raise ValueError("there is nothing to train: init() has no leaf that trainable() allows.")
-    adam_like = (
-        jax.eval_shape(
-            lambda p: noise.preconditioner(tx.init(p), p),
-            kept,
-        )
-        is not None
-    )
+    adam_like = is_adam_like(jax.eval_shape(tx.init, kept))
     rule = config.rule
     if rule is None:
         rule = rules.adam_scale if adam_like else rules.adascale
@@ -115,7 +110,7 @@ def problem(trainer: "Trainer") -> Problem:
         base_batch_size=config.batch.base,
         trainable=trainable,
         labels=labels,
-        preconditioned=adam_like,
+        preconditioned=adam_like if config.preconditioned is None else config.preconditioned,
         compute_dtype=None if config.compute_dtype is None else jnp.dtype(config.compute_dtype),
     )
 

@@ -118,18 +118,33 @@ def _weighted(out: Any, mask: Array) -> tuple[Array, Array, dict[str, Array]]:
 
     def total(value: Any) -> Array:
         value = jnp.asarray(value, jnp.float32)
-        # `where`, not a product: padding may hold anything, and 0 * inf is not 0.
-        return jnp.sum(jnp.where(mask > 0, value, 0.0)) if value.ndim else value * samples
+        # `where`, not a product: 0 * inf is not 0.
+        if value.ndim:
+            return jnp.sum(jnp.where(mask > 0, value, 0.0))
+        return jnp.where(samples > 0, value * samples, 0.0)
+
+    def whole(value: Any) -> Array:
+        value = jnp.asarray(value, jnp.float32)
+        return total(value) if value.ndim else jnp.where(samples > 0, value, 0.0)
 
     if isinstance(out, Loss):
-        per_sample = jnp.ndim(out.sum) == 1
-        sum_, weight = (
-            (total(out.sum), total(out.weight))
-            if per_sample
-            else (jnp.asarray(out.sum, jnp.float32), jnp.asarray(out.weight, jnp.float32))
-        )
-        return sum_, weight, {name: total(value) for name, value in out.aux.items()}
+        aux = {name: total(value) for name, value in out.aux.items()}
+        return whole(out.sum), whole(out.weight), aux
     return total(out), samples, {}
+
+
+def _without_padding(batch: PyTree, mask: Array) -> PyTree:
+    """The batch with a real sample in place of padding, which may hold anything.
+
+    Leaving a padded loss out of the sum is not enough: its gradient is 0 times whatever the padding
+    makes of the backward pass, and 0 * inf is not 0.
+    """
+    real = jnp.argmax(mask)
+
+    def fill(x: Array) -> Array:
+        return jnp.where(mask.reshape(-1, *(1,) * (x.ndim - 1)) > 0, x, x[real][None])
+
+    return jax.tree.map(fill, batch)
 
 
 def local_sums(
@@ -149,6 +164,7 @@ def local_sums(
     `measure=False` leaves the noise moment at 0 and saves one pass over the gradient.
     """
     kept, rest = split(params, problem.mask(params))
+    batch = _without_padding(batch, mask)
 
     def objective(kept: PyTree):
         out, new_state = problem.loss_and_state(combine(kept, rest), model_state, batch, key)
@@ -160,30 +176,42 @@ def local_sums(
     weight = jax.lax.stop_gradient(weight)
     if measure:
         norms = noise.squared_norms(
-            grads, labels=problem.labels, preconditioner=scale if scale != () else None
+            grads,
+            labels=problem.labels,
+            preconditioner=None if isinstance(scale, tuple) and not scale else scale,
         )
         norms = jnp.where(weight > 0, norms / jnp.where(weight > 0, weight, 1.0), 0.0)
     else:
         norms = jnp.zeros((problem.num_labels(kept),), jnp.float32)
+    samples = jnp.sum(mask)
     return Sums(
         grads=grads,
         loss=total,
         weight=weight,
-        samples=jnp.sum(mask),
+        samples=samples,
         groups=(weight > 0).astype(jnp.float32),
         norms=norms,
         aux=aux,
-        model_state=new_state,
+        model_state=_advance(model_state, new_state, samples),
+    )
+
+
+def _advance(old: PyTree, new: PyTree, samples: Array) -> PyTree:
+    """The new model state; floating leaves only where the micro-batch held any real sample.
+
+    Others (counters, keys) move on with every micro-batch, so that they stay alike on all replicas.
+    """
+    return jax.tree.map(
+        lambda a, b: jnp.where(samples > 0, b, a) if jnp.issubdtype(b.dtype, jnp.floating) else b,
+        old,
+        new,
     )
 
 
 def merge(old: Sums, new: Sums) -> Sums:
-    """Two micro-batches of one replica as one; the later model state where it saw any sample."""
+    """Two micro-batches of one replica as one; the later one went on from the other's model state."""
     summed = jax.tree.map(jnp.add, _summable(old), _summable(new))
-    model_state = jax.tree.map(
-        lambda a, b: jnp.where(new.samples > 0, b, a), old.model_state, new.model_state
-    )
-    return Sums(**summed, model_state=model_state)
+    return Sums(**summed, model_state=new.model_state)
 
 
 def _summable(sums: Sums) -> dict[str, Any]:
@@ -205,7 +233,7 @@ def to_reduce(sums: Sums, control: Array | None = None) -> PyTree:
     and are not exchanged. `control` is an agreement vector that rides along.
     """
     floats = [
-        x.astype(jnp.float32) * sums.samples
+        jnp.where(sums.samples > 0, x.astype(jnp.float32) * sums.samples, 0.0)
         for x in jax.tree.leaves(sums.model_state)
         if jnp.issubdtype(x.dtype, jnp.floating)
     ]

@@ -1,0 +1,275 @@
+"""What adaptivity costs a step: `Trainer.fit` against a hand-written jitted optax loop, paired.
+
+    python benchmarks/step_overhead.py                # the table in BUILD_NOTES.md, about 8 minutes
+    python benchmarks/step_overhead.py --only "cnn:1"
+
+Each row is a process of its own (the number of virtual devices is fixed at start). Inside it the
+loops take turns, round by round: the hand-written loop; the engine's step without statistics, with
+statistics, both driven by a bare loop; and `fit`. Ratios are formed within a round; the table gives
+their median and range. XLA's cost analysis compares flops, and the HLO text collectives.
+"""
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+from absl import app, flags
+
+FLAGS = flags.FLAGS
+flags.DEFINE_string("only", "", "One row, 'model:devices'.")
+flags.DEFINE_integer("rounds", 7, "Turns of each loop.")
+flags.DEFINE_integer("steps", 12, "Timed steps of a turn.")
+flags.DEFINE_bool("worker", False, "Internal: measure one row and print it as JSON.")
+
+# model, devices, samples per device, what the issue asks for (at most)
+ROWS = (
+    ("cnn", 1, 32, 1.02),
+    ("byte LM", 1, 8, 1.02),
+    ("cnn", 8, 16, 1.05),
+    ("byte LM", 8, 4, 1.05),
+    ("recommender", 1, 8192, 1.05),
+)
+WARM = 4  # untimed steps of a turn
+
+
+def measure(name: str, num_devices: int, per_device: int) -> dict:
+    """One row, in this process."""
+    import jax
+
+    if jax.default_backend() == "cpu":
+        assert len(jax.devices()) >= num_devices
+    import jax.numpy as jnp
+    import numpy as np
+    import optax
+    from models import made
+
+    from jaxgoodput import BatchLimits, Config, Hook
+    from jaxgoodput.data.sources import as_source
+    from jaxgoodput.train import setup
+
+    devices = jax.devices()[:num_devices]
+    base = per_device * num_devices
+    many = 1_000_000
+
+    def config(workdir: str, **changes) -> Config:
+        return Config(
+            workdir=workdir,
+            batch=BatchLimits(base=base, max=base),
+            base_steps=many,
+            policy="fixed",
+            accumulate=False,
+            progress=False,
+            tensorboard=True,
+            save_at_end=False,
+            window_s=1.0,
+            **{"statistics_every": 1, **changes},
+        )
+
+    trainer = made(name, config("/tmp"), devices=devices)
+    source = as_source(trainer.dataset())
+    where = setup.place(devices)
+    engine = setup.engine(trainer, source, where)
+    engine.compile([per_device], accumulate=False)
+    rng = np.random.default_rng(0)
+    batches = [source.batch(rng.integers(0, len(source), base)) for _ in range(8)]
+    mask = jax.device_put(np.ones(base, np.float32), where.layout.batch_sharding)
+    tx = trainer.optimizer()
+
+    # The loop a careful user would write: one jitted step, donated, batches put ahead of use.
+    def hand_step(params, opt_state, batch):
+        loss, grads = jax.value_and_grad(trainer.mean_loss)(params, batch)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    replicated, sharded = where.layout.replicated, where.layout.batch_sharding
+    params = jax.jit(trainer.init, out_shardings=replicated)(jax.random.key(0))
+    opt_state = jax.jit(tx.init, out_shardings=replicated)(params)
+    hand = (
+        jax.jit(hand_step, donate_argnums=(0, 1), out_shardings=replicated)
+        .lower(params, opt_state, jax.device_put(batches[0], sharded))
+        .compile()
+    )
+
+    def turn(step, total: int) -> float:
+        """Seconds per step: dispatch one ahead, wait for the step before."""
+        pending, start = None, 0.0
+        for i in range(WARM + total):
+            if i == WARM:
+                jax.block_until_ready(pending)
+                start = time.perf_counter()
+            done = step(jax.device_put(batches[i % len(batches)], sharded))
+            if pending is not None and i != WARM:
+                jax.block_until_ready(pending)
+            pending = done
+        jax.block_until_ready(pending)
+        return (time.perf_counter() - start) / total
+
+    hand_state = [params, opt_state]
+
+    def by_hand(batch):
+        *hand_state[:], loss = hand(*hand_state, batch)
+        return loss
+
+    engine_state = [engine.init(jax.random.key(0)), None]
+
+    def by_engine(measured: bool):
+        def step(batch):
+            previous = engine_state[1] if measured else None
+            state, metrics, engine_state[1] = engine.step(
+                engine_state[0], None, batch, mask, measure=measured, previous=previous
+            )
+            engine_state[0] = state
+            return metrics
+
+        return step
+
+    class Stopwatch(Hook):
+        def __init__(self, total: int, skip: int):
+            self.times, self.total, self.skip, self.every = [], total, skip, []
+            self.trainer = None
+
+        def on_step_end(self, event):
+            self.times.append(time.perf_counter())
+            if len(self.times) == self.skip + self.total + 1:
+                self.trainer.finish()
+
+        def on_tune_end(self, event):
+            self.every.append(event.verdict.statistics_every)
+
+        @property
+        def per_step(self) -> float:
+            return (self.times[self.skip + self.total] - self.times[self.skip]) / self.total
+
+    def by_fit(total: int, skip: int, **changes) -> Stopwatch:
+        watch = Stopwatch(total, skip)
+        with tempfile.TemporaryDirectory() as workdir:
+            job = made(
+                name,
+                config(workdir, compilation_cache=cache, **changes),
+                devices=devices,
+                hooks=[watch],
+            )
+            watch.trainer = job
+            job.fit()
+        return watch
+
+    cache = tempfile.mkdtemp()
+    rounds = {"hand": [], "plain": [], "statistics": [], "fit": []}
+    cheap = name == "recommender"
+    if cheap:
+        rounds["fit, always on"] = []
+    cadences = []
+    steps = FLAGS.steps * (8 if cheap else 1)
+    for turn_number in range(FLAGS.rounds + 1):
+        took = {
+            "hand": turn(by_hand, steps),
+            "plain": turn(by_engine(False), steps),
+            "statistics": turn(by_engine(True), steps),
+        }
+        if cheap:
+            took["fit, always on"] = by_fit(steps, 20).per_step
+            # Long enough for the tuner to see both kinds of step and settle.
+            watch = by_fit(
+                steps, 250, statistics_every=None, tune_every_steps=60, warm_up_steps=20
+            )
+            took["fit"] = watch.per_step
+            cadences += watch.every[-1:]
+        else:
+            took["fit"] = by_fit(steps, 2 * WARM).per_step
+        again = turn(by_hand, steps)
+        took["hand"] = (took["hand"] + again) / 2  # before and after: drift cancels
+        if turn_number:  # the first turn warms everything up
+            for part, seconds in took.items():
+                rounds[part].append(seconds)
+
+    measured = "step_paired" if engine.num_replicas == 1 else "step_measured"
+    mine, theirs = engine.cost(measured, per_device), hand.cost_analysis()
+    theirs = theirs[0] if isinstance(theirs, list) else theirs
+
+    def collectives(text: str) -> int:
+        return sum(
+            line.count(f" {kind}(") + line.count(f" {kind}-start(")
+            for line in text.splitlines()
+            for kind in ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
+        )
+
+    params_count = sum(x.size for x in jax.tree.leaves(hand_state[0]))
+    return {
+        "device": jax.devices()[0].device_kind,
+        "rounds": rounds,
+        "gflop_per_device": theirs["flops"] / 1e9,
+        "flops_ratio": mine["flops"] / theirs["flops"],
+        "bytes_ratio": mine["bytes accessed"] / theirs["bytes accessed"],
+        "collectives": [collectives(hand.as_text()), collectives(engine.text(measured, per_device))],
+        "parameters": int(params_count),
+        "cadence": cadences[-1] if cadences else 1,
+        "dtype": str(jnp.float32.dtype),
+    }
+
+
+def ratio(rounds: dict, part: str, of: str = "hand") -> str:
+    """Median and range of the ratios within rounds."""
+    values = [a / b for a, b in zip(rounds[part], rounds[of], strict=True)]
+    return f"{statistics.median(values):.3f} ({min(values):.3f}-{max(values):.3f})"
+
+
+def main(argv):
+    """Run the rows and print the table."""
+    del argv
+    chosen = [r for r in ROWS if FLAGS.only in ("", f"{r[0]}:{r[1]}")]
+    if FLAGS.worker:
+        name, num_devices, per_device, _ = chosen[0]
+        print(json.dumps(measure(name, num_devices, per_device)))
+        return
+    lines = []
+    for name, num_devices, per_device, most in chosen:
+        # The number of devices must be set before jax starts, hence a process per row.
+        script = (
+            "import jax, sys; sys.argv = sys.argv[1:]\n"
+            "if sys.argv.pop(1) != '1': jax.config.update('jax_num_cpu_devices', 8)\n"
+            "import runpy; runpy.run_path(sys.argv[0], run_name='__main__')"
+        )
+        done = subprocess.run(
+            [
+                sys.executable,
+                "-c",
+                script,
+                __file__,
+                str(num_devices),
+                f"--only={name}:{num_devices}",
+                "--worker",
+                f"--rounds={FLAGS.rounds}",
+                f"--steps={FLAGS.steps}",
+            ],
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+        )
+        row = json.loads(done.stdout.splitlines()[-1])
+        rounds = row["rounds"]
+        hand_ms = statistics.median(rounds["hand"]) * 1e3
+        extra = (
+            f"; always on {ratio(rounds, 'fit, always on')}; cadence {row['cadence']}"
+            if "fit, always on" in rounds
+            else ""
+        )
+        lines.append(
+            f"{name:12} {num_devices:>2} x {per_device:<5} {hand_ms:8.1f} "
+            f"{row['gflop_per_device']:7.2f}  {ratio(rounds, 'fit'):22} <= {most:4.2f}  "
+            f"{ratio(rounds, 'plain'):22} {ratio(rounds, 'statistics'):22} "
+            f"{row['flops_ratio']:.4f} {row['bytes_ratio']:.3f} "
+            f"{row['collectives'][0]}/{row['collectives'][1]}{extra}"
+        )
+        print(lines[-1], file=sys.stderr)
+    print(
+        f"{'model':12} {'devices':>10} {'hand ms':>8} {'GFLOP':>7}  {'fit / hand':22} {'asked':7}  "
+        f"{'step / hand':22} {'step+stats / hand':22} flops  bytes collectives"
+    )
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    app.run(main)
