@@ -1,0 +1,134 @@
+"""python examples/recommender.py --workdir /tmp/recommender
+
+Trains a recommender with 7.5 million parameters, nearly all of them in embedding tables, to tell which function of
+Python's standard library uses which identifier. Expect test AUC 0.92 (popularity alone: 0.69) after 1.2 to 2 million
+samples: about half a minute on two CPU cores. The first run parses the library, some 15 s more.
+
+Every update passes over all tables whatever the batch, so large batches run up to seven times as many samples per
+second; but the larger the batch, the less each of its samples teaches. Started at 512, the batch grows within
+seconds to where the product of both is largest. `tensorboard --logdir /tmp/recommender` shows it happen.
+"""
+
+import pathlib
+
+import corpora
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from absl import app, flags
+
+import jaxgoodput as jg
+
+WORKDIR = flags.DEFINE_string("workdir", None, "where checkpoints and the dashboard go", required=True)
+SET = flags.DEFINE_multi_string("set", [], "changes to the configuration, such as batch.max=4096")
+
+DIM = 16
+OWN = {"function": None, "item": None, "file": None, "name": 2**14, "scope": None}  # None: a row per value
+CROSSED = (("file", "item"), ("scope", "item"), ("name", "item"))
+CROSSED_BITS = 17
+NUM_TABLES = len(OWN) + len(CROSSED)
+TARGET_AUC = 0.92
+
+
+def default_config(workdir: str) -> jg.Config:
+    return jg.Config(
+        workdir=workdir,
+        batch=jg.BatchLimits(base=512, max=32768),
+        base_steps=3000,
+        rule=jg.rules.square_root,
+        tune_every_s=0.5,
+        eval_every_base_steps=500,
+        eval_micro_batch_size=8192,
+    )
+
+
+class Recommender(jg.Trainer):
+    """A small DLRM (Naumov et al. 2019): embeddings, their dot products, and two dense layers."""
+
+    def __init__(self, config, **kwargs):
+        super().__init__(config, **kwargs)
+        self.data = corpora.identifier_use(pathlib.Path(config.workdir).parent / "corpora")
+        sizes = [limit or self.data.sizes[column] for column, limit in OWN.items()]
+        sizes += [2**CROSSED_BITS] * len(CROSSED)
+        self.first_row = np.cumsum([0, *sizes])  # all tables are one array, one below the other
+
+    def init(self, key):
+        keys = jax.random.split(key, 4)
+        pairs = NUM_TABLES * (NUM_TABLES - 1) // 2
+        return {
+            "tables": 0.01 * jax.random.normal(keys[0], (int(self.first_row[-1]), DIM)),
+            "hidden": [_dense(keys[1], pairs + NUM_TABLES * DIM, 64), _dense(keys[2], 64, 32)],
+            "output": _dense(keys[3], 32, 1),
+        }
+
+    def rows(self, batch):
+        """Which row of each table a sample reads, `int32 [batch, tables]`."""
+        columns = [batch[column] % (limit or 2**31 - 1) for column, limit in OWN.items()]
+        for a, b in CROSSED:
+            columns.append((_mix(batch[a], batch[b]) >> (32 - CROSSED_BITS)).astype(jnp.int32))
+        return jnp.stack(columns, axis=1) + jnp.asarray(self.first_row[:-1], jnp.int32)[None]
+
+    def logits(self, params, batch):
+        embedded = params["tables"][self.rows(batch)]
+        products = jnp.einsum("bid,bjd->bij", embedded, embedded)
+        upper = products[:, *np.triu_indices(NUM_TABLES, 1)]
+        x = jnp.concatenate([embedded.reshape(len(embedded), -1), upper], axis=1)
+        for layer in params["hidden"]:
+            x = jax.nn.relu(_apply(layer, x))
+        return _apply(params["output"], x)[:, 0]
+
+    def loss(self, params, batch, key):
+        del key
+        return optax.sigmoid_binary_cross_entropy(self.logits(params, batch), batch["label"])
+
+    def optimizer(self):
+        # The accumulator's usual start of 0.1 is huge beside squared mean gradients of embeddings.
+        return optax.adagrad(0.05, initial_accumulator_value=1e-7)
+
+    def dataset(self):
+        return self.data.train
+
+    def eval_dataset(self):
+        return self.data.test
+
+    def metrics(self, params, batch):
+        return {"score": self.logits(params, batch), "label": batch["label"]}
+
+    def summarize(self, outputs):
+        return {"auc": auc(outputs["score"], outputs["label"])}
+
+
+def auc(score: np.ndarray, label: np.ndarray) -> float:
+    """The chance that a use scores above a negative: the area under the ROC curve."""
+    rank = np.empty(len(score))
+    rank[np.argsort(score, kind="stable")] = np.arange(len(score))
+    uses = int(label.sum())
+    return float((rank[label == 1].sum() - uses * (uses - 1) / 2) / (uses * (len(label) - uses)))
+
+
+def _mix(a, b):
+    """A hash of two integers, `uint32`."""
+    x = a.astype(jnp.uint32) * jnp.uint32(0x9E3779B1) ^ b.astype(jnp.uint32) * jnp.uint32(0x85EBCA77)
+    x = (x ^ (x >> 15)) * jnp.uint32(0x2C1B3C6D)
+    return x ^ (x >> 13)
+
+
+def _dense(key, num_inputs: int, num_outputs: int):
+    scale = np.sqrt(2 / num_inputs).astype(np.float32)
+    weights = scale * jax.random.normal(key, (num_inputs, num_outputs))
+    return {"weights": weights, "bias": jnp.zeros((1, num_outputs))}
+
+
+def _apply(layer, x):
+    return x @ layer["weights"] + layer["bias"]
+
+
+def main(_):
+    trainer = Recommender(jg.with_overrides(default_config(WORKDIR.value), SET.value))
+    state = trainer.fit()
+    print(f"test AUC {trainer.evaluate(state)['auc']:.4f}, expected {TARGET_AUC} or more")
+
+
+if __name__ == "__main__":
+    app.run(main)
