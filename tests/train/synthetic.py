@@ -1,6 +1,7 @@
 """A planted run: the events that a trainer would send, from a model whose parameters are known."""
 
 import math
+from typing import Any
 
 import numpy as np
 
@@ -131,7 +132,7 @@ def window(step, progress, samples, config=START, *, num_steps=10, known=True, s
     )
     efficiency = float(model.efficiency(config.global_batch_size))
     throughput = config.global_batch_size / (predicted_s * slow)
-    fields = dict(
+    fields: dict[str, Any] = dict(
         step=step,
         progress=progress,
         samples=samples,

@@ -87,7 +87,7 @@ def test_a_cut_anywhere_costs_at_most_the_cut_line(tmp_path, cut, more):
     clock = FakeClock()
     writer = Journal(tmp_path, clock=clock)
     for step in range(1, 9):
-        writer.write(EvalEnd(step=step, progress=0.0, seconds=1.0, metrics={"ä|\n": step}))
+        writer.write(EvalEnd(step=step, progress=0.0, seconds=1.0, metrics={"ä|\n": float(step)}))
     writer.close()
     data = path.read_bytes()
     path.write_bytes(data[:cut])
@@ -152,12 +152,12 @@ def test_a_full_disk_costs_lines_not_the_run(tmp_path, clock, monkeypatch, caplo
             return self.file.write(taken)
 
     file = writer._file
-    writer._file = Full(file)
+    monkeypatch.setattr(writer, "_file", Full(file))
     with caplog.at_level("WARNING", logger="absl"):
         writer.write(Checkpoint(step=1, seconds=0.1))
         writer.write(Checkpoint(step=2, seconds=0.1))
     assert "Training goes on" in caplog.text
-    writer._file = file
+    monkeypatch.undo()
     writer.write(Checkpoint(step=3, seconds=0.1))
     writer.close()
     back = journal.read(tmp_path / journal.FILE_NAME, on_torn=lambda number, text: None)

@@ -32,7 +32,7 @@ def planted(tmp_path, clock):
     large = BatchConfig(micro_batch_size=32, num_micro_batches=2, num_replicas=8)
     writer = Journal(tmp_path, clock=clock)
     writer.write(synthetic.fit_start())
-    samples = 0
+    samples = at_checkpoint = 0
     for step in range(10, 451, 10):
         config = synthetic.START if step <= 100 else large
         samples += 10 * config.global_batch_size

@@ -5,16 +5,15 @@ import math
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import urllib.parse
-import urllib.request
 
 import eventreader
 import numpy as np
 import pytest
 import synthetic
+import tensorboard_server
 
 from jaxgoodput.clock import FakeClock, SystemClock
 from jaxgoodput.train import eventfile
@@ -99,6 +98,22 @@ def test_the_unknown_is_a_gap_but_a_loss_of_nan_is_shown(tmp_path, clock):
     assert run["train/bad_name_"] == [(10, 1.0)]
 
 
+def test_a_margin_chart_has_its_three_curves_at_the_same_steps(tmp_path, clock):
+    """TensorBoard shows an error instead of the chart otherwise."""
+    dashboard = Dashboard(tmp_path, clock=clock)
+    dashboard.on_fit_start(synthetic.fit_start())
+    nan = math.nan
+    dashboard.on_window(synthetic.window(10, 1.0, 64, predicted_error=nan))
+    dashboard.on_window(synthetic.window(20, 1.0, 64, goodput_predicted=nan))
+    dashboard.on_window(synthetic.window(30, 1.0, 64, predicted_step_s=nan))
+    dashboard.on_window(synthetic.window(40, 1.0, 64))
+    dashboard.close()
+    run = eventreader.scalars(tmp_path / "tensorboard")
+    for (_, _, *names), expected in zip(MARGINS, ([30, 40], [20, 40]), strict=True):
+        for name in names:
+            assert [step for step, _ in run[name]] == expected
+
+
 def test_time_is_shown_as_shares_of_the_wall_time(tmp_path, clock):
     ledger = TimeLedger(clock)
     dashboard = Dashboard(tmp_path, clock=clock, ledger=ledger)
@@ -132,6 +147,13 @@ def test_layout_names_existing_tags_exactly(finished):
             for series in chart.margin.series:
                 assert {series.value, series.lower, series.upper} <= written
     assert sum(len(c.chart) for c in read.category) == sum(len(c) for _, c in CHARTS) + len(MARGINS)
+
+
+def test_no_curve_has_two_points_at_one_step(finished):
+    for run in (".", "model"):
+        for tag, points in eventreader.scalars(finished / "tensorboard" / run).items():
+            steps = [step for step, _ in points]
+            assert steps == sorted(set(steps)), tag
 
 
 def test_verdicts_and_events_say_why(finished):
@@ -210,6 +232,7 @@ def test_hparams_hold_the_settings_and_the_outcome(tmp_path, clock, reason, stat
     assert ended.status == status
     assert Status.Name(status) == ("STATUS_SUCCESS" if status == 1 else "STATUS_FAILURE")
     run = eventreader.scalars(folder)
+    assert run["goodput_time/productive_pct"] == [(10, 75.0)]
     assert run["hparam/productive_pct"] == [(10, 75.0)]
     assert run["hparam/mean_goodput"][0][1] == pytest.approx(
         synthetic.window(10, 10.0, 640).goodput_measured
@@ -265,6 +288,7 @@ KILLED = """
 import os, signal, sys
 sys.path.insert(0, {tests!r})
 import synthetic
+import tensorboard_server
 from jaxgoodput.clock import SystemClock
 from jaxgoodput.train.events import Checkpoint
 from jaxgoodput.train.tensorboard import Dashboard
@@ -369,7 +393,8 @@ def test_tensorboard_itself_shows_it(tmp_path, fast_reader):
             end=bool(restart),
         )
         dashboard.close()
-    with serving(tmp_path / "tensorboard", fast_reader) as get:
+    with tensorboard_server.serving(tmp_path / "tensorboard", fast_reader) as server:
+        get = server.get
         shown = json.loads(get("/data/plugin/custom_scalars/layout"))
         assert [category["title"] for category in shown["category"]] == [c for c, _ in CHARTS]
         for run, tag in ((".", "batch/global"), ("model", "perf/step_time_s")):
@@ -383,44 +408,6 @@ def test_tensorboard_itself_shows_it(tmp_path, fast_reader):
         assert {"decisions/verdicts/text_summary", "log/events/text_summary"} <= set(texts)
         images = json.loads(get("/data/plugin/images/tags"))["."]
         assert {"model/goodput_surface", "model/goodput_curve", "model/fit"} <= set(images)
-
-
-class serving:
-    """A TensorBoard on a free local port; gives `get(path) -> str` once it has loaded the data."""
-
-    def __init__(self, logdir, fast_reader="true"):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
-        self.command = [
-            sys.executable, "-m", "tensorboard.main", f"--logdir={logdir}", "--host=127.0.0.1",
-            f"--port={self.port}", f"--load_fast={fast_reader}", "--reload_interval=1",
-        ]  # fmt: skip
-        self.clock = SystemClock()
-
-    def get(self, path):
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=20) as reply:
-            return reply.read().decode()
-
-    def __enter__(self):
-        quiet = subprocess.DEVNULL
-        self.process = subprocess.Popen(
-            self.command, stdout=quiet, stderr=quiet, start_new_session=True
-        )
-        for _ in range(240):
-            try:
-                if "progress/eta_s" in self.get("/data/plugin/scalars/tags"):
-                    return self.get
-            except OSError:
-                assert self.process.poll() is None, "tensorboard did not start"
-            self.clock.sleep(0.25)
-        self.__exit__()
-        raise AssertionError("tensorboard did not load the events within a minute")
-
-    def __exit__(self, *_):
-        # The whole group: the fast reader is a process of its own.
-        os.killpg(self.process.pid, signal.SIGTERM)
-        self.process.wait(timeout=20)
 
 
 def test_png_bytes_decode_to_the_same_pixels(rng):
