@@ -41,10 +41,10 @@ NO_SYNC = 1e-9  # normal units: what one replica pays for synchronisation
 # replicas. Wide (a factor of e^2 either way), and weighed by the measured noise, so that data
 # overrule it.
 PRIOR_CENTRE = np.array(
-    [np.log(0.2), np.log(0.5), np.log(0.2), np.log(0.005), np.log(0.1), np.log(0.005), -0.5]
+    [np.log(0.2), np.log(0.5), np.log(0.2), np.log(0.005), np.log(0.1), np.log(0.005), -2.4]
     + [np.log(0.01)]
 )
-PRIOR_WIDTH = np.array([2.0, 2.0, 2.0, 2.0, 2.0, 2.0, 1.5, 2.0])
+PRIOR_WIDTH = np.array([2.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0])
 
 # Columns of the packed rows.
 MULTI, MANY, BEYOND_TWO, SIZE = 0, 1, 2, 3

@@ -44,7 +44,7 @@ def problems(draw):
     return limits, draw(perfs), draw(grads), draw(st.integers(1, min(replicas, 4))), replicas
 
 
-def built(problem):
+def built(problem) -> tuple[GoodputModel, Placement, BatchLimits]:
     # Outside the strategy: the type checker draws random numbers, which hypothesis forbids there.
     limits, perf, grad, nodes, replicas = problem
     model = GoodputModel(perf=perf, grad=grad, base_batch_size=limits["base"])
