@@ -66,7 +66,7 @@ def brute_force(model, at, limits, sizes):
 @given(problems())
 def test_the_search_is_exact_and_never_leaves_the_limits(problem):
     model, at, limits = built(problem)
-    sizes = range(limits.micro[0], min(limits.micro[1], limits.micro[0] + 40) + 1)
+    sizes = range(limits.span[0], min(limits.span[1], limits.span[0] + 40) + 1)
     expected = brute_force(model, at, limits, sizes)
     if expected is None:
         with pytest.raises(ValueError, match="no batch of"):
@@ -77,7 +77,7 @@ def test_the_search_is_exact_and_never_leaves_the_limits(problem):
     chosen = model.goodput(at, config.micro_batch_size, config.num_micro_batches)
     np.testing.assert_allclose(goodput, chosen, rtol=1e-12)
     assert limits.smallest <= config.global_batch_size <= limits.max
-    assert limits.micro[0] <= config.micro_batch_size <= limits.micro[1]
+    assert limits.span[0] <= config.micro_batch_size <= limits.span[1]
     assert 1 <= config.num_micro_batches <= limits.max_micro_batches
     assert config.num_replicas == at.num_replicas
 
@@ -102,12 +102,12 @@ def test_the_ladder_is_short_increasing_and_has_both_ends(problem):
     _, at, limits = built(problem)
     rungs = list(limits.ladder())
     assert rungs == sorted(set(rungs)) and len(rungs) <= 16
-    assert rungs[0] == limits.micro[0]
-    assert rungs[-1] == max(limits.micro[0], min(limits.micro[1], limits.max))
+    assert rungs[0] == limits.span[0]
+    assert rungs[-1] == max(limits.span[0], min(limits.span[1], limits.max))
     own = limits.ladder(at.num_replicas)
     assert list(own) == sorted(set(own)) and len(own) <= 16
     for size in own:
-        assert limits.micro[0] <= size <= limits.micro[1]
+        assert limits.span[0] <= size <= limits.span[1]
         assert at.num_replicas * size <= limits.max
 
 
@@ -267,3 +267,11 @@ def test_a_base_batch_that_the_replicas_cannot_share_names_the_nearest_that_they
 def test_a_configuration_counts_from_one():
     with pytest.raises(ValueError, match="num_micro_batches must be at least 1, got 0"):
         BatchConfig(micro_batch_size=8, num_micro_batches=0, num_replicas=1)
+
+
+def test_without_bounds_any_micro_batch_up_to_the_largest_batch_is_allowed():
+    limits = BatchLimits(base=64, max=1000)
+    assert limits.span == (1, 1000)
+    rungs = limits.ladder()
+    assert rungs[0] == 1 and rungs[-1] == 1000 and len(rungs) <= 16
+    assert limits.base_config(8).micro_batch_size == 8
