@@ -10,6 +10,7 @@ from absl import logging
 from jaxgoodput.clock import Clock
 from jaxgoodput.train.events import EvalEnd, FitEnd, FitStart, Preempt, TuneEnd, Window
 from jaxgoodput.train.numerals import compact, seconds
+from jaxgoodput.train.tags import how_to_look
 from jaxgoodput.train.tensorboard import describe
 
 
@@ -41,12 +42,14 @@ class Console:
         self._task: Any = None
 
     def on_fit_start(self, event: FitStart) -> None:
-        """Say on what the run runs."""
+        """Say on what the run runs, and where to watch it."""
         self._start_s = self._clock.now()
         resumed = f", resumed at step {event.step}" if event.restart else ""
         self._line(
             f"{event.num_devices} x {event.device_kind}, batch {describe(event.config)}{resumed}"
         )
+        if event.settings.get("tensorboard") and "workdir" in event.settings:
+            self._line(how_to_look(str(event.settings["workdir"])))
         if self._bar is not None:
             self._bar.start()
             self._task = self._bar.add_task("", total=self._total, completed=event.progress)

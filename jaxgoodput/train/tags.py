@@ -227,3 +227,14 @@ def pinned_link(base_url: str = "http://localhost:6006", pinned: Sequence[str] =
     cards = [{"plugin": "scalars", "tag": tag} for tag in pinned]
     encoded = urllib.parse.quote(json.dumps(cards, separators=(",", ":")))
     return f"{base_url}/?smoothing=0&pinnedCards={encoded}#timeseries"
+
+
+def how_to_look(workdir: str) -> str:
+    """Three lines: the command that starts TensorBoard on a run, and the two pages worth opening."""
+    # By default TensorBoard keeps ten texts and pictures a tag, picked at random.
+    return (
+        "TensorBoard: tensorboard --samples_per_plugin text=1000,images=50 "
+        f"--logdir {workdir.rstrip('/')}/tensorboard\n"
+        f"  at a glance {pinned_link()}\n"
+        f"  all charts  {charts_link()}"
+    )

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-from absl import logging
 from tensorboardX.summary import hparams, text
 
 from jaxgoodput.clock import Clock
@@ -41,7 +40,7 @@ from jaxgoodput.train.protos import (
     TensorProto,
     TensorShapeProto,
 )
-from jaxgoodput.train.tags import charts_link, layout, pinned_link, tag_table
+from jaxgoodput.train.tags import layout, tag_table
 
 DIRECTORY = "tensorboard"
 MODEL_RUN = "model"
@@ -110,13 +109,6 @@ class Dashboard:
             f"{event.num_processes} process(es), batch {describe(event.config)}",
         )
         self.flush()
-        logging.info(
-            "TensorBoard: tensorboard --samples_per_plugin text=1000,images=50 --logdir %s\n"
-            "  goodput at a glance: %s\n  all charts: %s",
-            folder,
-            pinned_link(),
-            charts_link(),
-        )
 
     def on_window(self, event: Window) -> None:
         """One point on every curve."""

@@ -1,5 +1,6 @@
 """What a person sees on the terminal."""
 
+import dataclasses
 import io
 
 import pytest
@@ -9,6 +10,7 @@ from absl import logging
 from jaxgoodput.train.console import Console, progress_line
 from jaxgoodput.train.events import EvalEnd, FitEnd, Preempt
 from jaxgoodput.train.numerals import compact, seconds
+from jaxgoodput.train.tags import pinned_link
 
 
 class Terminal(io.StringIO):
@@ -65,6 +67,19 @@ def test_what_happens_is_said_at_once(clock):
     assert "auc 0.9235" in said
     assert "SIGTERM" in said
     assert "preempted after 3 min 12 s | 15.3k samples, 512 base steps" in said
+
+
+def test_the_start_says_where_to_watch(clock):
+    stream = io.StringIO()
+    start = synthetic.fit_start()
+    settings = {"workdir": "/runs/a/", "tensorboard": True}
+    Console(clock, None, stream).on_fit_start(dataclasses.replace(start, settings=settings))
+    assert "--logdir /runs/a/tensorboard\n" in stream.getvalue()
+    assert pinned_link() in stream.getvalue()
+    stream = io.StringIO()
+    off = settings | {"tensorboard": False}
+    Console(clock, None, stream).on_fit_start(dataclasses.replace(start, settings=off))
+    assert "--logdir" not in stream.getvalue()
 
 
 def test_a_verdict_that_changes_nothing_is_not_said(clock):
