@@ -19,17 +19,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, PyTree
 
-from jaxgoodput.optim import noise
-from jaxgoodput.parallel.strategy import DATA_AXIS, Layout
+from jaxgoodput.parallel.strategy import Layout
 from jaxgoodput.train import step as pure
+from jaxgoodput.train.executables import ROWS, Recipes
 from jaxgoodput.train.memory import StepBytes, step_bytes
-from jaxgoodput.train.state import Previous, Sums, TrainState, Variables, Work, cast, split
-
-ROWS = PartitionSpec(DATA_AXIS)
-WHOLE = PartitionSpec()
+from jaxgoodput.train.state import Previous, TrainState, Variables, Work
 
 
 class Engine:
@@ -50,25 +47,21 @@ class Engine:
     ):
         self.problem = problem
         self.layout = layout
-        self.sample = sample
         self.world = world if world is not None and world.size > layout.mesh.size else None
         self._control_size = control_size
         self._executables: dict[tuple[str, int], Any] = {}
         self._bytes: dict[int, StepBytes] = {}
         self._lock = threading.Lock()
         self._compiling: dict[tuple[str, int], threading.Lock] = {}
-        self._state = jax.eval_shape(
-            lambda: pure.init_state(problem, jax.random.key(0)),
+        self._recipes = Recipes(
+            problem, layout, sample, world=self.world, control_size=control_size
         )
-        self._kept = jax.eval_shape(lambda p: split(p, problem.mask(p))[0], self._state.params)
         first = 0
         if self.world is not None:
             mine = layout.mesh.devices.flat[0]
             first = [d.id for d in self.world.devices.flat].index(mine.id)
         ids = np.arange(first, first + layout.num_replicas, dtype=np.int32)
         self._replicas = jax.device_put(ids, layout.batch_sharding)
-        self._has_begin = problem.compute_dtype is not None or problem.preconditioned
-        self._metric_names: tuple[str, ...] | None = None
 
     # -- what there is ---------------------------------------------------------------------------
 
@@ -80,14 +73,7 @@ class Engine:
     @property
     def metric_names(self) -> tuple[str, ...]:
         """Names of the entries of the metrics vector, in order."""
-        if self._metric_names is None:
-            work_sums = jax.eval_shape(self._one_replica, *self._abstract_local(1))
-            total = jax.eval_shape(lambda s: s, work_sums)
-            _, _, metrics = jax.eval_shape(
-                lambda s, t: pure.update(self.problem, s, t, measure=False), self._state, total
-            )
-            self._metric_names = tuple(sorted(metrics))
-        return self._metric_names
+        return self._recipes.metric_names
 
     def read(self, metrics: Array) -> dict[str, float]:
         """The metrics vector on the host, by name. Waits for the step that computes it."""
@@ -101,8 +87,9 @@ class Engine:
 
     def loss_kind(self) -> str:
         """'sample' or 'mean': whether the loss can leave padded samples out."""
-        variables = Variables(params=self._state.params, model_state=self._state.model_state)
-        return pure.loss_kind(self.problem, variables, self._batch_of(2), 2)
+        state = self._recipes.state
+        variables = Variables(params=state.params, model_state=state.model_state)
+        return pure.loss_kind(self.problem, variables, self._recipes.batch_of(2), 2)
 
     def roles(self, *, accumulate: bool) -> tuple[str, ...]:
         """The executables that one micro-batch size needs."""
@@ -136,7 +123,7 @@ class Engine:
 
     def abstract_state(self) -> TrainState:
         """The state's shapes and types, with this layout's shardings."""
-        return self._placed(self._state, self.layout.replicated)
+        return self._recipes.abstract_state()
 
     def compile(self, micro_batch_sizes: Sequence[int], *, accumulate: bool = True) -> None:
         """Compile every executable of these sizes, from abstract values; safe from any thread."""
@@ -146,7 +133,7 @@ class Engine:
         if self.world is not None:
             for role in ("pack", "reduce", "update"):
                 self._executable(role, 0)
-        if self._has_begin and (accumulate or self.world is not None):
+        if self._recipes.has_begin and (accumulate or self.world is not None):
             self._executable("begin", 0)
         if self.world is None and self.layout.num_replicas == 1:
             self._executable("nothing", 0)
@@ -169,17 +156,7 @@ class Engine:
 
         Collectives over processes are left out: they would have to be run by all at once.
         """
-        zeros = jax.jit(
-            lambda: jax.tree.map(
-                lambda s: (
-                    jnp.zeros(s.shape, s.dtype)
-                    if not jnp.issubdtype(s.dtype, jax.dtypes.prng_key)
-                    else jax.random.key(0)
-                ),
-                self._state,
-            ),
-            out_shardings=self.layout.replicated,
-        )
+        zeros = self._executable("zeros", 0)
         batch, mask = self._zero_batch(micro_batch_size)
         for measure in (False, True):
             if self.world is None:
@@ -197,7 +174,7 @@ class Engine:
     def begin(self, state: TrainState) -> Work:
         """An empty batch for this state: compute-precision parameters, no gradient yet."""
         params, scale = state.params, ()
-        if self._has_begin:
+        if self._recipes.has_begin:
             params, scale = self._executable("begin", 0)(state.params, state.opt_state)
         return Work(
             params=params,
@@ -318,7 +295,7 @@ class Engine:
             with self._lock:
                 found = self._executables.get((role, size))
             if found is None:
-                found = self._build(role, size)
+                found = self._recipes.recipe(role, size).compile()
                 with self._lock:
                     self._executables[(role, size)] = found
                     if role in ("step", "step_after", "more"):
@@ -327,250 +304,8 @@ class Engine:
                         self._bytes[size] = new if old is None or new.peak > old.peak else old
         return found
 
-    def _build(self, role: str, size: int) -> Any:
-        make = getattr(self, f"_make_{role}")
-        function, donate, arguments, out = make(size)
-        jitted = jax.jit(function, donate_argnums=donate, out_shardings=out)
-        return jitted.trace(*arguments).lower().compile()
-
-    def _one_replica(
-        self, params, scale, model_state, key, step, replica, batch, mask, old, *, measure=True
-    ) -> Sums:
-        # One stream of random numbers per (step, replica, micro-batch).
-        count = old.groups.astype(jnp.int32) if old is not None else 0
-        key = jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(key, step), replica), count)
-        state = old.model_state if old is not None else model_state
-        new = pure.local_sums(self.problem, params, scale, state, batch, mask, key, measure=measure)
-        return new if old is None else pure.merge(old, new)
-
-    def _replicas_map(self, function, in_specs, out_specs):
-        return jax.shard_map(
-            function,
-            mesh=self.layout.mesh,
-            in_specs=in_specs,
-            out_specs=out_specs,
-            check_vma=False,  # gradients stay local, and users' scans need no `pcast`
-        )
-
-    def _make_begin(self, size: int):
-        def begin(params, opt_state):
-            scale = ()
-            if self.problem.preconditioned:
-                kept, _ = split(params, self.problem.mask(params))
-                scale = noise.preconditioner(opt_state, kept)
-            return cast(params, self.problem.compute_dtype), scale
-
-        state = self.abstract_state()
-        return begin, (), (state.params, state.opt_state), self.layout.replicated
-
-    def _make_nothing(self, size: int):
-        def nothing():
-            grads = jax.tree.map(lambda k: jnp.zeros(k.shape, jnp.float32), self._kept)
-            return Previous(grads=grads, num_samples=jnp.zeros((), jnp.float32))
-
-        return nothing, (), (), self.layout.replicated
-
-    def _accumulate(self, with_old: bool):
-        def body(params, scale, model_state, key, step, replica, batch, mask, *old):
-            before = jax.tree.map(lambda x: x[0], old[0]) if old else None
-            sums = self._one_replica(
-                params, scale, model_state, key, step, replica[0], batch, mask, before
-            )
-            return jax.tree.map(lambda x: jnp.asarray(x)[None], sums)
-
-        specs = (WHOLE, WHOLE, WHOLE, WHOLE, WHOLE, ROWS, ROWS, ROWS)
-        return self._replicas_map(body, specs + (ROWS,) * with_old, ROWS)
-
-    def _make_first(self, size: int):
-        return self._accumulate(False), (), self._abstract_args(size), self.layout.batch_sharding
-
-    def _make_more(self, size: int):
-        arguments = (*self._abstract_args(size), self._abstract_sums(size))
-        return self._accumulate(True), (8,), arguments, self.layout.batch_sharding
-
-    def _fused(self, *, measure: bool, paired: bool, after: bool):
-        def body(state: TrainState, extra, replica, batch, mask):
-            params = cast(state.params, self.problem.compute_dtype)
-            groups_measured = measure and not paired
-            scale = ()
-            if groups_measured and self.problem.preconditioned:
-                kept, _ = split(state.params, self.problem.mask(state.params))
-                scale = noise.preconditioner(state.opt_state, kept)
-            old = jax.tree.map(lambda x: x[0], extra) if after else None
-            sums = self._one_replica(
-                params,
-                scale,
-                state.model_state,
-                state.key,
-                state.step,
-                replica[0],
-                batch,
-                mask,
-                old,
-                measure=groups_measured,
-            )
-            # One psum of the whole tree: XLA makes a single all-reduce of it.
-            total = pure.to_reduce(sums)
-            if self.layout.num_replicas > 1:
-                total = jax.lax.psum(total, DATA_AXIS)
-            total = pure.from_reduced(total, sums)
-            state, remembered, metrics = pure.update(
-                self.problem,
-                state,
-                total,
-                measure=measure,
-                previous=extra if paired else None,
-            )
-            vector = jnp.stack([metrics[name] for name in sorted(metrics)])
-            return (state, vector, remembered) if paired else (state, vector)
-
-        return self._replicas_map(body, (WHOLE, ROWS if after else WHOLE, ROWS, ROWS, ROWS), WHOLE)
-
-    def _fused_spec(self, size: int, **kind: bool):
-        state = self.abstract_state()
-        replica, batch, mask = self._abstract_batch(size)
-        run = self._fused(**kind)
-        whole = self.layout.replicated
-        if kind["after"]:
-            # The sums are not donated: no output has their shape.
-            return run, (0,), (state, self._abstract_sums(size), replica, batch, mask), whole
-        if kind["paired"]:
-            previous = self._placed(jax.eval_shape(self._make_nothing(0)[0]), whole)
-            return run, (0, 1), (state, previous, replica, batch, mask), whole
-        alone = lambda s, r, b, m: run(s, (), r, b, m)  # noqa: E731
-        return alone, (0,), (state, replica, batch, mask), whole
-
-    def _make_step(self, size: int):
-        return self._fused_spec(size, measure=False, paired=False, after=False)
-
-    def _make_step_measured(self, size: int):
-        return self._fused_spec(size, measure=True, paired=False, after=False)
-
-    def _make_step_paired(self, size: int):
-        return self._fused_spec(size, measure=True, paired=True, after=False)
-
-    def _make_step_after(self, size: int):
-        return self._fused_spec(size, measure=True, paired=False, after=True)
-
-    def _make_pack(self, size: int):
-        def body(sums, control):
-            tree = pure.to_reduce(jax.tree.map(lambda x: x[0], sums), control[0])
-            return jnp.concatenate([jnp.ravel(x) for x in jax.tree.leaves(tree)])[None]
-
-        control = jax.ShapeDtypeStruct(
-            (self.layout.num_replicas, self._control_size),
-            jnp.float32,
-            sharding=self.layout.batch_sharding,
-        )
-        run = self._replicas_map(body, (ROWS, ROWS), ROWS)
-        return run, (), (self._abstract_sums(1), control), self.layout.batch_sharding
-
-    def _make_reduce(self, size: int):
-        mesh = self.layout.mesh if self.world is None else self.world
-        run = jax.shard_map(
-            lambda x: jax.lax.psum(x[0], DATA_AXIS),
-            mesh=mesh,
-            in_specs=ROWS,
-            out_specs=WHOLE,
-            check_vma=False,
-        )
-        flat = jax.ShapeDtypeStruct(
-            (mesh.size, self._flat_size()), jnp.float32, sharding=NamedSharding(mesh, ROWS)
-        )
-        return run, (), (flat,), NamedSharding(mesh, WHOLE)
-
-    def _make_update(self, size: int):
-        tree = self._reduced_tree()
-        leaves, structure = jax.tree.flatten(tree)
-        ends = np.cumsum([0, *(leaf.size for leaf in leaves)])
-
-        def body(state, flat, model_states):
-            parts = [
-                flat[a:b].reshape(leaf.shape)
-                for a, b, leaf in zip(ends, ends[1:], leaves, strict=False)
-            ]
-            total = jax.tree.unflatten(structure, parts)
-            own = jax.tree.map(lambda x: x[0], model_states)
-            template = Sums(
-                **{k: v for k, v in total.items() if k not in ("floats", "control")},
-                model_state=own,
-            )
-            whole = pure.from_reduced(total, template)
-            state, _, metrics = pure.update(self.problem, state, whole, measure=True)
-            vector = jnp.stack([metrics[name] for name in sorted(metrics)])
-            return state, jnp.concatenate([vector, total["control"]])
-
-        whole = self.layout.replicated
-        flat = jax.ShapeDtypeStruct((self._flat_size(),), jnp.float32, sharding=whole)
-        arguments = (self.abstract_state(), flat, self._abstract_sums(1).model_state)
-        run = self._replicas_map(body, (WHOLE, WHOLE, ROWS), WHOLE)
-        return run, (0,), arguments, whole
-
-    # -- abstract values -------------------------------------------------------------------------
-
-    def _placed(self, tree: PyTree, sharding: NamedSharding) -> PyTree:
-        return jax.tree.map(
-            lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), tree
-        )
-
-    def _batch_of(self, num_samples: int) -> PyTree:
-        return jax.tree.map(
-            lambda s: jax.ShapeDtypeStruct((num_samples, *s.shape), s.dtype), self.sample
-        )
-
-    def _abstract_batch(self, size: int):
-        rows = self.layout.num_replicas
-        sharding = self.layout.batch_sharding
-        return (
-            jax.ShapeDtypeStruct((rows,), jnp.int32, sharding=sharding),
-            self._placed(self._batch_of(rows * size), sharding),
-            jax.ShapeDtypeStruct((rows * size,), jnp.float32, sharding=sharding),
-        )
-
-    def _abstract_args(self, size: int):
-        state = self.abstract_state()
-        params, scale = jax.eval_shape(self._make_begin(0)[0], state.params, state.opt_state)
-        whole = self.layout.replicated
-        return (
-            self._placed(params, whole),
-            self._placed(scale, whole),
-            state.model_state,
-            state.key,
-            state.step,
-            *self._abstract_batch(size),
-        )
-
-    def _abstract_local(self, size: int):
-        """The arguments of `_one_replica` for a single replica, without shardings."""
-        params, scale, model_state, key, step, *_ = self._abstract_args(size)
-        replica = jax.ShapeDtypeStruct((), jnp.int32)
-        mask = jax.ShapeDtypeStruct((size,), jnp.float32)
-        plain = jax.tree.map(
-            lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype),
-            (params, scale, model_state, key, step),
-        )
-        return (*plain, replica, self._batch_of(size), mask, None)
-
-    def _abstract_sums(self, size: int) -> Sums:
-        sums = jax.eval_shape(self._one_replica, *self._abstract_local(size))
-        rows = self.layout.num_replicas
-        return jax.tree.map(
-            lambda s: jax.ShapeDtypeStruct(
-                (rows, *s.shape), s.dtype, sharding=self.layout.batch_sharding
-            ),
-            sums,
-        )
-
-    def _reduced_tree(self) -> PyTree:
-        sums = jax.eval_shape(self._one_replica, *self._abstract_local(1))
-        control = jax.ShapeDtypeStruct((self._control_size,), jnp.float32)
-        return jax.eval_shape(pure.to_reduce, sums, control)
-
-    def _flat_size(self) -> int:
-        return int(sum(leaf.size for leaf in jax.tree.leaves(self._reduced_tree())))
-
     def _zero_batch(self, size: int):
-        _, batch, mask = self._abstract_batch(size)
+        _, batch, mask = self._recipes.abstract_batch(size)
         zeros = jax.jit(
             lambda: (
                 jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), batch),
