@@ -1,0 +1,142 @@
+"""What was compiled ahead stays compiled, nothing crosses to the device unasked, and nothing is extra."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from engines import cut, make, put, residual, samples, start
+
+from jaxgoodput._jax import listen_for_compilations
+
+SIZES = (1, 3)
+
+
+@pytest.fixture
+def compiled():
+    """The names of programs compiled since the test began."""
+    names = []
+    undo = listen_for_compilations(lambda event: names.append(event.name))
+    yield names
+    undo()
+
+
+@pytest.mark.parametrize(
+    ("replicas", "kind"),
+    [
+        (1, {}),
+        (4, {"preconditioned": True, "tx": optax.adam(0.01)}),
+        (2, {"compute_dtype": jnp.dtype("bfloat16")}),
+    ],
+    ids=["alone", "adam", "bfloat16"],
+)
+def test_nothing_compiles_after_a_rehearsal_whatever_the_sizes_and_counts(
+    compiled, key, rng, replicas, kind
+):
+    engine = make(replicas=replicas, **kind)
+    engine.compile(SIZES)
+    assert all(engine.is_ready(size, accumulate=True) for size in SIZES)
+    for size in SIZES:
+        engine.rehearse(size, accumulate=True)
+    state, previous = start(engine, key), None
+    steps = [(s, k, m) for s in SIZES for k in (1, 2, 3) for m in (True, False)] * 2
+    rng.shuffle(steps)
+    placed = {
+        s: put(engine, jax.tree.map(lambda x: x[: s * replicas], samples(rng, 16))) for s in SIZES
+    }
+    compiled.clear()
+    with jax.transfer_guard("disallow"):
+        for size, count, measure in steps:
+            work = engine.begin(state) if count > 1 else None
+            for _ in range(count - 1):
+                work = engine.accumulate(work, *placed[size])
+            state, metrics, previous = engine.step(
+                state, work, *placed[size], measure=measure, previous=previous
+            )
+            assert np.isfinite(engine.read(metrics)["loss"])
+    assert compiled == []
+    assert int(state.step) == len(steps)
+
+
+def test_apply_compiles_nothing_after_its_first_use(compiled, key, rng):
+    engine = make(replicas=2)
+    parts = [put(engine, part) for part in cut(samples(rng, 12), 3)]
+    state = start(engine, key)
+    for turn in range(3):
+        if turn == 1:
+            compiled.clear()
+        with jax.transfer_guard("disallow"):
+            work = engine.begin(state)
+            for part in parts[turn:]:
+                work = engine.accumulate(work, *part)
+            state, _ = engine.apply(state, work)
+    assert compiled == []
+
+
+def test_a_size_that_was_not_compiled_is_not_ready():
+    engine = make(replicas=2)
+    assert not engine.is_ready(4, accumulate=False) and engine.bytes_of(4) is None
+    engine.compile([4], accumulate=False)
+    assert engine.is_ready(4, accumulate=False) and not engine.is_ready(4, accumulate=True)
+    assert engine.bytes_of(4).peak > 0
+
+
+# -- what the executables hold -----------------------------------------------------------------------
+
+WIDTH = 128
+
+
+def deep(params, batch, key):
+    x = batch["x"]
+    for w in params["layers"]:
+        x = jnp.tanh(x @ w)
+    return residual({"w": params["w"], "b": jnp.zeros(())}, {**batch, "x": x}) ** 2
+
+
+def deep_init(key):
+    layers = [jnp.ones((5, WIDTH)), jnp.ones((WIDTH, WIDTH)), jnp.ones((WIDTH, 5))]
+    return {"layers": layers, "w": jnp.ones(5)}
+
+
+@pytest.fixture(scope="module", params=["sgd", "adam"])
+def deep_engine(request):
+    tx = {"sgd": optax.sgd(0.1), "adam": optax.adam(0.1)}[request.param]
+    return make(deep, init=deep_init, tx=tx, replicas=8, preconditioned=request.param == "adam")
+
+
+COLLECTIVE = re.compile(
+    r"= \S+ (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|"
+    r"collective-broadcast)(-start)?\("
+)
+TUPLE_COLLECTIVE = re.compile(r"= \(.*?\) (all-reduce)(-start)?\(")
+
+
+def collectives(text):
+    lines = text.splitlines()
+    return [
+        found.group(1)
+        for line in lines
+        if (found := COLLECTIVE.search(line) or TUPLE_COLLECTIVE.search(line))
+    ]
+
+
+def test_accumulation_holds_no_collective(deep_engine):
+    for role in ("first", "more"):
+        text = deep_engine.text(role, 4)
+        assert "HloModule" in text and collectives(text) == []
+
+
+@pytest.mark.parametrize("role", ["step", "step_measured", "step_after"])
+def test_a_step_is_one_all_reduce_with_statistics_or_without(deep_engine, role):
+    assert collectives(deep_engine.text(role, 4)) == ["all-reduce"]
+
+
+def test_statistics_cost_at_most_a_hundredth_of_the_flops(deep_engine):
+    size = 256  # a real amount of compute: the statistics cost a few flops per parameter
+    plain = deep_engine.cost("step", size)["flops"]
+    measured = deep_engine.cost("step_measured", size)["flops"]
+    real = 3 * 2 * size * WIDTH * (WIDTH + 10)  # forward, and twice that backward
+    assert plain > 0.8 * real, "XLA counts less than the products themselves"
+    assert plain < measured <= 1.01 * plain
