@@ -118,10 +118,13 @@ CHARTS: tuple[tuple[str, tuple[tuple[str, tuple[str, ...]], ...]], ...] = (
     (
         "Batch size",
         (
-            ("global batch and noise scale (samples)", ("batch/global", "gns/critical_batch_size")),
-            ("micro-batch and memory limit (samples)", ("batch/per_device", "batch/memory_limit")),
-            ("micro-batches per update", ("batch/accumulation_steps",)),
+            # Apart, although they belong together: the noise scale may be a hundred times the batch.
+            ("global batch (samples)", ("batch/global",)),
+            ("noise scale (samples)", ("gns/critical_batch_size",)),
             ("learning-rate gain", ("lr/gain",)),
+            ("micro-batch (samples per replica)", ("batch/per_device",)),
+            ("micro-batches per update", ("batch/accumulation_steps",)),
+            ("largest micro-batch that fits (samples)", ("batch/memory_limit",)),
             ("learning rate, base and effective", ("lr/base", "lr/effective")),
             ("steps between noise measurements", ("stats/every",)),
         ),
