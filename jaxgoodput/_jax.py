@@ -175,6 +175,13 @@ def connect(
     state.coordinator_address = address
 
 
+def connected_to() -> str | None:
+    """The coordinator's address that this process is connected to, or None."""
+    if distributed.global_state.client is None:
+        return None
+    return distributed.global_state.coordinator_address
+
+
 def _wait_until_listening(address: str, timeout_s: float, clock: Clock) -> None:
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():

@@ -142,7 +142,8 @@ def initialize(environ: Mapping[str, str] | None = None) -> WorkerEnv | None:
     """Join the job that `environ` (default: the process's own) describes; None where there is none.
 
     Sets the number of virtual devices on CPU and the visible GPUs, makes the persistent compilation
-    cache work for all processes, and connects. Call it before JAX is asked for a device.
+    cache work for all processes, and connects. Call it before JAX is asked for a device. Once more
+    (a script that calls it, started by the launcher, which did) it changes nothing.
 
     Raises:
         ValueError: a variable is missing or wrong.
@@ -152,11 +153,14 @@ def initialize(environ: Mapping[str, str] | None = None) -> WorkerEnv | None:
     env = WorkerEnv.from_environ(os.environ if environ is None else environ)
     if env is None:
         return None
-    if env.lifeline is not None:
-        _die_with_the_launcher(env.lifeline)
     import jax
 
     from jaxgoodput import _jax
+
+    if env.coordinator is not None and _jax.connected_to() == env.coordinator:
+        return env
+    if env.lifeline is not None:
+        _die_with_the_launcher(env.lifeline)
 
     if env.devices_per_process is not None:
         jax.config.update("jax_num_cpu_devices", env.devices_per_process)
