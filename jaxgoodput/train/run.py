@@ -24,6 +24,7 @@ from jaxgoodput.data.cursor import Cursor
 from jaxgoodput.data.loader import Loader, StepBatch
 from jaxgoodput.data.sources import as_source
 from jaxgoodput.goodput.search import BatchConfig
+from jaxgoodput.optim import adaptive
 from jaxgoodput.train import journal, memory, setup
 from jaxgoodput.train.analyst import Analyst
 from jaxgoodput.train.badput import TimeLedger
@@ -64,6 +65,7 @@ class Run:
         self.requests = Requests()
         self.ledger = TimeLedger(self.clock)
         self.compilations: list[Compilation] = []
+        self._hook_error: BaseException | None = None
         self._thread_id = threading.get_ident()
 
     def fit(self) -> TrainState:
@@ -71,9 +73,10 @@ class Run:
         with contextlib.ExitStack() as stack:
             stack.enter_context(setup.persistent_cache(self.config))
             stack.callback(listen_for_compilations(self._compiled))
+            # Before anything that takes long: what is asked during compilation is done at step 0.
+            stack.enter_context(_signals(self.requests))
             with self.ledger.bucket("training_prep"):
                 self._prepare(stack)
-            stack.enter_context(_signals(self.requests))
             return self._train()
 
     # -- before ----------------------------------------------------------------------------------
@@ -102,7 +105,7 @@ class Run:
         with self.ledger.bucket("compilation"):
             plan = setup.batch_plan(config, engine, source, budget)
         setup.check_length(config, plan, source, engine.loss_kind())
-        self.step, self.samples = 0, 0
+        self.step, self.samples, self._progress_before = 0, 0, 0.0
         self.batch = plan.start
         cursor = Cursor(seed=config.seed)
         if restored is None:
@@ -110,6 +113,7 @@ class Run:
         else:
             self.state = restored.state
             self.step, self.samples = restored.step, restored.meta["samples"]
+            self._progress_before = float(adaptive.progress(restored.state.opt_state))
             cursor = Cursor.from_json(restored.meta["cursor"])
             saved = restored.meta["batch"]
             self.batch = setup.resumed_config(saved, plan, engine.num_replicas, config)
@@ -187,7 +191,7 @@ class Run:
             memory_limit=lambda: self.rungs.memory_limit,
             hooks=hooks,
             clock=self.clock,
-            on_error=self.watcher.fail,
+            on_error=self._hook_failed,
             dataset_size=len(self.source),
             adapt=self.is_chief and config.policy == "goodput",
             steps_per_sample=2 if self.engine.num_replicas == 1 else 1,
@@ -201,7 +205,7 @@ class Run:
         self.analyst.tell(
             FitStart(
                 step=self.step,
-                progress=0.0 if restored is None else restored.meta["progress"],
+                progress=self._progress_before,
                 restart=restart,
                 config=self.batch,
                 limits=plan.limits,
@@ -233,13 +237,13 @@ class Run:
     def _train(self) -> TrainState:
         start_s, first = self.clock.now(), self.step
         self._last_save_s = self._last_eval_s = start_s
-        self._last_eval_progress = 0.0
+        self._last_eval_progress = self._progress_before
         self._previous: Previous | None = None
-        self._phase, self._untimed = 0, DEPTH
+        self._untimed = DEPTH
         self._latest: Result | None = None
         self._outcome: str | None = None
         self._num_ready = 0
-        reason = "error"
+        reason = "interrupted"
         try:
             with jax.transfer_guard("disallow"):
                 while self._obey(self._settled(first)):
@@ -248,23 +252,27 @@ class Run:
                         break
                     self._dispatch(batch)
             self._drain(first)
-            reason = self._outcome or "done"
-            if reason != "done":
-                self.analyst.tell(Preempt(step=self.step, signal=self.requests.signal or "peer"))
-            if self.evaluator is not None and reason == "done":
+            self.analyst.flush()  # the hooks have heard of every step
+            if self._outcome and self._hook_error is None:
+                self.analyst.tell(Preempt(step=self.step, signal=self._outcome))
+            if self.evaluator is not None and self._outcome is None:
                 self._evaluate()
-            if reason != "done" or self.config.save_at_end:
+            if self._outcome or self.config.save_at_end:
                 self._save(wait=True)
+            reason = "preempted" if self._outcome else "done"
+            if self._hook_error is not None:
+                reason = _named(self._hook_error)
         except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
-            if self.watcher.error is error and not isinstance(error, jax.errors.JaxRuntimeError):
-                # A hook or the analysis failed, not the computation: the state is good.
-                self._save(wait=True)
+            reason = _named(error)
             raise
         finally:
             self._finish(reason, start_s)
-        if reason != "done":
-            raise Preempted(self.step, reason)
+        if self._hook_error is not None:
+            if self.where.process_count == 1:
+                self._save(wait=True)  # of what came after the last step, nothing is saved yet
+            raise self._hook_error
+        if self._outcome:
+            raise Preempted(self.step, self._outcome)
         return self.state
 
     def _settled(self, first: int) -> Result | None:
@@ -292,15 +300,14 @@ class Run:
             self._outcome = self.requests.signal or "peer"
             return False
         total = self.config.base_steps
-        done = total is not None and result is not None and result.metrics["progress"] >= total
-        if done or control.finish:
+        if control.finish or (total is not None and self._progress() >= total):
             return False
         if control.evaluate:
             self._evaluate()
         if control.save:
             self._save()
         if control.statistics_every:
-            self.every, self._phase = control.statistics_every, 0
+            self.every = control.statistics_every
         if control.micro_batch_size and control.num_micro_batches:
             self.batch = BatchConfig(
                 micro_batch_size=control.micro_batch_size,
@@ -395,9 +402,9 @@ class Run:
         """Whether this step measures gradient noise: one step in `every`, two for a difference."""
         if self.engine.world is not None or len(batch.micro_batches) > 1:
             return True
-        phase, self._phase = self._phase, (self._phase + 1) % max(self.every, 1)
         length = 2 if self.engine.num_replicas == 1 else 1
-        return self.every <= length or phase < length
+        # By the step's number, so that a resumed run measures where an uninterrupted one would.
+        return self.every <= length or self.step % self.every < length
 
     def _drain(self, first: int) -> None:
         """Wait for every step dispatched."""
@@ -447,7 +454,7 @@ class Run:
         self.analyst.tell(Checkpoint(step=self.step, seconds=seconds, error=error))
 
     def _progress(self) -> float:
-        return 0.0 if self._latest is None else self._latest.metrics["progress"]
+        return self._progress_before if self._latest is None else self._latest.metrics["progress"]
 
     def _finish(self, reason: str, start_s: float) -> None:
         self.watcher.close()
@@ -464,6 +471,11 @@ class Run:
         self.analyst.flush()
 
     # -- called from other threads ---------------------------------------------------------------
+
+    def _hook_failed(self, error: BaseException) -> None:
+        """A hook or the analysis failed, not the computation: stop and save, everywhere, then raise."""
+        self._hook_error = self._hook_error or error
+        self.requests.interrupt("a hook failed")
 
     def _read(self, metrics: Any) -> tuple[dict[str, float], Any]:
         return self.engine.read(metrics), self.engine.read_control(metrics)
@@ -486,6 +498,10 @@ class Run:
     def _compiled(self, compilation: Compilation) -> None:
         if compilation.thread_id == self._thread_id:
             self.compilations.append(compilation)
+
+
+def _named(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 class _Recorder:
