@@ -74,7 +74,8 @@ class Evaluator:
         total = len(self._source)
         mine = np.array_split(np.arange(total), self._process_count)[self._process_index]
         pending, parts = [], []
-        for start in range(0, len(mine), self._rows):
+        # A process without a sample runs one batch all the same: the others wait for its outputs.
+        for start in range(0, max(len(mine), 1), self._rows):
             indices = mine[start : start + self._rows]
             padded = np.resize(indices, self._rows)
             batch = jax.device_put(narrow(self._source.batch(padded)), self._layout.batch_sharding)
