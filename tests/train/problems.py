@@ -174,11 +174,15 @@ def _is_key(x):
 def in_step(monkeypatch):
     """Makes the loop wait for its hooks before every step.
 
-    What a hook asks for at step n then takes effect at step n + 2, always.
+    What a hook asks for at the end of step n then holds for step n + 1.
     """
-    obey = Run._obey
+    obey, start = Run._obey, {}
 
     def wait_and_obey(run, result):
+        watcher = run.watcher
+        if result is not None or run.state is not start.setdefault(run, run.state):
+            with watcher._done:
+                watcher._done.wait_for(lambda: run.step in watcher._results or watcher.error)
         run.analyst.flush()
         return obey(run, result)
 

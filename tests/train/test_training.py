@@ -1,0 +1,337 @@
+"""A whole run: it learns, ends where it should, keeps or adapts the batch, and tells its hooks."""
+
+import dataclasses
+import threading
+
+import jax
+import numpy as np
+import optax
+import pytest
+from problems import (
+    NUM_SAMPLES,
+    Counting,
+    Mean,
+    Recorder,
+    config,
+    counting_config,
+    in_step,
+    rows,
+)
+
+from jaxgoodput.data.cursor import Cursor, take
+from jaxgoodput.goodput.fit import PerfFit
+from jaxgoodput.goodput.perf import PerfParams
+from jaxgoodput.goodput.search import BatchLimits
+from jaxgoodput.train import tuner
+from jaxgoodput.train.events import (
+    Checkpoint,
+    FitEnd,
+    FitStart,
+    Preempt,
+    StepEnd,
+    TuneEnd,
+    Window,
+)
+from jaxgoodput.train.hooks import Every
+from jaxgoodput.train.run import Preempted
+
+LONG = 1e5  # base steps: a run that something else must end
+
+
+def devices(count):
+    return jax.devices()[:count]
+
+
+@pytest.mark.parametrize("count, background", [(1, True), (1, False), (8, True), (8, False)])
+def test_loss_falls_and_every_step_is_reported_in_order(tmp_path, count, background):
+    seen = Recorder()
+    limits = BatchLimits(base=16, max=64, micro=(1, 64), sizes=(2, 4, 16, 32))
+    settings = config(
+        tmp_path, epochs=8, background_compile=background, policy="goodput", batch=limits
+    )
+    state = Mean(settings, devices=devices(count), hooks=[seen]).fit()
+
+    steps = seen.of(StepEnd)
+    assert [s.step for s in steps] == list(range(1, len(steps) + 1))
+    assert steps[-1].metrics["loss"] < 0.5 * steps[0].metrics["loss"]
+    assert np.linalg.norm(state.params["w"] - rows()["x"].mean(0)) < 1.0
+    assert int(state.step) == len(steps)
+
+    assert isinstance(seen.events[0], FitStart) and isinstance(seen.events[-1], FitEnd)
+    assert seen.of(FitStart)[0].num_devices == count
+    assert seen.of(FitEnd)[0].reason == "done"
+    assert seen.of(FitEnd)[0].samples == 8 * NUM_SAMPLES
+    assert sum(w.num_steps for w in seen.of(Window)) == len(steps)
+    # One thread, and not the one that trains.
+    assert len(seen.threads) == 1 and threading.get_ident() not in seen.threads
+
+
+@pytest.mark.parametrize("count", [1, 8])
+def test_epochs_end_to_the_sample_with_a_padded_last_batch(tmp_path, count):
+    seen, base = Recorder(), 40
+    settings = counting_config(
+        tmp_path, epochs=3, batch=BatchLimits(base=base, max=40, micro=(1, 40))
+    )
+    state = Counting(settings, devices=devices(count), hooks=[seen]).fit()
+
+    np.testing.assert_array_equal(state.params["count"], 3)
+    assert [s.num_samples for s in seen.of(StepEnd)] == [40] * 7 + [8]
+    assert seen.of(StepEnd)[-1].after == Cursor(seed=0, epoch=3, offset=0)
+    # The same in plain numpy: padding has no weight.
+    w, cursor, data = np.zeros(4), Cursor(seed=0), rows()["x"].astype(np.float64)
+    for size in [40] * 7 + [8]:
+        indices, cursor = take(cursor, NUM_SAMPLES, size)
+        w -= 0.05 * (w - data[indices].mean(0))
+    np.testing.assert_allclose(state.params["w"], w, rtol=2e-6)
+
+
+@pytest.mark.parametrize("base_steps", [1.0, 7.0])
+def test_base_steps_count_progress(tmp_path, base_steps):
+    seen = Recorder()
+    Mean(config(tmp_path, base_steps=base_steps), hooks=[seen]).fit()
+    assert base_steps <= len(seen.of(StepEnd)) <= base_steps + 1
+    assert seen.of(FitEnd)[0].progress >= base_steps
+
+
+def test_a_fixed_policy_keeps_the_global_batch_and_still_learns_the_model(tmp_path):
+    seen = Recorder()
+    done = Every(lambda e: trainer.finish() if seen.of(TuneEnd) else None, steps=10)
+    settings = config(
+        tmp_path, base_steps=LONG, warm_up_steps=1, tune_every_steps=5, tune_every_s=1e9
+    )
+    trainer = Mean(settings, data=rows(offset=0.0), hooks=[seen, done])
+    trainer.fit()
+    assert {s.config.global_batch_size for s in seen.of(StepEnd)} == {16}
+    assert not any(t.switched for t in seen.of(TuneEnd))
+    assert "fixed" in seen.of(TuneEnd)[0].verdict.reason
+
+
+def test_a_switch_asked_for_from_a_hook_happens_at_the_next_step_and_loses_no_sample(
+    tmp_path, monkeypatch
+):
+    in_step(monkeypatch)
+    sizes = iter([32, 8, 32, 16])
+
+    def ask(event):
+        if event.step in (2, 6, 10, 14):
+            trainer._run.requests.post(micro_batch_size=next(sizes), num_micro_batches=1)
+
+    limits = BatchLimits(base=16, max=64, micro=(8, 64), min_global=8, sizes=(8, 16, 32))
+    seen = Recorder(ask)
+    settings = counting_config(
+        tmp_path, epochs=7, policy="goodput", batch=limits, warm_up_steps=10**9
+    )
+    trainer = Counting(settings, devices=devices(1), hooks=[seen])
+    state = trainer.fit()
+
+    used = [s.config.global_batch_size for s in seen.of(StepEnd)]
+    changes = [n for n, (a, b) in enumerate(zip(used, used[1:], strict=False), 2) if a != b]
+    assert [used[n - 1] for n in changes] == [32, 8, 32, 16]
+    assert changes == [3, 7, 11, 15]
+    np.testing.assert_array_equal(state.params["count"], 7)
+
+
+def test_accumulation_asked_for_from_a_hook_loses_no_sample(tmp_path, monkeypatch):
+    in_step(monkeypatch)
+
+    def ask(event):
+        if event.step == 2:
+            trainer._run.requests.post(micro_batch_size=2, num_micro_batches=3)
+
+    limits = BatchLimits(base=16, max=64, micro=(1, 4), min_global=8, sizes=(1, 2, 4))
+    seen = Recorder(ask)
+    settings = counting_config(
+        tmp_path,
+        epochs=2,
+        policy="goodput",
+        batch=limits,
+        accumulate=True,
+        warm_up_steps=10**9,
+        tune_every_s=1e9,
+    )
+    trainer = Counting(settings, devices=devices(8), hooks=[seen])
+    state = trainer.fit()
+    used = [(s.config.micro_batch_size, s.config.num_micro_batches) for s in seen.of(StepEnd)]
+    assert used[0] == (2, 1) and used[2:5] == [(2, 3)] * 3
+    np.testing.assert_array_equal(state.params["count"], 2)
+
+
+def planted(monkeypatch, **times):
+    """Every fit of the time model gives these parameters, whatever was measured."""
+    usual = {"compute_base": 0.0, "compute_per_sample": 0.0, "intra_base": 1e-9}
+    usual |= {"intra_per_replica": 0.0, "inter_base": 0.0, "inter_per_replica": 0.0}
+    params = PerfParams(**{**usual, "overlap": 1.0, "update_s": 0.0, **times})
+    fit = tuner.fit_perf_params
+
+    def as_planted(timings, *, start=None):
+        found = fit(timings)
+        assert isinstance(found, PerfFit)
+        return dataclasses.replace(found, params=params, error=0.0, unidentified=())
+
+    monkeypatch.setattr(tuner, "fit_perf_params", as_planted)
+
+
+@pytest.mark.parametrize(
+    "times, offset, expected",
+    [
+        # A step costs the same at any size, and the gradient is nothing but noise: as large as allowed.
+        ({"compute_base": 0.1}, 0.0, {64}),
+        # Time grows with every sample: a larger batch brings nothing.
+        ({"compute_per_sample": 0.01}, 0.0, {16}),
+        # A step costs the same, but the gradient has no noise: a larger batch brings nothing,
+        # and neither does going back from the one that was tried.
+        ({"compute_base": 0.1}, 1e4, {16, 32}),
+    ],
+)
+@pytest.mark.parametrize("count", [1, 8])
+def test_the_batch_adapts_to_planted_times_and_noise(
+    tmp_path, monkeypatch, times, offset, expected, count
+):
+    planted(monkeypatch, **times)
+    seen = Recorder()
+
+    def final():
+        """The latest verdicts that weighed the alternatives and kept the batch."""
+        reasons = ("is the best", "would gain", "too close", "cannot tell")
+        last = [t for t in seen.of(TuneEnd) if not t.verdict.reason.startswith("probe")][-3:]
+        keep = all(any(r in t.verdict.reason for r in reasons) and not t.switched for t in last)
+        return last if len(last) == 3 and keep else []
+
+    settings = config(
+        tmp_path,
+        base_steps=LONG,
+        policy="goodput",
+        batch=BatchLimits(base=16, max=64, micro=(1, 64), sizes=(2, 4, 8, 16, 32, 64)),
+        warm_up_steps=1,
+        tune_every_steps=4,
+        tune_every_s=1e9,
+        dwell_steps=2,
+        window_s=1e9,
+    )
+    trainer = Mean(
+        settings,
+        data=rows(offset=offset),
+        tx=optax.sgd(0.0),  # stays where the signal is what was planted
+        devices=devices(count),
+        hooks=[seen, Every(lambda e: trainer.finish() if final() else None, steps=5)],
+    )
+    trainer.fit()
+    assert {t.verdict.config.global_batch_size for t in final()} <= expected
+    for verdict in seen.of(TuneEnd):
+        assert verdict.verdict.config.global_batch_size <= 64
+        assert verdict.verdict.reason
+
+
+def test_hooks_are_called_in_the_order_given(tmp_path):
+    calls = []
+
+    class Named:
+        def __init__(self, name):
+            self.name = name
+
+        def on_step_end(self, event):
+            calls.append((event.step, self.name))
+
+        def on_checkpoint(self, event):
+            calls.append((event.step, self.name, "checkpoint"))
+
+    Mean(config(tmp_path), hooks=[Named("a"), Named("b")]).fit()
+    steps = 2 * NUM_SAMPLES // 16
+    expected = [(n, name) for n in range(1, steps + 1) for name in "ab"]
+    assert calls == [*expected, (steps, "a", "checkpoint"), (steps, "b", "checkpoint")]
+
+
+class Broken:
+    """A hook that fails at the `at`-th call of one of its methods."""
+
+    def __init__(self, method, at=1):
+        self._left = at
+        setattr(self, method, self._fail)
+
+    def _fail(self, event):
+        self._left -= 1
+        if self._left == 0:
+            raise ZeroDivisionError("the hook's own mistake")
+
+
+LAST = 2 * NUM_SAMPLES // 16
+
+
+@pytest.mark.parametrize(
+    "method, at",
+    [
+        ("on_fit_start", 1),
+        ("on_step_end", 3),
+        ("on_step_end", LAST),
+        ("on_window", 1),
+        ("on_checkpoint", 1),
+        ("on_fit_end", 1),
+    ],
+)
+def test_an_exception_in_a_hook_is_raised_after_a_checkpoint(tmp_path, method, at):
+    settings = counting_config(tmp_path, save_at_end=method == "on_checkpoint")
+    with pytest.raises(ZeroDivisionError, match="own mistake"):
+        Counting(settings, hooks=[Broken(method, at)]).fit()
+
+    seen = Recorder()
+    state = Counting(dataclasses.replace(settings, save_at_end=True), hooks=[seen]).fit()
+    start = seen.of(FitStart)[0].step
+    if method == "on_step_end":
+        assert at <= start <= LAST
+    elif method != "on_fit_start":
+        assert start == LAST
+    np.testing.assert_array_equal(state.params["count"], 2)
+
+
+def test_finish_ends_as_if_complete(tmp_path, monkeypatch):
+    in_step(monkeypatch)
+    seen = Recorder(lambda e: trainer.finish() if e.step == 3 else None)
+    trainer = Mean(config(tmp_path, base_steps=LONG), hooks=[seen])
+    state = trainer.fit()
+    assert int(state.step) == 3
+    assert seen.of(FitEnd)[0].reason == "done"
+    assert seen.of(Checkpoint)[-1].step == int(state.step)
+
+
+def test_request_stop_saves_and_raises_with_exit_code_143(tmp_path, monkeypatch):
+    in_step(monkeypatch)
+    seen = Recorder(lambda e: trainer.request_stop() if e.step == 3 else None)
+    trainer = Counting(counting_config(tmp_path), hooks=[seen])
+    with pytest.raises(Preempted) as stopped:
+        trainer.fit()
+    assert stopped.value.code == 143
+    step = stopped.value.step
+    assert step == 3
+    assert [type(e) for e in seen.events[-3:]] == [Preempt, Checkpoint, FitEnd]
+    assert [e.step for e in seen.events[-3:]] == [step] * 3
+
+    again = Recorder()
+    state = Counting(counting_config(tmp_path), hooks=[again]).fit()
+    assert again.of(FitStart)[0].step == step
+    assert again.of(StepEnd)[0].step == step + 1
+    np.testing.assert_array_equal(state.params["count"], 2)
+
+
+def test_request_save_saves_and_goes_on(tmp_path, monkeypatch):
+    in_step(monkeypatch)
+    seen = Recorder(lambda e: trainer.request_save() if e.step == 3 else None)
+    trainer = Mean(config(tmp_path, save_at_end=False), hooks=[seen])
+    trainer.fit()
+    (saved,) = seen.of(Checkpoint)
+    assert saved.step == 3 and saved.error is None
+    assert len(seen.of(StepEnd)) == LAST
+
+
+@pytest.mark.parametrize("name", ["finish", "request_stop", "request_save"])
+def test_nothing_can_be_asked_of_a_trainer_that_does_not_run(tmp_path, name):
+    with pytest.raises(RuntimeError, match="from a hook"):
+        getattr(Mean(config(tmp_path)), name)()
+
+
+def test_the_same_trainer_runs_again_from_where_it_ended(tmp_path):
+    trainer = Counting(counting_config(tmp_path))
+    first = trainer.fit()
+    trainer.config = dataclasses.replace(trainer.config, epochs=3)
+    second = trainer.fit()
+    np.testing.assert_array_equal(first.params["count"], 2)
+    np.testing.assert_array_equal(second.params["count"], 3)
