@@ -3,10 +3,13 @@
 import dataclasses
 import json
 import math
+import types
 import typing
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import jax.numpy as jnp
 
 from jaxgoodput.goodput.search import BatchLimits
 from jaxgoodput.optim.rules import Rule
@@ -34,7 +37,9 @@ class Config:
     preconditioned: bool | None = None  # measure noise after Adam's division; None: for Adam-like
     policy: str = "goodput"  # "fixed" keeps `batch.base` as the global batch
     fixed_tolerance: float = 0.0  # "fixed": how far the global batch may be from the base, relative
-    compute_dtype: str | None = None  # "bfloat16": compute in it, masters stay as `init` made them
+    # "bfloat16": loss() gets parameters in it, masters stay as init() made them. A batch keeps its own
+    # types: cast its floating inputs in loss(), or their products with parameters are float32.
+    compute_dtype: str | None = None
 
     statistics_every: int | None = None  # steps between noise measurements; None: picked by cost
     statistics_overhead: float = 0.02  # share of the step time that statistics may cost
@@ -91,19 +96,47 @@ class Config:
             "eval_every_base_steps": self.eval_every_base_steps,
             "statistics_every": self.statistics_every,
             "statistics_overhead": self.statistics_overhead,
+            "memory_bytes": self.memory_bytes,
+            "eval_micro_batch_size": self.eval_micro_batch_size,
         }
         for name, value in positive.items():
             if value is not None and not (value > 0 and not math.isnan(value)):
                 raise ValueError(f"{name} must be positive; got {value}.")
-        if self.max_growth <= 1:
+        at_least_zero = {
+            "min_gain": self.min_gain,
+            "dwell_steps": self.dwell_steps,
+            "warm_up_steps": self.warm_up_steps,
+            "prefetch": self.prefetch,
+        }
+        for name, value in at_least_zero.items():
+            if not value >= 0:
+                raise ValueError(f"{name} must be at least 0; got {value}.")
+        if not self.max_growth > 1:
             raise ValueError(
                 f"max_growth is a factor above 1; got {self.max_growth}. For a constant batch use "
                 'policy="fixed".'
+            )
+        if not 0 <= self.smoothing < 1:
+            raise ValueError(
+                f"smoothing must lie in [0, 1); got {self.smoothing}. It is the share of the noise "
+                "statistics that is kept per base step; 0.999 remembers about 1000 of them."
+            )
+        if self.compute_dtype is not None and not _is_floating(self.compute_dtype):
+            raise ValueError(
+                f"compute_dtype must name a floating type such as 'bfloat16' or 'float16'; got "
+                f"{self.compute_dtype!r}. None computes in the precision of the parameters."
             )
         if not 0 <= self.memory_margin < 1:
             raise ValueError(f"memory_margin must lie in [0, 1); got {self.memory_margin}.")
         if not 0 <= self.fixed_tolerance < 1:
             raise ValueError(f"fixed_tolerance must lie in [0, 1); got {self.fixed_tolerance}.")
+
+
+def _is_floating(name: str) -> bool:
+    try:
+        return bool(jnp.issubdtype(jnp.dtype(name), jnp.floating))
+    except TypeError:
+        return False
 
 
 def to_json(config: Config) -> dict[str, Any]:
@@ -134,34 +167,46 @@ def with_overrides(config: Config, overrides: Sequence[str]) -> Config:
             value = json.loads(text)
         except json.JSONDecodeError:
             value = text
-        config = _replace(config, name.split("."), value, name)
+        config = _replace(config, name.split("."), value, text, name)
     return config
 
 
-def _replace(target: Any, path: Sequence[str], value: Any, full: str) -> Any:
-    fields = {f.name for f in dataclasses.fields(target)}
+def _replace(target: Any, path: Sequence[str], value: Any, text: str, full: str) -> Any:
+    fields = (
+        [f.name for f in dataclasses.fields(target)] if dataclasses.is_dataclass(target) else []
+    )
     if path[0] not in fields:
         raise ValueError(
-            f"there is no setting {full!r}: {type(target).__name__} has {', '.join(sorted(fields))}."
+            f"there is no setting {full!r}: {type(target).__name__} has "
+            f"{', '.join(sorted(fields)) or 'no settings of its own'}."
         )
     if len(path) > 1:
-        value = _replace(getattr(target, path[0]), path[1:], value, full)
+        value = _replace(getattr(target, path[0]), path[1:], value, text, full)
     else:
         expected = typing.get_type_hints(type(target))[path[0]]
         if isinstance(value, list):
             value = tuple(value)
         if not _fits(value, expected):
-            raise ValueError(f"{full} is of type {expected}; got {value!r}.")
+            if not _fits(text, expected):  # a name may look like a number
+                wanted = getattr(expected, "__name__", None) if isinstance(expected, type) else None
+                raise ValueError(f"{full} is of type {wanted or expected}; got {text!r}.")
+            value = text
+        if type(value) is int and int not in (expected, *typing.get_args(expected)):
+            value = float(value)
     return dataclasses.replace(target, **{path[0]: value})
 
 
 def _fits(value: Any, expected: Any) -> bool:
-    options = typing.get_args(expected) if not isinstance(expected, type) else (expected,)
-    origin = typing.get_origin(expected)
+    """Whether a value that JSON can hold is of a field's type."""
+    origin, parts = typing.get_origin(expected), typing.get_args(expected)
+    if origin in (typing.Union, types.UnionType):
+        return any(_fits(value, part) for part in parts)
     if origin is tuple:
-        return isinstance(value, tuple)
-    allowed = {t for t in options if isinstance(t, type)}
-    allowed |= {tuple for t in options if typing.get_origin(t) is tuple}
-    if float in allowed:
-        allowed.add(int)
-    return type(value) in allowed
+        if not isinstance(value, tuple):
+            return False
+        if len(parts) == 2 and parts[1] is Ellipsis:
+            return all(_fits(v, parts[0]) for v in value)
+        return len(value) == len(parts) and all(map(_fits, value, parts))
+    if expected is float:
+        return type(value) in (float, int)
+    return type(value) is expected  # not isinstance: True is no number

@@ -59,7 +59,7 @@ def largest_that_fits(sizes: Sequence[int], known: dict[int, StepBytes], budget:
     """The largest of `sizes` whose bytes, known or extrapolated from the known, are within budget.
 
     Returns 0 where none fits. With one known size, bytes beyond the arguments are taken as
-    proportional to the size, which overestimates larger sizes rather than underestimating them.
+    proportional to the size. Raises ValueError where none is known.
 
     >>> one = {8: StepBytes(arguments=100, outputs=0, temporaries=80)}
     >>> largest_that_fits([4, 8, 16, 32], one, budget=300)

@@ -170,6 +170,8 @@ class Rungs:
             if self._stopping:
                 return
             engine.compile_role(role, size)
+        # What sizes share, should this be the first that accumulates; it may never be rehearsed.
+        engine.compile([size], accumulate=self._accumulate)
         need = engine.bytes_of(size)
         assert need is not None
         with self._changed:

@@ -68,6 +68,7 @@ def tune(
         return keep("keep: too few gradient-noise samples yet")
     model = GoodputModel(perf=fit.params, grad=grad, base_batch_size=limits.base)
     now = float(model.goodput(placement, current.micro_batch_size, current.num_micro_batches))
+    largest = max(int(current.global_batch_size * caution.max_growth), current.global_batch_size)
     if steps_since_change < caution.dwell_steps:
         return keep(
             f"keep: {steps_since_change} steps since the last change, waiting for "
@@ -75,7 +76,7 @@ def tune(
             now,
         )
     if set(timed) <= {current.micro_batch_size}:
-        probe = _probe(limits, current, ready, caution.probe_growth)
+        probe = _probe(limits, current, ready, caution.probe_growth, largest)
         if probe is not None:
             return Verdict(
                 config=probe,
@@ -85,13 +86,16 @@ def tune(
                 f"steps of {probe.micro_batch_size} tell how time grows with the batch",
                 statistics_every=statistics_every,
             )
-    ceiling = int(current.global_batch_size * caution.max_growth)
-    allowed = _narrowed(limits, max(min(limits.max, ceiling), limits.base), accumulate)
-    sizes = sorted(set(ready) | {current.micro_batch_size})
-    config, best = best_batch(model, placement, allowed, micro_batch_sizes=sizes)
     critical = float(noise_scale(grad, limits.base))
     at = f"noise scale {critical:.3g} samples"
-    if not math.isfinite(best) or not math.isfinite(now):
+    # Before the search, which refuses to choose among unknowns: a run that goes on with the step times
+    # of another number of replicas knows nothing about this one yet.
+    if not math.isfinite(now):
+        return keep(f"keep: the model cannot tell ({at})", now)
+    allowed = _narrowed(limits, min(limits.max, largest), accumulate)
+    sizes = sorted(set(ready) | {current.micro_batch_size})
+    config, best = best_batch(model, placement, allowed, micro_batch_sizes=sizes)
+    if not math.isfinite(best):
         return keep(f"keep: the model cannot tell ({at})", now)
     gain = best / now
     what = (
@@ -124,7 +128,11 @@ def tune(
 
 
 def _probe(
-    limits: BatchLimits, current: BatchConfig, ready: Collection[int], growth: float
+    limits: BatchLimits,
+    current: BatchConfig,
+    ready: Collection[int],
+    growth: float,
+    largest: int,
 ) -> BatchConfig | None:
     """The ready size nearest to `growth` times the current one that the limits allow."""
     options = [
@@ -132,7 +140,8 @@ def _probe(
         for size in ready
         if size != current.micro_batch_size
     ]
-    options = [c for c in options if limits.smallest <= c.global_batch_size <= limits.max]
+    most = min(limits.max, largest)
+    options = [c for c in options if limits.smallest <= c.global_batch_size <= most]
     wanted = current.micro_batch_size * growth
     return min(options, key=lambda c: abs(math.log(c.micro_batch_size / wanted)), default=None)
 
@@ -140,6 +149,8 @@ def _probe(
 def _narrowed(limits: BatchLimits, largest: int, accumulate: bool) -> BatchLimits:
     return dataclasses.replace(
         limits,
+        base=min(limits.base, largest),
+        min_global=min(limits.smallest, largest),
         max=largest,
         max_micro_batches=limits.max_micro_batches if accumulate else 1,
     )
@@ -183,15 +194,30 @@ def fixed_config(
             break
     if best is not None:
         return best[2]
-    low = base // num_replicas * num_replicas
-    high = low + num_replicas
-    near = f"{low} and {high}" if low else f"{high}"
+    near = " and ".join(map(str, _nearest(base, num_replicas, largest_micro, max_micro_batches)))
     raise ValueError(
         f"a global batch of {base} samples cannot be cut into equal micro-batches over "
         f"{num_replicas} replicas (at most {largest_micro} samples each, tolerance {tolerance:.0%}). "
         f"The nearest global batches that can are {near}: set batch.base to one of them, or raise "
         "fixed_tolerance."
     )
+
+
+def _nearest(base: int, num_replicas: int, largest_micro: int, most_micros: int) -> list[int]:
+    """The largest global batch below `base` and the smallest above it that can be cut evenly."""
+
+    def can(share: int) -> bool:  # samples per replica
+        return any(
+            share % k == 0 and share // k <= largest_micro for k in range(1, most_micros + 1)
+        )
+
+    most = largest_micro * most_micros
+    share = base // num_replicas
+    below = next(
+        (s for s in range(min(share, most), 0, -1) if s * num_replicas < base and can(s)), 0
+    )
+    above = next((s for s in range(share + 1, most + 1) if can(s)), 0)
+    return [s * num_replicas for s in (below, above) if s]
 
 
 def statistics_cadence(

@@ -43,9 +43,7 @@ def test_nothing_compiles_after_a_rehearsal_whatever_the_sizes_and_counts(
     state, previous = start(engine, key), None
     steps = [(s, k, m) for s in SIZES for k in (1, 2, 3) for m in (True, False)] * 2
     rng.shuffle(steps)
-    placed = {
-        s: put(engine, jax.tree.map(lambda x: x[: s * replicas], samples(rng, 16))) for s in SIZES
-    }
+    placed = {s: put(engine, samples(rng, s * replicas)) for s in SIZES}
     compiled.clear()
     with jax.transfer_guard("disallow"):
         for size, count, measure in steps:

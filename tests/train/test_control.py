@@ -1,0 +1,108 @@
+"""Wishes reach the loop once, whoever posts them, and mean the same in every process."""
+
+import threading
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxgoodput.train.control import CONTROL_SIZE, Control, Requests, decode, encode
+
+counts = st.none() | st.integers(1, 10**6)
+controls = st.builds(
+    Control,
+    stop=st.booleans(),
+    finish=st.booleans(),
+    save=st.booleans(),
+    evaluate=st.booleans(),
+    micro_batch_size=counts,
+    num_micro_batches=counts,
+    statistics_every=counts,
+    num_ready=st.integers(0, 100),
+)
+# Only process 0 decides configurations.
+followers = st.builds(
+    Control,
+    stop=st.booleans(),
+    finish=st.booleans(),
+    save=st.booleans(),
+    evaluate=st.booleans(),
+    num_ready=st.integers(0, 100),
+)
+
+
+@given(control=controls)
+def test_a_control_survives_the_vector(control):
+    vector = encode(control)
+    assert vector.shape == (CONTROL_SIZE,) and vector.dtype == np.float32
+    assert decode(vector) == control
+
+
+@given(first=controls, others=st.lists(followers, max_size=7))
+def test_the_sum_over_processes_is_what_anyone_wished_and_what_process_0_decided(first, others):
+    everyone = [first, *others]
+    agreed = decode(np.sum([encode(c) for c in everyone], axis=0, dtype=np.float32))
+    for name in ("stop", "finish", "save", "evaluate"):
+        assert getattr(agreed, name) == any(getattr(c, name) for c in everyone)
+    for name in ("micro_batch_size", "num_micro_batches", "statistics_every"):
+        assert getattr(agreed, name) == getattr(first, name)
+    assert agreed.num_ready == sum(c.num_ready for c in everyone)
+
+
+def test_no_wish_is_no_change():
+    assert Requests().take() == Control() == decode(np.zeros(CONTROL_SIZE))
+
+
+def test_a_wish_is_taken_once_and_the_latest_wins():
+    requests = Requests()
+    requests.post(micro_batch_size=8, num_micro_batches=1)
+    requests.post(save=True)
+    requests.post(micro_batch_size=16, num_micro_batches=2)
+    assert requests.take(num_ready=3) == Control(
+        save=True, micro_batch_size=16, num_micro_batches=2, num_ready=3
+    )
+    assert requests.take() == Control()
+
+
+def test_an_interrupt_stops_until_the_end_and_keeps_its_name():
+    requests = Requests()
+    requests.interrupt("SIGTERM")
+    assert requests.signal == "SIGTERM"
+    assert requests.take().stop and requests.take().stop
+
+
+def test_an_interrupt_comes_through_while_the_mailbox_is_in_use():
+    """A signal handler runs on the thread that may hold the mailbox's lock."""
+    requests = Requests()
+    with requests._lock:
+        requests.interrupt("SIGINT")
+    assert requests.take().stop
+
+
+def test_no_wish_is_lost_between_threads():
+    requests, taken, posting = Requests(), [], threading.Event()
+    posting.set()
+    rounds = 300
+
+    def ask(name):
+        for value in range(1, rounds + 1):
+            requests.post(**{name: value})
+
+    def take():
+        while posting.is_set():
+            taken.append(requests.take())
+
+    names = ("micro_batch_size", "num_micro_batches", "statistics_every")
+    threads = [threading.Thread(target=ask, args=(name,)) for name in names]
+    taker = threading.Thread(target=take)
+    for thread in (*threads, taker):
+        thread.start()
+    for thread in threads:
+        thread.join()
+    posting.clear()
+    taker.join()
+    taken.append(requests.take())
+    for name in names:
+        seen = [value for c in taken if (value := getattr(c, name)) is not None]
+        # Each at most once, in order, and the last one certainly.
+        assert seen == sorted(set(seen)) and seen[-1] == rounds

@@ -1,0 +1,197 @@
+"""The ladder is climbed in the background: only what fits and was tried is ever ready."""
+
+import threading
+
+import jax
+import numpy as np
+import pytest
+from engines import make, put, samples, start
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxgoodput._jax import listen_for_compilations
+from jaxgoodput.train.engine import Engine
+from jaxgoodput.train.memory import StepBytes
+from jaxgoodput.train.rungs import Rungs, climbing_order
+
+WAIT_S = 30.0  # only a failing test waits this long
+
+
+class Scripted(Engine):
+    """An engine whose sizes need 10 bytes a sample, and that records what is asked of it."""
+
+    def __init__(self, broken=None):
+        self.compiled: list[tuple[str, int]] = []
+        self.rehearsed: list[int] = []
+        self.shared: list[int] = []
+        self.broken = broken
+        self.may_go = threading.Event()
+        self.may_go.set()
+        self.entered = threading.Event()
+
+    def roles(self, *, accumulate):
+        return ("step", "first", "more") if accumulate else ("step",)
+
+    def compile(self, micro_batch_sizes, *, accumulate=True):
+        self.shared += micro_batch_sizes
+
+    def compile_role(self, role, micro_batch_size):
+        self.entered.set()
+        assert self.may_go.wait(WAIT_S)
+        if micro_batch_size == self.broken:
+            raise RuntimeError("the compiler gave up")
+        self.compiled.append((role, micro_batch_size))
+
+    def bytes_of(self, micro_batch_size):
+        return StepBytes(arguments=0, outputs=0, temporaries=10 * micro_batch_size)
+
+    def rehearse(self, micro_batch_size, *, accumulate):
+        self.rehearsed.append(micro_batch_size)
+
+
+SIZES = (1, 2, 4, 8, 16, 32, 64)
+
+
+def rungs_of(engine, *, budget=10**9, reach=1000.0, **kind):
+    return Rungs(engine, SIZES, accumulate=False, budget=budget, reach=reach, **kind)
+
+
+@given(sizes=st.sets(st.integers(1, 100)), first=st.integers(1, 100))
+def test_the_order_begins_at_home_and_forgets_nobody(sizes, first):
+    order = climbing_order(sorted(sizes), first)
+    assert order[0] == first and len(order) == len(set(order))
+    assert set(order) == sizes | {first}
+    ups, downs = [s for s in order if s > first], [s for s in order if s < first]
+    assert ups == sorted(ups) and downs == sorted(downs, reverse=True)
+
+
+def test_sizes_become_ready_in_order_compiled_and_tried():
+    engine = Scripted()
+    rungs = rungs_of(engine)
+    rungs.near(4)
+    assert rungs.ready() == () and rungs.num_wanted == 7 and rungs.is_busy
+    rungs.climb()
+    assert rungs.ready() == (4, 8, 16, 2, 32, 64, 1) and not rungs.is_busy
+    assert engine.rehearsed == list(rungs.ready()) == engine.shared
+    assert all(map(rungs.was_rehearsed, SIZES)) and not rungs.was_rehearsed(3)
+    assert rungs.memory_limit == 64 and set(rungs.known) == set(SIZES)
+
+
+def test_only_what_is_within_reach_is_compiled_and_more_as_the_size_moves():
+    engine = Scripted()
+    rungs = rungs_of(engine, reach=2.0)
+    rungs.near(4)
+    rungs.climb()
+    assert set(rungs.ready()) == {2, 4, 8}
+    rungs.near(16)
+    rungs.climb()
+    assert set(rungs.ready()) == {2, 4, 8, 16, 32}
+    assert len(engine.compiled) == 5, "nothing is compiled twice"
+
+
+def test_a_size_over_the_budget_is_never_ready_and_ends_the_climb():
+    engine = Scripted()
+    rungs = rungs_of(engine, budget=200)
+    rungs.near(4)
+    rungs.climb()
+    assert rungs.ready() == (4, 8, 16, 2, 1)
+    # 32 was looked at, 64 not even compiled.
+    assert {size for _, size in engine.compiled} == {1, 2, 4, 8, 16, 32}
+    assert rungs.memory_limit == 16
+
+
+def test_a_size_without_room_for_a_second_copy_is_ready_but_not_tried():
+    engine = Scripted()
+    rungs = rungs_of(engine, budget=100)
+    rungs.near(4)
+    rungs.climb()
+    assert set(rungs.ready()) == {1, 2, 4, 8}
+    assert set(engine.rehearsed) == {1, 2, 4}
+    assert rungs.was_rehearsed(4) and not rungs.was_rehearsed(8)
+    assert 8 in engine.shared, "what sizes share must not wait for a rehearsal"
+
+
+def test_the_background_climbs_while_the_caller_goes_on():
+    engine = Scripted()
+    engine.may_go.clear()
+    rungs = rungs_of(engine)
+    rungs.start()
+    rungs.near(4)
+    assert engine.entered.wait(WAIT_S)
+    assert rungs.ready() == () and rungs.is_busy and not rungs.wait(0.0)
+    engine.may_go.set()
+    assert rungs.wait(WAIT_S) and set(rungs.ready()) == set(SIZES)
+    rungs.near(500)  # a size off the ladder joins it
+    assert rungs.wait(WAIT_S) and 500 in rungs.ready()
+    rungs.close()
+
+
+def test_close_waits_for_the_executable_in_hand_and_for_no_other():
+    engine = Scripted()
+    engine.may_go.clear()
+    rungs = Rungs(engine, SIZES, accumulate=True, budget=10**9)
+    rungs.start()
+    rungs.near(4)
+    assert engine.entered.wait(WAIT_S)
+    closer = threading.Thread(target=rungs.close)
+    closer.start()
+    while rungs.is_busy:  # until the wish to stop is known
+        pass
+    engine.may_go.set()
+    closer.join(WAIT_S)
+    assert not closer.is_alive()
+    assert engine.compiled == [("step", 4)] and rungs.ready() == ()
+    rungs.close()
+
+
+def test_closing_what_never_started_is_nothing():
+    rungs = rungs_of(Scripted())
+    rungs.close()
+    rungs.near(4)
+    rungs.climb()
+    assert rungs.ready() == ()
+
+
+def test_an_error_in_the_background_surfaces_where_the_loop_looks():
+    rungs = rungs_of(Scripted(broken=8))
+    rungs.start()
+    rungs.near(4)
+    assert rungs.wait(WAIT_S)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="the compiler gave up"):
+            rungs.ready()
+    rungs.close()
+
+
+def test_an_error_on_the_callers_thread_is_its_own():
+    rungs = rungs_of(Scripted(broken=4))
+    rungs.near(4)
+    with pytest.raises(RuntimeError, match="the compiler gave up"):
+        rungs.climb()
+
+
+@pytest.mark.parametrize("rehearse", [True, False])
+def test_a_ready_size_of_a_real_engine_runs_without_compiling(key, rng, rehearse):
+    engine = make(replicas=2, preconditioned=False)
+    probe = make(replicas=2)
+    probe.compile([1, 8], accumulate=True)
+    # Between the needs of 1 and of 8 samples.
+    budget = (probe.bytes_of(1).peak + probe.bytes_of(8).peak) // 2
+    rungs = Rungs(engine, (1, 8), accumulate=True, budget=budget, reach=8.0, rehearse=rehearse)
+    rungs.start()
+    rungs.near(1)
+    assert rungs.wait(WAIT_S)
+    rungs.close()
+    assert rungs.ready() == (1,) and rungs.memory_limit == 1
+    assert not rungs.was_rehearsed(1), "there is no room for a second copy"
+    state, batch = start(engine, key), put(engine, samples(rng, 2))
+    names = []
+    undo = listen_for_compilations(lambda event: names.append(event.name))
+    try:
+        with jax.transfer_guard("disallow"):
+            work = engine.accumulate(engine.begin(state), *batch)
+            state, metrics, _ = engine.step(state, work, *batch)
+            state, metrics, _ = engine.step(state, None, *batch)
+    finally:
+        undo()
+    assert names == [] and np.isfinite(engine.read(metrics)["loss"])
