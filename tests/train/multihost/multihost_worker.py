@@ -1,0 +1,506 @@
+"""The script that these tests start in several processes, and the trainers it runs.
+
+    python multihost_worker.py OUT SECTION ...
+
+runs the sections one after the other. What process r saw of a section goes to `OUT/SECTION.r.jsonl`,
+line by line, so that it is there even if the process is killed.
+"""
+
+import contextlib
+import json
+import os
+import pathlib
+import signal
+import sys
+import time
+import unittest.mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxgoodput._jax import listen_for_compilations
+from jaxgoodput.data.loader import Loader
+from jaxgoodput.data.sources import ArraySource
+from jaxgoodput.goodput.search import BatchLimits
+from jaxgoodput.optim import rules
+from jaxgoodput.train import engine as engine_module
+from jaxgoodput.train import run as run_module
+from jaxgoodput.train.config import Config
+from jaxgoodput.train.events import EvalEnd, FitEnd, FitStart, StepEnd
+from jaxgoodput.train.run import Preempted
+from jaxgoodput.train.state import Variables
+from jaxgoodput.train.trainer import Trainer
+
+NUM_SAMPLES = 50
+NUM_COUNTED = 120
+COUNTED_EPOCHS = 6
+WIDTH = 4
+WAIT_S = 60.0
+
+
+def config(out, section, **settings):
+    """A quiet run whose tuner never speaks, in a folder of its own under `out`."""
+    quiet = {
+        "policy": "fixed",
+        "accumulate": False,
+        "background_compile": False,
+        "statistics_every": 1,
+        "warm_up_steps": 1_000_000,
+        "tensorboard": False,
+        "progress": False,
+        "compilation_cache": str(out.parent / "compilations"),
+    }
+    return Config(workdir=str(out / section), **{**quiet, **settings})
+
+
+class Noisy(Trainer):
+    """A linear model with dropout, mutable state and metrics, for comparing one run with another."""
+
+    def __init__(self, config, *, tx, num_eval=7, **options):
+        super().__init__(config, **options)
+        self.tx = tx
+        self.num_eval = num_eval
+        self.outputs = []
+
+    def init(self, key):
+        params = {"w": jax.random.normal(key, (WIDTH,)), "b": jnp.zeros(())}
+        return Variables(
+            params=params, model_state={"mean": jnp.zeros(WIDTH), "steps": jnp.int32(0)}
+        )
+
+    def predict(self, params, x):
+        return x @ params["w"] + params["b"]
+
+    def loss_and_state(self, params, model_state, batch, key):
+        kept = jax.random.bernoulli(key, 0.8, batch["x"].shape)
+        error = self.predict(params, jnp.where(kept, batch["x"], 0.0)) - batch["y"]
+        mean = 0.9 * model_state["mean"] + 0.1 * batch["x"].mean(0)
+        return error**2, {"mean": mean, "steps": model_state["steps"] + 1}
+
+    def optimizer(self):
+        return self.tx
+
+    def dataset(self):
+        return _rows(NUM_SAMPLES, seed=1)
+
+    def eval_dataset(self):
+        return {**_rows(self.num_eval, seed=2), "id": np.arange(self.num_eval, dtype=np.int32)}
+
+    def metrics(self, params, batch):
+        return {"error": self.predict(params, batch["x"]) - batch["y"], "id": batch["id"]}
+
+    def summarize(self, outputs):
+        self.outputs.append({name: np.asarray(x).tolist() for name, x in outputs.items()})
+        return super().summarize(outputs)
+
+
+def _rows(count, *, seed):
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(count, WIDTH)).astype(np.float32)
+    return {"x": x, "y": (x.sum(1) + rng.normal(size=count)).astype(np.float32)}
+
+
+def _times_seen():
+    """Adds to every entry how often its sample was in the batch, for a loss of minus that entry.
+
+    The gradient of an entry is minus its share of the batch. A sample can be there twice, but not
+    all of them, so the smallest share is that of one.
+    """
+
+    def update(updates, state, params=None):
+        def times(g):
+            once = jnp.min(jnp.where(g < 0, -g, jnp.inf))
+            return jnp.round(-g / once)
+
+        return jax.tree.map(times, updates), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+class Counting(Trainer):
+    """Counts on the devices how often each sample was applied, beside a little real training."""
+
+    def init(self, key):
+        return {"w": jnp.zeros(WIDTH), "count": jnp.zeros(NUM_COUNTED)}
+
+    def loss(self, params, batch, key):
+        own = params["count"][batch["id"]]
+        mean = 0.5 * jnp.sum((params["w"][None] - batch["x"]) ** 2, axis=-1)
+        return mean + jax.lax.stop_gradient(own) - own
+
+    def optimizer(self):
+        return optax.multi_transform(
+            {"model": optax.sgd(0.05), "count": _times_seen()}, {"w": "model", "count": "count"}
+        )
+
+    def dataset(self):
+        rows = _rows(NUM_COUNTED, seed=3)
+        return {"x": rows["x"], "id": np.arange(NUM_COUNTED, dtype=np.int32)}
+
+
+class Broken(ArraySource):
+    """A source one of whose processes cannot read any more once `file` is there."""
+
+    def __init__(self, arrays, file):
+        super().__init__(arrays)
+        self.file = file
+
+    def batch(self, indices):
+        if self.file.exists() and jax.process_index() == 1:
+            raise OSError("the disk of process 1 is gone")
+        return super().batch(indices)
+
+
+class Crashing(Counting):
+    """`Counting` over a source that breaks."""
+
+    def dataset(self):
+        return Broken(super().dataset(), pathlib.Path(self.config.workdir) / "broken")
+
+
+class Watch:
+    """What one process saw of one fit: a hook, and the loader's requests, as lines of JSON."""
+
+    def __init__(self, trainer, path, *, on_step=None, before_step=None):
+        self.trainer = trainer
+        self.on_step = on_step  # of process 0, on the hooks' thread
+        self.before_step = before_step  # of every process, on the loop's
+        self.last_step = 0  # of which the hooks know
+        self._path = path
+        trainer.hooks = (*trainer.hooks, self)
+
+    def write(self, kind, **fields):
+        with self._path.open("a") as file:  # complete lines, even if the next moment is the last
+            file.write(json.dumps({"kind": kind, **fields}) + "\n")
+
+    def lines(self):
+        """This process's own lines."""
+        return read(self._path)
+
+    @property
+    def run(self):
+        return self.trainer._run
+
+    def on_fit_start(self, event: FitStart):
+        self.last_step = event.step
+        self.write("start", step=event.step, config=vars(event.config))
+
+    def on_step_end(self, event: StepEnd):
+        self.write(
+            "applied",
+            step=event.step,
+            samples=event.samples,
+            num_samples=event.num_samples,
+            before=event.before.to_json(),
+            after=event.after.to_json(),
+            config=vars(event.config),
+            metrics=dict(event.metrics),
+        )
+        self.last_step = event.step
+        if self.on_step is not None:
+            self.on_step(self, event)
+
+    def on_eval_end(self, event: EvalEnd):
+        self.write("evaluated", step=event.step, metrics=dict(event.metrics))
+
+    def on_fit_end(self, event: FitEnd):
+        self.write("end", step=event.step, reason=event.reason)
+
+    @contextlib.contextmanager
+    def watching(self):
+        """Note every batch that the loop takes, and every program that is compiled or found."""
+        watch = self
+
+        class Noted(Loader):
+            def next(self, config):
+                run = watch.run
+                if watch.on_step is not None and jax.process_index() == 0:
+                    # What the hook asks for, it asks for about then.
+                    _wait_until(lambda: watch.last_step >= run.step - 1)
+                if watch.before_step is not None:
+                    watch.before_step(watch, run.step + 1)
+                batch = super().next(config)
+                watch.write(
+                    "taken",
+                    step=run.step + 1,
+                    config=vars(config),
+                    compiled=run.engine.is_ready(config.micro_batch_size, accumulate=False),
+                    indices=None if batch is None else batch.indices.tolist(),
+                    samples=run.samples,
+                )
+                return batch
+
+        def compiled(found):
+            self.write("compiled", name=found.name, cached=found.cached)
+
+        undo = listen_for_compilations(compiled)
+        with unittest.mock.patch.object(run_module, "Loader", Noted):
+            yield
+        undo()
+
+    def fit(self):
+        """`fit`, and what came of it in the last lines."""
+        began = time.monotonic()
+        with self.watching():
+            try:
+                state = self.trainer.fit()
+            except Preempted as error:
+                self.write("preempted", step=error.step, signal=error.signal_name)
+                raise
+        leaves, _ = jax.tree_util.tree_flatten_with_path((state.params, state.model_state))
+        self.write(
+            "state",
+            step=int(state.step),
+            seconds=time.monotonic() - began,
+            leaves={jax.tree_util.keystr(p): np.asarray(x).tolist() for p, x in leaves},
+        )
+        return state
+
+
+def read(path):
+    """The lines of a file that a `Watch` wrote."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+# -- sections ----------------------------------------------------------------------------------------
+
+
+def noisy(out, section, **options):
+    """The trainer of the sections that are compared with one process."""
+    small = {"batch": BatchLimits(base=16, max=48, micro=(1, 4)), "epochs": 2}
+    settings = {
+        "sgd": {**small, "eval_every_base_steps": 2.0},
+        "adam": {**small, "batch": BatchLimits(base=16, max=48, micro=(1, 2)), "accumulate": True},
+        "half": {**small, "epochs": 1, "compute_dtype": "bfloat16", "rule": rules.square_root},
+    }
+    transformations = {
+        "sgd": optax.sgd(optax.cosine_decay_schedule(0.05, 20), momentum=0.9),
+        "adam": optax.adamw(0.05),
+        "half": optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.05)),
+    }
+    num_eval = 1 if section == "adam" else 7
+    return Noisy(
+        config(out, section, **settings[section]),
+        tx=transformations[section],
+        num_eval=num_eval,
+        **options,
+    )
+
+
+def run_noisy(out, section, **options):
+    trainer = noisy(out, section, **options)
+    watch = Watch(trainer, _lines_of(out, section))
+    state = watch.fit()
+    summary = trainer.evaluate(state)
+    watch.write("outputs", outputs=trainer.outputs, summary=summary)
+
+
+def counting_settings(**settings):
+    """Any batch from 24 to 48 samples, on 2, 3 or 4 replicas; the tuner never speaks."""
+    usual = {
+        "policy": "goodput",
+        "batch": BatchLimits(base=24, max=48),
+        "rule": rules.none,  # a gain would multiply the counts
+        "max_growth": 1.01,  # nothing but the size in use is compiled ahead
+        "epochs": COUNTED_EPOCHS,
+    }
+    return {**usual, **settings}
+
+
+def ask(watch, **wishes):
+    watch.run.requests.post(**wishes)
+
+
+def run_verdicts(out, section):
+    """Process 0 asks for other batches in the middle of it all."""
+    wanted = {3: (12, 1), 6: (8, 2), 9: (6, 1), 10: (10, 1), 13: (6, 2)}
+
+    def on_step(watch, event):
+        if event.step in wanted:
+            micro, count = wanted[event.step]
+            ask(watch, micro_batch_size=micro, num_micro_batches=count)
+
+    trainer = Counting(config(out, section, **counting_settings(accumulate=True)))
+    Watch(trainer, _lines_of(out, section), on_step=on_step).fit()
+
+
+def run_ready(out, section):
+    """Greedy for the largest size that is ready everywhere; process 1 compiles nothing for a while."""
+    release = out / f"{section}.release"
+    start = engine_module.Engine.compile_role
+
+    def slowly(self, role, size):
+        if jax.process_index() == 1 and size != 6:
+            _wait_until(release.exists)
+        return start(self, role, size)
+
+    def on_step(watch, event):
+        ready = watch.run._ready_everywhere()
+        watch.write("ready", step=event.step, sizes=list(ready), own=list(watch.run.rungs.ready()))
+        if event.step >= 4 and len(watch.run.rungs.ready()) == watch.run.rungs.num_wanted:
+            release.touch()
+        if ready:
+            ask(watch, micro_batch_size=max(ready), num_micro_batches=1)
+
+    def before_step(watch, step):
+        time.sleep(0.01)
+        if any(
+            line["kind"] == "taken" and line["config"]["micro_batch_size"] == 12
+            for line in watch.lines()
+        ):
+            ask(watch, finish=True)
+
+    settings = counting_settings(
+        background_compile=True, max_growth=2.0, epochs=None, base_steps=2000
+    )
+    trainer = Counting(config(out, section, **settings))
+    with unittest.mock.patch.object(engine_module.Engine, "compile_role", slowly):
+        Watch(trainer, _lines_of(out, section), on_step=on_step, before_step=before_step).fit()
+
+
+def run_finish(out, section):
+    """A hook of process 0 ends training as if it were complete."""
+
+    def on_step(watch, event):
+        if event.step == 5:
+            watch.trainer.finish()
+
+    settings = counting_settings(epochs=None, base_steps=10_000)
+    Watch(
+        Counting(config(out, section, **settings)), _lines_of(out, section), on_step=on_step
+    ).fit()
+
+
+def run_stop(out, section):
+    """A hook of process 0 asks to save and stop."""
+
+    def on_step(watch, event):
+        if event.step == 5:
+            watch.trainer.request_stop()
+
+    settings = counting_settings(epochs=None, base_steps=10_000)
+    Watch(
+        Counting(config(out, section, **settings)), _lines_of(out, section), on_step=on_step
+    ).fit()
+
+
+def run_terminated(out, section):
+    """Process 1 gets SIGTERM at step 8, some steps after a verdict."""
+
+    def on_step(watch, event):
+        if event.step == 3:
+            ask(watch, micro_batch_size=12, num_micro_batches=1)
+
+    def before_step(watch, step):
+        if step == 8 and jax.process_index() == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    _counted(out, section, on_step, before_step)
+
+
+def run_killed(out, section):
+    """Resumes, saves, and gets SIGKILL some steps after the checkpoint is on disk."""
+
+    def on_step(watch, event):
+        if event.step == first(watch) + 2:
+            watch.trainer.request_save()
+
+    def before_step(watch, step):
+        saved = newest(watch.trainer.config.workdir)
+        if saved > first(watch) and watch.last_step >= saved + 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(0.02)
+
+    def first(watch):
+        return [line for line in watch.lines() if line["kind"] == "start"][-1]["step"]
+
+    _counted(out, section, on_step, before_step)
+
+
+def run_completed(out, section):
+    """Resumes and goes on to the end."""
+    _counted(out, section, None, None)
+
+
+def _counted(out, section, on_step, before_step):
+    trainer = Counting(config(out, "counted", **counting_settings()))
+    path = _lines_of(out, section)
+    Watch(trainer, path, on_step=on_step, before_step=before_step).fit()
+
+
+def run_crash_source(out, section):
+    """Process 1 cannot read its data any more, some steps after a checkpoint."""
+
+    def before_step(watch, step):
+        if jax.process_index() == 1 and newest(watch.trainer.config.workdir) >= 0:
+            (pathlib.Path(watch.trainer.config.workdir) / "broken").touch()
+
+    _crash(out, section, Crashing, None, before_step)
+
+
+def run_crash_hook(out, section):
+    """A hook of process 0 fails, some steps after a checkpoint."""
+
+    def on_step(watch, event):
+        if newest(watch.trainer.config.workdir) >= 0:
+            raise ArithmeticError("this hook cannot go on")
+
+    _crash(out, section, Counting, on_step, None)
+
+
+def _crash(out, section, kind, on_step, before_step):
+    def on_step_and_save(watch, event):
+        if event.step == 2:
+            watch.trainer.request_save()
+        if on_step is not None:
+            on_step(watch, event)
+
+    print(f"pid={os.getpid()}")
+    trainer = kind(config(out, section, **counting_settings(epochs=None, base_steps=100_000)))
+    Watch(trainer, _lines_of(out, section), on_step=on_step_and_save, before_step=before_step).fit()
+
+
+def newest(workdir):
+    """The newest complete checkpoint on disk, -1 where there is none."""
+    folder = pathlib.Path(workdir) / "checkpoints"
+    return max((int(p.name) for p in folder.glob("*") if p.name.isdigit()), default=-1)
+
+
+def _lines_of(out, section):
+    return out / f"{section}.{jax.process_index()}.jsonl"
+
+
+def _wait_until(condition):
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError
+        time.sleep(0.01)
+
+
+SECTIONS = {
+    "sgd": run_noisy,
+    "adam": run_noisy,
+    "half": run_noisy,
+    "verdicts": run_verdicts,
+    "ready": run_ready,
+    "finish": run_finish,
+    "stop": run_stop,
+    "terminated": run_terminated,
+    "killed": run_killed,
+    "completed": run_completed,
+    "crash_source": run_crash_source,
+    "crash_hook": run_crash_hook,
+}
+
+
+def main():
+    out = pathlib.Path(sys.argv[1])
+    for section in sys.argv[2:]:
+        SECTIONS[section](out, section)
+
+
+if __name__ == "__main__":
+    main()
