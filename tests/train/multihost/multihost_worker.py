@@ -353,7 +353,7 @@ def run_ready(out, section):
             ask(watch, finish=True)
 
     settings = counting_settings(
-        background_compile=True, max_growth=2.0, epochs=None, base_steps=2000
+        background_compile=True, max_growth=2.0, epochs=None, base_steps=2e3
     )
     trainer = Counting(config(out, section, **settings))
     with unittest.mock.patch.object(engine_module.Engine, "compile_role", slowly):
@@ -367,7 +367,7 @@ def run_finish(out, section):
         if event.step == 5:
             watch.trainer.finish()
 
-    settings = counting_settings(epochs=None, base_steps=10_000)
+    settings = counting_settings(epochs=None, base_steps=1e4)
     Watch(
         Counting(config(out, section, **settings)), _lines_of(out, section), on_step=on_step
     ).fit()
@@ -380,7 +380,7 @@ def run_stop(out, section):
         if event.step == 5:
             watch.trainer.request_stop()
 
-    settings = counting_settings(epochs=None, base_steps=10_000)
+    settings = counting_settings(epochs=None, base_steps=1e4)
     Watch(
         Counting(config(out, section, **settings)), _lines_of(out, section), on_step=on_step
     ).fit()
@@ -458,7 +458,7 @@ def _crash(out, section, kind, on_step, before_step):
             on_step(watch, event)
 
     print(f"pid={os.getpid()}")
-    trainer = kind(config(out, section, **counting_settings(epochs=None, base_steps=100_000)))
+    trainer = kind(config(out, section, **counting_settings(epochs=None, base_steps=1e5)))
     Watch(trainer, _lines_of(out, section), on_step=on_step_and_save, before_step=before_step).fit()
 
 

@@ -211,7 +211,7 @@ def test_sigterm_to_one_process_saves_and_stops_all_at_one_step(restarts):
     assert 8 <= saved[0] <= 8 + 3
     assert {stop["signal"] for stop in stops} == {"SIGTERM", "peer"}
     (end,) = seen(out, "terminated", "end")
-    assert (end["step"], end["reason"]) == (saved[0], "peer")
+    assert (end["step"], end["reason"]) == (saved[0], "preempted")
 
 
 def test_a_job_goes_on_with_another_number_of_processes_and_maps_the_batch(restarts):
@@ -274,7 +274,7 @@ def test_a_process_that_fails_takes_the_job_down_and_leaves_the_checkpoint(folde
     saved = newest(out / section)
     assert saved >= 2
 
-    settings = multihost_worker.counting_settings(epochs=None, base_steps=saved + 3)
+    settings = multihost_worker.counting_settings(epochs=None, base_steps=saved + 3.0)
     trainer = Counting(multihost_worker.config(out, section, **settings), devices=jax.devices()[:1])
     again = Watch(trainer, pathlib.Path(out / "again.jsonl"))
     again.fit()
