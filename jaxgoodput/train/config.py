@@ -172,13 +172,14 @@ def with_overrides(config: Config, overrides: Sequence[str]) -> Config:
 
 
 def _replace(target: Any, path: Sequence[str], value: Any, text: str, full: str) -> Any:
-    fields = (
-        [f.name for f in dataclasses.fields(target)] if dataclasses.is_dataclass(target) else []
-    )
+    if not dataclasses.is_dataclass(target) or isinstance(target, type):
+        raise ValueError(
+            f"there is no setting {full!r}: {type(target).__name__} has none of its own."
+        )
+    fields = {f.name for f in dataclasses.fields(target)}
     if path[0] not in fields:
         raise ValueError(
-            f"there is no setting {full!r}: {type(target).__name__} has "
-            f"{', '.join(sorted(fields)) or 'no settings of its own'}."
+            f"there is no setting {full!r}: {type(target).__name__} has {', '.join(sorted(fields))}."
         )
     if len(path) > 1:
         value = _replace(getattr(target, path[0]), path[1:], value, text, full)

@@ -1,6 +1,7 @@
 """Small engines, and batches placed on their devices, for the tests of the engine."""
 
 import functools
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,8 @@ from jaxgoodput.optim.adaptive import adaptive
 from jaxgoodput.parallel.strategy import Strategy
 from jaxgoodput.train.engine import Engine
 from jaxgoodput.train.step import Problem, init_state
+
+T = TypeVar("T")
 
 DIM = 5
 BASE = 8
@@ -126,6 +129,12 @@ def run(engine, state, micro_batches, *, fused=True, previous=None, measure=True
     else:
         state, metrics = engine.apply(state, work)
     return state, engine.read(metrics)
+
+
+def known(value: T | None) -> T:
+    """The value, which is there."""
+    assert value is not None
+    return value
 
 
 def host(tree):

@@ -103,7 +103,7 @@ def test_overrides_reach_into_the_limits_in_order():
         ("seed", "an override is name=value; got 'seed'"),
         ("sead=1", "no setting 'sead': Config has .*seed"),
         ("batch.biggest=1", "no setting 'batch.biggest': BatchLimits has .*max"),
-        ("seed.low=1", "no setting 'seed.low': int has no settings"),
+        ("seed.low=1", "no setting 'seed.low': int has none"),
         ("seed=1.5", "seed is of type int; got '1.5'"),
         ("seed=true", "seed is of type int; got 'true'"),
         ("min_gain=low", "min_gain is of type float; got 'low'"),

@@ -41,7 +41,7 @@ def test_a_control_survives_the_vector(control):
 @given(first=controls, others=st.lists(followers, max_size=7))
 def test_the_sum_over_processes_is_what_anyone_wished_and_what_process_0_decided(first, others):
     everyone = [first, *others]
-    agreed = decode(np.sum([encode(c) for c in everyone], axis=0, dtype=np.float32))
+    agreed = decode(np.stack([encode(c) for c in everyone]).sum(axis=0))
     for name in ("stop", "finish", "save", "evaluate"):
         assert getattr(agreed, name) == any(getattr(c, name) for c in everyone)
     for name in ("micro_batch_size", "num_micro_batches", "statistics_every"):

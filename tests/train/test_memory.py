@@ -6,7 +6,7 @@ import types
 import jax
 import numpy as np
 import pytest
-from engines import make
+from engines import known, make
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -63,7 +63,7 @@ def test_xla_says_what_a_step_needs_and_more_samples_need_more():
     sample = {"x": jax.ShapeDtypeStruct((width,), np.float32)}
     engine = make(loss, init=lambda key: {"w": jax.numpy.zeros(width)}, sample=sample)
     engine.compile([4, 64, 256], accumulate=False)
-    small, middle, large = (engine.bytes_of(size) for size in (4, 64, 256))
+    small, middle, large = (known(engine.bytes_of(size)) for size in (4, 64, 256))
     assert 4 * width * 256 <= large.arguments
     assert small.peak < middle.peak < large.peak
     assert predicted_peak(256, {4: small, 64: middle}) == pytest.approx(large.peak, rel=0.2)

@@ -70,7 +70,7 @@ def test_bfloat16_computes_over_float32_masters(key, rng):
 
     def trained(**kind):
         engine = make(loss, tx=optax.sgd(0.05, momentum=0.9), replicas=2, **kind)
-        state = start(engine, key)
+        state, metrics = start(engine, key), {}
         for seed in range(4):
             rows = samples(np.random.default_rng(seed), 32)
             state, metrics = run(engine, state, cut(rows, 1 + seed % 2))

@@ -235,9 +235,9 @@ def test_noise_statistics_recover_a_planted_quadratic(key, rng, replicas, micro_
     for _ in range(draws):
         rows = {"x": (MEAN + STD * rng.standard_normal((size, DIM))).astype(np.float32)}
         *first, last = [put(engine, part) for part in cut(rows, micro_batches)]
-        work = engine.begin(state) if first else None
+        work = None
         for batch, mask in first:
-            work = engine.accumulate(work, batch, mask)
+            work = engine.accumulate(work or engine.begin(state), batch, mask)
         state, _, previous = engine.step(state, work, *last, previous=previous)
     averages = host(adaptation.noise_state(state.opt_state).current)
     effective = float(averages.weight / averages.heaviest)
