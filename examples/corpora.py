@@ -1,12 +1,13 @@
 """Real data that is on every machine: Python's own standard library, read as bytes and as identifiers.
 
-`byte_windows` cuts the library's source into windows of bytes, for a language model. `identifier_use` asks which
-function uses which identifier, for a recommender with large embedding tables: its popularity follows a power law, as
-in the data of real recommenders. Nothing is downloaded. Parsing takes some 15 s, so its result is kept in a cache
-folder, named after the interpreter's version and the number of files read.
+`byte_windows` cuts the library's source into windows of bytes, for a language model. `identifier_use`
+asks which function uses which identifier, for a recommender with large embedding tables: its popularity
+follows a power law, as in the data of real recommenders. Nothing is downloaded. Parsing takes some 15
+s, so its result is kept in a cache folder, named after the interpreter's version and the number of
+files read.
 
-Distributions that ship Python without its test suite have a third of the functions; the sizes and results that the
-examples state are those of a full CPython 3.11.
+Distributions that ship Python without its test suite have a third of the functions; the sizes and
+results that the examples state are those of a full CPython 3.11.
 """
 
 import ast
@@ -23,11 +24,13 @@ from collections.abc import Iterator
 import numpy as np
 
 _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "__pycache__"})
+NEGATIVES = 4  # per positive, in training
+MIN_IDENTIFIERS = 4  # a function with fewer says little about itself
 _TESTS = frozenset({"test", "tests", "idle_test"})
 
 
 def standard_library(*, tests: bool) -> list[tuple[str, pathlib.Path]]:
-    """The source files of the running interpreter's standard library: (relative name, path), sorted by name."""
+    """The source files of the running interpreter's library: (relative name, path), sorted by name."""
     root = pathlib.Path(sysconfig.get_paths()["stdlib"])
     files = []
     for path in root.rglob("*.py"):
@@ -70,8 +73,9 @@ def _cut(text: bytes, length: int) -> np.ndarray:
 class IdentifierUse:
     """Pairs (function, identifier) with a label: does the function use the identifier?
 
-    `train` and `test` are dicts of columns `int32 [samples]`: function, item, file, name (the function's own name),
-    scope (the class or module around it) and label (0 or 1, half of each in `test`). Samples are in random order.
+    `train` and `test` are dicts of columns `int32 [samples]`: function, item, file, name (the function's
+    own name), scope (the class or module around it) and label (0 or 1, half of each in `test`). Samples
+    are in random order.
     """
 
     train: dict[str, np.ndarray]
@@ -95,14 +99,15 @@ def identifier_use(cache: str | os.PathLike[str] | None = None) -> IdentifierUse
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f"{path.stem}.{os.getpid()}.npz")
-        np.savez(partial, **_parse(files))
+        uses, functions = _parse(files)
+        np.savez(partial, uses=uses, functions=functions)
         os.replace(partial, path)  # two examples started together never read half a file
     with np.load(path) as arrays:
         return _split(arrays["uses"], arrays["functions"])
 
 
-def _parse(files: list[tuple[str, pathlib.Path]]) -> dict[str, np.ndarray]:
-    """uses `int32 [pairs, 2]` of (function, item); functions `int32 [functions, 3]` of (file, name, scope)."""
+def _parse(files: list[tuple[str, pathlib.Path]]) -> tuple[np.ndarray, np.ndarray]:
+    """uses `int32 [pairs, 2]`: function, item; functions `int32 [functions, 3]`: file, name, scope."""
     per_function = []
     for file_index, (_, path) in enumerate(files):
         for scope, function in _functions(path.read_bytes()):
@@ -121,7 +126,7 @@ def _parse(files: list[tuple[str, pathlib.Path]]) -> dict[str, np.ndarray]:
     for file_index, name, scope, identifiers in per_function:
         uses += [(len(functions), items[s]) for s in sorted(identifiers) if s in items]
         functions.append((file_index, names[name], scopes[file_index, scope]))
-    return {"uses": np.array(uses, np.int32), "functions": np.array(functions, np.int32)}
+    return np.array(uses, np.int32), np.array(functions, np.int32)
 
 
 def _functions(source: bytes) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
@@ -186,7 +191,3 @@ def _split(uses: np.ndarray, functions: np.ndarray) -> IdentifierUse:
         test=with_negatives(uses[:num_test], 1),
         sizes=sizes | {"function": len(functions), "item": num_items},
     )
-
-
-NEGATIVES = 4  # per positive, in training
-MIN_IDENTIFIERS = 4  # a function with fewer says nothing about itself
