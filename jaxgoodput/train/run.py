@@ -28,7 +28,7 @@ from jaxgoodput.optim import adaptive
 from jaxgoodput.train import journal, memory, setup
 from jaxgoodput.train.analyst import Analyst
 from jaxgoodput.train.badput import TimeLedger
-from jaxgoodput.train.checkpoint import Checkpoints, Restored, check_saveable
+from jaxgoodput.train.checkpoint import Checkpoints, Restored
 from jaxgoodput.train.config import to_json
 from jaxgoodput.train.console import Console
 from jaxgoodput.train.control import DEPTH, Control, Requests, decode, encode
@@ -92,7 +92,6 @@ class Run:
         self.source = source = as_source(trainer.dataset())
         self.engine = engine = setup.engine(trainer, source, where)
         abstract = engine.abstract_state()
-        check_saveable(abstract)
         device = where.layout.mesh.devices.flat[0]
         budget = memory.device_budget(
             device,
@@ -444,9 +443,8 @@ class Run:
                 error = error or self.checkpoints.wait()
         if error is not None:
             logging.warning(
-                "the checkpoint at step %d was not written (%s). Training goes on, and older "
-                "checkpoints stay. Free some space, or make %s writable.",
-                self.step,
+                "a checkpoint was not written (%s). Training goes on, and older checkpoints stay. "
+                "Free some space, or make %s writable.",
                 error,
                 self.config.workdir,
             )
