@@ -327,7 +327,7 @@ class Analyst:
         scale = config.global_batch_size / self._limits.base
         # At the base batch the efficiency is 1 whatever the noise.
         worth = float(efficiency(cautious, scale)) if known else (1.0 if scale == 1 else UNKNOWN)
-        throughput = config.global_batch_size / measured
+        throughput = config.global_batch_size / measured if measured else UNKNOWN
         fit = self._fit
         predicted_s, predicted = UNKNOWN, UNKNOWN
         if fit is not None:

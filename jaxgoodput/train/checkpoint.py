@@ -8,7 +8,7 @@ read is named, set aside, and the one before it is used.
 
 import pathlib
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +48,7 @@ class Checkpoints:
         _check_writable(self._root)
         self._directory.mkdir(exist_ok=True)
         self._manager = self._open()
+        self._writing = 0  # the step that was handed to the writer last
 
     def latest(self) -> int | None:
         """The newest complete step, None where there is none."""
@@ -59,7 +60,7 @@ class Checkpoints:
         Returns None, or what went wrong with this save or the one before it.
         """
         error = self.error()
-        step = int(meta["step"])
+        step = self._writing = int(meta["step"])
         if self._manager.latest_step() == step:
             return error
         meta = {**meta, "leaves": describe(state)}
@@ -69,10 +70,9 @@ class Checkpoints:
                 meta=ocp.args.JsonSave(meta),  # pyright: ignore[reportCallIssue]
             )
             if not self._manager.save(step, args=args, force=True):
-                return f"Orbax declined to save step {step}"
+                return f"step {step}: Orbax declined to save it"
         except Exception as failure:
-            self._reopen()
-            return _told(failure)
+            return self._failed(failure)
         return error
 
     def error(self) -> str | None:
@@ -80,8 +80,7 @@ class Checkpoints:
         try:
             self._manager.check_for_errors()
         except Exception as failure:
-            self._reopen()
-            return _told(failure)
+            return self._failed(failure)
         return None
 
     def wait(self) -> str | None:
@@ -90,8 +89,7 @@ class Checkpoints:
             self._manager.wait_until_finished()
             self._manager.check_for_errors()
         except Exception as failure:
-            self._reopen()
-            return _told(failure)
+            return self._failed(failure)
         return None
 
     def restore(self, abstract: TrainState) -> Restored | None:
@@ -127,6 +125,9 @@ class Checkpoints:
 
     def close(self) -> None:
         """Finish writing and let go of the directory."""
+        error = self.wait()
+        if error is not None:
+            logging.warning("the last checkpoint was not written (%s). Older ones stay.", error)
         self._manager.close()
 
     def _open(self) -> ocp.CheckpointManager:
@@ -137,6 +138,10 @@ class Checkpoints:
             ),
             item_names=("state", "meta"),
         )
+
+    def _failed(self, failure: Exception) -> str:
+        self._reopen()
+        return f"step {self._writing}: {_told(failure)}"
 
     def _reopen(self) -> None:
         # A manager whose writer failed keeps failing; the files of finished steps are untouched.
@@ -226,15 +231,23 @@ def differences(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str
     return found
 
 
-def check_saveable(abstract: TrainState) -> None:
-    """Refuse an optimizer or model state that holds anything but arrays."""
-    leaves, _ = jax.tree_util.tree_flatten_with_path(abstract)
-    for path, leaf in leaves:
-        if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
-            raise TypeError(
-                f"the training state cannot be checkpointed: {jax.tree_util.keystr(path)} is a "
-                f"{type(leaf).__name__}, not an array. Keep only arrays in optimizer and model state."
-            )
+def saveable(make: Callable[[Any], PyTree], what: str) -> Callable[[Any], PyTree]:
+    """`make`, refusing a result with anything but arrays and numbers in it; `what` names it."""
+
+    def made(argument: Any) -> PyTree:
+        tree = make(argument)
+        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+            is_array = hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+            if not is_array and not isinstance(leaf, bool | int | float | complex):
+                raise TypeError(
+                    f"the training state cannot be checkpointed: {what}{jax.tree_util.keystr(path)} "
+                    f"is a {type(leaf).__name__} ({leaf!r:.60}), not an array. Keep only arrays in "
+                    "parameters, optimizer and model state; make a constant part of the function "
+                    "that uses it."
+                )
+        return tree
+
+    return made
 
 
 def _plain(state: TrainState) -> dict[str, PyTree]:

@@ -22,6 +22,7 @@ from jaxgoodput.optim.adaptive import adaptive
 from jaxgoodput.optim.preconditioner import is_adam_like
 from jaxgoodput.parallel.strategy import DATA_AXIS, Layout, Strategy
 from jaxgoodput.train import memory
+from jaxgoodput.train.checkpoint import saveable
 from jaxgoodput.train.config import Config
 from jaxgoodput.train.control import CONTROL_SIZE
 from jaxgoodput.train.engine import Engine
@@ -68,7 +69,8 @@ def place(devices: Sequence[Any] | None) -> Place:
 def problem(trainer: "Trainer") -> Problem:
     """The user's methods as a `Problem`, with the learning-rate rule chosen where none was.
 
-    Raises TypeError where the optimizer is not an optax transformation.
+    Raises TypeError where the optimizer is not an optax transformation, or the state holds anything
+    that cannot be checkpointed.
     """
     config = trainer.config
     tx = trainer.optimizer()
@@ -76,14 +78,14 @@ def problem(trainer: "Trainer") -> Problem:
         raise TypeError(
             f"optimizer() must return an optax.GradientTransformation; got {type(tx).__name__}."
         )
-    made = jax.eval_shape(trainer.init, jax.random.key(0))
+    made = jax.eval_shape(saveable(trainer.init, "init()"), jax.random.key(0))
     params = made.params if isinstance(made, Variables) else made
     mask = trainer.trainable(params)
     trainable = None if mask is None else trainer.trainable
     kept = params if mask is None else split(params, mask)[0]
     if not jax.tree.leaves(kept):
         raise ValueError("there is nothing to train: init() has no leaf that trainable() allows.")
-    adam_like = is_adam_like(jax.eval_shape(tx.init, kept))
+    adam_like = is_adam_like(jax.eval_shape(saveable(tx.init, "the state of optimizer()"), kept))
     rule = config.rule
     if rule is None:
         rule = rules.adam_scale if adam_like else rules.adascale

@@ -137,6 +137,10 @@ class TimingTable:
         if not shapes:
             return None
         rows = [(*shape, *_one_micro_batch(seen)) for shape, seen in shapes.items()]
+        # A clock too coarse for the step says 0, which is no time.
+        rows = [row for row in rows if row[3] > 0 or row[6] > 0]
+        if not rows:
+            return None
         columns = list(zip(*rows, strict=True))
         counts = [np.asarray(c, np.int64) for c in columns[:3]]
         values = [np.asarray(c, np.float64) for c in columns[3:]]
