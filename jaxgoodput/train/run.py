@@ -91,6 +91,7 @@ class Run:
         stack.callback(self.checkpoints.close)
         self.source = source = as_source(trainer.dataset())
         self.engine = engine = setup.engine(trainer, source, where)
+        kind = engine.loss_kind()  # before anything is compiled: a loss of a wrong shape is named
         abstract = engine.abstract_state()
         device = where.layout.mesh.devices.flat[0]
         budget = memory.device_budget(
@@ -103,7 +104,7 @@ class Run:
             restored = self.checkpoints.restore(abstract)
         with self.ledger.bucket("compilation"):
             plan = setup.batch_plan(config, engine, source, budget)
-        setup.check_length(config, plan, source, engine.loss_kind())
+        setup.check_length(config, plan, source, kind)
         self.step, self.samples, self._progress_before = 0, 0, 0.0
         self.batch = plan.start
         cursor = Cursor(seed=config.seed)
