@@ -27,7 +27,7 @@ class Control:
     micro_batch_size: int | None = None
     num_micro_batches: int | None = None
     statistics_every: int | None = None
-    num_ready: int = 0  # compiled sizes, summed over processes
+    num_ready: int = 0  # sizes compiled or refused, summed over processes
 
 
 class Requests:

@@ -10,6 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+from jax.experimental import multihost_utils
+
 
 @dataclass(frozen=True)
 class StepBytes:
@@ -53,6 +56,12 @@ def device_budget(device: Any, *, num_local_devices: int, stated: int | None, ma
         host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         reported = host // 2 // num_local_devices
     return int(reported * (1 - margin))
+
+
+def least(budget: int) -> int:
+    """The least budget of all processes, so that all of them plan the same; they call it together."""
+    everyone = multihost_utils.process_allgather(np.float32(budget))
+    return int(np.min(everyone))
 
 
 def largest_that_fits(sizes: Sequence[int], known: dict[int, StepBytes], budget: int) -> int:

@@ -100,6 +100,8 @@ class Run:
             stated=config.memory_bytes,
             margin=config.memory_margin,
         )
+        if where.process_count > 1:
+            budget = memory.least(budget)
         with self.ledger.bucket("checkpoint_restore"):
             restored = self.checkpoints.restore(abstract)
         with self.ledger.bucket("compilation"):
@@ -242,7 +244,7 @@ class Run:
         self._untimed = DEPTH
         self._latest: Result | None = None
         self._outcome: str | None = None
-        self._num_ready = 0
+        self._settled_everywhere = 0
         reason = "interrupted"
         try:
             with jax.transfer_guard("disallow"):
@@ -324,7 +326,10 @@ class Run:
         if result is None:
             return Control()
         control = decode(result.control)
-        self._num_ready = control.num_ready
+        # The sum bounds the slowest from below: nobody has settled more sizes than were taken up.
+        others = self.where.process_count - 1
+        slowest = control.num_ready - others * self.rungs.num_wanted
+        self._settled_everywhere = max(self._settled_everywhere, slowest)
         return control
 
     def _ask_by_time(self, result: Result | None) -> None:
@@ -371,7 +376,7 @@ class Run:
             work = engine.begin(self.state)
             for micro in batch.micro_batches:
                 work = engine.accumulate(work, micro.data, micro.mask)
-            wishes = self.requests.take(num_ready=len(self.rungs.ready()))
+            wishes = self.requests.take(num_ready=self.rungs.num_settled)
             total = engine.reduce(work, encode(wishes))
             assert work.sums is not None
             marks = (work.sums.weight, total)
@@ -485,14 +490,10 @@ class Run:
         self.analyst.result(result)
 
     def _ready_everywhere(self) -> Sequence[int]:
-        """Sizes that every process has compiled: sizes become ready in the same order everywhere."""
-        ready = self.rungs.ready()
-        others = self.where.process_count - 1
-        if others == 0:
-            return ready
-        # The sum bounds the slowest from below: nobody can have more than all.
-        slowest = self._num_ready - others * self.rungs.num_wanted
-        return ready[: max(slowest, 0)]
+        """Sizes that every process has compiled: all take them up, and settle them, in one order."""
+        if self.where.process_count == 1:
+            return self.rungs.ready()
+        return self.rungs.ready(first=self._settled_everywhere)
 
     def _compiled(self, compilation: Compilation) -> None:
         if compilation.thread_id == self._thread_id:

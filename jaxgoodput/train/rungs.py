@@ -80,12 +80,23 @@ class Rungs:
             self._order += new
             self._changed.notify_all()
 
-    def ready(self) -> tuple[int, ...]:
-        """Sizes that can be used now, in the order in which they were taken up."""
+    @property
+    def num_settled(self) -> int:
+        """How many of the sizes taken up, in their order, are compiled or refused."""
         with self._changed:
             if self._error is not None:
                 raise self._error
-            return tuple(self._ready)
+            return self._next
+
+    def ready(self, *, first: int | None = None) -> tuple[int, ...]:
+        """Sizes that can be used now, in the order in which they were taken up.
+
+        `first` leaves out those that were taken up after so many.
+        """
+        with self._changed:
+            if self._error is not None:
+                raise self._error
+            return tuple(s for s in self._ready if first is None or s in self._order[:first])
 
     def was_rehearsed(self, size: int) -> bool:
         """False where the first execution will be slow because there was no memory to try it."""

@@ -25,7 +25,9 @@ def folder(tmp_path_factory):
 def work(out, num_processes, devices_per_process, *sections):
     """Run sections as one job."""
     out.mkdir(exist_ok=True)
-    return run(WORKER, num_processes, devices_per_process, arguments=[str(out), *sections])
+    return run(
+        WORKER, num_processes, devices_per_process, arguments=[str(out), *sections], limit_s=300.0
+    )
 
 
 def seen(out, section, kind, rank=0):
@@ -43,7 +45,7 @@ def told(finished):
 @pytest.fixture(scope="module")
 def numbers(folder):
     out = folder / "two"
-    finished = work(out, 2, 2, "sgd", "adam", "half")
+    finished = work(out, 2, 2, *SECTIONS)
     assert finished.code == 0, told(finished)
     return out
 
@@ -62,11 +64,10 @@ def alone(folder):
     return fit
 
 
-# Sums in another order differ in their last bits; once rounded to bfloat16, in more.
-CLOSE = {"sgd": 5e-6, "adam": 5e-6, "half": 2e-3}
+SECTIONS = ("sgd", "adam")
 
 
-@pytest.mark.parametrize("section", CLOSE)
+@pytest.mark.parametrize("section", SECTIONS)
 def test_two_processes_of_two_devices_give_the_update_of_four_devices(numbers, alone, section):
     one = alone(section)
     expected, got = seen(one, section, "applied"), seen(numbers, section, "applied")
@@ -82,7 +83,7 @@ def test_two_processes_of_two_devices_give_the_update_of_four_devices(numbers, a
         assert {"loss", "grad_norm", "gain", "grad_sqr", "grad_var"} <= b["metrics"].keys()
         for name, value in a["metrics"].items():
             np.testing.assert_allclose(
-                b["metrics"][name], value, rtol=CLOSE[section], atol=1e-6, err_msg=name
+                b["metrics"][name], value, rtol=5e-6, atol=1e-6, err_msg=name
             )
     assert not np.isnan(got[-1]["metrics"]["grad_var"])
     (wanted,) = seen(one, section, "state")
@@ -92,11 +93,11 @@ def test_two_processes_of_two_devices_give_the_update_of_four_devices(numbers, a
         assert state["leaves"].keys() == wanted["leaves"].keys()
         for name, value in wanted["leaves"].items():
             np.testing.assert_allclose(
-                state["leaves"][name], value, rtol=CLOSE[section], atol=1e-6, err_msg=name
+                state["leaves"][name], value, rtol=5e-6, atol=1e-6, err_msg=name
             )
 
 
-@pytest.mark.parametrize("section", CLOSE)
+@pytest.mark.parametrize("section", SECTIONS)
 def test_all_processes_take_the_same_samples(numbers, alone, section):
     expected = [line["indices"] for line in seen(alone(section), section, "taken")]
     for rank in (0, 1):
@@ -163,14 +164,15 @@ def test_a_change_of_batch_loses_and_repeats_no_sample(agreement):
 def test_a_size_that_is_not_compiled_everywhere_is_never_chosen(agreement):
     lines = seen(agreement, "ready", "ready")
     # Process 0 was done long before process 1 was allowed to begin.
-    early = [line for line in lines if 12 in line["own"] and 12 not in line["sizes"]]
+    early = [line for line in lines if len(line["own"]) > 1 and len(line["sizes"]) <= 1]
     assert early, lines
-    assert 12 in lines[-1]["sizes"]
     used = configs(agreement, "ready", 0)
     assert configs(agreement, "ready", 1) == used
-    assert 12 in {micro for _, micro, _ in used}
     for rank in (0, 1):
         assert all(line["compiled"] for line in seen(agreement, "ready", "taken", rank))
+    # All but the one that does not fit into the smallest memory; it keeps no other from being used.
+    assert sorted(lines[-1]["sizes"]) == [6, 8, 12, 16]
+    assert {6, 16} <= {micro for _, micro, _ in used} <= {6, 8, 12, 16}
 
 
 def test_a_hook_that_finishes_ends_all_processes_at_one_step(agreement):
@@ -266,7 +268,7 @@ def test_a_process_that_fails_takes_the_job_down_and_leaves_the_checkpoint(folde
     out.mkdir()
     # Far below any time-out of a collective or of the coordination service.
     with start(WORKER, 2, 1, arguments=[str(out), section]) as job:
-        finished = job.wait(limit_s=60.0)
+        finished = job.wait(limit_s=100.0)
     assert finished.code not in (0, 143), told(finished)
     assert words in finished.err
     for rank in (0, 1):
