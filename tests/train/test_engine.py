@@ -118,6 +118,7 @@ def test_any_cut_of_a_batch_is_one_plain_step_of_the_whole(
             state, metrics = run(engine, state, cut(batch, count))
             seen.append(metrics)
         assert_close(state.params, expected)
+        assert all(m["grad_norm"] > 0.5 for m in seen), "nothing was clipped"
         np.testing.assert_allclose([m["loss"] for m in seen], losses, rtol=1e-5)
         for metrics in seen:
             assert metrics["samples"] == TOTAL
