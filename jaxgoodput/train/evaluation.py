@@ -41,7 +41,7 @@ class Evaluator:
         def run(params: PyTree, model_state: PyTree, batch: PyTree) -> Mapping[str, Any]:
             return metrics(cast(params, compute_dtype), model_state, batch)
 
-        self._run = jax.jit(run, out_shardings=layout.batch_sharding)
+        self._run = run
         self._compiled: Any = None
 
     def compile(self, abstract: TrainState) -> None:
@@ -63,7 +63,8 @@ class Evaluator:
                     f"value (or row) per sample, shape ({self._rows}, ...): padding is left out and "
                     "parts are put together afterwards."
                 )
-        self._compiled = self._run.lower(abstract.params, abstract.model_state, batch).compile()
+        jitted = jax.jit(self._run, out_shardings=self._layout.batch_sharding)
+        self._compiled = jitted.lower(abstract.params, abstract.model_state, batch).compile()
 
     def __call__(self, state: TrainState) -> dict[str, np.ndarray]:
         """The outputs for every sample of the set, in its order, on the host."""

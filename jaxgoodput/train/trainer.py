@@ -139,7 +139,8 @@ class Trainer(abc.ABC):
         """`summarize` of `metrics` over the whole `eval_dataset`, every sample once."""
         if self._evaluator is None:
             self._evaluator = setup.evaluator(self)
-        return dict(self.summarize(self._evaluator(state)))
+        summary = self.summarize(self._evaluator(state))
+        return {name: float(value) for name, value in summary.items()}
 
     @final
     def request_stop(self) -> None:

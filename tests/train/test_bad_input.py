@@ -1,0 +1,281 @@
+"""Input that cannot work is an error, or a warning, that says what, got, why and what to do."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from problems import NUM_SAMPLES, Evaluated, Mean, Recorder, config, in_step, rows
+
+from jaxgoodput.goodput.search import BatchLimits
+from jaxgoodput.train import setup
+from jaxgoodput.train.events import Checkpoint, FitEnd, StepEnd, Window
+from jaxgoodput.train.run import Diverged
+from jaxgoodput.train.state import Loss
+
+
+@pytest.fixture
+def told(monkeypatch):
+    """What users are warned of while a run is set up."""
+    said = []
+    monkeypatch.setattr(setup.logging, "warning", lambda m, *values: said.append(m % values))
+    return said
+
+
+# -- the data set and the batch ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("data", [{"x": np.zeros((0, 4), np.float32)}, []])
+def test_an_empty_dataset(tmp_path, data):
+    with pytest.raises(ValueError, match=r"0 samples|empty"):
+        Mean(config(tmp_path), data=data).fit()
+
+
+def test_a_dataset_smaller_than_the_base_batch(tmp_path):
+    with pytest.raises(ValueError, match="base batch of 16 .* data set of 10.*smaller batch.base"):
+        Mean(config(tmp_path), data=rows(10)).fit()
+
+
+def test_a_dataset_smaller_than_the_largest_batch(tmp_path, told):
+    seen = Recorder()
+    limits = BatchLimits(base=16, max=512, micro=(2, 512), sizes=(2, 4, 64))
+    settings = config(tmp_path, policy="goodput", batch=limits)
+    Mean(settings, hooks=[seen]).fit()
+    assert f"stop at its {NUM_SAMPLES} samples" in told[0] and "512" in told[0]
+    assert seen.events[0].limits.max == NUM_SAMPLES
+
+
+@pytest.mark.parametrize(
+    "base, count, nearest",
+    [(17, 8, "16 and 24"), (10, 4, "8 and 12"), (3, 8, "8")],
+)
+@pytest.mark.parametrize("policy", ["fixed", "goodput"])
+def test_a_base_batch_that_the_devices_cannot_divide(tmp_path, base, count, nearest, policy):
+    settings = config(tmp_path, policy=policy, batch=BatchLimits(base=base, max=64, micro=(1, 64)))
+    with pytest.raises(ValueError, match=f"{base} samples cannot .* {count} replicas") as refused:
+        Mean(settings, devices=jax.devices()[:count]).fit()
+    assert f"can are {nearest}: set batch.base" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "limits, what",
+    [
+        ({"base": 64, "max": 32, "micro": (1, 8)}, "max=32 is below base=64"),
+        ({"base": 16, "max": 32, "micro": (8, 4)}, "Swap the two"),
+        ({"base": 16, "max": 32, "micro": (0, 4)}, "Start at 1"),
+        ({"base": 0, "max": 32, "micro": (1, 4)}, "base=0"),
+        ({"base": 16, "max": 32, "micro": (1, 4), "min_global": 64}, "min_global=64"),
+        ({"base": 16, "max": 32, "micro": (1, 4), "sizes": (4, 2)}, "increasing"),
+    ],
+)
+def test_limits_in_the_wrong_order(limits, what):
+    with pytest.raises(ValueError, match=what):
+        BatchLimits(**limits)
+
+
+@pytest.mark.parametrize(
+    "settings, what",
+    [
+        ({"epochs": None, "base_steps": None}, "exactly one of base_steps and epochs"),
+        ({"epochs": 1, "base_steps": 10.0}, "exactly one of base_steps and epochs"),
+        ({"epochs": 0}, "epochs must be positive; got 0"),
+        ({"checkpoint_every_s": 0.0}, "checkpoint_every_s must be positive"),
+        ({"policy": "greedy"}, "policy must be one of .* got 'greedy'"),
+        ({"max_growth": 1.0}, 'policy="fixed"'),
+    ],
+)
+def test_settings_that_cannot_work(tmp_path, settings, what):
+    with pytest.raises(ValueError, match=what):
+        config(tmp_path, **settings)
+
+
+def test_a_batch_that_does_not_fit_into_memory(tmp_path):
+    with pytest.raises(ValueError, match="a step with .* samples per replica needs .* MiB"):
+        Mean(config(tmp_path, memory_bytes=1000)).fit()
+
+
+# -- what the user's methods return ------------------------------------------------------------------
+
+
+class ScalarMean(Mean):
+    def loss(self, params, batch, key):
+        return super().loss(params, batch, key).mean()
+
+
+class ScalarSums(Mean):
+    def loss(self, params, batch, key):
+        losses = super().loss(params, batch, key)
+        return Loss.of(losses.sum(), jnp.float32(losses.shape[0]))
+
+
+@pytest.mark.parametrize("trainer", [ScalarMean, ScalarSums])
+def test_a_loss_that_cannot_leave_padding_out_is_refused_for_epochs(tmp_path, trainer):
+    limits = BatchLimits(base=40, max=40, micro=(1, 40))
+    with pytest.raises(ValueError, match="last batch of 2 epochs of 96") as refused:
+        trainer(config(tmp_path / "a", batch=limits)).fit()
+    assert "per-sample losses [batch]" in str(refused.value)
+    assert "base_steps" in str(refused.value)
+    # Where no batch is ever padded there is nothing to refuse.
+    trainer(config(tmp_path / "b")).fit()
+    trainer(config(tmp_path / "c", batch=limits, base_steps=3.0)).fit()
+
+
+class NoLoss(Mean):
+    loss = Mean.__mro__[1].loss
+
+
+class Transposed(Mean):
+    def loss(self, params, batch, key):
+        return (params["w"][None] - batch["x"]) ** 2
+
+
+class Pair(Mean):
+    def loss(self, params, batch, key):
+        losses = super().loss(params, batch, key)
+        return losses, {"accuracy": losses}
+
+
+class NotOptax(Mean):
+    def optimizer(self):
+        return 0.1
+
+
+class Frozen(Mean):
+    def trainable(self, params):
+        return {"w": False}
+
+
+class Noted(Mean):
+    def init(self, key):
+        return {**super().init(key), "name": "linear"}
+
+
+@pytest.mark.parametrize(
+    "trainer, error, what",
+    [
+        (NoLoss, TypeError, "NoLoss defines neither loss nor loss_and_state. Write"),
+        (Transposed, TypeError, r"loss returned shape \(\d+, 4\).*one loss per sample"),
+        (Pair, TypeError, "got tuple. Wrap auxiliary numbers as Loss.of"),
+        (NotOptax, TypeError, "must return an optax.GradientTransformation; got float"),
+        (Frozen, ValueError, "nothing to train"),
+        (Noted, TypeError, r"init\(\)\['name'\] is a str"),
+    ],
+)
+def test_methods_that_return_something_else(tmp_path, trainer, error, what):
+    with pytest.raises(error, match=what):
+        trainer(config(tmp_path)).fit()
+
+
+class OneNumber(Evaluated):
+    def metrics(self, params, batch):
+        return {"loss": jnp.mean(batch["x"])}
+
+
+class NoMetrics(Mean):
+    def eval_dataset(self):
+        return rows(8)
+
+
+@pytest.mark.parametrize(
+    "trainer, error, what",
+    [
+        (OneNumber, TypeError, r"metrics\['loss'\] has shape \(\) for .* samples.*per sample"),
+        (NoMetrics, TypeError, "eval_dataset but no metrics. Write metrics"),
+        (Mean, ValueError, r"eval_dataset\(\) returned None"),
+    ],
+)
+@pytest.mark.parametrize("up_front", [True, False])
+def test_evaluations_that_cannot_work(tmp_path, trainer, error, what, up_front):
+    """Before training where evaluations are due in it, else when one is asked for."""
+    seen = Recorder()
+    if up_front:
+        broken = trainer(config(tmp_path, eval_every_base_steps=2.0), hooks=[seen])
+        with pytest.raises(error, match=what):
+            broken.fit()
+        assert not seen.of(StepEnd)
+    else:
+        broken = trainer(config(tmp_path))
+        state = broken.fit()
+        with pytest.raises(error, match=what):
+            broken.evaluate(state)
+
+
+# -- numbers that are not finite ---------------------------------------------------------------------
+
+
+class InfiniteGradient(Mean):
+    """Samples that start with 777 have a finite loss whose gradient is not."""
+
+    def loss(self, params, batch, key):
+        bad = batch["x"][:, 0] == 777.0
+        x = jnp.where(bad[:, None], 0.0, batch["x"])
+        # Where bad, the root is 0, its slope infinite, and infinity times 0 is not a number.
+        root = jnp.sqrt(jnp.where(bad, 0.0 * params["w"][0], 1.0))
+        return super().loss(params, {"x": x}, key) + root - jnp.where(bad, 0.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    "trainer, bad",
+    [(Mean, np.nan), (Mean, np.inf), (Mean, -np.inf), (InfiniteGradient, 777.0)],
+)
+@pytest.mark.parametrize("count", [1, 8])
+def test_a_step_that_is_not_finite_is_skipped_and_counted_and_shown(tmp_path, trainer, bad, count):
+    data = rows()
+    data["x"][40] = bad  # in the third batch of each epoch
+    seen = Recorder()
+    settings = config(tmp_path, shuffle=False)
+    state = trainer(settings, data=data, hooks=[seen], devices=jax.devices()[:count]).fit()
+
+    assert [s.step for s in seen.of(StepEnd) if not s.finite] == [3, 9]
+    assert [s.metrics["skipped"] for s in seen.of(StepEnd)] == [0, 0, 1, 1, 1, 1, 1, 1, 2, 2, 2, 2]
+    assert seen.of(Window)[-1].skipped_steps == 2
+    assert np.isfinite(seen.of(Window)[-1].metrics["loss"])
+    assert int(state.guard.skipped) == 2 and int(state.guard.in_a_row) == 0
+    assert int(state.step) == 12
+    # A skipped step is no progress.
+    assert seen.of(StepEnd)[-1].progress == pytest.approx(10)
+    w = np.zeros(4)
+    # And it changes nothing.
+    for batch in 2 * [b for b in range(6) if b != 2]:
+        w -= 0.05 * (w - data["x"][16 * batch : 16 * batch + 16].astype(np.float64).mean(0))
+    np.testing.assert_allclose(state.params["w"], w, rtol=2e-6)
+
+
+def test_too_many_in_a_row_stop_training_with_the_last_good_checkpoint_kept(tmp_path, monkeypatch):
+    in_step(monkeypatch)
+    data = rows()
+    data["x"][64:] = np.nan  # from the fifth batch on
+    seen = Recorder(lambda e: trainer.request_save() if e.step == 3 else None)
+    settings = config(tmp_path, shuffle=False, base_steps=1e6, max_skipped_in_a_row=2)
+    trainer = Mean(settings, data=data, hooks=[seen])
+    with pytest.raises(Diverged, match="2 updates in a row .* the last at step 6") as stopped:
+        trainer.fit()
+    assert "Lower the learning rate" in str(stopped.value)
+    assert [c.step for c in seen.of(Checkpoint)] == [3]
+    assert seen.of(FitEnd)[0].reason.startswith("Diverged: 2 updates")
+
+    # With better data the run goes on from there.
+    again = Recorder()
+    state = Mean(config(tmp_path, epochs=2, shuffle=False), hooks=[again]).fit()
+    assert again.events[0].step == 3
+    assert np.isfinite(state.params["w"]).all()
+
+
+def test_one_that_is_finite_between_them_starts_the_count_again(tmp_path):
+    data = rows()
+    data["x"][[0, 16, 48, 64]] = np.nan  # all but the third and the last batch
+    settings = config(tmp_path, shuffle=False, max_skipped_in_a_row=3)
+    state = Mean(settings, data=data).fit()
+    assert int(state.guard.skipped) == 8
+
+
+def test_a_schedule_does_not_advance_on_a_skipped_step(tmp_path):
+    data = rows()
+    data["x"][0] = np.nan
+    tx = optax.sgd(optax.piecewise_constant_schedule(0.05, {5: 0.0}))
+    settings = config(tmp_path, epochs=1, shuffle=False)
+    state = Mean(settings, data=data, tx=tx).fit()
+    w = np.zeros(4)
+    for batch in range(1, 6):
+        w -= 0.05 * (w - data["x"][16 * batch : 16 * batch + 16].astype(np.float64).mean(0))
+    np.testing.assert_allclose(state.params["w"], w, rtol=2e-6)
