@@ -1,0 +1,302 @@
+"""The loop's thread dispatches and never waits for a step in flight, compiles, or moves data unasked."""
+
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from problems import Mean, Recorder, config, in_step, rows
+
+from jaxgoodput.goodput.search import BatchLimits
+from jaxgoodput.train import tuner
+from jaxgoodput.train.control import DEPTH
+from jaxgoodput.train.engine import Engine
+from jaxgoodput.train.events import StepEnd, TuneEnd, Verdict
+from jaxgoodput.train.run import Run
+from jaxgoodput.train.rungs import Rungs
+from jaxgoodput.train.tuner import Answer
+from jaxgoodput.train.watcher import Watcher
+
+LIMIT_S = 60.0  # after which something hangs
+
+
+def devices(count):
+    return jax.devices()[:count]
+
+
+@pytest.mark.parametrize("count", [1, 8])
+def test_a_step_is_dispatched_while_the_one_before_runs_and_no_further(
+    tmp_path, monkeypatch, count
+):
+    """The results of three steps are held back until the step behind each was dispatched."""
+    lock = threading.Condition()
+    submitted, published = [], []
+    submit, on_result = Watcher.submit, Run._on_result
+    held = {4, 5, 9}
+    impatient = []
+
+    def note(watcher, ticket):
+        with lock:
+            # Never more than DEPTH steps whose results nobody has seen.
+            if ticket.step > DEPTH and ticket.step - DEPTH not in published:
+                impatient.append(ticket.step)
+            submitted.append(ticket.step)
+            lock.notify_all()
+        submit(watcher, ticket)
+
+    def hold(run, result):
+        step = result.ticket.step
+        with lock:
+            if step in held:
+                assert lock.wait_for(lambda: step + 1 in submitted, LIMIT_S)
+                assert step + DEPTH not in submitted
+            published.append(step)
+        on_result(run, result)
+
+    monkeypatch.setattr(Watcher, "submit", note)
+    monkeypatch.setattr(Run, "_on_result", hold)
+    Mean(config(tmp_path), devices=devices(count)).fit()
+    assert submitted == published == list(range(1, 13))
+    assert not impatient
+
+
+class Heavy(Mean):
+    """A step takes a while, so that it is still running when the next one is dispatched."""
+
+    def loss(self, params, batch, key):
+        losses = super().loss(params, batch, key)
+        matrix = jnp.full((64, 64), jax.lax.stop_gradient(losses[0]) * 1e-3)
+        busy = jax.lax.fori_loop(0, 2000, lambda _, m: jnp.tanh(m @ m), matrix)
+        return losses + 0 * jax.lax.stop_gradient(busy[0, 0])
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_dispatching_does_not_wait_for_the_device(tmp_path, monkeypatch, count):
+    running, latest = [], []
+    submit = Watcher.submit
+
+    def look(watcher, ticket):
+        running.append([m.is_ready() for m in (*latest[-1:], ticket.metrics)])
+        latest.append(ticket.metrics)
+        submit(watcher, ticket)
+
+    monkeypatch.setattr(Watcher, "submit", look)
+    Heavy(config(tmp_path), devices=devices(count)).fit()
+    both = [pair for pair in running if pair == [False, False]]
+    # One runs, one waits behind it. A busy machine may let the loop sleep through a step or two.
+    assert len(both) >= len(running) // 2
+
+
+@pytest.fixture
+def pulls(monkeypatch):
+    """(thread, what) of everything that waits for a device value."""
+    seen = []
+    kind = type(jnp.zeros(()))
+    value = kind._value
+
+    def noted(name, function, only=object):
+        def call(*arguments, **options):
+            if isinstance(arguments[0], only):
+                seen.append((threading.get_ident(), name))
+            return function(*arguments, **options)
+
+        return call
+
+    monkeypatch.setattr(kind, "_value", property(noted("value", value.fget)))
+    monkeypatch.setattr(
+        kind, "block_until_ready", noted("block_until_ready", kind.block_until_ready)
+    )
+    monkeypatch.setattr(jax, "block_until_ready", noted("block", jax.block_until_ready))
+    monkeypatch.setattr(jax, "device_get", noted("device_get", jax.device_get))
+    for name in ("asarray", "array"):  # through the buffer protocol, which has no method to replace
+        monkeypatch.setattr(np, name, noted(name, getattr(np, name), jax.Array))
+    return seen
+
+
+def test_the_instrument_sees_every_way_to_wait(pulls):
+    x = jnp.arange(3.0) + 1
+    for wait in (
+        lambda: float(x[0]),
+        lambda: np.asarray(x + 1),
+        lambda: np.array(x + 1),
+        lambda: x.tolist(),
+        lambda: jax.device_get(x + 2),
+        lambda: (x + 3).block_until_ready(),
+        lambda: jax.block_until_ready(x + 4),
+        lambda: bool(x[0] > 0),
+    ):
+        before = len(pulls)
+        wait()
+        assert len(pulls) > before
+
+
+@pytest.mark.parametrize("count", [1, 8])
+@pytest.mark.parametrize("statistics_every", [1, 3])
+def test_the_loop_never_asks_for_a_value(tmp_path, monkeypatch, pulls, count, statistics_every):
+    marks = []
+    dispatch = Run._dispatch
+
+    def mark(run, batch):
+        dispatch(run, batch)
+        marks.append(len(pulls))
+
+    monkeypatch.setattr(Run, "_dispatch", mark)
+    settings = config(tmp_path, epochs=6, statistics_every=statistics_every)
+    Mean(settings, devices=devices(count)).fit()
+    steady = pulls[marks[0] : marks[-1]]
+    own = [what for thread, what in steady if thread == threading.get_ident()]
+    assert len(marks) == 36 and not own
+    # The watcher, for one, did.
+    assert steady
+
+
+def test_the_loop_refuses_transfers_that_nobody_asked_for(tmp_path, monkeypatch):
+    take = Run._next_batch
+
+    def careless(run):
+        batch = take(run)
+        if run.step == 3:
+            batch.micro_batches[0].mask + np.ones(16, np.float32)
+        return batch
+
+    monkeypatch.setattr(Run, "_next_batch", careless)
+    with pytest.raises(Exception, match="[Dd]isallowed host-to-device transfer"):
+        Mean(config(tmp_path), devices=devices(1)).fit()
+
+
+SIZES = (2, 4, 8)
+LIMITS = BatchLimits(base=16, max=64, micro=(2, 8), sizes=SIZES)
+
+
+def switching(tmp_path, sizes, monkeypatch, **settings):
+    """A run that is told to use these sizes in turn, four steps each; also its compilations."""
+    in_step(monkeypatch)
+    found = {}
+    wanted = iter(sizes)
+    train = Run._train
+
+    def count(run):
+        before = len(run.compilations)
+        try:
+            return train(run)
+        finally:
+            found["loop"] = run.compilations[before:]
+            found["start"] = run.compilations[:before]
+
+    monkeypatch.setattr(Run, "_train", count)
+
+    def ask(event):
+        if event.step % 4 == 0:
+            size = next(wanted, None)
+            if size is None:
+                trainer.finish()
+            else:
+                trainer._run.requests.post(micro_batch_size=size, num_micro_batches=1)
+
+    seen = Recorder(ask)
+    usual = {"policy": "goodput", "batch": LIMITS, "base_steps": 1e6, "warm_up_steps": 10**9}
+    usual |= {"compilation_cache": None, "save_at_end": False}
+    trainer = Mean(config(tmp_path, **{**usual, **settings}), hooks=[seen], devices=devices(8))
+    trainer.fit()
+    return seen, found
+
+
+def test_nothing_compiles_on_the_loops_thread_while_sizes_switch(tmp_path, monkeypatch):
+    start = Rungs.start
+
+    def start_and_wait(rungs):
+        start(rungs)
+        assert rungs.wait(LIMIT_S)
+
+    monkeypatch.setattr(Rungs, "start", start_and_wait)
+    seen, found = switching(tmp_path, [4, 8, 2, 8, 4, 2], monkeypatch, background_compile=True)
+    used = [s.config.micro_batch_size for s in seen.of(StepEnd)]
+    assert [size for size, after in zip(used, used[1:], strict=False) if size != after] == [
+        2, 4, 8, 2, 8, 4,
+    ]  # fmt: skip
+    assert found["start"]  # the counter counts
+    assert not found["loop"]
+
+
+def test_a_size_that_is_not_ready_would_be_seen(tmp_path, monkeypatch):
+    """The check above can fail: an unknown size compiles on the loop's thread, and is counted."""
+    _, found = switching(tmp_path, [5], monkeypatch, background_compile=False)
+    assert found["loop"]
+
+
+@pytest.fixture
+def eager(monkeypatch):
+    """Verdicts always want the largest size that they are told is ready."""
+
+    def answer(question, last_fit):
+        size = max(question.ready, default=question.current.micro_batch_size)
+        config = type(question.current)(
+            micro_batch_size=max(size, question.current.micro_batch_size),
+            num_micro_batches=1,
+            num_replicas=question.current.num_replicas,
+        )
+        verdict = Verdict(config=config, goodput=1.0, gain=1.0, reason="as large as can be")
+        return Answer(question=question, verdict=verdict, fit=None)
+
+    monkeypatch.setattr(tuner, "answer", answer)
+
+
+def test_a_size_is_used_only_once_it_is_ready(tmp_path, monkeypatch, eager):
+    """Compilation of the larger sizes is held up; verdicts come and go; nobody uses them meanwhile."""
+    build, gate, early = Engine.compile_role, threading.Event(), []
+    loop = threading.get_ident()
+
+    def held_up(engine, role, size):
+        if size > 2:
+            assert threading.get_ident() != loop
+            assert gate.wait(LIMIT_S)
+        build(engine, role, size)
+
+    monkeypatch.setattr(Engine, "compile_role", held_up)
+
+    def watch(event):
+        verdicts = len(seen.of(TuneEnd))
+        if not gate.is_set():
+            early.append(event.config.micro_batch_size)
+            if verdicts >= 5:
+                gate.set()
+        elif event.config.micro_batch_size == max(SIZES):
+            trainer.finish()
+
+    seen = Recorder(watch)
+    settings = config(
+        tmp_path,
+        policy="goodput",
+        batch=LIMITS,
+        base_steps=1e6,
+        background_compile=True,
+        warm_up_steps=1,
+        tune_every_steps=1,
+    )
+    trainer = Mean(settings, data=rows(960), hooks=[seen], devices=devices(8))
+    trainer.fit()
+    assert set(early) == {2}
+    assert seen.of(StepEnd)[-1].config.micro_batch_size == max(SIZES)
+
+
+def test_a_compilation_that_fails_in_the_background_stops_the_run(tmp_path, monkeypatch, eager):
+    build = Engine.compile_role
+
+    def broken(engine, role, size):
+        if size > 2:
+            raise RuntimeError("the compiler gave up")
+        build(engine, role, size)
+
+    monkeypatch.setattr(Engine, "compile_role", broken)
+    settings = config(
+        tmp_path,
+        policy="goodput",
+        batch=LIMITS,
+        base_steps=1e6,
+        background_compile=True,
+        warm_up_steps=1,
+        tune_every_steps=1,
+    )
+    with pytest.raises(RuntimeError, match="the compiler gave up"):
+        Mean(settings, devices=devices(8)).fit()
