@@ -185,7 +185,7 @@ def measure(name: str, num_devices: int, per_device: int) -> dict:
             for part, seconds in took.items():
                 rounds[part].append(seconds)
 
-    measured = "step_paired" if engine.num_replicas == 1 else "step_measured"
+    measured = "step_difference" if engine.num_replicas == 1 else "step_measured"
     mine, theirs = engine.cost(measured, per_device), hand.cost_analysis()
     theirs = theirs[0] if isinstance(theirs, list) else theirs
 

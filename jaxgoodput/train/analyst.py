@@ -32,7 +32,9 @@ from jaxgoodput.train.watcher import Result
 
 UNKNOWN = math.nan
 PROBE_STEPS = 8  # at a size that is being tried
-FIRST_CADENCE = 4  # once the noise is known: both kinds of step are seen, so that their costs can be compared
+FIRST_CADENCE = (
+    4  # once the noise is known: both kinds of step are seen, so that their costs can be compared
+)
 
 
 class Analyst:
@@ -53,7 +55,6 @@ class Analyst:
         dataset_size: int,
         adapt: bool,
         num_nodes: int = 1,
-        steps_per_sample: int = 1,
     ):
         self._config = config
         self._limits = limits
@@ -67,7 +68,6 @@ class Analyst:
         self._dataset_size = dataset_size
         self._adapt = adapt
         self._num_nodes = num_nodes
-        self._steps_per_sample = steps_per_sample
         self._lock = threading.Lock()
         self._table = TimingTable()
         self._fit: PerfFit | None = None
@@ -295,7 +295,6 @@ class Analyst:
         return statistics_cadence(
             self._table.median_s(plain),
             self._table.median_s(measured),
-            steps_per_sample=self._steps_per_sample,
             overhead=self._config.statistics_overhead,
         )
 

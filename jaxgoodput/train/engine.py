@@ -96,7 +96,8 @@ class Engine:
         if self.world is not None:
             return ("first", "more")
         alone = self.layout.num_replicas == 1
-        single = ("step", "step_paired") if alone else ("step", "step_measured")
+        paired = ("step_remember", "step_difference")
+        single = ("step", *(paired if alone else ("step_measured",)))
         return (*single, "first", "more", "step_after") if accumulate else single
 
     def is_ready(self, micro_batch_size: int, *, accumulate: bool) -> bool:
@@ -135,8 +136,6 @@ class Engine:
                 self._executable(role, 0)
         if self._recipes.has_begin and (accumulate or self.world is not None):
             self._executable("begin", 0)
-        if self.world is None and self.layout.num_replicas == 1:
-            self._executable("nothing", 0)
 
     def compile_role(self, role: str, micro_batch_size: int) -> None:
         """Compile one executable of `roles`; safe from any thread."""
@@ -158,9 +157,11 @@ class Engine:
         """
         zeros = self._executable("zeros", 0)
         batch, mask = self._zero_batch(micro_batch_size)
-        for measure in (False, True):
-            if self.world is None:
-                self.step(zeros(), None, batch, mask, measure=measure)[1].block_until_ready()
+        if self.world is None:
+            self.step(zeros(), None, batch, mask, measure=False)[1].block_until_ready()
+            *_, previous = self.step(zeros(), None, batch, mask)
+            state = zeros()
+            self.step(state, None, batch, mask, previous=previous)[1].block_until_ready()
         if accumulate or self.world is not None:
             state = zeros()
             work = self.accumulate(self.accumulate(self.begin(state), batch, mask), batch, mask)
@@ -211,8 +212,9 @@ class Engine:
     ) -> tuple[TrainState, Array, Previous | None]:
         """The last micro-batch and the update, in one executable; for one process.
 
-        Returns the new state, the metrics vector and, for one replica with one micro-batch, what the
-        differenced noise estimator must be given at the next step. Donates state and previous.
+        Returns the new state and the metrics vector. For one replica with one micro-batch, a noise
+        sample takes two measured steps: the first returns the gradient to be remembered, which the
+        second must be given as `previous`; otherwise the third value is None. Donates the state.
         """
         if self.world is not None:
             raise ValueError(
@@ -236,9 +238,11 @@ class Engine:
             state, metrics = run(state, self._replicas, batch, mask)
             return state, metrics, None
         if previous is None:
-            previous = self._executable("nothing", 0)()
-        run = self._executable("step_paired", size)
-        return run(state, previous, self._replicas, batch, mask)
+            run = self._executable("step_remember", size)
+            return run(state, self._replicas, batch, mask)
+        run = self._executable("step_difference", size)
+        state, metrics = run(state, previous, self._replicas, batch, mask)
+        return state, metrics, None
 
     def apply(
         self, state: TrainState, work: Work, control: np.ndarray | None = None

@@ -1,8 +1,9 @@
 """How each executable of an engine is made: a pure function, what it donates, and abstract arguments.
 
-Roles, by micro-batch size: `first` and `more` accumulate; `step`, `step_measured`, `step_paired` and
-`step_after` are the fused steps. Without a size: `begin`, `nothing` (an empty `Previous`), `zeros` (a
-throw-away state), `pack`, `reduce` and `update`.
+Roles, by micro-batch size: `first` and `more` accumulate. The fused steps are `step` (no statistics),
+`step_measured` (several replicas), `step_remember` and `step_difference` (one replica: two steps make a
+noise sample, and neither has to copy a gradient), and `step_after` (the last of several micro-batches).
+Without a size: `begin`, `zeros` (a throw-away state), `pack`, `reduce` and `update`.
 """
 
 from collections.abc import Callable
@@ -72,7 +73,7 @@ class Recipes:
     def metric_names(self) -> tuple[str, ...]:
         """Names of the entries of the metrics vector, in order."""
         total = jax.eval_shape(self._one_replica, *self._abstract_local(1))
-        _, _, metrics = jax.eval_shape(
+        _, metrics = jax.eval_shape(
             lambda s, t: pure.update(self.problem, s, t, measure=False), self.state, total
         )
         return tuple(sorted(metrics))
@@ -121,15 +122,6 @@ class Recipes:
 
         return lambda: jax.tree.map(zero, self.state), (), (), self.layout.replicated
 
-    def _make_nothing(self, size: int):
-        kept = split(self.state.params, self.problem.mask(self.state.params))[0]
-
-        def nothing():
-            grads = jax.tree.map(lambda k: jnp.zeros(k.shape, jnp.float32), kept)
-            return Previous(grads=grads, num_samples=jnp.zeros((), jnp.float32))
-
-        return nothing, (), (), self.layout.replicated
-
     def _accumulate(self, with_old: bool):
         def body(params, scale, model_state, key, step, replica, batch, mask, *old):
             before = jax.tree.map(lambda x: x[0], old[0]) if old else None
@@ -148,15 +140,15 @@ class Recipes:
         arguments = (*self._abstract_args(size), self._abstract_sums(size))
         return self._accumulate(True), (8,), arguments, self.layout.batch_sharding
 
-    def _fused(self, *, measure: bool, paired: bool, after: bool):
+    def _fused(self, kind: str):
+        measured, after = kind in ("measured", "after"), kind == "after"
+
         def body(state: TrainState, extra, replica, batch, mask):
             params = cast(state.params, self.problem.compute_dtype)
-            groups_measured = measure and not paired
             scale = ()
-            if groups_measured and self.problem.preconditioned:
+            if measured and self.problem.preconditioned:
                 kept, _ = split(state.params, self.problem.mask(state.params))
                 scale = noise.preconditioner(state.opt_state, kept)
-            old = jax.tree.map(lambda x: x[0], extra) if after else None
             sums = self._one_replica(
                 params,
                 scale,
@@ -166,51 +158,52 @@ class Recipes:
                 replica[0],
                 batch,
                 mask,
-                old,
-                measure=groups_measured,
+                jax.tree.map(lambda x: x[0], extra) if after else None,
+                measure=measured,
             )
             # One psum of the whole tree: XLA makes a single all-reduce of it.
             total = pure.to_reduce(sums)
             if self.layout.num_replicas > 1:
                 total = jax.lax.psum(total, DATA_AXIS)
             total = pure.from_reduced(total, sums)
-            state, remembered, metrics = pure.update(
-                self.problem,
-                state,
-                total,
-                measure=measure,
-                previous=extra if paired else None,
+            previous = extra if kind == "difference" else None
+            state, metrics = pure.update(
+                self.problem, state, total, measure=measured, previous=previous
             )
             vector = jnp.stack([metrics[name] for name in sorted(metrics)])
-            return (state, vector, remembered) if paired else (state, vector)
+            if kind == "remember":
+                return state, vector, pure.remember(total, metrics)
+            return state, vector
 
         return self._replicas_map(body, (WHOLE, ROWS if after else WHOLE, ROWS, ROWS, ROWS), WHOLE)
 
-    def _fused_spec(self, size: int, **kind: bool):
+    def _fused_spec(self, kind: str, size: int):
         state = self.abstract_state()
         replica, batch, mask = self.abstract_batch(size)
-        run = self._fused(**kind)
+        run = self._fused(kind)
         whole = self.layout.replicated
-        if kind["after"]:
+        if kind == "after":
             # The sums are not donated: no output has their shape.
             return run, (0,), (state, self._abstract_sums(size), replica, batch, mask), whole
-        if kind["paired"]:
-            previous = self.placed(jax.eval_shape(self._make_nothing(0)[0]), whole)
-            return run, (0, 1), (state, previous, replica, batch, mask), whole
+        if kind == "difference":
+            return run, (0,), (state, self._abstract_previous(), replica, batch, mask), whole
         alone = lambda s, r, b, m: run(s, (), r, b, m)  # noqa: E731
         return alone, (0,), (state, replica, batch, mask), whole
 
     def _make_step(self, size: int):
-        return self._fused_spec(size, measure=False, paired=False, after=False)
+        return self._fused_spec("plain", size)
 
     def _make_step_measured(self, size: int):
-        return self._fused_spec(size, measure=True, paired=False, after=False)
+        return self._fused_spec("measured", size)
 
-    def _make_step_paired(self, size: int):
-        return self._fused_spec(size, measure=True, paired=True, after=False)
+    def _make_step_remember(self, size: int):
+        return self._fused_spec("remember", size)
+
+    def _make_step_difference(self, size: int):
+        return self._fused_spec("difference", size)
 
     def _make_step_after(self, size: int):
-        return self._fused_spec(size, measure=True, paired=False, after=True)
+        return self._fused_spec("after", size)
 
     def _make_pack(self, size: int):
         def body(sums, control):
@@ -256,7 +249,7 @@ class Recipes:
                 model_state=own,
             )
             whole = pure.from_reduced(total, template)
-            state, _, metrics = pure.update(self.problem, state, whole, measure=True)
+            state, metrics = pure.update(self.problem, state, whole, measure=True)
             vector = jnp.stack([metrics[name] for name in sorted(metrics)])
             return state, jnp.concatenate([vector, total["control"]])
 
@@ -323,6 +316,13 @@ class Recipes:
             ),
             sums,
         )
+
+    def _abstract_previous(self) -> Previous:
+        kept, _ = split(self.state.params, self.problem.mask(self.state.params))
+        scalar = jax.ShapeDtypeStruct((), jnp.float32)
+        grads = jax.tree.map(lambda k: jax.ShapeDtypeStruct(k.shape, jnp.float32), kept)
+        previous = Previous(grads=grads, weight=scalar, num_samples=scalar)
+        return self.placed(previous, self.layout.replicated)
 
     def _reduced_tree(self) -> PyTree:
         sums = jax.eval_shape(self._one_replica, *self._abstract_local(1))

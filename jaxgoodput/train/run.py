@@ -196,7 +196,6 @@ class Run:
             on_error=self._hook_failed,
             dataset_size=len(self.source),
             adapt=self.is_chief and config.policy == "goodput",
-            steps_per_sample=2 if self.engine.num_replicas == 1 else 1,
         )
         # Last in, first out: results stop before the analyst does, and both before the files close.
         stack.callback(self.analyst.close)
@@ -364,14 +363,12 @@ class Run:
             *some, last = batch.micro_batches
             for micro in some:
                 work = engine.accumulate(work or engine.begin(self.state), micro.data, micro.mask)
+            previous = self._previous if measured and work is None else None
             self.state, metrics, self._previous = engine.step(
-                self.state,
-                work,
-                last.data,
-                last.mask,
-                measure=measured,
-                previous=self._previous if measured and work is None else None,
+                self.state, work, last.data, last.mask, measure=measured, previous=previous
             )
+            # A gradient that is only remembered costs nothing; its difference from the next does.
+            measured = measured and self._previous is None
         else:
             work = engine.begin(self.state)
             for micro in batch.micro_batches:

@@ -70,7 +70,8 @@ class TrainState:
 class Previous:
     """The gradient of the update before, for the differenced noise estimator."""
 
-    grads: PyTree
+    grads: PyTree  # its sum, not yet divided by the weight
+    weight: Leaf  # float32
     num_samples: Leaf  # float32; 0 = nothing remembered yet
 
 

@@ -262,69 +262,72 @@ def update(
     *,
     measure: bool,
     previous: Previous | None = None,
-) -> tuple[TrainState, Previous | None, dict[str, Array]]:
+) -> tuple[TrainState, dict[str, Array]]:
     """The next state from the sums of a whole batch, and scalars to report.
 
     A loss or gradient that is not finite leaves parameters, optimizer and model state as they were;
-    only the step count and the guard move on. With `previous` the noise sample comes from the
-    difference of two successive gradients, for one replica with one micro-batch.
+    only the step count and the guard move on. `measure` takes a noise sample from the groups of this
+    batch; with `previous` it comes from the difference of two successive gradients instead, for one
+    replica with one micro-batch (see `remember`).
     """
     kept, rest = split(state.params, problem.mask(state.params))
     labels = problem.labels
-    grads = jax.tree.map(lambda g: g / jnp.maximum(total.weight, 1e-30), total.grads)
-    loss = total.loss / jnp.maximum(total.weight, 1e-30)
-    norm_sqr = jnp.sum(noise.squared_norms(grads))
+    weight = jnp.maximum(total.weight, 1e-30)
+    loss = total.loss / weight
+    norms = noise.squared_norms(total.grads, labels=labels) / weight**2
+    norm_sqr = jnp.sum(norms)
     finite = jnp.isfinite(loss) & jnp.isfinite(norm_sqr)
 
-    sample, biased, remembered = None, False, None
-    if measure:
+    sample, biased = None, False
+    if measure or previous is not None:
         scale = noise.preconditioner(state.opt_state, kept) if problem.preconditioned else None
         if previous is not None:
             biased = True
             sample = noise.differenced_sample(
-                grads,
+                total.grads,
                 previous.grads,
                 total.samples,
                 preconditioner=scale,
                 labels=labels,
                 previous_num_samples=previous.num_samples,
-            )
-            remembered = Previous(
-                grads=jax.tree.map(lambda g: jnp.where(finite, g, 0.0), grads),
-                num_samples=jnp.where(finite, total.samples, 0.0),
+                weight=weight,
+                previous_weight=previous.weight,
             )
         else:
-            plain = scale is None and labels is None
-            large = (
-                norm_sqr[None]
-                if plain
-                else noise.squared_norms(grads, labels=labels, preconditioner=scale)
-            )
+            large = norms
+            if scale is not None:
+                large = noise.squared_norms(total.grads, labels=labels, preconditioner=scale)
+                large = large / weight**2
             sample = noise.NoiseSample(
-                small_sqr=total.norms / jnp.maximum(total.weight, 1e-30),
+                small_sqr=total.norms / weight,
                 large_sqr=large,
                 num_groups=total.groups,
                 num_samples=total.samples,
             )
 
-    updates, opt_state = problem.tx.update(
-        grads,
-        state.opt_state,
-        kept,
-        global_batch_size=total.samples,
-        noise=sample,
-        biased=biased,
-    )
-    new_kept = optax.apply_updates(kept, updates)
+    def take(grads: PyTree) -> tuple[PyTree, PyTree, PyTree]:
+        # Times the reciprocal: XLA fuses a product into both of its uses, and writes a quotient out.
+        share = 1.0 / weight
+        updates, opt_state = problem.tx.update(
+            jax.tree.map(lambda g: g * share, grads),
+            state.opt_state,
+            kept,
+            global_batch_size=total.samples,
+            noise=sample,
+            biased=biased,
+        )
+        return optax.apply_updates(kept, updates), opt_state, total.model_state
 
-    def keep(new: PyTree, old: PyTree) -> PyTree:
-        return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
+    def skip(grads: PyTree) -> tuple[PyTree, PyTree, PyTree]:
+        return kept, state.opt_state, state.model_state
 
+    # A branch, not a `where` over every leaf: that would keep old and new alive and copy both.
+    new_kept, opt_state, model_state = jax.lax.cond(finite, take, skip, total.grads)
     missed = (~finite).astype(jnp.int32)
     new_state = TrainState(
-        params=combine(keep(new_kept, kept), rest),
-        opt_state=keep(opt_state, state.opt_state),
-        model_state=keep(total.model_state, state.model_state),
+        params=combine(new_kept, rest),
+        opt_state=opt_state,
+        model_state=model_state,
         step=state.step + 1,
         key=state.key,
         guard=Guard(
@@ -344,8 +347,13 @@ def update(
         **adaptation.readout(new_state.opt_state),
         **{f"aux/{name}": value / samples for name, value in total.aux.items()},
     }
-    return (
-        new_state,
-        remembered,
-        {k: jnp.asarray(v, jnp.float32) for k, v in metrics.items()},
+    return new_state, {k: jnp.asarray(v, jnp.float32) for k, v in metrics.items()}
+
+
+def remember(total: Sums, metrics: Mapping[str, Array]) -> Previous:
+    """The gradient of this update, for the differenced sample of the next; useless if not finite."""
+    return Previous(
+        grads=total.grads,
+        weight=jnp.maximum(total.weight, 1e-30),
+        num_samples=total.samples * metrics["finite"],
     )

@@ -197,9 +197,10 @@ def fixed_config(
     near = " and ".join(map(str, _nearest(base, num_replicas, largest_micro, max_micro_batches)))
     raise ValueError(
         f"a global batch of {base} samples cannot be cut into equal micro-batches over "
-        f"{num_replicas} replicas (at most {largest_micro} samples each, tolerance {tolerance:.0%}). "
+        f"{num_replicas} replicas (at most {max_micro_batches} of at most {largest_micro} samples, "
+        f"tolerance {tolerance:.0%}). "
         f"The nearest global batches that can are {near}: set batch.base to one of them, or raise "
-        "fixed_tolerance."
+        "fixed_tolerance or batch.max_micro_batches."
     )
 
 
@@ -221,19 +222,18 @@ def _nearest(base: int, num_replicas: int, largest_micro: int, most_micros: int)
 
 
 def statistics_cadence(
-    plain_s: float, measured_s: float, *, steps_per_sample: int, overhead: float, most: int = 64
+    plain_s: float, measured_s: float, *, overhead: float, most: int = 64
 ) -> int:
     """Steps between two noise measurements so that they cost at most `overhead` of the time.
 
-    `plain_s` and `measured_s` are medians of steps without and with statistics; a measurement takes
-    `steps_per_sample` measured steps (2 for the differenced estimator). NaN: measure at every step.
+    `plain_s` and `measured_s` are medians of steps without and with a sample. NaN: at every step.
 
-    >>> statistics_cadence(0.010, 0.014, steps_per_sample=2, overhead=0.02)
-    40
+    >>> statistics_cadence(0.010, 0.014, overhead=0.02)
+    20
     """
     if not (plain_s > 0 and measured_s > 0):
         return 1
-    extra = max(measured_s / plain_s - 1, 0.0) * steps_per_sample
-    if extra <= overhead * steps_per_sample:
+    extra = max(measured_s / plain_s - 1, 0.0)
+    if extra <= overhead:
         return 1
     return min(math.ceil(extra / overhead - 1e-9), most)

@@ -317,20 +317,18 @@ def test_a_fixed_batch_is_the_base_within_tolerance_or_an_error(
 
 def test_cheap_or_unknown_statistics_are_measured_at_every_step():
     for plain, measured in ((0.1, 0.1005), (0.1, 0.09), (NAN, 0.1), (0.1, NAN)):
-        assert statistics_cadence(plain, measured, steps_per_sample=1, overhead=0.02) == 1
+        assert statistics_cadence(plain, measured, overhead=0.02) == 1
 
 
 @settings(deadline=None)
 @given(
     plain=st.floats(1e-4, 1),
     extra=st.floats(0, 3),
-    steps=st.integers(1, 2),
     overhead=st.floats(0.005, 0.5),
 )
-def test_statistics_cost_no_more_than_their_share(plain, extra, steps, overhead):
+def test_statistics_cost_no_more_than_their_share(plain, extra, overhead):
     measured = plain * (1 + extra)
-    every = statistics_cadence(plain, measured, steps_per_sample=steps, overhead=overhead)
+    every = statistics_cadence(plain, measured, overhead=overhead)
     assert 1 <= every <= 64
-    # At most `steps` of every `every` steps are measured ones.
-    share = min(steps / every, 1.0) * (measured / plain - 1)
+    share = (measured / plain - 1) / every  # one of every `every` steps is a measured one
     assert share <= overhead * (1 + 1e-6) or every == 64
