@@ -163,14 +163,23 @@ def batch_plan(config: Config, engine: Engine, source: Source, budget: int) -> B
     most = high or max(largest // replicas, 1)
     most_micros = limits.max_micro_batches if config.accumulate else 1
     start = fixed_config(base, replicas, most, tolerance=tolerance, max_micro_batches=most_micros)
-    while True:
-        micro = start.micro_batch_size
+    known: dict[int, memory.StepBytes] = {}
+
+    def needs(micro: int) -> memory.StepBytes:
         engine.compile([micro], accumulate=start.num_micro_batches > 1)
         need = engine.bytes_of(micro)
         assert need is not None
+        known[micro] = need
+        return need
+
+    while True:
+        micro = start.micro_batch_size
+        need = needs(micro)
         if need.peak <= budget:
             break
-        fits = memory.largest_that_fits(range(1, micro), {micro: need}, budget)
+        if micro > 1 and 1 not in known:
+            needs(1)  # two sizes tell the samples' bytes from those of the state
+        fits = memory.largest_that_fits(range(1, micro), known, budget)
         if fits < 1 or not config.accumulate:
             raise ValueError(
                 f"a step with {micro} samples per replica needs {need.peak / 2**20:.0f} MiB "
@@ -178,7 +187,9 @@ def batch_plan(config: Config, engine: Engine, source: Source, budget: int) -> B
                 f"{budget / 2**20:.0f} MiB. Raise memory_bytes if that is wrong, allow accumulation, "
                 "or use a smaller model or base batch."
             )
-        start = fixed_config(base, replicas, fits, tolerance=tolerance)
+        start = fixed_config(
+            base, replicas, fits, tolerance=tolerance, max_micro_batches=most_micros
+        )
     if fixed:
         sizes: set[int] = {start.micro_batch_size}
         limits = dataclasses.replace(limits, micro=(start.micro_batch_size,) * 2)
