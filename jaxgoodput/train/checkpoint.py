@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from absl import logging
+from jax.experimental import multihost_utils
 from jaxtyping import PyTree
 
 from jaxgoodput.parallel.strategy import Layout
@@ -97,30 +98,24 @@ class Checkpoints:
 
         Raises WrongWorkdirError where the newest readable one is of another model.
         """
-        for step in sorted(self._manager.all_steps(), reverse=True):
+        for step in self._agreed(sorted(self._manager.all_steps(), reverse=True)):
+            found, failure = None, None
             try:
-                meta = self._manager.restore(
-                    step,
-                    args=ocp.args.Composite(meta=ocp.args.JsonRestore()),  # pyright: ignore[reportCallIssue]
-                )["meta"]
-                mismatch = differences(meta["leaves"], describe(abstract))
-                if not mismatch:
-                    tree = self._manager.restore(
-                        step,
-                        args=ocp.args.Composite(
-                            state=ocp.args.StandardRestore(self._inward(abstract))  # pyright: ignore[reportCallIssue]
-                        ),
-                    )["state"]
-                    return Restored(state=self._here(tree, abstract), meta=meta, step=step)
-            except Exception as failure:
+                found = self._read(step, abstract)
+            except Exception as error:
+                failure = error
+            if not self._everywhere(failure is None):
                 self._set_aside(step, failure)
-                continue
-            raise WrongWorkdirError(
-                f"the checkpoint {self._directory / str(step)} is of another model: "
-                + "; ".join(mismatch[:5])
-                + (f"; and {len(mismatch) - 5} more" if len(mismatch) > 5 else "")
-                + ". Use another workdir, or the model that this one belongs to."
-            )
+            elif isinstance(found, Restored):
+                return found
+            else:
+                assert found is not None
+                raise WrongWorkdirError(
+                    f"the checkpoint {self._directory / str(step)} is of another model: "
+                    + "; ".join(found[:5])
+                    + (f"; and {len(found) - 5} more" if len(found) > 5 else "")
+                    + ". Use another workdir, or the model that this one belongs to."
+                )
         return None
 
     def close(self) -> None:
@@ -139,6 +134,51 @@ class Checkpoints:
             item_names=("state", "meta"),
         )
 
+    def _read(self, step: int, abstract: TrainState) -> Restored | list[str]:
+        """One checkpoint, or how its model differs; raises where it is damaged.
+
+        Every process reads for itself: one that fails keeps no other waiting.
+        """
+        here = jax.process_index()
+        alone = ocp.options.MultiprocessingOptions(
+            primary_host=here, active_processes={here}, barrier_sync_key_prefix=f"reader{here}"
+        )
+        with ocp.CheckpointManager(
+            self._directory,
+            options=ocp.CheckpointManagerOptions(
+                create=False, enable_async_checkpointing=False, multiprocessing_options=alone
+            ),
+            item_names=("state", "meta"),
+        ) as reader:
+            meta = reader.restore(
+                step,
+                args=ocp.args.Composite(meta=ocp.args.JsonRestore()),  # pyright: ignore[reportCallIssue]
+            )["meta"]
+            mismatch = differences(meta["leaves"], describe(abstract))
+            if mismatch:
+                return mismatch
+            tree = reader.restore(
+                step,
+                args=ocp.args.Composite(
+                    state=ocp.args.StandardRestore(self._inward(abstract))  # pyright: ignore[reportCallIssue]
+                ),
+            )["state"]
+        return Restored(state=self._here(tree, abstract), meta=meta, step=step)
+
+    def _agreed(self, steps: list[int]) -> list[int]:
+        """The steps that process 0 sees, in every process."""
+        if self._world is None:
+            return steps
+        count = int(multihost_utils.broadcast_one_to_all(np.int32(len(steps))))
+        padded = np.resize(np.asarray(steps or [0], np.int32), count)
+        return multihost_utils.broadcast_one_to_all(padded).tolist() if count else []
+
+    def _everywhere(self, holds: bool) -> bool:
+        """Whether it holds in every process; they come here together."""
+        if self._world is None:
+            return holds
+        return bool(np.all(multihost_utils.process_allgather(np.float32(holds))))
+
     def _failed(self, failure: Exception) -> str:
         self._reopen()
         return f"step {self._writing}: {_told(failure)}"
@@ -154,19 +194,20 @@ class Checkpoints:
                 shutil.rmtree(leftover, ignore_errors=True)
         self._manager = self._open()
 
-    def _set_aside(self, step: int, failure: Exception) -> None:
+    def _set_aside(self, step: int, failure: Exception | None) -> None:
         damaged = self._root / "damaged_checkpoints"
         target = damaged / f"{step}"
         logging.warning(
             "the checkpoint %s cannot be read (%s). It is moved to %s and the one before it is used.",
             self._directory / str(step),
-            _told(failure),
+            "another process could not" if failure is None else _told(failure),
             target,
         )
         if jax.process_index() == 0:
             damaged.mkdir(exist_ok=True)
             shutil.rmtree(target, ignore_errors=True)
             shutil.move(str(self._directory / str(step)), str(target))
+        self._everywhere(True)  # moved, before anyone looks again
         self._manager.reload()
 
     # State on its way out: plain arrays (keys as their data), global over all processes.
@@ -184,22 +225,14 @@ class Checkpoints:
         )
 
     def _inward(self, abstract: TrainState) -> dict[str, PyTree]:
-        mesh = self._layout.mesh if self._world is None else self._world
-        sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+        sharding = self._layout.replicated
         return jax.tree.map(
             lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding),
             jax.eval_shape(_plain, abstract),
         )
 
     def _here(self, tree: dict[str, PyTree], abstract: TrainState) -> TrainState:
-        def own(x: jax.Array) -> jax.Array:
-            if self._world is None:
-                return x
-            return jax.make_array_from_single_device_arrays(
-                x.shape, self._layout.replicated, [s.data for s in x.addressable_shards]
-            )
-
-        leaves = [own(x) for x in jax.tree.leaves(tree)]
+        leaves = jax.tree.leaves(tree)
         wanted, structure = jax.tree.flatten(abstract)
         assert len(leaves) == len(wanted)
         put = [

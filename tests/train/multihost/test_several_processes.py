@@ -1,6 +1,7 @@
 """Training in several processes is training in one: same updates, same samples, one decision."""
 
 import pathlib
+import shutil
 
 import jax
 import multihost_worker
@@ -65,6 +66,7 @@ def alone(folder):
 
 
 SECTIONS = ("sgd", "adam")
+DAMAGED = 999  # a step that no run reaches
 
 
 @pytest.mark.parametrize("section", SECTIONS)
@@ -195,10 +197,17 @@ def test_a_hook_that_stops_saves_one_checkpoint_and_ends_all_processes_at_its_st
 
 @pytest.fixture(scope="module")
 def restarts(folder):
-    """One run in three jobs: 2 x 2 until SIGTERM to process 1, 1 x 2 until SIGKILL, 3 x 1."""
+    """One run in three jobs: 2 x 2 until SIGTERM to process 1, 1 x 2 until SIGKILL, 3 x 1.
+
+    The third one finds a damaged checkpoint on top.
+    """
     out = folder / "restarts"
     codes, saved = [], []
     for shape in ((2, 2, "terminated"), (1, 2, "killed"), (3, 1, "completed")):
+        if shape[0] == 3:
+            damaged = out / "counted" / "checkpoints" / str(DAMAGED)
+            shutil.copytree(damaged.parent / str(saved[-1]), damaged)
+            (damaged / "meta" / "metadata").write_text('{"cut off')
         finished = work(out, *shape)
         codes.append((finished.code, told(finished)))
         saved.append(newest(out / "counted"))
@@ -228,6 +237,16 @@ def test_a_job_goes_on_with_another_number_of_processes_and_maps_the_batch(resta
     total = [np.prod(list(line["config"].values())) for line in (first, second, third)]
     assert total == [24, 48, 48]  # the verdict of the first job outlived it
     assert [line["config"]["num_replicas"] for line in (first, second, third)] == [4, 2, 3]
+
+
+def test_a_damaged_checkpoint_is_set_aside_by_all_processes(restarts):
+    out, codes, saved = restarts
+    for rank in (0, 1, 2):
+        assert f"checkpoints/{DAMAGED} cannot be read" in "".join(
+            line for line in codes[2][1].splitlines() if line.startswith(f"[{rank}]")
+        )
+    assert [p.name for p in (out / "counted" / "damaged_checkpoints").iterdir()] == [str(DAMAGED)]
+    assert saved[1] < saved[2] < DAMAGED
 
 
 def test_every_sample_of_every_epoch_is_applied_exactly_once_over_all_jobs(restarts):
