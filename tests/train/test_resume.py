@@ -1,0 +1,196 @@
+"""A run that ends and is started again is the run that never ended: to the bit, and to the sample."""
+
+import importlib.util
+import itertools
+import json
+import pathlib
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from problems import Counting, Mean, Recorder, config, counting_config, in_step, same
+
+from jaxgoodput.data.cursor import Cursor, take
+from jaxgoodput.train.events import FitEnd, FitStart, StepEnd
+from jaxgoodput.train.run import Preempted
+
+BENCHMARK = pathlib.Path(__file__).resolve().parents[2] / "benchmarks" / "resume.py"
+
+
+def devices(count):
+    return jax.devices()[:count]
+
+
+def stopped_at(trainer_class, settings, step, **options):
+    """A run that is asked to stop once `step` is done."""
+    seen = Recorder(lambda e: trainer.request_stop() if e.step == step else None)
+    trainer = trainer_class(settings, hooks=[seen], **options)
+    with pytest.raises(Preempted):
+        trainer.fit()
+    return seen
+
+
+class Noisy(Mean):
+    """The loss draws random numbers, as dropout does."""
+
+    def loss(self, params, batch, key):
+        kept = jax.random.bernoulli(key, 0.5, batch["x"].shape)
+        return super().loss(params, {"x": batch["x"] * kept}, key)
+
+
+@pytest.mark.parametrize("count, statistics_every", [(1, 5), (8, 1), (8, 5)])
+def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(
+    tmp_path, monkeypatch, count, statistics_every
+):
+    in_step(monkeypatch)
+    options = {"devices": devices(count), "tx": optax.adam(0.05)}
+    settings = {"statistics_every": statistics_every, "epochs": 3}
+    whole = Noisy(config(tmp_path / "whole", **settings), **options).fit()
+    for step in (4, 11):
+        stopped_at(Noisy, config(tmp_path / "parts", **settings), step, **options)
+    parts = Noisy(config(tmp_path / "parts", **settings), **options).fit()
+
+    assert same(parts.params, whole.params)
+    assert same(parts.opt_state.inner, whole.opt_state.inner)
+    assert int(parts.step) == int(whole.step) == 18
+    if count > 1:
+        # On one device the noise statistics lack the differences across a restart.
+        assert same(parts, whole)
+
+
+@pytest.mark.parametrize("count", [1, 8])
+def test_a_restart_goes_on_at_the_next_sample_with_the_same_books(tmp_path, monkeypatch, count):
+    in_step(monkeypatch)
+    settings = counting_config(tmp_path, epochs=3)
+    first = stopped_at(Counting, settings, 7, devices=devices(count))
+    second = Recorder()
+    state = Counting(settings, hooks=[second], devices=devices(count)).fit()
+
+    steps = first.of(StepEnd) + second.of(StepEnd)
+    assert [s.step for s in steps] == list(range(1, 19))
+    for a, b in itertools.pairwise(steps):
+        assert a.after == b.before
+        assert b.samples - a.samples == b.num_samples
+        assert b.progress > a.progress
+    start = second.of(FitStart)[0]
+    assert (start.step, start.restart) == (7, 1)
+    assert start.progress == pytest.approx(first.of(FitEnd)[0].progress)
+    assert second.of(FitEnd)[0].samples == 3 * 96
+    np.testing.assert_array_equal(state.params["count"], 3)
+
+
+@pytest.mark.parametrize("length", [{"epochs": 2}, {"base_steps": 7.0}])
+def test_a_run_that_is_complete_stays_complete(tmp_path, length):
+    first = Mean(config(tmp_path, **length)).fit()
+    for _ in range(2):
+        seen = Recorder()
+        again = Mean(config(tmp_path, **length), hooks=[seen]).fit()
+        assert same(again, first)
+        assert not seen.of(StepEnd)
+        assert seen.of(FitStart)[0].progress > 6
+        assert seen.of(FitEnd)[0].progress == seen.of(FitStart)[0].progress
+
+
+def test_every_number_of_devices_carries_the_run_on(tmp_path, monkeypatch):
+    in_step(monkeypatch)
+    settings = counting_config(tmp_path, epochs=4)
+    for step, count in ((3, 8), (10, 4), (17, 1)):
+        stopped_at(Counting, settings, step, devices=devices(count))
+    state = Counting(settings, devices=devices(8)).fit()
+    np.testing.assert_array_equal(state.params["count"], 4)
+    # The same batches in the same order: only the order of additions differs.
+    w, cursor, data = np.zeros(4), Cursor(seed=0), Counting(settings).data["x"].astype(np.float64)
+    for _ in range(24):
+        indices, cursor = take(cursor, 96, 16)
+        w -= 0.05 * (w - data[indices].mean(0))
+    np.testing.assert_allclose(state.params["w"], w, rtol=5e-6)
+
+
+def test_another_seed_starts_elsewhere_but_a_restart_keeps_its_own(tmp_path, monkeypatch):
+    in_step(monkeypatch)
+    stopped_at(Counting, counting_config(tmp_path, seed=5), 2)
+    seen = Recorder()
+    # The order of the samples belongs to the run, not to the call.
+    state = Counting(counting_config(tmp_path, seed=6), hooks=[seen]).fit()
+    assert seen.of(StepEnd)[0].before == Cursor(seed=5, offset=32)
+    np.testing.assert_array_equal(state.params["count"], 2)
+
+
+# -- killed ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def witness():
+    """The benchmark's own functions: what counts the samples must be right itself."""
+    spec = importlib.util.spec_from_file_location("resume_benchmark", BENCHMARK)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def logged(num_samples, batch, total, kills):
+    """The log of a run with restarts: (step at which a life ends, step at which the next begins)."""
+    starts, lines, step = iter(kills), [], 0
+    cursors = [Cursor(seed=0)]
+    while cursors[-1].num_samples(num_samples) < total:
+        left = total - cursors[-1].num_samples(num_samples)
+        cursors.append(take(cursors[-1], num_samples, min(batch, left))[1])
+    lines.append({"start": 0})
+    end, back = next(starts, (len(cursors), None))
+    while step < len(cursors) - 1:
+        if step >= end:
+            step = min(back, step)
+            lines.append({"start": step})
+            end, back = next(starts, (len(cursors), None))
+        step += 1
+        before, after = cursors[step - 1], cursors[step]
+        count = after.num_samples(num_samples) - before.num_samples(num_samples)
+        lines.append({"step": step, "before": before.to_json(), "num_samples": count, "batch": 1})
+    return [json.dumps(line).encode() for line in lines]
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    kills=st.lists(st.tuples(st.integers(1, 30), st.integers(0, 30)), max_size=5),
+    batch=st.integers(1, 20),
+)
+def test_the_log_of_a_right_run_counts_once(witness, kills, batch):
+    lines = logged(20, batch, 60, kills)
+    applied, starts, _ = witness.replay([*lines, b'{"step": 4, "bef'])
+    counted = witness.tally(witness.times_applied(applied, 20), 20)
+    assert counted == {"never": 0, "once": 60, "more often": 0}
+    assert starts == sum(b"start" in line for line in lines)
+
+
+@pytest.mark.parametrize("wrong", ["never", "more often"])
+def test_the_log_of_a_wrong_run_does_not(witness, wrong):
+    lines = logged(20, 7, 60, [(5, 3)])
+    step = {"step": 10, "before": {"seed": 0, "epoch": 1, "offset": 3}, "num_samples": 2}
+    lines = lines[:-1] if wrong == "never" else [*lines, json.dumps(step).encode()]
+    applied, _, undone = witness.replay(lines)
+    counted = witness.tally(witness.times_applied(applied, 20), 20)
+    assert counted[wrong] > 0 and counted["once"] < 60
+    assert undone == 2
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_applies_every_sample_exactly_once():
+    ended = subprocess.run(
+        [sys.executable, str(BENCHMARK), "--kills", "4", "--seed", "1"],
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    table = dict(line.rsplit(maxsplit=1) for line in ended.stdout.splitlines()[1:])
+    table = {name.strip(): value for name, value in table.items()}
+    assert table["kills (SIGKILL)"] == "4"
+    assert table["log: samples applied never"] == "0"
+    assert table["log: samples applied once"] == str(3 * 800)
+    assert table["log: samples applied more often"] == "0"
+    assert table["device: samples with count 3"] == "800"
