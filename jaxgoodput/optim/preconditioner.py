@@ -53,13 +53,8 @@ _COUNTED_NAMES = ("ScaleByRmsWithCountState", "ScaleByRStdDevWithCountState")  #
 
 
 def is_adam_like(opt_state: PyTree) -> bool:
-    """Whether the optimizer divides by a moving average of squared gradients, as Adam does.
-
-    Adagrad does not: its sum only grows and is tiny for rare embedding rows, so that their noise,
-    divided by it, drowns everything else (a recommender's noise scale came out 100 times too large).
-    """
-    leaves = jax.tree.leaves(opt_state, is_leaf=_is_adaptive)
-    return any(_is_adaptive(n) and not isinstance(n, optax.ScaleByRssState) for n in leaves)
+    """Whether the optimizer divides the gradient, element by element, by a root of its squares."""
+    return any(map(_is_adaptive, jax.tree.leaves(opt_state, is_leaf=_is_adaptive)))
 
 
 def _is_adaptive(node: Any) -> bool:

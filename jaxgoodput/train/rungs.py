@@ -1,7 +1,7 @@
 """The ladder of micro-batch sizes, compiled and tried behind the loop's back.
 
-Sizes are compiled nearest first; one that XLA's analysis says does not fit ends the climb. Where
-memory allows, each is run once on throw-away buffers, because a first execution is slow even when it
+Sizes are compiled farthest first; one that XLA's analysis says does not fit is not used, nor anything
+above it. Where memory allows, each is run once on throw-away buffers, because a first execution is slow even when it
 is compiled. Only a size that went through both is ready, and only ready sizes are ever chosen.
 """
 
@@ -15,17 +15,24 @@ from jaxgoodput.train.memory import StepBytes, largest_that_fits
 
 
 def climbing_order(sizes: Sequence[int], first: int) -> tuple[int, ...]:
-    """`first`, then the others by distance, two steps up for every step down.
+    """`first`, then the largest, then always the middle of what is left; two up for one down.
+
+    The largest first: growing is what pays early, and a batch that has far to go should not have to
+    wait for every size on the way.
 
     >>> climbing_order([1, 2, 4, 8, 16, 32, 64], 4)
-    (4, 8, 16, 2, 32, 64, 1)
+    (4, 64, 16, 2, 32, 8, 1)
     """
     ups = [s for s in sorted(sizes) if s > first]
     downs = [s for s in sorted(sizes, reverse=True) if s < first]
+    spread = ups[-1:]
+    del ups[-1:]
+    while ups:
+        spread.append(ups.pop(len(ups) // 2))
     order = [first]
-    while ups or downs:
-        order += ups[:2]
-        del ups[:2]
+    while spread or downs:
+        order += spread[:2]
+        del spread[:2]
         order += downs[:1]
         del downs[:1]
     return tuple(order)

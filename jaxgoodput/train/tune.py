@@ -26,7 +26,6 @@ class Caution:
     min_gain: float = 0.05
     dwell_steps: int = 20
     max_growth: float = 4.0
-    probe_growth: float = 2.0  # how far away a size is tried whose step time nobody knows
     switch_s: float = 0.0  # what a change costs, seconds of training
     horizon_s: float = 60.0  # within which a change must have paid for itself
 
@@ -76,7 +75,7 @@ def tune(
             now,
         )
     if set(timed) <= {current.micro_batch_size}:
-        probe = _probe(limits, current, ready, caution.probe_growth, largest)
+        probe = _probe(limits, current, ready, caution.max_growth, largest)
         if probe is not None:
             return Verdict(
                 config=probe,
