@@ -48,7 +48,7 @@ def tune(
 
     `ready` are the micro-batch sizes that can run without compiling, `timed` those whose step time was
     measured here. With only one timed, nothing is known about how time grows with the batch: a few
-    real steps at a neighbouring size (a probe, which trains like any other step) tell. `grad` should
+    real steps at another size (a probe, which trains like any other step) tell. `grad` should
     be the cautious estimate: NaN (unknown) keeps the current configuration.
     """
 

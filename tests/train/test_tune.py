@@ -155,12 +155,12 @@ def test_a_price_is_paid_where_it_comes_back_in_time():
         assert (decide(caution=caution).config != at(32)) is switches
 
 
-def test_one_timed_size_is_followed_by_a_probe_of_its_neighbour():
+def test_one_timed_size_is_followed_by_a_probe_of_another():
     verdict = decide(timed=(32,))
-    assert verdict.config == at(64) and verdict.reason.startswith("probe")
+    assert verdict.config == at(128) and verdict.reason.startswith("probe")
     assert math.isnan(verdict.goodput)
     assert decide(timed=(), ready=(8, 16)).config != at(16), "below the smallest batch"
-    # A far size is no neighbour: the batch never grows faster than max_growth allows.
+    # As far away as growth is allowed, no farther: the batch never grows faster than max_growth allows.
     assert decide(timed=(32,), ready=(1024,), accumulate=False).config == at(32)
     assert decide(timed=(32, 64)).reason.startswith("change")
 
