@@ -176,7 +176,8 @@ class Engine:
         """An empty batch for this state: compute-precision parameters, no gradient yet."""
         params, scale = state.params, ()
         if self._recipes.has_begin:
-            params, scale = self._executable("begin", 0)(state.params, state.opt_state)
+            computed, scale = self._executable("begin", 0)(state.params, state.opt_state)
+            params = params if self.problem.compute_dtype is None else computed
         return Work(
             params=params,
             scale=scale,

@@ -109,7 +109,9 @@ class Recipes:
             if self.problem.preconditioned:
                 kept, _ = split(params, self.problem.mask(params))
                 scale = noise.preconditioner(opt_state, kept)
-            return cast(params, self.problem.compute_dtype), scale
+            # None for the masters themselves: an output would be a copy of them.
+            dtype = self.problem.compute_dtype
+            return None if dtype is None else cast(params, dtype), scale
 
         state = self.abstract_state()
         return begin, (), (state.params, state.opt_state), self.layout.replicated
@@ -286,6 +288,7 @@ class Recipes:
     def _abstract_args(self, size: int):
         state = self.abstract_state()
         params, scale = jax.eval_shape(self._make_begin(0)[0], state.params, state.opt_state)
+        params = state.params if self.problem.compute_dtype is None else params
         whole = self.layout.replicated
         return (
             self.placed(params, whole),

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from engines import cut, known, make, put, residual, samples, start
+from engines import DIM, cut, known, make, put, residual, samples, start
 
 from jaxgoodput._jax import listen_for_compilations
 
@@ -87,6 +87,13 @@ def test_a_size_that_was_not_compiled_is_not_ready():
     assert known(engine.bytes_of(4)).peak > 0
 
 
+def test_a_batch_in_the_masters_precision_begins_without_a_copy_of_them(key):
+    engine = make(replicas=2, preconditioned=True, tx=optax.adam(0.01))
+    state = start(engine, key)
+    work = engine.begin(state)
+    assert work.params["w"] is state.params["w"] and work.scale["w"].shape == (DIM,)
+
+
 # -- what the executables hold -----------------------------------------------------------------------
 
 # A real amount of compute: the statistics cost a few flops per parameter.
@@ -144,3 +151,12 @@ def test_statistics_cost_at_most_a_hundredth_of_the_flops(deep_engine):
     real = 3 * 2 * SIZE * WIDTH * (WIDTH + 10)  # forward, and twice that backward
     assert plain > 0.8 * real, "XLA counts less than the products themselves"
     assert plain < measured <= 1.01 * plain
+
+
+def test_pairs_cost_at_most_a_hundredth_of_the_flops():
+    engine = make(deep, init=deep_init)
+    plain, first, second = (
+        engine.cost(role, SIZE)["flops"] for role in ("step", "step_remember", "step_difference")
+    )
+    assert plain <= first <= 1.001 * plain, "remembering is free"
+    assert first < second <= 1.01 * plain
