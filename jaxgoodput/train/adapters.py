@@ -94,7 +94,8 @@ def from_nnx(make: Callable[[nnx.Rngs], nnx.Module], *, random: tuple[str, ...] 
         nnx.replace_by_pure_dict(own_params, params)
         nnx.replace_by_pure_dict(own_rest, model_state)
         model = nnx.merge(graph, own_params, streams, own_rest)
-        nnx.reseed(model, **{name: jax.random.fold_in(key, i) for i, name in enumerate(random)})
+        seeds: dict[str, Any] = {n: jax.random.fold_in(key, i) for i, n in enumerate(random)}
+        nnx.reseed(model, **seeds)
         return model
 
     def train(params: PyTree, model_state: PyTree, key: Array, *inputs: Any) -> tuple[Any, PyTree]:

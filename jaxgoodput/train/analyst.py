@@ -52,6 +52,7 @@ class Analyst:
         hooks: Sequence[Any],
         clock: Clock,
         on_error: Callable[[BaseException], None],
+        book: Callable[[str, float], None],
         dataset_size: int,
         adapt: bool,
         num_nodes: int = 1,
@@ -65,6 +66,7 @@ class Analyst:
         self._hooks = hooks
         self._clock = clock
         self._on_error = on_error
+        self._book = book
         self._dataset_size = dataset_size
         self._adapt = adapt
         self._num_nodes = num_nodes
@@ -82,6 +84,7 @@ class Analyst:
         self._latest: Result | None = None
         self._disturbed = False
         self._probing = False
+        self._tried_from: BatchConfig | None = None  # before the probe
         self._pending = 0  # the step until which a posted change may still be on its way
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._tuner = Tuner(self._queue.put, on_error)
@@ -166,8 +169,10 @@ class Analyst:
                 self._table.add(key, result.parts, ticket.step, busy=ticket.busy)
         elif ticket.step == self._changed_at:
             usual = self._table.median_s(key)
-            extra = result.parts.step_s - (usual if usual == usual else 0.0)
-            self._switches_s.append(max(extra, 0.0))
+            extra_s = max(result.parts.step_s - (usual if usual == usual else 0.0), 0.0)
+            self._switches_s.append(extra_s)
+            if usual == usual:
+                self._book("first_execution", extra_s)
         self._latest, self._disturbed = result, ticket.busy
         self._steps_seen += 1
         self._window.append(result)
@@ -238,6 +243,7 @@ class Analyst:
                 accumulate=config.accumulate,
                 statistics_every=self._cadence(),
                 adapt=self._adapt,
+                tried_from=self._tried_from if self._tried_from != self._current else None,
             )
         )
 
@@ -254,10 +260,11 @@ class Analyst:
                 num_micro_batches=verdict.config.num_micro_batches,
             )
             self._probing = math.isnan(verdict.goodput)
+            self._tried_from = question.current if self._probing else None
             self._pending = self._steps_ahead()
             logging.info("step %d: %s", question.step, verdict.reason)
         elif self._probing and question.current == self._current:
-            self._probing = False
+            self._probing, self._tried_from = False, None
         if verdict.statistics_every != self._every:
             self._set_cadence(verdict.statistics_every)
         hooking.call(

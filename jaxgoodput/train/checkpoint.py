@@ -4,11 +4,16 @@
 (cursor, samples, timings, fit, batch configuration, ledger) as JSON. A save that fails costs nothing:
 training goes on, the older checkpoints stay, and the error is reported. A checkpoint that cannot be
 read is named, set aside, and the one before it is used.
+
+The state is the same in every process: process 0 writes, everyone reads for itself, and no process
+ever waits inside Orbax for another, which may have failed.
 """
 
+import contextlib
+import logging as std_logging
 import pathlib
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,6 +65,8 @@ class Checkpoints:
 
         Returns None, or what went wrong with this save or the one before it.
         """
+        if jax.process_index() != 0:
+            return None
         error = self.error()
         step = self._writing = int(meta["step"])
         if self._manager.latest_step() == step:
@@ -85,13 +92,13 @@ class Checkpoints:
         return None
 
     def wait(self) -> str | None:
-        """Wait until everything is on disk; returns what went wrong, if anything."""
-        try:
-            self._manager.wait_until_finished()
-            self._manager.check_for_errors()
-        except Exception as failure:
-            return self._failed(failure)
-        return None
+        """Wait until everything is on disk; returns what went wrong, if anything.
+
+        All processes come here together, and none goes on before the one that writes is done.
+        """
+        error = self._finish()
+        self._everywhere(True)
+        return error
 
     def restore(self, abstract: TrainState) -> Restored | None:
         """The newest checkpoint that can be read, on this layout; None where there is none.
@@ -120,49 +127,51 @@ class Checkpoints:
 
     def close(self) -> None:
         """Finish writing and let go of the directory."""
-        error = self.wait()
+        error = self._finish()
         if error is not None:
             logging.warning("the last checkpoint was not written (%s). Older ones stay.", error)
         self._manager.close()
 
     def _open(self) -> ocp.CheckpointManager:
+        here = jax.process_index()
         return ocp.CheckpointManager(
             self._directory,
             options=ocp.CheckpointManagerOptions(
-                max_to_keep=self._keep, enable_async_checkpointing=True, create=False
+                max_to_keep=self._keep,
+                enable_async_checkpointing=True,
+                create=False,
+                multiprocessing_options=ocp.options.MultiprocessingOptions(
+                    primary_host=here,
+                    active_processes={here},
+                    barrier_sync_key_prefix=f"process{here}",
+                ),
             ),
             item_names=("state", "meta"),
         )
+
+    def _finish(self) -> str | None:
+        try:
+            self._manager.wait_until_finished()
+            self._manager.check_for_errors()
+        except Exception as failure:
+            return self._failed(failure)
+        return None
 
     def _read(self, step: int, abstract: TrainState) -> Restored | list[str]:
-        """One checkpoint, or how its model differs; raises where it is damaged.
-
-        Every process reads for itself: one that fails keeps no other waiting.
-        """
-        here = jax.process_index()
-        alone = ocp.options.MultiprocessingOptions(
-            primary_host=here, active_processes={here}, barrier_sync_key_prefix=f"reader{here}"
-        )
-        with ocp.CheckpointManager(
-            self._directory,
-            options=ocp.CheckpointManagerOptions(
-                create=False, enable_async_checkpointing=False, multiprocessing_options=alone
+        """One checkpoint, or how its model differs; raises where it is damaged."""
+        meta = self._manager.restore(
+            step,
+            args=ocp.args.Composite(meta=ocp.args.JsonRestore()),  # pyright: ignore[reportCallIssue]
+        )["meta"]
+        mismatch = differences(meta["leaves"], describe(abstract))
+        if mismatch:
+            return mismatch
+        tree = self._manager.restore(
+            step,
+            args=ocp.args.Composite(
+                state=ocp.args.StandardRestore(self._inward(abstract))  # pyright: ignore[reportCallIssue]
             ),
-            item_names=("state", "meta"),
-        ) as reader:
-            meta = reader.restore(
-                step,
-                args=ocp.args.Composite(meta=ocp.args.JsonRestore()),  # pyright: ignore[reportCallIssue]
-            )["meta"]
-            mismatch = differences(meta["leaves"], describe(abstract))
-            if mismatch:
-                return mismatch
-            tree = reader.restore(
-                step,
-                args=ocp.args.Composite(
-                    state=ocp.args.StandardRestore(self._inward(abstract))  # pyright: ignore[reportCallIssue]
-                ),
-            )["state"]
+        )["state"]
         return Restored(state=self._here(tree, abstract), meta=meta, step=step)
 
     def _agreed(self, steps: list[int]) -> list[int]:
@@ -210,19 +219,15 @@ class Checkpoints:
         self._everywhere(True)  # moved, before anyone looks again
         self._manager.reload()
 
-    # State on its way out: plain arrays (keys as their data), global over all processes.
+    # State on its way out: plain arrays (keys as their data).
 
     def _outward(self, state: TrainState) -> dict[str, PyTree]:
         tree = _plain(state)
         if self._world is None:
             return tree
-        sharding = jax.sharding.NamedSharding(self._world, jax.sharding.PartitionSpec())
-        return jax.tree.map(
-            lambda x: jax.make_array_from_single_device_arrays(
-                x.shape, sharding, [s.data for s in x.addressable_shards]
-            ),
-            tree,
-        )
+        # Where there are several processes, Orbax takes arrays of one of them from the host only;
+        # copies, because the state's own buffers will be donated to the next step.
+        return jax.tree.map(np.array, jax.device_get(tree))
 
     def _inward(self, abstract: TrainState) -> dict[str, PyTree]:
         sharding = self._layout.replicated
@@ -242,6 +247,22 @@ class Checkpoints:
         # Restored buffers may be shared with the reader; a donated state must own its own.
         copy = jax.jit(lambda t: jax.tree.map(jnp.copy, t), out_shardings=self._layout.replicated)
         return copy(jax.tree.unflatten(structure, put))
+
+
+@contextlib.contextmanager
+def quiet_writer() -> Iterator[None]:
+    """Leave out what Orbax and JAX's cache log below a warning: many lines, none for a user."""
+
+    def worth_reading(record: Any) -> bool:
+        chatty = "orbax" in record.pathname or "compilation_cache" in record.pathname
+        return record.levelno >= std_logging.WARNING or not chatty
+
+    handler = logging.get_absl_handler()
+    handler.addFilter(worth_reading)
+    try:
+        yield
+    finally:
+        handler.removeFilter(worth_reading)
 
 
 def describe(state: PyTree) -> dict[str, list[Any]]:

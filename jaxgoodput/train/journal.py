@@ -19,6 +19,7 @@ import numpy as np
 from absl import logging
 
 from jaxgoodput.clock import Clock
+from jaxgoodput.train.badput import PRODUCTIVE, TimeLedger
 from jaxgoodput.train.events import FitStart
 
 FILE_NAME = "goodput.jsonl"
@@ -173,3 +174,48 @@ def _ends_mid_line(file: Any) -> bool:
     last = file.read(1)
     file.seek(0, os.SEEK_END)
     return last != b"\n"
+
+
+class Recorder:
+    """The journal as a hook: everything but the single steps."""
+
+    def __init__(self, record: Journal):
+        for name in (
+            "on_fit_start",
+            "on_window",
+            "on_tune_end",
+            "on_eval_end",
+            "on_checkpoint",
+            "on_preempt",
+            "on_fit_end",
+        ):
+            setattr(self, name, record.write)
+
+
+def resumed(
+    workdir: str | os.PathLike[str],
+    ledger: TimeLedger,
+    saved: Mapping[str, Any] | None,
+    clock: Clock,
+) -> tuple[TimeLedger, int]:
+    """The ledger that continues those of the runs before in this workdir, and how many there were.
+
+    `saved` is the ledger of the checkpoint, None where there is none: then all the time of the latest
+    run was lost with it. `ledger` is this run's own so far.
+    """
+    path = pathlib.Path(workdir) / FILE_NAME
+    records = read(path, keep_undone=True) if path.exists() else []
+    starts = [r for r in records if r["event"] == FitStart.__name__]
+    if not starts:
+        return ledger, 0
+    last_seen = records[-1]["wall"]
+    if saved is None:
+        ledger.add_before(
+            "wasted_progress_from_disruption", max(last_seen - starts[-1]["wall"], 0.0)
+        )
+        return ledger, len(starts)
+    whole = TimeLedger.from_json(saved, clock, last_seen=last_seen)
+    for name, seconds in ledger.snapshot().items():
+        if name != PRODUCTIVE and seconds > 0:
+            whole.add_before(name, seconds)
+    return whole, len(starts)

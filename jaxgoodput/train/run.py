@@ -11,24 +11,23 @@ import dataclasses
 import json
 import math
 import pathlib
-import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 from absl import logging
 
-from jaxgoodput._jax import Compilation, listen_for_compilations
+from jaxgoodput._jax import Compilation, listen_for_compilations, shared_store
 from jaxgoodput.data.cursor import Cursor
 from jaxgoodput.data.loader import Loader, StepBatch
 from jaxgoodput.data.sources import as_source
 from jaxgoodput.goodput.search import BatchConfig
 from jaxgoodput.optim import adaptive
-from jaxgoodput.train import journal, memory, setup
+from jaxgoodput.train import journal, memory, setup, signals
 from jaxgoodput.train.analyst import Analyst
 from jaxgoodput.train.badput import TimeLedger
-from jaxgoodput.train.checkpoint import Checkpoints, Restored
+from jaxgoodput.train.checkpoint import Checkpoints, Restored, quiet_writer
 from jaxgoodput.train.config import to_json
 from jaxgoodput.train.console import Console
 from jaxgoodput.train.control import DEPTH, Control, Requests, decode, encode
@@ -71,10 +70,11 @@ class Run:
     def fit(self) -> TrainState:
         """The whole run. See `Trainer.fit` for what it raises."""
         with contextlib.ExitStack() as stack:
+            stack.enter_context(quiet_writer())
             stack.enter_context(setup.persistent_cache(self.config))
             stack.callback(listen_for_compilations(self._compiled))
             # Before anything that takes long: what is asked during compilation is done at step 0.
-            stack.enter_context(_signals(self.requests))
+            stack.enter_context(signals.heeded(self.requests))
             with self.ledger.bucket("training_prep"):
                 self._prepare(stack)
             return self._train()
@@ -156,6 +156,10 @@ class Run:
         self._start_reporting(stack, plan, restored, device)
         if config.background_compile:
             self.rungs.start()
+        store = shared_store()
+        if where.world is not None and store is not None:
+            # Processes compile at different speeds, and the first collective waits only 30 s.
+            store.barrier("jaxgoodput: before the first step", timeout_s=1800.0)
 
     def _start_reporting(
         self,
@@ -165,12 +169,15 @@ class Run:
         device: Any,
     ) -> None:
         config = self.config
-        restart = self._resume_ledger(restored)
+        restart = 0
+        if self.is_chief:
+            saved = None if restored is None else restored.meta["ledger"]
+            self.ledger, restart = journal.resumed(config.workdir, self.ledger, saved, self.clock)
         hooks: list[Any] = []
         if self.is_chief:
             record = journal.Journal(config.workdir, clock=self.clock)
             stack.callback(record.close)
-            hooks.append(_Recorder(record))
+            hooks.append(journal.Recorder(record))
             if config.tensorboard:
                 dashboard = Dashboard(config.workdir, clock=self.clock, ledger=self.ledger)
                 stack.callback(dashboard.close)
@@ -194,6 +201,7 @@ class Run:
             hooks=hooks,
             clock=self.clock,
             on_error=self._hook_failed,
+            book=lambda name, seconds: self.ledger.add(name, seconds),
             dataset_size=len(self.source),
             adapt=self.is_chief and config.policy == "goodput",
         )
@@ -216,22 +224,6 @@ class Run:
                 settings=to_json(config),
             )
         )
-
-    def _resume_ledger(self, restored: Restored | None) -> int:
-        """Continue the ledger of the runs before; returns how many there were."""
-        path = pathlib.Path(self.config.workdir) / journal.FILE_NAME
-        if not self.is_chief or not path.exists():
-            return 0
-        records = journal.read(path, keep_undone=True)
-        if restored is not None and records:
-            prep = self.ledger.snapshot()
-            self.ledger = TimeLedger.from_json(
-                restored.meta["ledger"], self.clock, last_seen=records[-1]["wall"]
-            )
-            for name, seconds in prep.items():
-                if name != "productive" and seconds > 0:
-                    self.ledger.add_before(name, seconds)
-        return sum(r["event"] == "FitStart" for r in records)
 
     # -- the loop --------------------------------------------------------------------------------
 
@@ -495,45 +487,8 @@ class Run:
     def _compiled(self, compilation: Compilation) -> None:
         if compilation.thread_id == self._thread_id:
             self.compilations.append(compilation)
+            self.ledger.add("compilation", compilation.seconds)
 
 
 def _named(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
-
-
-class _Recorder:
-    """The journal as a hook: everything but the single steps."""
-
-    def __init__(self, record: journal.Journal):
-        for name in (
-            "on_fit_start",
-            "on_window",
-            "on_tune_end",
-            "on_eval_end",
-            "on_checkpoint",
-            "on_preempt",
-            "on_fit_end",
-        ):
-            setattr(self, name, record.write)
-
-
-@contextlib.contextmanager
-def _signals(requests: Requests) -> Iterator[None]:
-    """SIGTERM and SIGINT ask to save and stop; a second SIGINT interrupts at once."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # Python allows handlers only there; whoever owns the main thread may call request_stop
-        return
-    before = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)}
-
-    def ask(number: int, frame: Any) -> None:
-        if number == signal.SIGINT and requests.signal is not None:
-            raise KeyboardInterrupt
-        requests.interrupt(signal.Signals(number).name)
-
-    try:
-        for number in before:
-            signal.signal(number, ask)
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -43,6 +43,7 @@ def tune(
     timed: Collection[int] = (),
     accumulate: bool = True,
     statistics_every: int = 1,
+    tried_from: BatchConfig | None = None,
 ) -> Verdict:
     """The verdict for the next stretch of training.
 
@@ -50,7 +51,11 @@ def tune(
     measured here. With only one timed, nothing is known about how time grows with the batch: a few
     real steps at another size (a probe, which trains like any other step) tell. `grad` should
     be the cautious estimate: NaN (unknown) keeps the current configuration.
+
+    Where the current configuration is a probe, `tried_from` is the one before it: that one is the
+    incumbent, and returned to unless another (the probe included) earns the change from there.
     """
+    home = current if tried_from is None else tried_from
 
     def keep(reason: str, goodput: float = math.nan) -> Verdict:
         return Verdict(
@@ -66,7 +71,7 @@ def tune(
     if math.isnan(float(grad.sqr)) or math.isnan(float(grad.var)):
         return keep("keep: too few gradient-noise samples yet")
     model = GoodputModel(perf=fit.params, grad=grad, base_batch_size=limits.base)
-    now = float(model.goodput(placement, current.micro_batch_size, current.num_micro_batches))
+    now = float(model.goodput(placement, home.micro_batch_size, home.num_micro_batches))
     largest = max(int(current.global_batch_size * caution.max_growth), current.global_batch_size)
     if steps_since_change < caution.dwell_steps:
         return keep(
@@ -98,24 +103,36 @@ def tune(
         return keep(f"keep: the model cannot tell ({at})", now)
     gain = best / now
     what = (
-        f"{current.global_batch_size} -> {config.global_batch_size} samples "
+        f"{home.global_batch_size} -> {config.global_batch_size} samples "
         f"({config.micro_batch_size} x {config.num_replicas} replicas "
         f"x {config.num_micro_batches} micro-batches)"
     )
-    if config == current:
-        return keep(f"keep: {current.global_batch_size} samples is the best there is ({at})", now)
-    if gain < 1 + caution.min_gain:
-        return keep(
-            f"keep: {what} would gain {gain - 1:.1%}, below the {caution.min_gain:.0%} "
-            f"that a change must bring ({at})",
-            now,
+    payback_s = caution.switch_s / (1 - 1 / gain) if gain > 1 else math.inf
+    if config == home:
+        why = f"{home.global_batch_size} samples is the best there is ({at})"
+    elif gain < 1 + caution.min_gain:
+        why = (
+            f"{what} would gain {gain - 1:.1%}, below the {caution.min_gain:.0%} "
+            f"that a change must bring ({at})"
         )
-    payback_s = caution.switch_s / (1 - 1 / gain)
-    if payback_s > caution.horizon_s:
-        return keep(
-            f"keep: {what} would gain {gain - 1:.1%} but needs {payback_s:.0f} s to earn back its "
-            f"price of {caution.switch_s:.1f} s, more than {caution.horizon_s:.0f} s ({at})",
-            now,
+    elif config == current:
+        return keep(f"keep: {what}, which was tried, gains {gain - 1:.1%} goodput ({at})", best)
+    elif payback_s > caution.horizon_s:
+        why = (
+            f"{what} would gain {gain - 1:.1%} but needs {payback_s:.0f} s to earn back its "
+            f"price of {caution.switch_s:.1f} s, more than {caution.horizon_s:.0f} s ({at})"
+        )
+    else:
+        why = None
+    if why is not None and home == current:
+        return keep(f"keep: {why}", now)
+    if why is not None:
+        return Verdict(
+            config=home,
+            goodput=now,
+            gain=1.0,
+            reason=f"return: {why}",
+            statistics_every=statistics_every,
         )
     return Verdict(
         config=config,

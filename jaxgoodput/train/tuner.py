@@ -36,6 +36,7 @@ class Question:
     accumulate: bool
     statistics_every: int
     adapt: bool  # False: the batch is fixed, only the model is of interest
+    tried_from: BatchConfig | None = None  # before the probe that `current` is
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +66,7 @@ def answer(question: Question, last_fit: PerfFit | None) -> Answer:
             caution=question.caution,
             accumulate=question.accumulate,
             statistics_every=question.statistics_every,
+            tried_from=question.tried_from,
         )
     else:
         verdict = Verdict(
