@@ -68,6 +68,7 @@ class Workload:
     target: float
     higher_is_better: bool
     every_s: float  # seconds between evaluations
+    num_test: int  # held-out samples of an evaluation, spread over all of them
     grid: tuple[int, ...]
     horizon: int  # base steps of the run, and of its schedules where it has any
     seesaw_horizon: int  # base steps of the cosine that Seesaw follows
@@ -88,7 +89,8 @@ WORKLOADS = {
         target=recommender.TARGET_AUC,
         higher_is_better=True,
         every_s=0.5,
-        grid=(512, 1024, 2048, 4096, 8192, 16384, 32768),
+        num_test=50_000,
+        grid=(512, 2048, 4096, 8192, 16384),
         horizon=16000,
         seesaw_horizon=3000,
     ),
@@ -100,7 +102,8 @@ WORKLOADS = {
         target=quickstart.TARGET_ACCURACY,
         higher_is_better=True,
         every_s=0.1,
-        grid=(16, 32, 64, 128, 256),
+        num_test=360,
+        grid=(16, 32, 64, 128),
         horizon=600,
         seesaw_horizon=600,
     ),
@@ -112,7 +115,8 @@ WORKLOADS = {
         target=language_model.TARGET_BITS,
         higher_is_better=False,
         every_s=1.0,
-        grid=(8, 16, 32, 64),
+        num_test=256,
+        grid=(16, 32, 64),
         horizon=800,
         seesaw_horizon=800,
     ),
@@ -195,6 +199,10 @@ def measured(workload: Workload, *, constant: bool) -> type[Any]:
     class Measured(workload.trainer):
         def optimizer(self) -> optax.GradientTransformation:
             return workload.constant() if constant else super().optimizer()
+
+        def eval_dataset(self) -> Any:
+            data = super().eval_dataset()
+            return {k: v[:: max(len(v) // workload.num_test, 1)] for k, v in data.items()}
 
         def metrics(self, params: Any, batch: Any) -> dict[str, Any]:
             loss: Any = self.loss(params, batch, jax.random.key(0))
