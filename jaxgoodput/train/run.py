@@ -100,6 +100,7 @@ class Run:
             stated=config.memory_bytes,
             margin=config.memory_margin,
         )
+        self._meet("before the plan")
         if where.process_count > 1:
             budget = memory.least(budget)
         with self.ledger.bucket("checkpoint_restore"):
@@ -156,10 +157,13 @@ class Run:
         self._start_reporting(stack, plan, restored, device)
         if config.background_compile:
             self.rungs.start()
+        self._meet("before the first step")
+
+    def _meet(self, moment: str) -> None:
+        """Wait for all processes: they compile at different speeds, and a first collective waits 30 s."""
         store = shared_store()
-        if where.world is not None and store is not None:
-            # Processes compile at different speeds, and the first collective waits only 30 s.
-            store.barrier("jaxgoodput: before the first step", timeout_s=1800.0)
+        if self.where.process_count > 1 and store is not None:
+            store.barrier(f"jaxgoodput: {moment}", timeout_s=1800.0)
 
     def _start_reporting(
         self,
@@ -202,6 +206,7 @@ class Run:
             clock=self.clock,
             on_error=self._hook_failed,
             book=lambda name, seconds: self.ledger.add(name, seconds),
+            learning_rate=self.trainer.learning_rate,
             dataset_size=len(self.source),
             adapt=self.is_chief and config.policy == "goodput",
         )

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 
 from jaxgoodput._jax import listen_for_compilations
 from jaxgoodput.data.loader import Loader
@@ -31,7 +32,7 @@ from jaxgoodput.train import engine as engine_module
 from jaxgoodput.train import memory
 from jaxgoodput.train import run as run_module
 from jaxgoodput.train.config import Config
-from jaxgoodput.train.events import EvalEnd, FitEnd, FitStart, StepEnd
+from jaxgoodput.train.events import Checkpoint, EvalEnd, FitEnd, FitStart, StepEnd
 from jaxgoodput.train.run import Preempted
 from jaxgoodput.train.state import Variables
 from jaxgoodput.train.trainer import Trainer
@@ -208,6 +209,9 @@ class Watch:
     def on_eval_end(self, event: EvalEnd):
         self.write("evaluated", step=event.step, metrics=dict(event.metrics))
 
+    def on_checkpoint(self, event: Checkpoint):
+        self.write("checkpoint", step=event.step, error=event.error)
+
     def on_fit_end(self, event: FitEnd):
         self.write("end", step=event.step, reason=event.reason)
 
@@ -353,7 +357,7 @@ def run_ready(out, section):
             release.touch()
         if ready:
             ask(watch, micro_batch_size=max(ready), num_micro_batches=1)
-        if event.config.micro_batch_size == 16:
+        if event.config.micro_batch_size == 16 and len(ready) == 4:
             watch.trainer.finish()
 
     def before_step(watch, step):
@@ -376,16 +380,26 @@ def run_ready(out, section):
 
 
 def run_finish(out, section):
-    """A hook of process 0 ends training as if it were complete."""
+    """A save fails; later a hook of process 0 ends training as if it were complete."""
+    save, failures = ocp.CheckpointManager.save, iter([OSError(28, "No space left on device")])
+
+    def fail_once(self, *arguments, **named):
+        for failure in failures:
+            raise failure
+        return save(self, *arguments, **named)
 
     def on_step(watch, event):
-        if event.step == 5:
+        if event.step == 2:
+            watch.trainer.request_save()
+        if event.step == 8:
             watch.trainer.finish()
 
     settings = counting_settings(epochs=None, base_steps=1e4)
-    Watch(
+    watch = Watch(
         Counting(config(out, section, **settings)), _lines_of(out, section), on_step=on_step
-    ).fit()
+    )
+    with unittest.mock.patch.object(ocp.CheckpointManager, "save", fail_once):
+        watch.fit()
 
 
 def run_stop(out, section):

@@ -179,10 +179,16 @@ def test_a_size_that_is_not_compiled_everywhere_is_never_chosen(agreement):
 
 def test_a_hook_that_finishes_ends_all_processes_at_one_step(agreement):
     states = [state for rank in (0, 1) for state in seen(agreement, "finish", "state", rank)]
-    assert len(states) == 2 and states[0]["step"] == states[1]["step"] <= 5 + 20
+    assert len(states) == 2 and states[0]["step"] == states[1]["step"] <= 8 + 20
     (end,) = seen(agreement, "finish", "end")
     assert (end["reason"], end["step"]) == ("done", states[0]["step"])
     assert newest(agreement / "finish") == states[0]["step"]
+
+
+def test_a_save_that_fails_costs_only_itself(agreement):
+    failed, last = seen(agreement, "finish", "checkpoint")
+    assert failed["step"] < last["step"] and "No space left" in failed["error"]
+    assert last["error"] is None and newest(agreement / "finish") == last["step"]
 
 
 def test_a_hook_that_stops_saves_one_checkpoint_and_ends_all_processes_at_its_step(agreement):
