@@ -53,6 +53,7 @@ class Analyst:
         clock: Clock,
         on_error: Callable[[BaseException], None],
         book: Callable[[str, float], None],
+        learning_rate: Callable[[float], float | None],
         dataset_size: int,
         adapt: bool,
         num_nodes: int = 1,
@@ -67,6 +68,7 @@ class Analyst:
         self._clock = clock
         self._on_error = on_error
         self._book = book
+        self._learning_rate = learning_rate
         self._dataset_size = dataset_size
         self._adapt = adapt
         self._num_nodes = num_nodes
@@ -264,7 +266,9 @@ class Analyst:
             self._pending = self._steps_ahead()
             logging.info("step %d: %s", question.step, verdict.reason)
         elif self._probing and question.current == self._current:
-            self._probing, self._tried_from = False, None
+            self._probing = False
+            if verdict.gain > 1:
+                self._tried_from = None  # the probe has earned its place
         if verdict.statistics_every != self._every:
             self._set_cadence(verdict.statistics_every)
         hooking.call(
@@ -363,7 +367,7 @@ class Analyst:
                 noise_scale=float(noise_scale(cautious, self._limits.base)) if known else UNKNOWN,
                 noise_confidence=metrics["noise_samples"],
                 gain=metrics["gain"],
-                learning_rate=metrics.get("learning_rate", UNKNOWN),
+                learning_rate=_known(self._learning_rate(metrics["progress"])),
                 statistics_every=self._every,
                 skipped_steps=int(metrics["skipped"]),
                 memory_limit=self._memory_limit(),
@@ -384,6 +388,10 @@ class Analyst:
 
 
 _INTERNAL = frozenset({"finite", "skipped_in_a_row", "groups", "samples", "progress"})
+
+
+def _known(value: float | None) -> float:
+    return UNKNOWN if value is None else float(value)
 
 
 def _means(results: Sequence[Result]) -> dict[str, float]:

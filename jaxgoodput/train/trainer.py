@@ -77,6 +77,13 @@ class Trainer(abc.ABC):
         called with progress in base steps; its updates are multiplied by the learning-rate gain.
         """
 
+    def learning_rate(self, progress: float) -> float | None:
+        """The optimizer's own learning rate at `progress` base steps, for the dashboard; None: unknown.
+
+        An optax optimizer does not say what its schedule is; this changes nothing but a chart.
+        """
+        return None
+
     @abc.abstractmethod
     def dataset(self) -> Any:
         """Training samples: a dict of arrays, anything with `__len__` and `__getitem__`, or a grain

@@ -116,7 +116,13 @@ def tune(
             f"that a change must bring ({at})"
         )
     elif config == current:
-        return keep(f"keep: {what}, which was tried, gains {gain - 1:.1%} goodput ({at})", best)
+        return Verdict(
+            config=current,
+            goodput=best,
+            gain=gain,
+            reason=f"keep: {what}, which was tried, gains {gain - 1:.1%} goodput ({at})",
+            statistics_every=statistics_every,
+        )
     elif payback_s > caution.horizon_s:
         why = (
             f"{what} would gain {gain - 1:.1%} but needs {payback_s:.0f} s to earn back its "
