@@ -32,7 +32,9 @@ class Mover(jg.Hook):
 
     def __init__(self):
         self.trainer: jg.Trainer | None = None
-        self.steps: list[tuple[int, float, int]] = []  # micro-batch size, seconds, steps since switch
+        self.steps: list[
+            tuple[int, float, int]
+        ] = []  # micro-batch size, seconds, steps since switch
         self.compiled_before: int | None = None
         self._last: tuple[float, int] | None = None
         self._since = 0
@@ -84,8 +86,12 @@ def main(argv):
         trainer = made("cnn", config, hooks=[mover], devices=jax.devices()[:1])
         mover.trainer = trainer
         trainer.fit()
-    print(f"device {jax.devices()[0].device_kind}; compilations on the loop's thread: {mover.compiled}")
-    print(f"{'micro-batch':>11} {'switches':>8} {'median step ms':>14} {'step after a switch / median':>30}")
+    print(
+        f"device {jax.devices()[0].device_kind}; compilations on the loop's thread: {mover.compiled}"
+    )
+    print(
+        f"{'micro-batch':>11} {'switches':>8} {'median step ms':>14} {'step after a switch / median':>30}"
+    )
     for size in SIZES:
         usual = statistics.median(s for z, s, since in mover.steps if z == size and since > 1)
         first = [s / usual for z, s, since in mover.steps if z == size and since == 0]

@@ -129,9 +129,7 @@ class Recommender(Benchmark):
 
     def init(self, key):
         k = jax.random.split(key, len(self.rows) + 2)
-        tables = [
-            jax.random.normal(k[i], (n, 16)) * 0.05 for i, n in enumerate(self.rows)
-        ]
+        tables = [jax.random.normal(k[i], (n, 16)) * 0.05 for i, n in enumerate(self.rows)]
         he = jax.nn.initializers.he_normal()
         return {"tables": tables, "up": he(k[-2], (128, 32)), "down": he(k[-1], (32, 1))}
 

@@ -82,8 +82,10 @@ class Counting(Trainer):
         return distance + jax.lax.stop_gradient(own) - own  # the last two: no value, slope -1
 
     def optimizer(self):
-        parts = {"model": optax.sgd(0.01), "count": add_times_seen()}
-        return optax.multi_transform(parts, {"w": "model", "count": "count"})
+        return optax.multi_transform(
+            {"model": optax.sgd(0.01), "count": add_times_seen()},
+            {"w": "model", "count": "count"},
+        )
 
     def dataset(self):
         return Slowly(self.num_samples)

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from typing import Any
 
 from absl import app, flags
 
@@ -129,7 +130,7 @@ def measure(name: str, num_devices: int, per_device: int) -> dict:
     class Stopwatch(Hook):
         def __init__(self, total: int, skip: int):
             self.times, self.total, self.skip, self.every = [], total, skip, []
-            self.trainer = None
+            self.trainer: Any = None
 
         def on_step_end(self, event):
             self.times.append(time.perf_counter())
@@ -172,9 +173,7 @@ def measure(name: str, num_devices: int, per_device: int) -> dict:
         if cheap:
             took["fit, always on"] = by_fit(steps, 20).per_step
             # Long enough for the tuner to see both kinds of step and settle.
-            watch = by_fit(
-                steps, 250, statistics_every=None, tune_every_steps=60, warm_up_steps=20
-            )
+            watch = by_fit(steps, 250, statistics_every=None, tune_every_steps=60, warm_up_steps=20)
             took["fit"] = watch.per_step
             cadences += watch.every[-1:]
         else:
@@ -186,10 +185,11 @@ def measure(name: str, num_devices: int, per_device: int) -> dict:
                 rounds[part].append(seconds)
 
     measured = "step_difference" if engine.num_replicas == 1 else "step_measured"
-    mine, theirs = engine.cost(measured, per_device), hand.cost_analysis()
-    theirs = theirs[0] if isinstance(theirs, list) else theirs
+    mine, told = engine.cost(measured, per_device), hand.cost_analysis()
+    theirs: Any = told[0] if isinstance(told, list) else told
 
-    def collectives(text: str) -> int:
+    def collectives(text: str | None) -> int:
+        assert text is not None
         return sum(
             line.count(f" {kind}(") + line.count(f" {kind}-start(")
             for line in text.splitlines()
@@ -203,7 +203,10 @@ def measure(name: str, num_devices: int, per_device: int) -> dict:
         "gflop_per_device": theirs["flops"] / 1e9,
         "flops_ratio": mine["flops"] / theirs["flops"],
         "bytes_ratio": mine["bytes accessed"] / theirs["bytes accessed"],
-        "collectives": [collectives(hand.as_text()), collectives(engine.text(measured, per_device))],
+        "collectives": [
+            collectives(hand.as_text()),
+            collectives(engine.text(measured, per_device)),
+        ],
         "parameters": int(params_count),
         "cadence": cadences[-1] if cadences else 1,
         "dtype": str(jnp.float32.dtype),

@@ -45,8 +45,7 @@ def test_the_package_promises_exactly_these_names():
     public = {
         name
         for name, value in vars(jaxgoodput).items()
-        if not name.startswith("_")
-        and (not inspect.ismodule(value) or name == "rules")
+        if not name.startswith("_") and (not inspect.ismodule(value) or name == "rules")
     }
     assert public == PROMISED
 

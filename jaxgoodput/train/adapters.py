@@ -1,14 +1,14 @@
 """Flax models as pure functions: `from_linen` and `from_nnx`, for use inside a `Trainer`.
 
-    model = from_linen(ResNet())
-    class Images(Trainer):
-        def init(self, key): return model.init(key, jnp.zeros((1, 32, 32, 3)))
-        def loss_and_state(self, params, model_state, batch, key):
-            logits, model_state = model.train(params, model_state, key, batch["image"])
-            return cross_entropy(logits, batch["label"]), model_state
-        def metrics_with_state(self, params, model_state, batch):
-            logits = model.predict(params, model_state, batch["image"])
-            ...
+model = from_linen(ResNet())
+class Images(Trainer):
+    def init(self, key): return model.init(key, jnp.zeros((1, 32, 32, 3)))
+    def loss_and_state(self, params, model_state, batch, key):
+        logits, model_state = model.train(params, model_state, key, batch["image"])
+        return cross_entropy(logits, batch["label"]), model_state
+    def metrics_with_state(self, params, model_state, batch):
+        logits = model.predict(params, model_state, batch["image"])
+        ...
 """
 
 from collections.abc import Callable, Mapping
@@ -73,7 +73,9 @@ def from_linen(
     return Model(init=init, train=train, predict=predict)
 
 
-def from_nnx(make: Callable[[nnx.Rngs], nnx.Module], *, random: tuple[str, ...] = ("dropout",)) -> Model:
+def from_nnx(
+    make: Callable[[nnx.Rngs], nnx.Module], *, random: tuple[str, ...] = ("dropout",)
+) -> Model:
     """An nnx module, given the function that makes it: `from_nnx(lambda rngs: Net(rngs=rngs))`.
 
     `nnx.Param` variables are the parameters, all others but random streams the mutable state. A

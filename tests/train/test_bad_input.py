@@ -1,5 +1,7 @@
 """Input that cannot work is an error, or a warning, that says what, got, why and what to do."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -103,7 +105,7 @@ class ScalarMean(Mean):
 
 
 class ScalarSums(Mean):
-    def loss(self, params, batch, key):
+    def loss(self, params, batch, key) -> Any:
         losses = super().loss(params, batch, key)
         return Loss.of(losses.sum(), jnp.float32(losses.shape[0]))
 
@@ -126,11 +128,12 @@ class NoLoss(Mean):
 
 class Transposed(Mean):
     def loss(self, params, batch, key):
-        return (params["w"][None] - batch["x"]) ** 2
+        losses: Any = (params["w"][None] - batch["x"]) ** 2
+        return losses
 
 
 class Pair(Mean):
-    def loss(self, params, batch, key):
+    def loss(self, params, batch, key) -> Any:
         losses = super().loss(params, batch, key)
         return losses, {"accuracy": losses}
 

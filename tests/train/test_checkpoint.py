@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -347,13 +348,14 @@ def test_a_workdir_that_cannot_be_written_is_refused_before_anything_else(tmp_pa
 
 def test_an_optimizer_state_that_is_not_arrays_is_refused_by_name(tmp_path):
     inner = optax.sgd(0.1)
-    tx = optax.GradientTransformation(
-        lambda params: {"inner": inner.init(params), "note": "warm-up"},
-        lambda updates, state, params=None: (
-            inner.update(updates, state["inner"], params)[0],
-            state,
-        ),
-    )
+
+    def init(params) -> Any:
+        return {"inner": inner.init(params), "note": "warm-up"}
+
+    def update(updates, state: Any, params=None) -> Any:
+        return inner.update(updates, state["inner"], params)[0], state
+
+    tx = optax.GradientTransformation(init, update)
     with pytest.raises(TypeError, match=r"optimizer\(\)\['note'\] is a str.*Keep only arrays"):
         Mean(config(tmp_path), tx=tx).fit()
 

@@ -1,6 +1,7 @@
 """The loop's thread dispatches and never waits for a step in flight, compiles, or moves data unasked."""
 
 import threading
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -92,7 +93,7 @@ def test_dispatching_does_not_wait_for_the_device(tmp_path, monkeypatch, count):
 def pulls(monkeypatch):
     """(thread, what) of everything that waits for a device value."""
     seen = []
-    kind = type(jnp.zeros(()))
+    kind: Any = type(jnp.zeros(()))
     value = kind._value
 
     def noted(name, function, only=object):

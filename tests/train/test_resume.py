@@ -6,6 +6,7 @@ import json
 import pathlib
 import subprocess
 import sys
+from typing import Any
 
 import jax
 import numpy as np
@@ -128,6 +129,7 @@ def test_another_seed_starts_elsewhere_but_a_restart_keeps_its_own(tmp_path, mon
 def witness():
     """The benchmark's own functions: what counts the samples must be right itself."""
     spec = importlib.util.spec_from_file_location("resume_benchmark", BENCHMARK)
+    assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -135,7 +137,8 @@ def witness():
 
 def logged(num_samples, batch, total, kills):
     """The log of a run with restarts: (step at which a life ends, step at which the next begins)."""
-    starts, lines, step = iter(kills), [], 0
+    starts: Any = iter(kills)
+    lines, step = [], 0
     cursors = [Cursor(seed=0)]
     while cursors[-1].num_samples(num_samples) < total:
         left = total - cursors[-1].num_samples(num_samples)
@@ -144,6 +147,7 @@ def logged(num_samples, batch, total, kills):
     end, back = next(starts, (len(cursors), None))
     while step < len(cursors) - 1:
         if step >= end:
+            assert back is not None
             step = min(back, step)
             lines.append({"start": step})
             end, back = next(starts, (len(cursors), None))
