@@ -243,7 +243,9 @@ def test_noise_statistics_recover_a_planted_quadratic(
         work = None
         for batch, mask in first:
             work = engine.accumulate(work or engine.begin(state), batch, mask)
-        state, _, previous = engine.step(state, work, *last, previous=previous)
+        state, metrics, previous = engine.step(state, work, *last, previous=previous)
+        # Hundreds of steps in flight on eight virtual devices can starve XLA's collectives.
+        metrics.block_until_ready()
     averages = host(adaptation.noise_state(state.opt_state).current)
     effective = float(averages.weight / averages.heaviest)
     # Two steps make a pair, and a pair counts for half a sample.
