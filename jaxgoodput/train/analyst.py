@@ -299,6 +299,8 @@ class Analyst:
     def _cadence(self) -> int:
         if self._config.statistics_every is not None:
             return self._config.statistics_every
+        if self._latest is None or math.isnan(self._latest.metrics["cautious_sqr"]):
+            return 1  # until the noise is known, nothing is worth more than to know it
         plain = self._key(self._current, measured=False)
         measured = self._key(self._current, measured=True)
         if min(self._table.count(plain), self._table.count(measured)) < 3:
