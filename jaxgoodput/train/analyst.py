@@ -265,9 +265,9 @@ class Analyst:
             self._tried_from = question.current if self._probing else None
             self._pending = self._steps_ahead()
             logging.info("step %d: %s", question.step, verdict.reason)
-        elif self._probing and question.current == self._current:
+        elif question.current == self._current:
             self._probing = False
-            if verdict.gain > 1:
+            if question.tried_from is not None and verdict.gain > 1:
                 self._tried_from = None  # the probe has earned its place
         if verdict.statistics_every != self._every:
             self._set_cadence(verdict.statistics_every)

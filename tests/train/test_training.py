@@ -213,9 +213,13 @@ def test_the_batch_adapts_to_planted_times_and_noise(
         data=rows(offset=offset),
         tx=optax.sgd(0.0),  # stays where the signal is what was planted
         devices=devices(count),
-        hooks=[seen, Every(lambda e: trainer.finish() if final() else None, steps=5)],
+        hooks=[
+            seen,
+            Every(lambda e: trainer.finish() if final() or e.step > 5000 else None, steps=5),
+        ],
     )
     trainer.fit()
+    assert final(), [t.verdict.reason for t in seen.of(TuneEnd)][-5:]
     assert {t.verdict.config.global_batch_size for t in final()} <= expected
     for verdict in seen.of(TuneEnd):
         assert verdict.verdict.config.global_batch_size <= 64
