@@ -223,7 +223,9 @@ def side_config(workload: Workload, side: str, config: jg.Config) -> jg.Config:
         return dataclasses.replace(
             config,
             base_steps=workload.horizon,
-            batch=jg.BatchLimits(base=base, max=most),
+            batch=jg.BatchLimits(
+                base=base, max=most, sizes=doublings(base, most), max_micro_batches=1
+            ),
             rule=lambda scale, grad, progress: scale**-0.5,
             tune_every_s=1e9,  # its schedule decides, not the tuner
             tune_every_steps=10**9,
@@ -236,6 +238,11 @@ def side_config(workload: Workload, side: str, config: jg.Config) -> jg.Config:
         rule=shifted(config.rule or default_rule(workload, config), batch / base),
         base_steps=workload.horizon * base / batch,
     )
+
+
+def doublings(base: int, most: int) -> tuple[int, ...]:
+    """base, 2 base, 4 base, ... up to `most`."""
+    return tuple(base * 2**k for k in range(int(math.log2(most / base) + 1e-9) + 1))
 
 
 def default_rule(workload: Workload, config: jg.Config) -> Any:

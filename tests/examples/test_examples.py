@@ -61,7 +61,7 @@ def test_language_model_beats_single_bytes_after_few_steps(tmp_path):
 
 @pytest.mark.slow
 def test_recommender_beats_popularity_after_few_steps(tmp_path):
-    text = run("recommender", tmp_path / "run", "base_steps=400", "batch.max=2048")
+    text = run("recommender", tmp_path / "run", "base_steps=400")
     assert printed(text, "AUC ") > 0.69
 
 
