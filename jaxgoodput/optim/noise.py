@@ -103,13 +103,16 @@ def update_noise(
     base_batch_size: int,
     smoothing: float = 0.999,
     biased: Any = False,
+    overlapping: bool = False,
 ) -> NoiseState:
     """The statistics after one more sample, which is forgotten at `smoothing` per base batch.
 
     The memory is `smoothing ** (num_samples / base_batch_size)`, bias-corrected, as in AdaptDL, but
     one sample never takes more than 1/16 of it (at 0.999: beyond 64 base batches). The first
     unbiased sample after differenced ones (`biased`, a bool, traced or not) starts over; the
-    reverse does not. A sample that is not finite, or has fewer than two groups, changes nothing.
+    reverse does not. `overlapping` says that successive differenced samples share a gradient, the
+    second of one being the first of the next: each then counts for half. A sample that is not
+    finite, or has fewer than two groups, changes nothing.
     """
     if not 0 <= smoothing < 1:
         raise ValueError(
@@ -140,9 +143,9 @@ def update_noise(
     kept = jnp.where(start_over, 0, (1 - forget) * old.weight)
     weight = kept + forget
     share = forget / weight  # 1 for a first sample: whatever the average was is then gone
-    # Successive differenced samples share a gradient, so each counts for half a sample.
+    # Samples that share a gradient with their neighbours count for half a sample each.
     heaviest = jnp.where(start_over, 0, (1 - forget) * old.heaviest)
-    heaviest = jnp.maximum(heaviest, forget * jnp.where(biased, 2, 1))
+    heaviest = jnp.maximum(heaviest, forget * (2 if overlapping else 1))
 
     clip = ~start_over & (_count(old) >= MIN_SAMPLES)
     sqr_mean, sqr_deviation = _average(old.sqr, old.sqr_deviation, sqr, share, clip)
@@ -173,7 +176,7 @@ def grad_params(state: NoiseState, *, per_group: bool = False) -> GradParams:
 def confidence(state: NoiseState) -> Scalar:
     """How many samples stand behind the statistics: 1 / the largest share of any one sample.
 
-    A differenced sample counts for half. At a constant scale it grows to about
+    Samples from overlapping pairs count for half. At a constant scale it grows to about
     1 / (1 - smoothing ** scale).
     """
     return _count(_trusted(state, MIN_SAMPLES))

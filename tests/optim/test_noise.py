@@ -111,11 +111,16 @@ def samples_of(sqr, var, num_samples=BASE):
     )
 
 
-@functools.partial(jax.jit, static_argnames=("smoothing", "biased"))
-def feed(state, samples, smoothing=0.999, biased=False):
+@functools.partial(jax.jit, static_argnames=("smoothing", "biased", "overlapping"))
+def feed(state, samples, smoothing=0.999, biased=False, overlapping=False):
     def body(state, sample):
         state = noise.update_noise(
-            state, sample, base_batch_size=BASE, smoothing=smoothing, biased=biased
+            state,
+            sample,
+            base_batch_size=BASE,
+            smoothing=smoothing,
+            biased=biased,
+            overlapping=overlapping,
         )
         return state, None
 
@@ -128,7 +133,9 @@ def test_confidence_counts_samples():
     steady = samples_of(np.ones(10), np.ones(10))
     state = feed(state, steady, smoothing=0.9999)
     np.testing.assert_allclose(noise.confidence(state), 10, rtol=2e-3)
-    halves = feed(noise.init_noise(1), steady, smoothing=0.9999, biased=True)
+    pairs = feed(noise.init_noise(1), steady, smoothing=0.9999, biased=True)
+    np.testing.assert_allclose(noise.confidence(pairs), 10, rtol=2e-3)
+    halves = feed(noise.init_noise(1), steady, smoothing=0.9999, biased=True, overlapping=True)
     np.testing.assert_allclose(noise.confidence(halves), 5, rtol=2e-3)
     long = feed(noise.init_noise(1), samples_of(np.ones(2000), np.ones(2000)), smoothing=0.99)
     np.testing.assert_allclose(noise.confidence(long), 100, rtol=1e-3)
@@ -136,8 +143,10 @@ def test_confidence_counts_samples():
 
 def test_large_batches_are_never_unknown_for_good():
     size = 1000 * BASE  # the memory would be e^-1 per sample
-    state = feed(noise.init_noise(1), samples_of(np.ones(60), np.ones(60), size))
-    np.testing.assert_allclose(noise.confidence(state), 16, rtol=0.05)
+    for biased in (False, True):
+        many = samples_of(np.ones(60), np.ones(60), size)
+        state = feed(noise.init_noise(1), many, biased=biased)
+        np.testing.assert_allclose(noise.confidence(state), 16, rtol=0.05)
     assert np.isfinite(noise.cautious_grad_params(state).sqr)
 
 

@@ -248,8 +248,8 @@ def test_noise_statistics_recover_a_planted_quadratic(
         metrics.block_until_ready()
     averages = host(adaptation.noise_state(state.opt_state).current)
     effective = float(averages.weight / averages.heaviest)
-    # Two steps make a pair, and a pair counts for half a sample.
-    assert effective > 0.9 * draws / (4 if replicas * micro_batches == 1 else 1)
+    # Two steps make a pair.
+    assert effective > 0.9 * draws / (2 if replicas * micro_batches == 1 else 1)
     truth = {"sqr": np.sum((MEAN / scale) ** 2), "var": np.sum((STD / scale) ** 2) / BASE}
     for name, value in truth.items():
         mean = getattr(averages, name)[-1]
