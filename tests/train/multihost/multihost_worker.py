@@ -445,7 +445,11 @@ def run_killed(out, section):
             os.kill(os.getpid(), signal.SIGKILL)
 
     def first(watch):
-        return [line for line in watch.lines() if line["kind"] == "start"][-1]["step"]
+        def starts():
+            return [line["step"] for line in watch.lines() if line["kind"] == "start"]
+
+        _wait_until(starts)  # the hooks run beside the loop, which may be ahead of them
+        return starts()[-1]
 
     _counted(out, section, on_step, before_step)
 
