@@ -20,7 +20,7 @@ from absl import app, flags
 
 import jaxgoodput as jg
 
-SIZES = (512, 2048, 8192, 32768)
+SIZES = (512, 2048, 8192, 16384)
 DIM = 16
 OWN = {
     "function": None,
@@ -39,7 +39,7 @@ def default_config(workdir: str) -> jg.Config:
     return jg.Config(
         workdir=workdir,
         # Few sizes: on two cores, compiling and trying a size takes time from the steps beside it.
-        batch=jg.BatchLimits(base=512, max=32768, sizes=SIZES, max_micro_batches=1),
+        batch=jg.BatchLimits(base=512, max=16384, sizes=SIZES, max_micro_batches=1),
         base_steps=4200,
         rule=jg.rules.square_root,
         tune_every_s=0.5,

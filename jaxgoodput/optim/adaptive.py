@@ -186,7 +186,8 @@ def readout(opt_state: PyTree) -> dict[str, Array]:
     """Everything worth reporting, as scalars by name.
 
     `grad_sqr` and `grad_var` are plain averages, `cautious_*` what decisions use (NaN = unknown),
-    `noise_samples` is how many samples stand behind them, `gain` the mean over label groups.
+    `noise_samples` is how many samples stand behind them (`newest_noise_samples`: behind the latest,
+    while older ones are still the trusted ones), `gain` the mean over label groups.
     """
     state = find(opt_state)
     plain, cautious = noises.grad_params(state.noise), noises.cautious_grad_params(state.noise)
@@ -198,6 +199,7 @@ def readout(opt_state: PyTree) -> dict[str, Array]:
         "cautious_sqr": cautious.sqr,
         "cautious_var": cautious.var,
         "noise_samples": noises.confidence(state.noise),
+        "newest_noise_samples": noises.newest_confidence(state.noise),
     }
 
 

@@ -66,8 +66,9 @@ class Averages:
 class NoiseState:
     """The noise statistics of a training run: arrays only, so it is checkpointed as it is.
 
-    `held` keeps the last trusted averages while `current` starts over, which happens when a
-    differenced (biased) estimator gives way to an unbiased one.
+    `held` keeps the last trusted averages while `current` is not to be trusted: when a differenced
+    (biased) estimator has given way to an unbiased one, which starts over; or when the batch has
+    grown, and the few samples since then outweigh all those before.
     """
 
     current: Averages
@@ -158,7 +159,7 @@ def update_noise(
         weight=weight,
         heaviest=heaviest,
     )
-    held = _select(start_over & (_count(old) >= MIN_SAMPLES), old, state.held)
+    held = _select(_count(old) >= MIN_SAMPLES, old, state.held)
     return _select(valid, NoiseState(current=current, held=held, biased=biased), state)
 
 
@@ -180,6 +181,11 @@ def confidence(state: NoiseState) -> Scalar:
     1 / (1 - smoothing ** scale).
     """
     return _count(_trusted(state, MIN_SAMPLES))
+
+
+def newest_confidence(state: NoiseState) -> Scalar:
+    """`confidence` of the latest averages, even while those before them are still the trusted ones."""
+    return _count(state.current)
 
 
 def cautious_grad_params(

@@ -18,6 +18,8 @@ def preconditioner(
     Finds the states of adam, adamw, nadam, lamb, amsgrad, adabelief, rmsprop and adagrad at any
     depth (chain, multi_transform, masked, inject_hyperparams, apply_if_finite). Leaves that none of
     them covers get 1. The first 5 updates of a bias-corrected moment count as 1, as in AdaptDL.
+    An element whose second moment is still 0 (a row of a table that no sample has read) has no scale
+    yet and gets infinity, which leaves it out: 1 / eps would drown everything else.
 
     optax keeps neither b2 nor eps in its state: pass yours where they differ from the defaults;
     those that `inject_hyperparams` holds are used before either. (adamax stores a maximum under
@@ -93,9 +95,10 @@ def _scales(state: Any, *, b2: Any, eps: Any) -> list[tuple[Any, Array]]:
 
     def scale(x: Array) -> Array:
         x = jnp.maximum(x.astype(jnp.promote_types(x.dtype, jnp.float32)), 0)
-        if count is None:
-            return jnp.sqrt(x) + eps
-        correction = 1.0 if corrected else 1 - b2 ** jnp.maximum(count, 1).astype(x.dtype)
-        return jnp.where(count < _ADAM_WARMUP, 1, jnp.sqrt(x / correction) + eps).astype(x.dtype)
+        correction: Any = 1.0
+        if count is not None and not corrected:
+            correction = 1 - b2 ** jnp.maximum(count, 1).astype(x.dtype)
+        found = jnp.where(x > 0, jnp.sqrt(x / correction) + eps, jnp.inf)
+        return (found if count is None else jnp.where(count < _ADAM_WARMUP, 1, found)).astype(x.dtype)
 
     return [(path, scale(x)) for path, x in jax.tree_util.tree_flatten_with_path(moment)[0]]

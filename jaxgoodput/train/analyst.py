@@ -21,6 +21,7 @@ from jaxgoodput.goodput.fit import PerfFit
 from jaxgoodput.goodput.model import GoodputModel
 from jaxgoodput.goodput.perf import Placement
 from jaxgoodput.goodput.search import BatchConfig, BatchLimits
+from jaxgoodput.optim.noise import MIN_SAMPLES
 from jaxgoodput.train import hooks as hooking
 from jaxgoodput.train.config import Config
 from jaxgoodput.train.control import DEPTH, Requests
@@ -76,7 +77,7 @@ class Analyst:
         self._table = TimingTable()
         self._fit: PerfFit | None = None
         self._every = config.statistics_every or 1  # until the noise is known
-        self._changed_at = 0
+        self._changed_at = -config.dwell_steps  # nothing has changed yet that should settle first
         self._switches_s: list[float] = []
         self._steps_seen = 0
         self._last_tune_s = clock.now()
@@ -85,6 +86,7 @@ class Analyst:
         self._window_start_s = clock.now()
         self._latest: Result | None = None
         self._disturbed = False
+        self._was_unknown = False  # the noise, at the last question
         self._probing = False
         self._tried_from: BatchConfig | None = None  # before the probe
         self._pending = 0  # the step until which a posted change may still be on its way
@@ -161,8 +163,8 @@ class Analyst:
         if ticket.config != self._current:
             self._current, self._changed_at, self._pending = ticket.config, ticket.step, 0
             self._switches_s = self._switches_s[-8:]
-        known = not math.isnan(metrics["cautious_sqr"])
         plain = self._table.count(self._key(ticket.config, measured=False))
+        known = not math.isnan(metrics["cautious_sqr"])
         if self._config.statistics_every is None and self._every == 1 and known and plain < 3:
             self._set_cadence(FIRST_CADENCE)
         key = self._key(ticket.config, ticket.measured)
@@ -211,7 +213,10 @@ class Analyst:
             return since_change >= PROBE_STEPS
         if self._last_tune_step < self._changed_at:
             return since_change >= self._config.dwell_steps  # it may want to go further
-        unknown = self._fit is None or math.isnan(self._latest.metrics["cautious_sqr"])
+        unknown = math.isnan(self._latest.metrics["cautious_sqr"])
+        if self._was_unknown and not unknown:
+            return True  # what was waited for has come
+        unknown |= self._fit is None
         return (
             now - self._last_tune_s >= self._config.tune_every_s
             or step - self._last_tune_step >= self._config.tune_every_steps
@@ -223,6 +228,7 @@ class Analyst:
         assert self._latest is not None
         metrics, config = self._latest.metrics, self._config
         self._last_tune_s, self._last_tune_step = now, step
+        self._was_unknown = math.isnan(metrics["cautious_sqr"])
         self._tuner.ask(
             Question(
                 step=step,
@@ -304,12 +310,15 @@ class Analyst:
         plain = self._key(self._current, measured=False)
         measured = self._key(self._current, measured=True)
         if min(self._table.count(plain), self._table.count(measured)) < 3:
-            return self._every
-        return statistics_cadence(
+            return FIRST_CADENCE
+        cadence = statistics_cadence(
             self._table.median_s(plain),
             self._table.median_s(measured),
             overhead=self._config.statistics_overhead,
         )
+        # After the batch has grown, what is known is from before: renew it soon.
+        stale = self._latest.metrics["newest_noise_samples"] < MIN_SAMPLES
+        return min(cadence, FIRST_CADENCE) if stale else cadence
 
     def _key(self, config: BatchConfig, measured: bool) -> TimingKey:
         return TimingKey(

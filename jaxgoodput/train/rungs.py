@@ -42,8 +42,8 @@ def climbing_order(sizes: Sequence[int], first: int) -> tuple[int, ...]:
 class Rungs:
     """Owns the thread that compiles; `ready` grows as it goes.
 
-    `near` names the size in use; only sizes within a factor `reach` of it are compiled, and more as
-    it moves. Sizes are taken up in one order, which is the same in every process that is told the same.
+    `near` names the size in use; only sizes that two changes by a factor `reach` can get to are
+    compiled, and more as it moves. Sizes are taken up in one order, which is the same in every process that is told the same.
     """
 
     def __init__(
@@ -82,10 +82,12 @@ class Rungs:
     def near(self, size: int) -> None:
         """`size` is in use: take up the sizes around it."""
         with self._changed:
-            low, high = size / self._reach, size * self._reach
-            around = [s for s in self._sizes if low <= s <= high]
-            new = [s for s in climbing_order([*around, size], size) if s not in self._order]
-            self._order += new
+            # What the next change can reach comes first, then what the one after it can.
+            for reach in (self._reach, self._reach**2):
+                low, high = size / reach, size * reach
+                around = [s for s in self._sizes if low <= s <= high]
+                order = climbing_order([*around, size], size)
+                self._order += [s for s in order if s not in self._order]
             self._changed.notify_all()
 
     @property
