@@ -99,6 +99,8 @@ def _scales(state: Any, *, b2: Any, eps: Any) -> list[tuple[Any, Array]]:
         if count is not None and not corrected:
             correction = 1 - b2 ** jnp.maximum(count, 1).astype(x.dtype)
         found = jnp.where(x > 0, jnp.sqrt(x / correction) + eps, jnp.inf)
-        return (found if count is None else jnp.where(count < _ADAM_WARMUP, 1, found)).astype(x.dtype)
+        return (found if count is None else jnp.where(count < _ADAM_WARMUP, 1, found)).astype(
+            x.dtype
+        )
 
     return [(path, scale(x)) for path, x in jax.tree_util.tree_flatten_with_path(moment)[0]]

@@ -43,7 +43,8 @@ class Rungs:
     """Owns the thread that compiles; `ready` grows as it goes.
 
     `near` names the size in use; only sizes that two changes by a factor `reach` can get to are
-    compiled, and more as it moves. Sizes are taken up in one order, which is the same in every process that is told the same.
+    compiled, and more as it moves. Sizes are taken up in one order, which is the same in every process
+    that is told the same.
     """
 
     def __init__(
