@@ -1,0 +1,1 @@
+"""Many jobs on one cluster: policies, placement, and a simulator around the same `reconcile`."""

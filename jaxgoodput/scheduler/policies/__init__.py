@@ -1,0 +1,1 @@
+"""Policies: frozen dataclasses that turn jobs and a cluster into a decision."""
