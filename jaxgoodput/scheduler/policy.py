@@ -65,4 +65,3 @@ class Plan:
     pause: tuple[str, ...]
     reasons: Mapping[str, str]  # job id -> why; for every job
     next_solve_s: float  # at the latest; an event asks for one sooner
-    decision_s: float = 0.0
