@@ -1,0 +1,108 @@
+"""What a simulation found, job by job and in total; JSON out, and back in.
+
+Finish-time fairness: rho of a job is its completion time over the time that it would take alone on
+its fair share of the cluster. The share is the cluster's devices over the average number of
+unfinished jobs while it was in the system, rounded down, at least one and at most what the job can
+use. On several kinds of device, its isolated speed is the average of the speeds that so many
+devices of each kind, packed on as few nodes as hold them, give it, weighted by the kind's part of
+the cluster. The isolated job uses the best batch of its limits in every epoch and never restarts.
+Above 1, sharing was worse than a cluster of one's own. (Mahajan et al., "Themis", NSDI 2020; the
+average contention as in Jayaram Subramanya et al., "Sia", SOSP 2023.)
+"""
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interval:
+    """A stay of a job on some devices."""
+
+    start_s: float
+    end_s: float
+    kind: str
+    devices: Mapping[str, tuple[int, ...]]  # node name -> local indices
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of all nodes."""
+        return sum(map(len, self.devices.values()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobRecord:
+    """What happened to one job."""
+
+    id: str
+    application: str
+    submit_s: float
+    start_s: float  # of its first allocation
+    finish_s: float
+    restarts: int  # changes of allocation after the first, pauses not counted
+    device_s: Mapping[str, float]  # by kind
+    intervals: tuple[Interval, ...]
+    rho: float | None = None  # finish-time fairness; None = the isolated time is unknown
+
+    @property
+    def jct_s(self) -> float:
+        """Job completion time: from submission to the end."""
+        return self.finish_s - self.submit_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What a simulation found."""
+
+    policy: str
+    jobs: tuple[JobRecord, ...]
+    decision_s: tuple[float, ...]  # time that each decision took
+    num_failures: int = 0  # of nodes
+
+    def summary(self) -> dict[str, float]:
+        """The numbers that schedulers are compared by, in seconds unless their name says otherwise."""
+        jct = np.array([job.jct_s for job in self.jobs])
+        rho = np.array([job.rho for job in self.jobs if job.rho is not None])
+        made = np.array(self.decision_s) if self.decision_s else np.zeros(1)
+        start = min((job.submit_s for job in self.jobs), default=0.0)
+        hours = [sum(job.device_s.values()) / 3600 for job in self.jobs]
+        return {
+            "average_jct_s": float(jct.mean()) if len(jct) else math.nan,
+            "median_jct_s": float(np.median(jct)) if len(jct) else math.nan,
+            "p99_jct_s": float(np.percentile(jct, 99)) if len(jct) else math.nan,
+            "makespan_s": max((job.finish_s for job in self.jobs), default=start) - start,
+            "restarts_per_job": sum(job.restarts for job in self.jobs) / max(len(self.jobs), 1),
+            "device_hours": float(sum(hours)),
+            "worst_rho": float(rho.max()) if len(rho) else math.nan,
+            "unfair_share": float((rho > 1).mean()) if len(rho) else math.nan,
+            "num_decisions": float(len(self.decision_s)),
+            "median_decision_s": float(np.median(made)),
+            "p95_decision_s": float(np.percentile(made, 95)),
+            "max_decision_s": float(made.max()),
+        }
+
+    def to_json(self) -> str:
+        """All of it, with the summary; `from_json` reads it back."""
+        return json.dumps(
+            {**dataclasses.asdict(self), "summary": self.summary()}, default=list, allow_nan=True
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> "Result":
+        """The inverse of `to_json`."""
+        data: dict[str, Any] = json.loads(text)
+        data.pop("summary")
+        jobs = []
+        for job in data.pop("jobs"):
+            intervals = [
+                Interval(**{**i, "devices": {n: tuple(d) for n, d in i["devices"].items()}})
+                for i in job.pop("intervals")
+            ]
+            jobs.append(JobRecord(**job, intervals=tuple(intervals)))
+        decision_s = tuple(data.pop("decision_s"))
+        return cls(**data, jobs=tuple(jobs), decision_s=decision_s)

@@ -1,0 +1,115 @@
+"""The rules that a simulated cluster runs by: the published ones by default, realistic ones on request."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+Seconds = float | Mapping[str, float]  # for every application, or by application
+
+
+@dataclass(frozen=True)
+class Pin:
+    """An application that its user does not let adapt."""
+
+    num_devices: int
+    global_batch_size: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failures:
+    """Nodes break, independently of each other, and come back."""
+
+    mean_between_s: float  # of one node, exponentially distributed
+    repair_s: float = 1800.0
+    checkpoint_s: float = 600.0  # work since the last checkpoint is lost
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """What a simulation assumes. The defaults are those of Pollux's simulator.
+
+    Raises ValueError for times and shares that cannot be.
+    """
+
+    round_s: float | None = 60.0  # decide this often; None = on events, with the two gaps
+    min_gap_s: float = 5.0  # between two decisions
+    max_gap_s: float = 60.0
+    restart_s: Seconds = 30.0  # what a change of allocation costs
+    told_restart_s: Seconds | None = None  # what policies are told it costs; None = the truth
+    mode: Literal["adaptive", "elastic", "rigid"] = "adaptive"  # of jobs whose trace does not say
+    pins: Mapping[str, Pin] = field(default_factory=dict)  # by application; adaptive jobs only
+    # A job is offered at most this many times the largest size it has run on; None = any size.
+    growth: float | None = 2.0
+    max_devices: int = 64  # of one job
+    declared_progress: bool = False  # whether adaptive jobs say how much work is left
+    whole_seconds: bool = True  # the end of an epoch is rounded to them, as published
+    slowdown: Mapping[str, float] = field(default_factory=dict)  # by application, of all progress
+    interference: float = 0.0  # share lost by multi-node jobs that meet on a node
+    step_noise: float = 0.0  # standard deviation of the log of a measured time
+    gradient_noise: float = 0.0  # the same of the gradient's moments
+    observe_s: float = 5.0  # event-driven: from the start of a new size until it is measured
+    failures: Failures | None = None
+    seed: int = 0  # of noise and failures
+
+    def __post_init__(self):
+        positive = {"min_gap_s": self.min_gap_s, "max_gap_s": self.max_gap_s}
+        positive |= {} if self.round_s is None else {"round_s": self.round_s}
+        positive |= {} if self.growth is None else {"growth": self.growth}
+        positive |= {f"slowdown[{k!r}]": v for k, v in self.slowdown.items()}
+        if self.failures is not None:
+            positive["failures.mean_between_s"] = self.failures.mean_between_s
+            positive["failures.checkpoint_s"] = self.failures.checkpoint_s
+        for name, value in positive.items():
+            if not (value > 0 and math.isfinite(value)):
+                raise ValueError(f"Rules.{name} must be above 0 and finite, got {value}.")
+        for name in ("step_noise", "gradient_noise", "observe_s"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"Rules.{name} must be at least 0, got {getattr(self, name)}.")
+        if not 0 <= self.interference < 1:
+            raise ValueError(
+                f"Rules.interference must be a share of at least 0 and below 1, got "
+                f"{self.interference}: at 1 jobs that meet would never finish."
+            )
+        if self.min_gap_s > self.max_gap_s:
+            raise ValueError(
+                f"Rules.min_gap_s={self.min_gap_s} is above max_gap_s={self.max_gap_s}; swap them."
+            )
+
+    def restart_of(self, application: str) -> float:
+        """Seconds that a change of allocation costs a job of it."""
+        return _of(self.restart_s, application, "restart_s")
+
+    def told_restart_of(self, application: str) -> float:
+        """Seconds that policies believe it costs."""
+        told = self.restart_s if self.told_restart_s is None else self.told_restart_s
+        return _of(told, application, "told_restart_s")
+
+
+def _of(seconds: Seconds, application: str, name: str) -> float:
+    if not isinstance(seconds, Mapping):
+        return float(seconds)
+    if application not in seconds:
+        raise ValueError(
+            f"Rules.{name} has no entry for {application!r}; it has {', '.join(sorted(seconds))}. "
+            "Add one, or give one number for all."
+        )
+    return float(seconds[application])
+
+
+def pollux_rules(**changes) -> Rules:
+    """The rules of Pollux's simulator: rounds of 60 s, restarts of 30 s, NeuMF pinned to one device."""
+    return Rules(**{"pins": {"ncf": Pin(1, 32768)}, **changes})
+
+
+def sia_rules(**changes) -> Rules:
+    """The rules of Sia's simulator: restarts and slowdowns by application (artifact, aaf7a0d)."""
+    applications = ("cifar10", "deepspeech2", "bert", "yolov3", "imagenet", "ncf")
+    settings = {
+        "restart_s": dict(zip(applications, (50.0, 25.0, 120.0, 80.0, 250.0, 15.0), strict=True)),
+        "told_restart_s": dict(
+            zip(applications, (30.0, 25.0, 120.0, 45.0, 250.0, 30.0), strict=True)
+        ),
+        "slowdown": dict(zip(applications, (1.8, 1.2, 1.2, 1.2, 1.2, 1.5), strict=True)),
+    }
+    return Rules(**{**settings, **changes})

@@ -1,0 +1,180 @@
+"""What an application really does, interpolated from what was measured on real devices.
+
+Two kinds of table: step and synchronisation times of one kind of device by placement and batch per
+device, and the course of whole training runs by global batch size and epoch. Source of the rules:
+the simulator of Qiao et al., "Pollux", OSDI 2021.
+"""
+
+import bisect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+from scipy.interpolate import LinearNDInterpolator
+
+Counts = tuple[int, ...]  # devices on each node that a job uses, in the order of its ring
+
+FARTHEST_NODES = 16  # times beyond that many nodes are those of that many
+
+
+def normalised(counts: Sequence[int]) -> Counts:
+    """The smallest rotation of the devices per node: a ring has no first node.
+
+    >>> normalised((4, 1, 0, 4))
+    (1, 4, 4)
+    """
+    used = tuple(int(count) for count in counts if count)
+    return min((used[i:] + used[:i] for i in range(len(used))), default=())
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Times of one placement by batch per device; every field `[sizes]`, sizes increasing."""
+
+    sizes: np.ndarray  # samples per device of one micro-batch
+    step_s: np.ndarray  # one step of one micro-batch
+    sync_s: np.ndarray  # the part of it that synchronises
+
+
+@dataclass(frozen=True)
+class StepTable:
+    """Measured step and synchronisation times of one application on one kind of device.
+
+    A placement that was measured is interpolated over the batch alone; any other one piecewise
+    linearly (Delaunay) over nodes, devices and batch, from the means of the placements followed by
+    `points`.
+    """
+
+    name: str  # for messages, such as "bert on aws"
+    curves: Mapping[Counts, Curve]  # by normalised placement
+    points: np.ndarray  # [rows, 5] nodes, devices, batch per device, step_s, sync_s: larger scales
+    _known: dict = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """The smallest and the largest batch per device that were measured."""
+        sizes = [curve.sizes for curve in self.curves.values()]
+        return int(min(s[0] for s in sizes)), int(max(s[-1] for s in sizes))
+
+    def times(self, counts: Sequence[int], size: float) -> tuple[float, float]:
+        """(step_s, sync_s) of one micro-batch of `size` samples per device on that placement.
+
+        Raises ValueError outside of what was measured.
+        """
+        key = normalised(counts), size
+        if key not in self._known:
+            step, sync = self.times_of_sizes(key[0], np.array([size], float))[0]
+            if not step > 0:
+                raise ValueError(
+                    f"{self.name}: {size:g} samples per device on {list(key[0])} devices per node lie "
+                    f"outside of what was measured (batches {self.span[0]} to {self.span[1]}); "
+                    "choose another size or add measurements."
+                )
+            self._known[key] = float(step), float(sync)
+        return self._known[key]
+
+    def times_of_sizes(self, counts: Sequence[int], sizes: np.ndarray) -> np.ndarray:
+        """[sizes, 2] step_s and sync_s; NaN outside of what was measured."""
+        counts = normalised(counts)
+        curve = self.curves.get(counts)
+        if curve is not None:
+            times = np.stack(
+                [np.interp(sizes, curve.sizes, y) for y in (curve.step_s, curve.sync_s)], -1
+            )
+            outside = (sizes < curve.sizes[0]) | (sizes > curve.sizes[-1])
+            return np.where(outside[:, None], np.nan, times)
+        where = np.empty((len(sizes), 3))
+        where[:, 0], where[:, 1], where[:, 2] = min(len(counts), FARTHEST_NODES), sum(counts), sizes
+        return np.asarray(self._elsewhere(where))
+
+    @cached_property
+    def _elsewhere(self) -> LinearNDInterpolator:
+        """The triangulation; its points are in a fixed order, which decides between equal ones."""
+        rows: dict[tuple[int, int, float], list[tuple[float, float]]] = {}
+        for counts, curve in self.curves.items():
+            for size, step, sync in zip(curve.sizes, curve.step_s, curve.sync_s, strict=True):
+                rows.setdefault((len(counts), sum(counts), float(size)), []).append((step, sync))
+        keys = sorted(rows)
+        means = np.array([np.mean(rows[key], axis=0) for key in keys])
+        table = np.concatenate([np.array(keys, float), means], 1)
+        if len(self.points):
+            table = np.concatenate([table, self.points])
+        return LinearNDInterpolator(table[:, :3], table[:, 3:])
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Whole training runs of one application, one per global batch size; linear in between.
+
+    `progress`, `iterations`, `sqr` and `var` are `[batches, epochs]`: base steps and optimizer
+    steps done at the end of an epoch, and the gradient's moments during it (`var` at the base
+    batch).
+    """
+
+    name: str
+    batches: tuple[int, ...]  # increasing; the first one is the base batch
+    progress: np.ndarray
+    iterations: np.ndarray
+    sqr: np.ndarray
+    var: np.ndarray
+    _known: dict = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def num_epochs(self) -> int:
+        """Epochs until the application is done."""
+        return self.progress.shape[1]
+
+    @cached_property
+    def epoch_ends(self) -> np.ndarray:
+        """[epochs] base steps at which an epoch is over."""
+        return self.progress.min(0)
+
+    def _mix(self, table: np.ndarray, batch: float, epoch: int) -> float:
+        if not self.batches[0] <= batch <= self.batches[-1]:
+            raise ValueError(
+                f"{self.name}: a global batch of {batch:g} samples lies outside of the measured runs "
+                f"({self.batches[0]} to {self.batches[-1]})."
+            )
+        upper = bisect.bisect_left(self.batches, batch)
+        if self.batches[upper] == batch:
+            return float(table[upper, epoch])
+        low, high = self.batches[upper - 1], self.batches[upper]
+        share = (batch - low) / (high - low)
+        return float(table[upper, epoch] * share + table[upper - 1, epoch] * (1.0 - share))
+
+    def moments(self, batch: float, epoch: int) -> tuple[float, float]:
+        """(squared norm, variance at the base batch) of the gradient in that epoch."""
+        key = batch, epoch
+        if key not in self._known:
+            self._known[key] = self._mix(self.sqr, *key), self._mix(self.var, *key)
+        return self._known[key]
+
+    def iterations_at_end(self, batch: float, epoch: int) -> float:
+        """Optimizer steps at that batch until the end of the epoch, from the start of training."""
+        return self._mix(self.iterations, batch, epoch)
+
+
+@dataclass(frozen=True)
+class Application:
+    """One program that users submit: how fast it is on each kind of device, and how it learns."""
+
+    name: str
+    steps: Mapping[str, StepTable]  # by kind of device
+    runs: Runs
+    micro: tuple[int, int]  # samples per device of one micro-batch, smallest and largest
+
+    @property
+    def base_batch(self) -> int:
+        """The global batch whose steps progress is counted in."""
+        return self.runs.batches[0]
+
+    @property
+    def max_batch(self) -> int:
+        """The largest global batch."""
+        return self.runs.batches[-1]
+
+    def limits(self, kind: str) -> tuple[int, int]:
+        """Samples per device of one micro-batch on a kind, smallest and largest."""
+        low, high = self.steps[kind].span
+        return max(low, self.micro[0]), min(high, self.micro[1])
