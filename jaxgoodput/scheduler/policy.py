@@ -31,6 +31,9 @@ class JobView:
     largest_profiled: int = 0  # devices; the largest size that its model has seen
     remaining: float | None = None  # in units of goodput x seconds; None = not declared
     rigid_shape_hint: int | None = None  # devices that its user would have picked
+    # What it does while it shares its devices with another job: (id of the other, shape) -> as goodput.
+    shared_goodput: Mapping[tuple[str, Shape], float] = field(default_factory=dict)
+    fractions_since_s: float | None = None  # when fraction_received_s began to count; None = submitted_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +48,10 @@ class Decision:
     reasons: Mapping[str, str] = field(default_factory=dict)
     objective: float | None = None
     bound: float | None = None
+
+
+class SolverTimeout(Exception):
+    """No decision was found in time; `reconcile` then keeps the previous plan, and says so."""
 
 
 class Policy(Protocol):
