@@ -216,8 +216,7 @@ def no_shape_reason(view: JobView, shapes: Sequence[Shape]) -> str:
     if not view.goodput:
         return "has an empty goodput table, so no shape is known to be of use"
     if not any(_in_range(spec, s) for s in of_kind):
-        return f"no shape has between {least} and {_most(spec)} devices; sizes are powers of two and whole
-        nodes"
+        return f"no shape that is offered has between {least} and {_most(spec)} devices"
     if not any(_in_range(spec, s) and s in view.goodput for s in of_kind):
         return (
             "its goodput table has no entry for any shape that it may take and the cluster offers"
