@@ -1,0 +1,71 @@
+"""The price of every capacity at which supply meets demand: the dual of the relaxed knapsack.
+
+    D(p) = limit . p + sum_j max(0, max_o value[o] - use[o] . p),   p >= 0
+
+is a bound on every choice, whatever the prices, and it has as few variables as there are rows. Its
+maxima are smoothed (softmax at a temperature that falls) and the sum is minimised by Newton steps, so
+that the cost is a few passes over the options however many jobs there are.
+"""
+
+import numpy as np
+
+TEMPERATURES = (0.2, 0.04, 0.008, 1.6e-3, 3e-4)  # in units of the mean value of an option
+STEPS = 12  # Newton steps per temperature at most
+
+
+def dual_prices(
+    value: np.ndarray, use: np.ndarray, limit: np.ndarray, job: np.ndarray, forced: np.ndarray
+) -> np.ndarray:
+    """[rows] prices close to a minimiser of D.
+
+    value: [options]; use: [options, rows]; limit: [rows]; job: [options], sorted; forced: [jobs]
+    bool, these take exactly one option.
+    """
+    start = np.flatnonzero(np.r_[True, np.diff(job) > 0])
+    position = np.cumsum(
+        np.r_[False, np.diff(job) > 0]
+    )  # of an option's job among those that have one
+    idle = np.where(forced[job[start]], 0.0, 1.0)  # whether taking nothing is possible
+    scale = float(np.mean(np.abs(value))) or 1.0
+    prices = np.zeros(len(limit))
+
+    def smoothed(prices: np.ndarray, heat: float) -> tuple[float, np.ndarray, np.ndarray]:
+        """The value, its slope and its curvature."""
+        z = (value - use @ prices) / heat
+        top = np.maximum.reduceat(z, start)
+        top = np.where(idle > 0, np.maximum(top, 0.0), top)
+        shares = np.exp(z - top[position])
+        total = np.add.reduceat(shares, start) + idle * np.exp(-np.abs(top))
+        level = float(limit @ prices + heat * np.sum(top + np.log(total)))
+        shares /= total[position]
+        expected = np.add.reduceat(shares[:, None] * use, start, axis=0)
+        slope = limit - expected.sum(0)
+        curve = ((shares[:, None] * use).T @ use - expected.T @ expected) / heat
+        return level, slope, curve
+
+    for temperature in TEMPERATURES:
+        heat = temperature * scale
+        level, slope, curve = smoothed(prices, heat)
+        for _ in range(STEPS):
+            free = (prices > 0) | (slope < 0)
+            if np.all(np.abs(slope[free]) <= 1e-3 * np.maximum(limit[free], 1.0)):
+                break
+            step = np.zeros_like(prices)
+            inner = curve[np.ix_(free, free)]
+            ridge = 1e-9 * (1.0 + np.trace(inner))
+            step[free] = np.linalg.solve(inner + ridge * np.eye(free.sum()), -slope[free])
+            # A flat stretch (nobody near indifferent) would throw the prices far off.
+            step = np.clip(step, -0.5 * scale, 0.5 * scale)
+            size = 1.0
+            while size > 1e-4:
+                trial = np.maximum(prices + size * step, 0.0)
+                # Nearly always the first one will do, so its derivatives are not in vain.
+                ahead = smoothed(trial, heat)
+                if ahead[0] <= level - 1e-4 * float(slope @ (prices - trial)):
+                    break
+                size /= 2
+            else:
+                break
+            prices = trial
+            level, slope, curve = ahead
+    return prices
