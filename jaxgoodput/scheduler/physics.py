@@ -19,7 +19,6 @@ from jaxgoodput.scheduler.tables import Application, Counts
 from jaxgoodput.scheduler.traces import TraceJob
 from jaxgoodput.specs import JobSpec, Shape
 
-
 # A later epoch, with a larger batch, is not this much faster than the present one.
 FASTER_YET = 8.0
 
@@ -110,7 +109,7 @@ class TablePhysics:
             )
         application = self.applications[trace.application]
         mode = trace.mode or rules.mode
-        pin = rules.pins.get(trace.application) if mode == "adaptive" else None
+        pin = rules.pins.get(trace.application) if mode != "rigid" else None
         if mode != "adaptive" and trace.global_batch_size is None:
             raise ValueError(
                 f"job {trace.id!r} is {mode}, which needs a global batch size, but its line has none."
@@ -161,8 +160,7 @@ class TableJob:
     ):
         self._trace, self._rules, self._app = trace, rules, application
         self._learners, self._spec, self._rng = learners, spec, rng
-        pin = rules.pins.get(trace.application) if spec.mode == "adaptive" else None
-        self._pinned = pin is not None
+        pin = rules.pins.get(trace.application) if spec.mode != "rigid" else None
         fixed = trace.global_batch_size if pin is None else pin.global_batch_size
         self._batch = fixed if pin is not None or spec.mode != "adaptive" else None
         self._epoch, self._progress = 0, 0.0

@@ -38,7 +38,9 @@ class Rules:
     restart_s: Seconds = 30.0  # what a change of allocation costs
     told_restart_s: Seconds | None = None  # what policies are told it costs; None = the truth
     mode: Literal["adaptive", "elastic", "rigid"] = "adaptive"  # of jobs whose trace does not say
-    pins: Mapping[str, Pin] = field(default_factory=dict)  # by application; adaptive jobs only
+    pins: Mapping[str, Pin] = field(
+        default_factory=dict
+    )  # by application; rigid jobs have their own
     # A job is offered at most this many times the largest size it has run on; None = any size.
     growth: float | None = 2.0
     max_devices: int = 64  # of one job
