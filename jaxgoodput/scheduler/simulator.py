@@ -18,8 +18,9 @@ from jaxgoodput.scheduler.physics import Physics, SimulatedJob, every_size, pack
 from jaxgoodput.scheduler.policy import JobView, Policy
 from jaxgoodput.scheduler.records import Interval, JobRecord, Result
 from jaxgoodput.scheduler.rules import Rules
+from jaxgoodput.scheduler.shapes import shapes
 from jaxgoodput.scheduler.traces import TraceJob
-from jaxgoodput.specs import Allocation, ClusterSpec, Node, Shape
+from jaxgoodput.specs import Allocation, ClusterSpec, Node
 
 EPSILON_S = 1e-6  # events closer than this happen at once
 STALLED_S = 30 * 24 * 3600.0  # nothing runs and nothing happens for so long: it never will
@@ -114,7 +115,7 @@ class _World:
         self._down_until: dict[str, float] = {}
         self._kinds = {node.name: node.kind for node in cluster.nodes}
         self._all_sizes = every_size(_kinds(cluster))
-        self._few_sizes = _canonical(cluster)
+        self._few_sizes = shapes(cluster)
         self._last_solve_s = -math.inf
         self._wanted = True  # an event asks for a decision
         self._next_change_s = 0.0
@@ -363,18 +364,6 @@ def _kinds(cluster: ClusterSpec) -> list[tuple[str, int, int]]:
     for node in cluster.nodes:
         found.setdefault(node.kind, []).append(node.num_devices)
     return [(kind, len(sizes), max(sizes)) for kind, sizes in found.items()]
-
-
-def _canonical(cluster: ClusterSpec) -> tuple[Shape, ...]:
-    """Powers of two up to a node, then whole nodes."""
-    found = []
-    for kind, nodes, each in _kinds(cluster):
-        size = 1
-        while size < each:
-            found.append(Shape(kind, 1, size))
-            size *= 2
-        found += [Shape(kind, n, n * each) for n in range(1, nodes + 1)]
-    return tuple(found)
 
 
 def uniform_cluster(kind: str, num_nodes: int, num_devices: int) -> ClusterSpec:
