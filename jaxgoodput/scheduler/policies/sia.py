@@ -1,0 +1,134 @@
+"""Sia: normalised goodput to a power, one integer program over all kinds of devices per round.
+
+Jayaram Subramanya et al., "Sia: Heterogeneity-aware, goodput-optimized ML-cluster scheduling", SOSP
+2023, section 3; with the details of its artifact that change the outcome (rounding, clipping).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxgoodput.scheduler.policies.allocation import Choice, allocate
+from jaxgoodput.scheduler.policies.problem import Problem, normalised
+from jaxgoodput.scheduler.policy import Decision, JobView
+from jaxgoodput.specs import ClusterSpec
+
+LARGEST = 3000.0  # the artifact clips G^power there
+
+
+def restart_factor(
+    age_s: np.ndarray, num_restarts: np.ndarray, restart_s: np.ndarray
+) -> np.ndarray:
+    """[jobs] what another shape is multiplied by: (T - N S) / (T + S), and 1 while younger than S.
+
+    The share of its life in which a job would have worked, had it always restarted this often. 0
+    where that is negative.
+
+    >>> float(restart_factor(np.array([120.0]), np.array([1]), np.array([30.0]))[0])
+    0.6
+    """
+    factor = np.maximum(age_s - num_restarts * restart_s, 0.0) / (age_s + restart_s)
+    return np.where(age_s < restart_s, 1.0, factor)
+
+
+def sia_terms(
+    goodput: np.ndarray,
+    factor: np.ndarray,
+    present: np.ndarray,
+    *,
+    power: float = -0.5,
+    published: bool = True,
+) -> np.ndarray:
+    """[jobs, shapes] G^power, with the restart factor on every shape but the present one.
+
+    goodput: [jobs, shapes] normalised, NaN = not allowed; factor: [jobs]; present: [jobs] index, -1
+    = none, and then no factor. `published` rounds to two decimals and clips at 3000 as the artifact.
+    """
+    other = (np.arange(goodput.shape[1]) != present[:, None]) & (present >= 0)[:, None]
+    scaled = np.where(other, goodput * factor[:, None], goodput)
+    with np.errstate(divide="ignore"):  # 0^-0.5: frozen where it is
+        terms = scaled**power
+    return np.minimum(np.round(terms, 2) if published else terms, LARGEST)
+
+
+def sia_utility(terms: np.ndarray, *, power: float = -0.5, idle_penalty: float = 1.1) -> np.ndarray:
+    """[jobs, shapes] what a shape gains over running nowhere, to be maximised.
+
+    The published objective is sum A G^power + idle_penalty * (jobs that run nowhere), minimised where
+    the power is negative and maximised where it is positive; `sia_objective` gives it back.
+    """
+    return np.sign(power) * (terms - idle_penalty)
+
+
+def sia_objective(choice: Choice, *, power: float = -0.5, idle_penalty: float = 1.1) -> float:
+    """The published objective of a choice made with `sia_utility`."""
+    return idle_penalty * len(choice.shape) + float(np.sign(power)) * choice.objective
+
+
+def sia_choice(
+    goodput: np.ndarray,
+    factor: np.ndarray,
+    present: np.ndarray,
+    devices: np.ndarray,
+    kind: np.ndarray,
+    capacity: np.ndarray,
+    *,
+    pinned: np.ndarray,
+    power: float = -0.5,
+    idle_penalty: float = 1.1,
+    published: bool = True,
+) -> tuple[Choice, float]:
+    """Sia's choice for one round, exactly, and its published objective.
+
+    goodput: [jobs, shapes] normalised; pinned: [jobs] bool, these keep `present`; devices and kind:
+    [shapes]; capacity: [kinds].
+    """
+    terms = sia_terms(goodput, factor, present, power=power, published=published)
+    choice = allocate(
+        sia_utility(terms, power=power, idle_penalty=idle_penalty),
+        devices,
+        kind,
+        capacity,
+        pinned=np.where(pinned, present, -1),
+        relative_gap=0.0,
+    )
+    return choice, sia_objective(choice, power=power, idle_penalty=idle_penalty)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sia:
+    """The published policy: every job's goodput relative to its smallest shape, to the power -1/2."""
+
+    power: float = -0.5
+    idle_penalty: float = 1.1  # of a job that runs nowhere; above 1, and below 0 for a power above 0
+    published: bool = True  # round and clip as the artifact does
+    growth: float | None = 2.0  # times the largest size a job has run on; new jobs start smallest
+    relative_gap: float = 1e-4
+    time_limit_s: float = 10.0
+
+    def __call__(self, jobs: Sequence[JobView], cluster: ClusterSpec, now_s: float, /) -> Decision:
+        """The choice of least sum of powers; jobs that are restarting stay."""
+        problem = Problem.of(jobs, cluster, now_s, growth=self.growth)
+        least = np.array([view.spec.min_devices for view in jobs], np.float64)
+        factor = restart_factor(
+            np.array([now_s - view.submitted_s for view in jobs], np.float64),
+            np.array([view.num_restarts for view in jobs], np.float64),
+            np.array([view.restart_s for view in jobs], np.float64),
+        )
+        terms = sia_terms(
+            normalised(problem.goodput) * least[:, None],
+            factor,
+            problem.present,
+            power=self.power,
+            published=self.published,
+        )
+        weight = np.array([view.spec.weight for view in jobs], np.float64)
+        utility = sia_utility(terms, power=self.power, idle_penalty=self.idle_penalty)
+        choice = problem.choose(
+            utility * weight[:, None],
+            pinned=problem.restoring(),
+            relative_gap=self.relative_gap,
+            time_limit_s=self.time_limit_s,
+        )
+        return problem.decide(choice)
