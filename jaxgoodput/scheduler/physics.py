@@ -81,6 +81,10 @@ class SimulatedJob(Protocol):
         """Seconds that all of its work takes on that placement alone, at its best batch."""
         ...
 
+    def beside(self, other: "SimulatedJob", kind: str) -> float | None:
+        """Its speed on devices that it shares with another job, relative to alone; None = unknown."""
+        ...
+
 
 class Physics(Protocol):
     """Makes simulated jobs."""
@@ -264,7 +268,7 @@ class TableJob:
                 left = 0.0
             else:
                 needed = (end - self._progress) / rate
-                needed = float(round(needed)) if self._rules.whole_seconds else needed
+                needed = float(round(needed)) if self._rules.rounding else needed
                 self._epoch += 1
                 self._progress = end
                 left = max(left - needed, 0.0)
@@ -389,6 +393,10 @@ class TableJob:
         return learner.isolated_s(counts, self._batch) * self._rules.slowdown.get(
             self._app.name, 1.0
         )
+
+    def beside(self, other: SimulatedJob, kind: str) -> float | None:
+        """Unknown: nobody measured two of these applications on the same devices."""
+        return None
 
 
 def packed(num_devices: int, per_node: int) -> Counts:

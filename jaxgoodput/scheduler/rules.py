@@ -45,7 +45,10 @@ class Rules:
     growth: float | None = 2.0
     max_devices: int = 64  # of one job
     declared_progress: bool = False  # whether adaptive jobs say how much work is left
-    whole_seconds: bool = True  # the end of an epoch is rounded to them, as published
+    # As published: the end of an epoch is rounded to whole seconds, and Gavel's rounds to whole steps.
+    rounding: bool = True
+    decide_at_start: bool = False  # with rounds: at time 0 already, not only after the first one
+    sharing: bool = False  # whether jobs may be packed onto the same devices
     slowdown: Mapping[str, float] = field(default_factory=dict)  # by application, of all progress
     interference: float = 0.0  # share lost by multi-node jobs that meet on a node
     step_noise: float = 0.0  # standard deviation of the log of a measured time
@@ -114,4 +117,10 @@ def sia_rules(**changes) -> Rules:
         ),
         "slowdown": dict(zip(applications, (1.8, 1.2, 1.2, 1.2, 1.2, 1.5), strict=True)),
     }
+    return Rules(**{**settings, **changes})
+
+
+def gavel_rules(**changes) -> Rules:
+    """The rules of Gavel's simulator: rounds of 360 s from time 0, rigid jobs, restarts that cost nothing."""
+    settings = {"round_s": 360.0, "restart_s": 0.0, "mode": "rigid", "decide_at_start": True}
     return Rules(**{**settings, **changes})

@@ -7,6 +7,7 @@ first measurements, kept apart by the rules' two gaps.
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,7 +21,7 @@ from jaxgoodput.scheduler.records import Interval, JobRecord, Result
 from jaxgoodput.scheduler.rules import Rules
 from jaxgoodput.scheduler.shapes import shapes
 from jaxgoodput.scheduler.traces import TraceJob
-from jaxgoodput.specs import Allocation, ClusterSpec, Node
+from jaxgoodput.specs import Allocation, ClusterSpec, Node, Shape
 
 EPSILON_S = 1e-6  # events closer than this happen at once
 STALLED_S = 30 * 24 * 3600.0  # nothing runs and nothing happens for so long: it never will
@@ -79,6 +80,8 @@ def simulate(
     """
     rules = Rules() if rules is None else rules
     world = _World(jobs, cluster, policy, physics, rules, SystemClock() if clock is None else clock)
+    if rules.round_s is not None and rules.decide_at_start:
+        world.decide()
     while world.waiting:
         if rules.round_s is not None:
             world.advance(rules.round_s)
@@ -127,13 +130,13 @@ class _World:
 
     def advance(self, seconds: float) -> None:
         """Let time pass for everybody."""
-        slow = self._meeting()
+        speeds = self._speeds()
         active = [e for e in self.waiting if e.trace.submit_s < self.now_s + seconds]
         for entry in active:
             begin = max(entry.trace.submit_s, self.now_s)
             used = seconds
             if entry.running:
-                used = self._work(entry, seconds, 1.0 - slow.get(entry.trace.id, 0.0))
+                used = self._work(entry, seconds, speeds.get(entry.trace.id, 1.0))
             if entry.finish_s is None:
                 entry.contention += len(active) * (self.now_s + seconds - begin)
             else:
@@ -157,20 +160,29 @@ class _World:
             self._close(entry, entry.finish_s)
         return used
 
-    def _meeting(self) -> dict[str, float]:
-        """Job id -> the share of its speed that it loses to other multi-node jobs on its nodes."""
-        if not self.rules.interference:
-            return {}
-        wide = [e for e in self.waiting if e.running and e.allocation.num_nodes > 1]
-        guests: dict[str, int] = {}
-        for entry in wide:
-            for node in entry.allocation.devices:
-                guests[node] = guests.get(node, 0) + 1
-        return {
-            entry.trace.id: self.rules.interference
-            for entry in wide
-            if any(guests[node] > 1 for node in entry.allocation.devices)
-        }
+    def _speeds(self) -> dict[str, float]:
+        """Job id -> its speed relative to what its physics says, where others are in its way."""
+        speeds: dict[str, float] = {}
+        if self.rules.interference:
+            wide = [e for e in self.waiting if e.running and e.allocation.num_nodes > 1]
+            guests = Counter(node for e in wide for node in e.allocation.devices)
+            for entry in wide:
+                if any(guests[node] > 1 for node in entry.allocation.devices):
+                    speeds[entry.trace.id] = 1.0 - self.rules.interference
+        if self.rules.sharing:
+            groups: dict[str, list[_Entry]] = {}
+            for entry in self.waiting:
+                if entry.running and entry.allocation.share_group is not None:
+                    groups.setdefault(entry.allocation.share_group, []).append(entry)
+            for group in groups.values():
+                for entry in group:
+                    for other in group:
+                        if other is not entry:
+                            beside = entry.job.beside(other.job, entry.kind)
+                            # Two that do not fit beside each other take turns.
+                            before = speeds.get(entry.trace.id, 1.0)
+                            speeds[entry.trace.id] = before * (beside or 1.0 / len(group))
+        return speeds
 
     def next_event(self) -> None:
         """Go to the next event, and decide where one asks for it or the largest gap is over."""
@@ -179,11 +191,11 @@ class _World:
         measured = [e.measured_s for e in self.waiting if e.running]
         until = min([max(due, self.now_s), self._next_failure_s(), *future, *measured])
         span = until - self.now_s
-        slow = self._meeting()
+        speeds = self._speeds()
         for entry in self.waiting:
             if entry.running and entry.restoring_s < span:
                 left = span - entry.restoring_s
-                stop = entry.job.next_stop(left, 1.0 - slow.get(entry.trace.id, 0.0))
+                stop = entry.job.next_stop(left, speeds.get(entry.trace.id, 1.0))
                 if stop is not None:
                     # Never a step of nothing: time must pass.
                     span = min(span, max(entry.restoring_s + stop, EPSILON_S))
@@ -207,7 +219,7 @@ class _World:
         self._last_solve_s, self._wanted = self.now_s, False
         if not active:
             return
-        views = [self._view(entry) for entry in active]
+        views = [self._view(entry, active) for entry in active]
         cluster = self._present()
         begun = self._clock.now()
         allocations = self._plan(views, cluster)
@@ -227,14 +239,15 @@ class _World:
     def _plan(self, views: Sequence[JobView], cluster: ClusterSpec) -> Mapping[str, Allocation]:
         return self._policy(views, cluster, self.now_s).allocations
 
-    def _view(self, entry: _Entry) -> JobView:
+    def _view(self, entry: _Entry, active: Sequence[_Entry]) -> JobView:
         job = entry.job
         few = job.spec.mode == "adaptive"
         restoring = entry.restoring_s > 0 and entry.running
+        goodput = job.goodput(self._few_sizes if few else self._all_sizes)
         return JobView(
             spec=job.spec,
             allocation=entry.allocation,
-            goodput=job.goodput(self._few_sizes if few else self._all_sizes),
+            goodput=goodput,
             submitted_s=entry.trace.submit_s,
             since_s=entry.since_s,
             restoring_until_s=self.now_s + entry.restoring_s if restoring else None,
@@ -245,12 +258,28 @@ class _World:
             largest_profiled=job.largest_profiled,
             remaining=job.remaining(),
             rigid_shape_hint=entry.trace.num_devices,
+            shared_goodput=self._shared(entry, goodput, active) if self.rules.sharing else {},
         )
+
+    def _shared(
+        self, entry: _Entry, goodput: Mapping[Shape, float], active: Sequence[_Entry]
+    ) -> dict[tuple[str, Shape], float]:
+        """What it would do beside each other job of its size; pairs that were not measured are left out."""
+        size = entry.job.spec.num_devices
+        table = {}
+        for other in active:
+            if other is entry or other.job.spec.num_devices != size:
+                continue
+            for shape, alone in goodput.items():
+                beside = entry.job.beside(other.job, shape.kind)
+                if beside is not None:
+                    table[other.trace.id, shape] = alone * beside
+        return table
 
     def _place(self, entry: _Entry, allocation: Allocation) -> None:
         """Give a job other devices, if they are others."""
         if dict(allocation.devices) == dict(entry.allocation.devices):
-            entry.allocation = allocation
+            entry.allocation = allocation  # its generation or its share group may be another
             return
         self._close(entry, self.now_s)
         entry.allocation = allocation
