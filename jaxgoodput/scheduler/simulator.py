@@ -17,6 +17,7 @@ import numpy as np
 from jaxgoodput.clock import Clock, SystemClock
 from jaxgoodput.scheduler.physics import Physics, SimulatedJob, every_size, packed
 from jaxgoodput.scheduler.policy import JobView, Policy
+from jaxgoodput.scheduler.reconcile import reconcile
 from jaxgoodput.scheduler.records import Interval, JobRecord, Result
 from jaxgoodput.scheduler.rules import Rules
 from jaxgoodput.scheduler.shapes import shapes
@@ -120,6 +121,7 @@ class _World:
         self._all_sizes = every_size(_kinds(cluster))
         self._few_sizes = shapes(cluster)
         self._last_solve_s = -math.inf
+        self._due_s = math.inf  # when the last plan wants to be looked at again
         self._wanted = True  # an event asks for a decision
         self._next_change_s = 0.0
         rng = np.random.default_rng([rules.seed, 0x6661696C])
@@ -186,7 +188,7 @@ class _World:
 
     def next_event(self) -> None:
         """Go to the next event, and decide where one asks for it or the largest gap is over."""
-        due = self._last_solve_s + (self.rules.min_gap_s if self._wanted else self.rules.max_gap_s)
+        due = self._last_solve_s + self.rules.min_gap_s if self._wanted else self._due_s
         future = [e.trace.submit_s for e in self.waiting if e.trace.submit_s > self.now_s]
         measured = [e.measured_s for e in self.waiting if e.running]
         until = min([max(due, self.now_s), self._next_failure_s(), *future, *measured])
@@ -205,8 +207,8 @@ class _World:
                 self._wanted = True
                 entry.measured_s = math.inf
         self._fail_and_repair()
-        gap = self.rules.min_gap_s if self._wanted else self.rules.max_gap_s
-        if self.now_s >= self._last_solve_s + gap - EPSILON_S:
+        due = self._last_solve_s + self.rules.min_gap_s if self._wanted else self._due_s
+        if self.now_s >= due - EPSILON_S:
             self.decide()
 
     # Decisions.
@@ -217,15 +219,25 @@ class _World:
             self._fail_and_repair()
         active = [e for e in self.waiting if e.trace.submit_s <= self.now_s]
         self._last_solve_s, self._wanted = self.now_s, False
+        self._due_s = math.inf
         if not active:
             return
         views = [self._view(entry, active) for entry in active]
         cluster = self._present()
         begun = self._clock.now()
-        allocations = self._plan(views, cluster)
+        # The line that the service calls, too.
+        plan = reconcile(
+            views,
+            cluster,
+            self._policy,
+            self.now_s,
+            min_gap_s=self.rules.min_gap_s,
+            max_gap_s=self.rules.max_gap_s,
+        )
         self.decision_s.append(self._clock.now() - begun)
+        self._due_s = plan.next_solve_s
         for entry in active:
-            self._place(entry, allocations.get(entry.trace.id, Allocation()))
+            self._place(entry, plan.allocations[entry.trace.id])
         future = any(e.trace.submit_s > self.now_s for e in self.waiting)
         if any(e.running for e in active) or future or self._down_until:
             self._next_change_s = self.now_s + STALLED_S
@@ -235,9 +247,6 @@ class _World:
                 f"{STALLED_S / 86400:.0f} days: the policy will never start "
                 f"{', '.join(e.trace.id for e in active[:5])}. Are they larger than the cluster?"
             )
-
-    def _plan(self, views: Sequence[JobView], cluster: ClusterSpec) -> Mapping[str, Allocation]:
-        return self._policy(views, cluster, self.now_s).allocations
 
     def _view(self, entry: _Entry, active: Sequence[_Entry]) -> JobView:
         job = entry.job

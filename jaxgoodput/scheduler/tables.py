@@ -57,7 +57,7 @@ class StepTable:
         sizes = [curve.sizes for curve in self.curves.values()]
         return int(min(s[0] for s in sizes)), int(max(s[-1] for s in sizes))
 
-    def times(self, counts: Sequence[int], size: float) -> tuple[float, float]:
+    def times(self, counts: Sequence[int], size: float | int) -> tuple[float, float]:
         """(step_s, sync_s) of one micro-batch of `size` samples per device on that placement.
 
         Raises ValueError outside of what was measured.
@@ -130,7 +130,7 @@ class Runs:
         """[epochs] base steps at which an epoch is over."""
         return self.progress.min(0)
 
-    def _mix(self, table: np.ndarray, batch: float, epoch: int) -> float:
+    def _mix(self, table: np.ndarray, batch: float | int, epoch: int) -> float:
         if not self.batches[0] <= batch <= self.batches[-1]:
             raise ValueError(
                 f"{self.name}: a global batch of {batch:g} samples lies outside of the measured runs "
@@ -143,14 +143,14 @@ class Runs:
         share = (batch - low) / (high - low)
         return float(table[upper, epoch] * share + table[upper - 1, epoch] * (1.0 - share))
 
-    def moments(self, batch: float, epoch: int) -> tuple[float, float]:
+    def moments(self, batch: float | int, epoch: int) -> tuple[float, float]:
         """(squared norm, variance at the base batch) of the gradient in that epoch."""
         key = batch, epoch
         if key not in self._known:
             self._known[key] = self._mix(self.sqr, *key), self._mix(self.var, *key)
         return self._known[key]
 
-    def iterations_at_end(self, batch: float, epoch: int) -> float:
+    def iterations_at_end(self, batch: float | int, epoch: int) -> float:
         """Optimizer steps at that batch until the end of the epoch, from the start of training."""
         return self._mix(self.iterations, batch, epoch)
 

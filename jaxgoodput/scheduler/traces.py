@@ -104,7 +104,7 @@ def read_gavel_trace(path: Path) -> tuple[TraceJob, ...]:
                 num_steps=row.integer("total_steps"),
                 weight=row.number("priority_weight", above=0.0)
                 if "priority_weight" in names
-                else 1,
+                else 1.0,
                 slo=slo if slo >= 0 else None,
             )
         )
