@@ -6,7 +6,7 @@ present allocation and since when), so that a restart of the scheduler loses not
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from jaxgoodput.specs import Allocation, ClusterSpec, JobSpec, Shape
 
@@ -33,7 +33,9 @@ class JobView:
     rigid_shape_hint: int | None = None  # devices that its user would have picked
     # What it does while it shares its devices with another job: (id of the other, shape) -> as goodput.
     shared_goodput: Mapping[tuple[str, Shape], float] = field(default_factory=dict)
-    fractions_since_s: float | None = None  # when fraction_received_s began to count; None = submitted_s
+    fractions_since_s: float | None = (
+        None  # when fraction_received_s began to count; None = submitted_s
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,16 +52,21 @@ class Decision:
     bound: float | None = None
 
 
-class SolverTimeout(Exception):
-    """No decision was found in time; `reconcile` then keeps the previous plan, and says so."""
+class SolverError(Exception):
+    """A solver found no decision; `reconcile` then keeps the previous plan, and says so."""
 
 
+class SolverTimeout(SolverError):
+    """No decision was found in time."""
+
+
+@runtime_checkable
 class Policy(Protocol):
     """Implementations are frozen dataclasses with `__call__`; equal inputs give equal decisions."""
 
-    def __call__(
-        self, jobs: Sequence[JobView], cluster: ClusterSpec, now_s: float, /
-    ) -> Decision: ...
+    def __call__(self, jobs: Sequence[JobView], cluster: ClusterSpec, now_s: float, /) -> Decision:
+        """Who gets which devices. Raises SolverError where it finds nothing (in time)."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,3 +79,6 @@ class Plan:
     pause: tuple[str, ...]
     reasons: Mapping[str, str]  # job id -> why; for every job
     next_solve_s: float  # at the latest; an event asks for one sooner
+    solved_s: float | None = None  # when the policy was last asked
+    objective: float | None = None  # of the policy's last answer, and the bound on it
+    bound: float | None = None

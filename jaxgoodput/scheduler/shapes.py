@@ -168,6 +168,7 @@ def goodput_matrix(
     that is left without any shape.
     """
     matrix = np.zeros((len(jobs), len(shapes)))
+    given = np.zeros(matrix.shape, dtype=bool)
     column: dict[Shape, int] = {shape: i for i, shape in enumerate(shapes)}
     # Tables of different jobs mostly share their Shape objects: known by identity, a look-up hashes no
     # strings (300,000 of them for 5,000 jobs). The jobs keep the objects alive, so ids stay unique.
@@ -183,9 +184,10 @@ def goodput_matrix(
         values = np.fromiter(view.goodput.values(), dtype=float, count=len(columns))
         known = where >= 0
         matrix[row, where[known]] = values[known]
-    matrix[~allowed(jobs, shapes, cluster)] = 0.0
-    good = np.isfinite(matrix) & (matrix > 0)
-    bad = ~good & (matrix != 0)  # NaN is not equal to 0
+        given[row, where[known]] = True
+    may = allowed(jobs, shapes, cluster)
+    good = may & np.isfinite(matrix) & (matrix > 0)
+    bad = given & may & ~good
     matrix[~good] = 0.0
     problems: dict[str, str] = {}
     for row in np.flatnonzero(bad.any(axis=1)).tolist():

@@ -1,0 +1,315 @@
+"""What must hold whatever a policy says: who stays, who cannot run, which devices are spoken for.
+
+Policies then see a smaller problem: without the jobs that stay and without the devices that these hold, so
+that no policy needs to know about minimum run times, reservations or draining nodes.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxgoodput.scheduler.policy import JobView
+from jaxgoodput.scheduler.shapes import capacity, domain_of, node_size
+from jaxgoodput.specs import Allocation, ClusterSpec, Node, Shape
+
+Devices = dict[str, set[int]]  # node name -> local indices
+
+
+@dataclass(frozen=True, kw_only=True)
+class Situation:
+    """The present, tidied up."""
+
+    views: Mapping[str, JobView]  # with what is left of each allocation, and usable tables only
+    held: Mapping[str, str]  # job id -> why it stays where it is
+    refused: Mapping[str, str]  # job id -> why it cannot run
+    remarks: Mapping[str, str]  # job id -> what else its user should know
+    reserved: Mapping[str | None, Devices]  # tenant (None: nobody) -> devices that are only his now
+
+
+def situation(jobs: Sequence[JobView], cluster: ClusterSpec, now_s: float) -> Situation:
+    """Reads the present.
+
+    Raises ValueError where two jobs have one id, or hold one device without sharing it.
+    """
+    nodes = {node.name: node for node in cluster.nodes}
+    views: dict[str, JobView] = {}
+    remarks: dict[str, list[str]] = {}
+    for view in jobs:
+        if view.spec.id in views:
+            raise ValueError(
+                f"two jobs have the id {view.spec.id!r}; a job is known by its id, so ids must differ"
+            )
+        lost = _lost(view.allocation, nodes)
+        if lost is not None:
+            remarks.setdefault(view.spec.id, []).append(f"it lost its devices: {lost}")
+            generation = view.allocation.generation
+            view = dataclasses.replace(
+                view, allocation=Allocation(generation=generation), since_s=None
+            )
+        cleaned, wrong = _usable_entries(view)
+        if wrong is not None:
+            remarks.setdefault(view.spec.id, []).append(wrong)
+        if late := _deadline(cleaned, now_s):
+            remarks.setdefault(view.spec.id, []).append(late)
+        views[view.spec.id] = cleaned
+    _check_disjoint(views.values())
+    held = _held(views, nodes, now_s)
+    offer = _Offer.of(cluster)
+    refused = {
+        id_: reason
+        for id_, view in views.items()
+        if id_ not in held and (reason := offer.refusal(view)) is not None
+    }
+    return Situation(
+        views=views,
+        held=held,
+        refused=refused,
+        remarks={id_: "; ".join(said) for id_, said in remarks.items()},
+        reserved=_reserved(views, held, cluster, now_s),
+    )
+
+
+def withhold(
+    cluster: ClusterSpec, taken: Mapping[str, Iterable[int]], quota_used: Mapping[str, int]
+) -> ClusterSpec:
+    """The cluster without these devices, without reservations, and with what is left of the quotas."""
+    nodes = tuple(
+        dataclasses.replace(n, withheld=tuple(sorted({*n.withheld, *taken[n.name]})))
+        if taken.get(n.name)
+        else n
+        for n in cluster.nodes
+    )
+    quota = {t: max(limit - quota_used.get(t, 0), 0) for t, limit in cluster.quota.items()}
+    return dataclasses.replace(cluster, nodes=nodes, reservations=(), quota=quota)
+
+
+def add_devices(into: Devices, more: Mapping[str, Iterable[int]]):
+    """Adds devices to a set of devices, in place."""
+    for name, local in more.items():
+        into.setdefault(name, set()).update(local)
+
+
+def _lost(allocation: Allocation, nodes: Mapping[str, Node]) -> str | None:
+    """Why an allocation cannot go on."""
+    for name, local in allocation.devices.items():
+        node = nodes.get(name)
+        if node is None:
+            return f"node {name} is gone"
+        if node.state == "down":
+            return f"node {name} is down"
+        if max(local) >= node.num_devices or (node.withheld and set(local) & set(node.withheld)):
+            return f"devices of node {name} are withdrawn"
+    return None
+
+
+def _usable_entries(view: JobView) -> tuple[JobView, str | None]:
+    """The view with the positive numbers of its table only, and what was wrong with the others."""
+    values = np.fromiter(view.goodput.values(), dtype=float, count=len(view.goodput))
+    good = np.isfinite(values) & (values > 0)
+    if good.all():
+        return view, None
+    table = {s: v for (s, v), ok in zip(view.goodput.items(), good, strict=True) if ok}
+    shape, value = next((s, v) for s, v in view.goodput.items() if s not in table)
+    said = (
+        f"{int((~good).sum())} of {len(good)} entries of its goodput table are not positive numbers and"
+        " are not"
+        f" used, the first being {value} on {words(shape)}"
+    )
+    return dataclasses.replace(view, goodput=table), said
+
+
+def words(shape: Shape) -> str:
+    """A shape in words.
+
+    >>> words(Shape("h200", 2, 16))
+    '16 h200 on 2 nodes'
+    """
+    return (
+        f"{shape.num_devices} {shape.kind} on {shape.num_nodes} node{'s' * (shape.num_nodes > 1)}"
+    )
+
+
+def _deadline(view: JobView, now_s: float) -> str | None:
+    deadline = view.spec.deadline_s
+    if deadline is None:
+        return None
+    if now_s > deadline:
+        return f"its deadline passed {now_s - deadline:.0f} s ago"
+    if view.remaining is not None and view.goodput:
+        least_s = view.remaining / max(view.goodput.values())
+        if now_s + least_s > deadline:
+            return (
+                f"its deadline cannot be met: it needs {least_s:.0f} s on its best shape,"
+                f" {deadline - now_s:.0f} s are left"
+            )
+    return None
+
+
+def _check_disjoint(views: Iterable[JobView]):
+    owner: dict[tuple[str, int], JobView] = {}
+    for view in views:
+        group = view.allocation.share_group
+        for name, local in view.allocation.devices.items():
+            for i in local:
+                other = owner.setdefault((name, i), view)
+                if other is not view and (group is None or other.allocation.share_group != group):
+                    raise ValueError(
+                        f"jobs {other.spec.id!r} and {view.spec.id!r} both hold device {i} of node"
+                        f" {name!r} without"
+                        " being of one share group; their allocations cannot both be true"
+                    )
+
+
+def _held(views: Mapping[str, JobView], nodes: Mapping[str, Node], now_s: float) -> dict[str, str]:
+    held: dict[str, str] = {}
+    for id_, view in views.items():
+        if not view.allocation.devices:
+            continue
+        draining = [n for n in view.allocation.devices if nodes[n].state == "draining"]
+        if not view.spec.preemptible:
+            held[id_] = "it may not be preempted"
+        elif view.since_s is not None and now_s < view.since_s + view.spec.min_run_s:
+            left = view.since_s + view.spec.min_run_s - now_s
+            held[id_] = f"its minimum run time has {left:.0f} s left"
+        elif draining:
+            held[id_] = f"node {draining[0]} is draining and keeps what runs on it"
+    by_group = {views[id_].allocation.share_group: id_ for id_ in held}
+    for id_, view in views.items():
+        group = view.allocation.share_group
+        if group is not None and view.allocation.devices and group in by_group and id_ not in held:
+            held[id_] = f"it shares its devices with {by_group[group]}, which stays"
+    return held
+
+
+@dataclass(frozen=True)
+class _Offer:
+    """What the cluster offers at most, for quick refusals."""
+
+    cluster: ClusterSpec
+    devices: Mapping[str, int]
+    most_on_a_node: Mapping[str, int]
+    node_size: Mapping[str, int]
+
+    @classmethod
+    def of(cls, cluster: ClusterSpec) -> "_Offer":
+        most: dict[str, int] = {}
+        for node in cluster.nodes:
+            if node.state == "up":
+                most[node.kind] = max(most.get(node.kind, 0), node.num_usable)
+        return cls(cluster, capacity(cluster), most, node_size(cluster))
+
+    def refusal(self, view: JobView) -> str | None:
+        """Why the job could not run even if it were alone; None = it could."""
+        spec = view.spec
+        least = spec.num_devices or 0 if spec.mode == "rigid" else spec.min_devices
+        most = least if spec.mode == "rigid" else spec.max_devices
+        for shape in view.goodput:
+            if (
+                least <= shape.num_devices <= most
+                and (spec.kinds is None or shape.kind in spec.kinds)
+                and self._holds(shape)
+                and (
+                    spec.level is None
+                    or shape.num_nodes == 1
+                    or self._one_domain(shape, spec.level)
+                )
+            ):
+                return None
+        offered = {k: n for k, n in self.devices.items() if spec.kinds is None or k in spec.kinds}
+        if not offered:
+            return (
+                f"it allows only devices of kind {list(spec.kinds or ())}, and the cluster has"
+                f" {sorted(self.devices)}"
+            )
+        if least > max(offered.values()):
+            return (
+                f"it needs at least {least} devices of one kind, and in service are"
+                f" {words_of(offered)}"
+            )
+        if not view.goodput:
+            return "its goodput table has no usable entry, so no shape is known to be of use to it"
+        if spec.level is not None and any(
+            least <= s.num_devices <= most and self._holds(s) for s in view.goodput
+        ):
+            return f"no domain of level {spec.level!r} is large enough for its {least} devices"
+        return (
+            f"its goodput table has no entry between {least} and {most} devices that the cluster has room for"
+            f" ({words_of(offered)} in service)"
+        )
+
+    def _holds(self, shape: Shape) -> bool:
+        on_one = -(-shape.num_devices // shape.num_nodes)
+        return shape.num_devices <= self.devices.get(
+            shape.kind, 0
+        ) and on_one <= self.most_on_a_node.get(shape.kind, 0)
+
+    def _one_domain(self, shape: Shape, level: str) -> bool:
+        room: dict[str, int] = {}
+        for node in self.cluster.nodes:
+            if node.kind == shape.kind and node.state == "up":
+                domain = domain_of(node, level)
+                room[domain] = room.get(domain, 0) + node.num_usable
+        return max(room.values(), default=0) >= shape.num_devices
+
+
+def words_of(devices: Mapping[str, int]) -> str:
+    """Numbers of devices by kind, in words.
+
+    >>> words_of({"h200": 8, "a100": 16})
+    '16 a100, 8 h200'
+    """
+    return ", ".join(f"{devices[kind]} {kind}" for kind in sorted(devices))
+
+
+def _reserved(
+    views: Mapping[str, JobView], held: Mapping[str, str], cluster: ClusterSpec, now_s: float
+) -> dict[str | None, Devices]:
+    """Which devices the reservations in force mean.
+
+    First those that the tenant uses, then free ones, then others'; never one of a job that stays.
+    """
+    tenant_of: dict[tuple[str, int], str] = {}
+    stays: set[tuple[str, int]] = set()
+    active = [r for r in cluster.reservations if r.start_s <= now_s < r.end_s]
+    if not active:
+        return {}
+    for id_, view in views.items():
+        for name, local in view.allocation.devices.items():
+            tenant_of |= {(name, i): view.spec.tenant for i in local}
+            if id_ in held:
+                stays |= {(name, i) for i in local}
+    nodes = {node.name: node for node in cluster.nodes}
+    reserved: dict[str | None, Devices] = {}
+    spoken_for: set[tuple[str, int]] = set()
+    for reservation in active:
+        node = nodes[reservation.node]
+        candidates = [
+            (node.name, i)
+            for i in range(node.num_devices)
+            if i not in node.withheld and (node.name, i) not in spoken_for
+        ]
+
+        def rank(device: tuple[str, int], tenant: str | None = reservation.tenant) -> int:
+            user = tenant_of.get(device)
+            return 0 if user is not None and user == tenant else 1 if user is None else 2
+
+        chosen = sorted(candidates, key=lambda d: (rank(d), d))[: reservation.num_devices]
+        spoken_for |= set(chosen)
+        # A device of a job that stays is the reservation's as soon as that job ends.
+        usable = {i for name, i in chosen if (name, i) not in stays}
+        add_devices(reserved.setdefault(reservation.tenant, {}), {node.name: usable})
+    return reserved
+
+
+def next_change_s(
+    jobs: Sequence[JobView], cluster: ClusterSpec, held: Mapping[str, str], now_s: float
+) -> float:
+    """When the situation next changes by itself: a minimum run time ends, a reservation starts or ends."""
+    times = [t for r in cluster.reservations for t in (r.start_s, r.end_s)]
+    times += [
+        v.since_s + v.spec.min_run_s for v in jobs if v.spec.id in held and v.since_s is not None
+    ]
+    return min((t for t in times if t > now_s), default=math.inf)
