@@ -141,9 +141,13 @@ class Problem:
         for row, view in enumerate(self.jobs):
             id_ = view.spec.id
             if id_ in allocations:
-                reasons[id_] = self._why(row, int(choice.shape[row]), allocations[id_] is view.allocation)
+                reasons[id_] = self._why(
+                    row, int(choice.shape[row]), allocations[id_] is view.allocation
+                )
             elif id_ in wanted:
-                reasons[id_] = f"waits: {words(wanted[id_])} do not fit beside the jobs placed first"
+                reasons[id_] = (
+                    f"waits: {words(wanted[id_])} do not fit beside the jobs placed first"
+                )
             elif np.isnan(self.goodput[row]).all():
                 reasons[id_] = "waits: no shape is known to be of use to it"
             else:

@@ -101,7 +101,9 @@ class Sia:
     """The published policy: every job's goodput relative to its smallest shape, to the power -1/2."""
 
     power: float = -0.5
-    idle_penalty: float = 1.1  # of a job that runs nowhere; above 1, and below 0 for a power above 0
+    idle_penalty: float = (
+        1.1  # of a job that runs nowhere; above 1, and below 0 for a power above 0
+    )
     published: bool = True  # round and clip as the artifact does
     growth: float | None = 2.0  # times the largest size a job has run on; new jobs start smallest
     relative_gap: float = 1e-4
