@@ -17,6 +17,7 @@ from typing import Protocol
 import numpy as np
 from jaxtyping import Float, Int
 
+from jaxgoodput.scheduler import shapes
 from jaxgoodput.scheduler.policy import JobView
 from jaxgoodput.specs import ClusterSpec, JobSpec, Shape
 
@@ -49,6 +50,9 @@ class FractionProblem:
     pair_throughput: Float[np.ndarray, "pairs 2 kinds"] = field(
         default_factory=lambda: np.zeros((0, 2, 0))
     )
+    quota: Mapping[str, int] = field(
+        default_factory=dict
+    )  # devices at once by tenant; absent = any
     notes: Mapping[str, str] = field(default_factory=dict)  # job id -> what was wrong in its view
 
     def __post_init__(self):
@@ -162,7 +166,22 @@ class Fractions:
         if problem.pairs:
             used = used + problem.scale_factor[[i for i, _ in problem.pairs]] @ self.together
         over = [per_job.sum(axis=1) - 1, used - problem.capacity, -self.alone.ravel()]
+        for tenant, limit in problem.quota.items():
+            over.append(
+                quota_use(problem, tenant) @ np.vstack([self.alone, self.together]).sum(1) - limit
+            )
         return float(max(np.max(part, initial=0.0) for part in (*over, -self.together.ravel())))
+
+
+def quota_use(problem: FractionProblem, tenant: str) -> np.ndarray:
+    """[jobs + pairs] devices of a tenant's quota that each job or pair uses.
+
+    A pair counts once, for the member whose id comes first, as `reconcile` counts it.
+    """
+    payers = [*range(problem.num_jobs)]
+    payers += [min(pair, key=lambda i: problem.job_ids[i]) for pair in problem.pairs]
+    mine = np.array([problem.tenant[i] == tenant for i in payers], dtype=bool)
+    return np.where(mine, problem.scale_factor[np.array(payers, dtype=int)], 0).astype(float)
 
 
 class FractionPolicy(Protocol):
@@ -184,26 +203,14 @@ def gang_size(spec: JobSpec, hint: int | None = None) -> int:
     return min(max(spec.min_devices, hint or spec.num_devices or 1), spec.max_devices)
 
 
-def gang_shape(job: JobView, kind: str, num_devices: int) -> Shape | None:
-    """The shape of a gang on one kind that the job is fastest on; fewer nodes break ties."""
-    known = [s for s in job.goodput if s.kind == kind and s.num_devices == num_devices]
-    known = [s for s in known if np.isfinite(job.goodput[s]) and job.goodput[s] > 0]
-    return min(known, key=lambda s: (-job.goodput[s], s.num_nodes), default=None)
+def gang_shape(job: JobView, kind: str, num_devices: int, per_node: int) -> Shape | None:
+    """The shape of a gang on one kind, over as few nodes of `per_node` devices as can be; None if unknown.
 
-
-def device_capacity(cluster: ClusterSpec, now_s: float) -> dict[str, int]:
-    """Devices by kind that are up and not reserved for one tenant, or for nobody, at present."""
-    total = {node.kind: 0 for node in cluster.nodes}
-    for node in cluster.nodes:
-        if node.state != "up":
-            continue
-        held = sum(
-            r.num_devices
-            for r in cluster.reservations
-            if r.node == node.name and r.start_s <= now_s < r.end_s
-        )
-        total[node.kind] += max(node.num_devices - held, 0)
-    return total
+    Unknown is also a speed that is not a positive number.
+    """
+    shape = Shape(kind, -(-num_devices // max(per_node, 1)), num_devices)
+    speed = job.goodput.get(shape, 0.0)
+    return shape if np.isfinite(speed) and speed > 0 else None
 
 
 def from_views(
@@ -221,7 +228,8 @@ def from_views(
     the time received by kind, so the isolated time of a job counts its steps done at the present
     isolated speed. Pairs of jobs are added by `packing.with_pairs_of_views`.
     """
-    free = device_capacity(cluster, now_s)
+    free = shapes.capacity(cluster)
+    per_node = shapes.node_size(cluster)
     kinds = tuple(sorted(free))
     sizes = [gang_size(job.spec, job.rigid_shape_hint) for job in jobs]
     throughput = np.zeros((len(jobs), len(kinds)))
@@ -232,7 +240,7 @@ def from_views(
         for j, kind in enumerate(kinds):
             if size > free[kind] or (job.spec.kinds is not None and kind not in job.spec.kinds):
                 continue
-            shape = gang_shape(job, kind, size)
+            shape = gang_shape(job, kind, size, per_node.get(kind, 0))
             if shape is not None:
                 throughput[i, j] = job.goodput[shape]
         wrong = [s for s, rate in job.goodput.items() if not (np.isfinite(rate) and rate >= 0)]
@@ -263,6 +271,7 @@ def from_views(
         isolated_s=np.zeros(len(jobs)),
         held=held,
         tenant=tuple(job.spec.tenant for job in jobs),
+        quota=dict(cluster.quota),
         notes=notes,
     )
     isolated = problem.isolated_rate()

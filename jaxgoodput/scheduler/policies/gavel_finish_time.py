@@ -7,6 +7,7 @@ import numpy as np
 
 from jaxgoodput.scheduler.policies.fractions import FractionProblem, Fractions
 from jaxgoodput.scheduler.policies.gavel_lp import Program, gauge
+from jaxgoodput.scheduler.policy import SolverError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +60,7 @@ class FinishTimeFairness:
                 break
             low = _root(low, found, asks, steps, since, alone)
         if best is None:
-            raise ArithmeticError(
+            raise SolverError(
                 "Finish-time fairness found no fractions that give every job some time, though each has "
                 "devices to run on. Look for speeds near 0 in the jobs' goodput tables."
             )

@@ -13,7 +13,8 @@ import scipy.optimize
 import scipy.sparse
 from jaxtyping import Bool, Float
 
-from jaxgoodput.scheduler.policies.fractions import FractionProblem, Fractions
+from jaxgoodput.scheduler.policies.fractions import FractionProblem, Fractions, quota_use
+from jaxgoodput.scheduler.policy import SolverError
 
 _TOLERANCE = 1e-10  # the smallest that HiGHS accepts
 
@@ -64,12 +65,17 @@ class Program:
             ),
             (num_jobs + num_kinds, len(row)),
         )
+        quotas = [quota_use(problem, tenant)[row] for tenant in problem.quota]
+        if quotas:
+            limits = scipy.sparse.csr_matrix(scipy.sparse.vstack([limits, np.array(quotas)]))
         return cls(problem, row, column, rate, limits)
 
     @property
     def bounds(self) -> np.ndarray:
-        """[jobs + kinds] right-hand sides of `limits`."""
-        return np.concatenate([np.ones(self.problem.num_jobs), self.problem.capacity])
+        """[rows] right-hand sides of `limits`."""
+        problem = self.problem
+        quotas = [float(limit) for limit in problem.quota.values()]
+        return np.concatenate([np.ones(problem.num_jobs), problem.capacity, quotas])
 
     def fractions(self, x: np.ndarray, **more) -> Fractions:
         """Variables as fractions, rid of what the solver's tolerance lets through."""
@@ -79,7 +85,7 @@ class Program:
         answer = Fractions(alone=table[:num_jobs], together=table[num_jobs:], **more)
         over = answer.excess(self.problem)
         if over > 1e-6:
-            raise ArithmeticError(
+            raise SolverError(
                 f"HiGHS returned fractions that exceed a constraint by {over:.3g}, beyond its tolerance "
                 f"of {_TOLERANCE}. Speeds that differ by more than ten orders of magnitude within one "
                 "job are the usual cause: check its goodput table."
@@ -104,6 +110,7 @@ class Gauge:
     x: Float[np.ndarray, " variables"]
     job_price: Float[np.ndarray, " jobs"]
     kind_price: Float[np.ndarray, " kinds"]
+    quota_price: Float[np.ndarray, " quotas"]
 
 
 def gauge(program: Program, need: Float[np.ndarray, " jobs"]) -> Gauge:
@@ -116,7 +123,8 @@ def gauge(program: Program, need: Float[np.ndarray, " jobs"]) -> Gauge:
     prices = np.zeros(len(need))
     num_jobs, num_variables = cast(tuple[int, int], program.rate.shape)
     if len(asks) == 0:
-        return Gauge(np.inf, np.zeros(num_variables), prices, np.zeros(len(program.problem.kinds)))
+        nothing = np.zeros(len(program.problem.kinds)), np.zeros(len(program.problem.quota))
+        return Gauge(np.inf, np.zeros(num_variables), prices, *nothing)
     # In units of what a job can do at best, so that all coefficients are at most 1.
     relative = need[asks] / best[asks]
     unit = relative.max()
@@ -132,7 +140,10 @@ def gauge(program: Program, need: Float[np.ndarray, " jobs"]) -> Gauge:
     # The dual of the scaled scale column says sum(dual * relative / unit) = 1.
     prices[asks] = dual[: len(asks)] / best[asks] * unit
     prices /= max(float(prices @ np.where(best > 0, need, 0.0)), 1e-300)
-    return Gauge(float(result.x[-1]) / unit, result.x[:-1], prices, dual[len(asks) + num_jobs :])
+    of_kinds = len(asks) + num_jobs
+    of_quotas = of_kinds + len(program.problem.kinds)
+    scale = float(result.x[-1]) / unit
+    return Gauge(scale, result.x[:-1], prices, dual[of_kinds:of_quotas], dual[of_quotas:])
 
 
 def best_value(
@@ -185,7 +196,7 @@ def _solve(cost: np.ndarray, matrix: Any, right: np.ndarray) -> Any:
     if result.status == 2:
         return None
     if result.status != 0 or result.x is None:
-        raise ArithmeticError(
+        raise SolverError(
             f"HiGHS stopped with the status {result.status} ({result.message}) on {matrix.shape[0]} rows "
             f"and {matrix.shape[1]} variables. The problem has a solution whenever speeds and needs are "
             "finite: look for extreme entries in the jobs' goodput tables."

@@ -6,6 +6,7 @@ import numpy as np
 
 from jaxgoodput.scheduler.policies.fractions import FractionProblem, Fractions
 from jaxgoodput.scheduler.policies.gavel_lp import Program, best_value
+from jaxgoodput.scheduler.policy import SolverError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +52,7 @@ class TotalThroughput:
             kept = need * np.maximum(1 - short - 1e-9, 0.0)
             found = best_value(program, value, need=kept)
             if found is None:
-                raise ArithmeticError(
+                raise SolverError(
                     "The deadlines that one linear program found reachable are infeasible in the next, "
                     "though relaxed by 1e-9. Look for extreme speeds in the jobs' goodput tables."
                 )

@@ -18,6 +18,7 @@ import numpy as np
 
 from jaxgoodput.scheduler.policies.fractions import FractionProblem, Fractions
 from jaxgoodput.scheduler.policies.gavel_lp import Program, gauge
+from jaxgoodput.scheduler.policy import SolverError
 
 _EXACT = 1e-9  # relative; how far from feasible levels may be
 _PRICED = 1e-7  # a job's share of the price of all needs (which is 1) that says that it is stuck
@@ -147,10 +148,13 @@ def _fill(seen, problem, entities):
             priced = rising & (share >= share[rising].max())
         rising &= ~(priced | stuck)
         if not seen.pairs:
-            total = binding.kind_price * seen.capacity
-            open_kinds &= ~(
-                (total > _PRICED * max(binding.scale, 1e-300))[None, :] & rising[:, None]
-            )
+            least = _PRICED * binding.scale
+            full = binding.kind_price * seen.capacity > least
+            open_kinds &= ~(full[None, :] & rising[:, None])
+            limits = np.array(list(seen.quota.values()), dtype=float)
+            spent = binding.quota_price * limits > least
+            for tenant in (t for t, out in zip(seen.quota, spent, strict=True) if out):
+                open_kinds[[i for i in np.flatnonzero(rising) if seen.tenant[i] == tenant]] = False
     weighted = level * gang / problem.weight
     reasons = {
         job: "no kind of device has room for its gang and a known speed"
@@ -199,7 +203,7 @@ def _furthest(program, levels, end, unit):
                 break
             low, high = (middle, high) if price @ levels(middle) <= found.scale else (low, middle)
         t = low
-    raise ArithmeticError(
+    raise SolverError(
         f"Water filling did not settle after {_MAX_PROGRAMS} linear programs at t={t}. Look for speeds that "
         "differ by many orders of magnitude in the jobs' goodput tables."
     )

@@ -1,7 +1,7 @@
 """Pairs of jobs on the same devices: which are worth having, from speeds measured side by side."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from jaxtyping import Float
@@ -52,12 +52,16 @@ def worth_pairing(problem: FractionProblem, least_speed: float = 1.0) -> Fractio
 
 
 def with_pairs_of_views(
-    problem: FractionProblem, jobs: Sequence[JobView], *, least_speed: float = 1.0
+    problem: FractionProblem,
+    jobs: Sequence[JobView],
+    per_node: Mapping[str, int],
+    *,
+    least_speed: float = 1.0,
 ) -> FractionProblem:
     """The problem with those pairs of jobs whose speeds side by side both know (`shared_goodput`).
 
-    Partners have gangs of one size; each one's speed is looked up at the shape on which it is fastest
-    alone, on every kind that both can use.
+    Partners have gangs of one size; each one's speed is looked up at the shape that the gang has on each
+    kind that both can use, whose nodes have `per_node` devices.
     """
     number = {job: i for i, job in enumerate(problem.job_ids)}
     pairs, speeds = [], []
@@ -67,7 +71,10 @@ def with_pairs_of_views(
             if j <= i or problem.scale_factor[i] != problem.scale_factor[j]:
                 continue
             speed = np.array(
-                [_shared(jobs[i], jobs[j], problem, i), _shared(jobs[j], jobs[i], problem, j)]
+                [
+                    _shared(jobs[i], jobs[j], problem, i, per_node),
+                    _shared(jobs[j], jobs[i], problem, j, per_node),
+                ]
             )
             if (speed > 0).all(axis=0).any():
                 pairs.append((i, j))
@@ -79,11 +86,11 @@ def with_pairs_of_views(
     return worth_pairing(paired, least_speed)
 
 
-def _shared(job, partner, problem, row):
+def _shared(job, partner, problem, row, per_node):
     """[kinds] the speed of a job beside its partner, 0 where unknown or not possible alone."""
     speeds = np.zeros(len(problem.kinds))
     for j, kind in enumerate(problem.kinds):
-        shape = gang_shape(job, kind, int(problem.scale_factor[row]))
+        shape = gang_shape(job, kind, int(problem.scale_factor[row]), per_node.get(kind, 0))
         if shape is not None and problem.throughput[row, j] > 0:
             speed = job.shared_goodput.get((partner.spec.id, shape), 0.0)
             speeds[j] = speed if np.isfinite(speed) and speed > 0 else 0.0
