@@ -59,10 +59,9 @@ def place(
         request = _request(key, [views[i] for i in ids], [wanted[i] for i in ids], kind_of, keep)
         requests.setdefault(request.shape.kind, []).append(request)
     placed: dict[str, dict[str, tuple[int, ...]]] = {}
-    for kind in sorted(requests):
-        board = _fill_kind(
-            by_kind.get(kind, []), requests[kind], one_multi_node_job_per_node, time_limit_s
-        )
+    in_service = {node.kind for node in cluster.nodes if node.state != "down"}
+    for kind in sorted(requests.keys() & in_service):
+        board = _fill_kind(by_kind[kind], requests[kind], one_multi_node_job_per_node, time_limit_s)
         placed |= {key: board.devices(key) for key in board.held}
     return {
         job: allocation_of(views[job].allocation, placed[key], groups.get(job))
