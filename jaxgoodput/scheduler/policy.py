@@ -71,7 +71,7 @@ class Policy(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What to do now: a complete set of allocations, and how it differs from the present one."""
+    """What to do now: an allocation for every job (empty = none), and how they differ from the present."""
 
     allocations: Mapping[str, Allocation]
     start: tuple[str, ...]

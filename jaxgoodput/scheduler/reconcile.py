@@ -167,11 +167,12 @@ def _ask(
             )
         return
     check_decision(decision, views, cluster, type(policy).__name__)
+    kind_of = {node.name: node.kind for node in cluster.nodes}
     for view in views:
         id_ = view.spec.id
         result.allocations[id_] = decision.allocations.get(id_, Allocation())
         result.reasons[id_] = decision.reasons.get(id_) or _default_reason(
-            view, result.allocations[id_], cluster, type(policy).__name__
+            view, result.allocations[id_], kind_of, type(policy).__name__
         )
     if decision.objective is not None:
         result.objective = (result.objective or 0.0) + decision.objective
@@ -179,12 +180,13 @@ def _ask(
         result.bound = (result.bound or 0.0) + decision.bound
 
 
-def _default_reason(view: JobView, given: Allocation, cluster: ClusterSpec, policy: str) -> str:
+def _default_reason(
+    view: JobView, given: Allocation, kind_of: Mapping[str, str], policy: str
+) -> str:
     if given.devices:
-        kinds = {node.name: node.kind for node in cluster.nodes}
         counts: dict[str, int] = {}
         for name, local in given.devices.items():
-            counts[kinds[name]] = counts.get(kinds[name], 0) + len(local)
+            counts[kind_of[name]] = counts.get(kind_of[name], 0) + len(local)
         same = given.devices == view.allocation.devices
         return f"{'keeps' if same else 'gets'} {words_of(counts)} by {policy}"
     return f"waits: {policy} gives the devices to others"
