@@ -1,0 +1,143 @@
+"""How long a decision takes, how close to the best it is, and how many jobs it leaves in peace.
+
+    python benchmarks/scheduler_decisions.py [--rounds 9] [--largest]
+
+Clusters of one and of three kinds at the same load. A round: ten of a hundred jobs end and others
+arrive, some have learned to grow; then one decision. Tables are timed apart: reading the goodput of
+every job on every shape into a matrix. Times are CPU time of one core, and wall time.
+"""
+
+import argparse
+import time
+
+import numpy as np
+
+from jaxgoodput.scheduler.policies.goodput import Goodput
+from jaxgoodput.scheduler.policies.problem import Problem
+from jaxgoodput.scheduler.policy import JobView
+from jaxgoodput.scheduler.shapes import shape_of, shapes
+from jaxgoodput.specs import Allocation, ClusterSpec, JobSpec, Node
+
+ROW = "{:>8} {:>6} {:>6} {:>9} {:>11} {:>11} {:>11} {:>11} {:>9} {:>8}"
+
+
+def cluster_of(num_devices, num_kinds):
+    nodes = []
+    for kind in range(num_kinds):
+        each = 4 if num_kinds > 1 and kind == 0 else 8
+        share = num_devices // num_kinds // 8 * 8 + (num_devices % (num_kinds * 8)) * (kind == 0)
+        nodes += [
+            Node(name=f"k{kind}-{i:04d}", kind=f"k{kind}", num_devices=each)
+            for i in range(share // each)
+        ]
+    return ClusterSpec(nodes=tuple(nodes))
+
+
+def new_job(rng, index, offered, now_s):
+    """A job of its own scaling, limits and preference for a kind."""
+    largest = int(2 ** rng.integers(0, 7))
+    power = rng.uniform(0.5, 0.97)
+    speed = {kind: rng.uniform(1, 8) for kind in sorted({s.kind for s in offered})}
+    table = {
+        s: speed[s.kind] * s.num_devices**power * (0.9 if s.num_nodes > 1 else 1.0)
+        for s in offered
+        if s.num_devices <= largest
+    }
+    spec = JobSpec(id=f"job-{index:06d}", max_devices=largest)
+    return JobView(
+        spec=spec, goodput=table, submitted_s=now_s, largest_profiled=largest, restart_s=30.0
+    )
+
+
+def after(view, allocation, now_s, span_s, rng):
+    """The job a while later: served, and with a slightly better model of itself."""
+    received = dict(view.received_s)
+    if allocation.devices:
+        received["all"] = received.get("all", 0.0) + span_s * allocation.num_devices
+    changed = allocation.devices != view.allocation.devices
+    bend = rng.normal(0.0, 0.03)
+    return JobView(
+        spec=view.spec,
+        goodput={s: g * s.num_devices**bend for s, g in view.goodput.items()},
+        allocation=allocation,
+        submitted_s=view.submitted_s,
+        since_s=None if not allocation.devices else now_s if changed else view.since_s,
+        num_restarts=view.num_restarts + bool(changed and view.allocation.devices),
+        restart_s=view.restart_s,
+        received_s=received,
+        largest_profiled=view.largest_profiled,
+    )
+
+
+def measure(num_devices, num_jobs, num_kinds, rounds, policy):
+    rng = np.random.default_rng(num_devices + num_kinds)
+    cluster = cluster_of(num_devices, num_kinds)
+    offered = shapes(cluster)
+    kind_of = {node.name: node.kind for node in cluster.nodes}
+    now_s, count = 0.0, num_jobs
+    jobs = [new_job(rng, i, offered, 0.0) for i in range(num_jobs)]
+    tables, spent, walls, gaps = [], [], [], []
+    same, kept = 0, 0
+    for turn in range(rounds + 2):
+        begun = time.process_time()
+        Problem.of(jobs, cluster, now_s)
+        table_s = time.process_time() - begun
+        begun, begun_wall = time.process_time(), time.perf_counter()
+        decision = policy(jobs, cluster, now_s)
+        total_s, wall_s = time.process_time() - begun, time.perf_counter() - begun_wall
+        if turn >= 2:  # the first two fill an empty cluster
+            tables.append(table_s)
+            spent.append(total_s - table_s)
+            walls.append(wall_s)
+            gaps.append((decision.bound - decision.objective) / abs(decision.objective))
+            for view in jobs:
+                before, given = view.allocation, decision.allocations.get(view.spec.id)
+                if before.devices and given is not None:
+                    if shape_of(before.devices, kind_of) == shape_of(given.devices, kind_of):
+                        same += 1
+                        kept += before.devices == given.devices
+        now_s += 60.0
+        following = []
+        for view in jobs:
+            if rng.random() < 0.1:
+                following.append(new_job(rng, count, offered, now_s))
+                count += 1
+            else:
+                given = decision.allocations.get(view.spec.id, Allocation())
+                following.append(after(view, given, now_s, 60.0, rng))
+        jobs = following
+    milli = 1e3
+    print(
+        ROW.format(
+            num_devices,
+            num_jobs,
+            num_kinds,
+            len(offered),
+            f"{milli * np.median(tables):.1f}",
+            f"{milli * np.median(spent):.1f}",
+            f"{milli * np.max(spent):.1f}",
+            f"{milli * np.median(walls):.1f}",
+            f"{np.max(gaps):.1e}",
+            f"{kept / max(same, 1):.1%}",
+        ),
+        flush=True,
+    )
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=9, help="decisions timed per row")
+    parser.add_argument("--largest", action="store_true", help="also 16,384 devices, 5,000 jobs")
+    options = parser.parse_args()
+    print("milliseconds; CPU is allocation and placement together, without the tables")
+    header = ("devices", "jobs", "kinds", "shapes", "tables", "CPU median", "CPU max")
+    print(ROW.format(*header, "wall median", "worst gap", "stayed"))
+    sizes = [(64, 40), (2048, 800)] + ([(16384, 5000)] if options.largest else [])
+    for num_devices, num_jobs in sizes:
+        for num_kinds in (1, 3):
+            rounds = options.rounds if num_devices < 10000 else max(2, options.rounds // 3)
+            measure(num_devices, num_jobs, num_kinds, rounds, Goodput())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""The default policy keeps every limit, prefers the young, and moves a job only where it pays."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxgoodput.scheduler.policies.goodput import Goodput
+from jaxgoodput.scheduler.policy import JobView
+from jaxgoodput.scheduler.reconcile import check_decision
+from jaxgoodput.scheduler.shapes import shapes
+from jaxgoodput.specs import Allocation, ClusterSpec, JobSpec, Node
+
+
+def cluster_of(sizes):
+    nodes = [
+        Node(name=f"n{i}", kind=kind, num_devices=size) for i, (kind, size) in enumerate(sizes)
+    ]
+    return ClusterSpec(nodes=tuple(nodes), quota={"small": 3})
+
+
+def jobs_of(cluster, count, seed):
+    rng = np.random.default_rng(seed)
+    offered = shapes(cluster)
+    jobs = []
+    for i in range(count):
+        table = {
+            s: float(rng.uniform(1, 9) * s.num_devices ** rng.uniform(0.3, 1.0)) for s in offered
+        }
+        spec = JobSpec(
+            id=f"j{i}",
+            max_devices=int(rng.integers(1, 20)),
+            weight=float(rng.uniform(0.5, 2.0)),
+            tenant=str(rng.choice(["small", "large"])),
+        )
+        jobs.append(JobView(spec=spec, goodput=table, largest_profiled=16))
+    return jobs
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    sizes=st.lists(
+        st.tuples(st.sampled_from("ab"), st.sampled_from([1, 2, 4, 6, 8])), min_size=1, max_size=6
+    ),
+    count=st.integers(0, 12),
+    seed=st.integers(0, 10**6),
+)
+def test_every_limit_holds_over_a_run_of_decisions(sizes, count, seed):
+    cluster = cluster_of(sizes)
+    jobs = jobs_of(cluster, count, seed)
+    for turn in range(3):
+        now_s = 600.0 * turn
+        decision = Goodput()(jobs, cluster, now_s)
+        check_decision(decision, jobs, cluster, "Goodput")
+        assert set(decision.reasons) == {job.spec.id for job in jobs}
+        again = Goodput()(jobs, cluster, now_s)
+        assert again.allocations == decision.allocations
+        jobs = [
+            dataclasses.replace(
+                job,
+                allocation=decision.allocations.get(job.spec.id, Allocation()),
+                received_s={"a": 600.0 * turn},
+            )
+            for job in jobs
+        ]
+
+
+ONE_NODE = ClusterSpec(nodes=(Node(name="n", kind="k", num_devices=4),))
+
+
+def job(id_, exponent, devices=(), **fields):
+    table = {s: s.num_devices**exponent for s in shapes(ONE_NODE)}
+    return JobView(
+        spec=JobSpec(id=id_),
+        goodput=table,
+        allocation=Allocation(devices={"n": tuple(devices)}) if devices else Allocation(),
+        since_s=0.0 if devices else None,
+        largest_profiled=4,
+        **fields,
+    )
+
+
+def test_of_equal_jobs_the_one_served_less_gets_more():
+    old, young = job("old", 0.8, received_s={"k": 36000.0}), job("young", 0.8)
+    others = [job("third", 0.8, received_s={"k": 36000.0})]
+    given = Goodput()([old, young, *others], ONE_NODE, 0.0).allocations
+    assert given["young"].num_devices >= 2
+    assert all(given[id_].num_devices <= 1 for id_ in ("old", "third") if id_ in given)
+
+
+def test_of_equal_jobs_the_earlier_one_gets_more():
+    late = [job(id_, 0.8, submitted_s=90000.0) for id_ in ("a", "b")]
+    given = Goodput()([*late, job("early", 0.8)], ONE_NODE, 90000.0).allocations
+    assert given["early"].num_devices >= 2
+
+
+def test_a_dear_restart_is_paid_only_for_a_large_gain():
+    little = job("a", 0.1, [0, 1], restart_s=120.0)
+    much = job("a", 1.0, [0, 1], restart_s=30.0)
+    assert Goodput()([little], ONE_NODE, 0.0).allocations["a"] == little.allocation
+    assert Goodput()([much], ONE_NODE, 0.0).allocations["a"].num_devices == 4
+
+
+def test_a_job_that_is_restarting_stays():
+    busy = job("a", 1.0, [0, 1], restart_s=1.0, restoring_until_s=50.0)
+    assert Goodput()([busy], ONE_NODE, 40.0).allocations["a"] == busy.allocation
+    assert Goodput()([busy], ONE_NODE, 60.0).allocations["a"].num_devices == 4
+
+
+def test_a_growth_limit_holds_where_it_is_asked_for():
+    new = dataclasses.replace(job("a", 1.0), largest_profiled=0)
+    ran = dataclasses.replace(job("a", 1.0), largest_profiled=1)
+    assert Goodput(growth=2.0)([new], ONE_NODE, 0.0).allocations["a"].num_devices == 1
+    assert Goodput(growth=2.0)([ran], ONE_NODE, 0.0).allocations["a"].num_devices == 2
+    assert Goodput()([new], ONE_NODE, 0.0).allocations["a"].num_devices == 4
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"horizon_s": 0.0}, {"age_scale_s": -1.0}, {"power": 1.5}, {"idle_penalty": 1.0}]
+)
+def test_settings_that_cannot_be_are_refused(wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        Goodput(**wrong)
