@@ -24,7 +24,9 @@ ROUNDING = 1e-8  # AdaptDL's tolerance before it rounds up
 Profile = Mapping[tuple[int, int, int], tuple[float, float]]
 
 
-def split(batch: float, num_devices: int, base: int, largest: int, limit: int) -> tuple[int, int]:
+def split(
+    batch: float | int, num_devices: int, base: int, largest: int, limit: int
+) -> tuple[int, int]:
     """(samples per device and micro-batch, micro-batches) of about that global batch.
 
     `largest` is the largest micro-batch, `limit` the largest global batch, which is never exceeded;

@@ -7,7 +7,7 @@ simulator places them, advances them, and asks what a policy may know; it never 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from jaxgoodput.specs import JobSpec, Shape
 FASTER_YET = 8.0
 
 
+@runtime_checkable
 class SimulatedJob(Protocol):
     """One job, its truth and what it has measured of it."""
 
@@ -86,6 +87,7 @@ class SimulatedJob(Protocol):
         ...
 
 
+@runtime_checkable
 class Physics(Protocol):
     """Makes simulated jobs."""
 

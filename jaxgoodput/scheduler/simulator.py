@@ -25,7 +25,7 @@ from jaxgoodput.scheduler.traces import TraceJob
 from jaxgoodput.specs import Allocation, ClusterSpec, Node, Shape
 
 EPSILON_S = 1e-6  # events closer than this happen at once
-STALLED_S = 30 * 24 * 3600.0  # nothing runs and nothing happens for so long: it never will
+STALLED_S = 24 * 3600.0  # nothing runs and nothing happens for so long: it never will
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,7 +244,7 @@ class _World:
         elif self.now_s > self._next_change_s:
             raise RuntimeError(
                 f"{len(active)} jobs wait and nothing runs, at {self.now_s:.0f} s and for "
-                f"{STALLED_S / 86400:.0f} days: the policy will never start "
+                f"{STALLED_S / 3600:.0f} hours: the policy will never start "
                 f"{', '.join(e.trace.id for e in active[:5])}. Are they larger than the cluster?"
             )
 

@@ -18,7 +18,7 @@ class _Free:
 
     def __init__(self, cluster: ClusterSpec):
         self._left = {
-            node.name: set(range(node.num_devices))
+            node.name: set(range(node.num_devices)) - set(node.withheld)
             for node in cluster.nodes
             if node.state != "down"
         }
@@ -187,10 +187,7 @@ def _gain(speeds: Mapping[int, float], size: int, remaining: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Static:
-    """First in, first out; a job that runs keeps its devices until it is done.
-
-    It gets the devices that its user would pick, or all that are left where it can use fewer.
-    """
+    """First in, first out, on as many devices as the user would pick, until the job is done."""
 
     def __call__(self, jobs: Sequence[JobView], cluster: ClusterSpec, now_s: float, /) -> Decision:
         """Allocations by arrival."""
