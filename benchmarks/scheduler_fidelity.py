@@ -1,0 +1,90 @@
+"""Does the simulator give the published numbers? One table: asked, measured, and how long it took.
+
+    PYTHONPATH=. python benchmarks/scheduler_fidelity.py ../shared/data [--workloads 1 2 3 4 6] [--no-sia]
+
+The folder holds `pollux` and `sia` as their artifacts ship them. Optimus and Tiresias follow the
+artifact's own rules exactly, so their averages must agree; Pollux's published averages come from a
+genetic algorithm and are printed beside ours, which is solved exactly, for comparison.
+"""
+
+import argparse
+import json
+import pathlib
+import time
+
+from jaxgoodput.scheduler import traces
+from jaxgoodput.scheduler.physics import TablePhysics
+from jaxgoodput.scheduler.policies.baselines import Optimus, Tiresias
+from jaxgoodput.scheduler.policies.pollux import Pollux
+from jaxgoodput.scheduler.policies.sia import Sia
+from jaxgoodput.scheduler.rules import pollux_rules, sia_rules
+from jaxgoodput.scheduler.simulator import simulate, uniform_cluster
+from jaxgoodput.specs import ClusterSpec, Node
+
+SIA_CLUSTER = (("aws", 6, 4), ("dgx-ext", 2, 8), ("rtx", 3, 8))  # 64 devices of three kinds
+SIA_AVERAGE_S = 0.542 * 3600  # Sia's artifact on philly/workload-1
+
+
+def sia_cluster() -> ClusterSpec:
+    return ClusterSpec(
+        nodes=tuple(
+            Node(name=f"{kind}-{i}", kind=kind, num_devices=size)
+            for kind, nodes, size in SIA_CLUSTER
+            for i in range(nodes)
+        )
+    )
+
+
+def row(name, asked_s, tolerance, jobs, cluster, policy, physics, rules):
+    begun = time.process_time()
+    result = simulate(jobs, cluster, policy, physics, rules=rules)
+    cpu_s = time.process_time() - begun
+    found = result.summary()
+    off = found["average_jct_s"] / asked_s - 1
+    verdict = "-" if tolerance is None else "ok" if abs(off) <= tolerance else "OFF"
+    allowed = "-" if tolerance is None else f"{tolerance:.1%}"
+    print(
+        f"{name:34s} {asked_s:10.2f} {found['average_jct_s']:10.2f} {off:+8.2%} {allowed:>6s} "
+        f"{verdict:>4s} {found['p99_jct_s']:9.0f} {found['restarts_per_job']:6.2f} "
+        f"{1e3 * found['median_decision_s']:8.2f} {cpu_s:7.1f}",
+        flush=True,
+    )
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("data", type=pathlib.Path)
+    parser.add_argument("--workloads", type=int, nargs="*", default=[6])
+    parser.add_argument("--no-sia", action="store_true")
+    options = parser.parse_args()
+    print(
+        f"{'average completion time, s':34s} {'asked':>10s} {'measured':>10s} {'off':>8s} {'within':>6s} "
+        f"{'':4s} {'p99':>9s} {'rst':>6s} {'ms/dec.':>8s} {'CPU s':>7s}"
+    )
+    folder = options.data / "pollux"
+    physics = TablePhysics(traces.read_pollux_applications(folder / "traces"))
+    cluster = uniform_cluster("t4", 16, 4)
+    policies = (
+        ("optimus", Optimus(), "elastic", 0.005),
+        ("tiresias", Tiresias(), "rigid", 0.005),
+        ("pollux", Pollux(), "adaptive", None),
+    )
+    for number in options.workloads:
+        jobs = traces.read_pollux_workload(folder / "workloads" / f"workload-{number}.csv")
+        for name, policy, mode, tolerance in policies:
+            path = folder / "results-jobload" / f"{name}-1.0" / "summary.json"
+            asked_s = json.loads(path.read_text())["avgs"][f"workload-{number}"]
+            rules = pollux_rules(mode=mode)
+            title = f"{name}, Pollux workload-{number}"
+            row(title, asked_s, tolerance, jobs, cluster, policy, physics, rules)
+    if not options.no_sia:
+        folder = options.data / "sia"
+        kinds = [kind for kind, _, _ in SIA_CLUSTER]
+        physics = TablePhysics(traces.read_sia_applications(folder / "traces", kinds))
+        jobs = traces.read_sia_workload(folder / "workloads" / "philly" / "workload-1.csv")
+        title = "sia, philly/workload-1, 64 mixed"
+        row(title, SIA_AVERAGE_S, 0.05, jobs, sia_cluster(), Sia(), physics, sia_rules())
+
+
+if __name__ == "__main__":
+    main()
