@@ -124,3 +124,37 @@ def gavel_rules(**changes) -> Rules:
     """The rules of Gavel's simulator: rounds of 360 s from time 0, rigid jobs, restarts that cost nothing."""
     settings = {"round_s": 360.0, "restart_s": 0.0, "mode": "rigid", "decide_at_start": True}
     return Rules(**{**settings, **changes})
+
+
+def restart_by_state(
+    state_bytes: Mapping[str, float], *, base_s: float, bytes_per_s: float
+) -> dict[str, float]:
+    """Restart seconds by application: a fixed part, and its state written and read once.
+
+    >>> restart_by_state({"bert": 1.3e9}, base_s=3.0, bytes_per_s=1.3e9)
+    {'bert': 5.0}
+    """
+    if not (base_s >= 0 and bytes_per_s > 0):
+        raise ValueError(
+            f"base_s={base_s} must be at least 0 and bytes_per_s={bytes_per_s} above 0; measure both."
+        )
+    return {name: base_s + 2.0 * size / bytes_per_s for name, size in state_bytes.items()}
+
+
+def realistic_rules(restart_s: Seconds, **changes) -> Rules:
+    """Events instead of rounds, noisy measurements, interference on shared networks, nodes that break.
+
+    `restart_s` is what was measured, such as `restart_by_state` of the applications. The noise is
+    that of step times on shared hosts, and a node breaks about once in 30 days.
+    """
+    settings = {
+        "restart_s": restart_s,
+        "round_s": None,
+        "growth": None,
+        "rounding": False,
+        "step_noise": 0.05,
+        "gradient_noise": 0.1,
+        "interference": 0.1,
+        "failures": Failures(mean_between_s=30 * 24 * 3600.0),
+    }
+    return Rules(**{**settings, **changes})

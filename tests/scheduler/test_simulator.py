@@ -18,7 +18,15 @@ from jaxgoodput.scheduler.physics_gavel import GavelPhysics
 from jaxgoodput.scheduler.policies.baselines import Optimus, Static, Tiresias
 from jaxgoodput.scheduler.policy import Decision
 from jaxgoodput.scheduler.records import Result
-from jaxgoodput.scheduler.rules import Failures, Rules, gavel_rules, pollux_rules, sia_rules
+from jaxgoodput.scheduler.rules import (
+    Failures,
+    Rules,
+    gavel_rules,
+    pollux_rules,
+    realistic_rules,
+    restart_by_state,
+    sia_rules,
+)
 from jaxgoodput.scheduler.simulator import simulate, uniform_cluster
 from jaxgoodput.scheduler.traces import TraceJob
 from jaxgoodput.specs import Allocation
@@ -298,6 +306,16 @@ def test_restart_costs_by_application():
     assert Rules(restart_s=5.0).told_restart_of("anything") == 5.0
     with pytest.raises(ValueError, match="'gpt'"):
         rules.restart_of("gpt")
+
+
+def test_a_realistic_cluster_runs_to_the_end():
+    costs = restart_by_state({"toy": 4e9, "tiny": 1e8}, base_s=2.0, bytes_per_s=1e9)
+    assert costs == {"toy": 10.0, "tiny": 2.2}
+    rules = realistic_rules(costs, failures=Failures(mean_between_s=3000.0, repair_s=200.0))
+    result = run(rules)
+    assert len(result.jobs) == 8 and result.num_failures > 0
+    with pytest.raises(ValueError, match="bytes_per_s"):
+        restart_by_state({}, base_s=1.0, bytes_per_s=0.0)
 
 
 @pytest.fixture(scope="module")
