@@ -201,9 +201,12 @@ class _World:
                 if stop is not None:
                     # Never a step of nothing: time must pass.
                     span = min(span, max(entry.restoring_s + stop, EPSILON_S))
+        before_s = self.now_s
         self.advance(span)
         for entry in self.waiting:
-            if entry.trace.submit_s == self.now_s or entry.measured_s <= self.now_s:
+            # A sum of floats may pass the moment of an arrival without ever being equal to it.
+            arrived = before_s < entry.trace.submit_s <= self.now_s
+            if arrived or entry.measured_s <= self.now_s:
                 self._wanted = True
                 entry.measured_s = math.inf
         self._fail_and_repair()
