@@ -12,7 +12,7 @@ that counts once against the capacity and once against the time of either job.
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -29,6 +29,7 @@ class FractionProblem:
     `throughput` is in steps (or any unit of the job's own) per second of the whole gang; 0 = cannot run
     there. `deadlines_s` count from now; infinite = none. `isolated_s` is the time that a job would have
     taken for what it has done so far on its own 1/m of the cluster (C_i of finish-time fairness).
+    Speeds on kinds without devices, or of tenants with a quota of 0, count as 0 whatever is given.
     `held` is the kind that a job runs on at present, -1 = none. `pair_throughput[k, 0]` and `[k, 1]` are
     the speeds of the two members of `pairs[k]` while they share devices.
     """
@@ -85,6 +86,13 @@ class FractionProblem:
             )
         if num_jobs and not (self.weight > 0).all():
             raise ValueError(f"weight must be above 0, got {float(self.weight.min())}.")
+        barred = self.capacity[None, :] == 0
+        barred = barred | np.array([self.quota.get(t) == 0 for t in self.tenant], bool)[:, None]
+        object.__setattr__(self, "throughput", np.where(barred, 0.0, self.throughput))
+        if self.pairs:
+            either = barred[np.asarray(self.pairs)].any(axis=1)[:, None, :]
+            speeds = np.where(either, 0.0, self.pair_throughput)
+            object.__setattr__(self, "pair_throughput", speeds)
         for i, j in self.pairs:
             if i == j or self.scale_factor[i] != self.scale_factor[j]:
                 raise ValueError(
@@ -184,6 +192,7 @@ def quota_use(problem: FractionProblem, tenant: str) -> np.ndarray:
     return np.where(mine, problem.scale_factor[np.array(payers, dtype=int)], 0).astype(float)
 
 
+@runtime_checkable
 class FractionPolicy(Protocol):
     """Implementations are frozen dataclasses with `__call__`; equal problems give equal fractions."""
 
@@ -238,7 +247,9 @@ def from_views(
     notes = {}
     for i, (job, size) in enumerate(zip(jobs, sizes, strict=True)):
         for j, kind in enumerate(kinds):
-            if size > free[kind] or (job.spec.kinds is not None and kind not in job.spec.kinds):
+            if size > min(free[kind], cluster.quota.get(job.spec.tenant, size)):
+                continue
+            if job.spec.kinds is not None and kind not in job.spec.kinds:
                 continue
             shape = gang_shape(job, kind, size, per_node.get(kind, 0))
             if shape is not None:

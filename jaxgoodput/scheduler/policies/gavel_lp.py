@@ -1,7 +1,7 @@
 """Every linear program of the fraction policies is one of two: the largest scale, or the best value.
 
-Both are solved by HiGHS' dual simplex, because it answers with a vertex: at most (kinds + jobs that
-need something) variables are above 0, so few jobs are split over several kinds and few move.
+Both are solved by HiGHS' dual simplex, because it answers with a vertex: no more variables and slacks are
+above 0 than there are rows, so few jobs are split over several kinds and few move.
 """
 
 import dataclasses
@@ -183,6 +183,8 @@ def best_value(
 
 def _solve(cost: np.ndarray, matrix: Any, right: np.ndarray) -> Any:
     """A vertex that minimises cost @ x, x >= 0, matrix @ x <= right; None where there is none."""
+    if len(cost) == 0:  # which linprog refuses
+        return scipy.optimize.OptimizeResult(x=cost) if (right >= 0).all() else None
     result = scipy.optimize.linprog(
         cost,
         A_ub=matrix,

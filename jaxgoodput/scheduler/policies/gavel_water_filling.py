@@ -51,7 +51,7 @@ class Hierarchical:
     is the lowest of the jobs' levels. Gavel, section 4.3.
     """
 
-    weights: Mapping[str, float] = field(default_factory=dict)
+    weights: Mapping[str, float | int] = field(default_factory=dict)
     orders: Mapping[str, Literal["fairness", "fifo"]] = field(default_factory=dict)
 
     def __call__(self, problem: FractionProblem, /) -> Fractions:
