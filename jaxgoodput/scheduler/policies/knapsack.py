@@ -229,7 +229,7 @@ def _exact(options: Options, allowed: float, time_limit_s: float) -> Solution | 
         -options.value,
         integrality=np.ones(len(options.job)),
         bounds=optimize.Bounds(0.0, 1.0),
-        constraints=optimize.LinearConstraint(rows, low, high),
+        constraints=[(rows, low, high)],
         options={
             "mip_rel_gap": float(np.clip(allowed / max(abs(scale), 1e-9), 1e-9, 0.1)),
             "time_limit": time_limit_s,

@@ -26,6 +26,7 @@ def published_search():
     """AdaptDL's search under our model, as the tests of the goodput model have it."""
     path = pathlib.Path(__file__).parents[2] / "goodput" / "adaptdl_golden.py"
     spec = importlib.util.spec_from_file_location("adaptdl_golden_of_pollux", path)
+    assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module.adaptdl_best
@@ -133,6 +134,7 @@ def test_no_other_allocation_has_a_greater_power_mean(num_jobs):
         for chosen in itertools.product([None, *shapes], repeat=num_jobs)
         if sum(shape.num_devices for shape in chosen if shape) <= 8
     )
+    assert decision.objective is not None and decision.bound is not None
     assert math.isclose(decision.objective, best, rel_tol=1e-6)
     assert decision.bound >= decision.objective
 
