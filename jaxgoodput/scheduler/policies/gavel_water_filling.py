@@ -59,7 +59,7 @@ class Hierarchical:
         entities = []
         for tenant in sorted(set(problem.tenant)):
             jobs = np.array([i for i, t in enumerate(problem.tenant) if t == tenant])
-            weight = self.weights.get(tenant, 1.0)
+            weight = float(self.weights.get(tenant, 1.0))
             order = self.orders.get(tenant, "fairness")
             if not weight > 0 or order not in ("fairness", "fifo"):
                 raise ValueError(
