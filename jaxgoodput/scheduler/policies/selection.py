@@ -149,7 +149,7 @@ def relaxed(candidates: Candidates) -> np.ndarray:
     if not len(rows):
         return np.full(len(c.size), -1)
     variable = np.arange(len(rows))
-    members = [(job, v) for v, row in enumerate(rows) for job in c.members[row]]
+    members = [(job, v) for v, row in enumerate(rows.tolist()) for job in c.members[row]]
     jobs, at = np.asarray(members).T
     num_jobs, num_kinds = int(jobs.max()) + 1, len(c.capacity)
     matrix: Any = scipy.sparse.csr_matrix(

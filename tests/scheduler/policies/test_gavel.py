@@ -140,7 +140,7 @@ def test_fractions_are_always_feasible(seed, num_jobs, crowd, limited):
 def bottleneck_levels(problem, unit):
     """The lexicographic optimum by the book: raise all, test each job alone, freeze, again."""
     program = Program.of(problem)
-    num_jobs, num_variables = program.rate.shape
+    num_jobs, num_variables = problem.num_jobs, len(program.row)
     share = (program.rate.multiply(1 / unit[:, None])).tocsr()
     rows = program.limits.toarray()
     level = np.zeros(num_jobs)
@@ -254,6 +254,7 @@ def test_deadlines_that_can_be_met_are_met_and_not_reported():
 def test_answers_are_vertices():
     problem = random_problem(np.random.default_rng(8), 64, crowd=4)
     answer = MaxMinFairness()(problem)
+    assert answer.objective is not None
     slack = [
         1 - answer.alone.sum(axis=1),
         problem.capacity - problem.scale_factor @ answer.alone,
