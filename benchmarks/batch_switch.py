@@ -62,7 +62,7 @@ class Mover(jg.Hook):
                 return
             self._switches += 1
             other = SIZES[(SIZES.index(size) + 1) % len(SIZES)]
-            run.requests.post(micro_batch_size=other, num_micro_batches=1)
+            self.trainer.request_batch(other)
 
 
 def main(argv):

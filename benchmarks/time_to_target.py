@@ -91,7 +91,7 @@ WORKLOADS = {
         every_s=0.5,
         num_test=50_000,
         grid=(512, 2048, 4096, 8192, 16384),
-        horizon=16000,
+        horizon=8000,
         seesaw_horizon=3000,
     ),
     "digits": Workload(
@@ -190,7 +190,7 @@ class Seesaw(jg.Hook):
         wanted = min(int(self.base * ALPHA**cuts), self.most)
         if wanted != self.now:
             self.now = wanted
-            self.trainer._run.requests.post(micro_batch_size=wanted, num_micro_batches=1)
+            self.trainer.request_batch(wanted)
 
 
 def measured(workload: Workload, *, constant: bool) -> type[Any]:
@@ -227,8 +227,8 @@ def side_config(workload: Workload, side: str, config: jg.Config) -> jg.Config:
                 base=base, max=most, sizes=doublings(base, most), max_micro_batches=1
             ),
             rule=lambda scale, grad, progress: scale**-0.5,
-            tune_every_s=1e9,  # its schedule decides, not the tuner
-            tune_every_steps=10**9,
+            warm_up_steps=10**9,  # its schedule decides, not the tuner
+            statistics_every=64,
         )
     batch = int(side.split()[1])
     return dataclasses.replace(

@@ -90,13 +90,15 @@ class ByteModel(jg.Trainer):
         del key
         return self.bits(params, batch["windows"])
 
-    def optimizer(self):
+    def learning_rate(self, progress):
         steps = int(self.config.base_steps or 800)
-        rate = LEARNING_RATE
         schedule = optax.warmup_cosine_decay_schedule(
-            0.0, rate, steps // 16, steps, end_value=rate / 10
+            0.0, LEARNING_RATE, steps // 16, steps, end_value=LEARNING_RATE / 10
         )
-        return optax.adamw(schedule, b2=0.99, weight_decay=0.01)
+        return schedule(progress)
+
+    def optimizer(self):
+        return optax.adamw(self.learning_rate, b2=0.99, weight_decay=0.01)
 
     def dataset(self):
         return {"windows": self.train}

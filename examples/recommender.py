@@ -87,6 +87,9 @@ class Recommender(jg.Trainer):
         del key
         return optax.sigmoid_binary_cross_entropy(self.logits(params, batch), batch["label"])
 
+    def learning_rate(self, progress):
+        return LEARNING_RATE
+
     def optimizer(self):
         # The accumulator's usual start of 0.1 is huge beside squared mean gradients of embeddings.
         return optax.adagrad(LEARNING_RATE, initial_accumulator_value=1e-7)

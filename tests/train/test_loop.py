@@ -193,7 +193,7 @@ def switching(tmp_path, sizes, monkeypatch, **settings):
             if size is None:
                 trainer.finish()
             else:
-                trainer._run.requests.post(micro_batch_size=size, num_micro_batches=1)
+                trainer.request_batch(size)
 
     seen = Recorder(ask)
     usual = {"policy": "goodput", "batch": LIMITS, "base_steps": 1e6, "warm_up_steps": 10**9}
