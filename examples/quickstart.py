@@ -42,7 +42,8 @@ class Digits(jg.Trainer):
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
 
     def learning_rate(self, progress):  # also a line on the dashboard
-        return optax.cosine_decay_schedule(LEARNING_RATE, self.config.base_steps)(progress)
+        steps = int(self.config.base_steps or 600)
+        return optax.cosine_decay_schedule(LEARNING_RATE, steps)(progress)
 
     def optimizer(self):
         return optax.sgd(self.learning_rate, momentum=0.9, nesterov=True)
