@@ -345,7 +345,14 @@ class Run:
             self.requests.post(evaluate=True)
 
     def _next_batch(self) -> StepBatch | None:
-        batch = self.loader.next(self.batch)
+        try:
+            batch = self.loader.next(self.batch)
+        except Exception as error:
+            if self.where.process_count > 1:
+                raise  # the others are told by the collective that this process does not join
+            # What was learned so far is saved; then the error is raised.
+            self._hook_error, self._outcome = error, "the data set failed"
+            return None
         if batch is not None and batch.wait_s > 1e-4:
             self.ledger.add("data_loading_sync", batch.wait_s)
         return batch

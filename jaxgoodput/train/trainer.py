@@ -133,6 +133,7 @@ class Trainer(abc.ABC):
           Preempted: SIGTERM, SIGINT or a hook asked to stop; the state is saved. It is a SystemExit
             with code 143, so that a script that does not catch it ends with that code.
           Diverged: too many updates in a row were not finite.
+          RuntimeError: a sample could not be read. In one process what was learned is saved first.
           ValueError, TypeError: a setting, a loss or a data set that cannot work, with the remedy.
         """
         run = Run(self)
