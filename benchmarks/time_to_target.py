@@ -116,9 +116,9 @@ WORKLOADS = {
         higher_is_better=False,
         every_s=1.0,
         num_test=256,
-        grid=(16, 32, 64),
-        horizon=800,
-        seesaw_horizon=800,
+        grid=(16, 32, 64, 128),
+        horizon=500,
+        seesaw_horizon=500,
     ),
 }
 

@@ -49,7 +49,8 @@ def tune(
 
     `ready` are the micro-batch sizes that can run without compiling, `timed` those whose step time was
     measured here. With only one timed, nothing is known about how time grows with the batch: a few
-    real steps at another size (a probe, which trains like any other step) tell. `grad` should
+    real steps at another size (a probe, which trains like any other step) tell, where the noise
+    leaves anything to be won. `grad` should
     be the cautious estimate: NaN (unknown) keeps the current configuration.
 
     Where the current configuration is a probe, `tried_from` is the one before it: that one is the
@@ -81,7 +82,7 @@ def tune(
         )
     if set(timed) <= {current.micro_batch_size}:
         probe = _probe(limits, current, ready, caution.max_growth, largest)
-        if probe is not None:
+        if probe is not None and _is_promising(model, current, probe, caution.min_gain):
             return Verdict(
                 config=probe,
                 goodput=math.nan,
@@ -166,6 +167,20 @@ def _probe(
     options = [c for c in options if limits.smallest <= c.global_batch_size <= most]
     wanted = current.micro_batch_size * growth
     return min(options, key=lambda c: abs(math.log(c.micro_batch_size / wanted)), default=None)
+
+
+def _is_promising(
+    model: GoodputModel, current: BatchConfig, probe: BatchConfig, min_gain: float
+) -> bool:
+    """Whether the probe would pay if the step time grew as the square root of the batch.
+
+    Half-way between not at all and in proportion. Where the noise is so small that even this would
+    not pay, the steps of a probe are better spent where they are.
+    """
+    growth = probe.global_batch_size / current.global_batch_size
+    now = float(model.efficiency(current.global_batch_size))
+    there = float(model.efficiency(probe.global_batch_size))
+    return math.sqrt(growth) * there >= now * (1 + min_gain)
 
 
 def _narrowed(limits: BatchLimits, largest: int, accumulate: bool) -> BatchLimits:
