@@ -184,6 +184,9 @@ class Seesaw(jg.Hook):
         self.trainer: Any = None
         self.now = base
 
+    def on_fit_start(self, event: FitStart, /) -> None:
+        self.trainer.compile_sizes()
+
     def on_step_end(self, event: StepEnd, /) -> None:
         cosine = math.cos(math.pi / 2 * min(event.samples / self.horizon, 1 - 1e-9))
         cuts = math.floor(-math.log(cosine) / math.log(ALPHA) + 1e-9)

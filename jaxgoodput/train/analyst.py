@@ -27,7 +27,7 @@ from jaxgoodput.train.config import Config
 from jaxgoodput.train.control import DEPTH, Requests
 from jaxgoodput.train.events import StepEnd, TuneEnd, Window
 from jaxgoodput.train.timing import TimingKey, TimingTable
-from jaxgoodput.train.tune import Caution, statistics_cadence
+from jaxgoodput.train.tune import Caution, is_promising, statistics_cadence
 from jaxgoodput.train.tuner import Answer, Question, Tuner
 from jaxgoodput.train.watcher import Result
 
@@ -49,6 +49,8 @@ class Analyst:
         current: BatchConfig,
         requests: Requests,
         ready: Callable[[], Sequence[int]],
+        sizes: Sequence[int],
+        compile_others: Callable[[], None],
         memory_limit: Callable[[], int],
         hooks: Sequence[Any],
         clock: Clock,
@@ -64,6 +66,8 @@ class Analyst:
         self._current = current
         self._requests = requests
         self._ready = ready
+        self._sizes = sizes  # that may ever be used, samples per replica
+        self._compile_others: Callable[[], None] | None = compile_others
         self._memory_limit = memory_limit
         self._hooks = hooks
         self._clock = clock
@@ -178,6 +182,9 @@ class Analyst:
             if usual == usual:
                 self._book("first_execution", extra_s)
         self._latest, self._disturbed = result, ticket.busy
+        if self._compile_others is not None and self._is_another_promising(metrics):
+            self._compile_others()
+            self._compile_others = None
         self._steps_seen += 1
         self._window.append(result)
         own = {k: v for k, v in metrics.items() if k not in _INTERNAL}
@@ -201,6 +208,21 @@ class Analyst:
             self._draw()
         if self._is_tune_due(now, ticket.step):
             self._ask(now, ticket.step)
+
+    def _is_another_promising(self, metrics: Mapping[str, float]) -> bool:
+        """Whether the noise gives any reason to have other batches compiled."""
+        grad = GradParams(sqr=metrics["cautious_sqr"], var=metrics["cautious_var"])
+        most = self._limits.max_micro_batches if self._config.accumulate else 1
+        rows = np.multiply.outer(self._sizes, np.arange(1, most + 1))
+        return bool(
+            is_promising(
+                grad,
+                self._limits,
+                self._current.global_batch_size,
+                rows * self._current.num_replicas,
+                min_gain=self._config.min_gain,
+            ).any()
+        )
 
     def _is_tune_due(self, now: float, step: int) -> bool:
         if self._steps_seen < self._config.warm_up_steps or self._tuner.is_busy:

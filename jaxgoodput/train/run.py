@@ -72,6 +72,7 @@ class Run:
         with contextlib.ExitStack() as stack:
             stack.enter_context(quiet_writer())
             stack.enter_context(setup.persistent_cache(self.config))
+            stack.enter_context(setup.prompt_threads())
             stack.callback(listen_for_compilations(self._compiled))
             # Before anything that takes long: what is asked during compilation is done at step 0.
             stack.enter_context(signals.heeded(self.requests))
@@ -155,8 +156,6 @@ class Run:
         )
         stack.callback(self.loader.close)
         self._start_reporting(stack, plan, restored, device)
-        if config.background_compile:
-            self.rungs.start()
         self._meet("before the first step")
 
     def _meet(self, moment: str) -> None:
@@ -201,6 +200,8 @@ class Run:
             current=self.batch,
             requests=self.requests,
             ready=self._ready_everywhere,
+            sizes=plan.sizes,
+            compile_others=self.rungs.start if config.background_compile else lambda: None,
             memory_limit=lambda: self.rungs.memory_limit,
             hooks=hooks,
             clock=self.clock,

@@ -167,11 +167,19 @@ class Trainer(abc.ABC):
         self._running().requests.post(save=True)
 
     @final
+    def compile_sizes(self) -> None:
+        """Compile the other batch sizes in the background from now on. Callable from hooks.
+
+        Left alone, this begins once the noise gives any reason to change the batch.
+        """
+        self._running().rungs.start()
+
+    @final
     def request_batch(self, micro_batch_size: int, num_micro_batches: int = 1) -> None:
         """Use this batch from the next step on, as if a verdict had said so. Callable from hooks.
 
-        A size that is not one of `BatchLimits.sizes` (or of the ladder) is compiled in the loop. To
-        have no verdict interfere, set `Config.warm_up_steps` beyond the end.
+        A size that is not ready is compiled in the loop: see `compile_sizes`. To have no verdict
+        interfere, set `Config.warm_up_steps` beyond the end.
         """
         if micro_batch_size < 1 or num_micro_batches < 1:
             raise ValueError(

@@ -11,7 +11,9 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from jaxgoodput.goodput.efficiency import GradParams, noise_scale
+import numpy as np
+
+from jaxgoodput.goodput.efficiency import GradParams, efficiency, noise_scale
 from jaxgoodput.goodput.fit import PerfFit
 from jaxgoodput.goodput.model import GoodputModel
 from jaxgoodput.goodput.perf import Placement
@@ -82,7 +84,10 @@ def tune(
         )
     if set(timed) <= {current.micro_batch_size}:
         probe = _probe(limits, current, ready, caution.max_growth, largest)
-        if probe is not None and _is_promising(model, current, probe, caution.min_gain):
+        now_samples = current.global_batch_size
+        if probe is not None and is_promising(
+            grad, limits, now_samples, np.array(probe.global_batch_size), min_gain=caution.min_gain
+        ):
             return Verdict(
                 config=probe,
                 goodput=math.nan,
@@ -169,18 +174,19 @@ def _probe(
     return min(options, key=lambda c: abs(math.log(c.micro_batch_size / wanted)), default=None)
 
 
-def _is_promising(
-    model: GoodputModel, current: BatchConfig, probe: BatchConfig, min_gain: float
-) -> bool:
-    """Whether the probe would pay if the step time grew as the square root of the batch.
+def is_promising(
+    grad: GradParams, limits: BatchLimits, now: int, there: np.ndarray, *, min_gain: float
+) -> np.ndarray:
+    """[batches] whether each global batch would pay if the step time grew as its square root.
 
     Half-way between not at all and in proportion. Where the noise is so small that even this would
-    not pay, the steps of a probe are better spent where they are.
+    not pay, compiling a size is not worth the time, nor are the steps of a probe. An unknown noise
+    promises nothing, and neither does a batch outside the limits.
     """
-    growth = probe.global_batch_size / current.global_batch_size
-    now = float(model.efficiency(current.global_batch_size))
-    there = float(model.efficiency(probe.global_batch_size))
-    return math.sqrt(growth) * there >= now * (1 + min_gain)
+    before = efficiency(grad, now / limits.base)
+    after = efficiency(grad, there / limits.base)
+    pays = np.sqrt(there / now) * after >= before * (1 + min_gain)
+    return np.asarray(pays & (there >= limits.smallest) & (there <= limits.max) & (there != now))
 
 
 def _narrowed(limits: BatchLimits, largest: int, accumulate: bool) -> BatchLimits:

@@ -179,6 +179,8 @@ def switching(tmp_path, sizes, monkeypatch, **settings):
 
     def count(run):
         before = len(run.compilations)
+        if run.config.background_compile:
+            run.rungs.start()
         try:
             return train(run)
         finally:
