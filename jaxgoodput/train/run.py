@@ -172,6 +172,7 @@ class Run:
         device: Any,
     ) -> None:
         config = self.config
+        compile_s = self.ledger.snapshot().get("compilation", 0.0)  # of this start alone
         restart = 0
         if self.is_chief:
             saved = None if restored is None else restored.meta["ledger"]
@@ -202,6 +203,7 @@ class Run:
             ready=self._ready_everywhere,
             sizes=plan.sizes,
             compile_others=self.rungs.start if config.background_compile else lambda: None,
+            compile_s=compile_s,
             memory_limit=lambda: self.rungs.memory_limit,
             hooks=hooks,
             clock=self.clock,

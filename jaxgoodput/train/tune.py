@@ -84,9 +84,9 @@ def tune(
         )
     if set(timed) <= {current.micro_batch_size}:
         probe = _probe(limits, current, ready, caution.max_growth, largest)
-        now_samples = current.global_batch_size
-        if probe is not None and is_promising(
-            grad, limits, now_samples, np.array(probe.global_batch_size), min_gain=caution.min_gain
+        # Where the noise leaves nothing to be won, the steps are better spent where they are.
+        if probe is not None and (1 + caution.min_gain) <= hoped_gain(
+            grad, limits, current.global_batch_size, np.array(probe.global_batch_size)
         ):
             return Verdict(
                 config=probe,
@@ -174,19 +174,16 @@ def _probe(
     return min(options, key=lambda c: abs(math.log(c.micro_batch_size / wanted)), default=None)
 
 
-def is_promising(
-    grad: GradParams, limits: BatchLimits, now: int, there: np.ndarray, *, min_gain: float
-) -> np.ndarray:
-    """[batches] whether each global batch would pay if the step time grew as its square root.
+def hoped_gain(grad: GradParams, limits: BatchLimits, now: int, there: np.ndarray) -> np.ndarray:
+    """[batches] goodput over the present one's, if the step time grew as the square root of the batch.
 
-    Half-way between not at all and in proportion. Where the noise is so small that even this would
-    not pay, compiling a size is not worth the time, nor are the steps of a probe. An unknown noise
-    promises nothing, and neither does a batch outside the limits.
+    Half-way between not at all and in proportion: what may be hoped for before a size was timed. 0
+    where the noise is unknown, and outside the limits.
     """
     before = efficiency(grad, now / limits.base)
     after = efficiency(grad, there / limits.base)
-    pays = np.sqrt(there / now) * after >= before * (1 + min_gain)
-    return np.asarray(pays & (there >= limits.smallest) & (there <= limits.max) & (there != now))
+    hope = np.nan_to_num(np.sqrt(there / now) * after / before, nan=0.0)
+    return np.where((there >= limits.smallest) & (there <= limits.max), hope, 0.0)
 
 
 def _narrowed(limits: BatchLimits, largest: int, accumulate: bool) -> BatchLimits:

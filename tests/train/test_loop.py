@@ -222,6 +222,24 @@ def test_nothing_compiles_on_the_loops_thread_while_sizes_switch(tmp_path, monke
     assert not found["loop"]
 
 
+@pytest.mark.parametrize("base_steps, compiles", [(1e6, True), (60.0, False)])
+def test_other_sizes_are_compiled_where_the_time_left_can_repay_it(
+    tmp_path, monkeypatch, base_steps, compiles
+):
+    in_step(monkeypatch)
+    starts = []
+    monkeypatch.setattr(Rungs, "start", lambda rungs: starts.append(seen.of(StepEnd)[-1].step))
+    seen = Recorder(lambda e: trainer.finish() if e.step == 50 else None)
+    usual = {"policy": "goodput", "batch": LIMITS, "save_at_end": False, "min_gain": 0.0}
+    settings = config(tmp_path, base_steps=base_steps, background_compile=True, **usual)
+    noise = rows(offset=0.0)
+    trainer = Mean(settings, data=noise, hooks=[seen], devices=devices(8))
+    trainer.fit()
+    assert len(starts) == compiles
+    if compiles:
+        assert starts[0] > 5, "not before the noise is known"
+
+
 def test_a_size_that_is_not_ready_would_be_seen(tmp_path, monkeypatch):
     """The check above can fail: an unknown size compiles on the loop's thread, and is counted."""
     _, found = switching(tmp_path, [5], monkeypatch, background_compile=False)
