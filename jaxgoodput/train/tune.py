@@ -177,12 +177,12 @@ def _probe(
 def hoped_gain(grad: GradParams, limits: BatchLimits, now: int, there: np.ndarray) -> np.ndarray:
     """[batches] goodput over the present one's, if the step time grew as the square root of the batch.
 
-    Half-way between not at all and in proportion: what may be hoped for before a size was timed. 0
-    where the noise is unknown, and outside the limits.
+    Half-way between not at all and in proportion: what may be hoped for before a size was timed. An
+    unknown noise is hoped to be large. 0 outside the limits.
     """
     before = efficiency(grad, now / limits.base)
     after = efficiency(grad, there / limits.base)
-    hope = np.nan_to_num(np.sqrt(there / now) * after / before, nan=0.0)
+    hope = np.sqrt(there / now) * np.nan_to_num(after / before, nan=1.0)
     return np.where((there >= limits.smallest) & (there <= limits.max), hope, 0.0)
 
 

@@ -236,8 +236,6 @@ def test_other_sizes_are_compiled_where_the_time_left_can_repay_it(
     trainer = Mean(settings, data=noise, hooks=[seen], devices=devices(8))
     trainer.fit()
     assert len(starts) == compiles
-    if compiles:
-        assert starts[0] > 5, "not before the noise is known"
 
 
 def test_a_size_that_is_not_ready_would_be_seen(tmp_path, monkeypatch):
