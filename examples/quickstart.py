@@ -41,9 +41,12 @@ class Digits(jg.Trainer):
         logits = MODEL.predict(params, {}, batch["image"])
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
 
+    def learning_rate(self, progress):  # also a line on the dashboard
+        steps = int(self.config.base_steps or 600)
+        return optax.cosine_decay_schedule(LEARNING_RATE, steps)(progress)
+
     def optimizer(self):
-        schedule = optax.cosine_decay_schedule(LEARNING_RATE, int(self.config.base_steps or 600))
-        return optax.sgd(schedule, momentum=0.9, nesterov=True)
+        return optax.sgd(self.learning_rate, momentum=0.9, nesterov=True)
 
     def dataset(self, held_out=False):
         digits: Any = load_digits()

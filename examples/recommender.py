@@ -42,7 +42,8 @@ def default_config(workdir: str) -> jg.Config:
         batch=jg.BatchLimits(base=512, max=16384, sizes=SIZES, max_micro_batches=1),
         base_steps=4200,
         rule=jg.rules.square_root,
-        tune_every_s=0.5,
+        tune_every_s=0.25,  # the whole run takes seconds
+        dwell_steps=10,
         eval_every_base_steps=500,
         eval_micro_batch_size=8192,
     )
@@ -86,6 +87,9 @@ class Recommender(jg.Trainer):
     def loss(self, params, batch, key):
         del key
         return optax.sigmoid_binary_cross_entropy(self.logits(params, batch), batch["label"])
+
+    def learning_rate(self, progress):
+        return LEARNING_RATE
 
     def optimizer(self):
         # The accumulator's usual start of 0.1 is huge beside squared mean gradients of embeddings.

@@ -16,7 +16,7 @@ import numpy as np
 from absl import logging
 
 from jaxgoodput.clock import Clock
-from jaxgoodput.goodput.efficiency import GradParams, efficiency, noise_scale
+from jaxgoodput.goodput.efficiency import GradParams, efficiency, gain, noise_scale
 from jaxgoodput.goodput.fit import PerfFit
 from jaxgoodput.goodput.model import GoodputModel
 from jaxgoodput.goodput.perf import Placement
@@ -27,7 +27,7 @@ from jaxgoodput.train.config import Config
 from jaxgoodput.train.control import DEPTH, Requests
 from jaxgoodput.train.events import StepEnd, TuneEnd, Window
 from jaxgoodput.train.timing import TimingKey, TimingTable
-from jaxgoodput.train.tune import Caution, statistics_cadence
+from jaxgoodput.train.tune import Caution, hoped_gain, statistics_cadence
 from jaxgoodput.train.tuner import Answer, Question, Tuner
 from jaxgoodput.train.watcher import Result
 
@@ -49,6 +49,9 @@ class Analyst:
         current: BatchConfig,
         requests: Requests,
         ready: Callable[[], Sequence[int]],
+        sizes: Sequence[int],
+        compile_others: Callable[[], None],
+        compile_s: float,
         memory_limit: Callable[[], int],
         hooks: Sequence[Any],
         clock: Clock,
@@ -64,6 +67,9 @@ class Analyst:
         self._current = current
         self._requests = requests
         self._ready = ready
+        self._sizes = sizes  # that may ever be used, samples per replica
+        self._compile_others: Callable[[], None] | None = compile_others
+        self._compile_s = compile_s  # what one size took
         self._memory_limit = memory_limit
         self._hooks = hooks
         self._clock = clock
@@ -178,6 +184,9 @@ class Analyst:
             if usual == usual:
                 self._book("first_execution", extra_s)
         self._latest, self._disturbed = result, ticket.busy
+        if self._compile_others is not None and self._is_compiling_worth_it(metrics):
+            self._compile_others()
+            self._compile_others = None
         self._steps_seen += 1
         self._window.append(result)
         own = {k: v for k, v in metrics.items() if k not in _INTERNAL}
@@ -201,6 +210,29 @@ class Analyst:
             self._draw()
         if self._is_tune_due(now, ticket.step):
             self._ask(now, ticket.step)
+
+    def _is_compiling_worth_it(self, metrics: Mapping[str, float]) -> bool:
+        """Whether other batches may save more of the time left than it takes to compile them."""
+        grad = GradParams(sqr=metrics["cautious_sqr"], var=metrics["cautious_var"])
+        most = self._limits.max_micro_batches if self._config.accumulate else 1
+        batches = (
+            np.multiply.outer(self._sizes, np.arange(1, most + 1)) * self._current.num_replicas
+        )
+        hopes = hoped_gain(grad, self._limits, self._current.global_batch_size, batches)
+        hope = float(hopes.max())
+        saved_s = self._left_s(metrics, grad) * (1 - 1 / hope) if hope > 1 else 0.0
+        price_s = self._compile_s * max(len(self._sizes) - 1, 1)
+        return hope >= 1 + self._config.min_gain and saved_s > price_s
+
+    def _left_s(self, metrics: Mapping[str, float], grad: GradParams) -> float:
+        """Seconds to the end at the present batch; NaN before any step was timed."""
+        step_s = self._table.step_s(self._num_nodes, self._current)
+        if self._config.base_steps is not None:
+            worth = gain(grad, self._current.global_batch_size / self._limits.base)
+            return (self._config.base_steps - metrics["progress"]) * step_s / float(worth)
+        assert self._config.epochs is not None and self._latest is not None
+        left = self._config.epochs * self._dataset_size - self._latest.ticket.samples
+        return left / self._current.global_batch_size * step_s
 
     def _is_tune_due(self, now: float, step: int) -> bool:
         if self._steps_seen < self._config.warm_up_steps or self._tuner.is_busy:

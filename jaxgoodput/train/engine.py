@@ -157,13 +157,13 @@ class Engine:
         """
         zeros = self._executable("zeros", 0)
         batch, mask = self._zero_batch(micro_batch_size)
+        state = zeros()
         if self.world is None:
-            self.step(zeros(), None, batch, mask, measure=False)[1].block_until_ready()
-            *_, previous = self.step(zeros(), None, batch, mask)
-            state = zeros()
-            self.step(state, None, batch, mask, previous=previous)[1].block_until_ready()
+            state, *_ = self.step(state, None, batch, mask, measure=False)
+            state, _, previous = self.step(state, None, batch, mask)
+            state, metrics, _ = self.step(state, None, batch, mask, previous=previous)
+            metrics.block_until_ready()
         if accumulate or self.world is not None:
-            state = zeros()
             work = self.accumulate(self.accumulate(self.begin(state), batch, mask), batch, mask)
             if self.world is None:
                 self.step(state, work, batch, mask)[1].block_until_ready()

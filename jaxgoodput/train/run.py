@@ -72,6 +72,7 @@ class Run:
         with contextlib.ExitStack() as stack:
             stack.enter_context(quiet_writer())
             stack.enter_context(setup.persistent_cache(self.config))
+            stack.enter_context(setup.prompt_threads())
             stack.callback(listen_for_compilations(self._compiled))
             # Before anything that takes long: what is asked during compilation is done at step 0.
             stack.enter_context(signals.heeded(self.requests))
@@ -155,8 +156,6 @@ class Run:
         )
         stack.callback(self.loader.close)
         self._start_reporting(stack, plan, restored, device)
-        if config.background_compile:
-            self.rungs.start()
         self._meet("before the first step")
 
     def _meet(self, moment: str) -> None:
@@ -173,6 +172,7 @@ class Run:
         device: Any,
     ) -> None:
         config = self.config
+        compile_s = self.ledger.snapshot().get("compilation", 0.0)  # of this start alone
         restart = 0
         if self.is_chief:
             saved = None if restored is None else restored.meta["ledger"]
@@ -201,6 +201,9 @@ class Run:
             current=self.batch,
             requests=self.requests,
             ready=self._ready_everywhere,
+            sizes=plan.sizes,
+            compile_others=self.rungs.start if config.background_compile else lambda: None,
+            compile_s=compile_s,
             memory_limit=lambda: self.rungs.memory_limit,
             hooks=hooks,
             clock=self.clock,
@@ -345,7 +348,14 @@ class Run:
             self.requests.post(evaluate=True)
 
     def _next_batch(self) -> StepBatch | None:
-        batch = self.loader.next(self.batch)
+        try:
+            batch = self.loader.next(self.batch)
+        except Exception as error:
+            if self.where.process_count > 1:
+                raise  # the others are told by the collective that this process does not join
+            # What was learned so far is saved; then the error is raised.
+            self._hook_error, self._outcome = error, "the data set failed"
+            return None
         if batch is not None and batch.wait_s > 1e-4:
             self.ledger.add("data_loading_sync", batch.wait_s)
         return batch

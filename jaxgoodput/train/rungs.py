@@ -131,12 +131,18 @@ class Rungs:
     def is_busy(self) -> bool:
         """Whether something is being compiled or tried now, which slows the steps beside it."""
         with self._changed:
-            return self._next < len(self._order) and not self._stopping
+            waiting = self._next < len(self._order)
+            return waiting and self._thread is not None and not self._stopping
 
     def start(self) -> None:
-        """Climb in the background."""
-        self._thread = threading.Thread(target=self._run, name="jaxgoodput-compile", daemon=True)
-        self._thread.start()
+        """Climb in the background, from now on. Further calls change nothing."""
+        with self._changed:
+            if self._thread is not None or self._stopping:
+                return
+            self._thread = threading.Thread(
+                target=self._run, name="jaxgoodput-compile", daemon=True
+            )
+            self._thread.start()
 
     def climb(self) -> None:
         """Compile all that was taken up on the caller's thread."""
@@ -156,8 +162,9 @@ class Rungs:
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
-        if self._thread is not None:
-            self._thread.join()
+            thread = self._thread
+        if thread is not None:
+            thread.join()
 
     def _run(self) -> None:
         try:

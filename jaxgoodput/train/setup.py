@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import math
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -263,6 +264,21 @@ def evaluator(trainer: "Trainer", where: Place | None = None) -> Evaluator:
         process_index=where.process_index,
         process_count=where.process_count,
     )
+
+
+@contextlib.contextmanager
+def prompt_threads(interval_s: float = 0.0005) -> Iterator[None]:
+    """Let the loop's thread have the interpreter soon while another one traces, plans or compiles.
+
+    A waiting thread gets it after CPython's switch interval, 5 ms unless told, which is longer than
+    many a step.
+    """
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(min(interval_s, before))
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
 
 
 @contextlib.contextmanager

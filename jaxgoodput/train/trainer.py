@@ -77,10 +77,11 @@ class Trainer(abc.ABC):
         called with progress in base steps; its updates are multiplied by the learning-rate gain.
         """
 
-    def learning_rate(self, progress: float) -> float | None:
+    def learning_rate(self, progress: Any) -> Any:
         """The optimizer's own learning rate at `progress` base steps, for the dashboard; None: unknown.
 
-        An optax optimizer does not say what its schedule is; this changes nothing but a chart.
+        An optax optimizer does not say what its schedule is. By itself this changes nothing but a
+        chart; `optimizer()` may hand it to optax as its schedule.
         """
         return None
 
@@ -132,6 +133,7 @@ class Trainer(abc.ABC):
           Preempted: SIGTERM, SIGINT or a hook asked to stop; the state is saved. It is a SystemExit
             with code 143, so that a script that does not catch it ends with that code.
           Diverged: too many updates in a row were not finite.
+          RuntimeError: a sample could not be read. In one process what was learned is saved first.
           ValueError, TypeError: a setting, a loss or a data set that cannot work, with the remedy.
         """
         run = Run(self)
@@ -163,6 +165,30 @@ class Trainer(abc.ABC):
     def request_save(self) -> None:
         """Save a checkpoint at the next step. Callable from hooks."""
         self._running().requests.post(save=True)
+
+    @final
+    def compile_sizes(self) -> None:
+        """Compile the other batch sizes in the background from now on. Callable from hooks.
+
+        Left alone, this begins once the noise gives any reason to change the batch.
+        """
+        self._running().rungs.start()
+
+    @final
+    def request_batch(self, micro_batch_size: int, num_micro_batches: int = 1) -> None:
+        """Use this batch from the next step on, as if a verdict had said so. Callable from hooks.
+
+        A size that is not ready is compiled in the loop: see `compile_sizes`. To have no verdict
+        interfere, set `Config.warm_up_steps` beyond the end.
+        """
+        if micro_batch_size < 1 or num_micro_batches < 1:
+            raise ValueError(
+                f"a batch needs at least one micro-batch of one sample; got micro_batch_size="
+                f"{micro_batch_size}, num_micro_batches={num_micro_batches}."
+            )
+        self._running().requests.post(
+            micro_batch_size=micro_batch_size, num_micro_batches=num_micro_batches
+        )
 
     def _running(self) -> Run:
         if self._run is None:

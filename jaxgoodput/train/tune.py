@@ -11,7 +11,9 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from jaxgoodput.goodput.efficiency import GradParams, noise_scale
+import numpy as np
+
+from jaxgoodput.goodput.efficiency import GradParams, efficiency, noise_scale
 from jaxgoodput.goodput.fit import PerfFit
 from jaxgoodput.goodput.model import GoodputModel
 from jaxgoodput.goodput.perf import Placement
@@ -49,7 +51,8 @@ def tune(
 
     `ready` are the micro-batch sizes that can run without compiling, `timed` those whose step time was
     measured here. With only one timed, nothing is known about how time grows with the batch: a few
-    real steps at another size (a probe, which trains like any other step) tell. `grad` should
+    real steps at another size (a probe, which trains like any other step) tell, where the noise
+    leaves anything to be won. `grad` should
     be the cautious estimate: NaN (unknown) keeps the current configuration.
 
     Where the current configuration is a probe, `tried_from` is the one before it: that one is the
@@ -81,7 +84,10 @@ def tune(
         )
     if set(timed) <= {current.micro_batch_size}:
         probe = _probe(limits, current, ready, caution.max_growth, largest)
-        if probe is not None:
+        # Where the noise leaves nothing to be won, the steps are better spent where they are.
+        if probe is not None and (1 + caution.min_gain) <= hoped_gain(
+            grad, limits, current.global_batch_size, np.array(probe.global_batch_size)
+        ):
             return Verdict(
                 config=probe,
                 goodput=math.nan,
@@ -166,6 +172,18 @@ def _probe(
     options = [c for c in options if limits.smallest <= c.global_batch_size <= most]
     wanted = current.micro_batch_size * growth
     return min(options, key=lambda c: abs(math.log(c.micro_batch_size / wanted)), default=None)
+
+
+def hoped_gain(grad: GradParams, limits: BatchLimits, now: int, there: np.ndarray) -> np.ndarray:
+    """[batches] goodput over the present one's, if the step time grew as the square root of the batch.
+
+    Half-way between not at all and in proportion: what may be hoped for before a size was timed. An
+    unknown noise is hoped to be large. 0 outside the limits.
+    """
+    before = efficiency(grad, now / limits.base)
+    after = efficiency(grad, there / limits.base)
+    hope = np.sqrt(there / now) * np.nan_to_num(after / before, nan=1.0)
+    return np.where((there >= limits.smallest) & (there <= limits.max), hope, 0.0)
 
 
 def _narrowed(limits: BatchLimits, largest: int, accumulate: bool) -> BatchLimits:

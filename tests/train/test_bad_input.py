@@ -7,7 +7,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from problems import NUM_SAMPLES, Evaluated, Mean, Recorder, config, in_step, rows
+from problems import (
+    NUM_SAMPLES,
+    Counting,
+    Evaluated,
+    Mean,
+    Recorder,
+    config,
+    counting_config,
+    in_step,
+    rows,
+)
 
 from jaxgoodput.goodput.search import BatchLimits
 from jaxgoodput.train import setup
@@ -262,6 +272,39 @@ def test_too_many_in_a_row_stop_training_with_the_last_good_checkpoint_kept(tmp_
     state = Mean(config(tmp_path, epochs=2, shuffle=False), hooks=[again]).fit()
     assert again.events[0].step == 3
     assert np.isfinite(state.params["w"]).all()
+
+
+class Fails:
+    """The samples of `data`, of which one cannot be read."""
+
+    def __init__(self, data, bad):
+        self.data, self.bad = data, bad
+
+    def __len__(self):
+        return len(self.data["x"])
+
+    def __getitem__(self, index):
+        if index == self.bad:
+            raise OSError("the disk is gone")
+        return {name: rows[index] for name, rows in self.data.items()}
+
+
+def test_a_sample_that_cannot_be_read_costs_nothing_of_what_was_learned(tmp_path):
+    data = {**rows(), "id": np.arange(NUM_SAMPLES)}
+    settings = counting_config(tmp_path, shuffle=False, epochs=1)
+    seen = Recorder()
+    trainer = Counting(settings, hooks=[seen])
+    trainer.data = Fails(data, bad=70)  # in the fifth batch of 16
+    with pytest.raises(RuntimeError, match="sample 70 .* the disk is gone"):
+        trainer.fit()
+    (end,) = seen.of(FitEnd)
+    assert end.step == 4 and "70" in end.reason
+
+    # With the sample mended, training goes on from the step before it.
+    again = Recorder()
+    state = Counting(settings, hooks=[again]).fit()
+    assert again.events[0].step == 4
+    np.testing.assert_array_equal(state.params["count"], 1)
 
 
 def test_one_that_is_finite_between_them_starts_the_count_again(tmp_path):

@@ -117,7 +117,7 @@ def test_timings_statistics_batch_and_ledger_come_back(tmp_path, monkeypatch):
 
     def grow(event):
         if event.step == 10:
-            trainer._run.requests.post(micro_batch_size=8, num_micro_batches=1)
+            trainer.request_batch(8)
 
     limits = BatchLimits(base=16, max=64, micro=(2, 8), sizes=(2, 4, 8))
     settings = counting_config(
@@ -168,7 +168,7 @@ def test_the_saved_batch_is_kept_on_other_devices_where_it_can_be(tmp_path, coun
 
     def grow(event):
         if event.step == 2:
-            trainer._run.requests.post(micro_batch_size=16, num_micro_batches=1)
+            trainer.request_batch(16)
 
     settings = counting_config(
         tmp_path,

@@ -179,6 +179,8 @@ def switching(tmp_path, sizes, monkeypatch, **settings):
 
     def count(run):
         before = len(run.compilations)
+        if run.config.background_compile:
+            run.rungs.start()
         try:
             return train(run)
         finally:
@@ -193,7 +195,7 @@ def switching(tmp_path, sizes, monkeypatch, **settings):
             if size is None:
                 trainer.finish()
             else:
-                trainer._run.requests.post(micro_batch_size=size, num_micro_batches=1)
+                trainer.request_batch(size)
 
     seen = Recorder(ask)
     usual = {"policy": "goodput", "batch": LIMITS, "base_steps": 1e6, "warm_up_steps": 10**9}
@@ -218,6 +220,22 @@ def test_nothing_compiles_on_the_loops_thread_while_sizes_switch(tmp_path, monke
     ]  # fmt: skip
     assert found["start"]  # the counter counts
     assert not found["loop"]
+
+
+@pytest.mark.parametrize("base_steps, compiles", [(1e6, True), (60.0, False)])
+def test_other_sizes_are_compiled_where_the_time_left_can_repay_it(
+    tmp_path, monkeypatch, base_steps, compiles
+):
+    in_step(monkeypatch)
+    starts = []
+    monkeypatch.setattr(Rungs, "start", lambda rungs: starts.append(seen.of(StepEnd)[-1].step))
+    seen = Recorder(lambda e: trainer.finish() if e.step == 50 else None)
+    usual = {"policy": "goodput", "batch": LIMITS, "save_at_end": False, "min_gain": 0.0}
+    settings = config(tmp_path, base_steps=base_steps, background_compile=True, **usual)
+    noise = rows(offset=0.0)
+    trainer = Mean(settings, data=noise, hooks=[seen], devices=devices(8))
+    trainer.fit()
+    assert len(starts) == compiles
 
 
 def test_a_size_that_is_not_ready_would_be_seen(tmp_path, monkeypatch):

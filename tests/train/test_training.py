@@ -114,7 +114,7 @@ def test_a_switch_asked_for_from_a_hook_happens_at_the_next_step_and_loses_no_sa
 
     def ask(event):
         if event.step in (2, 6, 10, 14):
-            trainer._run.requests.post(micro_batch_size=next(sizes), num_micro_batches=1)
+            trainer.request_batch(next(sizes))
 
     limits = BatchLimits(base=16, max=64, micro=(8, 64), min_global=8, sizes=(8, 16, 32))
     seen = Recorder(ask)
@@ -136,7 +136,7 @@ def test_accumulation_asked_for_from_a_hook_loses_no_sample(tmp_path, monkeypatc
 
     def ask(event):
         if event.step == 2:
-            trainer._run.requests.post(micro_batch_size=2, num_micro_batches=3)
+            trainer.request_batch(2, 3)
 
     limits = BatchLimits(base=16, max=64, micro=(1, 4), min_global=8, sizes=(1, 2, 4))
     seen = Recorder(ask)
@@ -326,10 +326,19 @@ def test_request_save_saves_and_goes_on(tmp_path, monkeypatch):
     assert len(seen.of(StepEnd)) == LAST
 
 
-@pytest.mark.parametrize("name", ["finish", "request_stop", "request_save"])
-def test_nothing_can_be_asked_of_a_trainer_that_does_not_run(tmp_path, name):
+@pytest.mark.parametrize(
+    "ask",
+    [Mean.finish, Mean.request_stop, Mean.request_save, lambda trainer: trainer.request_batch(4)],
+)
+def test_nothing_can_be_asked_of_a_trainer_that_does_not_run(tmp_path, ask):
     with pytest.raises(RuntimeError, match="from a hook"):
-        getattr(Mean(config(tmp_path)), name)()
+        ask(Mean(config(tmp_path)))
+
+
+@pytest.mark.parametrize("asked", [(0, 1), (4, 0)])
+def test_an_empty_batch_cannot_be_asked_for(tmp_path, asked):
+    with pytest.raises(ValueError, match="at least one"):
+        Mean(config(tmp_path)).request_batch(*asked)
 
 
 def test_the_same_trainer_runs_again_from_where_it_ended(tmp_path):

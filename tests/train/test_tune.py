@@ -165,6 +165,15 @@ def test_one_timed_size_is_followed_by_a_probe_of_another():
     assert decide(timed=(32, 64)).reason.startswith("change")
 
 
+@pytest.mark.parametrize("scale, probes", [(0.49, False), (0.51, True)])
+def test_a_probe_must_pay_if_time_grew_as_the_square_root_of_the_batch(scale, probes):
+    # A fourfold batch, twice the time: worth it from half the efficiency on, where
+    # (N + 32) / (N + 128) = 1.05 / 2.
+    break_even = (1.05 * 128 - 2 * 32) / (2 - 1.05)
+    grad = GradParams(sqr=1.0, var=break_even / 32 * (2 * scale))
+    assert decide(grad, timed=(32,)).reason.startswith("probe") is probes
+
+
 def test_only_ready_sizes_are_chosen():
     assert decide(ready=(48,), accumulate=False).config == at(48)
     # Two micro-batches of what is ready, rather than one of what is not.
