@@ -24,7 +24,9 @@ def rigid(name, size, *, at=0.0, served=0.0, allocation=None):
     )
 
 
-def elastic(name, *, per_device=1.0, fixed=0.1, remaining=100.0, most=16, allocation=None):
+def elastic(
+    name, *, per_device=1.0, fixed=0.1, remaining: float | None = 100.0, most=16, allocation=None
+):
     """A job whose step takes fixed + work / devices."""
     goodput = {s: 1 / (fixed + per_device / s.num_devices) for s in SHAPES}
     return JobView(

@@ -2,6 +2,7 @@
 
 import json
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from jaxgoodput.scheduler.shapes import shapes
 from jaxgoodput.scheduler.tables import Application, Runs
 from jaxgoodput.scheduler.traces import TraceJob
 
-EXACT = {"rounding": False}
+EXACT: dict[str, Any] = {"rounding": False}
 SHAPES = shapes(cluster())
 
 
@@ -313,7 +314,8 @@ def test_model_jobs_take_the_time_that_the_model_says():
     job.place("a", (4,))
     first = job.goodput(SHAPES)
     job.advance(1.0)
-    assert job.remaining() < 1e5 and job.goodput(SHAPES) != first
+    left = job.remaining()
+    assert left is not None and left < 1e5 and job.goodput(SHAPES) != first
     assert job.next_stop(1e9) == pytest.approx(expected - 1.0)
     assert 1.0 + job.advance(1e9) == pytest.approx(expected) and job.done
 
