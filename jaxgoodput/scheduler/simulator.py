@@ -153,7 +153,7 @@ class _World:
         entry.restoring_s -= delay
         used = delay
         if seconds > delay:
-            used += entry.job.advance(seconds - delay, speed)
+            used += float(entry.job.advance(seconds - delay, speed))
         devices, kind = entry.allocation.num_devices, entry.kind
         entry.received[kind] = entry.received.get(kind, 0.0) + used * devices
         entry.fraction[kind] = entry.fraction.get(kind, 0.0) + used
@@ -396,7 +396,7 @@ class _World:
             if math.isfinite(alone) and alone > 0:
                 speed += nodes * each / alone
             weight += nodes * each
-        return stay * speed / weight if speed else None
+        return float(stay * speed / weight) if speed else None
 
 
 def _kinds(cluster: ClusterSpec) -> list[tuple[str, int, int]]:
