@@ -193,7 +193,7 @@ def batch_plan(config: Config, engine: Engine, source: Source, budget: int) -> B
         )
     if fixed:
         sizes: set[int] = {start.micro_batch_size}
-        limits = dataclasses.replace(limits, micro=(start.micro_batch_size,) * 2)
+        limits = dataclasses.replace(limits, micro=(start.micro_batch_size,) * 2, sizes=None)
         return BatchPlan(start, tuple(sizes), limits)
     # Sizes below the base's are of use only where batches may be smaller, or memory asks for it.
     floor = limits.min_global if limits.min_global is not None else start.global_batch_size

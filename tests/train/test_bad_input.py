@@ -289,6 +289,13 @@ class Fails:
         return {name: rows[index] for name, rows in self.data.items()}
 
 
+def test_a_fixed_batch_leaves_the_sizes_alone(tmp_path):
+    limits = BatchLimits(base=16, max=64, sizes=(16, 32, 64))
+    seen = Recorder()
+    Mean(config(tmp_path, batch=limits, base_steps=3.0), hooks=[seen]).fit()
+    assert {s.config.global_batch_size for s in seen.of(StepEnd)} == {16}
+
+
 def test_a_sample_that_cannot_be_read_costs_nothing_of_what_was_learned(tmp_path):
     data = {**rows(), "id": np.arange(NUM_SAMPLES)}
     settings = counting_config(tmp_path, shuffle=False, epochs=1)
