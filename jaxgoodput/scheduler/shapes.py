@@ -131,7 +131,7 @@ def allowed(
     mask = (num_devices[None, :] >= low[:, None]) & (num_devices[None, :] <= high[:, None])
     for row, view in enumerate(jobs):
         if view.spec.kinds is not None:
-            mask[row] &= [shape.kind in view.spec.kinds for shape in shapes]
+            mask[row] &= np.array([s.kind in view.spec.kinds for s in shapes], dtype=bool)
     if cluster is not None:
         for level in sorted({v.spec.level for v in jobs if v.spec.level is not None}):
             fits = _fits_a_domain(shapes, cluster, level)
