@@ -2,8 +2,8 @@
 
 Trains a recommender with 7.5 million parameters, nearly all of them in embedding tables, to tell which
 function of Python's standard library uses which identifier. Expect test AUC 0.92 (popularity alone:
-0.69) after 1.4 to 2.1 million samples: about half a minute on two CPU cores. The first run parses the
-library, some 15 s more.
+0.69) after 1.4 to 2.1 million samples: 10 to 25 s on two CPU cores, the longer the first
+time, when everything is compiled. The first run also parses the library, some 15 s more.
 
 Every update passes over all tables whatever the batch, so large batches run up to seven times as many
 samples per second; but the larger the batch, the less each of its samples teaches. Started at 512, the

@@ -144,8 +144,8 @@ def restart_by_state(
 def realistic_rules(restart_s: Seconds, **changes) -> Rules:
     """Events instead of rounds, noisy measurements, interference on shared networks, nodes that break.
 
-    `restart_s` is what was measured, such as `restart_by_state` of the applications. The noise is
-    that of step times on shared hosts, and a node breaks about once in 30 days.
+    `restart_s` is what was measured, such as `restart_by_state` of the applications. The other
+    numbers are assumptions, not measurements; a node breaks about once in 30 days.
     """
     settings = {
         "restart_s": restart_s,

@@ -33,9 +33,9 @@ from jaxgoodput.train.watcher import Result
 
 UNKNOWN = math.nan
 PROBE_STEPS = 8  # at a size that is being tried
-FIRST_CADENCE = (
-    4  # once the noise is known: both kinds of step are seen, so that their costs can be compared
-)
+# Once the noise is known, until both kinds of step are timed and can be compared; and while what is
+# known is from before a growth of the batch.
+FIRST_CADENCE = 4
 
 
 class Analyst:

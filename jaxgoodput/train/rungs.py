@@ -1,7 +1,7 @@
 """The ladder of micro-batch sizes, compiled and tried behind the loop's back.
 
-Sizes are compiled farthest first; one that XLA's analysis says does not fit is not used, nor anything
-above it. Where memory allows, each is run once on throw-away buffers, because a first execution is
+What the next change can reach is compiled first, and within it the largest. A size that XLA's
+analysis says does not fit is not used, nor anything above it. Where memory allows, each is run once on throw-away buffers, because a first execution is
 slow even when it is compiled. Only a size that went through both is ready, and only ready sizes are
 ever chosen.
 """

@@ -73,6 +73,7 @@ def test_sizes_become_ready_in_order_compiled_and_tried():
     rungs = rungs_of(engine)
     rungs.near(4)
     assert rungs.ready() == () and rungs.num_wanted == 7
+    assert not rungs.is_busy, "nothing is compiled before it is asked for"
     rungs.climb()
     assert rungs.ready() == (4, 64, 16, 2, 32, 8, 1) and not rungs.is_busy
     assert engine.rehearsed == list(rungs.ready()) == engine.shared

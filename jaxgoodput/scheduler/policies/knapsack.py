@@ -66,11 +66,7 @@ def solve(options: Options, relative_gap: float, time_limit_s: float) -> Solutio
         return Solution(option=np.full(len(options.forced), -1), objective=0.0, bound=0.0)
     options = _without_slack_rows(options)
     if _cells(options) <= CHEAP:
-        chosen = _program(options)
-        if chosen is None:
-            return None
-        objective = _objective(options, chosen)
-        return Solution(option=chosen, objective=objective, bound=objective)
+        return _by_program(options)
     found = _from_prices(options, time_limit_s)
     if found is None:
         return None
@@ -214,15 +210,20 @@ def _finish(
     return chosen, bound
 
 
+def _by_program(options: Options) -> Solution | None:
+    """The best choice by dynamic program, which is its own bound."""
+    chosen = _program(options)
+    if chosen is None:
+        return None
+    objective = _objective(options, chosen)
+    return Solution(option=chosen, objective=objective, bound=objective)
+
+
 def _exact(options: Options, allowed: float, time_limit_s: float) -> Solution | None:
     """The best choice, within `allowed` (in units of the objective) where HiGHS must find it."""
     options = _without_slack_rows(options)
     if _cells(options) <= CHEAP_CORE:
-        chosen = _program(options)
-        if chosen is None:
-            return None
-        objective = _objective(options, chosen)
-        return Solution(option=chosen, objective=objective, bound=objective)
+        return _by_program(options)
     rows, low, high = _rows(options)
     scale = float(np.sort(options.value)[-50:].sum())
     result = optimize.milp(
