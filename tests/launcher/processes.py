@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -29,11 +30,14 @@ class Finished:
         return [s.removeprefix(prefix) for s in text.splitlines() if s.startswith(prefix)]
 
     def value(self, rank: int, name: str) -> str:
-        """The value of the line `name=value` that process `rank` wrote; exactly one."""
+        """The value of the line `name=value` that process `rank` wrote; exactly one.
+
+        Gloo writes pieces of lines to the same pipe at any moment, before or behind ours.
+        """
         (value,) = [
-            line.removeprefix(f"{name}=")
+            found[1]
             for line in self.lines(rank)
-            if line.startswith(f"{name}=")
+            if (found := re.search(rf"(?<!\w){name}=(.*?)(?=\[Gloo\]|$)", line))
         ]
         return value
 
