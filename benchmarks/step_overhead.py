@@ -10,6 +10,7 @@ their median and range. XLA's cost analysis compares flops, and the HLO text col
 """
 
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -50,6 +51,7 @@ def measure(name: str, num_devices: int, per_device: int) -> dict:
     from jaxgoodput import BatchLimits, Config, Hook
     from jaxgoodput.data.sources import as_source
     from jaxgoodput.train import setup
+    from jaxgoodput.train.pages import keep_freed_pages
 
     devices = jax.devices()[:num_devices]
     base = per_device * num_devices
@@ -72,6 +74,7 @@ def measure(name: str, num_devices: int, per_device: int) -> dict:
     trainer = made(name, config("/tmp"), devices=devices)
     source = as_source(trainer.dataset())
     where = setup.place(devices)
+    keep_freed_pages(devices[0].platform)  # for the hand-written loop too
     engine = setup.engine(trainer, source, where)
     engine.compile([per_device], accumulate=False)
     rng = np.random.default_rng(0)
@@ -128,20 +131,22 @@ def measure(name: str, num_devices: int, per_device: int) -> dict:
         return step
 
     class Stopwatch(Hook):
-        """Times `total` steps after the first `skip`, and after start-up: the first verdict."""
+        """Times `total` steps after the first `skip`, and after start-up: the first verdict, drawn."""
 
         def __init__(self, total: int, skip: int):
             self.times, self.total, self.skip, self.every = [], total, skip, []
             self.trainer: Any = None
+            self.since_s = math.inf
 
         def on_step_end(self, event):
-            if event.step >= self.skip and self.every:
-                self.times.append(time.perf_counter())
+            if event.step >= self.skip and event.at_s >= self.since_s:
+                self.times.append(event.at_s)
             if len(self.times) == self.total + 1:
                 self.trainer.finish()
 
         def on_tune_end(self, event):
             self.every.append(event.verdict.statistics_every)
+            self.since_s = min(self.since_s, self.trainer.clock.now())
 
         @property
         def per_step(self) -> float:

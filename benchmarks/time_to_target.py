@@ -27,7 +27,6 @@ import pathlib
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -149,10 +148,10 @@ class Referee(jg.Hook):
         self.met = False
 
     def on_fit_start(self, event: FitStart, /) -> None:
-        self.started_s = self.completed_s = time.monotonic()
+        self.started_s = self.completed_s = event.at_s
 
     def on_step_end(self, event: StepEnd, /) -> None:
-        self.completed_s = time.monotonic()
+        self.completed_s = event.at_s
         if self.met:
             return
         self.samples = event.samples
@@ -164,11 +163,10 @@ class Referee(jg.Hook):
     def on_eval_end(self, event: EvalEnd, /) -> None:
         if self.met:
             return
-        now = time.monotonic()
         # Steps in flight when the evaluation was asked for complete inside it; they are training.
-        began_s = max(now - event.seconds, self.completed_s)
+        began_s = max(event.at_s - event.seconds, self.completed_s)
         self.seconds = began_s - self.started_s - self.evaluating_s
-        self.evaluating_s += now - began_s
+        self.evaluating_s += event.at_s - began_s
         self.metrics = dict(event.metrics)
         better = self.metrics[self.workload.metric] - self.workload.target
         if better * (1 if self.workload.higher_is_better else -1) >= 0:
@@ -291,7 +289,7 @@ def run(
         for hook in hooks:
             hook.trainer = trainer
         jax.clear_caches()  # what another side compiled is no help to this one
-        began_s = time.monotonic()
+        began_s = trainer.clock.now()
         trainer.fit()
     return Outcome(
         seconds=referee.seconds if referee.met else math.nan,

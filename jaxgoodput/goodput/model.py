@@ -1,5 +1,7 @@
 """Goodput = throughput x statistical efficiency: the number that every decision maximises."""
 
+import numpy as np
+
 from jaxgoodput._struct import static, struct
 from jaxgoodput.goodput.efficiency import GradParams, efficiency
 from jaxgoodput.goodput.perf import Numeric, PerfParams, Placement, step_time
@@ -15,13 +17,27 @@ class GoodputModel:
     perf: PerfParams
     grad: GradParams
     base_batch_size: int = static()  # samples; what the learning rate was tuned for
+    # (micro-batch size, measured / modelled step time), by size: where a size was measured, that is what
+    # counts, and its neighbours lean on it.
+    residuals: tuple[tuple[int, float], ...] = ()
 
     def throughput(
         self, placement: Placement, micro_batch_size: Numeric, num_micro_batches: Numeric = 1
     ) -> Numeric:
         """Samples per second over all replicas."""
         num_samples = placement.num_replicas * micro_batch_size * num_micro_batches
-        return num_samples / step_time(self.perf, placement, micro_batch_size, num_micro_batches)
+        seconds = step_time(self.perf, placement, micro_batch_size, num_micro_batches)
+        return num_samples / (seconds * self.residual(micro_batch_size))
+
+    def residual(self, micro_batch_size: Numeric) -> Numeric:
+        """What the modelled step time must be multiplied by: 1 where nothing is known better.
+
+        Interpolated between measured sizes in log-log, constant beyond them.
+        """
+        if not self.residuals:
+            return 1.0
+        sizes, ratios = np.log(self.residuals).T
+        return np.exp(np.interp(np.log(micro_batch_size), sizes, ratios))
 
     def efficiency(self, global_batch_size: Numeric) -> Numeric:
         """Progress per sample relative to the base batch: 1 at the base, above 1 below it."""

@@ -245,6 +245,7 @@ def _goodput(
     per_count = (replicas[:, None] * sizes)[..., None]
     batches = per_count * counts
     seconds = (counts - 1) * alone + (last + np.asarray(model.perf.update_s))
+    seconds = seconds * np.asarray(model.residual(sizes))[..., None]
     worth = efficiency(model.grad, batches / model.base_batch_size)
     allowed = (batches >= limits.smallest) & (batches <= limits.max) & exists
     return np.where(allowed, batches / seconds * worth, -np.inf)

@@ -36,6 +36,10 @@ PROBE_STEPS = 8  # at a size that is being tried
 # Once the noise is known, until both kinds of step are timed and can be compared; and while what is
 # known is from before a growth of the batch.
 FIRST_CADENCE = 4
+# Steps beside a compilation took up to 2.3 times as long. Until it ends, only a change that promises to
+# double the goodput is worth believing.
+DISTURBED_GAIN = 1.0
+CALM_STEPS = 8  # after a compilation, before times are compared
 
 
 class Analyst:
@@ -92,6 +96,7 @@ class Analyst:
         self._window_start_s = clock.now()
         self._latest: Result | None = None
         self._disturbed = False
+        self._calm = CALM_STEPS  # steps since the last disturbed one
         self._was_unknown = False  # the noise, at the last question
         self._probing = False
         self._tried_from: BatchConfig | None = None  # before the probe
@@ -184,6 +189,7 @@ class Analyst:
             if usual == usual:
                 self._book("first_execution", extra_s)
         self._latest, self._disturbed = result, ticket.busy
+        self._calm = 0 if ticket.busy else self._calm + 1
         if self._compile_others is not None and self._is_compiling_worth_it(metrics):
             self._compile_others()
             self._compile_others = None
@@ -201,6 +207,7 @@ class Analyst:
                 before=ticket.before,
                 after=ticket.after,
                 finite=finite,
+                at_s=result.ready_s,
                 seconds=result.parts.step_s if ticket.timed else None,
                 metrics=own,
             ),
@@ -239,6 +246,8 @@ class Analyst:
             return False
         if step < self._pending:
             return False  # the loop has not taken up the last change yet
+        if 0 < self._calm < CALM_STEPS:
+            return False  # soon it is known how long a step really takes
         assert self._latest is not None
         since_change = step - self._changed_at
         if self._probing:
@@ -275,7 +284,7 @@ class Analyst:
                 ),
                 steps_since_change=step - self._changed_at,
                 caution=Caution(
-                    min_gain=config.min_gain,
+                    min_gain=max(config.min_gain, DISTURBED_GAIN * self._disturbed),
                     dwell_steps=PROBE_STEPS if self._probing else config.dwell_steps,
                     max_growth=config.max_growth,
                     switch_s=statistics.median(self._switches_s) if self._switches_s else 0.0,
@@ -299,7 +308,9 @@ class Analyst:
                 micro_batch_size=verdict.config.micro_batch_size,
                 num_micro_batches=verdict.config.num_micro_batches,
             )
-            self._probing = math.isnan(verdict.goodput)
+            # A size that was never timed is on trial, whatever the model hopes of it.
+            new = verdict.config.micro_batch_size not in question.timed and not self._disturbed
+            self._probing = new or math.isnan(verdict.goodput)
             self._tried_from = question.current if self._probing else None
             self._pending = self._steps_ahead()
             logging.info("step %d: %s", question.step, verdict.reason)

@@ -93,12 +93,21 @@ class Engine:
 
     def roles(self, *, accumulate: bool) -> tuple[str, ...]:
         """The executables that one micro-batch size needs."""
+        return (*self.training_roles(accumulate=accumulate), *self.measuring_roles)
+
+    def training_roles(self, *, accumulate: bool) -> tuple[str, ...]:
+        """Those without which a size cannot be used."""
         if self.world is not None:
             return ("first", "more")
+        return ("step", "first", "more", "step_after") if accumulate else ("step",)
+
+    @property
+    def measuring_roles(self) -> tuple[str, ...]:
+        """Those that measure the noise of a batch of one micro-batch; others do so anyway."""
+        if self.world is not None:
+            return ()
         alone = self.layout.num_replicas == 1
-        paired = ("step_remember", "step_difference")
-        single = ("step", *(paired if alone else ("step_measured",)))
-        return (*single, "first", "more", "step_after") if accumulate else single
+        return ("step_remember", "step_difference") if alone else ("step_measured",)
 
     def is_ready(self, micro_batch_size: int, *, accumulate: bool) -> bool:
         """Whether every executable of this size is compiled."""
@@ -131,6 +140,10 @@ class Engine:
         for size in micro_batch_sizes:
             for role in self.roles(accumulate=accumulate):
                 self.compile_role(role, size)
+        self.compile_shared(accumulate=accumulate)
+
+    def compile_shared(self, *, accumulate: bool) -> None:
+        """Compile what all sizes share; safe from any thread."""
         if self.world is not None:
             for role in ("pack", "reduce", "update"):
                 self._executable(role, 0)
@@ -150,20 +163,23 @@ class Engine:
         """The optimized HLO of an executable."""
         return self._executable(role, micro_batch_size).as_text()
 
-    def rehearse(self, micro_batch_size: int, *, accumulate: bool) -> None:
-        """Run each executable of this size once on throw-away zeros; the first run is slow.
+    def rehearse(self, micro_batch_size: int, roles: Sequence[str]) -> None:
+        """Run these of `roles` once on throw-away zeros, because a first run is slow.
 
         Collectives over processes are left out: they would have to be run by all at once.
         """
         zeros = self._executable("zeros", 0)
         batch, mask = self._zero_batch(micro_batch_size)
         state = zeros()
-        if self.world is None:
-            state, *_ = self.step(state, None, batch, mask, measure=False)
-            state, _, previous = self.step(state, None, batch, mask)
-            state, metrics, _ = self.step(state, None, batch, mask, previous=previous)
-            metrics.block_until_ready()
-        if accumulate or self.world is not None:
+        metrics = None
+        if "step" in roles:
+            state, metrics, _ = self.step(state, None, batch, mask, measure=False)
+        if self.measuring_roles and set(self.measuring_roles) <= set(roles):
+            state, metrics, previous = self.step(state, None, batch, mask)
+            if previous is not None:
+                state, metrics, _ = self.step(state, None, batch, mask, previous=previous)
+        jax.block_until_ready(metrics)
+        if "more" in roles:
             work = self.accumulate(self.accumulate(self.begin(state), batch, mask), batch, mask)
             if self.world is None:
                 self.step(state, work, batch, mask)[1].block_until_ready()

@@ -34,6 +34,7 @@ class FitStart:
     num_devices: int
     num_processes: int
     settings: Mapping[str, Any]  # the whole configuration as JSON values
+    at_s: float  # by the trainer's clock, just before the first step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +49,7 @@ class StepEnd:
     before: Cursor
     after: Cursor
     finite: bool
+    at_s: float  # when it was complete, by the trainer's clock; hooks hear of it later
     seconds: float | None  # completion to completion; None for a step that is not timed
     metrics: Mapping[str, float]  # loss, grad_norm, gain, ..., the user's own scalars
 
@@ -104,6 +106,7 @@ class EvalEnd:
 
     step: int
     progress: float
+    at_s: float  # when it ended, by the trainer's clock
     seconds: float
     metrics: Mapping[str, float]
 

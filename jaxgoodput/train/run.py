@@ -25,13 +25,14 @@ from jaxgoodput.data.sources import as_source
 from jaxgoodput.goodput.search import BatchConfig
 from jaxgoodput.optim import adaptive
 from jaxgoodput.train import journal, memory, setup, signals
-from jaxgoodput.train.analyst import Analyst
+from jaxgoodput.train.analyst import PROBE_STEPS, Analyst
 from jaxgoodput.train.badput import TimeLedger
 from jaxgoodput.train.checkpoint import Checkpoints, Restored, quiet_writer
 from jaxgoodput.train.config import to_json
 from jaxgoodput.train.console import Console
 from jaxgoodput.train.control import DEPTH, Control, Requests, decode, encode
 from jaxgoodput.train.events import Checkpoint, EvalEnd, FitEnd, FitStart, Preempt
+from jaxgoodput.train.pages import keep_freed_pages
 from jaxgoodput.train.rungs import Rungs
 from jaxgoodput.train.state import Previous, TrainState
 from jaxgoodput.train.tensorboard import Dashboard
@@ -39,6 +40,9 @@ from jaxgoodput.train.watcher import Result, Ticket, Watcher
 
 if TYPE_CHECKING:
     from jaxgoodput.train.trainer import Trainer
+
+
+SETTLED_STEPS = 2 * PROBE_STEPS  # of a size, after which it is more than a trial
 
 
 class Preempted(SystemExit):
@@ -95,6 +99,7 @@ class Run:
         kind = engine.loss_kind()  # before anything is compiled: a loss of a wrong shape is named
         abstract = engine.abstract_state()
         device = where.layout.mesh.devices.flat[0]
+        keep_freed_pages(device.platform)
         budget = memory.device_budget(
             device,
             num_local_devices=where.layout.num_replicas,
@@ -230,6 +235,7 @@ class Run:
                 num_devices=self.engine.num_replicas,
                 num_processes=self.where.process_count,
                 settings=to_json(config),
+                at_s=self.clock.now(),
             )
         )
 
@@ -241,6 +247,7 @@ class Run:
         self._last_eval_progress = self._progress_before
         self._previous: Previous | None = None
         self._untimed = DEPTH
+        self._stayed = 0  # steps of the present batch
         self._latest: Result | None = None
         self._outcome: str | None = None
         self._settled_everywhere = 0
@@ -315,7 +322,7 @@ class Run:
                 num_micro_batches=control.num_micro_batches,
                 num_replicas=self.engine.num_replicas,
             )
-            self._untimed = 1
+            self._untimed, self._stayed = 1, 0
             self.rungs.near(self.batch.micro_batch_size)
         return True
 
@@ -389,6 +396,9 @@ class Run:
         self.samples += batch.num_samples
         timed = self._untimed <= 0 and len(self.compilations) == compiled and not batch.num_padded
         self._untimed -= 1
+        self._stayed += 1
+        if self._stayed == SETTLED_STEPS:
+            self.rungs.settle(self.batch.micro_batch_size)
         self.watcher.submit(
             Ticket(
                 step=self.step,
@@ -411,6 +421,8 @@ class Run:
         """Whether this step measures gradient noise: one step in `every`, two for a difference."""
         if self.engine.world is not None or len(batch.micro_batches) > 1:
             return True
+        if not self.rungs.can_measure(batch.config.micro_batch_size):
+            return False  # what it takes is being compiled
         length = 2 if self.engine.num_replicas == 1 else 1
         # By the step's number, so that a resumed run measures where an uninterrupted one would.
         return self.every <= length or self.step % self.every < length
@@ -427,11 +439,13 @@ class Run:
         start_s = self.clock.now()
         with self.ledger.bucket("evaluation"):
             summary = self.trainer.summarize(self.evaluator(self.state))
+        end_s = self.clock.now()
         self.analyst.tell(
             EvalEnd(
                 step=self.step,
                 progress=self._progress(),
-                seconds=self.clock.now() - start_s,
+                at_s=end_s,
+                seconds=end_s - start_s,
                 metrics={k: float(v) for k, v in summary.items()},
             )
         )

@@ -1,9 +1,10 @@
 """The ladder of micro-batch sizes, compiled and tried behind the loop's back.
 
 What the next change can reach is compiled first, and within it the largest. A size that XLA's
-analysis says does not fit is not used, nor anything above it. Where memory allows, each is run once on throw-away buffers, because a first execution is
-slow even when it is compiled. Only a size that went through both is ready, and only ready sizes are
-ever chosen.
+analysis says does not fit is not used, nor anything above it. Where memory allows, each is run once on
+throw-away buffers, because a first execution is slow even when it is compiled. Only a size that went
+through both is ready, and only ready sizes are ever chosen. What measures the noise is compiled after
+that, and only for a size that stays in use: known noise outlasts a few steps without.
 """
 
 import threading
@@ -42,9 +43,9 @@ def climbing_order(sizes: Sequence[int], first: int) -> tuple[int, ...]:
 class Rungs:
     """Owns the thread that compiles; `ready` grows as it goes.
 
-    `near` names the size in use; only sizes that two changes by a factor `reach` can get to are
-    compiled, and more as it moves. Sizes are taken up in one order, which is the same in every process
-    that is told the same.
+    `near` names the size in use, the first time one that the engine has compiled already; only sizes
+    that two changes by a factor `reach` can get to are compiled, and more as it moves. Sizes are taken
+    up in one order, which is the same in every process that is told the same.
     """
 
     def __init__(
@@ -68,6 +69,8 @@ class Rungs:
         self._next = 0  # index into the order
         self._ready: list[int] = []
         self._unrehearsed: set[int] = set()
+        self._settled_on: int | None = None
+        self._measurable: set[int] = set()
         self._known: dict[int, StepBytes] = {}
         self._smallest_refused: int | None = None
         self._stopping = False
@@ -83,6 +86,9 @@ class Rungs:
     def near(self, size: int) -> None:
         """`size` is in use: take up the sizes around it."""
         with self._changed:
+            if not self._order:
+                self._measurable.add(size)
+            self._settled_on = None
             # What the next change can reach comes first, then what the one after it can.
             for reach in (self._reach, self._reach**2):
                 low, high = size / reach, size * reach
@@ -90,6 +96,13 @@ class Rungs:
                 order = climbing_order([*around, size], size)
                 self._order += [s for s in order if s not in self._order]
             self._changed.notify_all()
+
+    def settle(self, size: int) -> None:
+        """`size` stays in use: have it measure the noise. Says nothing new when said again."""
+        with self._changed:
+            if self._settled_on != size:
+                self._settled_on = size
+                self._changed.notify_all()
 
     @property
     def num_settled(self) -> int:
@@ -114,6 +127,11 @@ class Rungs:
         with self._changed:
             return size in self._ready and size not in self._unrehearsed
 
+    def can_measure(self, size: int) -> bool:
+        """Whether steps of this size can measure the noise by now."""
+        with self._changed:
+            return size in self._measurable
+
     @property
     def memory_limit(self) -> int:
         """The largest size that fits by what is known now, samples per replica; 0 = none known."""
@@ -131,8 +149,7 @@ class Rungs:
     def is_busy(self) -> bool:
         """Whether something is being compiled or tried now, which slows the steps beside it."""
         with self._changed:
-            waiting = self._next < len(self._order)
-            return waiting and self._thread is not None and not self._stopping
+            return self._is_waiting() and self._thread is not None and not self._stopping
 
     def start(self) -> None:
         """Climb in the background, from now on. Further calls change nothing."""
@@ -145,16 +162,18 @@ class Rungs:
             self._thread.start()
 
     def climb(self) -> None:
-        """Compile all that was taken up on the caller's thread."""
+        """Compile all that was taken up on the caller's thread, with what measures the noise."""
         while self._step():
             pass
-        self.ready()
+        for size in self.ready():
+            if not self.can_measure(size):
+                self._prepare_measuring(size)
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until everything taken up was tried; True once it is so."""
         with self._changed:
             return self._changed.wait_for(
-                lambda: self._next >= len(self._order) or self._error is not None, timeout_s
+                lambda: not self._is_waiting() or self._error is not None, timeout_s
             )
 
     def close(self) -> None:
@@ -170,7 +189,7 @@ class Rungs:
         try:
             while True:
                 with self._changed:
-                    self._changed.wait_for(lambda: self._stopping or self._next < len(self._order))
+                    self._changed.wait_for(lambda: self._stopping or self._is_waiting())
                     if self._stopping:
                         return
                 self._step()
@@ -179,28 +198,55 @@ class Rungs:
                 self._error = error
                 self._changed.notify_all()
 
+    def _is_waiting(self) -> bool:
+        """Whether there is anything left to do; the lock is held."""
+        return self._next < len(self._order) or self._to_measure() is not None
+
+    def _to_measure(self) -> int | None:
+        """The size settled on, if it is ready and cannot measure the noise yet; the lock is held."""
+        size = self._settled_on
+        return size if size in self._ready and size not in self._measurable else None
+
     def _step(self) -> bool:
-        """Try the next size; False where there is none."""
+        """Try the next size, or have the one settled on measure; False where there is neither."""
         with self._changed:
-            if self._stopping or self._next >= len(self._order):
+            if self._stopping or not self._is_waiting():
                 return False
-            size = self._order[self._next]
+            size = self._order[self._next] if self._next < len(self._order) else None
+            settled_on = self._to_measure()
+        if size is None:
+            assert settled_on is not None
+            self._prepare_measuring(settled_on)
+            return True
         self._try(size)
         with self._changed:
             self._next += 1
             self._changed.notify_all()
         return True
 
+    def _prepare_measuring(self, size: int) -> None:
+        engine = self._engine
+        for role in engine.measuring_roles:
+            if self._stopping:
+                return
+            engine.compile_role(role, size)
+        if self.was_rehearsed(size):
+            engine.rehearse(size, engine.measuring_roles)
+        with self._changed:
+            self._measurable.add(size)
+            self._changed.notify_all()
+
     def _try(self, size: int) -> None:
         if self._smallest_refused is not None and size >= self._smallest_refused:
             return
         engine = self._engine
-        for role in engine.roles(accumulate=self._accumulate):
+        roles = engine.training_roles(accumulate=self._accumulate)
+        for role in roles:
             if self._stopping:
                 return
             engine.compile_role(role, size)
-        # What sizes share, should this be the first that accumulates; it may never be rehearsed.
-        engine.compile([size], accumulate=self._accumulate)
+        # Should this be the first that accumulates; it may never be rehearsed.
+        engine.compile_shared(accumulate=self._accumulate)
         need = engine.bytes_of(size)
         assert need is not None
         with self._changed:
@@ -218,7 +264,10 @@ class Rungs:
         # A rehearsal holds a second copy of everything.
         rehearsable = self._rehearse and need.peak * 2 <= self._budget
         if rehearsable:
-            engine.rehearse(size, accumulate=self._accumulate)
+            # The first size to be used: its plain steps have run, or are about to.
+            known = ("step",) if size in self._measurable else ()
+            if new := [role for role in roles if role not in known]:
+                engine.rehearse(size, new)
         with self._changed:
             self._ready.append(size)
             if not rehearsable:

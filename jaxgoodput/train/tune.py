@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxgoodput.goodput.efficiency import GradParams, efficiency, noise_scale
-from jaxgoodput.goodput.fit import PerfFit
+from jaxgoodput.goodput.fit import PerfFit, StepTimings
 from jaxgoodput.goodput.model import GoodputModel
-from jaxgoodput.goodput.perf import Placement
+from jaxgoodput.goodput.perf import PerfParams, Placement, step_time
 from jaxgoodput.goodput.search import BatchConfig, BatchLimits, best_batch
 from jaxgoodput.train.events import Verdict
 
@@ -43,6 +43,7 @@ def tune(
     steps_since_change: int,
     caution: Caution,
     timed: Collection[int] = (),
+    timings: StepTimings | None = None,
     accumulate: bool = True,
     statistics_every: int = 1,
     tried_from: BatchConfig | None = None,
@@ -50,9 +51,10 @@ def tune(
     """The verdict for the next stretch of training.
 
     `ready` are the micro-batch sizes that can run without compiling, `timed` those whose step time was
-    measured here. With only one timed, nothing is known about how time grows with the batch: a few
-    real steps at another size (a probe, which trains like any other step) tell, where the noise
-    leaves anything to be won. `grad` should
+    measured here; `timings` says what it was, which goes before what the model makes of it: caches and
+    the allocator bend its straight line. With only one timed, nothing is known about how time grows
+    with the batch: a few real steps at another size (a probe, which trains like any other step) tell,
+    where the noise leaves anything to be won. `grad` should
     be the cautious estimate: NaN (unknown) keeps the current configuration.
 
     Where the current configuration is a probe, `tried_from` is the one before it: that one is the
@@ -73,7 +75,12 @@ def tune(
         return keep("keep: no step times yet")
     if math.isnan(float(grad.sqr)) or math.isnan(float(grad.var)):
         return keep("keep: too few gradient-noise samples yet")
-    model = GoodputModel(perf=fit.params, grad=grad, base_batch_size=limits.base)
+    model = GoodputModel(
+        perf=fit.params,
+        grad=grad,
+        base_batch_size=limits.base,
+        residuals=() if timings is None else residuals(fit.params, placement, timings, timed),
+    )
     now = float(model.goodput(placement, home.micro_batch_size, home.num_micro_batches))
     largest = max(int(current.global_batch_size * caution.max_growth), current.global_batch_size)
     if steps_since_change < caution.dwell_steps:
@@ -184,6 +191,20 @@ def hoped_gain(grad: GradParams, limits: BatchLimits, now: int, there: np.ndarra
     after = efficiency(grad, there / limits.base)
     hope = np.sqrt(there / now) * np.nan_to_num(after / before, nan=1.0)
     return np.where((there >= limits.smallest) & (there <= limits.max), hope, 0.0)
+
+
+def residuals(
+    perf: PerfParams, placement: Placement, timings: StepTimings, timed: Collection[int]
+) -> tuple[tuple[int, float], ...]:
+    """(micro-batch size, measured / modelled step time) of the `timed` sizes, in order of size."""
+    here = (timings.num_nodes == placement.num_nodes) & (
+        timings.num_replicas == placement.num_replicas
+    )
+    here &= np.isin(timings.micro_batch_size, list(timed)) & np.isfinite(timings.step_s)
+    sizes = np.asarray(timings.micro_batch_size)[here]
+    ratios = np.asarray(timings.step_s)[here] / step_time(perf, placement, sizes)
+    known = np.isfinite(ratios)
+    return tuple(sorted(zip(sizes[known].tolist(), ratios[known].tolist(), strict=True)))
 
 
 def _narrowed(limits: BatchLimits, largest: int, accumulate: bool) -> BatchLimits:

@@ -62,6 +62,7 @@ def answer(question: Question, last_fit: PerfFit | None) -> Answer:
             question.current,
             ready=question.ready,
             timed=question.timed,
+            timings=question.timings,
             steps_since_change=question.steps_since_change,
             caution=question.caution,
             accumulate=question.accumulate,

@@ -47,6 +47,7 @@ class Result:
     metrics: Mapping[str, float]
     control: np.ndarray  # the agreed vector; empty in one process
     parts: Parts  # seconds
+    ready_s: float  # clock reading when its metrics were there
 
 
 class Watcher:
@@ -105,7 +106,7 @@ class Watcher:
         while (ticket := self._tickets.get()) is not None:
             try:
                 result = self._watch(ticket, previous_s)
-                previous_s = self._clock.now()
+                previous_s = result.ready_s
                 self._on_result(result)
             except BaseException as error:
                 self.fail(error)
@@ -132,4 +133,4 @@ class Watcher:
             )
         else:
             parts = Parts(step_s=step_s)
-        return Result(ticket=ticket, metrics=metrics, control=control, parts=parts)
+        return Result(ticket=ticket, metrics=metrics, control=control, parts=parts, ready_s=ready_s)

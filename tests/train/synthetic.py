@@ -90,6 +90,7 @@ def fit_start(step=0, progress=0.0, restart=0, config=START):
         num_devices=REPLICAS,
         num_processes=1,
         settings=SETTINGS,
+        at_s=0.0,
     )
 
 
@@ -186,7 +187,11 @@ def run(receive, clock, *, steps=600, start_step=0, restart=0, rng=None, state=N
         if step % 200 == 0:
             clock.advance(0.5)
             accuracy = {"accuracy": 1 - math.exp(-progress / 800)}
-            receive(EvalEnd(step=step, progress=progress, seconds=0.5, metrics=accuracy))
+            receive(
+                EvalEnd(
+                    step=step, progress=progress, at_s=clock.now(), seconds=0.5, metrics=accuracy
+                )
+            )
             clock.advance(0.02)
             receive(Checkpoint(step=step, seconds=0.02))
     if end:

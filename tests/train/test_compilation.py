@@ -45,7 +45,7 @@ def test_nothing_compiles_after_a_rehearsal_whatever_the_sizes_and_counts(
     engine.compile(SIZES)
     assert all(engine.is_ready(size, accumulate=True) for size in SIZES)
     for size in SIZES:
-        engine.rehearse(size, accumulate=True)
+        engine.rehearse(size, engine.roles(accumulate=True))
     state, previous = start(engine, key), None
     steps = [(s, k, m) for s in SIZES for k in (1, 2, 3) for m in (True, False)] * 2
     rng.shuffle(steps)

@@ -28,6 +28,7 @@ def step_end(step):
         before=Cursor(seed=1, offset=64 * (step - 1)),
         after=Cursor(seed=1, offset=64 * step),
         finite=True,
+        at_s=1.0,
         seconds=None,
         metrics={"loss": math.nan},
     )
@@ -87,7 +88,9 @@ def test_a_cut_anywhere_costs_at_most_the_cut_line(tmp_path, cut, more):
     clock = FakeClock()
     writer = Journal(tmp_path, clock=clock)
     for step in range(1, 9):
-        writer.write(EvalEnd(step=step, progress=0.0, seconds=1.0, metrics={"ä|\n": float(step)}))
+        writer.write(
+            EvalEnd(step=step, progress=0.0, at_s=2.0, seconds=1.0, metrics={"ä|\n": float(step)})
+        )
     writer.close()
     data = path.read_bytes()
     path.write_bytes(data[:cut])

@@ -24,18 +24,20 @@ class Scripted(Engine):
 
     def __init__(self, broken=None):
         self.compiled: list[tuple[str, int]] = []
-        self.rehearsed: list[int] = []
-        self.shared: list[int] = []
+        self.rehearsed: list[tuple[str, int]] = []
+        self.shared = 0
         self.broken = broken
         self.may_go = threading.Event()
         self.may_go.set()
         self.entered = threading.Event()
 
-    def roles(self, *, accumulate):
+    measuring_roles = ("step_measured",)
+
+    def training_roles(self, *, accumulate):
         return ("step", "first", "more") if accumulate else ("step",)
 
-    def compile(self, micro_batch_sizes, *, accumulate=True):
-        self.shared += micro_batch_sizes
+    def compile_shared(self, *, accumulate):
+        self.shared += 1
 
     def compile_role(self, role, micro_batch_size):
         self.entered.set()
@@ -47,8 +49,8 @@ class Scripted(Engine):
     def bytes_of(self, micro_batch_size):
         return StepBytes(arguments=0, outputs=0, temporaries=10 * micro_batch_size)
 
-    def rehearse(self, micro_batch_size, *, accumulate):
-        self.rehearsed.append(micro_batch_size)
+    def rehearse(self, micro_batch_size, roles):
+        self.rehearsed += [(role, micro_batch_size) for role in roles]
 
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
@@ -76,7 +78,12 @@ def test_sizes_become_ready_in_order_compiled_and_tried():
     assert not rungs.is_busy, "nothing is compiled before it is asked for"
     rungs.climb()
     assert rungs.ready() == (4, 64, 16, 2, 32, 8, 1) and not rungs.is_busy
-    assert engine.rehearsed == list(rungs.ready()) == engine.shared
+    assert engine.shared == len(SIZES)
+    steps = [("step", size) for size in rungs.ready()]
+    measured = [("step_measured", size) for size in rungs.ready()]
+    assert engine.compiled == steps + measured[1:], "the first size can measure already"
+    assert engine.rehearsed == steps[1:] + measured[1:], "and has run"
+    assert all(map(rungs.can_measure, SIZES))
     assert all(map(rungs.was_rehearsed, SIZES)) and not rungs.was_rehearsed(3)
     assert rungs.memory_limit == 64 and set(rungs.known) == set(SIZES)
 
@@ -91,7 +98,25 @@ def test_only_what_two_changes_can_reach_is_compiled_and_more_as_the_size_moves(
     rungs.near(16)
     rungs.climb()
     assert set(rungs.ready()) == {1, 2, 4, 8, 16, 32, 64}
-    assert len(engine.compiled) == 7, "nothing is compiled twice"
+    assert len(engine.compiled) == len(set(engine.compiled)), "nothing is compiled twice"
+    assert {size for _, size in engine.compiled} == set(SIZES)
+
+
+def test_only_a_size_that_stays_in_use_is_made_to_measure():
+    engine = Scripted()
+    rungs = rungs_of(engine)
+    rungs.near(4)
+    rungs.start()
+    assert rungs.wait(WAIT_S) and set(rungs.ready()) == set(SIZES)
+    assert [size for size in SIZES if rungs.can_measure(size)] == [4]
+    rungs.near(16)
+    assert rungs.wait(WAIT_S) and not rungs.can_measure(16)
+    rungs.settle(16)
+    assert rungs.wait(WAIT_S) and rungs.can_measure(16)
+    assert engine.compiled[-1] == engine.rehearsed[-1] == ("step_measured", 16)
+    rungs.settle(16)
+    assert not rungs.is_busy and not rungs.can_measure(8)
+    rungs.close()
 
 
 def test_a_size_over_the_budget_is_never_ready():
@@ -109,9 +134,9 @@ def test_a_size_without_room_for_a_second_copy_is_ready_but_not_tried():
     rungs.near(4)
     rungs.climb()
     assert set(rungs.ready()) == {1, 2, 4, 8}
-    assert set(engine.rehearsed) == {1, 2, 4}
+    assert {size for _, size in engine.rehearsed} == {1, 2}, "and 4 is in use anyway"
     assert rungs.was_rehearsed(4) and not rungs.was_rehearsed(8)
-    assert 8 in engine.shared, "what sizes share must not wait for a rehearsal"
+    assert engine.shared >= len(rungs.ready()), "what sizes share must not wait for a rehearsal"
 
 
 def test_the_background_climbs_while_the_caller_goes_on():
@@ -177,6 +202,7 @@ def test_a_ready_size_of_a_real_engine_runs_without_compiling_even_untried(key, 
     # Adam's second moment is prepared by an executable that all sizes share.
     engine = make(replicas=2, preconditioned=True, tx=optax.adam(0.1))
     rungs = Rungs(engine, (3,), accumulate=True, budget=10**9, rehearse=False)
+    engine.compile([3], accumulate=False)  # as a run does before its first step
     rungs.start()
     rungs.near(3)
     assert rungs.wait(10 * WAIT_S)

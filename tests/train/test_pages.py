@@ -1,0 +1,50 @@
+"""Steps on the CPU find the pages that earlier ones freed; other backends are left alone."""
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from jaxgoodput.train import pages
+from jaxgoodput.train.pages import keep_freed_pages
+
+# In a process of its own, because the C library has no way back.
+FAULTS = """
+    import resource, sys
+    import numpy as np
+    from jaxgoodput.train.pages import keep_freed_pages
+
+    assert keep_freed_pages("cpu") == (sys.argv[1] == "yes")
+
+    def faults(times):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        for _ in range(times):
+            np.ones(2**22).sum()  # 32 MiB: 8192 pages
+        return (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / times
+
+    faults(3)
+    print(faults(20))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc")
+@pytest.mark.parametrize("told, setting", [("yes", None), ("no", pages.SETTINGS[0])])
+def test_freed_pages_are_used_again_unless_the_user_has_said_otherwise(told, setting):
+    environ = {"JAX_PLATFORMS": "cpu", "PATH": "/usr/bin"}
+    if setting is not None:
+        environ[setting] = "1048576"  # a block of 32 MiB is then mapped and unmapped each time
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(FAULTS), told],
+        env=environ,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert (float(done.stdout) < 100) == (told == "yes"), done.stdout
+
+
+def test_an_accelerators_host_memory_is_left_alone(monkeypatch):
+    monkeypatch.setattr(pages, "KEEP", {})  # changes nothing in this process
+    assert keep_freed_pages("cpu", {}) and not keep_freed_pages("gpu", {})
+    assert not keep_freed_pages("cpu", {pages.SETTINGS[1]: "1"})
