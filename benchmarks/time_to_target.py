@@ -141,6 +141,7 @@ class Referee(jg.Hook):
         self.workload, self.max_samples = workload, max_samples
         self.trainer: Any = None
         self.evaluating_s = 0.0
+        self.evaluation = (math.inf, math.inf)  # the latest: from, to
         self.started_s = self.completed_s = self.seconds = math.nan
         self.metrics: dict[str, float] = {}
         self.samples = 0
@@ -152,6 +153,12 @@ class Referee(jg.Hook):
 
     def on_step_end(self, event: StepEnd, /) -> None:
         self.completed_s = event.at_s
+        began_s, ended_s = self.evaluation
+        if began_s < event.at_s <= ended_s:
+            # Heard of after the evaluation that it completed inside of: this was training.
+            self.evaluating_s -= event.at_s - began_s
+            self.seconds += event.at_s - began_s
+            self.evaluation = event.at_s, ended_s
         if self.met:
             return
         self.samples = event.samples
@@ -167,6 +174,7 @@ class Referee(jg.Hook):
         began_s = max(event.at_s - event.seconds, self.completed_s)
         self.seconds = began_s - self.started_s - self.evaluating_s
         self.evaluating_s += event.at_s - began_s
+        self.evaluation = began_s, event.at_s
         self.metrics = dict(event.metrics)
         better = self.metrics[self.workload.metric] - self.workload.target
         if better * (1 if self.workload.higher_is_better else -1) >= 0:

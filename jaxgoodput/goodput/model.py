@@ -19,7 +19,7 @@ class GoodputModel:
     base_batch_size: int = static()  # samples; what the learning rate was tuned for
     # (micro-batch size, measured / modelled step time), by size: where a size was measured, that is what
     # counts, and its neighbours lean on it.
-    residuals: tuple[tuple[int, float], ...] = ()
+    residuals: tuple[tuple[int, float], ...] = static(default=())
 
     def throughput(
         self, placement: Placement, micro_batch_size: Numeric, num_micro_batches: Numeric = 1
@@ -32,7 +32,8 @@ class GoodputModel:
     def residual(self, micro_batch_size: Numeric) -> Numeric:
         """What the modelled step time must be multiplied by: 1 where nothing is known better.
 
-        Interpolated between measured sizes in log-log, constant beyond them.
+        Interpolated between measured sizes in log-log, constant beyond them. With `residuals`, sizes
+        must be numbers of the host.
         """
         if not self.residuals:
             return 1.0

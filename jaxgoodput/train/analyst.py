@@ -26,7 +26,7 @@ from jaxgoodput.train import hooks as hooking
 from jaxgoodput.train.config import Config
 from jaxgoodput.train.control import DEPTH, Requests
 from jaxgoodput.train.events import StepEnd, TuneEnd, Window
-from jaxgoodput.train.timing import TimingKey, TimingTable
+from jaxgoodput.train.timing import MIN_COUNT, TimingKey, TimingTable
 from jaxgoodput.train.tune import Caution, hoped_gain, statistics_cadence
 from jaxgoodput.train.tuner import Answer, Question, Tuner
 from jaxgoodput.train.watcher import Result
@@ -36,9 +36,9 @@ PROBE_STEPS = 8  # at a size that is being tried
 # Once the noise is known, until both kinds of step are timed and can be compared; and while what is
 # known is from before a growth of the batch.
 FIRST_CADENCE = 4
-# Steps beside a compilation took up to 2.3 times as long. Until it ends, only a change that promises to
-# double the goodput is worth believing.
-DISTURBED_GAIN = 1.0
+# Steps beside a compilation took up to 2.3 times as long on two cores. Until it is known by how much
+# they do here, only a change that promises to double the goodput is believed meanwhile.
+UNKNOWN_DOUBT = 1.0
 CALM_STEPS = 8  # after a compilation, before times are compared
 
 
@@ -89,6 +89,9 @@ class Analyst:
         self._every = config.statistics_every or 1  # until the noise is known
         self._changed_at = -config.dwell_steps  # nothing has changed yet that should settle first
         self._switches_s: list[float] = []
+        self._first: tuple[TimingKey, float] | None = (
+            None  # the step after a change, not compared yet
+        )
         self._steps_seen = 0
         self._last_tune_s = clock.now()
         self._last_tune_step = 0
@@ -98,6 +101,7 @@ class Analyst:
         self._disturbed = False
         self._calm = CALM_STEPS  # steps since the last disturbed one
         self._was_unknown = False  # the noise, at the last question
+        self._was_disturbed = False  # the steps, at the last question
         self._probing = False
         self._tried_from: BatchConfig | None = None  # before the probe
         self._pending = 0  # the step until which a posted change may still be on its way
@@ -183,11 +187,12 @@ class Analyst:
             with self._lock:
                 self._table.add(key, result.parts, ticket.step, busy=ticket.busy)
         elif ticket.step == self._changed_at:
-            usual = self._table.median_s(key)
-            extra_s = max(result.parts.step_s - (usual if usual == usual else 0.0), 0.0)
+            self._first = key, result.parts.step_s
+        if self._first is not None and self._table.count(self._first[0]) >= MIN_COUNT:
+            extra_s = max(self._first[1] - self._table.median_s(self._first[0]), 0.0)
             self._switches_s.append(extra_s)
-            if usual == usual:
-                self._book("first_execution", extra_s)
+            self._book("first_execution", extra_s)
+            self._first = None
         self._latest, self._disturbed = result, ticket.busy
         self._calm = 0 if ticket.busy else self._calm + 1
         if self._compile_others is not None and self._is_compiling_worth_it(metrics):
@@ -229,7 +234,8 @@ class Analyst:
         hope = float(hopes.max())
         saved_s = self._left_s(metrics, grad) * (1 - 1 / hope) if hope > 1 else 0.0
         price_s = self._compile_s * max(len(self._sizes) - 1, 1)
-        return hope >= 1 + self._config.min_gain and saved_s > price_s
+        wanted = self._config.policy == "goodput" and hope >= 1 + self._config.min_gain
+        return wanted and saved_s > price_s
 
     def _left_s(self, metrics: Mapping[str, float], grad: GradParams) -> float:
         """Seconds to the end at the present batch; NaN before any step was timed."""
@@ -257,6 +263,8 @@ class Analyst:
         unknown = math.isnan(self._latest.metrics["cautious_sqr"])
         if self._was_unknown and not unknown:
             return True  # what was waited for has come
+        if self._was_disturbed and not self._disturbed:
+            return True  # the last verdict was on times that compilation had blurred
         unknown |= self._fit is None
         return (
             now - self._last_tune_s >= self._config.tune_every_s
@@ -270,6 +278,12 @@ class Analyst:
         metrics, config = self._latest.metrics, self._config
         self._last_tune_s, self._last_tune_step = now, step
         self._was_unknown = math.isnan(metrics["cautious_sqr"])
+        self._was_disturbed = self._disturbed
+        known = {
+            clean: self._table.timed_sizes(self._num_nodes, self._current.num_replicas, clean=clean)
+            for clean in (True, False)
+        }
+        doubt = self._table.disturbance()
         self._tuner.ask(
             Question(
                 step=step,
@@ -279,12 +293,13 @@ class Analyst:
                 limits=self._limits,
                 current=self._current,
                 ready=self._ready(),
-                timed=self._table.timed_sizes(
-                    self._num_nodes, self._current.num_replicas, clean=not self._disturbed
-                ),
+                timed=known[not self._disturbed],
+                clean=known[True],
+                disturbed=self._disturbed,
                 steps_since_change=step - self._changed_at,
                 caution=Caution(
-                    min_gain=max(config.min_gain, DISTURBED_GAIN * self._disturbed),
+                    min_gain=config.min_gain,
+                    doubt=(UNKNOWN_DOUBT if math.isnan(doubt) else doubt) * self._disturbed,
                     dwell_steps=PROBE_STEPS if self._probing else config.dwell_steps,
                     max_growth=config.max_growth,
                     switch_s=statistics.median(self._switches_s) if self._switches_s else 0.0,
@@ -308,9 +323,13 @@ class Analyst:
                 micro_batch_size=verdict.config.micro_batch_size,
                 num_micro_batches=verdict.config.num_micro_batches,
             )
-            # A size that was never timed is on trial, whatever the model hopes of it.
-            new = verdict.config.micro_batch_size not in question.timed and not self._disturbed
-            self._probing = new or math.isnan(verdict.goodput)
+            # A size that was never timed is on trial, whatever the model hopes of it. Where everything
+            # is timed beside a compilation, nothing is learned from a trial that will not change.
+            returns = verdict.config == question.tried_from
+            untimed = verdict.config.micro_batch_size not in question.timed
+            self._probing = not returns and (
+                math.isnan(verdict.goodput) or (untimed and not question.disturbed)
+            )
             self._tried_from = question.current if self._probing else None
             self._pending = self._steps_ahead()
             logging.info("step %d: %s", question.step, verdict.reason)
@@ -332,6 +351,7 @@ class Analyst:
                 num_nodes=self._num_nodes,
                 num_replicas=question.current.num_replicas,
                 limits=self._limits,
+                residuals=found.residuals,
                 switched=switched,
             ),
         )

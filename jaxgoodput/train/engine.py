@@ -117,6 +117,13 @@ class Engine:
                 for role in self.roles(accumulate=accumulate)
             )
 
+    def measuring_bytes_of(self, micro_batch_size: int) -> StepBytes | None:
+        """Predicted peak bytes of a step of this size that measures the noise, once compiled."""
+        with self._lock:
+            found = [self._executables.get((r, micro_batch_size)) for r in self.measuring_roles]
+        known = [step_bytes(executable) for executable in found if executable is not None]
+        return max(known, key=lambda need: need.peak, default=None)
+
     def bytes_of(self, micro_batch_size: int) -> StepBytes | None:
         """Predicted peak bytes per device of a step of this size, once it is compiled."""
         with self._lock:

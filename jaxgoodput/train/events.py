@@ -34,7 +34,7 @@ class FitStart:
     num_devices: int
     num_processes: int
     settings: Mapping[str, Any]  # the whole configuration as JSON values
-    at_s: float  # by the trainer's clock, just before the first step
+    at_s: float  # when all was ready for the first step, by the trainer's clock
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +97,7 @@ class TuneEnd:
     num_nodes: int
     num_replicas: int
     limits: BatchLimits
+    residuals: tuple[tuple[int, float], ...]  # (micro-batch size, measured / modelled step time)
     switched: bool
 
 

@@ -47,7 +47,9 @@ def _known(tune: TuneEnd) -> _Known | None:
     )
     grad = GradParams(sqr=float(tune.grad.sqr), var=float(tune.grad.var))
     return _Known(
-        model=GoodputModel(perf=perf, grad=grad, base_batch_size=tune.limits.base),
+        model=GoodputModel(
+            perf=perf, grad=grad, base_batch_size=tune.limits.base, residuals=tune.residuals
+        ),
         placement=Placement(num_nodes=tune.num_nodes, num_replicas=tune.num_replicas),
         has_efficiency=math.isfinite(grad.sqr) and math.isfinite(grad.var),
     )

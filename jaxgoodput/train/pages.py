@@ -16,9 +16,16 @@ from absl import logging
 
 # <malloc.h>
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
-KEEP = {M_MMAP_THRESHOLD: 1 << 30, M_TRIM_THRESHOLD: (1 << 31) - 1, M_TOP_PAD: 1 << 26}
+LARGEST = (1 << 30, 1 << 25)  # blocks to keep, bytes; older versions refuse more than 32 MiB
+KEEP = {M_TRIM_THRESHOLD: (1 << 31) - 1, M_TOP_PAD: 1 << 26}
 # Whoever sets one of these has made up his mind.
 SETTINGS = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_")
+
+
+def _is_decided(environ: Mapping[str, str]) -> bool:
+    return any(s in environ for s in SETTINGS) or "glibc.malloc" in environ.get(
+        "GLIBC_TUNABLES", ""
+    )
 
 
 def keep_freed_pages(platform: str, environ: Mapping[str, str] = os.environ) -> bool:
@@ -28,12 +35,13 @@ def keep_freed_pages(platform: str, environ: Mapping[str, str] = os.environ) -> 
     where steps do not run on the CPU (`platform` of their devices), where the C library is not glibc,
     and where the user has set one of its variables, `MALLOC_TRIM_THRESHOLD_=131072` for instance.
     """
-    if platform != "cpu" or sys.platform != "linux" or any(s in environ for s in SETTINGS):
+    if platform != "cpu" or sys.platform != "linux" or _is_decided(environ):
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
-    if mallopt is None:
-        return False
-    kept = all([mallopt(name, value) == 1 for name, value in KEEP.items()])
-    if not kept:
+    # The threshold first: without it, the others would only freeze it where it is.
+    if mallopt is None or not any(mallopt(M_MMAP_THRESHOLD, size) == 1 for size in LARGEST):
         logging.info("the C library does not keep freed memory; steps will take fresh pages")
-    return kept
+        return False
+    for name, value in KEEP.items():
+        mallopt(name, value)
+    return True

@@ -70,7 +70,9 @@ class Rungs:
         self._ready: list[int] = []
         self._unrehearsed: set[int] = set()
         self._settled_on: int | None = None
-        self._measurable: set[int] = set()
+        self._measurable: set[int] = set()  # or refused: nothing is left to be prepared
+        self._unmeasurable: set[int] = set()
+        self._close: frozenset[int] = frozenset()  # sizes that the next change can reach
         self._known: dict[int, StepBytes] = {}
         self._smallest_refused: int | None = None
         self._stopping = False
@@ -89,6 +91,9 @@ class Rungs:
             if not self._order:
                 self._measurable.add(size)
             self._settled_on = None
+            self._close = frozenset(
+                s for s in self._sizes if size / self._reach <= s <= size * self._reach
+            )
             # What the next change can reach comes first, then what the one after it can.
             for reach in (self._reach, self._reach**2):
                 low, high = size / reach, size * reach
@@ -130,7 +135,7 @@ class Rungs:
     def can_measure(self, size: int) -> bool:
         """Whether steps of this size can measure the noise by now."""
         with self._changed:
-            return size in self._measurable
+            return size in self._measurable and size not in self._unmeasurable
 
     @property
     def memory_limit(self) -> int:
@@ -212,12 +217,12 @@ class Rungs:
         with self._changed:
             if self._stopping or not self._is_waiting():
                 return False
-            size = self._order[self._next] if self._next < len(self._order) else None
-            settled_on = self._to_measure()
-        if size is None:
-            assert settled_on is not None
+            waiting, settled_on = self._order[self._next :], self._to_measure()
+        # Measuring comes before sizes that are two changes away.
+        if settled_on is not None and self._close.isdisjoint(waiting):
             self._prepare_measuring(settled_on)
             return True
+        size = waiting[0]
         self._try(size)
         with self._changed:
             self._next += 1
@@ -230,10 +235,20 @@ class Rungs:
             if self._stopping:
                 return
             engine.compile_role(role, size)
-        if self.was_rehearsed(size):
+        need = engine.measuring_bytes_of(size)
+        fits = need is None or need.peak <= self._budget
+        if not fits:
+            logging.warning(
+                "steps of %d samples per replica fit into memory, but not with a noise measurement: the "
+                "noise is not measured while they are in use. Lower batch.max, or raise memory_bytes.",
+                size,
+            )
+        elif need is not None and self.was_rehearsed(size):
             engine.rehearse(size, engine.measuring_roles)
         with self._changed:
             self._measurable.add(size)
+            if not fits:
+                self._unmeasurable.add(size)
             self._changed.notify_all()
 
     def _try(self, size: int) -> None:
@@ -264,10 +279,7 @@ class Rungs:
         # A rehearsal holds a second copy of everything.
         rehearsable = self._rehearse and need.peak * 2 <= self._budget
         if rehearsable:
-            # The first size to be used: its plain steps have run, or are about to.
-            known = ("step",) if size in self._measurable else ()
-            if new := [role for role in roles if role not in known]:
-                engine.rehearse(size, new)
+            engine.rehearse(size, roles)
         with self._changed:
             self._ready.append(size)
             if not rehearsable:

@@ -87,13 +87,22 @@ class TimingTable:
 
     def timed_sizes(self, num_nodes: int, num_replicas: int, *, clean: bool) -> set[int]:
         """Micro-batch sizes whose step time is known on this placement; `clean`: undisturbed."""
-        rows = self._clean if clean else {**self._clean, **self._busy}
+        rows = [*self._clean.items(), *(() if clean else self._busy.items())]
         return {
             key.micro_batch_size
-            for key, parts in rows.items()
+            for key, parts in rows
             if (key.num_nodes, key.num_replicas) == (num_nodes, num_replicas)
             and len(parts) >= MIN_COUNT
         }
+
+    def disturbance(self) -> float:
+        """By how much steps beside a compilation took longer, 0.5 is half as long again; NaN unknown."""
+        ratios = [
+            _median(p.step_s for p in busy) / _median(p.step_s for p in clean)
+            for key, busy in self._busy.items()
+            if len(busy) >= MIN_COUNT and len(clean := self._clean.get(key, ())) >= MIN_COUNT
+        ]
+        return statistics.median(ratios) - 1 if ratios else float("nan")
 
     def step_s(self, num_nodes: int, config: BatchConfig) -> float:
         """Median seconds of a configuration, whichever kind of step was seen more; NaN if none."""
@@ -118,8 +127,7 @@ class TimingTable:
         for key, last in self._last.items():
             parts = self._parts(key)
             other = dataclasses.replace(key, measured=not key.measured)
-            # Steps without statistics say what a step costs; with them only where nothing else is.
-            if len(parts) < MIN_COUNT or (key.measured and self.count(other) >= MIN_COUNT):
+            if len(parts) < MIN_COUNT or self._says_more(other, key):
                 continue
             fade = 0.5 ** ((step - last) / self._half_life_steps)
             if parts is self._busy.get(key):
@@ -154,6 +162,16 @@ class TimingTable:
             step_s=values[3],
             weight=values[4],
         )
+
+    def _says_more(self, other: TimingKey, key: TimingKey) -> bool:
+        """Whether `other`, which differs in the statistics, goes before `key`.
+
+        What was not disturbed does; among equals, steps without statistics say what a step costs.
+        """
+        if self.count(other) < MIN_COUNT:
+            return False
+        clean, others = (len(self._clean.get(k, ())) >= MIN_COUNT for k in (key, other))
+        return others > clean or (others == clean and key.measured)
 
     def to_json(self) -> list[dict[str, Any]]:
         """The table as JSON values."""

@@ -1,7 +1,7 @@
 """Which batch configuration next, and why: a pure function from what is known to a verdict.
 
-The best configuration by the goodput model is taken only where it is worth it: it must beat the
-current one by `min_gain` (hysteresis), the last change must be `dwell_steps` behind, and the price of
+The best configuration by the goodput model, corrected by what was measured, is taken only where it is
+worth it: it must beat the current one by `min_gain` (hysteresis), the last change must be `dwell_steps` behind, and the price of
 the switch must be earned back within the horizon. Where time is unknown as a function of the batch, a
 neighbouring size is probed first.
 """
@@ -26,6 +26,7 @@ class Caution:
     """How willing the tuner is to change things."""
 
     min_gain: float = 0.05
+    doubt: float = 0.0  # what the step times may hide: a change must promise at least as much gain
     dwell_steps: int = 20
     max_growth: float = 4.0
     switch_s: float = 0.0  # what a change costs, seconds of training
@@ -43,7 +44,7 @@ def tune(
     steps_since_change: int,
     caution: Caution,
     timed: Collection[int] = (),
-    timings: StepTimings | None = None,
+    residuals: tuple[tuple[int, float], ...] = (),
     accumulate: bool = True,
     statistics_every: int = 1,
     tried_from: BatchConfig | None = None,
@@ -51,8 +52,7 @@ def tune(
     """The verdict for the next stretch of training.
 
     `ready` are the micro-batch sizes that can run without compiling, `timed` those whose step time was
-    measured here; `timings` says what it was, which goes before what the model makes of it: caches and
-    the allocator bend its straight line. With only one timed, nothing is known about how time grows
+    measured here; `residuals` says how far the model is off there. With only one timed, nothing is known about how time grows
     with the batch: a few real steps at another size (a probe, which trains like any other step) tell,
     where the noise leaves anything to be won. `grad` should
     be the cautious estimate: NaN (unknown) keeps the current configuration.
@@ -79,7 +79,7 @@ def tune(
         perf=fit.params,
         grad=grad,
         base_batch_size=limits.base,
-        residuals=() if timings is None else residuals(fit.params, placement, timings, timed),
+        residuals=residuals,
     )
     now = float(model.goodput(placement, home.micro_batch_size, home.num_micro_batches))
     largest = max(int(current.global_batch_size * caution.max_growth), current.global_batch_size)
@@ -115,6 +115,8 @@ def tune(
     if not math.isfinite(best):
         return keep(f"keep: the model cannot tell ({at})", now)
     gain = best / now
+    # Whoever is on trial is judged as usual, or no trial beside a compilation would ever be won.
+    asked = max(caution.min_gain, caution.doubt) if home == current else caution.min_gain
     what = (
         f"{home.global_batch_size} -> {config.global_batch_size} samples "
         f"({config.micro_batch_size} x {config.num_replicas} replicas "
@@ -123,9 +125,9 @@ def tune(
     payback_s = caution.switch_s / (1 - 1 / gain) if gain > 1 else math.inf
     if config == home:
         why = f"{home.global_batch_size} samples is the best there is ({at})"
-    elif gain < 1 + caution.min_gain:
+    elif gain < 1 + asked:
         why = (
-            f"{what} would gain {gain - 1:.1%}, below the {caution.min_gain:.0%} "
+            f"{what} would gain {gain - 1:.1%}, below the {asked:.0%} "
             f"that a change must bring ({at})"
         )
     elif config == current:
@@ -193,10 +195,14 @@ def hoped_gain(grad: GradParams, limits: BatchLimits, now: int, there: np.ndarra
     return np.where((there >= limits.smallest) & (there <= limits.max), hope, 0.0)
 
 
-def residuals(
+def residuals_of(
     perf: PerfParams, placement: Placement, timings: StepTimings, timed: Collection[int]
 ) -> tuple[tuple[int, float], ...]:
-    """(micro-batch size, measured / modelled step time) of the `timed` sizes, in order of size."""
+    """(micro-batch size, measured / modelled step time) of the `timed` sizes, in order of size.
+
+    Caches and the allocator bend the model's straight line; where a size was timed undisturbed, that
+    goes before what the model makes of it.
+    """
     here = (timings.num_nodes == placement.num_nodes) & (
         timings.num_replicas == placement.num_replicas
     )

@@ -16,7 +16,7 @@ from jaxgoodput.goodput.fit import PerfFit, StepTimings, fit_perf_params
 from jaxgoodput.goodput.perf import Placement
 from jaxgoodput.goodput.search import BatchConfig, BatchLimits
 from jaxgoodput.train.events import Verdict
-from jaxgoodput.train.tune import Caution, tune
+from jaxgoodput.train.tune import Caution, residuals_of, tune
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +31,8 @@ class Question:
     current: BatchConfig
     ready: Collection[int]
     timed: Collection[int]
+    clean: Collection[int]  # of those, timed undisturbed
+    disturbed: bool  # a compilation competes with the steps
     steps_since_change: int
     caution: Caution
     accumulate: bool
@@ -46,6 +48,7 @@ class Answer:
     question: Question
     verdict: Verdict
     fit: PerfFit | None
+    residuals: tuple[tuple[int, float], ...]  # (micro-batch size, measured / modelled step time)
 
 
 def answer(question: Question, last_fit: PerfFit | None) -> Answer:
@@ -53,6 +56,9 @@ def answer(question: Question, last_fit: PerfFit | None) -> Answer:
     fit = last_fit
     if question.timings is not None:
         fit = fit_perf_params(question.timings, start=None if last_fit is None else last_fit.params)
+    residuals = ()
+    if fit is not None and question.timings is not None:
+        residuals = residuals_of(fit.params, question.placement, question.timings, question.clean)
     if question.adapt:
         verdict = tune(
             fit,
@@ -62,7 +68,7 @@ def answer(question: Question, last_fit: PerfFit | None) -> Answer:
             question.current,
             ready=question.ready,
             timed=question.timed,
-            timings=question.timings,
+            residuals=residuals,
             steps_since_change=question.steps_since_change,
             caution=question.caution,
             accumulate=question.accumulate,
@@ -77,7 +83,7 @@ def answer(question: Question, last_fit: PerfFit | None) -> Answer:
             reason="keep: the policy is a fixed batch",
             statistics_every=question.statistics_every,
         )
-    return Answer(question=question, verdict=verdict, fit=fit)
+    return Answer(question=question, verdict=verdict, fit=fit, residuals=residuals)
 
 
 class Tuner:

@@ -120,6 +120,7 @@ def tune_end(step, progress, before, rng=None, *, grad=None, known=True):
         num_nodes=1,
         num_replicas=REPLICAS,
         limits=LIMITS,
+        residuals=(),
         switched=config != before,
     )
 

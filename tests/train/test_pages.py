@@ -44,7 +44,20 @@ def test_freed_pages_are_used_again_unless_the_user_has_said_otherwise(told, set
     assert (float(done.stdout) < 100) == (told == "yes"), done.stdout
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc")
 def test_an_accelerators_host_memory_is_left_alone(monkeypatch):
-    monkeypatch.setattr(pages, "KEEP", {})  # changes nothing in this process
-    assert keep_freed_pages("cpu", {}) and not keep_freed_pages("gpu", {})
+    calls = []
+
+    class Library:
+        def mallopt(self, name, value):
+            calls.append((name, value))
+            return int(value <= 1 << 25 or name != pages.M_MMAP_THRESHOLD)
+
+    monkeypatch.setattr(pages.ctypes, "CDLL", lambda name: Library())
+    assert not keep_freed_pages("gpu", {})
     assert not keep_freed_pages("cpu", {pages.SETTINGS[1]: "1"})
+    assert not keep_freed_pages("cpu", {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"})
+    assert not calls
+    assert keep_freed_pages("cpu", {}), "an old version takes the smaller threshold"
+    assert calls[:2] == [(pages.M_MMAP_THRESHOLD, size) for size in pages.LARGEST]
+    assert dict(calls[2:]) == pages.KEEP

@@ -114,6 +114,25 @@ def test_steps_without_statistics_are_believed_over_those_with():
     assert table.step_s(1, config) == 0.1
 
 
+def test_undisturbed_times_are_believed_over_disturbed_ones_of_either_kind():
+    table = TimingTable()
+    for step in range(48):
+        table.add(key(), Parts(0.3), step, busy=True)
+    for step in range(MIN_COUNT):
+        table.add(key(measured=True), Parts(0.1), step)
+    assert row(table, 8)["step_s"] == 0.1
+    table.add(key(measured=True), Parts(0.3), 9, busy=True)
+    assert table.timed_sizes(1, 1, clean=False) == table.timed_sizes(1, 1, clean=True) == {8}
+
+
+def test_how_much_a_compilation_slows_steps_is_read_off_the_sizes_timed_with_and_without():
+    table = filled((key(), 0.1))
+    assert math.isnan(table.disturbance())
+    for step in range(MIN_COUNT):
+        table.add(key(), Parts(0.25), step, busy=True)
+    assert table.disturbance() == pytest.approx(1.5)
+
+
 # -- several micro-batches ---------------------------------------------------------------------------
 
 

@@ -9,11 +9,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from jaxgoodput.goodput.efficiency import GradParams
-from jaxgoodput.goodput.fit import PerfFit
+from jaxgoodput.goodput.fit import PerfFit, StepTimings
 from jaxgoodput.goodput.model import GoodputModel
-from jaxgoodput.goodput.perf import PerfParams, Placement
+from jaxgoodput.goodput.perf import PerfParams, Placement, step_time
 from jaxgoodput.goodput.search import BatchConfig, BatchLimits
-from jaxgoodput.train.tune import Caution, fixed_config, statistics_cadence, tune
+from jaxgoodput.train.tune import Caution, fixed_config, residuals_of, statistics_cadence, tune
 
 NAN = math.nan
 # A micro-batch costs 10 ms plus 0.1 ms per sample: larger batches are far faster per sample.
@@ -172,6 +172,43 @@ def test_a_probe_must_pay_if_time_grew_as_the_square_root_of_the_batch(scale, pr
     break_even = (1.05 * 128 - 2 * 32) / (2 - 1.05)
     grad = GradParams(sqr=1.0, var=break_even / 32 * (2 * scale))
     assert decide(grad, timed=(32,)).reason.startswith("probe") is probes
+
+
+def test_what_was_measured_goes_before_the_model():
+    # By the model 128 is far better than 32; it was seen to take four times as long as modelled.
+    for off, grows in ((1.0, True), (4.0, False)):
+        verdict = decide(ready=(32, 128), timed=(32, 128), residuals=((32, 1.0), (128, off)))
+        assert (verdict.config.micro_batch_size == 128) == grows, verdict.reason
+
+
+def test_residuals_come_from_this_placement_and_from_sizes_that_were_timed():
+    here, sizes = Placement(num_nodes=1, num_replicas=1), np.array([32, 64, 128, 32])
+    replicas = np.array([1, 1, 1, 2])
+    modelled = np.asarray(step_time(PERF, here, sizes))
+    unknown = np.full(4, NAN)
+    timings = StepTimings(
+        num_nodes=np.ones(4, int),
+        num_replicas=replicas,
+        micro_batch_size=sizes,
+        accumulate_s=unknown,
+        reduce_s=unknown,
+        update_s=unknown,
+        step_s=modelled * np.array([2.0, NAN, 0.5, 9.0]),
+    )
+    assert residuals_of(PERF, here, timings, {32, 64}) == ((32, pytest.approx(2.0)),)
+    found = residuals_of(PERF, here, timings, {32, 64, 128})
+    model = GoodputModel(perf=PERF, grad=NOISY, base_batch_size=32, residuals=found)
+    assert [float(model.residual(m)) for m in (16, 32, 64, 128, 512)] == pytest.approx(
+        [2.0, 2.0, 1.0, 0.5, 0.5]
+    )
+
+
+def test_doubt_asks_more_of_a_change_and_nothing_of_a_trial():
+    home, doubtful = at(32), dataclasses.replace(BOLD, doubt=9.0)
+    assert decide().gain < 10
+    assert decide(caution=doubtful).config == home
+    tried = decide(caution=doubtful, current=at(128), tried_from=home, timed=(32, 128))
+    assert tried.config.micro_batch_size >= 128, tried.reason
 
 
 def test_only_ready_sizes_are_chosen():

@@ -1,0 +1,184 @@
+"""When the analyst asks, and what a run of steps makes of the answers; steps here are made up."""
+
+import dataclasses
+import math
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxgoodput.clock import FakeClock
+from jaxgoodput.data.cursor import Cursor
+from jaxgoodput.goodput.search import BatchConfig, BatchLimits
+from jaxgoodput.train import analyst as analysis
+from jaxgoodput.train import tuner as tuning
+from jaxgoodput.train.analyst import CALM_STEPS, PROBE_STEPS, Analyst
+from jaxgoodput.train.config import Config
+from jaxgoodput.train.control import Requests
+from jaxgoodput.train.hooks import Hook
+from jaxgoodput.train.timing import Parts
+from jaxgoodput.train.watcher import Result, Ticket
+
+SIZES = (512, 2048, 8192, 16384)
+# Linear up to 8192, and beyond it a cliff that no straight line knows of.
+STEP_S = {512: 0.0093, 2048: 0.0120, 8192: 0.0225, 16384: 0.0560}
+BESIDE_COMPILATION = 2.0  # times as long
+
+
+class AtOnce:
+    """A tuner that answers on the asker's thread."""
+
+    is_busy = False
+
+    def __init__(self, on_answer, on_error):
+        self._on_answer, self._fit = on_answer, None
+
+    def ask(self, question):
+        found = tuning.answer(question, self._fit)
+        self._fit = found.fit
+        self._on_answer(found)
+
+    def close(self):
+        pass
+
+
+class Listener(Hook):
+    def __init__(self):
+        self.verdicts, self.steps = [], []
+
+    def on_tune_end(self, event):
+        self.verdicts.append(event)
+
+    def on_step_end(self, event):
+        self.steps.append(event)
+
+
+class Course:
+    """A training run without training: the analyst's own view of it."""
+
+    def __init__(self, tmp_path, monkeypatch, *, start, ready=SIZES, **settings):
+        monkeypatch.setattr(analysis, "Tuner", AtOnce)
+        self.clock, self.requests, self.heard = FakeClock(), Requests(), Listener()
+        self.ready, self.errors, self.step = ready, [], 0
+        self.config = BatchConfig(micro_batch_size=start, num_micro_batches=1, num_replicas=1)
+        config = Config(
+            workdir=str(tmp_path),
+            batch=BatchLimits(
+                base=512, max=16384, micro=(512, 16384), sizes=SIZES, max_micro_batches=1
+            ),
+            base_steps=1e6,
+            **{"dwell_steps": 10, "tune_every_steps": 4, "warm_up_steps": 4, **settings},
+        )
+        self.analyst = Analyst(
+            config,
+            config.batch,
+            current=self.config,
+            requests=self.requests,
+            ready=lambda: self.ready,
+            sizes=SIZES,
+            compile_others=lambda: None,
+            compile_s=1.0,
+            memory_limit=lambda: SIZES[-1],
+            hooks=[self.heard],
+            clock=self.clock,
+            on_error=self.errors.append,
+            book=lambda name, seconds: None,
+            learning_rate=lambda progress: None,
+            dataset_size=10**6,
+            adapt=True,
+        )
+
+    def go(self, steps, *, compiling=False):
+        """Sizes used by the next `steps` steps, whose verdicts take effect two steps later."""
+        used, delayed = [], []
+        for _ in range(steps):
+            delayed.append(self.requests.take())
+            wish = delayed.pop(0) if len(delayed) > 2 else None
+            if wish is not None and wish.micro_batch_size:
+                self.config = dataclasses.replace(
+                    self.config, micro_batch_size=wish.micro_batch_size
+                )
+            self.step += 1
+            size = self.config.micro_batch_size
+            seconds = STEP_S[size] * (BESIDE_COMPILATION if compiling else 1.0)
+            self.clock.advance(seconds)
+            self.analyst.result(self._result(size, seconds, compiling))
+            self.analyst.flush()
+            assert not self.errors, self.errors
+            used.append(size)
+        return used
+
+    def _result(self, size, seconds, compiling):
+        here = Cursor(seed=0)
+        ticket = Ticket(
+            step=self.step,
+            config=self.config,
+            measured=self.step % 4 < 2,
+            dispatched_s=self.clock.now() - seconds,
+            timed=True,
+            busy=compiling,
+            num_samples=size,
+            samples=size * self.step,
+            before=here,
+            after=here,
+            metrics=jnp.zeros(()),
+        )
+        metrics = {
+            **dict.fromkeys(("finite", "loss", "gain", "grad_norm"), 1.0),
+            **dict.fromkeys(("noise_samples", "newest_noise_samples"), 100.0),
+            **{"cautious_sqr": 1e-6, "grad_sqr": 1e-6, "cautious_var": 1.0, "grad_var": 1.0},
+            **{"progress": float(self.step), "skipped": 0.0},
+        }
+        return Result(
+            ticket=ticket,
+            metrics=metrics,
+            control=np.zeros(0),
+            parts=Parts(step_s=seconds),
+            ready_s=self.clock.now(),
+        )
+
+
+@pytest.fixture
+def course(tmp_path, monkeypatch):
+    made = []
+
+    def start(**kind):
+        made.append(Course(tmp_path, monkeypatch, **kind))
+        return made[-1]
+
+    yield start
+    for one in made:
+        one.analyst.close()
+
+
+def test_a_size_that_the_model_hopes_for_is_tried_once_and_left(course):
+    run = course(start=2048)
+    used = run.go(150)
+    assert run.config.micro_batch_size == 8192, "measured times go before the model's line"
+    trial = [i for i, size in enumerate(used) if size == 16384]
+    assert PROBE_STEPS <= len(trial) <= 2 * PROBE_STEPS
+    assert trial == list(range(trial[0], trial[-1] + 1)), "and not again"
+    (back,) = [e for e in run.heard.verdicts if e.verdict.reason.startswith("return")]
+    assert "8192 samples is the best" in back.verdict.reason
+
+
+def test_beside_a_compilation_only_a_doubling_is_believed_and_then_times_are_taken_anew(course):
+    run = course(start=512, ready=(512, 2048, 8192))
+    run.go(60, compiling=True)
+    assert run.config.micro_batch_size == 8192, "far more than twice the goodput"
+    run.ready = SIZES
+    assert set(run.go(60, compiling=True)) == {8192}, "16384 promises less than twice"
+    asked = len(run.heard.verdicts)
+    run.go(CALM_STEPS - 1)
+    assert len(run.heard.verdicts) == asked, "no verdict on times from before"
+    run.go(100)
+    timings = run.heard.verdicts[-1].timings
+    now = dict(zip(timings.micro_batch_size.tolist(), timings.step_s.tolist(), strict=True))
+    assert now[8192] == pytest.approx(STEP_S[8192])
+
+
+def test_hooks_are_told_when_a_step_was_done_not_when_they_hear_of_it(course):
+    run = course(start=512)
+    run.go(3)
+    assert [e.at_s for e in run.heard.steps] == pytest.approx([STEP_S[512] * k for k in (1, 2, 3)])
+    assert not any(math.isnan(e.at_s) for e in run.heard.steps)
