@@ -1,9 +1,9 @@
 """Which batch configuration next, and why: a pure function from what is known to a verdict.
 
 The best configuration by the goodput model, corrected by what was measured, is taken only where it is
-worth it: it must beat the current one by `min_gain` (hysteresis), the last change must be `dwell_steps` behind, and the price of
-the switch must be earned back within the horizon. Where time is unknown as a function of the batch, a
-neighbouring size is probed first.
+worth it: it must beat the current one by `min_gain` (hysteresis), the last change must be `dwell_steps`
+behind, and the price of the switch must be earned back within the horizon. Where time is unknown as a
+function of the batch, a neighbouring size is probed first.
 """
 
 import dataclasses
@@ -52,10 +52,10 @@ def tune(
     """The verdict for the next stretch of training.
 
     `ready` are the micro-batch sizes that can run without compiling, `timed` those whose step time was
-    measured here; `residuals` says how far the model is off there. With only one timed, nothing is known about how time grows
-    with the batch: a few real steps at another size (a probe, which trains like any other step) tell,
-    where the noise leaves anything to be won. `grad` should
-    be the cautious estimate: NaN (unknown) keeps the current configuration.
+    measured here; `residuals` says how far the model is off there. With only one timed, nothing is known
+    about how time grows with the batch: a few real steps at another size (a probe, which trains like any
+    other step) tell, where the noise leaves anything to be won. `grad` should be the cautious estimate:
+    NaN (unknown) keeps the current configuration.
 
     Where the current configuration is a probe, `tried_from` is the one before it: that one is the
     incumbent, and returned to unless another (the probe included) earns the change from there.
