@@ -21,19 +21,19 @@ import jaxgoodput as jg
 
 LENGTH, DIM, NUM_LAYERS, NUM_HEADS = 64, 96, 2, 4
 NGRAMS, NGRAM_ROWS = (3, 5), 2**15
-LEARNING_RATE, TARGET_BITS = 4.5e-3, 2.20
+LEARNING_RATE, TARGET_BITS = 3.2e-3, 2.20
 
 
 def default_config(workdir: str) -> jg.Config:
     return jg.Config(
         workdir=workdir,
         # Few sizes: on two cores, compiling one takes time from the steps beside it.
-        batch=jg.BatchLimits(base=32, max=128, sizes=(32, 64, 128), max_micro_batches=1),
-        base_steps=500,
+        batch=jg.BatchLimits(base=16, max=64, sizes=(16, 32, 64), max_micro_batches=1),
+        base_steps=1000,
         # After Adam's division the rows of the n-gram tables that are hardly ever read would make up
         # nearly all of the noise; they are a small part of what the model learns.
         preconditioned=False,
-        eval_every_base_steps=100,
+        eval_every_base_steps=200,
         eval_micro_batch_size=128,
     )
 
@@ -92,7 +92,7 @@ class ByteModel(jg.Trainer):
         return self.bits(params, batch["windows"])
 
     def learning_rate(self, progress):
-        steps = int(self.config.base_steps or 500)
+        steps = int(self.config.base_steps or 1000)
         schedule = optax.warmup_cosine_decay_schedule(
             0.0, LEARNING_RATE, steps // 16, steps, end_value=LEARNING_RATE / 10
         )

@@ -27,8 +27,8 @@ from jaxgoodput.train.config import Config as Config
 from jaxgoodput.train.config import with_overrides as with_overrides
 from jaxgoodput.train.hooks import Every as Every
 from jaxgoodput.train.hooks import Hook as Hook
-from jaxgoodput.train.run import Diverged as Diverged
-from jaxgoodput.train.run import Preempted as Preempted
+from jaxgoodput.train.outcome import Diverged as Diverged
+from jaxgoodput.train.outcome import Preempted as Preempted
 from jaxgoodput.train.state import Loss as Loss
 from jaxgoodput.train.state import TrainState as TrainState
 from jaxgoodput.train.state import Variables as Variables

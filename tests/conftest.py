@@ -12,8 +12,13 @@ import pathlib  # noqa: E402
 
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
+from hypothesis import settings  # noqa: E402
 
 from jaxgoodput.clock import FakeClock  # noqa: E402
+
+# A machine that is busy elsewhere fails no test.
+settings.register_profile("patient", deadline=None)
+settings.load_profile("patient")
 
 REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
 SHARED = REPOSITORY.parent / "shared"

@@ -16,22 +16,21 @@ import numpy as np
 from absl import logging
 
 from jaxgoodput.clock import Clock
-from jaxgoodput.goodput.efficiency import GradParams, efficiency, gain, noise_scale
+from jaxgoodput.goodput.efficiency import GradParams, gain
 from jaxgoodput.goodput.fit import PerfFit
-from jaxgoodput.goodput.model import GoodputModel
 from jaxgoodput.goodput.perf import Placement
 from jaxgoodput.goodput.search import BatchConfig, BatchLimits
 from jaxgoodput.optim.noise import MIN_SAMPLES
 from jaxgoodput.train import hooks as hooking
 from jaxgoodput.train.config import Config
 from jaxgoodput.train.control import DEPTH, Requests
-from jaxgoodput.train.events import StepEnd, TuneEnd, Window
+from jaxgoodput.train.events import StepEnd, TuneEnd
 from jaxgoodput.train.timing import MIN_COUNT, TimingKey, TimingTable
 from jaxgoodput.train.tune import Caution, hoped_gain, statistics_cadence
 from jaxgoodput.train.tuner import Answer, Question, Tuner
 from jaxgoodput.train.watcher import Result
+from jaxgoodput.train.window import UNKNOWN, window_of
 
-UNKNOWN = math.nan
 PROBE_STEPS = 8  # at a size that is being tried
 # Once the noise is known, until both kinds of step are timed and can be compared; and while what is
 # known is from before a growth of the batch.
@@ -400,81 +399,25 @@ class Analyst:
         now = self._clock.now()
         results, self._window = self._window, []
         seconds, self._window_start_s = now - self._window_start_s, now
-        latest = results[-1]
-        metrics, ticket = latest.metrics, latest.ticket
-        config = ticket.config
-        grad = GradParams(sqr=metrics["grad_sqr"], var=metrics["grad_var"])
-        cautious = GradParams(sqr=metrics["cautious_sqr"], var=metrics["cautious_var"])
-        known = not math.isnan(metrics["cautious_sqr"])
-        timed = [r.parts.step_s for r in results if r.ticket.timed and r.ticket.config == config]
-        measured = statistics.median(timed) if timed else UNKNOWN
-        scale = config.global_batch_size / self._limits.base
-        # At the base batch the efficiency is 1 whatever the noise.
-        worth = float(efficiency(cautious, scale)) if known else (1.0 if scale == 1 else UNKNOWN)
-        throughput = config.global_batch_size / measured if measured else UNKNOWN
-        fit = self._fit
-        predicted_s, predicted = UNKNOWN, UNKNOWN
-        if fit is not None:
-            model = GoodputModel(perf=fit.params, grad=cautious, base_batch_size=self._limits.base)
-            at = (self._placement(), config.micro_batch_size, config.num_micro_batches)
-            predicted_s = config.global_batch_size / float(model.throughput(*at))
-            predicted = config.global_batch_size / predicted_s * worth
+        rate = self._learning_rate(results[-1].metrics["progress"])
         hooking.call(
             self._hooks,
-            Window(
-                step=ticket.step,
-                progress=metrics["progress"],
-                samples=ticket.samples,
-                epoch=ticket.after.epoch,
-                config=config,
-                num_steps=len(results),
-                seconds=seconds,
-                metrics=_means(results),
-                measured_step_s=measured,
-                predicted_step_s=predicted_s,
-                predicted_error=UNKNOWN if fit is None else fit.error,
-                goodput_measured=throughput * worth,
-                goodput_predicted=predicted,
-                throughput=throughput,
-                efficiency=worth,
-                grad=grad,
-                noise_scale=float(noise_scale(cautious, self._limits.base)) if known else UNKNOWN,
-                noise_confidence=metrics["noise_samples"],
-                gain=metrics["gain"],
-                learning_rate=_known(self._learning_rate(metrics["progress"])),
+            window_of(
+                results,
+                seconds,
+                limits=self._limits,
+                placement=self._placement(),
+                fit=self._fit,
+                learning_rate=UNKNOWN if rate is None else float(rate),
                 statistics_every=self._every,
-                skipped_steps=int(metrics["skipped"]),
                 memory_limit=self._memory_limit(),
-                eta_s=self._eta_s(results, seconds),
+                total_base_steps=self._config.base_steps,
+                total_samples=(self._config.epochs or 0) * self._dataset_size,
             ),
         )
 
-    def _eta_s(self, results: Sequence[Result], seconds: float) -> float:
-        first, last = results[0], results[-1]
-        if self._config.base_steps is not None:
-            left = self._config.base_steps - last.metrics["progress"]
-            done = last.metrics["progress"] - first.metrics["progress"]
-            share = (len(results) - 1) / len(results)
-            return max(left, 0.0) * seconds * share / done if done > 0 else UNKNOWN
-        assert self._config.epochs is not None
-        left = self._config.epochs * self._dataset_size - last.ticket.samples
-        return left * seconds / max(sum(r.ticket.num_samples for r in results), 1)
-
 
 _INTERNAL = frozenset({"finite", "skipped_in_a_row", "groups", "samples", "progress"})
-
-
-def _known(value: float | None) -> float:
-    return UNKNOWN if value is None else float(value)
-
-
-def _means(results: Sequence[Result]) -> dict[str, float]:
-    names = [k for k in results[-1].metrics if k in ("loss", "grad_norm") or k.startswith("aux/")]
-    means = {}
-    for name in names:
-        values = [r.metrics[name] for r in results if r.metrics["finite"]]
-        means[name.removeprefix("aux/")] = float(np.mean(values)) if values else UNKNOWN
-    return means
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, float | None]:

@@ -29,13 +29,13 @@ from jaxgoodput.train.analyst import PROBE_STEPS, Analyst
 from jaxgoodput.train.badput import TimeLedger
 from jaxgoodput.train.checkpoint import Checkpoints, Restored, quiet_writer
 from jaxgoodput.train.config import to_json
-from jaxgoodput.train.console import Console
 from jaxgoodput.train.control import DEPTH, Control, Requests, decode, encode
+from jaxgoodput.train.due import Due
 from jaxgoodput.train.events import Checkpoint, EvalEnd, FitEnd, FitStart, Preempt
+from jaxgoodput.train.outcome import Diverged, Preempted, named
 from jaxgoodput.train.pages import keep_freed_pages
 from jaxgoodput.train.rungs import Rungs
 from jaxgoodput.train.state import Previous, TrainState
-from jaxgoodput.train.tensorboard import Dashboard
 from jaxgoodput.train.watcher import Result, Ticket, Watcher
 
 if TYPE_CHECKING:
@@ -43,19 +43,6 @@ if TYPE_CHECKING:
 
 
 SETTLED_STEPS = 2 * PROBE_STEPS  # of a size, after which it is more than a trial
-
-
-class Preempted(SystemExit):
-    """The run was asked to stop; its state is saved. Exit code 143: it wants a restart."""
-
-    def __init__(self, step: int, signal_name: str):
-        super().__init__(143)
-        self.step = step
-        self.signal_name = signal_name
-
-
-class Diverged(RuntimeError):
-    """Too many updates in a row had a loss or gradient that was not finite."""
 
 
 class Run:
@@ -184,18 +171,7 @@ class Run:
             self.ledger, restart = journal.resumed(config.workdir, self.ledger, saved, self.clock)
         hooks: list[Any] = []
         if self.is_chief:
-            record = journal.Journal(config.workdir, clock=self.clock)
-            stack.callback(record.close)
-            hooks.append(journal.Recorder(record))
-            if config.tensorboard:
-                dashboard = Dashboard(config.workdir, clock=self.clock, ledger=self.ledger)
-                stack.callback(dashboard.close)
-                hooks.append(dashboard)
-            if config.progress:
-                console = Console(clock=self.clock, total_base_steps=config.base_steps)
-                stack.callback(console.close)
-                hooks.append(console)
-            hooks += self.trainer.hooks
+            hooks = setup.observers(stack, config, self.ledger, self.clock, self.trainer.hooks)
             settings = to_json(config)
             path = pathlib.Path(config.workdir) / "config.json"
             path.write_text(json.dumps(settings, indent=2) + "\n")
@@ -243,8 +219,7 @@ class Run:
 
     def _train(self) -> TrainState:
         start_s, first = self.clock.now(), self.step
-        self._last_save_s = self._last_eval_s = start_s
-        self._last_eval_progress = self._progress_before
+        self._due = Due(self.config, start_s, self._progress_before)
         self._previous: Previous | None = None
         self._untimed = DEPTH
         self._stayed = 0  # steps of the present batch
@@ -269,9 +244,9 @@ class Run:
                 self._save(wait=True)
             reason = "preempted" if self._outcome else "done"
             if self._hook_error is not None:
-                reason = _named(self._hook_error)
+                reason = named(self._hook_error)
         except Exception as error:
-            reason = _named(error)
+            reason = named(error)
             raise
         finally:
             self._finish(reason, start_s)
@@ -302,7 +277,9 @@ class Run:
 
     def _obey(self, result: Result | None) -> bool:
         """Do what was asked; False to end the loop."""
-        self._ask_by_time(result)
+        if self.is_chief:  # the answer takes effect everywhere
+            progress = result and result.metrics["progress"]
+            self.requests.post(**self._due.asked(self.clock.now(), progress))
         control = self._control(result)
         if control.stop:
             self._outcome = self.requests.signal or "peer"
@@ -337,22 +314,6 @@ class Run:
         slowest = control.num_ready - others * self.rungs.num_wanted
         self._settled_everywhere = max(self._settled_everywhere, slowest)
         return control
-
-    def _ask_by_time(self, result: Result | None) -> None:
-        """Process 0 asks for what is due; the answer takes effect everywhere."""
-        if not self.is_chief:
-            return
-        config, now = self.config, self.clock.now()
-        if now - self._last_save_s >= config.checkpoint_every_s:
-            self._last_save_s = now
-            self.requests.post(save=True)
-        if config.eval_every_s and now - self._last_eval_s >= config.eval_every_s:
-            self._last_eval_s = now
-            self.requests.post(evaluate=True)
-        every, progress = config.eval_every_base_steps, result and result.metrics["progress"]
-        if every and progress and progress - self._last_eval_progress >= every:
-            self._last_eval_progress = progress
-            self.requests.post(evaluate=True)
 
     def _next_batch(self) -> StepBatch | None:
         try:
@@ -517,7 +478,3 @@ class Run:
         if compilation.thread_id == self._thread_id:
             self.compilations.append(compilation)
             self.ledger.add("compilation", compilation.seconds)
-
-
-def _named(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"

@@ -16,20 +16,24 @@ from absl import logging
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType, Mesh
 
+from jaxgoodput.clock import Clock
 from jaxgoodput.data.sources import Source, abstract_sample, as_source
 from jaxgoodput.goodput.search import BatchConfig, BatchLimits
 from jaxgoodput.optim import rules
 from jaxgoodput.optim.adaptive import adaptive
 from jaxgoodput.optim.preconditioner import is_adam_like
 from jaxgoodput.parallel.strategy import DATA_AXIS, Layout, Strategy
-from jaxgoodput.train import memory
+from jaxgoodput.train import journal, memory
+from jaxgoodput.train.badput import TimeLedger
 from jaxgoodput.train.checkpoint import saveable
 from jaxgoodput.train.config import Config
+from jaxgoodput.train.console import Console
 from jaxgoodput.train.control import CONTROL_SIZE
 from jaxgoodput.train.engine import Engine
 from jaxgoodput.train.evaluation import Evaluator
 from jaxgoodput.train.state import Variables, split
 from jaxgoodput.train.step import Problem
+from jaxgoodput.train.tensorboard import Dashboard
 from jaxgoodput.train.tune import fixed_config
 
 if TYPE_CHECKING:
@@ -264,6 +268,31 @@ def evaluator(trainer: "Trainer", where: Place | None = None) -> Evaluator:
         process_index=where.process_index,
         process_count=where.process_count,
     )
+
+
+def observers(
+    stack: contextlib.ExitStack,
+    config: Config,
+    ledger: TimeLedger,
+    clock: Clock,
+    users: Sequence[Any],
+) -> list[Any]:
+    """The hooks of the process that reports: journal, dashboard, console, then the user's own.
+
+    They are closed with `stack`.
+    """
+    record = journal.Journal(config.workdir, clock=clock)
+    stack.callback(record.close)
+    hooks: list[Any] = [journal.Recorder(record)]
+    if config.tensorboard:
+        dashboard = Dashboard(config.workdir, clock=clock, ledger=ledger)
+        stack.callback(dashboard.close)
+        hooks.append(dashboard)
+    if config.progress:
+        console = Console(clock=clock, total_base_steps=config.base_steps)
+        stack.callback(console.close)
+        hooks.append(console)
+    return [*hooks, *users]
 
 
 @contextlib.contextmanager

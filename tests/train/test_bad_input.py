@@ -22,7 +22,7 @@ from problems import (
 from jaxgoodput.goodput.search import BatchLimits
 from jaxgoodput.train import setup
 from jaxgoodput.train.events import Checkpoint, FitEnd, StepEnd, Window
-from jaxgoodput.train.run import Diverged
+from jaxgoodput.train.outcome import Diverged
 from jaxgoodput.train.state import Loss
 
 

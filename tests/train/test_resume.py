@@ -18,7 +18,7 @@ from problems import Counting, Mean, Recorder, config, counting_config, in_step,
 
 from jaxgoodput.data.cursor import Cursor, take
 from jaxgoodput.train.events import FitEnd, FitStart, StepEnd
-from jaxgoodput.train.run import Preempted
+from jaxgoodput.train.outcome import Preempted
 
 BENCHMARK = pathlib.Path(__file__).resolve().parents[2] / "benchmarks" / "resume.py"
 

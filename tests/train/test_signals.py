@@ -15,7 +15,7 @@ import pytest
 from problems import Counting, Evaluated, Recorder, counting_config, in_step
 
 from jaxgoodput.train.events import Checkpoint, FitEnd, FitStart, Preempt, StepEnd
-from jaxgoodput.train.run import Preempted
+from jaxgoodput.train.outcome import Preempted
 
 LIMIT_S = 120.0
 

@@ -33,7 +33,7 @@ from jaxgoodput.train.events import (
     Window,
 )
 from jaxgoodput.train.hooks import Every
-from jaxgoodput.train.run import Preempted
+from jaxgoodput.train.outcome import Preempted
 
 LONG = 1e5  # base steps: a run that something else must end
 

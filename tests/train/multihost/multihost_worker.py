@@ -33,7 +33,7 @@ from jaxgoodput.train import memory
 from jaxgoodput.train import run as run_module
 from jaxgoodput.train.config import Config
 from jaxgoodput.train.events import Checkpoint, EvalEnd, FitEnd, FitStart, StepEnd
-from jaxgoodput.train.run import Preempted
+from jaxgoodput.train.outcome import Preempted
 from jaxgoodput.train.state import Variables
 from jaxgoodput.train.trainer import Trainer
 

@@ -1,0 +1,103 @@
+"""A window: averages over the steps since the last one, and what the model says of them. Pure."""
+
+import math
+import statistics
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxgoodput.goodput.efficiency import GradParams, efficiency, noise_scale
+from jaxgoodput.goodput.fit import PerfFit
+from jaxgoodput.goodput.model import GoodputModel
+from jaxgoodput.goodput.perf import Placement
+from jaxgoodput.goodput.search import BatchLimits
+from jaxgoodput.train.events import Window
+from jaxgoodput.train.watcher import Result
+
+UNKNOWN = math.nan
+
+
+def window_of(
+    results: Sequence[Result],
+    seconds: float,
+    *,
+    limits: BatchLimits,
+    placement: Placement,
+    fit: PerfFit | None,
+    learning_rate: float,
+    statistics_every: int,
+    memory_limit: int,
+    total_base_steps: float | None,
+    total_samples: int,
+) -> Window:
+    """The window of `results`, at least one, that took `seconds` of wall time.
+
+    What it says of a configuration is said of that of the last step. The run ends at
+    `total_base_steps`, or, where that is None, at `total_samples`.
+    """
+    latest = results[-1]
+    metrics, ticket = latest.metrics, latest.ticket
+    config = ticket.config
+    grad = GradParams(sqr=metrics["grad_sqr"], var=metrics["grad_var"])
+    cautious = GradParams(sqr=metrics["cautious_sqr"], var=metrics["cautious_var"])
+    known = not math.isnan(metrics["cautious_sqr"])
+    timed = [r.parts.step_s for r in results if r.ticket.timed and r.ticket.config == config]
+    measured = statistics.median(timed) if timed else UNKNOWN
+    scale = config.global_batch_size / limits.base
+    # At the base batch the efficiency is 1 whatever the noise.
+    worth = float(efficiency(cautious, scale)) if known else (1.0 if scale == 1 else UNKNOWN)
+    throughput = config.global_batch_size / measured if measured else UNKNOWN
+    predicted_s, predicted = UNKNOWN, UNKNOWN
+    if fit is not None:
+        model = GoodputModel(perf=fit.params, grad=cautious, base_batch_size=limits.base)
+        at = (placement, config.micro_batch_size, config.num_micro_batches)
+        predicted_s = config.global_batch_size / float(model.throughput(*at))
+        predicted = config.global_batch_size / predicted_s * worth
+    return Window(
+        step=ticket.step,
+        progress=metrics["progress"],
+        samples=ticket.samples,
+        epoch=ticket.after.epoch,
+        config=config,
+        num_steps=len(results),
+        seconds=seconds,
+        metrics=_means(results),
+        measured_step_s=measured,
+        predicted_step_s=predicted_s,
+        predicted_error=UNKNOWN if fit is None else fit.error,
+        goodput_measured=throughput * worth,
+        goodput_predicted=predicted,
+        throughput=throughput,
+        efficiency=worth,
+        grad=grad,
+        noise_scale=float(noise_scale(cautious, limits.base)) if known else UNKNOWN,
+        noise_confidence=metrics["noise_samples"],
+        gain=metrics["gain"],
+        learning_rate=learning_rate,
+        statistics_every=statistics_every,
+        skipped_steps=int(metrics["skipped"]),
+        memory_limit=memory_limit,
+        eta_s=_eta_s(results, seconds, total_base_steps, total_samples),
+    )
+
+
+def _eta_s(
+    results: Sequence[Result], seconds: float, total_base_steps: float | None, total_samples: int
+) -> float:
+    first, last = results[0], results[-1]
+    if total_base_steps is None:
+        left = total_samples - last.ticket.samples
+        return left * seconds / max(sum(r.ticket.num_samples for r in results), 1)
+    left = total_base_steps - last.metrics["progress"]
+    done = last.metrics["progress"] - first.metrics["progress"]
+    share = (len(results) - 1) / len(results)
+    return max(left, 0.0) * seconds * share / done if done > 0 else UNKNOWN
+
+
+def _means(results: Sequence[Result]) -> dict[str, float]:
+    names = [k for k in results[-1].metrics if k in ("loss", "grad_norm") or k.startswith("aux/")]
+    means = {}
+    for name in names:
+        values = [r.metrics[name] for r in results if r.metrics["finite"]]
+        means[name.removeprefix("aux/")] = float(np.mean(values)) if values else UNKNOWN
+    return means
