@@ -75,7 +75,7 @@ class Workload:
 
 def _lm_constant() -> optax.GradientTransformation:
     return optax.adamw(
-        optax.linear_schedule(0, language_model.LEARNING_RATE, 50), b2=0.99, weight_decay=0.01
+        optax.linear_schedule(0, language_model.LEARNING_RATE, 100), b2=0.99, weight_decay=0.01
     )
 
 
@@ -115,9 +115,9 @@ WORKLOADS = {
         higher_is_better=False,
         every_s=1.0,
         num_test=256,
-        grid=(16, 32, 64, 128),
-        horizon=500,
-        seesaw_horizon=500,
+        grid=(8, 16, 32, 64),
+        horizon=1000,
+        seesaw_horizon=1000,
     ),
 }
 

@@ -2,7 +2,7 @@
 
 Trains a transformer on the bytes of Python's own standard library and tests it on files it has not
 seen. Expect 2.20 bits per byte or less on windows of 64 bytes (a table of trigrams: 2.54; of single
-bytes: 4.69) within a minute on two CPU cores. `--set base_steps=1000` and other settings of
+bytes: 4.69) within a minute on two CPU cores. `--set base_steps=2000` and other settings of
 the configuration can be given on the command line.
 
 Beside the byte itself, a position is told what the bytes before it were by two hashed tables of
@@ -141,5 +141,5 @@ def main(_):
 
 if __name__ == "__main__":
     flags.DEFINE_string("workdir", None, "where checkpoints and the dashboard go", required=True)
-    flags.DEFINE_multi_string("set", [], "changes to the configuration, such as base_steps=1000")
+    flags.DEFINE_multi_string("set", [], "changes to the configuration, such as base_steps=2000")
     app.run(main)

@@ -15,7 +15,7 @@ standard error and how many samples stand behind it: see `cautious_grad_params`.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -243,33 +243,49 @@ def squared_norms(
     tree: PyTree, labels: Labels = None, preconditioner: PyTree | None = None
 ) -> Float[Array, " labels"]:
     """The squared 2-norm of every label group, after division by `preconditioner` where given."""
-    return _inner_products(tree, tree, labels, _reciprocals(preconditioner))
+    return _inner_products([(tree, tree)], labels, preconditioner)[0]
 
 
 def _inner_products(
-    tree: PyTree, other: PyTree, labels: Labels, factors: PyTree | None
-) -> Float[Array, " labels"]:
-    """The inner product of two trees in every label group, both times `factors`."""
-    pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=True)
-    groups = jax.tree.leaves(label_indices(labels, tree))
-    given = [None] * len(groups) if factors is None else jax.tree.leaves(factors)
-    sums = [jnp.zeros(()) for _ in label_names(labels, tree)]
-    for (x, y), group, factor in zip(pairs, groups, given, strict=True):
-        x, y = _real(x), _real(y)
-        if factor is not None:
-            factor = factor if factor.ndim == x.ndim else factor[..., None]
-            x, y = x * factor, y * factor
-        # Not vdot: it ravels, and a sharded leaf would be gathered.
-        sums[group] += jnp.sum(x * y)
-    return jnp.stack(sums)
+    pairs: Sequence[tuple[PyTree, PyTree]], labels: Labels, preconditioner: PyTree | None
+) -> list[Float[Array, " labels"]]:
+    """The inner products of pairs of trees in every label group, after division of both.
+
+    In one pass over memory: sums of their own would write the quotients out for each other, or work
+    out the root and the quotient anew, a third of a small language model's step.
+    """
+    first = pairs[0][0]
+    groups = jax.tree.leaves(label_indices(labels, first))
+    scales = [None] * len(groups) if preconditioner is None else jax.tree.leaves(preconditioner)
+    sums = [[jnp.zeros(()) for _ in label_names(labels, first)] for _ in pairs]
+    leaves = zip(*(zip(*map(jax.tree.leaves, pair), strict=True) for pair in pairs), strict=True)
+    for group, scale, both in zip(groups, scales, leaves, strict=True):
+        # A leaf that is used twice is worked out once.
+        real = {id(x): _real(x) for pair in both for x in pair}
+        if scale is not None:
+            factor = 1 / scale
+            real = {
+                k: x * (factor if x.ndim == factor.ndim else factor[..., None])
+                for k, x in real.items()
+            }
+        products = tuple(real[id(x)] * real[id(y)] for x, y in both)
+        for total, value in zip(sums, _sums(products), strict=True):
+            total[group] += value
+    return [jnp.stack(total) for total in sums]
 
 
-def _reciprocals(preconditioner: PyTree | None) -> PyTree | None:
-    # Written out once: XLA would work out the root and the quotient anew in every sum that uses
-    # them, a third of a small language model's step.
-    if preconditioner is None:
-        return None
-    return jax.lax.optimization_barrier(jax.tree.map(lambda p: 1 / p, preconditioner))
+def _sums(arrays: tuple[Array, ...]) -> list[Array]:
+    """The sums of arrays of one shape, in one pass."""
+    if len(arrays) > 1 and arrays[0].ndim:
+        # Along the last axis only: one running sum over millions of elements would lose digits.
+        zeros = tuple(jnp.zeros((), x.dtype) for x in arrays)
+        arrays = tuple(jax.lax.reduce(arrays, zeros, _added, (arrays[0].ndim - 1,)))
+    # Not vdot: it ravels, and a sharded leaf would be gathered.
+    return [jnp.sum(x) for x in arrays]
+
+
+def _added(xs: tuple[Array, ...], ys: tuple[Array, ...]) -> tuple[Array, ...]:
+    return tuple(x + y for x, y in zip(xs, ys, strict=True))
 
 
 def _real(x: Array) -> Array:
@@ -302,10 +318,10 @@ def differenced_sample(
     before = now if previous_num_samples is None else jnp.asarray(previous_num_samples, dtype)
     share = now / jnp.maximum(now + before, 1)
     # From inner products alone: no tree of means is written to memory.
-    factors = _reciprocals(preconditioner)
-    new = _inner_products(grads, grads, labels, factors) / weight**2
-    old = _inner_products(previous_grads, previous_grads, labels, factors) / previous_weight**2
-    both = _inner_products(grads, previous_grads, labels, factors) / (weight * previous_weight)
+    pairs = [(grads, grads), (previous_grads, previous_grads), (grads, previous_grads)]
+    new, old, both = _inner_products(pairs, labels, preconditioner)
+    new, old = new / weight**2, old / previous_weight**2
+    both = both / (weight * previous_weight)
     return NoiseSample(
         small_sqr=share * new + (1 - share) * old,
         large_sqr=share**2 * new + (1 - share) ** 2 * old + 2 * share * (1 - share) * both,
