@@ -208,8 +208,8 @@ def _queue(axes: Any, jobs: Sequence[JobRecord]) -> None:
         times, counts = _count(events)
         axes.fill_between(times, counts, step="post", color=colour, linewidth=0, label=label)
     axes.set_ylabel("jobs")
-    axes.set_ylim(0)
-    axes.legend(loc="upper right", frameon=False, ncols=2)
+    axes.set_ylim(0, 1.4 * axes.get_ylim()[1])  # room for the legend
+    axes.legend(loc="upper right", frameon=False, ncols=2, handlelength=1.0, borderaxespad=0.0)
 
 
 def _count(events: Sequence[tuple[float, int]]) -> tuple[np.ndarray, np.ndarray]:

@@ -197,6 +197,15 @@ def test_an_application_without_tables_is_named(capsys, artifact):
     assert code == 2 and "'nobody'" in err
 
 
+def test_on_a_terminal_progress_is_one_line_that_goes_away(capsys, monkeypatch):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    code, _, err = run(capsys, "--policy", "static", *SMALL)
+    assert code == 0 and "\n" not in err
+    lines = err.split("\r\x1b[K")
+    assert len(lines) > 3 and lines[-1] == "" and "5/5 jobs" in lines[-2]
+    assert len(set(lines[1:-1])) == len(lines) - 2  # nothing is written twice
+
+
 def test_clusters_from_text_and_from_json(tmp_path):
     mixed = read_cluster("aws:2x4,rtx:1x8,aws:1x2")
     sizes = [(node.name, node.kind, node.num_devices) for node in mixed.nodes]
