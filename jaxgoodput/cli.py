@@ -1,6 +1,7 @@
-"""The command line: `jaxgoodput run | coordinate | report`; imports what a command needs, late."""
+"""The command line: `jaxgoodput run | coordinate | report | simulate`; imports what a command needs, late."""
 
 import argparse
+import pathlib
 import sys
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -27,8 +28,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments, command = arguments[:position], arguments[position + 1 :]
     parser = _parser()
     options = parser.parse_args(arguments)
-    if command and options.action is _report:
-        parser.error("report takes no command after --")
+    if command and options.action not in (_run, _coordinate):
+        parser.error(f"{options.name} takes no command after --")
     return options.action(options, command, parser)
 
 
@@ -50,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
             epilog=_EPILOG,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        command.set_defaults(action=action)
+        command.set_defaults(action=action, name=name)
         return command
 
     run = add(
@@ -118,7 +119,62 @@ def _parser() -> argparse.ArgumentParser:
         "predicted and what was measured.",
     )
     report.add_argument("workdir", metavar="WORKDIR", help="the run's --workdir")
+    simulate = add(
+        "simulate",
+        _simulate,
+        "compare scheduling policies on a workload, in simulated time",
+        "jaxgoodput simulate [--policy A,B,...] [--workload W] [--cluster C] [--out DIR] [options]",
+        "Run a workload under each policy, through the same decisions that a real scheduler makes,\n"
+        "and print how long jobs took, what was used and how fair it was. FTF is finish-time\n"
+        "fairness: a job's time over what it would take alone on its share; above 1 is unfair.\n\n"
+        "examples: jaxgoodput simulate --policy goodput,sia,tiresias --out /tmp/compared\n"
+        "          jaxgoodput simulate --workload sia/workloads/philly/workload-1.csv \\\n"
+        "              --cluster aws:6x4,dgx-ext:2x8,rtx:3x8 --policy goodput,sia",
+    )
+    _simulate_options(simulate)
     return parser
+
+
+def _simulate_options(simulate: argparse.ArgumentParser) -> None:
+    text = {
+        "--policy": "names separated by commas (default: goodput,sia,pollux,tiresias); see --list",
+        "--workload": "synthetic[:JOBS], or a workload file, or a folder that holds one, as Pollux, "
+        "Sia or Gavel ship it; their tables are looked for above it (default: synthetic:160)",
+        "--cluster": "[KIND:]NODESxDEVICES,... or a .json file of a ClusterSpec (default: that of "
+        "the workload's artifact; t4:16x4)",
+        "--rules": "own (of the workload's artifact; events for synthetic), pollux, sia, gavel: "
+        "rounds as published; events: as jobs come and go; realistic: with noise, interference and "
+        "failures (default: own)",
+        "--speed": "speeds of kinds for synthetic jobs, KIND=NUMBER,..., 1 = a T4",
+        "--out": "write results.json and the pictures into this folder",
+    }
+    simulate.add_argument(
+        "--policy", metavar="A,B,...", default="goodput,sia,pollux,tiresias", help=text["--policy"]
+    )
+    simulate.add_argument("--workload", metavar="W", default="synthetic", help=text["--workload"])
+    simulate.add_argument("--cluster", metavar="C", default=None, help=text["--cluster"])
+    simulate.add_argument("--rules", metavar="R", default="own", help=text["--rules"])
+    simulate.add_argument(
+        "--restart-s",
+        type=_at_least(0.0),
+        default=None,
+        metavar="S",
+        help="seconds that a change of devices costs (default: the rules'; 30 for synthetic)",
+    )
+    simulate.add_argument(
+        "--declared-progress", action="store_true", help="adaptive jobs say how much work is left"
+    )
+    simulate.add_argument("--seed", type=_at_least(0), default=0, help="of jobs, noise, failures")
+    simulate.add_argument(
+        "--hours",
+        type=_at_least(0.0),
+        default=8.0,
+        metavar="H",
+        help="synthetic: jobs arrive during so many hours (default: 8)",
+    )
+    simulate.add_argument("--speed", metavar="K=N", default=None, help=text["--speed"])
+    simulate.add_argument("--out", metavar="DIR", default=None, help=text["--out"])
+    simulate.add_argument("--list", action="store_true", help="name all policies and stop")
 
 
 def _at_least(least: Number) -> Callable[[str], Number]:
@@ -177,6 +233,109 @@ def _report(options, command: list[str], parser: argparse.ArgumentParser) -> int
     except (OSError, ValueError) as error:  # no such run, or not the files of one
         return _wrong(error)
     return _DONE
+
+
+def _simulate(options, command: list[str], parser: argparse.ArgumentParser) -> int:
+    from jaxgoodput.scheduler import comparison
+    from jaxgoodput.scheduler.policies.catalogue import catalogue
+    from jaxgoodput.scheduler.scenario import read_rules, read_scenario
+    from jaxgoodput.scheduler.simulator import Stalled
+
+    known = catalogue()
+    if options.list:
+        width = max(map(len, known))
+        print("\n".join(f"{name:{width}}  {named.says}" for name, named in known.items()))
+        return _DONE
+    try:
+        names = [name.strip() for name in options.policy.split(",")]
+        for name in names:
+            if name not in known:
+                raise ValueError(
+                    f"--policy: there is no {name!r}. There are: {', '.join(known)} "
+                    "(--list says what they do)."
+                )
+        scenario = read_scenario(
+            options.workload,
+            options.cluster,
+            seed=options.seed,
+            hours=options.hours,
+            speed=options.speed,
+        )
+        rules = read_rules(
+            options.rules,
+            scenario.layout,
+            restart_s=options.restart_s,
+            seed=options.seed,
+            declared_progress=options.declared_progress,
+        )
+        folder = _folder(options.out)
+        bar = _ProgressBar(sys.stderr)
+        policies = {name: known[name] for name in names}
+        results = comparison.compare(scenario, policies, rules, on_progress=bar)
+        bar.close()
+        devices = sum(node.num_devices for node in scenario.cluster.nodes)
+        print(f"{scenario.name}, {len(scenario.jobs)} jobs on {devices} devices\n")
+        print(comparison.table(results))
+        if folder is not None:
+            _write(folder, scenario, rules, results)
+    except (ValueError, OSError, Stalled) as error:
+        return _wrong(error)
+    return _DONE
+
+
+def _folder(path: str | None) -> pathlib.Path | None:
+    """Where to write, checked before hours of simulation; nothing is made yet."""
+    if path is None:
+        return None
+    folder = pathlib.Path(path)
+    at = next(p for p in (folder, *folder.resolve().parents) if p.exists())
+    if not at.is_dir():
+        raise ValueError(f"--out {path}: {at} is a file; name a folder.")
+    return folder
+
+
+def _write(folder: pathlib.Path, scenario, rules, results) -> None:
+    from jaxgoodput.scheduler import comparison, pictures
+
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "results.json").write_text(comparison.to_json(scenario, rules, results))
+    if not pictures.has_matplotlib():
+        print(f"\nwrote {folder}/results.json; for the pictures: pip install 'jaxgoodput[plots]'")
+        return
+    drawn = {"completion.png": pictures.completion_png(results, title=scenario.name)}
+    for result in results:
+        title = f"{result.policy}: {scenario.name}"
+        name = f"gantt-{result.policy}.png"
+        drawn[name] = pictures.gantt_png(result, scenario.cluster, title=title)
+    for name, picture in drawn.items():
+        (folder / name).write_bytes(picture)
+    print(f"\nwrote results.json, {', '.join(drawn)} into {folder}")
+
+
+class _ProgressBar:
+    """How many jobs of a policy are done, on one line of a terminal; elsewhere a line per policy."""
+
+    def __init__(self, stream):
+        self._stream, self._terminal = stream, stream.isatty()
+        self._last = ""
+
+    def __call__(self, name: str, progress) -> None:
+        done, jobs, hours = progress.num_done, progress.num_jobs, progress.now_s / 3600
+        filled = 30 * done // jobs
+        line = f"{name} [{'#' * filled}{'.' * (30 - filled)}] {done}/{jobs} jobs, {hours:.1f} h"
+        if self._terminal:
+            if line != self._last:
+                self._stream.write(f"\r\x1b[K{line}")
+                self._stream.flush()
+        elif done == jobs:
+            print(line, file=self._stream)
+        self._last = line
+
+    def close(self) -> None:
+        """Leave the line."""
+        if self._terminal:
+            self._stream.write("\r\x1b[K")
+            self._stream.flush()
 
 
 def _wrong(error: Exception) -> int:

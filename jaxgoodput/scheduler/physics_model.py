@@ -1,7 +1,8 @@
 """Jobs that advance as a `GoodputModel` says: simulations without any measured table.
 
 The truth is a time model for every kind of device and a gradient noise that grows, geometrically in the
-work done, from the beginning of the training to its end.
+work done, from the beginning of the training to its end. Adaptive jobs use the best batch of every
+phase; elastic and rigid ones keep the batch of their trace.
 """
 
 import math
@@ -12,7 +13,7 @@ import numpy as np
 
 from jaxgoodput.goodput.efficiency import GradParams
 from jaxgoodput.goodput.model import GoodputModel
-from jaxgoodput.goodput.perf import PerfParams, Placement
+from jaxgoodput.goodput.perf import PerfParams, Placement, step_time
 from jaxgoodput.goodput.search import BatchLimits, goodput_table
 from jaxgoodput.scheduler.physics import SimulatedJob
 from jaxgoodput.scheduler.rules import Rules
@@ -29,7 +30,7 @@ class ModelApplication:
     limits: BatchLimits
     first: GradParams  # at the beginning
     last: GradParams  # at the end
-    num_samples: float  # useful ones, until it is done
+    num_samples: float  # useful ones, until it is done, where the trace gives no number of steps
     num_phases: int = 10  # the noise grows in so many steps
 
     def model(self, kind: str, phase: int) -> GoodputModel:
@@ -42,9 +43,26 @@ class ModelApplication:
         return GoodputModel(perf=self.perf[kind], grad=grad, base_batch_size=self.limits.base)
 
 
+def fixed_step_s(
+    perf: PerfParams, limits: BatchLimits, num_nodes: int, num_devices: int, batch: int
+) -> float | None:
+    """Seconds of a step at a fixed global batch, in as few micro-batches as can be; None = not allowed."""
+    low, high = limits.span
+    each = math.ceil(batch / num_devices)
+    count = math.ceil(each / high)
+    micro = math.ceil(each / count)
+    if micro < low or count > limits.max_micro_batches:
+        return None
+    at = Placement(num_nodes=num_nodes, num_replicas=num_devices)
+    return float(step_time(perf, at, micro, count))
+
+
 @dataclass(frozen=True)
 class ModelPhysics:
-    """Makes adaptive jobs of `ModelApplication`s. They know their own model once they have run."""
+    """Makes jobs of `ModelApplication`s; adaptive ones know their own model once they have run.
+
+    `TraceJob.num_steps` is the work of a job in base steps.
+    """
 
     applications: Mapping[str, ModelApplication]
     _known: dict = field(default_factory=dict, repr=False, compare=False)
@@ -59,18 +77,36 @@ class ModelPhysics:
                 f"job {trace.id!r} runs {trace.application!r}, but there are models of "
                 f"{', '.join(sorted(self.applications))} only; add one."
             )
+        if (trace.mode or rules.mode) != "adaptive" and trace.global_batch_size is None:
+            raise ValueError(
+                f"job {trace.id!r} is {trace.mode or rules.mode}, which needs a global batch size, but "
+                "its line has none."
+            )
         rng = np.random.default_rng([rules.seed, index])
         return ModelJob(trace, rules, self, rng)
 
-    def goodput(self, name: str, kind: str, phase: int, places: tuple[tuple[int, int], ...]):
-        """[places] useful samples/s at the best batch on (nodes, devices); 0 = not possible."""
-        key = name, kind, phase, places
+    def goodput(
+        self,
+        name: str,
+        kind: str,
+        phase: int,
+        places: tuple[tuple[int, int], ...],
+        batch: int | None = None,
+    ) -> np.ndarray:
+        """[places] useful samples/s on (nodes, devices); 0 = not possible. `batch` None = the best one."""
+        key = name, kind, phase, places, batch
         if key not in self._known:
             application = self.applications[name]
-            nodes, devices = np.array(places).T
-            at = Placement(num_nodes=nodes, num_replicas=devices)
-            table = goodput_table(application.model(kind, phase), application.limits, at)
-            self._known[key] = np.nan_to_num(table)
+            model = application.model(kind, phase)
+            if batch is None:
+                nodes, devices = np.array(places).T
+                at = Placement(num_nodes=nodes, num_replicas=devices)
+                table = np.nan_to_num(goodput_table(model, application.limits, at))
+            else:
+                useful = batch * float(model.efficiency(batch))
+                steps = (fixed_step_s(model.perf, application.limits, *p, batch) for p in places)
+                table = np.array([0.0 if s is None else useful / s for s in steps])
+            self._known[key] = table
         return self._known[key]
 
 
@@ -84,12 +120,22 @@ class ModelJob:
         self._app = physics.applications[trace.application]
         self._noise = math.exp(rules.step_noise * rng.standard_normal()) if rules.step_noise else 1
         self._done = 0.0  # useful samples
+        base, mode = self._app.limits.base, trace.mode or rules.mode
+        self._total = self._app.num_samples if trace.num_steps is None else base * trace.num_steps
+        self._batch = None if mode == "adaptive" else trace.global_batch_size
         self._kind, self._counts = "", ()
         self._largest = 0
         self._offered: tuple[object, Mapping[Shape, float]] = (None, {})
+        rigid = mode == "rigid"
+        low = self._app.limits.span[0]
+        most = (self._app.limits.max if self._batch is None else self._batch) // low
+        most = trace.num_devices if rigid else max(1, min(rules.max_devices, most))
         self._spec = JobSpec(
             id=trace.id,
-            max_devices=max(1, min(rules.max_devices, self._app.limits.max)),
+            mode=mode,
+            min_devices=most if rigid else 1,
+            max_devices=most,
+            num_devices=most if rigid else None,
             weight=trace.weight,
             kinds=tuple(self._app.perf),
         )
@@ -107,7 +153,7 @@ class ModelJob:
     @property
     def done(self) -> bool:
         """Whether all samples are done."""
-        return self._done >= self._app.num_samples
+        return self._done >= self._total
 
     @property
     def largest_profiled(self) -> int:
@@ -116,7 +162,7 @@ class ModelJob:
 
     @property
     def _phase(self) -> int:
-        share = self._done / self._app.num_samples
+        share = self._done / self._total
         # The end of a phase is reached by a sum of floats; it belongs to the next one.
         return min(int(share * self._app.num_phases + 1e-9), self._app.num_phases - 1)
 
@@ -127,7 +173,7 @@ class ModelJob:
     def _rate(self, phase: int) -> float:
         """Useful samples/s at present."""
         places = ((len(self._counts), sum(self._counts)),)
-        rate = self._physics.goodput(self.application, self._kind, phase, places)[0]
+        rate = self._physics.goodput(self.application, self._kind, phase, places, self._batch)[0]
         if not rate > 0:
             raise ValueError(
                 f"job {self._trace.id!r} cannot run on {sum(self._counts)} devices of {self._kind!r} "
@@ -144,7 +190,7 @@ class ModelJob:
             phase = self._phase
             rate = self._rate(phase) * speed
             last = phase + 1 == self._app.num_phases
-            end = self._app.num_samples * (1.0 if last else (phase + 1) / self._app.num_phases)
+            end = self._total * (1.0 if last else (phase + 1) / self._app.num_phases)
             if self._done + rate * left < end:
                 self._done += rate * left
                 left = 0.0
@@ -162,29 +208,39 @@ class ModelJob:
         return used if finished else None
 
     def goodput(self, shapes: tuple[Shape, ...]) -> Mapping[Shape, float]:
-        """Useful samples/s; before its first run its smallest shape of each kind is worth 1."""
+        """Useful samples/s; before its first run its smallest shape of each kind is worth 1.
+
+        Where its batch is fixed its user knows the truth, on every size.
+        """
         growth, most = self._rules.growth, self._spec.max_devices
+        growth = growth if self._batch is None else None
         limit = most if growth is None else min(most, max(int(growth * self._largest), 1))
         key = shapes, self._phase, limit
         if self._offered[0] != key:
             table: dict[Shape, float] = {}
             for kind in self._app.perf:
-                mine = tuple(s for s in shapes if s.kind == kind and s.num_devices <= most)
+                fewest = self._spec.min_devices
+                mine = tuple(
+                    s for s in shapes if s.kind == kind and fewest <= s.num_devices <= most
+                )
                 if not mine:
                     continue
                 places = tuple((s.num_nodes, s.num_devices) for s in mine)
-                speeds = self._physics.goodput(self.application, kind, self._phase, places)
+                speeds = self._physics.goodput(
+                    self.application, kind, self._phase, places, self._batch
+                )
                 known = {s: float(g) * self._noise for s, g in zip(mine, speeds, strict=True) if g}
                 least = min((s.num_devices for s in known), default=0)
-                if not self._largest:
+                if not self._largest and self._batch is None:
                     known = {s: 1.0 for s in known if s.num_devices == least}
                 table |= {s: g for s, g in known.items() if s.num_devices <= max(limit, least)}
             self._offered = key, table
         return self._offered[1]
 
     def remaining(self) -> float | None:
-        """Useful samples left, if the rules let it say so."""
-        return self._app.num_samples - self._done if self._rules.declared_progress else None
+        """Useful samples left, if the rules let it say so or its batch is fixed."""
+        declared = self._rules.declared_progress or self._batch is not None
+        return self._total - self._done if declared else None
 
     def save(self) -> float:
         """The useful samples done."""
@@ -199,8 +255,9 @@ class ModelJob:
         places = ((len(counts), sum(counts)),)
         app, total = self._app, 0.0
         for phase in range(app.num_phases):
-            rate = float(self._physics.goodput(self.application, kind, phase, places)[0])
-            total += app.num_samples / app.num_phases / rate if rate > 0 else math.inf
+            found = self._physics.goodput(self.application, kind, phase, places, self._batch)
+            rate = float(found[0])
+            total += self._total / app.num_phases / rate if rate > 0 else math.inf
         return total * self._rules.slowdown.get(self.application, 1.0)
 
     def beside(self, other: SimulatedJob, kind: str) -> float | None:

@@ -28,6 +28,10 @@ EPSILON_S = 1e-6  # events closer than this happen at once
 STALLED_S = 24 * 3600.0  # nothing runs and nothing happens for so long: it never will
 
 
+class Stalled(RuntimeError):
+    """Jobs wait, nothing runs, and nothing will ever change."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Progress:
     """How far a simulation is, for a progress bar."""
@@ -76,7 +80,7 @@ def simulate(
     """Run a workload to its end and say what happened to every job.
 
     `name` is what the result calls the policy; `clock` times the decisions. Raises ValueError where
-    the physics does not know a job, and RuntimeError where the policy leaves jobs waiting although
+    the physics does not know a job, and Stalled where the policy leaves jobs waiting although
     nothing will ever change.
     """
     rules = Rules() if rules is None else rules
@@ -245,7 +249,7 @@ class _World:
         if any(e.running for e in active) or future or self._down_until:
             self._next_change_s = self.now_s + STALLED_S
         elif self.now_s > self._next_change_s:
-            raise RuntimeError(
+            raise Stalled(
                 f"{len(active)} jobs wait and nothing runs, at {self.now_s:.0f} s and for "
                 f"{STALLED_S / 3600:.0f} hours: the policy will never start "
                 f"{', '.join(e.trace.id for e in active[:5])}. Are they larger than the cluster?"
