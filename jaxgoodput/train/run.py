@@ -112,7 +112,9 @@ class Run:
             self._progress_before = float(adaptive.progress(restored.state.opt_state))
             cursor = Cursor.from_json(restored.meta["cursor"])
             saved = restored.meta["batch"]
-            self.batch = setup.resumed_config(saved, plan, engine.num_replicas, config)
+            self.batch = setup.resumed_config(
+                saved, plan, engine.num_replicas, config, lambda size: self._fits(size, budget)
+            )
         self.rungs = Rungs(
             engine,
             plan.sizes,
@@ -149,6 +151,13 @@ class Run:
         stack.callback(self.loader.close)
         self._start_reporting(stack, plan, restored, device)
         self._meet("before the first step")
+
+    def _fits(self, size: int, budget: int) -> bool:
+        """Whether a step of this size stays within the budget; compiles it to know."""
+        with self.ledger.bucket("compilation"):
+            self.engine.compile([size], accumulate=False)
+        need = self.engine.bytes_of(size)
+        return need is not None and need.peak <= budget
 
     def _meet(self, moment: str) -> None:
         """Wait for all processes: they compile at different speeds, and a first collective waits 30 s."""

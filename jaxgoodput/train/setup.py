@@ -5,7 +5,7 @@ import dataclasses
 import math
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -208,11 +208,36 @@ def batch_plan(config: Config, engine: Engine, source: Source, budget: int) -> B
 
 
 def resumed_config(
-    saved: dict[str, int], plan: BatchPlan, replicas: int, config: Config
+    saved: dict[str, int],
+    plan: BatchPlan,
+    replicas: int,
+    config: Config,
+    fits: Callable[[int], bool],
 ) -> BatchConfig:
-    """The saved batch on the present number of replicas: the same, or the nearest allowed global batch."""
+    """The saved batch on the present number of replicas: the same, or the nearest allowed global batch.
+
+    `fits` says of a micro-batch size whether the present memory allows it; the plan's start does.
+    """
     if config.policy == "fixed":
         return plan.start
+    while (near := _nearest_config(saved, plan, replicas, config)) != plan.start:
+        size = near.micro_batch_size
+        if fits(size):
+            break
+        logging.warning(
+            "the run was saved with micro-batches of %d samples per replica, or is closest to it with %d, "
+            "which does not fit into memory now: a smaller size is used.",
+            saved["micro_batch_size"],
+            size,
+        )
+        sizes = {s for s in plan.sizes if s < size} | {plan.start.micro_batch_size}
+        plan = dataclasses.replace(plan, sizes=tuple(sorted(sizes - {size})))
+    return near
+
+
+def _nearest_config(
+    saved: dict[str, int], plan: BatchPlan, replicas: int, config: Config
+) -> BatchConfig:
     same = BatchConfig(**{**saved, "num_replicas": replicas})
     wanted = saved["micro_batch_size"] * saved["num_micro_batches"] * saved["num_replicas"]
     if same.global_batch_size == wanted and same.micro_batch_size in plan.sizes:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxgoodput.data.sources import as_source
-from jaxgoodput.goodput.search import BatchLimits
+from jaxgoodput.goodput.search import BatchConfig, BatchLimits
 from jaxgoodput.train.config import Config
 from jaxgoodput.train.memory import (
     StepBytes,
@@ -20,7 +20,7 @@ from jaxgoodput.train.memory import (
     predicted_peak,
     step_bytes,
 )
-from jaxgoodput.train.setup import batch_plan
+from jaxgoodput.train.setup import BatchPlan, batch_plan, resumed_config
 
 
 def linear(state, per_sample):
@@ -42,6 +42,24 @@ def test_two_known_sizes_predict_every_other_exactly(need, sizes, budget, data):
     assert best in {0, *sizes}
     assert best == 0 or predicted_peak(best, known) <= budget
     assert all(predicted_peak(s, known) > budget for s in sizes if s > best)
+
+
+@pytest.mark.parametrize("room, micro", [(64, 64), (16, 16), (8, 8)])
+def test_a_run_saved_with_more_memory_resumes_with_what_fits(room, micro, tmp_path):
+    start = BatchConfig(micro_batch_size=8, num_micro_batches=1, num_replicas=2)
+    limits = BatchLimits(base=16, max=128, max_micro_batches=4)
+    plan = BatchPlan(start, (8, 16, 32, 64), limits)
+    saved = {"micro_batch_size": 64, "num_micro_batches": 1, "num_replicas": 2}
+    config = Config(workdir=str(tmp_path), batch=limits, base_steps=10.0)
+    asked = []
+
+    def fits(size):
+        asked.append(size)
+        return size <= room
+
+    found = resumed_config(saved, plan, 2, config, fits)
+    assert found.micro_batch_size == micro and asked == [s for s in (64, 32, 16, 8) if s >= micro]
+    assert found.global_batch_size == min(128, micro * 4 * 2), "the nearest batch that can be made"
 
 
 @settings(deadline=None)
