@@ -1,12 +1,16 @@
-"""Ours, the default: concave utility of goodput, a price for every change, weights by attained service.
+"""Ours, the default: every device at its price, a price for every change, weights by attained service.
 
-    maximise  sum_i w_i (lambda - G_i^p) (1 - [shape changes] restart_i / horizon)
+    maximise  sum_i (w_i + price . k_i*) G_i / G_i* (1 - [shape changes] restart_i / horizon)
 
-with G_i the goodput relative to the job's own smallest shape. The published forms (Sia, Pollux) punish
-restarts by the job's past; here a change costs the share of the coming horizon that the restart takes,
-so that a job that restarted often is not frozen where it is. The weight falls with the device-seconds
-that a job has had (who has had little probably needs little more, and leaves soon) and rises with its
-age, so that of two that are both large the earlier one is finished first.
+A second of job i costs its user w_i, and others the price of the devices that it holds; so a unit of its
+work costs at least c_i = min (w_i + price . k) / G_i(k), at its best shape k_i*, G_i*. What it does in a
+second, G_i, is worth c_i G_i: that is the objective. The prices are those at which the jobs together
+want as many devices as there are (`clearing.py`), so jobs that scale well get more of them than a utility
+that is the same for all would give. The published forms (Sia, Pollux) punish restarts by the job's past;
+here a change costs the share of the coming horizon that the restart takes, so that a job that restarted
+often is not frozen where it is. The weight falls with the device-seconds that a job has had (who has
+had little probably needs little more, and leaves soon) and rises with its age, so that of two that are
+both large the earlier one is finished first.
 """
 
 import math
@@ -15,8 +19,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxgoodput.scheduler.policies.problem import Problem, normalised
+from jaxgoodput.scheduler.policies.clearing import clearing_prices
+from jaxgoodput.scheduler.policies.problem import Problem
 from jaxgoodput.scheduler.policy import Decision, JobView
+from jaxgoodput.scheduler.shapes import capacity
 from jaxgoodput.specs import ClusterSpec
 
 
@@ -27,11 +33,9 @@ class Goodput:
     Raises ValueError for settings that cannot be.
     """
 
-    power: float = -0.25  # p below 0: the lower, the more even
-    idle_penalty: float = 1.1  # lambda above 1: what running on the smallest shape is worth, plus 1
     horizon_s: float = 600.0  # over which a change must earn back its restart
     service_scale_s: float = 6000.0  # device-seconds at which a job's weight begins to fall
-    service_power: float = -0.5  # how fast it falls with service; 0 = all are alike
+    service_power: float = -0.75  # how fast it falls with service; 0 = all are alike
     age_scale_s: float = 3600.0  # seconds since submission at which the weight begins to rise
     age_power: float = 0.25  # how fast; those that came together do not all finish together
     growth: float | None = None  # times the largest size a job has run on; None = trust its table
@@ -39,16 +43,6 @@ class Goodput:
     time_limit_s: float = 2.0
 
     def __post_init__(self):
-        if not self.power < 0:
-            raise ValueError(
-                f"Goodput.power={self.power} must be below 0, such as -0.25: the utility has to be "
-                "bounded, or one job that scales well would starve all others."
-            )
-        if not self.idle_penalty > 1:
-            raise ValueError(
-                f"Goodput.idle_penalty={self.idle_penalty} must be above 1: otherwise running on the "
-                "smallest shape is worth nothing, and devices stay idle."
-            )
         for name in ("horizon_s", "service_scale_s", "age_scale_s"):
             value = getattr(self, name)
             if not (value > 0 and math.isfinite(value)):
@@ -57,12 +51,20 @@ class Goodput:
     def __call__(self, jobs: Sequence[JobView], cluster: ClusterSpec, now_s: float, /) -> Decision:
         """The choice of greatest weighted utility after switching prices; restarting jobs stay."""
         problem = Problem.of(jobs, cluster, now_s, growth=self.growth)
-        utility = self.idle_penalty - normalised(problem.goodput) ** self.power
+        each = capacity(cluster)
+        _, cost = clearing_prices(
+            problem.goodput,
+            self._weight(problem),
+            problem.devices,
+            problem.kind,
+            np.array([each[kind] for kind in problem.kinds], np.float64),
+        )
+        utility = problem.goodput * cost[:, None]
         restart_s = np.array([view.restart_s for view in jobs], np.float64)
         lost = np.minimum(restart_s / self.horizon_s, 1.0)
         utility = np.where(problem.changes, utility * (1.0 - lost[:, None]), utility)
         choice = problem.choose(
-            utility * self._weight(problem)[:, None],
+            utility,
             pinned=problem.restoring(),
             relative_gap=self.relative_gap,
             time_limit_s=self.time_limit_s,

@@ -118,7 +118,7 @@ def test_a_growth_limit_holds_where_it_is_asked_for():
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"horizon_s": 0.0}, {"age_scale_s": -1.0}, {"power": 1.5}, {"idle_penalty": 1.0}]
+    "wrong", [{"horizon_s": 0.0}, {"age_scale_s": -1.0}, {"service_scale_s": float("inf")}]
 )
 def test_settings_that_cannot_be_are_refused(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):

@@ -1,0 +1,142 @@
+"""Is `Goodput` better than what was published? One table per question: asked, measured, by workload.
+
+    python benchmarks/scheduler_goodput.py ../shared/data [--workloads 1 2 3] [--held-out] [--sia]
+
+The folder holds `pollux` and `sia` as their artifacts ship them. On Pollux's workloads the rules are
+the artifact's own (rounds of 60 s, NeuMF pinned to one device, growth of at most twice what was
+profiled, nothing known about the work that is left), and every average is a ratio to the published
+one. `Goodput` was tuned on workloads 1-3; `--held-out` is 4 and 6, which it was not. `--sia` compares
+it with Sia's policy in the same simulator, on 64 devices of three kinds, six workloads.
+"""
+
+import argparse
+import json
+import pathlib
+import time
+
+import numpy as np
+
+from jaxgoodput.scheduler import traces
+from jaxgoodput.scheduler.physics import TablePhysics
+from jaxgoodput.scheduler.policies.goodput import Goodput
+from jaxgoodput.scheduler.policies.sia import Sia
+from jaxgoodput.scheduler.rules import pollux_rules, sia_rules
+from jaxgoodput.scheduler.scenario import CLUSTERS, read_cluster
+from jaxgoodput.scheduler.simulator import simulate, uniform_cluster
+
+HELD_OUT = (4, 6)
+EVENTS = {"round_s": None, "growth": None, "rounding": False}
+# title, rules, asked mean of the ratios, the most that one workload may have
+POLLUX = {
+    "published": ("restart 30 s", {}, 0.95, 1.02),
+    "fast": ("restart 5 s", {"restart_s": 5.0}, 0.85, None),
+    "events": ("on events, restart 30 s", EVENTS, None, None),
+    "declared": ("declared progress, restart 30 s", {"declared_progress": True}, None, None),
+}
+SIA = (
+    ("average completion time", "average_jct_s", 0.95),
+    ("p99 completion time", "p99_jct_s", 1.0),
+    ("worst finish-time fairness", "worst_rho", 1.0),
+)
+
+
+def run(jobs, cluster, policy, physics, rules):
+    """What a simulation found, and its CPU seconds."""
+    begun = time.process_time()
+    found = simulate(jobs, cluster, policy, physics, rules=rules).summary()
+    return found, time.process_time() - begun
+
+
+def verdict(value, asked):
+    return "-" if asked is None else "ok" if value <= asked else "OVER"
+
+
+def limit(asked):
+    return "-" if asked is None else f"{asked:.2f}"
+
+
+def pollux(folder, physics, workloads, title, changes, asked, most):
+    published = json.loads((folder / "results-jobload" / "pollux-1.0" / "summary.json").read_text())
+    cluster = uniform_cluster("t4", 16, 4)
+    print(
+        f"\n{'Goodput, ' + title:46s} {'published':>10s} {'measured':>10s} {'ratio':>7s} "
+        f"{'asked':>6s} {'':4s} {'median':>7s} {'p99':>8s} {'rst':>5s} {'ms/dec.':>8s} {'CPU s':>6s}",
+        flush=True,
+    )
+    ratios = []
+    for number in workloads:
+        jobs = traces.read_pollux_workload(folder / "workloads" / f"workload-{number}.csv")
+        found, cpu_s = run(jobs, cluster, Goodput(), physics, pollux_rules(**changes))
+        theirs = published["avgs"][f"workload-{number}"]
+        ratios.append(found["average_jct_s"] / theirs)
+        name = f"Pollux workload-{number}" + (", held out" if number in HELD_OUT else "")
+        print(
+            f"{name:46s} {theirs:10.2f} {found['average_jct_s']:10.2f} {ratios[-1]:7.3f} "
+            f"{limit(most):>6s} {verdict(ratios[-1], most):4s} {found['median_jct_s']:7.0f} "
+            f"{found['p99_jct_s']:8.0f} {found['restarts_per_job']:5.2f} "
+            f"{1e3 * found['median_decision_s']:8.2f} {cpu_s:6.1f}",
+            flush=True,
+        )
+    mean = float(np.mean(ratios))
+    print(
+        f"{'mean of the ratios':46s} {'':10s} {'':10s} {mean:7.3f} {limit(asked):>6s} "
+        f"{verdict(mean, asked)}",
+        flush=True,
+    )
+
+
+def sia(folder):
+    cluster = read_cluster(CLUSTERS["sia"])
+    kinds = sorted({node.kind for node in cluster.nodes})
+    physics = TablePhysics(traces.read_sia_applications(folder / "traces", kinds))
+    print(
+        f"\n{'Goodput against Sia, 64 devices of 3 kinds':46s} {'Sia, h':>10s} {'ours, h':>10s} "
+        f"{'average':>7s} {'median':>7s} {'p99':>6s} {'worst FTF':>9s} {'rst':>11s} {'CPU s':>12s}",
+        flush=True,
+    )
+    ratios = {key: [] for _, key, _ in SIA}
+    for name in ("philly", "saturn"):
+        for number in (1, 2, 3):
+            jobs = traces.read_sia_workload(folder / "workloads" / name / f"workload-{number}.csv")
+            theirs, their_cpu_s = run(jobs, cluster, Sia(), physics, sia_rules())
+            ours, our_cpu_s = run(jobs, cluster, Goodput(), physics, sia_rules())
+            found = {key: ours[key] / theirs[key] for key in theirs if theirs[key]}
+            for key in ratios:
+                ratios[key].append(found[key])
+            restarts = f"{theirs['restarts_per_job']:.2f}/{ours['restarts_per_job']:.2f}"
+            print(
+                f"{name + '/workload-' + str(number):46s} {theirs['average_jct_s'] / 3600:10.3f} "
+                f"{ours['average_jct_s'] / 3600:10.3f} {found['average_jct_s']:7.3f} "
+                f"{found['median_jct_s']:7.3f} {found['p99_jct_s']:6.3f} {found['worst_rho']:9.3f} "
+                f"{restarts:>11s} {f'{their_cpu_s:.1f}/{our_cpu_s:.1f}':>12s}",
+                flush=True,
+            )
+    for title, key, asked in SIA:
+        values = np.array(ratios[key])
+        print(
+            f"{'mean ratio of the ' + title:46s} {values.mean():7.3f} asked {asked:.2f} "
+            f"{verdict(values.mean(), asked):4s} spread {values.min():.3f} to {values.max():.3f}, "
+            f"standard deviation {values.std(ddof=1):.3f}",
+            flush=True,
+        )
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("data", type=pathlib.Path)
+    parser.add_argument("--workloads", type=int, nargs="*", default=[1, 2, 3])
+    parser.add_argument("--held-out", action="store_true", help="also Pollux workloads 4 and 6")
+    parser.add_argument("--sia", action="store_true", help="also against Sia's policy")
+    parser.add_argument("--rows", nargs="*", choices=[*POLLUX], default=[*POLLUX], help="of Pollux")
+    options = parser.parse_args()
+    workloads = [*options.workloads, *(HELD_OUT if options.held_out else ())]
+    folder = options.data / "pollux"
+    physics = TablePhysics(traces.read_pollux_applications(folder / "traces"))
+    for name in options.rows if workloads else ():
+        pollux(folder, physics, workloads, *POLLUX[name])
+    if options.sia:
+        sia(options.data / "sia")
+
+
+if __name__ == "__main__":
+    main()
