@@ -256,7 +256,7 @@ def eager(monkeypatch):
             num_replicas=question.current.num_replicas,
         )
         verdict = Verdict(config=config, goodput=1.0, gain=1.0, reason="as large as can be")
-        return Answer(question=question, verdict=verdict, fit=None)
+        return Answer(question=question, verdict=verdict, fit=None, residuals=())
 
     monkeypatch.setattr(tuner, "answer", answer)
 
