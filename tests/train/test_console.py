@@ -55,7 +55,9 @@ def test_what_happens_is_said_at_once(clock):
     console = Console(clock, 4000.0, stream)
     console.on_fit_start(synthetic.fit_start(step=400, restart=1))
     console.on_tune_end(synthetic.tune_end(450, 10.0, synthetic.START))
-    console.on_eval_end(EvalEnd(step=450, progress=1.0, at_s=9.0, seconds=0.5, metrics={"auc": 0.92347}))
+    console.on_eval_end(
+        EvalEnd(step=450, progress=1.0, at_s=9.0, seconds=0.5, metrics={"auc": 0.92347})
+    )
     console.on_preempt(Preempt(step=460, signal="SIGTERM"))
     console.on_fit_end(
         FitEnd(step=460, progress=512.0, samples=15_300, seconds=192.0, reason="preempted")

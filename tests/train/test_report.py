@@ -45,7 +45,9 @@ def planted(tmp_path, clock):
             writer.write(Checkpoint(step=400, seconds=0.25))
     clock.advance(60.0)
     writer.write(synthetic.fit_start(step=400, progress=800.0, restart=1, config=large))
-    writer.write(EvalEnd(step=400, progress=800.0, at_s=9.0, seconds=1.0, metrics={"accuracy": 0.98765}))
+    writer.write(
+        EvalEnd(step=400, progress=800.0, at_s=9.0, seconds=1.0, metrics={"accuracy": 0.98765})
+    )
     writer.write(Checkpoint(step=400, seconds=0.5, error="No space left on device"))
     one = synthetic.window(
         410, 820.0, at_checkpoint + 5120, large, slow=1.25, seconds=1.0, skipped_steps=7

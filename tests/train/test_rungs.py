@@ -31,7 +31,9 @@ class Scripted(Engine):
         self.may_go.set()
         self.entered = threading.Event()
 
-    measuring_roles = ("step_measured",)
+    @property
+    def measuring_roles(self):
+        return ("step_measured",)
 
     def training_roles(self, *, accumulate):
         return ("step", "first", "more") if accumulate else ("step",)
