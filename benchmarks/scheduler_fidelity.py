@@ -20,23 +20,11 @@ from jaxgoodput.scheduler.policies.goodput import Goodput
 from jaxgoodput.scheduler.policies.pollux import Pollux
 from jaxgoodput.scheduler.policies.sia import Sia
 from jaxgoodput.scheduler.rules import pollux_rules, sia_rules
-from jaxgoodput.scheduler.scenario import read_rules, read_scenario
+from jaxgoodput.scheduler.scenario import CLUSTERS, read_cluster, read_rules, read_scenario
 from jaxgoodput.scheduler.simulator import simulate, uniform_cluster
-from jaxgoodput.specs import ClusterSpec, Node
 
-SIA_CLUSTER = (("aws", 6, 4), ("dgx-ext", 2, 8), ("rtx", 3, 8))  # 64 devices of three kinds
 SIA_AVERAGE_S = 0.542 * 3600  # Sia's artifact on philly/workload-1
 MOST_CPU_S = 60.0
-
-
-def sia_cluster() -> ClusterSpec:
-    return ClusterSpec(
-        nodes=tuple(
-            Node(name=f"{kind}-{i}", kind=kind, num_devices=size)
-            for kind, nodes, size in SIA_CLUSTER
-            for i in range(nodes)
-        )
-    )
 
 
 def row(name, asked_s, tolerance, jobs, cluster, policy, physics, rules):
@@ -99,11 +87,12 @@ def main():
             row(title, asked_s, tolerance, jobs, cluster, policy, physics, rules)
     if not options.no_sia:
         folder = options.data / "sia"
-        kinds = [kind for kind, _, _ in SIA_CLUSTER]
+        cluster = read_cluster(CLUSTERS["sia"])
+        kinds = sorted({node.kind for node in cluster.nodes})
         physics = TablePhysics(traces.read_sia_applications(folder / "traces", kinds))
         jobs = traces.read_sia_workload(folder / "workloads" / "philly" / "workload-1.csv")
         title = "sia, philly/workload-1, 64 mixed"
-        row(title, SIA_AVERAGE_S, 0.05, jobs, sia_cluster(), Sia(), physics, sia_rules())
+        row(title, SIA_AVERAGE_S, 0.05, jobs, cluster, Sia(), physics, sia_rules())
     cost("synthetic:160")
     cost(str(options.data / "pollux" / "workloads" / "workload-1.csv"))
     cost(str(options.data / "sia" / "workloads" / "philly" / "workload-1.csv"))

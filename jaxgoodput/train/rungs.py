@@ -70,8 +70,7 @@ class Rungs:
         self._ready: list[int] = []
         self._unrehearsed: set[int] = set()
         self._settled_on: int | None = None
-        self._measurable: set[int] = set()  # or refused: nothing is left to be prepared
-        self._unmeasurable: set[int] = set()
+        self._measurable: dict[int, bool] = {}  # False: memory does not allow it
         self._close: frozenset[int] = frozenset()  # sizes that the next change can reach
         self._known: dict[int, StepBytes] = {}
         self._smallest_refused: int | None = None
@@ -89,7 +88,7 @@ class Rungs:
         """`size` is in use: take up the sizes around it."""
         with self._changed:
             if not self._order:
-                self._measurable.add(size)
+                self._measurable[size] = True
             self._settled_on = None
             self._close = frozenset(
                 s for s in self._sizes if size / self._reach <= s <= size * self._reach
@@ -135,7 +134,7 @@ class Rungs:
     def can_measure(self, size: int) -> bool:
         """Whether steps of this size can measure the noise by now."""
         with self._changed:
-            return size in self._measurable and size not in self._unmeasurable
+            return self._measurable.get(size, False)
 
     @property
     def memory_limit(self) -> int:
@@ -246,9 +245,7 @@ class Rungs:
         elif need is not None and self.was_rehearsed(size):
             engine.rehearse(size, engine.measuring_roles)
         with self._changed:
-            self._measurable.add(size)
-            if not fits:
-                self._unmeasurable.add(size)
+            self._measurable[size] = fits
             self._changed.notify_all()
 
     def _try(self, size: int) -> None:
