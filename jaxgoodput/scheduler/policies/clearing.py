@@ -6,11 +6,21 @@ whatever work is left. The price is the delay of others that a device is worth; 
 raising it where more devices are wanted than exist, and lowering it where fewer are.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 
-STEPS = 40  # of the search; each is one pass over the options
-SHRINK = 0.9  # of the step, so that the last ones change a price by less than 2 %
+STEPS = 24  # of the search; each is one pass over the options
+SHRINK = 0.83  # of the step, so that the last ones change a price by less than 2 %
 MOST = 10.0  # the price is at most so many times the mean weight: beyond, weights would not count
+
+
+class Market(NamedTuple):
+    """What devices cost, and what jobs make of that."""
+
+    prices: np.ndarray  # [kinds] of a device, in units of weight
+    cost: np.ndarray  # [jobs] the least cost of a unit of work; NaN = no shape is allowed
+    best: np.ndarray  # [jobs] the goodput of the shape that has it
 
 
 def clearing_prices(
@@ -19,23 +29,23 @@ def clearing_prices(
     devices: np.ndarray,
     kind: np.ndarray,
     capacity: np.ndarray,
-) -> tuple[np.ndarray, np.ndarray]:
-    """[kinds] the price of a device in units of weight, and [jobs] the least cost of a unit of work.
+) -> Market:
+    """Prices that bring together supply and demand.
 
     goodput: [jobs, shapes], NaN = not allowed; weight: [jobs] > 0; devices, kind: [shapes]; capacity:
-    [kinds] devices. The cost of a job that no shape is allowed is NaN. Wants jump where a job changes
-    its shape, so that supply is met closely and not exactly.
+    [kinds] devices. Wants jump where a job changes its shape, so that supply is met closely and not
+    exactly.
 
-    >>> prices, cost = clearing_prices(np.array([[1.0, 1.8]] * 3), np.ones(3), np.array([1, 2]),
+    >>> market = clearing_prices(np.array([[1.0, 1.8]] * 3), np.ones(3), np.array([1, 2]),
     ...     np.array([0, 0]), np.array([4.0]))
-    >>> bool(3.9 < prices[0] < 4.1)
+    >>> bool(3.9 < market.prices[0] < 4.1)
     True
     """
     job, shape = np.nonzero(goodput > 0.0)
-    cost = np.full(len(goodput), np.nan)
+    cost, best = np.full((2, len(goodput)), np.nan)
     prices = np.zeros(len(capacity))
     if not len(job):
-        return prices, cost
+        return Market(prices, cost, best)
     start = np.flatnonzero(np.r_[True, np.diff(job) > 0])
     length = np.diff(np.r_[start, len(job)])
     rate, need, of = goodput[job, shape], devices[shape].astype(np.float64), kind[shape]
@@ -52,6 +62,11 @@ def clearing_prices(
         log_prices += np.clip(4.0 * over, -1.0, 1.0) * SHRINK**step
         log_prices = np.minimum(log_prices, log_most)
     prices = np.exp(log_prices)
-    best = np.maximum.reduceat(rate / (own + prices[of] * need), start)
-    cost[job[start]] = 1.0 / best
-    return prices, cost
+    worth = rate / (own + prices[of] * need)
+    most = np.maximum.reduceat(worth, start)
+    cost[job[start]] = 1.0 / most
+    # Of equals the fastest: where a device costs nothing, they differ in nothing else.
+    best[job[start]] = np.maximum.reduceat(
+        np.where(worth >= np.repeat(most, length), rate, 0.0), start
+    )
+    return Market(prices, cost, best)

@@ -1,26 +1,31 @@
 """Ours, the default: every device at its price, a price for every change, weights by attained service.
 
-    maximise  sum_i (w_i + price . k_i*) G_i / G_i* (1 - [shape changes] restart_i / horizon)
+    maximise  sum_i (w_i + price . k_i*) (G_i / G_i*)^a (1 - [shape changes] restart_i / stay_i)
 
 A second of job i costs its user w_i, and others the price of the devices that it holds; so a unit of its
 work costs at least c_i = min (w_i + price . k) / G_i(k), at its best shape k_i*, G_i*. What it does in a
-second, G_i, is worth c_i G_i: that is the objective. The prices are those at which the jobs together
-want as many devices as there are (`clearing.py`), so jobs that scale well get more of them than a utility
-that is the same for all would give. The published forms (Sia, Pollux) punish restarts by the job's past;
-here a change costs the share of the coming horizon that the restart takes, so that a job that restarted
-often is not frozen where it is. The weight falls with the device-seconds that a job has had (who has
-had little probably needs little more, and leaves soon) and rises with its age, so that of two that are
-both large the earlier one is finished first.
+second, G_i, is worth c_i G_i: with a = 1 that is the objective; a little below 1, jobs give and take
+fewer devices whenever the prices move. The prices are those at which the jobs together want as many
+devices as there are (`clearing.py`), so jobs that scale well get more of them than a utility that is
+the same for all would give.
+
+A change costs the restart's share of the time that the new shape will last (`stay.py`). The weight falls
+with the device-seconds that a job has had (who has had little probably needs little more, and leaves
+soon) and rises with its age, so that of two that are both large the earlier one is finished first; a
+job that declares its progress is weighed by what is left instead. One that has not run yet is offered
+the kinds at the ratios that others found (`newcomers.py`).
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from jaxgoodput.scheduler.policies.clearing import clearing_prices
+from jaxgoodput.scheduler.policies.newcomers import with_usual_kinds
 from jaxgoodput.scheduler.policies.problem import Problem
+from jaxgoodput.scheduler.policies.stay import expected_stay_s
 from jaxgoodput.scheduler.policy import Decision, JobView
 from jaxgoodput.scheduler.shapes import capacity
 from jaxgoodput.specs import ClusterSpec
@@ -33,9 +38,11 @@ class Goodput:
     Raises ValueError for settings that cannot be.
     """
 
-    horizon_s: float = 600.0  # over which a change must earn back its restart
+    diminishing: float = 0.85  # the power a above; 1 = every unit of work is worth the same
+    kind_change: float = 1.5  # times the cost of a change where what is known is projected only
     service_scale_s: float = 6000.0  # device-seconds at which a job's weight begins to fall
     service_power: float = -0.75  # how fast it falls with service; 0 = all are alike
+    declared_power: float = -1.0  # the same with the device-seconds left, where they are declared
     age_scale_s: float = 3600.0  # seconds since submission at which the weight begins to rise
     age_power: float = 0.25  # how fast; those that came together do not all finish together
     growth: float | None = None  # times the largest size a job has run on; None = trust its table
@@ -43,7 +50,7 @@ class Goodput:
     time_limit_s: float = 2.0
 
     def __post_init__(self):
-        for name in ("horizon_s", "service_scale_s", "age_scale_s"):
+        for name in ("diminishing", "service_scale_s", "age_scale_s", "kind_change"):
             value = getattr(self, name)
             if not (value > 0 and math.isfinite(value)):
                 raise ValueError(f"Goodput.{name} must be above 0 and finite, got {value}.")
@@ -51,31 +58,41 @@ class Goodput:
     def __call__(self, jobs: Sequence[JobView], cluster: ClusterSpec, now_s: float, /) -> Decision:
         """The choice of greatest weighted utility after switching prices; restarting jobs stay."""
         problem = Problem.of(jobs, cluster, now_s, growth=self.growth)
+        problem = replace(problem, goodput=with_usual_kinds(problem))
         each = capacity(cluster)
-        _, cost = clearing_prices(
+        market = clearing_prices(
             problem.goodput,
             self._weight(problem),
             problem.devices,
             problem.kind,
             np.array([each[kind] for kind in problem.kinds], np.float64),
         )
-        utility = problem.goodput * cost[:, None]
-        restart_s = np.array([view.restart_s for view in jobs], np.float64)
-        lost = np.minimum(restart_s / self.horizon_s, 1.0)
-        utility = np.where(problem.changes, utility * (1.0 - lost[:, None]), utility)
+        share = problem.goodput / market.best[:, None]
+        utility = (market.cost * market.best)[:, None] * share**self.diminishing
         choice = problem.choose(
-            utility,
+            utility * (1.0 - self._lost(problem)),
             pinned=problem.restoring(),
             relative_gap=self.relative_gap,
             time_limit_s=self.time_limit_s,
         )
         return problem.decide(choice)
 
+    def _lost(self, problem: Problem) -> np.ndarray:
+        """[jobs, shapes] the share of a shape's worth that changing to it costs."""
+        restart_s = np.array([view.restart_s for view in problem.jobs], np.float64)
+        lost = (restart_s / expected_stay_s(problem.jobs, problem.now_s))[:, None]
+        held = problem.kind[np.maximum(problem.present, 0)]
+        other = (problem.present >= 0)[:, None] & (problem.kind != held[:, None])
+        lost = np.where(other, lost * self.kind_change, lost)
+        return np.where(problem.changes, np.minimum(lost, 1.0), 0.0)
+
     def _weight(self, problem: Problem) -> np.ndarray:
-        """[jobs] priority times what the service so far says about how much is left."""
+        """[jobs] priority times what service or declared progress says about how much is left."""
         weight = np.array([view.spec.weight for view in problem.jobs], np.float64)
-        service_s = problem.received_s()
-        weight *= (1.0 + service_s / self.service_scale_s) ** self.service_power
         submitted_s = np.array([view.submitted_s for view in problem.jobs], np.float64)
         age_s = np.maximum(problem.now_s - submitted_s, 0.0)
-        return weight * (1.0 + age_s / self.age_scale_s) ** self.age_power
+        guessed = (1.0 + problem.received_s() / self.service_scale_s) ** self.service_power
+        guessed *= (1.0 + age_s / self.age_scale_s) ** self.age_power
+        left_s = problem.declared_s()
+        told = (1.0 + left_s / self.service_scale_s) ** self.declared_power
+        return weight * np.where(np.isnan(left_s), guessed, told)

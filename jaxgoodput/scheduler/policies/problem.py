@@ -89,6 +89,16 @@ class Problem:
         """[jobs] device-seconds so far, all kinds alike."""
         return np.array([sum(view.received_s.values()) for view in self.jobs], np.float64)
 
+    def declared_s(self) -> np.ndarray:
+        """[jobs] device-seconds left at the shape that uses devices best; NaN where not declared."""
+        left = np.array([v.remaining if v.remaining is not None else np.nan for v in self.jobs])
+        best = np.where(np.isnan(self.goodput), 0.0, self.goodput / self.devices).max(
+            1, initial=0.0
+        )
+        measured = np.array([view.largest_profiled > 0 for view in self.jobs], bool)
+        known = measured & (best > 0.0)
+        return np.where(known, left / np.where(known, best, 1.0), np.nan)
+
     def choose(
         self,
         utility: np.ndarray,

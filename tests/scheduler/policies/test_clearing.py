@@ -28,15 +28,17 @@ def prices_of(exponents, weight, capacity):
 )
 def test_the_cost_is_the_least_of_all_shapes(exponents, capacity, seed):
     weight = np.random.default_rng(seed).uniform(0.1, 3.0, len(exponents))
-    prices, cost = prices_of(exponents, weight, capacity)
+    prices, cost, best = prices_of(exponents, weight, capacity)
     every = (weight[:, None] + prices[0] * SIZES) / jobs_of(exponents)
     np.testing.assert_allclose(cost, every.min(1), rtol=1e-12)
+    at_best = jobs_of(exponents)[np.arange(len(every)), every.argmin(1)]
+    np.testing.assert_allclose(best, at_best, rtol=1e-12)
 
 
 @given(exponents=st.lists(st.floats(0.4, 0.9), min_size=40, max_size=60))
 def test_many_jobs_want_about_what_there_is(exponents):
     capacity = 4 * len(exponents)
-    prices, _ = prices_of(exponents, np.ones(len(exponents)), capacity)
+    prices, _, _ = prices_of(exponents, np.ones(len(exponents)), capacity)
 
     def wanted(price):
         return SIZES[(jobs_of(exponents) / (1.0 + price * SIZES)).argmax(1)].sum()
@@ -45,8 +47,8 @@ def test_many_jobs_want_about_what_there_is(exponents):
 
 
 def test_more_devices_are_cheaper_and_a_job_that_scales_is_worth_more_of_them():
-    few, _ = prices_of([0.5, 0.9, 0.7], [1.0] * 3, 8)
-    many, _ = prices_of([0.5, 0.9, 0.7], [1.0] * 3, 24)
+    few, _, _ = prices_of([0.5, 0.9, 0.7], [1.0] * 3, 8)
+    many, _, _ = prices_of([0.5, 0.9, 0.7], [1.0] * 3, 24)
     assert many[0] < few[0]
     value = 1.0 + many[0] * SIZES
     best = (jobs_of([0.5, 0.9]) / value).argmax(1)
@@ -56,7 +58,7 @@ def test_more_devices_are_cheaper_and_a_job_that_scales_is_worth_more_of_them():
 def test_equal_kinds_have_equal_prices_and_idle_ones_cost_nothing():
     goodput = np.tile(np.array([[1.0, 1.7, 1.0, 1.7, np.nan]]), (6, 1))
     devices, kind = np.array([1, 2, 1, 2, 1]), np.array([0, 0, 1, 1, 2])
-    prices, _ = clearing_prices(goodput, np.ones(6), devices, kind, np.array([4.0, 4.0, 4.0]))
+    prices, _, _ = clearing_prices(goodput, np.ones(6), devices, kind, np.array([4.0, 4.0, 4.0]))
     assert prices[0] == pytest.approx(prices[1])
     assert prices[2] < 1e-2 * prices[0]
 
