@@ -168,7 +168,7 @@ def _simulate_options(simulate: argparse.ArgumentParser) -> None:
     simulate.add_argument(
         "--hours",
         type=_at_least(0.0),
-        default=8.0,
+        default=None,
         metavar="H",
         help="synthetic: jobs arrive during so many hours (default: 8)",
     )

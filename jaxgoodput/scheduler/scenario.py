@@ -103,16 +103,23 @@ def read_scenario(
     cluster: str | None = None,
     *,
     seed: int = 0,
-    hours: float = 8.0,
+    hours: float | None = None,
     speed: str | None = None,
 ) -> Scenario:
     """The jobs of `synthetic[:JOBS]`, or of a file or folder in an artifact's layout.
 
-    `seed`, `hours` and `speed` (see `read_speeds`) are of synthetic jobs. Raises ValueError, with
-    what is wrong where, for anything that cannot be simulated.
+    `seed`, `hours` (None = 8) and `speed` (see `read_speeds`) are of synthetic jobs; the last two are
+    refused elsewhere. Raises ValueError, with what is wrong where, for anything that cannot be
+    simulated.
     """
     if workload.partition(":")[0] == "synthetic":
-        return _synthetic(workload, cluster, seed, hours, speed)
+        return _synthetic(workload, cluster, seed, 8.0 if hours is None else hours, speed)
+    for option, given in (("--hours", hours), ("--speed", speed)):
+        if given is not None:
+            raise ValueError(
+                f"{option} {given}: is of synthetic jobs only; when the jobs of {workload} arrive and "
+                "how fast they run is in its files. Leave it out."
+            )
     path = pathlib.Path(workload)
     if not path.exists():
         raise ValueError(
@@ -289,6 +296,11 @@ def check(scenario: Scenario, rules: Rules, name: str, named: Named) -> None:
         raise ValueError(
             f"--policy {name}: knows one kind of device only, but the cluster has "
             f"{', '.join(sorted(sizes))}. Leave it out, or choose a cluster of one kind."
+        )
+    if named.one_kind and scenario.cluster.quota:
+        raise ValueError(
+            f"--policy {name}: knows no quotas, but the cluster has them for "
+            f"{', '.join(sorted(scenario.cluster.quota))}. Leave it out, or the quotas."
         )
     if named.largest_gang is not None:
         wide = [job for job in scenario.jobs if job.num_devices > named.largest_gang]

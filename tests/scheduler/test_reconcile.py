@@ -6,11 +6,10 @@ import re
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from worlds import Fifo, cluster_of, job_recipes, jobs_of, nodes, table
+from worlds import Fifo, after, check_plan, cluster_of, job_recipes, jobs_of, nodes, table
 
 from jaxgoodput.scheduler.policy import Decision, JobView, SolverTimeout
 from jaxgoodput.scheduler.reconcile import PlanError, reconcile
-from jaxgoodput.scheduler.shapes import domain_of
 from jaxgoodput.specs import Allocation, ClusterSpec, JobSpec, Node, Reservation, Shape
 
 NAN = float("nan")
@@ -47,46 +46,6 @@ class Late:
 
 
 states = st.lists(st.sampled_from(["up", "down", "draining"]), max_size=8)
-
-
-def check_plan(plan, jobs, cluster):
-    """The laws."""
-    nodes = {node.name: node for node in cluster.nodes}
-    assert set(plan.allocations) == set(plan.reasons) == {v.spec.id for v in jobs}
-    assert all(plan.reasons.values())
-    given_: set[tuple[str, int]] = set()
-    for v in jobs:
-        now, before = plan.allocations[v.spec.id], v.allocation
-        assert now.generation == before.generation + (now.devices != before.devices)
-        kinds = set()
-        for name, local in now.devices.items():
-            node = nodes[name]
-            assert node.state == "up" or (node.state == "draining" and now == before)
-            assert not set(local) & set(node.withheld)
-            assert set(local) <= set(range(node.num_devices))
-            assert not given_ & {(name, i) for i in local}
-            given_ |= {(name, i) for i in local}
-            kinds.add(node.kind)
-        if now.devices:
-            if v.spec.mode == "rigid":
-                assert now.num_devices == v.spec.num_devices
-            else:
-                assert v.spec.min_devices <= now.num_devices <= v.spec.max_devices
-            assert v.spec.kinds is None or kinds <= set(v.spec.kinds)
-            if v.spec.level is not None:
-                assert len({domain_of(nodes[n], v.spec.level) for n in now.devices}) == 1
-
-
-def after(plan, jobs, now_s):
-    """The jobs as they are when the plan has been carried out."""
-    return tuple(
-        dataclasses.replace(
-            v,
-            allocation=plan.allocations[v.spec.id],
-            since_s=now_s if v.spec.id in plan.start + plan.resize else v.since_s,
-        )
-        for v in jobs
-    )
 
 
 @settings(max_examples=150, deadline=None)

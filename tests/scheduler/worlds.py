@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from jaxgoodput.scheduler.placement import place
 from jaxgoodput.scheduler.policy import Decision, JobView
-from jaxgoodput.scheduler.shapes import capacity_rows, goodput_matrix, shapes
+from jaxgoodput.scheduler.shapes import capacity_rows, domain_of, goodput_matrix, shapes
 from jaxgoodput.specs import ClusterSpec, JobSpec, Node, Shape
 
 
@@ -111,3 +111,46 @@ def _job(draw) -> dict:
         "tenant": draw(st.sampled_from(["red", "blue"])),
         "restart_s": draw(st.sampled_from([1.0, 30.0])),
     }
+
+
+def check_plan(plan, jobs, cluster):
+    """The laws of every plan: nothing impossible, nothing unexplained, no quota exceeded."""
+    nodes = {node.name: node for node in cluster.nodes}
+    assert set(plan.allocations) == set(plan.reasons) == {v.spec.id for v in jobs}
+    assert all(plan.reasons.values())
+    given_: set[tuple[str, int]] = set()
+    for v in jobs:
+        now, before = plan.allocations[v.spec.id], v.allocation
+        assert now.generation == before.generation + (now.devices != before.devices)
+        kinds = set()
+        for name, local in now.devices.items():
+            node = nodes[name]
+            assert node.state == "up" or (node.state == "draining" and now == before)
+            assert not set(local) & set(node.withheld)
+            assert set(local) <= set(range(node.num_devices))
+            assert not given_ & {(name, i) for i in local}
+            given_ |= {(name, i) for i in local}
+            kinds.add(node.kind)
+        if now.devices:
+            if v.spec.mode == "rigid":
+                assert now.num_devices == v.spec.num_devices
+            else:
+                assert v.spec.min_devices <= now.num_devices <= v.spec.max_devices
+            assert v.spec.kinds is None or kinds <= set(v.spec.kinds)
+            if v.spec.level is not None:
+                assert len({domain_of(nodes[n], v.spec.level) for n in now.devices}) == 1
+    for tenant, limit in cluster.quota.items():
+        held = [v for v in jobs if v.spec.tenant == tenant]
+        assert sum(plan.allocations[v.spec.id].num_devices for v in held) <= limit
+
+
+def after(plan, jobs, now_s):
+    """The jobs as they are when the plan has been carried out."""
+    return tuple(
+        dataclasses.replace(
+            v,
+            allocation=plan.allocations[v.spec.id],
+            since_s=now_s if v.spec.id in plan.start + plan.resize else v.since_s,
+        )
+        for v in jobs
+    )

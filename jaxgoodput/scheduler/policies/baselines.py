@@ -60,6 +60,11 @@ def _one_kind(cluster: ClusterSpec, policy: str) -> str | None:
             f"{policy} knows one kind of device only, but the cluster has {', '.join(kinds)}; "
             "use a heterogeneity-aware policy, or a cluster of one kind."
         )
+    if cluster.quota:
+        raise ValueError(
+            f"{policy} knows no quotas, but the cluster has them for {', '.join(sorted(cluster.quota))}; "
+            "use another policy, or leave the quotas out."
+        )
     return kinds[0] if kinds else None
 
 

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-STEPS = 24  # of the search; each is one pass over the options
-SHRINK = 0.83  # of the step, so that the last ones change a price by less than 2 %
+STEPS = 36  # of the search; each is one pass over the options
+SHRINK = 0.86  # of the step, so that the last ones change a price by less than 1 %
 MOST = 10.0  # the price is at most so many times the mean weight: beyond, weights would not count
 
 
@@ -59,7 +59,7 @@ def clearing_prices(
         taken = need[chosen] / equal[chosen]  # of shapes that are equally good, a part of each
         wanted = np.bincount(of[chosen], taken, minlength=len(capacity))
         over = np.log(np.maximum(wanted, 1e-9) / np.maximum(capacity, 1e-9))
-        log_prices += np.clip(4.0 * over, -1.0, 1.0) * SHRINK**step
+        log_prices += np.clip(20.0 * over, -1.0, 1.0) * SHRINK**step
         log_prices = np.minimum(log_prices, log_most)
     prices = np.exp(log_prices)
     worth = rate / (own + prices[of] * need)

@@ -80,19 +80,17 @@ class Goodput:
     def _lost(self, problem: Problem) -> np.ndarray:
         """[jobs, shapes] the share of a shape's worth that changing to it costs."""
         restart_s = np.array([view.restart_s for view in problem.jobs], np.float64)
-        lost = (restart_s / expected_stay_s(problem.jobs, problem.now_s))[:, None]
-        held = problem.kind[np.maximum(problem.present, 0)]
-        other = (problem.present >= 0)[:, None] & (problem.kind != held[:, None])
+        lost = (restart_s / expected_stay_s(problem))[:, None]
+        held = np.append(problem.kind, -1)[problem.present]  # -1 = none of these
+        other = (held >= 0)[:, None] & (problem.kind != held[:, None])
         lost = np.where(other, lost * self.kind_change, lost)
         return np.where(problem.changes, np.minimum(lost, 1.0), 0.0)
 
     def _weight(self, problem: Problem) -> np.ndarray:
         """[jobs] priority times what service or declared progress says about how much is left."""
         weight = np.array([view.spec.weight for view in problem.jobs], np.float64)
-        submitted_s = np.array([view.submitted_s for view in problem.jobs], np.float64)
-        age_s = np.maximum(problem.now_s - submitted_s, 0.0)
         guessed = (1.0 + problem.received_s() / self.service_scale_s) ** self.service_power
-        guessed *= (1.0 + age_s / self.age_scale_s) ** self.age_power
+        guessed *= (1.0 + problem.age_s() / self.age_scale_s) ** self.age_power
         left_s = problem.declared_s()
         told = (1.0 + left_s / self.service_scale_s) ** self.declared_power
         return weight * np.where(np.isnan(left_s), guessed, told)

@@ -22,12 +22,14 @@ FLOOR = 1e-3  # added to every speedup: a job that waits is worth little, not mi
 def reallocation_factor(
     age_s: np.ndarray, num_restarts: np.ndarray, restart_s: np.ndarray | float = 30.0
 ) -> np.ndarray:
-    """[jobs] what a changed allocation is worth: max(T - R S, 0) / (T + S), equation 15.
+    """[jobs] what a changed allocation is worth: max(T - R S, 0) / (T + S), equation 15; 1 for 0 / 0.
 
     >>> float(reallocation_factor(np.array([570.0]), np.array([3]))[0])
     0.8
     """
-    return np.maximum(age_s - num_restarts * restart_s, 0.0) / (age_s + restart_s)
+    worked_s = np.maximum(age_s - num_restarts * restart_s, 0.0)
+    total_s = age_s + restart_s
+    return np.divide(worked_s, total_s, out=np.ones_like(total_s), where=total_s > 0.0)
 
 
 def fair_devices(num_devices: int, num_jobs: int) -> int:
@@ -80,7 +82,7 @@ class Pollux:
         problem = Problem.of(jobs, cluster, now_s, growth=self.growth)
         speedup = problem.goodput / self._at_fair_share(problem)[:, None]
         factor = reallocation_factor(
-            np.array([now_s - view.submitted_s for view in jobs], np.float64),
+            problem.age_s(),
             np.array([view.num_restarts for view in jobs], np.float64),
             np.array([view.restart_s for view in jobs], np.float64),
         )

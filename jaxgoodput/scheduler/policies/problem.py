@@ -85,6 +85,11 @@ class Problem:
         until = np.array([view.restoring_until_s or -np.inf for view in self.jobs], np.float64)
         return np.where(until > self.now_s, self.present, -1)
 
+    def age_s(self) -> np.ndarray:
+        """[jobs] seconds since submission, at least 0 (clocks differ)."""
+        submitted_s = np.array([view.submitted_s for view in self.jobs], np.float64)
+        return np.maximum(self.now_s - submitted_s, 0.0)
+
     def received_s(self) -> np.ndarray:
         """[jobs] device-seconds so far, all kinds alike."""
         return np.array([sum(view.received_s.values()) for view in self.jobs], np.float64)

@@ -28,8 +28,10 @@ def restart_factor(
     >>> float(restart_factor(np.array([120.0]), np.array([1]), np.array([30.0]))[0])
     0.6
     """
-    factor = np.maximum(age_s - num_restarts * restart_s, 0.0) / (age_s + restart_s)
-    return np.where(age_s < restart_s, 1.0, factor)
+    total_s = age_s + restart_s
+    worked_s = np.maximum(age_s - num_restarts * restart_s, 0.0)
+    old = (age_s >= restart_s) & (total_s > 0.0)
+    return np.divide(worked_s, total_s, out=np.ones_like(total_s), where=old)
 
 
 def sia_terms(
@@ -114,7 +116,7 @@ class Sia:
         problem = Problem.of(jobs, cluster, now_s, growth=self.growth)
         least = np.array([view.spec.min_devices for view in jobs], np.float64)
         factor = restart_factor(
-            np.array([now_s - view.submitted_s for view in jobs], np.float64),
+            problem.age_s(),
             np.array([view.num_restarts for view in jobs], np.float64),
             np.array([view.restart_s for view in jobs], np.float64),
         )

@@ -10,19 +10,16 @@ quiet night. Sia's restart factor (SOSP 2023, section 3) is the same idea, 1 - r
 finite worth.
 """
 
-from collections.abc import Sequence
-
 import numpy as np
 
-from jaxgoodput.scheduler.policy import JobView
+from jaxgoodput.scheduler.policies.problem import Problem
 
 SHARE = 0.8  # of the mean time between changes
 BEFORE_S = 120.0  # what a job that came just now is expected to last, beside two restarts
 
 
-def expected_stay_s(jobs: Sequence[JobView], now_s: float) -> np.ndarray:
+def expected_stay_s(problem: Problem) -> np.ndarray:
     """[jobs] seconds, above 0."""
-    restart_s = np.array([view.restart_s for view in jobs], np.float64)
-    restarts = np.array([view.num_restarts for view in jobs], np.float64)
-    age_s = np.array([max(now_s - view.submitted_s, 0.0) for view in jobs], np.float64)
-    return SHARE * (age_s + 2.0 * restart_s + BEFORE_S) / (restarts + 1.0)
+    restart_s = np.array([view.restart_s for view in problem.jobs], np.float64)
+    restarts = np.array([view.num_restarts for view in problem.jobs], np.float64)
+    return SHARE * (problem.age_s() + 2.0 * restart_s + BEFORE_S) / (restarts + 1.0)

@@ -103,6 +103,52 @@ def test_a_dear_restart_is_paid_only_for_a_large_gain():
     assert Goodput()([much], ONE_NODE, 0.0).allocations["a"].num_devices == 4
 
 
+def test_who_restarted_often_stays_where_another_would_change():
+    def moves(**fields):
+        job_ = job("a", 0.5, [0, 1], restart_s=30.0, **fields)
+        return Goodput()([job_], ONE_NODE, 600.0).allocations["a"] != job_.allocation
+
+    assert moves()
+    assert moves(num_restarts=2)
+    assert not moves(num_restarts=6)
+    # The same number of restarts over a longer life leaves it free.
+    assert moves(num_restarts=6, submitted_s=-3000.0)
+
+
+def test_another_kind_must_promise_more_than_another_size():
+    cluster = ClusterSpec(
+        nodes=tuple(Node(name=k, kind=k, num_devices=1) for k in ("slow", "fast"))
+    )
+    one, other = shapes(cluster) if shapes(cluster)[0].kind == "slow" else shapes(cluster)[::-1]
+
+    def kind_of(gain, **settings):
+        view = JobView(
+            spec=JobSpec(id="a"),
+            goodput={one: 1.0, other: gain},
+            allocation=Allocation(devices={"slow": (0,)}),
+            since_s=0.0,
+            restart_s=100.0,
+            largest_profiled=1,
+        )
+        given = Goodput(diminishing=1.0, **settings)([view], cluster, 180.0)
+        return next(iter(given.allocations["a"].devices))
+
+    # 180 s old with two restarts' and two minutes' grace: stays 400 s, so a restart is a quarter of it.
+    assert kind_of(1.3) == "slow"
+    assert kind_of(1.3, kind_change=0.5) == "fast"
+    assert kind_of(1.7) == "fast"
+
+
+def test_a_job_that_declares_that_it_is_nearly_done_goes_first():
+    served = job("nearly", 0.8, received_s={"k": 360000.0}, remaining=100.0)
+    long = job("long", 0.8, remaining=1e6)
+    given = Goodput()([served, long], ONE_NODE, 0.0).allocations
+    assert given["nearly"].num_devices > given.get("long", Allocation()).num_devices
+    silent = [dataclasses.replace(view, remaining=None) for view in (served, long)]
+    given = Goodput()(silent, ONE_NODE, 0.0).allocations
+    assert given["long"].num_devices >= given["nearly"].num_devices
+
+
 def test_a_job_that_is_restarting_stays():
     busy = job("a", 1.0, [0, 1], restart_s=1.0, restoring_until_s=50.0)
     assert Goodput()([busy], ONE_NODE, 40.0).allocations["a"] == busy.allocation
@@ -118,7 +164,7 @@ def test_a_growth_limit_holds_where_it_is_asked_for():
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"horizon_s": 0.0}, {"age_scale_s": -1.0}, {"service_scale_s": float("inf")}]
+    "wrong", [{"diminishing": 0.0}, {"age_scale_s": -1.0}, {"service_scale_s": float("inf")}]
 )
 def test_settings_that_cannot_be_are_refused(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
