@@ -143,8 +143,8 @@ def _simulate_options(simulate: argparse.ArgumentParser) -> None:
         "--cluster": "[KIND:]NODESxDEVICES,... or a .json file of a ClusterSpec (default: that of "
         "the workload's artifact; t4:16x4)",
         "--rules": "own (of the workload's artifact; events for synthetic), pollux, sia, gavel: "
-        "rounds as published; events: as jobs come and go; realistic: with noise, interference and "
-        "failures (default: own)",
+        "rounds as published; events: as jobs come and go; realistic: with noise, interference, "
+        "failures and measured restart costs (default: own)",
         "--speed": "speeds of kinds for synthetic jobs, KIND=NUMBER,..., 1 = a T4",
         "--out": "write results.json and the pictures into this folder",
     }

@@ -47,36 +47,37 @@ class Family:
     sample_s: float  # per sample
     intra_s: float  # synchronisation on one node
     inter_s: float  # synchronisation over several nodes
+    state_bytes: float  # parameters and optimizer: what a restart writes and reads
     input_bound: float = 0.0  # 0 = as fast as the device; 1 = no faster on a faster one
 
 
 FAMILIES: Mapping[str, Family] = {
     "vision-small": Family(
         share=0.38, median_h=0.5, spread=0.9, noise=(2.0, 30.0), fixed_s=0.02, sample_s=8e-4,
-        limits=BatchLimits(base=128, max=4096, micro=(16, 1024)), intra_s=0.02, inter_s=0.06,
+        limits=BatchLimits(base=128, max=4096, micro=(16, 1024)), intra_s=0.02, inter_s=0.06, state_bytes=9e7,
     ),
     "recommender": Family(
         share=0.22, median_h=0.4, spread=0.8, noise=(8.0, 60.0), fixed_s=0.006, sample_s=6e-6,
-        limits=BatchLimits(base=256, max=32768, micro=(64, 32768)), intra_s=0.04, inter_s=0.15,
+        limits=BatchLimits(base=256, max=32768, micro=(64, 32768)), intra_s=0.04, inter_s=0.15, state_bytes=4e8,
         input_bound=0.7,
     ),
     "speech": Family(
         share=0.17, median_h=4.0, spread=0.7, noise=(4.0, 24.0), fixed_s=0.04, sample_s=0.03,
-        limits=BatchLimits(base=24, max=640, micro=(4, 64)), intra_s=0.08, inter_s=0.25,
+        limits=BatchLimits(base=24, max=640, micro=(4, 64)), intra_s=0.08, inter_s=0.25, state_bytes=3e8,
         input_bound=0.2,
     ),
     "language-tune": Family(
         share=0.13, median_h=5.0, spread=0.8, noise=(6.0, 20.0), fixed_s=0.05, sample_s=0.07,
-        limits=BatchLimits(base=16, max=384, micro=(1, 12)), intra_s=0.12, inter_s=0.4,
+        limits=BatchLimits(base=16, max=384, micro=(1, 12)), intra_s=0.12, inter_s=0.4, state_bytes=1.3e9,
     ),
     "detection": Family(
         share=0.07, median_h=14.0, spread=0.6, noise=(3.0, 40.0), fixed_s=0.05, sample_s=0.04,
-        limits=BatchLimits(base=16, max=512, micro=(2, 16)), intra_s=0.06, inter_s=0.2,
+        limits=BatchLimits(base=16, max=512, micro=(2, 16)), intra_s=0.06, inter_s=0.2, state_bytes=5e8,
         input_bound=0.3,
     ),
     "vision-large": Family(
         share=0.03, median_h=40.0, spread=0.4, noise=(10.0, 90.0), fixed_s=0.04, sample_s=4.5e-3,
-        limits=BatchLimits(base=192, max=12288, micro=(16, 192)), intra_s=0.05, inter_s=0.15,
+        limits=BatchLimits(base=192, max=12288, micro=(16, 192)), intra_s=0.05, inter_s=0.15, state_bytes=2e8,
         input_bound=0.1,
     ),
 }  # fmt: skip

@@ -12,12 +12,23 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from jaxgoodput.scheduler import traces
-from jaxgoodput.scheduler.generator import synthetic_applications, synthetic_workload
+from jaxgoodput.scheduler.generator import (
+    FAMILIES,
+    synthetic_applications,
+    synthetic_workload,
+)
 from jaxgoodput.scheduler.physics import Physics, TablePhysics
 from jaxgoodput.scheduler.physics_gavel import GavelPhysics
 from jaxgoodput.scheduler.physics_model import ModelPhysics
 from jaxgoodput.scheduler.policies.catalogue import Named
-from jaxgoodput.scheduler.rules import Failures, Rules, gavel_rules, pollux_rules, sia_rules
+from jaxgoodput.scheduler.rules import (
+    Rules,
+    gavel_rules,
+    pollux_rules,
+    realistic,
+    restart_by_state,
+    sia_rules,
+)
 from jaxgoodput.scheduler.traces import TraceJob
 from jaxgoodput.specs import ClusterSpec, Node, from_json
 
@@ -34,6 +45,11 @@ CLUSTERS: Mapping[Layout, str] = {
 SPEEDS: Mapping[str, float] = {
     "k80": 0.5, "t4": 1.0, "aws": 1.0, "p100": 1.2, "rtx": 1.5, "quad": 1.7, "v100": 2.0,
     "azure": 2.0, "a100": 4.0, "dgx": 4.0, "dgx-ext": 4.0, "h100": 8.0, "h200": 8.5,
+}  # fmt: skip
+# Parameters and optimizer state in 32 bits, from the public sizes of the artifacts' models.
+STATE_BYTES: Mapping[str, float] = {
+    "cifar10": 9e7, "imagenet": 2.05e8, "yolov3": 5e8, "deepspeech2": 3e8, "bert": 1.3e9, "ncf": 3.8e8,
+    **{name: family.state_bytes for name, family in FAMILIES.items()},
 }  # fmt: skip
 RULES = ("own", "pollux", "sia", "gavel", "events", "realistic")
 
@@ -253,7 +269,8 @@ def read_rules(
 
     "own" = those of the workload's artifact; events for synthetic jobs. "events": decisions follow
     arrivals and ends, and jobs may be offered any size at once. "realistic": events, with noisy
-    measurements, interference and nodes that break.
+    measurements, interference, nodes that break, and restarts that cost what saving and reading the
+    state was measured to cost.
     """
     if restart_s is not None and not (restart_s >= 0 and math.isfinite(restart_s)):
         raise ValueError(f"--restart-s {restart_s}: must be at least 0 seconds, and finite.")
@@ -266,17 +283,15 @@ def read_rules(
     elif name in ("events", "realistic"):
         rules = replace(own, round_s=None, growth=None, rounding=False)
         if name == "realistic":
-            rules = replace(
-                rules,
-                step_noise=0.05,
-                gradient_noise=0.1,
-                interference=0.1,
-                failures=Failures(mean_between_s=30 * 24 * 3600.0),
-            )
+            rules = realistic(rules)
     else:
         raise ValueError(f"--rules {name!r}: expected one of {', '.join(RULES)}.")
     if layout == "synthetic":  # other applications than the artifacts' have no numbers of their own
         rules = replace(rules, restart_s=30.0, told_restart_s=None, slowdown={}, pins={})
+    if (
+        name == "realistic" and layout != "gavel"
+    ):  # whose jobs have no known state, and restart free
+        rules = replace(rules, restart_s=restart_by_state(STATE_BYTES), told_restart_s=None)
     if restart_s is not None:
         rules = replace(rules, restart_s=restart_s, told_restart_s=None)
     return replace(rules, seed=seed, declared_progress=declared_progress)

@@ -229,4 +229,9 @@ def test_rules_follow_the_workload(layout):
     assert quick.round_s is None and quick.restart_of("anything") == 5.0
     assert quick.told_restart_of("anything") == 5.0 and quick.declared_progress and quick.seed == 3
     assert bool(quick.slowdown) == (layout == "sia") and bool(quick.pins) == (layout == "pollux")
-    assert read_rules("realistic", layout).failures is not None
+    real = read_rules("realistic", layout)
+    assert real.failures is not None and real.round_s is None
+    if layout != "gavel":  # whose jobs have no known state
+        large, small = real.restart_of("bert"), real.restart_of("cifar10")
+        assert small < large < 10.0 and real.told_restart_of("bert") == large
+        assert read_rules("realistic", layout, restart_s=60.0).restart_of("bert") == 60.0

@@ -23,7 +23,7 @@ from jaxgoodput.scheduler.rules import (
     Rules,
     gavel_rules,
     pollux_rules,
-    realistic_rules,
+    realistic,
     restart_by_state,
     sia_rules,
 )
@@ -340,7 +340,9 @@ def test_restart_costs_by_application():
 def test_a_realistic_cluster_runs_to_the_end():
     costs = restart_by_state({"toy": 4e9, "tiny": 1e8}, base_s=2.0, bytes_per_s=1e9)
     assert costs == {"toy": 10.0, "tiny": 2.2}
-    rules = realistic_rules(costs, failures=Failures(mean_between_s=3000.0, repair_s=200.0))
+    rules = realistic(
+        Rules(restart_s=costs), failures=Failures(mean_between_s=3000.0, repair_s=200.0)
+    )
     result = run(rules)
     assert len(result.jobs) == 8 and result.num_failures > 0
     with pytest.raises(ValueError, match="bytes_per_s"):
