@@ -58,8 +58,8 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "recommender": Family(
         share=0.22, median_h=0.4, spread=0.8, noise=(8.0, 60.0), fixed_s=0.006, sample_s=6e-6,
-        limits=BatchLimits(base=256, max=32768, micro=(64, 32768)), intra_s=0.04, inter_s=0.15, state_bytes=4e8,
-        input_bound=0.7,
+        limits=BatchLimits(base=256, max=32768, micro=(64, 32768)), intra_s=0.04, inter_s=0.15,
+        state_bytes=4e8, input_bound=0.7,
     ),
     "speech": Family(
         share=0.17, median_h=4.0, spread=0.7, noise=(4.0, 24.0), fixed_s=0.04, sample_s=0.03,

@@ -130,18 +130,18 @@ def read_scenario(
     """
     if workload.partition(":")[0] == "synthetic":
         return _synthetic(workload, cluster, seed, 8.0 if hours is None else hours, speed)
-    for option, given in (("--hours", hours), ("--speed", speed)):
-        if given is not None:
-            raise ValueError(
-                f"{option} {given}: is of synthetic jobs only; when the jobs of {workload} arrive and "
-                "how fast they run is in its files. Leave it out."
-            )
     path = pathlib.Path(workload)
     if not path.exists():
         raise ValueError(
             f"--workload {workload!r}: there is no such file or folder. Give synthetic:JOBS, or a "
             "workload in the layout that Pollux, Sia or Gavel ship."
         )
+    for option, given in (("--hours", hours), ("--speed", speed)):
+        if given is not None:
+            raise ValueError(
+                f"{option} {given}: is of synthetic jobs only; when the jobs of {workload} arrive and "
+                "how fast they run is in its files. Leave it out."
+            )
     path = _one_file(path) if path.is_dir() else path
     if path.suffix == ".trace":
         return _gavel(path, cluster)

@@ -178,6 +178,12 @@ def test_a_file_in_the_way_is_found_before_anything_runs(capsys, tmp_path):
     assert code == 2 and "is a file" in err and not said
 
 
+@pytest.mark.parametrize("option", [("--hours", "2"), ("--speed", "t4=2")])
+def test_what_means_nothing_to_a_trace_is_refused(capsys, artifact, option):
+    code, said, err = run(capsys, "--workload", str(artifact.pollux()), *option)
+    assert code == 2 and option[0] in err and "synthetic jobs only" in err and not said
+
+
 def test_a_job_that_is_larger_than_the_cluster_is_refused(capsys, artifact):
     path = str(artifact.pollux(devices=16))
     code, _, err = run(capsys, "--policy", "tiresias", "--workload", path, "--cluster", "2x4")
