@@ -6,7 +6,8 @@ A process trains a matrix under Adam, is told to stop (SIGTERM: checkpoint at th
 is started again at once. The cost is the time from the signal to the first finished step of the next
 process, less one step: saving, leaving, importing, reading, compiling from the cache. The first start,
 with a cold cache, is not counted. The least-squares line over the sizes is `base_s + 2 size / bytes_per_s`
-of `rules.restart_by_state`.
+of `rules.restart_by_state`. One process on a CPU, its checkpoint still in the page cache: no start-up of
+accelerators or of several hosts is in it.
 """
 
 import argparse
@@ -99,7 +100,8 @@ def first_step(process: subprocess.Popen, workdir: pathlib.Path) -> dict:
     while not (steps := steps_of(workdir, process.pid)):
         if process.poll() is not None:
             raise RuntimeError(
-                f"the training process ended with {process.returncode} before a step"
+                f"the training process ended with {process.returncode} before its first step:\n"
+                + (workdir / "errors.txt").read_text()[-2000:]
             )
         time.sleep(0.02)
     return steps[0]
@@ -155,6 +157,10 @@ def main():
         )
     if len(sizes) > 1:
         slope, base_s = np.polyfit(sizes, medians, 1)
+        if slope <= 0:
+            raise SystemExit(
+                "larger states were not slower: noise; give larger sizes or more repeats"
+            )
         print(f"base_s={base_s:.2f}, bytes_per_s={2.0 / slope:.3g}")
 
 

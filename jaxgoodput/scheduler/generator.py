@@ -47,7 +47,7 @@ class Family:
     sample_s: float  # per sample
     intra_s: float  # synchronisation on one node
     inter_s: float  # synchronisation over several nodes
-    state_bytes: float  # parameters and optimizer: what a restart writes and reads
+    state_bytes: float  # parameters and optimizer, made up: what a restart writes and reads
     input_bound: float = 0.0  # 0 = as fast as the device; 1 = no faster on a faster one
 
 

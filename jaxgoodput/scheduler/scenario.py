@@ -46,7 +46,8 @@ SPEEDS: Mapping[str, float] = {
     "k80": 0.5, "t4": 1.0, "aws": 1.0, "p100": 1.2, "rtx": 1.5, "quad": 1.7, "v100": 2.0,
     "azure": 2.0, "a100": 4.0, "dgx": 4.0, "dgx-ext": 4.0, "h100": 8.0, "h200": 8.5,
 }  # fmt: skip
-# Parameters and optimizer state in 32 bits, from the public sizes of the artifacts' models.
+# Parameters and optimizer state in 32 bits: of the artifacts' models from their public sizes, of made-up
+# families as the generator says.
 STATE_BYTES: Mapping[str, float] = {
     "cifar10": 9e7, "imagenet": 2.05e8, "yolov3": 5e8, "deepspeech2": 3e8, "bert": 1.3e9, "ncf": 3.8e8,
     **{name: family.state_bytes for name, family in FAMILIES.items()},
@@ -270,7 +271,8 @@ def read_rules(
     "own" = those of the workload's artifact; events for synthetic jobs. "events": decisions follow
     arrivals and ends, and jobs may be offered any size at once. "realistic": events, with noisy
     measurements, interference, nodes that break, and restarts that cost what saving and reading the
-    state was measured to cost.
+    state was measured to cost; Gavel's jobs, whose states are not known, need `restart_s`. Raises
+    ValueError for what cannot be.
     """
     if restart_s is not None and not (restart_s >= 0 and math.isfinite(restart_s)):
         raise ValueError(f"--restart-s {restart_s}: must be at least 0 seconds, and finite.")
@@ -281,16 +283,18 @@ def read_rules(
     if name in published:
         rules = published[name]
     elif name in ("events", "realistic"):
-        rules = replace(own, round_s=None, growth=None, rounding=False)
-        if name == "realistic":
-            rules = realistic(rules)
+        events = replace(own, round_s=None, growth=None, rounding=False)
+        rules = realistic(own) if name == "realistic" else events
     else:
         raise ValueError(f"--rules {name!r}: expected one of {', '.join(RULES)}.")
     if layout == "synthetic":  # other applications than the artifacts' have no numbers of their own
         rules = replace(rules, restart_s=30.0, told_restart_s=None, slowdown={}, pins={})
-    if (
-        name == "realistic" and layout != "gavel"
-    ):  # whose jobs have no known state, and restart free
+    if name == "realistic" and restart_s is None:
+        if layout == "gavel":
+            raise ValueError(
+                "--rules realistic: nobody knows how large the states of Gavel's jobs are, so nor what "
+                "their restarts cost; add --restart-s SECONDS."
+            )
         rules = replace(rules, restart_s=restart_by_state(STATE_BYTES), told_restart_s=None)
     if restart_s is not None:
         rules = replace(rules, restart_s=restart_s, told_restart_s=None)

@@ -106,19 +106,26 @@ def _lost(allocation: Allocation, nodes: Mapping[str, Node]) -> str | None:
 
 
 def _usable_entries(view: JobView) -> tuple[JobView, str | None]:
-    """The view with the positive numbers of its table only, and what was wrong with the others."""
+    """The view with the numbers only that can be, and what was wrong with the others."""
+    said = []
+    left = view.remaining
+    if left is not None and not (left >= 0 and math.isfinite(left)):
+        view = dataclasses.replace(view, remaining=None)
+        said.append(
+            f"the work that it says is left, {left}, is no number of at least 0 and not used"
+        )
     values = np.fromiter(view.goodput.values(), dtype=float, count=len(view.goodput))
     good = np.isfinite(values) & (values > 0)
     if good.all():
-        return view, None
+        return view, "; ".join(said) or None
     table = {s: v for (s, v), ok in zip(view.goodput.items(), good, strict=True) if ok}
     shape, value = next((s, v) for s, v in view.goodput.items() if s not in table)
-    said = (
+    said.append(
         f"{int((~good).sum())} of {len(good)} entries of its goodput table are not positive numbers and"
         " are not"
         f" used, the first being {value} on {words(shape)}"
     )
-    return dataclasses.replace(view, goodput=table), said
+    return dataclasses.replace(view, goodput=table), "; ".join(said)
 
 
 def words(shape: Shape) -> str:

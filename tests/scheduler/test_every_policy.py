@@ -1,4 +1,4 @@
-"""Laws that every policy of the catalogue keeps, in worlds with quotas, reservations and broken nodes."""
+"""Laws that the policies of the catalogue keep, in worlds with quotas, reservations and nodes that break."""
 
 import dataclasses
 
@@ -11,7 +11,8 @@ from jaxgoodput.scheduler.policies.catalogue import catalogue
 from jaxgoodput.scheduler.reconcile import reconcile
 from jaxgoodput.specs import ClusterSpec, Node, Reservation
 
-# The published baselines know one kind of device and neither quotas nor levels; see test_baselines.
+# The published baselines know one kind of device and neither quotas nor levels (test_baselines); policies
+# that pack differ from their plain forms only where jobs were measured together (test_packing).
 GENERAL = {
     name: named for name, named in catalogue().items() if not named.one_kind and not named.sharing
 }
@@ -30,8 +31,10 @@ def reserved_of(cluster):
     quota=st.dictionaries(st.sampled_from(["red", "blue"]), st.integers(0, 9)),
     reserve=st.none()
     | st.tuples(st.integers(0, 7), st.integers(1, 8), st.sampled_from(["red", None])),
+    states=st.lists(st.sampled_from(["up", "up", "draining", "down"]), max_size=8),
+    profiled=st.integers(0, 16),
 )
-def test_no_policy_breaks_a_law(name, recipe, recipes, quota, reserve):
+def test_no_policy_breaks_a_law(name, recipe, recipes, quota, reserve, states, profiled):
     bare = cluster_of(recipe)
     reservations = ()
     if reserve is not None:
@@ -43,6 +46,7 @@ def test_no_policy_breaks_a_law(name, recipe, recipes, quota, reserve):
         )
     cluster = dataclasses.replace(bare, quota=quota, reservations=reservations)
     policy, jobs = GENERAL[name].policy, jobs_of(recipes, cluster)
+    jobs = tuple(dataclasses.replace(v, largest_profiled=profiled) for v in jobs)
     if GENERAL[name].largest_gang is not None:
         jobs = tuple(v for v in jobs if v.spec.num_devices in (None, 1) and v.spec.min_devices == 1)
     for now_s in (0.0, 400.0):
@@ -57,7 +61,16 @@ def test_no_policy_breaks_a_law(name, recipe, recipes, quota, reserve):
                 if tenant is None or v.spec.tenant != tenant
             )
             assert others <= node.num_devices - size
-        jobs = after(plan, jobs, now_s)
+        # Then they restart, and nodes change under them.
+        jobs = tuple(
+            dataclasses.replace(v, restoring_until_s=500.0, num_restarts=3)
+            for v in after(plan, jobs, now_s)
+        )
+        later = tuple(
+            dataclasses.replace(node, state=states[i] if i < len(states) else node.state)
+            for i, node in enumerate(cluster.nodes)
+        )
+        cluster = dataclasses.replace(cluster, nodes=later)
 
 
 @pytest.mark.parametrize("name", [n for n, named in catalogue().items() if named.one_kind])

@@ -8,6 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from worlds import Fifo, after, check_plan, cluster_of, job_recipes, jobs_of, nodes, table
 
+from jaxgoodput.scheduler.policies.goodput import Goodput
+from jaxgoodput.scheduler.policies.sia import Sia
 from jaxgoodput.scheduler.policy import Decision, JobView, SolverTimeout
 from jaxgoodput.scheduler.reconcile import PlanError, reconcile
 from jaxgoodput.specs import Allocation, ClusterSpec, JobSpec, Node, Reservation, Shape
@@ -75,6 +77,42 @@ def test_no_plan_breaks_a_law(nodes, recipes, states):
             )
             if v.allocation.devices and alive and held:
                 assert later.allocations[v.spec.id] is v.allocation
+
+
+@pytest.mark.parametrize("left", [-6000.0, float("inf"), NAN])
+def test_work_that_cannot_be_left_is_reported_and_harms_nobody(left):
+    odd = dataclasses.replace(view("odd"), remaining=left, largest_profiled=4)
+    plan = reconcile([odd, view("other")], TWO, Goodput(), 0.0)
+    assert set(plan.start) == {"odd", "other"} and "is no number" in plan.reasons["odd"]
+
+
+@pytest.mark.parametrize("policy", [Goodput(), Sia()], ids=["goodput", "sia"])
+@pytest.mark.parametrize(
+    "cut",
+    [
+        {"quota": {"t": 3}},
+        {
+            "reservations": (
+                Reservation(node="n0", num_devices=4, start_s=0.0, end_s=9e9, tenant="other"),
+            )
+        },
+    ],
+    ids=["quota", "reservation"],
+)
+def test_jobs_that_restart_give_way_to_new_limits(policy, cut):
+    jobs = [
+        dataclasses.replace(
+            running(view(id_, tenant="t"), {node: (0, 1)}),
+            restoring_until_s=50.0,
+            restart_s=60.0,
+            largest_profiled=2,
+        )
+        for id_, node in (("x", "n0"), ("y", "n1"))
+    ]
+    cluster = dataclasses.replace(TWO, **cut)
+    plan = reconcile(jobs, cluster, policy, 10.0)
+    check_plan(plan, jobs, cluster)
+    assert reconcile(jobs, TWO, policy, 10.0).resize == ()
 
 
 @settings(max_examples=100, deadline=None)

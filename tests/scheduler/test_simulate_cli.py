@@ -235,9 +235,13 @@ def test_rules_follow_the_workload(layout):
     assert quick.round_s is None and quick.restart_of("anything") == 5.0
     assert quick.told_restart_of("anything") == 5.0 and quick.declared_progress and quick.seed == 3
     assert bool(quick.slowdown) == (layout == "sia") and bool(quick.pins) == (layout == "pollux")
-    real = read_rules("realistic", layout)
-    assert real.failures is not None and real.round_s is None
-    if layout != "gavel":  # whose jobs have no known state
+    told = read_rules("realistic", layout, restart_s=60.0)
+    assert told.failures is not None and told.round_s is None
+    assert told.restart_of("bert") == told.told_restart_of("bert") == 60.0
+    if layout == "gavel":
+        with pytest.raises(ValueError, match="--restart-s"):
+            read_rules("realistic", layout)
+    else:
+        real = read_rules("realistic", layout)
         large, small = real.restart_of("bert"), real.restart_of("cifar10")
         assert small < large < 10.0 and real.told_restart_of("bert") == large
-        assert read_rules("realistic", layout, restart_s=60.0).restart_of("bert") == 60.0

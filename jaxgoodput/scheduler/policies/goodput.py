@@ -1,19 +1,19 @@
 """Ours, the default: every device at its price, a price for every change, weights by attained service.
 
-    maximise  sum_i (w_i + price . k_i*) (G_i / G_i*)^a (1 - [shape changes] restart_i / stay_i)
+    maximise  sum_i (w_i + price . k_i*) (G_i / G_i*)^a (1 - [shape changes] restart_i / (restart_i + stay_i))
 
 A second of job i costs its user w_i, and others the price of the devices that it holds; so a unit of its
 work costs at least c_i = min (w_i + price . k) / G_i(k), at its best shape k_i*, G_i*. What it does in a
-second, G_i, is worth c_i G_i: with a = 1 that is the objective; a little below 1, jobs give and take
-fewer devices whenever the prices move. The prices are those at which the jobs together want as many
-devices as there are (`clearing.py`), so jobs that scale well get more of them than a utility that is
-the same for all would give.
+second, G_i, is worth c_i G_i: with a = 1 that is the objective; a little below 1, a gain counts less than
+proportionally, and fewer changes are worth their restart. The prices are those at which the jobs
+together want as many devices as there are (`clearing.py`), so jobs that scale well get more of them than
+a utility that is the same for all would give.
 
-A change costs the restart's share of the time that the new shape will last (`stay.py`). The weight falls
-with the device-seconds that a job has had (who has had little probably needs little more, and leaves
-soon) and rises with its age, so that of two that are both large the earlier one is finished first; a
-job that declares its progress is weighed by what is left instead. One that has not run yet is offered
-the kinds at the ratios that others found (`newcomers.py`).
+A change costs the restart's share of the time until the next one (`stay.py`); never all of it, so that
+nobody is frozen where he is. The weight falls with the device-seconds that a job has had (who has had
+little probably needs little more, and leaves soon) and rises with its age, so that of two that are both
+large the earlier one is finished first; a job that declares its progress is weighed by what is left
+instead. One that has not run yet is offered the kinds at the ratios that others found (`newcomers.py`).
 """
 
 import math
@@ -39,7 +39,9 @@ class Goodput:
     """
 
     diminishing: float = 0.85  # the power a above; 1 = every unit of work is worth the same
-    kind_change: float = 1.5  # times the cost of a change where what is known is projected only
+    kind_change: float = (
+        1.5  # restarts that another kind costs; what is known of it may be projected
+    )
     service_scale_s: float = 6000.0  # device-seconds at which a job's weight begins to fall
     service_power: float = -0.75  # how fast it falls with service; 0 = all are alike
     declared_power: float = -1.0  # the same with the device-seconds left, where they are declared
@@ -50,10 +52,21 @@ class Goodput:
     time_limit_s: float = 2.0
 
     def __post_init__(self):
-        for name in ("diminishing", "service_scale_s", "age_scale_s", "kind_change"):
+        for name in (
+            "diminishing",
+            "service_scale_s",
+            "age_scale_s",
+            "kind_change",
+            "time_limit_s",
+        ):
             value = getattr(self, name)
             if not (value > 0 and math.isfinite(value)):
                 raise ValueError(f"Goodput.{name} must be above 0 and finite, got {value}.")
+        for name in ("service_power", "declared_power", "age_power"):
+            if not math.isfinite(getattr(self, name)):
+                raise ValueError(f"Goodput.{name} must be finite, got {getattr(self, name)}.")
+        if not self.relative_gap >= 0:
+            raise ValueError(f"Goodput.relative_gap must be at least 0, got {self.relative_gap}.")
 
     def __call__(self, jobs: Sequence[JobView], cluster: ClusterSpec, now_s: float, /) -> Decision:
         """The choice of greatest weighted utility after switching prices; restarting jobs stay."""
@@ -80,11 +93,11 @@ class Goodput:
     def _lost(self, problem: Problem) -> np.ndarray:
         """[jobs, shapes] the share of a shape's worth that changing to it costs."""
         restart_s = np.array([view.restart_s for view in problem.jobs], np.float64)
-        lost = (restart_s / expected_stay_s(problem))[:, None]
         held = np.append(problem.kind, -1)[problem.present]  # -1 = none of these
         other = (held >= 0)[:, None] & (problem.kind != held[:, None])
-        lost = np.where(other, lost * self.kind_change, lost)
-        return np.where(problem.changes, np.minimum(lost, 1.0), 0.0)
+        restart_s = restart_s[:, None] * np.where(other, self.kind_change, 1.0)
+        lost = restart_s / (restart_s + expected_stay_s(problem)[:, None])
+        return np.where(problem.changes, lost, 0.0)
 
     def _weight(self, problem: Problem) -> np.ndarray:
         """[jobs] priority times what service or declared progress says about how much is left."""

@@ -1,7 +1,8 @@
 """What others found out about the kinds of devices, for a job that has not run yet.
 
-A job without a measurement knows every kind alike. To start it on the wrong one costs a restart as soon
-as it has measured, so it begins with the mean ratio that the other jobs of the cluster found.
+An adaptive job without a measurement knows every kind alike, so a table that says the same of all of
+them is taken for ignorance. To start it on the wrong kind costs a restart as soon as it has measured, so
+it begins with the mean ratio that the other jobs of the cluster found.
 """
 
 import numpy as np
@@ -16,7 +17,9 @@ def with_usual_kinds(problem: Problem) -> np.ndarray:
     device relative to the mean of the kinds. Without such jobs all stays as it is.
     """
     goodput = problem.goodput
-    new = np.array([view.largest_profiled == 0 for view in problem.jobs], bool)
+    new = np.array(
+        [v.largest_profiled == 0 and v.spec.mode == "adaptive" for v in problem.jobs], bool
+    )
     new &= np.nanmax(goodput, 1, initial=-np.inf) == np.nanmin(goodput, 1, initial=np.inf)
     single = [
         np.flatnonzero((problem.kind == k) & (problem.devices == 1))

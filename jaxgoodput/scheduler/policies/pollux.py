@@ -29,7 +29,7 @@ def reallocation_factor(
     """
     worked_s = np.maximum(age_s - num_restarts * restart_s, 0.0)
     total_s = age_s + restart_s
-    return np.divide(worked_s, total_s, out=np.ones_like(total_s), where=total_s > 0.0)
+    return np.divide(worked_s, total_s, out=np.ones(np.shape(total_s)), where=total_s > 0.0)
 
 
 def fair_devices(num_devices: int, num_jobs: int) -> int:

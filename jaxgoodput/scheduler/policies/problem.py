@@ -81,9 +81,30 @@ class Problem:
         return self.running[:, None] & (np.arange(len(self.shapes)) != self.present[:, None])
 
     def restoring(self) -> np.ndarray:
-        """[jobs] the shape of a job that is still restarting, -1 for the others."""
+        """[jobs] the shape of a job that is still restarting and may stay, -1 for the others.
+
+        It may not where its devices are no longer offered (a reservation has begun), nor where those
+        of its tenant that restart exceed the quota together: then none of these is sure of its devices.
+        """
         until = np.array([view.restoring_until_s or -np.inf for view in self.jobs], np.float64)
-        return np.where(until > self.now_s, self.present, -1)
+        offered = {
+            n.name: set(range(n.num_devices)) - set(n.withheld)
+            for n in self.cluster.nodes
+            if n.state != "down"
+        }
+        stays = (until > self.now_s) & np.array(
+            [
+                all(offered.get(name, set()).issuperset(local) for name, local in devices.items())
+                for devices in (view.allocation.devices for view in self.jobs)
+            ],
+            bool,
+        )
+        devices = np.append(self.devices, 0)[self.present]
+        for tenant, limit in self.cluster.quota.items():
+            its = stays & np.array([view.spec.tenant == tenant for view in self.jobs], bool)
+            if devices[its].sum() > limit:
+                stays &= ~its
+        return np.where(stays, self.present, -1)
 
     def age_s(self) -> np.ndarray:
         """[jobs] seconds since submission, at least 0 (clocks differ)."""
@@ -95,7 +116,10 @@ class Problem:
         return np.array([sum(view.received_s.values()) for view in self.jobs], np.float64)
 
     def declared_s(self) -> np.ndarray:
-        """[jobs] device-seconds left at the shape that uses devices best; NaN where not declared."""
+        """[jobs] device-seconds left at the shape that uses devices best; NaN where that is unknown.
+
+        Unknown are jobs that declare nothing, have measured nothing yet, or have no shape.
+        """
         left = np.array([v.remaining if v.remaining is not None else np.nan for v in self.jobs])
         best = np.where(np.isnan(self.goodput), 0.0, self.goodput / self.devices).max(
             1, initial=0.0

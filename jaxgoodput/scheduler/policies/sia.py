@@ -23,7 +23,7 @@ def restart_factor(
     """[jobs] what another shape is multiplied by: (T - N S) / (T + S), and 1 while younger than S.
 
     The share of its life in which a job would have worked, had it always restarted this often. 0
-    where that is negative.
+    where that is negative, 1 for 0 / 0.
 
     >>> float(restart_factor(np.array([120.0]), np.array([1]), np.array([30.0]))[0])
     0.6
@@ -31,7 +31,7 @@ def restart_factor(
     total_s = age_s + restart_s
     worked_s = np.maximum(age_s - num_restarts * restart_s, 0.0)
     old = (age_s >= restart_s) & (total_s > 0.0)
-    return np.divide(worked_s, total_s, out=np.ones_like(total_s), where=old)
+    return np.divide(worked_s, total_s, out=np.ones(np.shape(total_s)), where=old)
 
 
 def sia_terms(

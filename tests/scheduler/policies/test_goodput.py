@@ -133,10 +133,10 @@ def test_another_kind_must_promise_more_than_another_size():
         given = Goodput(diminishing=1.0, **settings)([view], cluster, 180.0)
         return next(iter(given.allocations["a"].devices))
 
-    # 180 s old with two restarts' and two minutes' grace: stays 400 s, so a restart is a quarter of it.
-    assert kind_of(1.3) == "slow"
-    assert kind_of(1.3, kind_change=0.5) == "fast"
-    assert kind_of(1.7) == "fast"
+    # 180 s old, with two restarts' and two minutes' grace: stays 300 s; a restart is a quarter of 400 s.
+    assert kind_of(1.4) == "slow"
+    assert kind_of(1.4, kind_change=1.0) == "fast"
+    assert kind_of(1.55) == "fast"
 
 
 def test_a_job_that_declares_that_it_is_nearly_done_goes_first():
@@ -146,7 +146,31 @@ def test_a_job_that_declares_that_it_is_nearly_done_goes_first():
     assert given["nearly"].num_devices > given.get("long", Allocation()).num_devices
     silent = [dataclasses.replace(view, remaining=None) for view in (served, long)]
     given = Goodput()(silent, ONE_NODE, 0.0).allocations
-    assert given["long"].num_devices >= given["nearly"].num_devices
+    nearly = given.get("nearly", Allocation()).num_devices
+    assert given["long"].num_devices >= nearly
+
+
+@pytest.mark.parametrize("held", [(0, 1), (0, 1, 2)], ids=["without a number", "not offered"])
+def test_however_often_it_restarted_no_job_is_stopped_for_nothing(held):
+    view = job("a", 0.8, held, restart_s=250.0, num_restarts=60)
+    table = {s: g for s, g in view.goodput.items() if s.num_devices != len(held)}
+    view = dataclasses.replace(view, goodput=table)
+    assert Goodput()([view], ONE_NODE, 900.0).allocations["a"].num_devices == 4
+
+
+def test_a_gain_counts_less_than_proportionally():
+    # A restart is a quarter of the stay, as above: 1.4 x 0.75 is above 1, 1.4^0.85 x 0.75 is not.
+    sizes = {s.num_devices: s for s in shapes(ONE_NODE)}
+    view = JobView(
+        spec=JobSpec(id="a"),
+        goodput={sizes[1]: 1.0, sizes[2]: 1.4},
+        allocation=Allocation(devices={"n": (0,)}),
+        since_s=0.0,
+        restart_s=100.0,
+        largest_profiled=2,
+    )
+    assert Goodput()([view], ONE_NODE, 180.0).allocations["a"].num_devices == 1
+    assert Goodput(diminishing=1.0)([view], ONE_NODE, 180.0).allocations["a"].num_devices == 2
 
 
 def test_a_job_that_is_restarting_stays():
@@ -164,7 +188,16 @@ def test_a_growth_limit_holds_where_it_is_asked_for():
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"diminishing": 0.0}, {"age_scale_s": -1.0}, {"service_scale_s": float("inf")}]
+    "wrong",
+    [
+        {"diminishing": 0.0},
+        {"kind_change": 0.0},
+        {"age_power": float("nan")},
+        {"relative_gap": -1.0},
+        {"time_limit_s": -1.0},
+        {"age_scale_s": -1.0},
+        {"service_scale_s": float("inf")},
+    ],
 )
 def test_settings_that_cannot_be_are_refused(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from jaxgoodput.scheduler.policies.goodput import Goodput
 from jaxgoodput.scheduler.policies.newcomers import with_usual_kinds
 from jaxgoodput.scheduler.policies.problem import Problem
 from jaxgoodput.scheduler.policy import JobView
@@ -15,9 +16,9 @@ CLUSTER = ClusterSpec(
 ONE = {shape.kind: shape for shape in shapes(CLUSTER) if shape.num_devices == 1}
 
 
-def view(id_, speeds, profiled=1):
+def view(id_, speeds, profiled=1, **spec):
     table = {ONE[kind]: speed for kind, speed in speeds.items()}
-    return JobView(spec=JobSpec(id=id_), goodput=table, largest_profiled=profiled)
+    return JobView(spec=JobSpec(id=id_, **spec), goodput=table, largest_profiled=profiled)
 
 
 def rows(*views):
@@ -42,6 +43,13 @@ def test_the_ratios_are_those_that_others_found_whatever_their_units():
     assert scaled == pytest.approx(found)
 
 
+def test_the_policy_starts_it_there():
+    for fast in ONE:  # whichever it is, so that no order of kinds can pass for knowledge
+        other = view("x", {kind: 4.0 if kind == fast else 1.0 for kind in ONE})
+        given = Goodput()([other, NEW], CLUSTER, 0.0).allocations
+        assert set(given["new"].devices) == {fast}
+
+
 def test_of_several_the_geometric_mean():
     found = rows(
         view("x", {"a": 1.0, "b": 8.0, "c": 1.0}), view("y", {"a": 5.0, "b": 10.0, "c": 5.0}), NEW
@@ -52,8 +60,10 @@ def test_of_several_the_geometric_mean():
 def test_who_has_measured_or_been_told_is_left_alone():
     known = view("x", {"a": 1.0, "b": 4.0, "c": 2.0})
     told = view("told", {"a": 3.0, "b": 1.0, "c": 1.0}, profiled=0)
-    found = rows(known, told, NEW)
+    rigid = view("rigid", dict.fromkeys(ONE, 5.0), profiled=0, mode="rigid", num_devices=1)
+    found = rows(known, told, rigid, NEW)
     assert found["x"] == {"a": 1.0, "b": 4.0, "c": 2.0}
+    assert found["rigid"] == dict.fromkeys(ONE, 5.0)
     assert found["told"] == {"a": 3.0, "b": 1.0, "c": 1.0}
 
 
