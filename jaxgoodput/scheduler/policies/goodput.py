@@ -1,6 +1,6 @@
 """Ours, the default: every device at its price, a price for every change, weights by attained service.
 
-    maximise  sum_i (w_i + price . k_i*) (G_i / G_i*)^a (1 - [shape changes] restart_i / (restart_i + stay_i))
+    maximise  sum_i (w_i + price . k_i*) (G_i / G_i*)^a (1 - [shape changes] restart_i / stay_i)
 
 A second of job i costs its user w_i, and others the price of the devices that it holds; so a unit of its
 work costs at least c_i = min (w_i + price . k) / G_i(k), at its best shape k_i*, G_i*. What it does in a
@@ -9,8 +9,8 @@ proportionally, and fewer changes are worth their restart. The prices are those 
 together want as many devices as there are (`clearing.py`), so jobs that scale well get more of them than
 a utility that is the same for all would give.
 
-A change costs the restart's share of the time until the next one (`stay.py`); never all of it, so that
-nobody is frozen where he is. The weight falls with the device-seconds that a job has had (who has had
+A change costs the restart's share of the time until the next one (`stay.py`), nine tenths at most, so
+that nobody is frozen where he is. The weight falls with the device-seconds that a job has had (who has had
 little probably needs little more, and leaves soon) and rises with its age, so that of two that are both
 large the earlier one is finished first; a job that declares its progress is weighed by what is left
 instead. One that has not run yet is offered the kinds at the ratios that others found (`newcomers.py`).
@@ -29,6 +29,10 @@ from jaxgoodput.scheduler.policies.stay import expected_stay_s
 from jaxgoodput.scheduler.policy import Decision, JobView
 from jaxgoodput.scheduler.shapes import capacity
 from jaxgoodput.specs import ClusterSpec
+
+MOST_LOST = (
+    0.9  # 1 would stop a job on an empty cluster once its present shape is no longer offered
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +100,7 @@ class Goodput:
         held = np.append(problem.kind, -1)[problem.present]  # -1 = none of these
         other = (held >= 0)[:, None] & (problem.kind != held[:, None])
         restart_s = restart_s[:, None] * np.where(other, self.kind_change, 1.0)
-        lost = restart_s / (restart_s + expected_stay_s(problem)[:, None])
+        lost = np.minimum(restart_s / expected_stay_s(problem)[:, None], MOST_LOST)
         return np.where(problem.changes, lost, 0.0)
 
     def _weight(self, problem: Problem) -> np.ndarray:

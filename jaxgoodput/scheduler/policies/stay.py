@@ -1,6 +1,6 @@
 """How long a job will keep what it is given now: the time in which a change has to pay back its restart.
 
-    stay = 0.6 (age + 2 restart + 400 s) / (restarts + 1)
+    stay = 0.8 (age + 2 restart + 120 s) / (restarts + 1)
 
 The mean time between its changes so far is the estimate of the next one, as if it had lived a little
 longer than it has. A fixed horizon is wrong at both ends: too long for a job whose devices others keep
@@ -13,8 +13,8 @@ import numpy as np
 
 from jaxgoodput.scheduler.policies.problem import Problem
 
-SHARE = 0.6  # of the mean time between changes; tuned, see BUILD_NOTES.md
-BEFORE_S = 400.0  # what a job that came just now is taken to have lasted, beside two restarts
+SHARE = 0.8  # of the mean time between changes; tuned, see BUILD_NOTES.md
+BEFORE_S = 120.0  # what a job that came just now is taken to have lasted, beside two restarts
 
 
 def expected_stay_s(problem: Problem) -> np.ndarray:

@@ -133,10 +133,10 @@ def test_another_kind_must_promise_more_than_another_size():
         given = Goodput(diminishing=1.0, **settings)([view], cluster, 180.0)
         return next(iter(given.allocations["a"].devices))
 
-    # Stays 0.6 (180 + 200 + 400) = 468 s: a restart takes 0.18 of it, one and a half 0.24.
-    assert kind_of(1.28) == "slow"
-    assert kind_of(1.28, kind_change=1.0) == "fast"
-    assert kind_of(1.36) == "fast"
+    # Stays 0.8 (180 + 200 + 120) = 400 s: a restart takes a quarter of it, one and a half 3/8.
+    assert kind_of(1.45) == "slow"
+    assert kind_of(1.45, kind_change=1.0) == "fast"
+    assert kind_of(1.7) == "fast"
 
 
 def test_a_job_that_declares_that_it_is_nearly_done_goes_first():
@@ -159,11 +159,11 @@ def test_however_often_it_restarted_no_job_is_stopped_for_nothing(held):
 
 
 def test_a_gain_counts_less_than_proportionally():
-    # A restart takes 0.18, as above: 1.23 x 0.82 is above 1, 1.23^0.85 x 0.82 is not.
+    # A restart takes a quarter, as above: 1.38 x 0.75 is above 1, 1.38^0.85 x 0.75 is not.
     sizes = {s.num_devices: s for s in shapes(ONE_NODE)}
     view = JobView(
         spec=JobSpec(id="a"),
-        goodput={sizes[1]: 1.0, sizes[2]: 1.23},
+        goodput={sizes[1]: 1.0, sizes[2]: 1.38},
         allocation=Allocation(devices={"n": (0,)}),
         since_s=0.0,
         restart_s=100.0,

@@ -24,8 +24,8 @@ def stay_s(age_s, restarts, restart_s):
 
 
 def test_its_numbers():
-    assert stay_s(age_s=0.0, restarts=0, restart_s=0.0) == pytest.approx(240.0)
-    assert stay_s(age_s=1780.0, restarts=4, restart_s=50.0) == pytest.approx(273.6)
+    assert stay_s(age_s=0.0, restarts=0, restart_s=0.0) == pytest.approx(96.0)
+    assert stay_s(age_s=1780.0, restarts=4, restart_s=50.0) == pytest.approx(320.0)
 
 
 @given(age_s=st.floats(0, 1e6), restarts=st.integers(0, 100), restart_s=st.floats(0, 1000))
