@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 # benchmarks/restart_cost.py: from the signal to the first step of the next process.
-RESTART_BASE_S, RESTART_BYTES_PER_S = 4.2, 1.5e9
+RESTART_BASE_S, RESTART_BYTES_PER_S = 2.2, 7.1e8
 
 Seconds = float | Mapping[str, float]  # for every application, or by application
 
