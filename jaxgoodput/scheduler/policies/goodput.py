@@ -43,9 +43,7 @@ class Goodput:
     """
 
     diminishing: float = 0.85  # the power a above; 1 = every unit of work is worth the same
-    kind_change: float = (
-        1.5  # restarts that another kind costs; what is known of it may be projected
-    )
+    kind_change: float = 1.5  # restarts that another kind costs: what is known of it may be guessed
     service_scale_s: float = 6000.0  # device-seconds at which a job's weight begins to fall
     service_power: float = -0.75  # how fast it falls with service; 0 = all are alike
     declared_power: float = -1.0  # the same with the device-seconds left, where they are declared
