@@ -188,7 +188,7 @@ class Proportional:
         share = problem.capacity / max(problem.capacity.sum(), 1)
         demand = max(int(problem.scale_factor.sum()), 1)
         scale = min(1.0, problem.capacity.sum() / demand)
-        alone = np.where(problem.throughput > 0.0, share * scale, 0.0)  # none where it cannot run
+        alone = np.broadcast_to(share * scale, problem.throughput.shape).copy()
         return Fractions(alone=alone, together=_nothing(problem)[1])
 
 

@@ -68,6 +68,10 @@ class RoundScheduler:
         if self.share_devices:
             problem = with_pairs_of_views(problem, jobs, per_node)
         target = self.fraction_policy(problem)
+        # The closed forms, as published, give time on every kind, also where a job cannot run.
+        target = dataclasses.replace(
+            target, alone=np.where(problem.throughput > 0.0, target.alone, 0.0)
+        )
         pinned = self._pinned(jobs, cluster, now_s)
         allocations = {job: jobs[i].allocation for job, i in pinned.items()}
         taken: Devices = {}
