@@ -94,10 +94,9 @@ class Goodput:
 
     def _lost(self, problem: Problem) -> np.ndarray:
         """[jobs, shapes] the share of a shape's worth that changing to it costs."""
-        restart_s = np.array([view.restart_s for view in problem.jobs], np.float64)
         held = np.append(problem.kind, -1)[problem.present]  # -1 = none of these
         other = (held >= 0)[:, None] & (problem.kind != held[:, None])
-        restart_s = restart_s[:, None] * np.where(other, self.kind_change, 1.0)
+        restart_s = problem.restart_s()[:, None] * np.where(other, self.kind_change, 1.0)
         lost = np.minimum(restart_s / expected_stay_s(problem)[:, None], MOST_LOST)
         return np.where(problem.changes, lost, 0.0)
 

@@ -81,11 +81,7 @@ class Pollux:
             return Decision(allocations={})
         problem = Problem.of(jobs, cluster, now_s, growth=self.growth)
         speedup = problem.goodput / self._at_fair_share(problem)[:, None]
-        factor = reallocation_factor(
-            problem.age_s(),
-            np.array([view.num_restarts for view in jobs], np.float64),
-            np.array([view.restart_s for view in jobs], np.float64),
-        )
+        factor = reallocation_factor(problem.age_s(), problem.num_restarts(), problem.restart_s())
         # As published, a first start is a change too: a row that was empty.
         changes = np.arange(len(problem.shapes)) != problem.present[:, None]
         scaled = np.where(changes, speedup * factor[:, None], speedup)

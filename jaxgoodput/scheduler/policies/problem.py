@@ -111,6 +111,14 @@ class Problem:
         submitted_s = np.array([view.submitted_s for view in self.jobs], np.float64)
         return np.maximum(self.now_s - submitted_s, 0.0)
 
+    def restart_s(self) -> np.ndarray:
+        """[jobs] seconds that a change of allocation was measured to cost."""
+        return np.array([view.restart_s for view in self.jobs], np.float64)
+
+    def num_restarts(self) -> np.ndarray:
+        """[jobs] changes so far."""
+        return np.array([view.num_restarts for view in self.jobs], np.float64)
+
     def received_s(self) -> np.ndarray:
         """[jobs] device-seconds so far, all kinds alike."""
         return np.array([sum(view.received_s.values()) for view in self.jobs], np.float64)

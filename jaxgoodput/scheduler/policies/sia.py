@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxgoodput.scheduler.policies.allocation import Choice, allocate
+from jaxgoodput.scheduler.policies.pollux import reallocation_factor
 from jaxgoodput.scheduler.policies.problem import Problem, normalised
 from jaxgoodput.scheduler.policy import Decision, JobView
 from jaxgoodput.specs import ClusterSpec
@@ -20,7 +21,7 @@ LARGEST = 3000.0  # the artifact clips G^power there
 def restart_factor(
     age_s: np.ndarray, num_restarts: np.ndarray, restart_s: np.ndarray
 ) -> np.ndarray:
-    """[jobs] what another shape is multiplied by: (T - N S) / (T + S), and 1 while younger than S.
+    """[jobs] what another shape is multiplied by: Pollux's factor, and 1 while younger than S.
 
     The share of its life in which a job would have worked, had it always restarted this often. 0
     where that is negative, 1 for 0 / 0.
@@ -28,10 +29,8 @@ def restart_factor(
     >>> float(restart_factor(np.array([120.0]), np.array([1]), np.array([30.0]))[0])
     0.6
     """
-    total_s = age_s + restart_s
-    worked_s = np.maximum(age_s - num_restarts * restart_s, 0.0)
-    old = (age_s >= restart_s) & (total_s > 0.0)
-    return np.divide(worked_s, total_s, out=np.ones(np.shape(total_s)), where=old)
+    factor = reallocation_factor(age_s, num_restarts, restart_s)
+    return np.where(age_s < restart_s, 1.0, factor)
 
 
 def sia_terms(
@@ -115,11 +114,7 @@ class Sia:
         """The choice of least sum of powers; jobs that are restarting stay."""
         problem = Problem.of(jobs, cluster, now_s, growth=self.growth)
         least = np.array([view.spec.min_devices for view in jobs], np.float64)
-        factor = restart_factor(
-            problem.age_s(),
-            np.array([view.num_restarts for view in jobs], np.float64),
-            np.array([view.restart_s for view in jobs], np.float64),
-        )
+        factor = restart_factor(problem.age_s(), problem.num_restarts(), problem.restart_s())
         terms = sia_terms(
             normalised(problem.goodput) * least[:, None],
             factor,

@@ -19,6 +19,5 @@ BEFORE_S = 120.0  # what a job that came just now is taken to have lasted, besid
 
 def expected_stay_s(problem: Problem) -> np.ndarray:
     """[jobs] seconds, above 0."""
-    restart_s = np.array([view.restart_s for view in problem.jobs], np.float64)
-    restarts = np.array([view.num_restarts for view in problem.jobs], np.float64)
-    return SHARE * (problem.age_s() + 2.0 * restart_s + BEFORE_S) / (restarts + 1.0)
+    lived_s = problem.age_s() + 2.0 * problem.restart_s() + BEFORE_S
+    return SHARE * lived_s / (problem.num_restarts() + 1.0)
