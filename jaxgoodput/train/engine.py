@@ -1,14 +1,16 @@
 """The engine owns a job's executables and runs one step as a value: begin, accumulate, apply.
 
-Parameters and optimizer state are replicated over the devices of this process (the local mesh); a
-batch is cut over them. `accumulate` holds no collective and does not depend on how many processes
-there are. `apply` is `reduce` (the only collective: one flat buffer over all replicas of all
-processes, nothing donated, so that the state outlives a peer that dies) and then `update` (local,
-donating). `step` is the fused form for one process: the last micro-batch and `apply` in a single
-executable, so that a step of one micro-batch is one executable.
+An engine works on one layout; `on` gives that of another one, and a batch half done, or a whole state,
+passes between them in memory. A batch may so be accumulated under one layout after another (short
+sequences under data parallelism, long ones under tensor parallelism) and applied at home.
 
-Every executable is compiled ahead by `compile`, from abstract values only, and is kept by (role,
-micro-batch size). Calling one that is missing compiles it on the caller's thread.
+`accumulate` holds no collective under data parallelism and does not depend on how many processes there
+are. `apply` is `reduce` (over the replicas, nothing donated, so that the state outlives a peer that dies)
+and then `update` (donating). `step` is the fused form for one process: the last micro-batch and `apply`
+in a single executable, so that a step of one micro-batch is one executable.
+
+Every executable and every move is compiled ahead, from abstract values only, and is kept by (role, shape
+of the micro-batch); calling one that is missing compiles it on the caller's thread.
 """
 
 import dataclasses
@@ -19,14 +21,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
+from jaxgoodput.parallel.plan import MovePlan
+from jaxgoodput.parallel.rules import ParamSpecs
 from jaxgoodput.parallel.strategy import Layout
 from jaxgoodput.train import step as pure
-from jaxgoodput.train.executables import ROWS, Recipes
+from jaxgoodput.train.across import AcrossRecipes
+from jaxgoodput.train.executables import Recipes, Shape
 from jaxgoodput.train.memory import StepBytes, step_bytes
 from jaxgoodput.train.state import Previous, TrainState, Variables, Work
+from jaxgoodput.train.switching import Moves
+
+# Samples per replica of the engine's own data set, or a micro-batch of any other shape.
+Size = int | Shape
 
 
 class Engine:
@@ -34,6 +43,11 @@ class Engine:
 
     `layout` covers this process's devices; `world` is the mesh over the devices of all processes
     (None: this process is alone). `sample` is the abstract value of one sample, without a batch axis.
+    `memory_bytes` bounds what a move between layouts may hold on a device (None: not checked).
+
+    Raises:
+      ValueError: rules that do not fit the parameters; several processes with anything but data
+        parallelism.
     """
 
     def __init__(
@@ -44,24 +58,37 @@ class Engine:
         *,
         world: Mesh | None = None,
         control_size: int = 0,
+        memory_bytes: int | None = None,
     ):
         self.problem = problem
         self.layout = layout
         self.world = world if world is not None and world.size > layout.mesh.size else None
+        self._sample = sample
         self._control_size = control_size
-        self._executables: dict[tuple[str, int], Any] = {}
-        self._bytes: dict[int, StepBytes] = {}
+        self._executables: dict[tuple[str, Shape | None], Any] = {}
+        self._bytes: dict[Shape, StepBytes] = {}
         self._lock = threading.Lock()
-        self._compiling: dict[tuple[str, int], threading.Lock] = {}
-        self._recipes = Recipes(
-            problem, layout, sample, world=self.world, control_size=control_size
-        )
+        self._compiling: dict[tuple[str, Shape | None], threading.Lock] = {}
         first = 0
-        if self.world is not None:
+        if self.world is None:
+            self._recipes = Recipes(problem, layout, Shape.of(1, sample))
+        else:
+            if layout.strategy.num_devices != layout.strategy.data:
+                raise ValueError(
+                    f"several processes train with data parallelism only; got {layout.strategy.name}. "
+                    "Use Strategy(data=-1), or one process."
+                )
+            self._recipes = AcrossRecipes(
+                problem, layout, Shape.of(1, sample), world=self.world, control_size=control_size
+            )
             mine = layout.mesh.devices.flat[0]
             first = [d.id for d in self.world.devices.flat].index(mine.id)
         ids = np.arange(first, first + layout.num_replicas, dtype=np.int32)
         self._replicas = jax.device_put(ids, layout.batch_sharding)
+        # Shared by the engines of all layouts.
+        self._family: dict[Layout, Engine] = {layout: self}
+        self._family_lock = threading.Lock()
+        self._moves = Moves(memory_bytes)
 
     # -- what there is ---------------------------------------------------------------------------
 
@@ -89,7 +116,7 @@ class Engine:
         """'sample' or 'mean': whether the loss can leave padded samples out."""
         state = self._recipes.state
         variables = Variables(params=state.params, model_state=state.model_state)
-        return pure.loss_kind(self.problem, variables, self._recipes.batch_of(2), 2)
+        return pure.loss_kind(self.problem, variables, self.shape(2).batch(2), 2)
 
     def roles(self, *, accumulate: bool) -> tuple[str, ...]:
         """The executables that one micro-batch size needs."""
@@ -106,45 +133,74 @@ class Engine:
         """Those that measure the noise of a batch of one micro-batch; others do so anyway."""
         if self.world is not None:
             return ()
-        alone = self.layout.num_replicas == 1
-        return ("step_remember", "step_difference") if alone else ("step_measured",)
+        pairs = self._recipes.estimator.needs_two_steps
+        return ("step_remember", "step_difference") if pairs else ("step_measured",)
 
-    def is_ready(self, micro_batch_size: int, *, accumulate: bool) -> bool:
+    @property
+    def needs_two_steps(self) -> bool:
+        """Whether a batch of one micro-batch is a single group, so that two make a noise sample."""
+        return self.world is None and self._recipes.estimator.needs_two_steps
+
+    @property
+    def param_specs(self) -> ParamSpecs:
+        """How parameters, and what follows them, are cut."""
+        return self._recipes.param_specs
+
+    def shape(self, size: Size) -> Shape:
+        """The shape of a micro-batch; a number is of the engine's own samples."""
+        return size if isinstance(size, Shape) else Shape.of(size, self._sample)
+
+    def is_ready(self, size: Size, *, accumulate: bool) -> bool:
         """Whether every executable of this size is compiled."""
+        shape = self.shape(size)
         with self._lock:
             return all(
-                (role, micro_batch_size) in self._executables
-                for role in self.roles(accumulate=accumulate)
+                (role, shape) in self._executables for role in self.roles(accumulate=accumulate)
             )
 
-    def measuring_bytes_of(self, micro_batch_size: int) -> StepBytes | None:
+    def measuring_bytes_of(self, size: Size) -> StepBytes | None:
         """Predicted peak bytes of a step of this size that measures the noise, once compiled."""
+        shape = self.shape(size)
         with self._lock:
-            found = [self._executables.get((r, micro_batch_size)) for r in self.measuring_roles]
+            found = [self._executables.get((r, shape)) for r in self.measuring_roles]
         known = [step_bytes(executable) for executable in found if executable is not None]
         return max(known, key=lambda need: need.peak, default=None)
 
-    def bytes_of(self, micro_batch_size: int) -> StepBytes | None:
+    def bytes_of(self, size: Size) -> StepBytes | None:
         """Predicted peak bytes per device of a step of this size, once it is compiled."""
         with self._lock:
-            return self._bytes.get(micro_batch_size)
+            return self._bytes.get(self.shape(size))
 
     # -- making and compiling --------------------------------------------------------------------
 
     def init(self, key: Array) -> TrainState:
-        """A fresh state, replicated over this process's devices."""
-        build = jax.jit(
-            lambda k: pure.init_state(self.problem, k), out_shardings=self.layout.replicated
-        )
+        """A fresh state on this layout; no device ever holds more than its part of it."""
+        shardings = jax.tree.map(lambda x: x.sharding, self.abstract_state())
+        build = jax.jit(lambda k: pure.init_state(self.problem, k), out_shardings=shardings)
         return build(jax.device_put(key, self.layout.replicated))
 
     def abstract_state(self) -> TrainState:
         """The state's shapes and types, with this layout's shardings."""
         return self._recipes.abstract_state()
 
-    def compile(self, micro_batch_sizes: Sequence[int], *, accumulate: bool = True) -> None:
+    def on(self, layout: Layout) -> "Engine":
+        """The engine of the same problem on another layout; there is one for each."""
+        with self._family_lock:
+            found = self._family.get(layout)
+            if found is None:
+                if self.world is not None:
+                    raise ValueError(
+                        "an engine that spans processes has one layout; several need one process."
+                    )
+                found = Engine(self.problem, layout, self._sample)
+                found._family, found._family_lock = self._family, self._family_lock
+                found._moves = self._moves
+                self._family[layout] = found
+        return found
+
+    def compile(self, sizes: Sequence[Size], *, accumulate: bool = True) -> None:
         """Compile every executable of these sizes, from abstract values; safe from any thread."""
-        for size in micro_batch_sizes:
+        for size in sizes:
             for role in self.roles(accumulate=accumulate):
                 self.compile_role(role, size)
         self.compile_shared(accumulate=accumulate)
@@ -153,31 +209,65 @@ class Engine:
         """Compile what all sizes share; safe from any thread."""
         if self.world is not None:
             for role in ("pack", "reduce", "update"):
-                self._executable(role, 0)
+                self._executable(role)
         if self._recipes.has_begin and (accumulate or self.world is not None):
-            self._executable("begin", 0)
+            self._executable("begin")
 
-    def compile_role(self, role: str, micro_batch_size: int) -> None:
+    def compile_role(self, role: str, size: Size) -> None:
         """Compile one executable of `roles`; safe from any thread."""
-        self._executable(role, micro_batch_size)
+        self._executable(role, self.shape(size))
 
-    def cost(self, role: str, micro_batch_size: int) -> Mapping[str, float]:
+    def compile_batches(self, plans: Sequence[tuple[Layout, Size]]) -> None:
+        """Compile and plan all that batches need which begin and are applied here, and whose
+        micro-batches are accumulated under any of `plans`, in any order.
+        """
+        layouts = list(dict.fromkeys([self.layout, *(layout for layout, _ in plans)]))
+        for layout, size in plans:
+            for role in ("first", "more"):
+                self.on(layout).compile_role(role, size)
+        for layout in layouts:
+            self.on(layout)._executable("reduce")
+            self.on(layout)._executable("spread")
+        if self._recipes.has_begin:
+            self._executable("begin")
+        self._executable("update")
+        for old in (self.on(layout) for layout in layouts):
+            # Masters that serve as compute parameters belong to the state, at home.
+            owned = self.problem.compute_dtype is not None or old is not self
+            for new in (self.on(layout) for layout in layouts):
+                if old is not new:
+                    self._moves.work(old._recipes, new._recipes, donate=owned)
+                    self._moves.fixed(old._recipes, new._recipes)
+                    self._moves.sums(old._recipes, new._recipes)
+
+    def compile_moves(self, layouts: Sequence[Layout]) -> None:
+        """Compile and plan the moves of a state between this layout and any of `layouts`."""
+        every = list(dict.fromkeys([self.layout, *layouts]))
+        for old in every:
+            for new in every:
+                if old != new:
+                    self._moves.state(self.on(old)._recipes, self.on(new)._recipes)
+
+    def plan_move(self, layout: Layout) -> MovePlan:
+        """What moving a state from here to `layout` would cost; nothing runs."""
+        return self._moves.state(self._recipes, self.on(layout)._recipes).plan
+
+    def cost(self, role: str, size: Size) -> Mapping[str, float]:
         """XLA's own cost analysis of an executable: flops and bytes accessed, per device."""
-        analysis = self._executable(role, micro_batch_size).cost_analysis()
+        analysis = self._executable(role, self.shape(size)).cost_analysis()
         return analysis[0] if isinstance(analysis, list) else analysis
 
-    def text(self, role: str, micro_batch_size: int) -> str:
+    def text(self, role: str, size: Size) -> str:
         """The optimized HLO of an executable."""
-        return self._executable(role, micro_batch_size).as_text()
+        return self._executable(role, self.shape(size)).as_text()
 
-    def rehearse(self, micro_batch_size: int, roles: Sequence[str]) -> None:
+    def rehearse(self, size: Size, roles: Sequence[str]) -> None:
         """Run these of `roles` once on throw-away zeros, because a first run is slow.
 
         Collectives over processes are left out: they would have to be run by all at once.
         """
-        zeros = self._executable("zeros", 0)
-        batch, mask = self._zero_batch(micro_batch_size)
-        state = zeros()
+        state = self._executable("zeros")()
+        batch, mask = self._zero_batch(self.shape(size))
         metrics = None
         if "step" in roles:
             state, metrics, _ = self.step(state, None, batch, mask, measure=False)
@@ -199,9 +289,11 @@ class Engine:
         """An empty batch for this state: compute-precision parameters, no gradient yet."""
         params, scale = state.params, ()
         if self._recipes.has_begin:
-            computed, scale = self._executable("begin", 0)(state.params, state.opt_state)
+            computed, scale = self._executable("begin")(state.params, state.opt_state)
             params = params if self.problem.compute_dtype is None else computed
         return Work(
+            layout=self.layout,
+            owns_params=self.problem.compute_dtype is not None,
             params=params,
             scale=scale,
             model_state=state.model_state,
@@ -210,19 +302,38 @@ class Engine:
             sums=None,
         )
 
-    def accumulate(self, work: Work, batch: PyTree, mask: Array) -> Work:
-        """Add one micro-batch on every replica. No collective; the old sums are donated.
+    def accumulate(
+        self, work: Work, batch: PyTree, mask: Array, layout: Layout | None = None
+    ) -> Work:
+        """Add one micro-batch on every replica of `layout` (default: this one).
 
         `batch` leaves are `[replicas * micro_batch_size, ...]` over this process's devices, `mask`
-        `[replicas * micro_batch_size]` float32: 1 for real samples, 0 for padding.
+        `[replicas * micro_batch_size]` float32: 1 for real samples, 0 for padding. The old sums are
+        donated. A batch that lies on another layout is moved first: its gradients are reduced there.
+
+        Raises ValueError for a Work that was consumed already.
         """
-        size = mask.shape[0] // self.layout.num_replicas
+        if layout is not None and layout != self.layout:
+            return self.on(layout).accumulate(work, batch, mask)
+        _check_unused(work)
+        if work.layout != self.layout:
+            work = self._receive(work)
+        shape = self._shape_of(batch, mask)
         fixed = (work.params, work.scale, work.model_state, work.key, work.step, self._replicas)
         if work.sums is None:
-            sums = self._executable("first", size)(*fixed, batch, mask)
+            sums = self._executable("first", shape)(*fixed, batch, mask)
         else:
-            sums = self._executable("more", size)(*fixed, batch, mask, work.sums)
+            sums = self._executable("more", shape)(*fixed, batch, mask, work.sums)
         return dataclasses.replace(work, sums=sums)
+
+    def move(self, state: TrainState, layout: Layout) -> TrainState:
+        """The state, which is on this layout, on another one; the old one is deleted on the way.
+
+        Raises DoesNotFit, and leaves the state alone, where it would need more memory than there is.
+        """
+        if layout == self.layout:
+            return state
+        return self._moves.state(self._recipes, self.on(layout)._recipes)(state)
 
     def step(
         self,
@@ -245,19 +356,23 @@ class Engine:
                 "step() is the fused form for one process, and this engine spans several. "
                 "Use accumulate() and apply()."
             )
-        size = mask.shape[0] // self.layout.num_replicas
+        size = self._shape_of(batch, mask)
         if work is not None:
             if work.sums is None:
                 raise ValueError(
                     "step() got an empty Work. Pass None for a batch of one micro-batch."
                 )
+            _check_unused(work)
+            if work.layout != self.layout:
+                work = self._receive(work)
             run = self._executable("step_after", size)
             state, metrics = run(state, work.sums, self._replicas, batch, mask)
+            _consume(work)
             return state, metrics, None
         if not measure:
             state, metrics = self._executable("step", size)(state, self._replicas, batch, mask)
             return state, metrics, None
-        if self.layout.num_replicas > 1:
+        if not self.needs_two_steps:
             run = self._executable("step_measured", size)
             state, metrics = run(state, self._replicas, batch, mask)
             return state, metrics, None
@@ -271,37 +386,49 @@ class Engine:
     def apply(
         self, state: TrainState, work: Work, control: np.ndarray | None = None
     ) -> tuple[TrainState, Array]:
-        """Reduce over all replicas and update. Donates the state, not the work.
+        """Reduce over all replicas and update. Donates the state and consumes the work.
 
         Returns the new state and the metrics vector, with the sum of every process's `control`
         behind it. The reduction donates nothing: where it fails, the state is intact.
-        """
-        return self.update(state, self.reduce(work, control), work)
 
-    def reduce(self, work: Work, control: np.ndarray | None = None) -> Array:
-        """The sums of all replicas of all processes: one flat buffer, one all-reduce."""
+        Raises ValueError for a Work that holds nothing or was consumed already.
+        """
+        total = self.reduce(work, control)
+        state, metrics = self.update(state, total, work)
+        _consume(work)
+        return state, metrics
+
+    def reduce(self, work: Work, control: np.ndarray | None = None) -> Any:
+        """The sums of all replicas, on this layout; over processes one flat buffer, one all-reduce."""
         if work.sums is None:
             raise ValueError(
                 "the Work holds no micro-batch. Call accumulate() at least once; a replica with "
                 "nothing to do accumulates a micro-batch whose mask is 0."
             )
+        _check_unused(work)
+        if work.layout != self.layout:
+            there = self.on(work.layout)
+            return self._moves.sums(there._recipes, self._recipes)(there.reduce(work))
+        if self.world is None:
+            return self._executable("reduce")(work.sums)
         rows = np.zeros((self.layout.num_replicas, self._control_size), np.float32)
         if control is not None:
             rows[0] = control
         rows = jax.device_put(rows, self.layout.batch_sharding)
-        flat = self._executable("pack", 0)(work.sums, rows)
-        if self.world is None:
-            return self._executable("reduce", 0)(flat)
+        flat = self._executable("pack")(work.sums, rows)
         shape = (self.world.size, flat.shape[1])
+        sharding = NamedSharding(self.world, PartitionSpec(*self.world.axis_names))
         everywhere = jax.make_array_from_single_device_arrays(
-            shape, NamedSharding(self.world, ROWS), [s.data for s in flat.addressable_shards]
+            shape, sharding, [s.data for s in flat.addressable_shards]
         )
-        return self.local(self._executable("reduce", 0)(everywhere))
+        return self.local(self._executable("reduce")(everywhere))
 
-    def update(self, state: TrainState, total: Array, work: Work) -> tuple[TrainState, Array]:
-        """The next state from the reduced sums: local, donates the state."""
+    def update(self, state: TrainState, total: Any, work: Work) -> tuple[TrainState, Array]:
+        """The next state from what `reduce` returned: local, donates the state."""
         assert work.sums is not None
-        return self._executable("update", 0)(state, total, work.sums.model_state)
+        if self.world is None:
+            return self._executable("update")(state, total)
+        return self._executable("update")(state, total, work.sums.model_state)
 
     def local(self, replicated: Array) -> Array:
         """A value replicated over all processes, as this process's own copy."""
@@ -311,29 +438,58 @@ class Engine:
             [s.data for s in replicated.addressable_shards],
         )
 
+    # -- between layouts -------------------------------------------------------------------------
+
+    def _receive(self, work: Work) -> Work:
+        """A batch half done that lies on another layout, on this one; the old one is consumed."""
+        there = self.on(work.layout)
+        move = self._moves.work(there._recipes, self._recipes, donate=work.owns_params)
+        sums = None
+        if work.sums is not None:
+            reduced = there._executable("reduce")(work.sums)
+            _delete(work.sums)
+            moved = self._moves.sums(there._recipes, self._recipes)(reduced)
+            sums = self._executable("spread")(moved)
+        params, scale = move((work.params, work.scale))
+        fixed = self._moves.fixed(there._recipes, self._recipes)
+        model_state, key, step = fixed((work.model_state, work.key, work.step))
+        return Work(
+            layout=self.layout,
+            owns_params=True,
+            params=params,
+            scale=scale,
+            model_state=model_state,
+            key=key,
+            step=step,
+            sums=sums,
+        )
+
     # -- executables -----------------------------------------------------------------------------
 
-    def _executable(self, role: str, size: int) -> Any:
+    def _executable(self, role: str, shape: Shape | None = None) -> Any:
         with self._lock:
-            found = self._executables.get((role, size))
+            found = self._executables.get((role, shape))
             if found is not None:
                 return found
-            turn = self._compiling.setdefault((role, size), threading.Lock())
+            turn = self._compiling.setdefault((role, shape), threading.Lock())
         with turn:
             with self._lock:
-                found = self._executables.get((role, size))
+                found = self._executables.get((role, shape))
             if found is None:
-                found = self._recipes.recipe(role, size).compile()
+                found = self._recipes.recipe(role, shape).compile()
                 with self._lock:
-                    self._executables[(role, size)] = found
-                    if role in ("step", "step_after", "more"):
-                        old = self._bytes.get(size)
+                    self._executables[(role, shape)] = found
+                    if shape is not None and role in ("step", "step_after", "more"):
+                        old = self._bytes.get(shape)
                         new = step_bytes(found)
-                        self._bytes[size] = new if old is None or new.peak > old.peak else old
+                        self._bytes[shape] = new if old is None or new.peak > old.peak else old
         return found
 
-    def _zero_batch(self, size: int):
-        _, batch, mask = self._recipes.abstract_batch(size)
+    def _shape_of(self, batch: PyTree, mask: Array) -> Shape:
+        return Shape.of_batch(mask.shape[0] // self.layout.num_replicas, batch)
+
+    def _zero_batch(self, shape: Shape) -> Any:
+        _, batch, mask = self._recipes.abstract_batch(shape)
         zeros = jax.jit(
             lambda: (
                 jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), batch),
@@ -342,3 +498,25 @@ class Engine:
             out_shardings=self.layout.batch_sharding,
         )
         return zeros()
+
+
+def _check_unused(work: Work) -> None:
+    leaves = jax.tree.leaves(work.sums)
+    if leaves and leaves[0].is_deleted():
+        raise ValueError(
+            "this Work was consumed already: accumulate(), step() and apply() take it over. Go on with "
+            "the Work that accumulate() returned, or begin() a new one from the state."
+        )
+
+
+def _consume(work: Work) -> None:
+    """Free what belongs to the batch alone; the executables that read it hold on until they are done."""
+    _delete(work.sums)
+    if work.owns_params:
+        _delete((work.params, work.scale))
+
+
+def _delete(tree: PyTree) -> None:
+    for leaf in jax.tree.leaves(tree):
+        if not leaf.is_deleted():
+            leaf.delete()

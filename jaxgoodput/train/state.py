@@ -9,9 +9,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
-from jaxgoodput._struct import struct
+from jaxgoodput._struct import static, struct
+from jaxgoodput.parallel.strategy import Layout
 
 Leaf = Any  # an array; or a shape, a sharding, a flag, where the tree holds those
 
@@ -40,10 +42,15 @@ class Loss:
 
 @struct
 class Variables:
-    """What `Trainer.init` returns for a model with mutable state (BatchNorm statistics, ...)."""
+    """What `Trainer.init` returns for a model with mutable state, or with partitioning of its own.
+
+    `specs` says of parameters, by their path such as `layers/0/kernel`, which dimension is cut over
+    "fsdp" and which over "tensor"; a rule of the strategy goes before it.
+    """
 
     params: PyTree
-    model_state: PyTree
+    model_state: PyTree  # BatchNorm statistics, ...; () where there is none
+    specs: tuple[tuple[str, PartitionSpec], ...] = static(default=())
 
 
 @struct
@@ -77,7 +84,12 @@ class Previous:
 
 @struct
 class Sums:
-    """One replica's part of a batch. Arrays of an engine have a leading axis over its replicas."""
+    """One replica's part of a batch.
+
+    In an engine they are in their layout's partial form: with a leading axis, over the copies of the
+    model for gradients (summed within a copy, and cut like the parameters), over the replicas for all
+    else. Reduced sums have no such axis.
+    """
 
     grads: PyTree  # sum over samples of the loss gradient, float32, trainable leaves
     loss: Leaf  # sum of losses
@@ -85,14 +97,17 @@ class Sums:
     samples: Leaf  # real samples (padding does not count)
     groups: Leaf  # micro-batches with any weight
     norms: Leaf  # [labels]: sum over micro-batches of |gradient sum|^2 / weight
+    calls: Leaf  # int32, micro-batches so far: numbers the streams of random keys
     aux: Mapping[str, Leaf]  # sums over samples
     model_state: PyTree  # after the latest micro-batch
 
 
 @struct
 class Work:
-    """A batch half done: `begin` makes it, `accumulate` adds to it, `apply` consumes it."""
+    """A batch half done, on one layout: `begin` makes it, `accumulate` adds to it, `apply` consumes it."""
 
+    layout: Layout = static()
+    owns_params: bool = static()  # False: they are the state's own, which must outlive the batch
     params: PyTree  # compute precision; the master itself where both are the same
     scale: PyTree  # the optimizer's preconditioner, () where noise is measured without one
     model_state: PyTree

@@ -20,6 +20,7 @@ from jaxtyping import Array, PyTree
 
 from jaxgoodput.optim import adaptive as adaptation
 from jaxgoodput.optim import noise
+from jaxgoodput.train.parts import FsdpParts
 from jaxgoodput.train.state import (
     Guard,
     Loss,
@@ -73,6 +74,12 @@ def init_state(problem: Problem, key: Array) -> TrainState:
         key=run_key,
         guard=Guard(skipped=jnp.zeros((), jnp.int32), in_a_row=jnp.zeros((), jnp.int32)),
     )
+
+
+def own_specs(problem: Problem) -> tuple[tuple[str, Any], ...]:
+    """How the model's own metadata cuts its parameters: (path, PartitionSpec)."""
+    made = jax.eval_shape(problem.init, jax.random.key(0))
+    return made.specs if isinstance(made, Variables) else ()
 
 
 def loss_kind(problem: Problem, variables: Variables, batch: PyTree, num_samples: int) -> str:
@@ -157,40 +164,55 @@ def local_sums(
     key: Array,
     *,
     measure: bool = True,
+    parts: FsdpParts | None = None,
 ) -> Sums:
     """One micro-batch on one replica: gradient sum, loss sum, weight, and |gradient|^2.
 
     `params` are in compute precision, `mask` is 1 for real samples and 0 for padding, `[batch]`.
-    `measure=False` leaves the noise moment at 0 and saves one pass over the gradient.
+    `measure=False` leaves the noise moment at 0 and saves one pass over the gradient. Where the replica
+    holds only `parts` of the parameters, gradients are summed over the replicas that share them.
     """
     kept, rest = split(params, problem.mask(params))
     batch = _without_padding(batch, mask)
 
-    def objective(kept: PyTree):
+    def objective(kept: PyTree, rest: PyTree):
         out, new_state = problem.loss_and_state(combine(kept, rest), model_state, batch, key)
         total, weight, aux = _weighted(out, mask)
         return total, (weight, aux, new_state)
 
-    (total, (weight, aux, new_state)), grads = jax.value_and_grad(objective, has_aux=True)(kept)
-    grads = cast(grads, jnp.float32)
-    weight = jax.lax.stop_gradient(weight)
-    if measure:
-        norms = noise.squared_norms(
-            grads,
-            labels=problem.labels,
-            preconditioner=None if isinstance(scale, tuple) and not scale else scale,
-        )
-        norms = jnp.where(weight > 0, norms / jnp.where(weight > 0, weight, 1.0), 0.0)
+    if parts is None:
+        (total, others), grads = jax.value_and_grad(objective, has_aux=True)(kept, rest)
+        grads, norms = cast(grads, jnp.float32), None
     else:
+        (total, others), grads, norms = parts.value_and_grad(
+            objective, kept, rest, labels=problem.labels, measure=measure
+        )
+    weight, aux, new_state = others
+    weight = jax.lax.stop_gradient(weight)
+    groups, of_group = (weight > 0).astype(jnp.float32), weight
+    if not measure:
         norms = jnp.zeros((problem.num_labels(kept),), jnp.float32)
+    else:
+        preconditioner = None if isinstance(scale, tuple) and not scale else scale
+        if norms is None and parts is not None:
+            # Of the copy's gradient, each replica has a part, and the parts' squares add up.
+            of_group = parts.sum_over_copy(weight)
+            groups = (of_group > 0).astype(jnp.float32) * parts.is_first
+            grads_of = parts.counted_once(grads)
+        else:
+            grads_of = grads
+        if norms is None:
+            norms = noise.squared_norms(grads_of, problem.labels, preconditioner)
+        norms = jnp.where(of_group > 0, norms / jnp.where(of_group > 0, of_group, 1.0), 0.0)
     samples = jnp.sum(mask)
     return Sums(
         grads=grads,
         loss=total,
         weight=weight,
         samples=samples,
-        groups=(weight > 0).astype(jnp.float32),
+        groups=groups,
         norms=norms,
+        calls=jnp.ones((), jnp.int32),
         aux=aux,
         model_state=_advance(model_state, new_state, samples),
     )
@@ -211,7 +233,7 @@ def _advance(old: PyTree, new: PyTree, samples: Array) -> PyTree:
 def merge(old: Sums, new: Sums) -> Sums:
     """Two micro-batches of one replica as one; the later one went on from the other's model state."""
     summed = jax.tree.map(jnp.add, _summable(old), _summable(new))
-    return Sums(**summed, model_state=new.model_state)
+    return Sums(**summed, calls=old.calls + new.calls, model_state=new.model_state)
 
 
 def _summable(sums: Sums) -> dict[str, Any]:
@@ -252,7 +274,7 @@ def from_reduced(total: Mapping[str, Any], sums: Sums) -> Sums:
         sums.model_state,
     )
     fields = {name: total[name] for name in _summable(sums)}
-    return Sums(**fields, model_state=model_state)
+    return Sums(**fields, calls=sums.calls, model_state=model_state)
 
 
 def update(
@@ -350,10 +372,10 @@ def update(
     return new_state, {k: jnp.asarray(v, jnp.float32) for k, v in metrics.items()}
 
 
-def remember(total: Sums, metrics: Mapping[str, Array]) -> Previous:
+def remember(total: Sums, finite: Array) -> Previous:
     """The gradient of this update, for the differenced sample of the next; useless if not finite."""
     return Previous(
         grads=total.grads,
         weight=jnp.maximum(total.weight, 1e-30),
-        num_samples=total.samples * metrics["finite"],
+        num_samples=total.samples * finite,
     )

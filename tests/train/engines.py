@@ -44,6 +44,7 @@ def make(
     tx=None,
     rule=rules.none,
     replicas=1,
+    strategy=None,
     sample=None,
     loss_and_state=None,
     smoothing=0.999,
@@ -52,7 +53,8 @@ def make(
     num_std_errors=1.0,
     **problem,
 ):
-    """An engine over `replicas` virtual devices."""
+    """An engine over `replicas` virtual devices, or those of another strategy."""
+    strategy = strategy or Strategy(data=replicas)
 
     def stateless(params, model_state, batch, key):
         return loss(params, batch, key), model_state
@@ -73,7 +75,7 @@ def make(
             labels=labels,
             **problem,
         ),
-        Strategy(data=replicas).on(jax.devices()[:replicas]),
+        strategy.on(jax.devices()[: strategy.num_devices]),
         sample or SAMPLE,
     )
 
@@ -81,9 +83,8 @@ def make(
 @functools.cache
 def _init(engine):
     # What Engine.init does, which compiles anew at every call: a run needs it once, a test often.
-    return jax.jit(
-        lambda key: init_state(engine.problem, key), out_shardings=engine.layout.replicated
-    )
+    shardings = jax.tree.map(lambda x: x.sharding, engine.abstract_state())
+    return jax.jit(lambda key: init_state(engine.problem, key), out_shardings=shardings)
 
 
 def start(engine, key):

@@ -1,0 +1,332 @@
+"""What a change of layout has to move, in which groups and with how much memory, before anything runs.
+
+The plan is pure: shapes, dtypes and shardings go in, numbers and pieces come out. `bytes_moved` is a
+lower bound for every way of moving: what devices need and do not hold. Leaves move in *groups*, and the
+sources of a group are gone before the next group starts, so that a move needs the memory of one group
+and not of a second state. How a group moves is its *route*:
+
+* "alias": every device holds its target already; the buffers change hands (a copy where the source
+  stays);
+* "copies": devices share the host's memory (CPU), and pieces are copied straight into the target;
+* "direct": one jitted identity; XLA picks the collectives;
+* "hop": the same through a layout cut along one dimension, where XLA's direct way would build whole
+  arrays on every device ("involuntary full rematerialization");
+* "pieces": one transfer per piece, put together on the receiver; the way to other devices.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jaxtyping import PyTree
+
+from jaxgoodput.parallel.pieces import (
+    Box,
+    Device,
+    Overlap,
+    Piece,
+    assigned,
+    boxes,
+    num_elements,
+    overlaps,
+)
+
+Route = Literal["alias", "copies", "direct", "hop", "pieces"]
+GROUP_BYTES = 32 * 2**20
+
+
+@dataclass(frozen=True)
+class LeafPlan:
+    """How one leaf lies before and after, and the pieces that take it there."""
+
+    name: str  # its path, for errors
+    shape: tuple[int, ...]  # of the key data, for an array of PRNG keys
+    dtype: Any
+    source: Sharding
+    target: Sharding
+    pieces: tuple[Piece, ...]
+
+    @property
+    def source_boxes(self) -> dict[Device, Box]:
+        """Device -> what it holds before."""
+        return boxes(self.source, self.shape)
+
+    @property
+    def target_boxes(self) -> dict[Device, Box]:
+        """Device -> what it holds afterwards."""
+        return boxes(self.target, self.shape)
+
+
+@dataclass(frozen=True)
+class GroupPlan:
+    """Leaves that move together, on one route. Bytes by device are of the whole group."""
+
+    leaves: tuple[int, ...]  # positions in the flattened tree
+    route: Route
+    bytes_moved: int
+    source_bytes: Mapping[Device, int]
+    target_bytes: Mapping[Device, int]
+    temporary_bytes: Mapping[Device, int] = field(default_factory=dict)  # beside source and target
+
+    @property
+    def largest_bytes(self) -> int:
+        """The most that one device holds of the group, before or after."""
+        return max([*self.source_bytes.values(), *self.target_bytes.values()], default=0)
+
+
+@dataclass(frozen=True)
+class MovePlan:
+    """A whole move. The groups run in order.
+
+    `peak_bytes` is, for each device, the most it holds of this state at any time of the move;
+    `peak_extra_bytes` is the largest excess of that, on any device, over the larger of what the
+    device holds before and after.
+    """
+
+    leaves: tuple[LeafPlan, ...]
+    groups: tuple[GroupPlan, ...]
+    donate: bool
+    bytes_moved: int  # what devices need and lack, summed: no way of moving sends less
+    largest_send_bytes: int  # by one device, where the least loaded holder sends
+    largest_receive_bytes: int  # by one device
+
+    @property
+    def before_bytes(self) -> dict[Device, int]:
+        """Device -> what it holds before."""
+        return total(group.source_bytes for group in self.groups)
+
+    @property
+    def after_bytes(self) -> dict[Device, int]:
+        """Device -> what it holds afterwards: with `donate` the target alone."""
+        targets = total(group.target_bytes for group in self.groups)
+        return targets if self.donate else total([targets, self.before_bytes])
+
+    @property
+    def peak_bytes(self) -> dict[Device, int]:
+        """Device -> the most it holds at any time, source, target and temporaries together."""
+        held = self.before_bytes
+        peak = dict(held)
+        for group in self.groups:
+            in_place = self.donate and group.route == "alias"
+            new = {} if in_place else group.target_bytes
+            for device, size in total([held, new, group.temporary_bytes]).items():
+                peak[device] = max(peak.get(device, 0), size)
+            held = total([held, group.target_bytes])
+            if self.donate:
+                held = {d: size - group.source_bytes.get(d, 0) for d, size in held.items()}
+        return peak
+
+    @property
+    def peak_extra_bytes(self) -> int:
+        """The most any device needs beyond what it holds before or after, whichever is more."""
+        before, after = self.before_bytes, self.after_bytes
+        return max(
+            (
+                size - max(before.get(device, 0), after.get(device, 0))
+                for device, size in self.peak_bytes.items()
+            ),
+            default=0,
+        )
+
+    def with_groups(self, groups: Sequence[GroupPlan]) -> "MovePlan":
+        """The same move on other routes."""
+        return replace(self, groups=tuple(groups))
+
+    def __str__(self) -> str:
+        """One line: how much, who sends most, extra memory, routes."""
+        counts: dict[str, int] = {}
+        for group in self.groups:
+            counts[group.route] = counts.get(group.route, 0) + 1
+        ways = ", ".join(f"{route} x {count}" for route, count in counts.items()) or "nothing"
+        return (
+            f"{mebibytes(self.bytes_moved)} moved, {mebibytes(self.largest_send_bytes)} by the largest "
+            f"sender, {mebibytes(self.peak_extra_bytes)} extra on a device at the peak; groups: {ways}"
+        )
+
+
+def plan_move(
+    tree: PyTree, shardings: PyTree, *, group_bytes: int = GROUP_BYTES, donate: bool = True
+) -> MovePlan:
+    """Plan the move of `tree` (arrays, or shapes with a sharding) to `shardings` (same structure).
+
+    Every group holds up to `group_bytes` on the device that holds most of it, or one leaf. Routes are
+    those that need no compilation to know: "alias", or "copies" among CPU devices, or "pieces";
+    `Move.compile` replaces "pieces" where XLA's analysis of a jitted move is as good.
+
+    Raises ValueError where structures differ, a leaf has no sharding, or a target does not divide a
+    leaf.
+    """
+    if group_bytes < 1:
+        raise ValueError(f"group_bytes must be at least 1; got {group_bytes}.")
+    sent: dict[Device, int] = {}
+    received: dict[Device, int] = {}
+    known: dict[Any, tuple[Overlap, ...]] = {}
+    leaves = []
+    for name, value, sharding in _paired(tree, shardings):
+        shape, dtype, source, target = as_data(name, value, sharding)
+        key = shape, source, target
+        if key not in known:
+            known[key] = overlaps(boxes(source, shape), _divided(name, shape, target))
+        pieces = assigned(known[key], dtype.itemsize, sent)
+        for piece in pieces:
+            if piece.sender != piece.receiver:
+                size = num_elements(piece.box) * dtype.itemsize
+                received[piece.receiver] = received.get(piece.receiver, 0) + size
+        leaves.append(LeafPlan(name, shape, dtype, source, target, pieces))
+    groups = _grouped(leaves, group_bytes)
+    return MovePlan(
+        leaves=tuple(leaves),
+        groups=tuple(groups),
+        donate=donate,
+        bytes_moved=sum(received.values()),
+        largest_send_bytes=max(sent.values(), default=0),
+        largest_receive_bytes=max(received.values(), default=0),
+    )
+
+
+def mebibytes(size: int) -> str:
+    """For messages.
+
+    >>> mebibytes(3 * 2**19)
+    '1.5 MiB'
+    """
+    return f"{size / 2**20:.1f} MiB"
+
+
+def total(parts: Iterable[Mapping[Device, int]]) -> dict[Device, int]:
+    """Sums by device.
+
+    >>> total([{"a": 1}, {"a": 2, "b": 3}])
+    {'a': 3, 'b': 3}
+    """
+    sums: dict[Device, int] = {}
+    for part in parts:
+        for device, size in part.items():
+            sums[device] = sums.get(device, 0) + size
+    return sums
+
+
+def as_data(
+    name: str, value: Any, target: Sharding
+) -> tuple[tuple[int, ...], np.dtype, Sharding, Sharding]:
+    """Shape, dtype, source and target of a leaf's data; PRNG keys as the integers they are made of."""
+    source = getattr(value, "sharding", None)
+    if not isinstance(source, Sharding):
+        raise ValueError(
+            f"{name or 'the value'} has no sharding: it is a {type(value).__name__}. Pass a jax.Array, "
+            "or a jax.ShapeDtypeStruct with sharding=."
+        )
+    if not isinstance(target, Sharding):
+        raise ValueError(
+            f"the target of {name or 'the value'} must be a sharding; got {target!r}. Pass a tree of "
+            "shardings of the same structure as the state."
+        )
+    if not jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
+        return tuple(value.shape), np.dtype(value.dtype), source, target
+    abstract = jax.ShapeDtypeStruct(value.shape, value.dtype)
+    data = jax.eval_shape(jax.random.key_data, abstract)
+    extra = len(data.shape) - len(value.shape)
+    longer = [_with_whole_dims(sharding, len(value.shape), extra) for sharding in (source, target)]
+    return tuple(data.shape), np.dtype(data.dtype), longer[0], longer[1]
+
+
+def _with_whole_dims(sharding: Sharding, num_dims: int, extra: int) -> Sharding:
+    """The sharding of key data: that of the keys, its last dimensions whole."""
+    if not isinstance(sharding, NamedSharding):
+        return sharding
+    entries = [*sharding.spec, *([None] * (num_dims - len(sharding.spec))), *([None] * extra)]
+    return NamedSharding(sharding.mesh, PartitionSpec(*entries), memory_kind=sharding.memory_kind)
+
+
+def _paired(tree: PyTree, shardings: PyTree) -> list[tuple[str, Any, Any]]:
+    flat, structure = jax.tree_util.tree_flatten_with_path(tree)
+    targets, wanted = jax.tree.flatten(shardings)
+    if structure != wanted:
+        raise ValueError(
+            f"the state has the structure {structure} and its shardings {wanted}. Make them with "
+            "jax.tree.map over the state."
+        )
+    return [
+        (jax.tree_util.keystr(path, simple=True, separator="/"), leaf, target)
+        for (path, leaf), target in zip(flat, targets, strict=True)
+    ]
+
+
+def _divided(name: str, shape: tuple[int, ...], target: Sharding) -> dict[Device, Box]:
+    try:
+        target.shard_shape(shape)
+    except ValueError as error:
+        raise ValueError(f"{name} of shape {shape} cannot be cut as {target}: {error}") from error
+    return boxes(target, shape)
+
+
+def shard_bytes(boxes_held: Mapping[Device, Box], item_bytes: int) -> dict[Device, int]:
+    """Device -> bytes of its box."""
+    return {device: num_elements(box) * item_bytes for device, box in boxes_held.items()}
+
+
+def _grouped(leaves: Sequence[LeafPlan], group_bytes: int) -> list[GroupPlan]:
+    """Leaves with the same devices and the same kind of move, in the tree's order, then by what they free."""
+    open_groups: dict[Any, GroupPlan] = {}
+    closed: list[GroupPlan] = []
+    for position, leaf in enumerate(leaves):
+        before, after = leaf.source_boxes, leaf.target_boxes
+        moved = sum(
+            num_elements(p.box) * leaf.dtype.itemsize
+            for p in leaf.pieces
+            if p.sender != p.receiver
+        )
+        stays = before == after
+        on_cpu = all(device.platform == "cpu" for device in (*before, *after))
+        route: Route = "alias" if stays else "copies" if on_cpu else "pieces"
+        one = GroupPlan(
+            leaves=(position,),
+            route=route,
+            bytes_moved=moved,
+            source_bytes=shard_bytes(before, leaf.dtype.itemsize),
+            target_bytes=shard_bytes(after, leaf.dtype.itemsize),
+        )
+        # Nothing to send is a kind of its own: XLA does it without a collective.
+        key = route, moved == 0, tuple(before), tuple(after)
+        grown = _joined(open_groups[key], one) if key in open_groups else one
+        # Buffers that change hands need no memory, however many there are.
+        if grown is not one and not stays and grown.largest_bytes > group_bytes:
+            closed.append(open_groups[key])
+            grown = one
+        open_groups[key] = grown
+    closed += open_groups.values()
+    # Those that free the most come first: the later ones find room.
+    return sorted(closed, key=_growth)
+
+
+def _joined(one: GroupPlan, other: GroupPlan) -> GroupPlan:
+    return replace(
+        one,
+        leaves=one.leaves + other.leaves,
+        bytes_moved=one.bytes_moved + other.bytes_moved,
+        source_bytes=total([one.source_bytes, other.source_bytes]),
+        target_bytes=total([one.target_bytes, other.target_bytes]),
+    )
+
+
+def _growth(group: GroupPlan) -> int:
+    """What the fullest device gains by the group's move."""
+    return max(size - group.source_bytes.get(d, 0) for d, size in group.target_bytes.items())
+
+
+def fullest(sizes: Mapping[Device, int]) -> int:
+    """The largest of the sizes, 0 where there are none.
+
+    >>> fullest({"a": 1, "b": 3})
+    3
+    """
+    return max(sizes.values(), default=0)
+
+
+def whole_bytes(leaf: LeafPlan) -> int:
+    """Bytes of the whole array, once."""
+    return math.prod(leaf.shape) * leaf.dtype.itemsize

@@ -1,0 +1,45 @@
+"""Which gradients are compared to measure the noise, by layout: a rule, not a setting.
+
+Noise is the disagreement between the gradients of groups of samples. What a group is depends on what a
+layout can see without sending or keeping more than a step does anyway:
+
+| estimator | a group is | used | bias | memory per device |
+|---|---|---|---|---|
+| replica | one replica's micro-batch | parameters whole in a replica, or noise without a preconditioner | none | none; under FSDP one leaf's gradient is whole at a time, as in any FSDP step |
+| copy | one micro-batch of all replicas of a copy | FSDP with a preconditioner, which is cut and would have to be gathered | none; fewer groups, so noisier estimates | none |
+| difference | one update's whole batch | one group per batch | what the parameters moved between two updates adds to the noise | one gradient, cut like the parameters |
+
+Groups of any kind add up within a batch, for the moments only need squared norms of gradients that share
+the batch among them (`train/step.py`). With several micro-batches there are several groups under every
+layout. Law tested: where two of them work, they estimate the same moments.
+"""
+
+from dataclasses import dataclass
+
+from jaxgoodput.parallel.strategy import Strategy
+
+
+@dataclass(frozen=True)
+class Estimator:
+    """What a group is, and how many groups one micro-batch on every replica makes."""
+
+    group: str  # "replica" or "copy"
+    num_groups: int
+
+    @property
+    def needs_two_steps(self) -> bool:
+        """Whether a batch of one micro-batch is one group, to be compared with the batch before."""
+        return self.num_groups == 1
+
+
+def estimator(strategy: Strategy, *, preconditioned: bool) -> Estimator:
+    """The estimator of a layout.
+
+    >>> estimator(Strategy(fsdp=8), preconditioned=False)
+    Estimator(group='replica', num_groups=8)
+    >>> estimator(Strategy(data=2, fsdp=4), preconditioned=True)
+    Estimator(group='copy', num_groups=2)
+    """
+    if strategy.fsdp > 1 and preconditioned:
+        return Estimator(group="copy", num_groups=strategy.data)
+    return Estimator(group="replica", num_groups=strategy.num_replicas)
