@@ -243,16 +243,21 @@ def squared_norms(
     tree: PyTree, labels: Labels = None, preconditioner: PyTree | None = None
 ) -> Float[Array, " labels"]:
     """The squared 2-norm of every label group, after division by `preconditioner` where given."""
-    return _inner_products([(tree, tree)], labels, preconditioner)[0]
+    return _inner_products([(tree, tree)], labels, preconditioner, one_pass=True)[0]
 
 
 def _inner_products(
-    pairs: Sequence[tuple[PyTree, PyTree]], labels: Labels, preconditioner: PyTree | None
+    pairs: Sequence[tuple[PyTree, PyTree]],
+    labels: Labels,
+    preconditioner: PyTree | None,
+    *,
+    one_pass: bool,
 ) -> list[Float[Array, " labels"]]:
     """The inner products of pairs of trees in every label group, after division of both.
 
-    In one pass over memory: sums of their own would write the quotients out for each other, or work
-    out the root and the quotient anew, a third of a small language model's step.
+    In `one_pass` over memory where leaves are whole: sums of their own would write the quotients out
+    for each other, or work out the root and the quotient anew, a third of a small language model's
+    step. The compiler cannot cut such a joint sum, and would gather leaves that are cut.
     """
     first = pairs[0][0]
     groups = jax.tree.leaves(label_indices(labels, first))
@@ -269,14 +274,14 @@ def _inner_products(
                 for k, x in real.items()
             }
         products = tuple(real[id(x)] * real[id(y)] for x, y in both)
-        for total, value in zip(sums, _sums(products), strict=True):
+        for total, value in zip(sums, _sums(products, one_pass=one_pass), strict=True):
             total[group] += value
     return [jnp.stack(total) for total in sums]
 
 
-def _sums(arrays: tuple[Array, ...]) -> list[Array]:
-    """The sums of arrays of one shape, in one pass."""
-    if len(arrays) > 1 and arrays[0].ndim:
+def _sums(arrays: tuple[Array, ...], *, one_pass: bool) -> list[Array]:
+    """The sums of arrays of one shape."""
+    if one_pass and len(arrays) > 1 and arrays[0].ndim:
         # Along the last axis only: one running sum over millions of elements would lose digits.
         zeros = tuple(jnp.zeros((), x.dtype) for x in arrays)
         arrays = tuple(jax.lax.reduce(arrays, zeros, _added, (arrays[0].ndim - 1,)))
@@ -305,13 +310,15 @@ def differenced_sample(
     previous_num_samples: Any = None,
     weight: Any = 1.0,
     previous_weight: Any = 1.0,
+    cut: bool = False,
 ) -> NoiseSample:
     """A noise sample from two successive gradients, for one replica with one micro-batch.
 
     `num_samples` is the batch of `grads`, `previous_num_samples` (default: the same) that of
     `previous_grads`; 0 says that nothing was remembered, and the sample is then ignored. Both trees
     are divided by their `weight`, so that sums of gradients may be given as they are. The estimate is
-    biased by what the parameters moved in between: pass `biased=True` with it.
+    biased by what the parameters moved in between: pass `biased=True` with it. `cut` says that leaves
+    are cut over devices.
     """
     dtype = jnp.zeros(()).dtype
     now = jnp.asarray(num_samples, dtype)
@@ -319,7 +326,7 @@ def differenced_sample(
     share = now / jnp.maximum(now + before, 1)
     # From inner products alone: no tree of means is written to memory.
     pairs = [(grads, grads), (previous_grads, previous_grads), (grads, previous_grads)]
-    new, old, both = _inner_products(pairs, labels, preconditioner)
+    new, old, both = _inner_products(pairs, labels, preconditioner, one_pass=not cut)
     new, old = new / weight**2, old / previous_weight**2
     both = both / (weight * previous_weight)
     return NoiseSample(

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.sharding import Sharding
 from jaxtyping import PyTree
 
 from jaxgoodput.parallel.pieces import (
@@ -68,6 +68,7 @@ class GroupPlan:
     leaves: tuple[int, ...]  # positions in the flattened tree
     route: Route
     bytes_moved: int
+    whole_bytes: int  # of the leaves, each counted once
     source_bytes: Mapping[Device, int]
     target_bytes: Mapping[Device, int]
     temporary_bytes: Mapping[Device, int] = field(default_factory=dict)  # beside source and target
@@ -229,17 +230,8 @@ def as_data(
         return tuple(value.shape), np.dtype(value.dtype), source, target
     abstract = jax.ShapeDtypeStruct(value.shape, value.dtype)
     data = jax.eval_shape(jax.random.key_data, abstract)
-    extra = len(data.shape) - len(value.shape)
-    longer = [_with_whole_dims(sharding, len(value.shape), extra) for sharding in (source, target)]
-    return tuple(data.shape), np.dtype(data.dtype), longer[0], longer[1]
-
-
-def _with_whole_dims(sharding: Sharding, num_dims: int, extra: int) -> Sharding:
-    """The sharding of key data: that of the keys, its last dimensions whole."""
-    if not isinstance(sharding, NamedSharding):
-        return sharding
-    entries = [*sharding.spec, *([None] * (num_dims - len(sharding.spec))), *([None] * extra)]
-    return NamedSharding(sharding.mesh, PartitionSpec(*entries), memory_kind=sharding.memory_kind)
+    # The last dimensions of key data are whole, which a shorter spec says too.
+    return tuple(data.shape), np.dtype(data.dtype), source, target
 
 
 def _paired(tree: PyTree, shardings: PyTree) -> list[tuple[str, Any, Any]]:
@@ -287,6 +279,7 @@ def _grouped(leaves: Sequence[LeafPlan], group_bytes: int) -> list[GroupPlan]:
             leaves=(position,),
             route=route,
             bytes_moved=moved,
+            whole_bytes=math.prod(leaf.shape) * leaf.dtype.itemsize,
             source_bytes=shard_bytes(before, leaf.dtype.itemsize),
             target_bytes=shard_bytes(after, leaf.dtype.itemsize),
         )
@@ -308,6 +301,7 @@ def _joined(one: GroupPlan, other: GroupPlan) -> GroupPlan:
         one,
         leaves=one.leaves + other.leaves,
         bytes_moved=one.bytes_moved + other.bytes_moved,
+        whole_bytes=one.whole_bytes + other.whole_bytes,
         source_bytes=total([one.source_bytes, other.source_bytes]),
         target_bytes=total([one.target_bytes, other.target_bytes]),
     )
@@ -316,17 +310,3 @@ def _joined(one: GroupPlan, other: GroupPlan) -> GroupPlan:
 def _growth(group: GroupPlan) -> int:
     """What the fullest device gains by the group's move."""
     return max(size - group.source_bytes.get(d, 0) for d, size in group.target_bytes.items())
-
-
-def fullest(sizes: Mapping[Device, int]) -> int:
-    """The largest of the sizes, 0 where there are none.
-
-    >>> fullest({"a": 1, "b": 3})
-    3
-    """
-    return max(sizes.values(), default=0)
-
-
-def whole_bytes(leaf: LeafPlan) -> int:
-    """Bytes of the whole array, once."""
-    return math.prod(leaf.shape) * leaf.dtype.itemsize

@@ -20,9 +20,9 @@ from jaxgoodput.parallel.plan import GroupPlan, LeafPlan, Route
 from jaxgoodput.parallel.transfers import compile_transfers
 
 ALL_ROUTES: tuple[Route, ...] = ("alias", "copies", "direct", "hop", "pieces")
-# A jitted move is taken where its temporaries are at most this part of the group on the fullest
-# device, and it sends at most this many times what has to be sent. Measured ones have either hardly
-# any excess or several times too much (whole arrays on every device), so the limits are not delicate.
+# A jitted move is taken where its temporaries on a device are at most this part of the group's leaves,
+# each counted once, and it sends at most this many times what has to be sent. XLA's moves either stay
+# well within both or build whole arrays on every device, so the limits are not delicate.
 MAX_TEMPORARY_RATIO = 0.5
 MAX_EXCESS_TRAFFIC = 2.0
 
@@ -74,7 +74,7 @@ def is_good(jitted: CompiledGroup) -> bool:
     """Whether a jitted move stays within the limits on temporaries and traffic."""
     plan, sent = jitted.plan, jitted.collective_bytes or 0
     return (
-        jitted.xla_temporary_bytes <= MAX_TEMPORARY_RATIO * plan.largest_bytes
+        jitted.xla_temporary_bytes <= MAX_TEMPORARY_RATIO * plan.whole_bytes
         and sent <= MAX_EXCESS_TRAFFIC * plan.bytes_moved
     )
 

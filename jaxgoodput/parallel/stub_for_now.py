@@ -4,11 +4,11 @@ from dataclasses import dataclass
 class MovePlan:
     bytes_moved: int = 0
 class Move:
-    def __init__(self, sh, donate): self.sh, self.donate, self.plan = sh, donate, MovePlan()
+    def __init__(self, sh, donate, tree): self.sh, self.donate, self.plan = sh, donate, MovePlan(); self.run = jax.jit(lambda t: t, out_shardings=sh).lower(tree).compile()
     @classmethod
-    def compile(cls, tree, shardings, donate=True, memory_bytes=None): return cls(shardings, donate)
+    def compile(cls, tree, shardings, donate=True, memory_bytes=None): return cls(shardings, donate, tree)
     def __call__(self, tree):
-        out = jax.jit(lambda t: t, out_shardings=self.sh)(tree)
+        out = self.run(tree)
         jax.block_until_ready(out)
         if self.donate:
             for x in jax.tree.leaves(tree):

@@ -85,6 +85,11 @@ class Engine:
             first = [d.id for d in self.world.devices.flat].index(mine.id)
         ids = np.arange(first, first + layout.num_replicas, dtype=np.int32)
         self._replicas = jax.device_put(ids, layout.batch_sharding)
+        # XLA:CPU runs out of threads, and hangs, where many executables with collectives wait at once.
+        self._is_paced = (
+            layout.mesh.devices.flat[0].platform == "cpu"
+            and layout.strategy.num_devices > layout.strategy.data
+        )
         # Shared by the engines of all layouts.
         self._family: dict[Layout, Engine] = {layout: self}
         self._family_lock = threading.Lock()
@@ -320,6 +325,8 @@ class Engine:
             work = self._receive(work)
         shape = self._shape_of(batch, mask)
         fixed = (work.params, work.scale, work.model_state, work.key, work.step, self._replicas)
+        if self._is_paced:
+            jax.block_until_ready(work.sums)
         if work.sums is None:
             sums = self._executable("first", shape)(*fixed, batch, mask)
         else:
@@ -365,6 +372,8 @@ class Engine:
             _check_unused(work)
             if work.layout != self.layout:
                 work = self._receive(work)
+            if self._is_paced:
+                jax.block_until_ready(work.sums)
             run = self._executable("step_after", size)
             state, metrics = run(state, work.sums, self._replicas, batch, mask)
             _consume(work)
@@ -406,6 +415,8 @@ class Engine:
                 "nothing to do accumulates a micro-batch whose mask is 0."
             )
         _check_unused(work)
+        if self._is_paced:
+            jax.block_until_ready(work.sums)
         if work.layout != self.layout:
             there = self.on(work.layout)
             return self._moves.sums(there._recipes, self._recipes)(there.reduce(work))
@@ -443,6 +454,8 @@ class Engine:
     def _receive(self, work: Work) -> Work:
         """A batch half done that lies on another layout, on this one; the old one is consumed."""
         there = self.on(work.layout)
+        if self._is_paced or there._is_paced:
+            jax.block_until_ready(work.sums)
         move = self._moves.work(there._recipes, self._recipes, donate=work.owns_params)
         sums = None
         if work.sums is not None:

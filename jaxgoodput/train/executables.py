@@ -25,7 +25,7 @@ from jaxgoodput.parallel import rules
 from jaxgoodput.parallel.gather import Collectives, manual
 from jaxgoodput.parallel.strategy import DATA_AXIS, REPLICA_AXES, Layout
 from jaxgoodput.train import step as pure
-from jaxgoodput.train.estimator import Estimator, estimator
+from jaxgoodput.train.estimator import estimator
 from jaxgoodput.train.parts import FsdpParts
 from jaxgoodput.train.state import Previous, Sums, TrainState, cast, split
 
@@ -80,22 +80,13 @@ class Recipes:
     `shape` is that of the micro-batches which what has no shape of its own is made for.
     """
 
-    def __init__(
-        self,
-        problem: pure.Problem,
-        layout: Layout,
-        shape: Shape,
-        *,
-        compare: Estimator | None = None,
-    ):
+    def __init__(self, problem: pure.Problem, layout: Layout, shape: Shape):
         self.problem = problem
         self.layout = layout
         self.shape = shape
         self.state = jax.eval_shape(lambda: pure.init_state(problem, jax.random.key(0)))
         self.param_specs = rules.param_specs(layout, self.state.params, pure.own_specs(problem))
-        self.estimator = compare or estimator(
-            layout.strategy, preconditioned=problem.preconditioned
-        )
+        self.estimator = estimator(layout.strategy, preconditioned=problem.preconditioned)
         self._collectives = Collectives(layout.strategy)
         kept, rest = split(self.state.params, problem.mask(self.state.params))
         self._kept = kept
@@ -347,6 +338,8 @@ class Recipes:
     def _update(self, state: TrainState, total: Sums, **how: Any):
         shardings = _shardings(self.param_specs.placed(total.grads))
         grads = jax.lax.with_sharding_constraint(total.grads, shardings)
+        strategy = self.layout.strategy
+        how["cut"] = strategy.fsdp * strategy.tensor > 1
         state, metrics = pure.update(self.problem, state, _with_grads(total, grads), **how)
         return state, jnp.stack([metrics[name] for name in sorted(metrics)])
 
@@ -391,17 +384,20 @@ class Recipes:
     def _make_spread(self):
         def body(sums: Sums) -> Sums:
             first_copy = jax.lax.axis_index(DATA_AXIS) == 0
-            first = first_copy & (jax.lax.axis_index(REPLICA_AXES) == 0)
+            replica, replicas = jax.lax.axis_index(REPLICA_AXES), self.layout.num_replicas
+            first = replica == 0
 
             def one(x: Any, here: Any) -> Any:
                 return jnp.where(here, x, jnp.zeros_like(x))
 
             spread = jax.tree.map(lambda x: one(x, first), sums)
             spread = _with_grads(spread, jax.tree.map(lambda x: one(x, first_copy), sums.grads))
-            # Every replica goes on from the model state, and with new streams of random numbers.
-            return _as_row(
-                Sums(**{**vars(spread), "model_state": sums.model_state, "calls": sums.calls})
-            )
+            # Every replica goes on from the model state with its share of the weight, in whole samples,
+            # and with new streams of random numbers.
+            share = jnp.floor(sums.samples / replicas)
+            share += replica < sums.samples - share * replicas
+            kept = {"model_state": sums.model_state, "calls": sums.calls, "samples": share}
+            return _as_row(Sums(**{**vars(spread), **kept}))
 
         run = self._replicas_map(
             body, (self._sums_specs(partial=False),), self._sums_specs(partial=True)

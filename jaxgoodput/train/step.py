@@ -284,13 +284,14 @@ def update(
     *,
     measure: bool,
     previous: Previous | None = None,
+    cut: bool = False,
 ) -> tuple[TrainState, dict[str, Array]]:
     """The next state from the sums of a whole batch, and scalars to report.
 
     A loss or gradient that is not finite leaves parameters, optimizer and model state as they were;
     only the step count and the guard move on. `measure` takes a noise sample from the groups of this
-    batch; with `previous` it comes from the difference of two successive gradients instead, for one
-    replica with one micro-batch (see `remember`).
+    batch; with `previous` it comes from the difference of two successive gradients instead, for a batch
+    of one group (see `remember`). `cut` says that parameters are cut over devices.
     """
     kept, rest = split(state.params, problem.mask(state.params))
     labels = problem.labels
@@ -314,6 +315,7 @@ def update(
                 previous_num_samples=previous.num_samples,
                 weight=weight,
                 previous_weight=previous.weight,
+                cut=cut,
             )
         else:
             large = norms
