@@ -64,8 +64,10 @@ def measure() -> None:
     from jaxgoodput.parallel.reshard import Move
     from jaxgoodput.parallel.rules import param_specs
     from jaxgoodput.parallel.strategy import Layout, Strategy
+    from jaxgoodput.train.pages import keep_freed_pages
 
     devices = jax.devices()
+    keep_freed_pages(devices[0].platform)  # as every training run does
     count = len(devices)
     block = 8 * WIDTH * WIDTH  # elements: two matrices
     num_blocks = max(round(FLAGS.mebibytes * 2**20 / (3 * 4 * block)), 1)
@@ -128,14 +130,14 @@ def measure() -> None:
         copy = jax.jit(copied, out_shardings=to_shardings).lower(make_target()).compile()
         ways: dict[str, Callable[[Any], Any]] = {"move": move}
 
-        handed_on: list[bool] = []
+        handed_on: list[int] = []
 
-        def put(t: Any, to: Any = to_shardings, handed_on: list[bool] = handed_on) -> Any:
+        def put(t: Any, to: Any = to_shardings, handed_on: list[int] = handed_on) -> Any:
             done = jax.block_until_ready(jax.device_put(t, to))
             for x, y in zip(jax.tree.leaves(t), jax.tree.leaves(done), strict=True):
                 # What was handed on must not be deleted: the result would go with it.
                 if pointers(x) & pointers(y):
-                    handed_on.append(True)
+                    handed_on.append(x.nbytes)
                 else:
                     x.delete()
             return done
@@ -178,7 +180,7 @@ def measure() -> None:
                 seconds["copy"].append(time.perf_counter() - start)
             del written, again
         state = None
-        print(row(before, after, move, seconds, len(handed_on) > FLAGS.rounds + 1, compile_s), flush=True)
+        print(row(before, after, move, seconds, sum(handed_on) > 2**20, compile_s), flush=True)
 
 
 def pointers(tree: Any) -> set[int]:

@@ -48,12 +48,15 @@ def compile_group(
     """
     if group.route == "alias":
         return _compile_alias(group, leaves, donate)
-    if "copies" in allowed and _all_cpu(leaves):
+    same_devices = _same_devices(leaves)
+    # Without anything to send, XLA's slices write the targets once; copies write them twice.
+    local = group.bytes_moved == 0 and same_devices and "direct" in allowed
+    if "copies" in allowed and _all_cpu(leaves) and not local:
         copies = compile_copies(leaves)
         return CompiledGroup(replace(group, route="copies"), copies)
     tried: list[CompiledGroup] = []
     for route in ("direct", "hop"):
-        if route in allowed and _same_devices(leaves):
+        if route in allowed and same_devices:
             jitted = _compile_jitted(group, leaves, hop=route == "hop")
             if is_good(jitted):
                 return jitted
