@@ -154,6 +154,15 @@ class Loader:
         with self._changed:
             return self._head.cursor
 
+    def place(self, sharding: NamedSharding) -> None:
+        """Put batches there from now on; what was read ahead for elsewhere is read again."""
+        with self._changed:
+            if sharding != self._sharding:
+                self._sharding, self._config = sharding, None
+                self._queue.clear()
+                self._tail = self._head
+                self._generation += 1
+
     def next(self, config: BatchConfig) -> StepBatch | None:
         """The next batch, in the shape of `config`; None when `max_samples` have been handed out.
 
@@ -172,7 +181,8 @@ class Loader:
         if self._prefetch == 0:
             with self._changed:
                 while not self._is_ready(config.num_micro_batches):
-                    self._append(self._produce(self._tail, config), self._generation)
+                    made = self._produce(self._tail, config, self._sharding)
+                    self._append(made, self._generation)
         elif self._thread is None:
             self._thread = threading.Thread(
                 target=self._work, name="jaxgoodput-loader", daemon=True
@@ -312,9 +322,10 @@ class Loader:
                 if self._closed:
                     return
                 generation, position, config = self._generation, self._tail, self._config
-            assert config is not None  # the thread starts after the first configuration
+                sharding = self._sharding
+            assert config is not None  # there is no room before the first configuration
             try:
-                entry = self._produce(position, config)
+                entry = self._produce(position, config, sharding)
             except BaseException as error:  # SystemExit too: a dead thread would hang the loop
                 entry = _failure(error, position, np.empty(0, np.int64))
             with self._changed:
@@ -337,7 +348,9 @@ class Loader:
         self._queue.append(entry)
         self._changed.notify_all()
 
-    def _produce(self, position: _Position, config: BatchConfig) -> _Portion | _Failure | _End:
+    def _produce(
+        self, position: _Position, config: BatchConfig, sharding: NamedSharding
+    ) -> _Portion | _Failure | _End:
         count = config.num_replicas * config.micro_batch_size
         if self._max_samples is not None:
             count = min(count, self._max_samples - position.handed_out)
@@ -353,14 +366,16 @@ class Loader:
                 permutations=self._permutations,
             )
             return _Portion(
-                micro_batch=self._read(indices, config),
+                micro_batch=self._read(indices, config, sharding),
                 indices=indices,
                 after=_Position(after, position.handed_out + count),
             )
         except Exception as error:  # handed to the loop, which raises it: see `next`
             return _failure(error, position, indices)
 
-    def _read(self, indices: Int[np.ndarray, " real"], config: BatchConfig) -> MicroBatch:
+    def _read(
+        self, indices: Int[np.ndarray, " real"], config: BatchConfig, sharding: NamedSharding
+    ) -> MicroBatch:
         local_batch = config.num_replicas // self._process_count * config.micro_batch_size
         start = self._process_index * local_batch
         mine = indices[start : start + local_batch]
@@ -375,7 +390,7 @@ class Loader:
             )
         mask = np.zeros(local_batch, np.float32)
         mask[: len(mine)] = 1
-        data, mask = jax.device_put((rows, mask), self._sharding)
+        data, mask = jax.device_put((rows, mask), sharding)
         return MicroBatch(data=data, mask=mask)
 
 

@@ -6,7 +6,7 @@ ladder. The number of micro-batches is a loop count and free, so all of them are
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,7 @@ class BatchConfig:
     micro_batch_size: int  # samples, per replica
     num_micro_batches: int  # >= 1
     num_replicas: int
+    strategy: str = field(default="", repr=False)  # by name, where there are several
 
     def __post_init__(self):
         for name in ("micro_batch_size", "num_micro_batches", "num_replicas"):

@@ -31,6 +31,7 @@ MIN_ELEMENTS = 2**10
 # What a layer calls its array: the name before it says what the layer is for.
 _ARRAY = re.compile(r"^(kernel|weight|w|embedding|table)$")
 _VECTOR = re.compile(r"(^|_)(bias|b|scale|gamma|beta|offset)$")
+_BIAS = re.compile(r"(^|_)(bias|b)$")
 _POSITIONS = re.compile(r"(^|_)(wpe|pos|positions?|positional)(_|$)|posemb")
 _TABLE = re.compile(r"(^|_)(wte|vocab\w*|emb|embed|embedder|embeddings?|tok|tokens?|bytes)(_|$)")
 _HEADS_IN = re.compile(r"^(q|k|v|qkv|query|key|value)(_proj)?$")
@@ -119,9 +120,9 @@ def param_specs(layout: Layout, params: PyTree, own: OwnSpecs = ()) -> ParamSpec
             f"the model's metadata speaks of {unknown[0]!r}, which is no parameter. Paths are {shown}: "
             "let Variables.specs name the parameters that Variables.params holds."
         )
-    table = {}
-    for name, (path, leaf) in zip(names, leaves, strict=True):
-        shape = tuple(leaf.shape)
+    shapes = [tuple(leaf.shape) for _, leaf in leaves]
+    specs, guessed = {}, []
+    for name, shape in zip(names, shapes, strict=True):
         ruled = [(p, s) for p, s in strategy.rules if re.search(p, name)]
         if ruled:
             spec = _checked(name, shape, ruled[0][1], strategy, f"the rule {ruled[0][0]!r}")
@@ -129,7 +130,11 @@ def param_specs(layout: Layout, params: PyTree, own: OwnSpecs = ()) -> ParamSpec
             spec = _checked(name, shape, declared[name], strategy, "the model's metadata")
         else:
             spec = default_spec(name, shape, strategy)
-        table[tuple(path)] = shape, _without_whole(spec, strategy)
+            guessed.append(name)
+        specs[name] = shape, _without_whole(spec, strategy)
+    for name in guessed:
+        specs[name] = specs[name][0], _beside_its_matrix(name, specs)
+    table = {tuple(path): specs[name] for name, (path, _) in zip(names, leaves, strict=True)}
     return ParamSpecs(layout=layout, table=table)
 
 
@@ -162,10 +167,7 @@ def default_spec(name: str, shape: Sequence[int], strategy: Strategy) -> Partiti
 
 
 def _layer(name: str, shape: Sequence[int]) -> tuple[int, int | None]:
-    """How many trailing dimensions are the layer's own, and which one "tensor" cuts; None: none.
-
-    Vectors are whole over "tensor": beside their matrix they are small, and need no sum.
-    """
+    """How many trailing dimensions are the layer's own, and which one "tensor" cuts; None: none."""
     parts = re.split(r"[/.]", name)
     leaf = parts[-1]
     owner = parts[-2] if _ARRAY.search(leaf) and len(parts) > 1 else leaf
@@ -189,6 +191,32 @@ def _layer(name: str, shape: Sequence[int]) -> tuple[int, int | None]:
     if _NARROWING.search(owner) or shape[rows] > shape[columns]:
         return 2, rows
     return 2, columns
+
+
+def _beside_its_matrix(
+    name: str, specs: Mapping[str, tuple[tuple[int, ...], PartitionSpec]]
+) -> PartitionSpec:
+    """The spec of a leaf; a bias is cut over "tensor" where the outputs of its matrix are.
+
+    Whole, its gradient would have to be gathered: four times in the backward pass of a transformer's
+    block that otherwise needs three sums.
+    """
+    shape, spec = specs[name]
+    parent, _, leaf = name.rpartition("/")
+    if not shape or not _BIAS.search(leaf):
+        return spec
+    for beside in ("kernel", "weight", "w"):
+        matrix, cut = specs.get(f"{parent}/{beside}" if parent else beside, ((), ()))
+        # Behind a stack, [layers, inputs, outputs], the bias is [layers, outputs].
+        outputs = shape if matrix[-len(shape) :] == shape else shape[1:]
+        if TENSOR_AXIS not in tuple(cut) or not outputs or matrix[-len(outputs) :] != outputs:
+            continue
+        back = len(matrix) - tuple(cut).index(TENSOR_AXIS)
+        if back <= len(outputs):
+            entries = [*spec, *[None] * (len(shape) - len(spec))]
+            entries[-back] = TENSOR_AXIS
+            return PartitionSpec(*entries[: max(i for i, e in enumerate(entries) if e) + 1])
+    return spec
 
 
 def _without_whole(spec: Iterable[Any], strategy: Strategy) -> PartitionSpec:

@@ -22,16 +22,17 @@ from jaxgoodput.goodput.perf import Placement
 from jaxgoodput.goodput.search import BatchConfig, BatchLimits
 from jaxgoodput.optim.noise import MIN_SAMPLES
 from jaxgoodput.train import hooks as hooking
+from jaxgoodput.train.choices import Choices, Offer
 from jaxgoodput.train.config import Config
 from jaxgoodput.train.control import DEPTH, Requests
 from jaxgoodput.train.events import StepEnd, TuneEnd
 from jaxgoodput.train.timing import MIN_COUNT, TimingKey, TimingTable
-from jaxgoodput.train.tune import Caution, hoped_gain, statistics_cadence
-from jaxgoodput.train.tuner import Answer, Question, Tuner
+from jaxgoodput.train.strategies import Known, Option
+from jaxgoodput.train.tune import Caution, hoped_gain, residuals_of, statistics_cadence
+from jaxgoodput.train.tuner import PROBE_STEPS, Answer, Question, Tuner
 from jaxgoodput.train.watcher import Result
 from jaxgoodput.train.window import UNKNOWN, window_of
 
-PROBE_STEPS = 8  # at a size that is being tried
 # Once the noise is known, until both kinds of step are timed and can be compared; and while what is
 # known is from before a growth of the batch.
 FIRST_CADENCE = 4
@@ -47,15 +48,11 @@ class Analyst:
     def __init__(
         self,
         config: Config,
-        limits: BatchLimits,
+        choices: Choices,
         *,
         current: BatchConfig,
         requests: Requests,
-        ready: Callable[[], Sequence[int]],
-        sizes: Sequence[int],
-        compile_others: Callable[[], None],
         compile_s: float,
-        memory_limit: Callable[[], int],
         hooks: Sequence[Any],
         clock: Clock,
         on_error: Callable[[BaseException], None],
@@ -66,14 +63,11 @@ class Analyst:
         num_nodes: int = 1,
     ):
         self._config = config
-        self._limits = limits
+        self._choices = choices
         self._current = current
         self._requests = requests
-        self._ready = ready
-        self._sizes = sizes  # that may ever be used, samples per replica
-        self._compile_others: Callable[[], None] | None = compile_others
+        self._may_start = config.background_compile
         self._compile_s = compile_s  # what one size took
-        self._memory_limit = memory_limit
         self._hooks = hooks
         self._clock = clock
         self._on_error = on_error
@@ -83,8 +77,8 @@ class Analyst:
         self._adapt = adapt
         self._num_nodes = num_nodes
         self._lock = threading.Lock()
-        self._table = TimingTable()
-        self._fit: PerfFit | None = None
+        self._tables: dict[str, TimingTable] = {}  # by strategy
+        self._fits: dict[str, PerfFit | None] = {}  # by strategy
         self._every = config.statistics_every or 1  # until the noise is known
         self._changed_at = -config.dwell_steps  # nothing has changed yet that should settle first
         self._switches_s: list[float] = []
@@ -103,6 +97,7 @@ class Analyst:
         self._was_disturbed = False  # the steps, at the last question
         self._probing = False
         self._tried_from: BatchConfig | None = None  # before the probe
+        self._tried: set[str] = set()  # strategies that have had their trial
         self._pending = 0  # the step until which a posted change may still be on its way
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._tuner = Tuner(self._queue.put, on_error)
@@ -122,17 +117,20 @@ class Analyst:
     def to_json(self) -> dict[str, Any]:
         """What must survive a restart: timings, the fit's parameters, the measuring cadence."""
         with self._lock:
-            fit = None if self._fit is None else _numbers(vars(self._fit.params))
             return {
-                "timings": self._table.to_json(),
-                "fit": fit,
+                "timings": {name: table.to_json() for name, table in self._tables.items()},
+                "fits": {n: _numbers(vars(f.params)) for n, f in self._fits.items() if f},
                 "statistics_every": self._every,
             }
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Take over what `to_json` wrote. The fit is made again from the timings."""
         with self._lock:
-            self._table.restore(saved["timings"])
+            rows = saved["timings"]
+            # A run from before there were strategies has one table.
+            for name, one in (rows if isinstance(rows, Mapping) else {"": rows}).items():
+                self._tables[name] = TimingTable()
+                self._tables[name].restore(one)
             self._every = self._config.statistics_every or saved["statistics_every"]
 
     @property
@@ -194,9 +192,9 @@ class Analyst:
             self._first = None
         self._latest, self._disturbed = result, ticket.busy
         self._calm = 0 if ticket.busy else self._calm + 1
-        if self._compile_others is not None and self._is_compiling_worth_it(metrics):
-            self._compile_others()
-            self._compile_others = None
+        if self._may_start and self._is_compiling_worth_it(metrics):
+            self._choices.start()
+            self._may_start = False
         self._steps_seen += 1
         self._window.append(result)
         own = {k: v for k, v in metrics.items() if k not in _INTERNAL}
@@ -226,14 +224,18 @@ class Analyst:
         """Whether other batches may save more of the time left than it takes to compile them."""
         grad = GradParams(sqr=metrics["cautious_sqr"], var=metrics["cautious_var"])
         most = self._limits.max_micro_batches if self._config.accumulate else 1
-        batches = (
-            np.multiply.outer(self._sizes, np.arange(1, most + 1)) * self._current.num_replicas
-        )
+        sizes = self._choices.sizes(self._current.strategy)
+        batches = np.multiply.outer(sizes, np.arange(1, most + 1)) * self._current.num_replicas
         hopes = hoped_gain(grad, self._limits, self._current.global_batch_size, batches)
         hope = float(hopes.max())
         saved_s = self._left_s(metrics, grad) * (1 - 1 / hope) if hope > 1 else 0.0
-        price_s = self._compile_s * max(len(self._sizes) - 1, 1)
+        price_s = self._compile_s * max(len(sizes) - 1, 1)
         wanted = self._config.policy == "goodput" and hope >= 1 + self._config.min_gain
+        if self._adapt and self._choices.num_strategies > 1 and not math.isnan(grad.sqr):
+            # Nobody knows what another strategy is worth; one that just merits a change must repay all.
+            price_s = self._compile_s * self._choices.num_strategies
+            if self._left_s(metrics, grad) * self._config.min_gain > price_s:
+                return True
         return wanted and saved_s > price_s
 
     def _left_s(self, metrics: Mapping[str, float], grad: GradParams) -> float:
@@ -278,20 +280,25 @@ class Analyst:
         self._last_tune_s, self._last_tune_step = now, step
         self._was_unknown = math.isnan(metrics["cautious_sqr"])
         self._was_disturbed = self._disturbed
-        known = {
-            clean: self._table.timed_sizes(self._num_nodes, self._current.num_replicas, clean=clean)
-            for clean in (True, False)
-        }
+        known = {clean: self._timed(self._current, clean=clean) for clean in (True, False)}
         doubt = self._table.disturbance()
+        grad = GradParams(sqr=metrics["cautious_sqr"], var=metrics["cautious_var"])
+        tried_from = self._tried_from if self._tried_from != self._current else None
+        offers = {offer.config.strategy: offer for offer in self._choices.offers()}
+        others = map(self._option, offers.values() if self._adapt else ())
+        options = tuple(o for o in others if o.known or o.config.strategy not in self._tried)
+        home = None
+        if tried_from is not None and tried_from.strategy != self._current.strategy:
+            home = self._option(offers[tried_from.strategy])
         self._tuner.ask(
             Question(
                 step=step,
                 timings=self._table.timings(step),
-                grad=GradParams(sqr=metrics["cautious_sqr"], var=metrics["cautious_var"]),
-                placement=self._placement(),
+                grad=grad,
+                placement=self._placement(self._current),
                 limits=self._limits,
                 current=self._current,
-                ready=self._ready(),
+                ready=self._choices.ready(self._current.strategy),
                 timed=known[not self._disturbed],
                 clean=known[True],
                 disturbed=self._disturbed,
@@ -306,30 +313,72 @@ class Analyst:
                 accumulate=config.accumulate,
                 statistics_every=self._cadence(),
                 adapt=self._adapt,
-                tried_from=self._tried_from if self._tried_from != self._current else None,
+                tried_from=tried_from,
+                options=options,
+                home=home,
+                left_s=self._left_s(metrics, grad),
+                step_s=self._table.step_s(self._num_nodes, self._current),
             )
         )
+
+    def _option(self, offer: Offer) -> Option:
+        """What is known of another strategy; its fit is as of when it was left."""
+        strategy = offer.config.strategy
+        fit, table = self._fits.get(strategy), self._tables.get(strategy)
+        timed, known = self._timed(offer.config, clean=True), None
+        timings = None if table is None else table.timings(0)
+        if fit is not None and timings is not None and timed:
+            placement = self._placement(offer.config)
+            known = Known(
+                fit=fit,
+                placement=placement,
+                limits=self._choices.limits(strategy),
+                residuals=residuals_of(fit.params, placement, timings, timed),
+            )
+        return Option(config=offer.config, timed=timed, known=known, switch_s=offer.switch_s)
+
+    def _timed(self, config: BatchConfig, *, clean: bool) -> set[int]:
+        table = self._tables.get(config.strategy)
+        if table is None:
+            return set()
+        return table.timed_sizes(self._num_nodes, config.num_replicas, clean=clean)
+
+    @property
+    def _table(self) -> TimingTable:
+        """The step times of the strategy in use."""
+        return self._tables.setdefault(self._current.strategy, TimingTable())
+
+    @property
+    def _limits(self) -> BatchLimits:
+        return self._choices.limits(self._current.strategy)
+
+    @property
+    def _fit(self) -> PerfFit | None:
+        return self._fits.get(self._current.strategy)
 
     def _conclude(self, found: Answer) -> None:
         """Pass a verdict on to the loop and to whoever watches."""
         question, verdict = found.question, found.verdict
         with self._lock:
-            self._fit = found.fit
+            self._fits[question.current.strategy] = found.fit
         # A verdict on a configuration that is no longer in use is void.
         switched = verdict.config != question.current and question.current == self._current
         if switched:
             self._requests.post(
                 micro_batch_size=verdict.config.micro_batch_size,
                 num_micro_batches=verdict.config.num_micro_batches,
+                strategy=verdict.config.strategy,
             )
             # A size that was never timed is on trial, whatever the model hopes of it. Where everything
             # is timed beside a compilation, nothing is learned from a trial that will not change.
             returns = verdict.config == question.tried_from
-            untimed = verdict.config.micro_batch_size not in question.timed
+            same = verdict.config.strategy == question.current.strategy
+            untimed = same and verdict.config.micro_batch_size not in question.timed
             self._probing = not returns and (
                 math.isnan(verdict.goodput) or (untimed and not question.disturbed)
             )
             self._tried_from = question.current if self._probing else None
+            self._tried.add(verdict.config.strategy)
             self._pending = self._steps_ahead()
             logging.info("step %d: %s", question.step, verdict.reason)
         elif question.current == self._current:
@@ -391,8 +440,8 @@ class Analyst:
             measured=measured,
         )
 
-    def _placement(self) -> Placement:
-        return Placement(num_nodes=self._num_nodes, num_replicas=self._current.num_replicas)
+    def _placement(self, config: BatchConfig) -> Placement:
+        return Placement(num_nodes=self._num_nodes, num_replicas=config.num_replicas)
 
     def _draw(self) -> None:
         """Close the window and tell the hooks."""
@@ -406,11 +455,11 @@ class Analyst:
                 results,
                 seconds,
                 limits=self._limits,
-                placement=self._placement(),
+                placement=self._placement(self._current),
                 fit=self._fit,
                 learning_rate=UNKNOWN if rate is None else float(rate),
                 statistics_every=self._every,
-                memory_limit=self._memory_limit(),
+                memory_limit=self._choices.memory_limit(self._current.strategy),
                 total_base_steps=self._config.base_steps,
                 total_samples=(self._config.epochs or 0) * self._dataset_size,
             ),

@@ -20,6 +20,7 @@ BUCKETS: Mapping[str, str] = {
     "checkpoint_save": "the loop stood still for a checkpoint",
     "checkpoint_restore": "reading a checkpoint back",
     "wasted_progress_from_disruption": "steps since the last checkpoint, lost when the run died",
+    "resharding": "moving the state from one layout to another",
     "evaluation": "evaluating",
     "skipped_steps": "steps whose gradient was not finite",
     "other": "anything else that was not training",

@@ -1,9 +1,12 @@
-"""Checkpoints: Orbax, asynchronous, atomic, the last few kept, restored onto any number of devices.
+"""Checkpoints: Orbax, asynchronous, atomic, the last few kept, restored onto any layout and any devices.
 
 `<workdir>/checkpoints/<step>/state` holds the device values, `/meta` everything the host knows
 (cursor, samples, timings, fit, batch configuration, ledger) as JSON. A save that fails costs nothing:
 training goes on, the older checkpoints stay, and the error is reported. A checkpoint that cannot be
 read is named, set aside, and the one before it is used.
+
+The abstract state that `restore` is given says where every leaf goes: each device reads its own part,
+and none ever holds more, besides one leaf at a time.
 
 The state is the same in every process: process 0 writes, everyone reads for itself, and no process
 ever waits inside Orbax for another, which may have failed.
@@ -25,7 +28,6 @@ from absl import logging
 from jax.experimental import multihost_utils
 from jaxtyping import PyTree
 
-from jaxgoodput.parallel.strategy import Layout
 from jaxgoodput.train.state import TrainState
 
 
@@ -45,11 +47,10 @@ class Restored:
 class Checkpoints:
     """The checkpoints of one workdir. `world` is the mesh of all processes, None where there is one."""
 
-    def __init__(self, workdir: str, *, keep: int, layout: Layout, world: Any = None):
+    def __init__(self, workdir: str, *, keep: int, world: Any = None):
         self._root = pathlib.Path(workdir).resolve()
         self._directory = self._root / "checkpoints"
         self._keep = keep
-        self._layout = layout
         self._world = world
         _check_writable(self._root)
         self._directory.mkdir(exist_ok=True)
@@ -101,7 +102,10 @@ class Checkpoints:
         return error
 
     def restore(self, abstract: TrainState) -> Restored | None:
-        """The newest checkpoint that can be read, on this layout; None where there is none.
+        """The newest checkpoint that can be read; None where there is none.
+
+        `abstract` says of every leaf its shape, type and sharding, which are the restored state's own
+        (`Engine.abstract_state`); the layout that the state was saved on does not matter.
 
         Raises WrongWorkdirError where the newest readable one is of another model.
         """
@@ -169,10 +173,10 @@ class Checkpoints:
         tree = self._manager.restore(
             step,
             args=ocp.args.Composite(
-                state=ocp.args.StandardRestore(self._inward(abstract))  # pyright: ignore[reportCallIssue]
+                state=ocp.args.StandardRestore(_inward(abstract))  # pyright: ignore[reportCallIssue]
             ),
         )["state"]
-        return Restored(state=self._here(tree, abstract), meta=meta, step=step)
+        return Restored(state=_owned(tree, abstract), meta=meta, step=step)
 
     def _agreed(self, steps: list[int]) -> list[int]:
         """The steps that process 0 sees, in every process."""
@@ -228,25 +232,6 @@ class Checkpoints:
         # Where there are several processes, Orbax takes arrays of one of them from the host only;
         # copies, because the state's own buffers will be donated to the next step.
         return jax.tree.map(np.array, jax.device_get(tree))
-
-    def _inward(self, abstract: TrainState) -> dict[str, PyTree]:
-        sharding = self._layout.replicated
-        return jax.tree.map(
-            lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding),
-            jax.eval_shape(_plain, abstract),
-        )
-
-    def _here(self, tree: dict[str, PyTree], abstract: TrainState) -> TrainState:
-        leaves = jax.tree.leaves(tree)
-        wanted, structure = jax.tree.flatten(abstract)
-        assert len(leaves) == len(wanted)
-        put = [
-            jax.random.wrap_key_data(x, impl=jax.random.key_impl(_key_like(w))) if _is_key(w) else x
-            for x, w in zip(leaves, wanted, strict=True)
-        ]
-        # Restored buffers may be shared with the reader; a donated state must own its own.
-        copy = jax.jit(lambda t: jax.tree.map(jnp.copy, t), out_shardings=self._layout.replicated)
-        return copy(jax.tree.unflatten(structure, put))
 
 
 @contextlib.contextmanager
@@ -309,6 +294,30 @@ def _plain(state: TrainState) -> dict[str, PyTree]:
     return {
         f"leaf_{i:05d}": jax.random.key_data(x) if _is_key(x) else x for i, x in enumerate(leaves)
     }
+
+
+def _inward(abstract: TrainState) -> dict[str, PyTree]:
+    """What to ask the reader for: plain arrays, each on its leaf's sharding."""
+    plain = jax.eval_shape(_plain, abstract)
+    return {
+        name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=leaf.sharding)
+        for (name, x), leaf in zip(plain.items(), jax.tree.leaves(abstract), strict=True)
+    }
+
+
+def _owned(tree: dict[str, PyTree], abstract: TrainState) -> TrainState:
+    """What was read as a state with buffers of its own; the reader's are let go one by one.
+
+    The reader may share them with the host, and a state is donated to steps.
+    """
+    wanted, structure = jax.tree.flatten(abstract)
+    put = []
+    for x, leaf in zip(tree.values(), wanted, strict=True):
+        own = jax.block_until_ready(jax.device_put(x, leaf.sharding, may_alias=False))
+        x.delete()
+        impl = jax.random.key_impl(_key_like(leaf)) if _is_key(leaf) else None
+        put.append(own if impl is None else jax.random.wrap_key_data(own, impl=impl))
+    return jax.tree.unflatten(structure, put)
 
 
 def _is_key(x: Any) -> bool:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from jaxgoodput.goodput.search import BatchLimits
 from jaxgoodput.optim.rules import Rule
+from jaxgoodput.parallel.strategy import Strategy
 
 POLICIES = ("goodput", "fixed")
 
@@ -32,6 +33,9 @@ class Config:
     epochs: int | None = None
     seed: int = 0
 
+    # How the model may lie on the devices; the first that fits into memory is the start, and where there
+    # are several, the one of highest goodput is found while training. (): a copy on every device.
+    strategies: tuple[Strategy, ...] = ()
     rule: Rule | None = None  # learning-rate gain; None: adam_scale for Adam-like, else adascale
     smoothing: float = 0.999  # of the noise statistics, per base step
     preconditioned: bool | None = None  # measure noise after Adam's division; None: for Adam-like
@@ -143,6 +147,8 @@ def to_json(config: Config) -> dict[str, Any]:
     """The configuration as JSON values; functions by name."""
 
     def plain(value: Any) -> Any:
+        if isinstance(value, Strategy):
+            return value.to_json()
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
         if callable(value):

@@ -26,6 +26,7 @@ class Control:
     evaluate: bool = False
     micro_batch_size: int | None = None
     num_micro_batches: int | None = None
+    strategy: str | None = None  # of that batch; in one process
     statistics_every: int | None = None
     num_ready: int = 0  # sizes compiled or refused, summed over processes
 

@@ -336,7 +336,7 @@ class Engine:
     def move(self, state: TrainState, layout: Layout) -> TrainState:
         """The state, which is on this layout, on another one; the old one is deleted on the way.
 
-        Raises DoesNotFit, and leaves the state alone, where it would need more memory than there is.
+        Raises MoveDoesNotFit, and leaves the state alone, where it would need more memory than there is.
         """
         if layout == self.layout:
             return state

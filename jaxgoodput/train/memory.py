@@ -14,6 +14,10 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 
+class TooLarge(ValueError):
+    """No step of the model fits into memory under a strategy."""
+
+
 @dataclass(frozen=True)
 class StepBytes:
     """Bytes per device that one execution needs."""

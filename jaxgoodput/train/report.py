@@ -126,9 +126,10 @@ def _global(config: Record) -> int:
 
 
 def _identity(config: Record) -> str:
-    return (
+    shape = (
         f"{config['micro_batch_size']} x {config['num_replicas']} x {config['num_micro_batches']}"
     )
+    return " ".join([shape, config.get("strategy", "")]).strip()
 
 
 def _section(title: str, body: str) -> str:

@@ -34,6 +34,7 @@ from jaxgoodput.train.due import Due
 from jaxgoodput.train.events import Checkpoint, EvalEnd, FitEnd, FitStart, Preempt
 from jaxgoodput.train.outcome import Diverged, Preempted, named
 from jaxgoodput.train.pages import keep_freed_pages
+from jaxgoodput.train.ladders import Ladders
 from jaxgoodput.train.rungs import Rungs
 from jaxgoodput.train.state import Previous, TrainState
 from jaxgoodput.train.watcher import Result, Ticket, Watcher
@@ -75,31 +76,32 @@ class Run:
 
     def _prepare(self, stack: contextlib.ExitStack) -> None:
         config, trainer = self.config, self.trainer
-        self.where = where = setup.place(trainer.devices)
+        self.where = where = setup.place(trainer.devices, config.strategies)
         self.is_chief = where.process_index == 0
         self.checkpoints = Checkpoints(
-            config.workdir, keep=config.keep_checkpoints, layout=where.layout, world=where.world
+            config.workdir, keep=config.keep_checkpoints, world=where.world
         )
         stack.callback(self.checkpoints.close)
         self.source = source = as_source(trainer.dataset())
-        self.engine = engine = setup.engine(trainer, source, where)
-        kind = engine.loss_kind()  # before anything is compiled: a loss of a wrong shape is named
-        abstract = engine.abstract_state()
         device = where.layout.mesh.devices.flat[0]
         keep_freed_pages(device.platform)
         budget = memory.device_budget(
             device,
-            num_local_devices=where.layout.num_replicas,
+            num_local_devices=where.layout.num_devices,
             stated=config.memory_bytes,
             margin=config.memory_margin,
         )
         self._meet("before the plan")
         if where.process_count > 1:
             budget = memory.least(budget)
+        engine = setup.engine(trainer, source, where, memory_bytes=budget)
+        kind = engine.loss_kind()  # before anything is compiled: a loss of a wrong shape is named
         with self.ledger.bucket("checkpoint_restore"):
-            restored = self.checkpoints.restore(abstract)
+            restored = self.checkpoints.restore(engine.abstract_state())
         with self.ledger.bucket("compilation"):
-            plan = setup.batch_plan(config, engine, source, budget)
+            plan = setup.start_plan(config, engine, where, source, budget)
+        self.engine = engine = engine.on(where.layouts[plan.start.strategy])
+        abstract = engine.abstract_state()
         setup.check_length(config, plan, source, kind)
         self.step, self.samples, self._progress_before = 0, 0, 0.0
         self.batch = plan.start
@@ -115,20 +117,16 @@ class Run:
             self.batch = setup.resumed_config(
                 saved, plan, engine.num_replicas, config, lambda size: self._fits(size, budget)
             )
-        self.rungs = Rungs(
-            engine,
-            plan.sizes,
-            accumulate=config.accumulate and plan.limits.max_micro_batches > 1,
-            budget=budget,
-            reach=config.max_growth if config.background_compile else math.inf,
+        self.ladders = Ladders(
+            engine, plan, dict(where.layouts), config=config, num_samples=len(source), budget=budget
         )
-        self.rungs.near(self.batch.micro_batch_size)
-        stack.callback(self.rungs.close)
+        stack.callback(self.ladders.close)
+        self.ladders.use(self.batch)
         with self.ledger.bucket("compilation"):
             several = self.batch.num_micro_batches > 1
             engine.compile([self.batch.micro_batch_size], accumulate=several)
             if not config.background_compile:
-                self.rungs.climb()
+                self.ladders.prepare()
         self.evaluator = None
         if config.eval_every_s or config.eval_every_base_steps:
             self.evaluator = setup.evaluator(trainer, where)
@@ -139,7 +137,7 @@ class Run:
             remaining = max(config.epochs * len(source) - self.samples, 0)
         self.loader = Loader(
             source,
-            sharding=where.layout.batch_sharding,
+            sharding=engine.layout.batch_sharding,
             cursor=cursor,
             process_index=where.process_index,
             process_count=where.process_count,
@@ -187,14 +185,10 @@ class Run:
         self.watcher = Watcher(self._read, self._on_result, self.clock)
         self.analyst = Analyst(
             config,
-            plan.limits,
+            self.ladders,
             current=self.batch,
             requests=self.requests,
-            ready=self._ready_everywhere,
-            sizes=plan.sizes,
-            compile_others=self.rungs.start if config.background_compile else lambda: None,
             compile_s=compile_s,
-            memory_limit=lambda: self.rungs.memory_limit,
             hooks=hooks,
             clock=self.clock,
             on_error=self._hook_failed,
@@ -217,12 +211,17 @@ class Run:
                 config=self.batch,
                 limits=plan.limits,
                 device_kind=device.device_kind,
-                num_devices=self.engine.num_replicas,
+                num_devices=self.engine.layout.num_devices * self.where.process_count,
                 num_processes=self.where.process_count,
                 settings=to_json(config),
                 at_s=self.clock.now(),
             )
         )
+
+    @property
+    def rungs(self) -> Rungs:
+        """The ladder of the strategy in use."""
+        return self.ladders.rungs(self.batch.strategy)
 
     # -- the loop --------------------------------------------------------------------------------
 
@@ -232,9 +231,10 @@ class Run:
         self._previous: Previous | None = None
         self._untimed = DEPTH
         self._stayed = 0  # steps of the present batch
+        if self.where.process_count > 1:
+            self.ladders.settled_everywhere = 0
         self._latest: Result | None = None
         self._outcome: str | None = None
-        self._settled_everywhere = 0
         reason = "interrupted"
         try:
             with jax.transfer_guard("disallow"):
@@ -303,14 +303,33 @@ class Run:
         if control.statistics_every:
             self.every = control.statistics_every
         if control.micro_batch_size and control.num_micro_batches:
+            strategy = self.batch.strategy if control.strategy is None else control.strategy
+            if strategy != self.batch.strategy:
+                self._switch(strategy)
             self.batch = BatchConfig(
                 micro_batch_size=control.micro_batch_size,
                 num_micro_batches=control.num_micro_batches,
                 num_replicas=self.engine.num_replicas,
+                strategy=strategy,
             )
             self._untimed, self._stayed = 1, 0
-            self.rungs.near(self.batch.micro_batch_size)
+            self.ladders.use(self.batch)
         return True
+
+    def _switch(self, strategy: str) -> None:
+        """Move the state to another strategy's layout, in memory; the loop waits for it."""
+        old, new = self.engine, self.ladders.engine(strategy)
+        start_s = self.clock.now()
+        with self.ledger.bucket("resharding"), jax.transfer_guard("allow"):
+            jax.block_until_ready(self.state)  # what is still being computed is no part of the price
+            start_s = self.clock.now()
+            plan = old.plan_move(new.layout)
+            self.state = jax.block_until_ready(old.move(self.state, new.layout))
+        self.ladders.switched(self.clock.now() - start_s, plan.bytes_moved)
+        self.engine, self._previous = new, None
+        self.loader.place(new.layout.batch_sharding)
+        if self.evaluator is not None:
+            self.evaluator = self.evaluator.on(new.layout)
 
     def _control(self, result: Result | None) -> Control:
         if self.where.process_count == 1:
@@ -321,7 +340,7 @@ class Run:
         # The sum bounds the slowest from below: nobody has settled more sizes than were taken up.
         others = self.where.process_count - 1
         slowest = control.num_ready - others * self.rungs.num_wanted
-        self._settled_everywhere = max(self._settled_everywhere, slowest)
+        self.ladders.settled_everywhere = max(self.ladders.settled_everywhere or 0, slowest)
         return control
 
     def _next_batch(self) -> StepBatch | None:
@@ -376,7 +395,7 @@ class Run:
                 measured=measured,
                 dispatched_s=dispatched_s,
                 timed=timed,
-                busy=self.rungs.is_busy,
+                busy=self.ladders.is_busy,
                 num_samples=batch.num_samples,
                 samples=self.samples,
                 before=batch.before,
@@ -393,7 +412,7 @@ class Run:
             return True
         if not self.rungs.can_measure(batch.config.micro_batch_size):
             return False  # what it takes is being compiled
-        length = 2 if self.engine.num_replicas == 1 else 1
+        length = 2 if self.engine.needs_two_steps else 1
         # By the step's number, so that a resumed run measures where an uninterrupted one would.
         return self.every <= length or self.step % self.every < length
 
@@ -476,12 +495,6 @@ class Run:
         if not result.metrics["finite"]:
             self.ledger.add("skipped_steps", max(result.parts.step_s, 0.0))
         self.analyst.result(result)
-
-    def _ready_everywhere(self) -> Sequence[int]:
-        """Sizes that every process has compiled: all take them up, and settle them, in one order."""
-        if self.where.process_count == 1:
-            return self.rungs.ready()
-        return self.rungs.ready(first=self._settled_everywhere)
 
     def _compiled(self, compilation: Compilation) -> None:
         if compilation.thread_id == self._thread_id:

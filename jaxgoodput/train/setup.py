@@ -5,7 +5,7 @@ import dataclasses
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +34,7 @@ from jaxgoodput.train.evaluation import Evaluator
 from jaxgoodput.train.state import Variables, split
 from jaxgoodput.train.step import Problem
 from jaxgoodput.train.tensorboard import Dashboard
+from jaxgoodput.train.tune import Indivisible as Indivisible
 from jaxgoodput.train.tune import fixed_config
 
 if TYPE_CHECKING:
@@ -44,19 +45,29 @@ if TYPE_CHECKING:
 class Place:
     """The devices of this process and, where there are several processes, of all."""
 
-    layout: Layout
+    layouts: Mapping[str, Layout]  # by strategy; the name "" is plain data parallelism, unasked
     world: Mesh | None
     process_index: int
     process_count: int
 
     @property
+    def layout(self) -> Layout:
+        """The first layout."""
+        return next(iter(self.layouts.values()))
+
+    @property
     def num_replicas(self) -> int:
-        """Replicas of all processes."""
+        """Replicas of all processes, under the first layout."""
         return self.layout.num_replicas if self.world is None else self.world.size
 
 
-def place(devices: Sequence[Any] | None) -> Place:
-    """One replica on every device; `devices` narrows them where there is one process."""
+def place(devices: Sequence[Any] | None, strategies: Sequence[Strategy] = ()) -> Place:
+    """The layouts of `strategies` (none: one replica on every device) on this process's devices.
+
+    `devices` narrows them where there is one process. Raises ValueError for a strategy that does not
+    use exactly those devices, for two of one name, and for several processes with anything but data
+    parallelism.
+    """
     count = jax.process_count()
     if count > 1 and devices is not None:
         raise ValueError(
@@ -64,11 +75,26 @@ def place(devices: Sequence[Any] | None) -> Place:
             "that they should use."
         )
     local = jax.local_devices() if devices is None else devices
-    layout = Strategy(data=len(local)).on(local)
+    layouts = {"": Strategy(data=len(local)).on(local)}
+    if strategies:
+        plans = [strategy.resolved(len(local)) for strategy in strategies]
+        names = [plan.name for plan in plans]
+        if len(set(names)) < len(names):
+            raise ValueError(
+                f"Config.strategies has two of one name: {', '.join(names)}. On {len(local)} devices "
+                "they have the same degrees; leave one of them out."
+            )
+        layouts = {plan.name: plan.on(local) for plan in plans}
+        other = [name for name, x in layouts.items() if x.num_replicas < x.num_devices or "fsdp" in name]
+        if count > 1 and (other or len(plans) > 1):
+            raise ValueError(
+                f"a job of {count} processes trains with data parallelism only; got the strategies "
+                f"{', '.join(names)}. Leave Config.strategies empty, or use one process."
+            )
     world = None
     if count > 1:
         world = Mesh(np.asarray(jax.devices()), (DATA_AXIS,), axis_types=(AxisType.Auto,))
-    return Place(layout, world, jax.process_index(), count)
+    return Place(layouts, world, jax.process_index(), count)
 
 
 def problem(trainer: "Trainer") -> Problem:
@@ -122,14 +148,17 @@ def problem(trainer: "Trainer") -> Problem:
     )
 
 
-def engine(trainer: "Trainer", source: Source, where: Place) -> Engine:
-    """The engine of this trainer's problem on these devices."""
+def engine(
+    trainer: "Trainer", source: Source, where: Place, *, memory_bytes: int | None = None
+) -> Engine:
+    """The engine of this trainer's problem on these devices, of the first strategy."""
     return Engine(
         problem(trainer),
         where.layout,
         abstract_sample(source),
         world=where.world,
         control_size=CONTROL_SIZE if where.process_count > 1 else 0,
+        memory_bytes=memory_bytes,
     )
 
 
@@ -142,26 +171,44 @@ class BatchPlan:
     limits: BatchLimits  # resolved
 
 
-def batch_plan(config: Config, engine: Engine, source: Source, budget: int) -> BatchPlan:
+def start_plan(config: Config, engine: Engine, where: Place, source: Source, budget: int) -> BatchPlan:
+    """The plan of the first strategy under which the model fits into memory.
+
+    Raises what `batch_plan` raises for the last of them.
+    """
+    *firsts, last = where.layouts
+    for strategy in firsts:
+        try:
+            there = engine.on(where.layouts[strategy])
+            return batch_plan(config, there, len(source), budget, strategy=strategy)
+        except (memory.TooLarge, Indivisible) as error:
+            logging.warning("the strategy %s is left out: %s", strategy, error)
+    there = engine.on(where.layouts[last])
+    return batch_plan(config, there, len(source), budget, strategy=last)
+
+
+def batch_plan(
+    config: Config, engine: Engine, num_samples: int, budget: int, *, strategy: str = ""
+) -> BatchPlan:
     """Resolve the limits by data, devices and memory; compiles the starting size to know its bytes.
 
-    Raises ValueError where the base batch cannot be made of equal micro-batches, is larger than the
-    data set, or does not fit into memory at any split.
+    Raises TooLarge where the base batch does not fit into memory at any split, Indivisible where it
+    cannot be made of equal micro-batches, ValueError where it is larger than the data set.
     """
     limits, replicas = config.batch, engine.num_replicas
     base, largest = limits.base, limits.max
-    if base > len(source):
+    if base > num_samples:
         raise ValueError(
-            f"the base batch of {base} samples is larger than the data set of {len(source)}. Use a "
+            f"the base batch of {base} samples is larger than the data set of {num_samples}. Use a "
             "smaller batch.base (and the learning rate that belongs to it)."
         )
-    if largest > len(source):
+    if largest > num_samples:
         logging.warning(
             "batch.max=%d is larger than the data set; batches stop at its %d samples.",
             largest,
-            len(source),
+            num_samples,
         )
-        largest = len(source)
+        largest = num_samples
     fixed = config.policy == "fixed"
     tolerance = config.fixed_tolerance if fixed else 0.0
     low, high = limits.micro or (None, None)
@@ -186,15 +233,17 @@ def batch_plan(config: Config, engine: Engine, source: Source, budget: int) -> B
             needs(1)  # two sizes tell the samples' bytes from those of the state
         fits = memory.largest_that_fits(range(1, micro), known, budget)
         if fits < 1 or not config.accumulate:
-            raise ValueError(
+            raise memory.TooLarge(
                 f"a step with {micro} samples per replica needs {need.peak / 2**20:.0f} MiB "
                 f"({need.arguments / 2**20:.0f} of it state and batch), and there are "
                 f"{budget / 2**20:.0f} MiB. Raise memory_bytes if that is wrong, allow accumulation, "
-                "or use a smaller model or base batch."
+                "cut the model over devices with Config.strategies (fsdp), or use a smaller model or "
+                "base batch."
             )
         start = fixed_config(
             base, replicas, fits, tolerance=tolerance, max_micro_batches=most_micros
         )
+    start = dataclasses.replace(start, strategy=strategy)
     if fixed:
         sizes: set[int] = {start.micro_batch_size}
         limits = dataclasses.replace(limits, micro=(start.micro_batch_size,) * 2, sizes=None)
@@ -208,7 +257,7 @@ def batch_plan(config: Config, engine: Engine, source: Source, budget: int) -> B
 
 
 def resumed_config(
-    saved: dict[str, int],
+    saved: Mapping[str, Any],
     plan: BatchPlan,
     replicas: int,
     config: Config,
@@ -236,16 +285,19 @@ def resumed_config(
 
 
 def _nearest_config(
-    saved: dict[str, int], plan: BatchPlan, replicas: int, config: Config
+    saved: Mapping[str, Any], plan: BatchPlan, replicas: int, config: Config
 ) -> BatchConfig:
-    same = BatchConfig(**{**saved, "num_replicas": replicas})
+    here = {"num_replicas": replicas, "strategy": plan.start.strategy}
+    same = BatchConfig(**{**saved, **here})
     wanted = saved["micro_batch_size"] * saved["num_micro_batches"] * saved["num_replicas"]
     if same.global_batch_size == wanted and same.micro_batch_size in plan.sizes:
         return same
     most = plan.limits.max_micro_batches if config.accumulate else 1
     floor = plan.limits.min_global or plan.limits.base
     options = [
-        BatchConfig(micro_batch_size=m, num_micro_batches=k, num_replicas=replicas)
+        dataclasses.replace(
+            plan.start, micro_batch_size=m, num_micro_batches=k, num_replicas=replicas
+        )
         for m in plan.sizes
         for k in range(1, most + 1)
         if floor <= m * k * replicas <= plan.limits.max
@@ -281,7 +333,7 @@ def evaluator(trainer: "Trainer", where: Place | None = None) -> Evaluator:
         raise ValueError(
             f"{type(trainer).__name__}.eval_dataset() returned None: there is nothing to evaluate on."
         )
-    where = where or place(trainer.devices)
+    where = where or place(trainer.devices, trainer.config.strategies)
     config = trainer.config
     base = max(config.batch.base // where.num_replicas, 1)
     return Evaluator(

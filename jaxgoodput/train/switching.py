@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jaxtyping import PyTree
 
-from jaxgoodput.parallel.stub_for_now import Move
+from jaxgoodput.parallel.reshard import Move
 from jaxgoodput.parallel.strategy import Layout
 from jaxgoodput.train.executables import Recipes
 

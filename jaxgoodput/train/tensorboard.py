@@ -280,9 +280,10 @@ def describe(config: BatchConfig) -> str:
     >>> describe(BatchConfig(micro_batch_size=64, num_micro_batches=1, num_replicas=8))
     '512 = 64 x 8 x 1'
     """
+    under = f" under {config.strategy}" if config.strategy else ""
     return (
         f"{config.global_batch_size} = {config.micro_batch_size} x {config.num_replicas} "
-        f"x {config.num_micro_batches}"
+        f"x {config.num_micro_batches}{under}"
     )
 
 

@@ -21,6 +21,10 @@ from jaxgoodput.goodput.search import BatchConfig, BatchLimits, best_batch
 from jaxgoodput.train.events import Verdict
 
 
+class Indivisible(ValueError):
+    """A batch that cannot be cut into equal micro-batches over the replicas of a strategy."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Caution:
     """How willing the tuner is to change things."""
@@ -112,6 +116,7 @@ def tune(
     allowed = _narrowed(limits, min(limits.max, largest), accumulate)
     sizes = sorted(set(ready) | {current.micro_batch_size})
     config, best = best_batch(model, placement, allowed, micro_batch_sizes=sizes)
+    config = dataclasses.replace(config, strategy=current.strategy)
     if not math.isfinite(best):
         return keep(f"keep: the model cannot tell ({at})", now)
     gain = best / now
@@ -233,7 +238,7 @@ def fixed_config(
 ) -> BatchConfig:
     """The configuration with the fewest micro-batches whose global batch is `base`, within tolerance.
 
-    Raises ValueError naming the nearest global batches that the replicas can divide.
+    Raises Indivisible, a ValueError, naming the nearest global batches that the replicas can divide.
 
     >>> fixed_config(96, 8, largest_micro=8)
     BatchConfig(micro_batch_size=6, num_micro_batches=2, num_replicas=8)
@@ -262,7 +267,7 @@ def fixed_config(
     if best is not None:
         return best[2]
     near = " and ".join(map(str, _nearest(base, num_replicas, largest_micro, max_micro_batches)))
-    raise ValueError(
+    raise Indivisible(
         f"a global batch of {base} samples cannot be cut into equal micro-batches over "
         f"{num_replicas} replicas (at most {max_micro_batches} of at most {largest_micro} samples, "
         f"tolerance {tolerance:.0%}). "

@@ -4,6 +4,7 @@ One question at a time; a question that comes while another is being answered is
 a newer one will follow. The fit's own functions are compiled before the first question.
 """
 
+import math
 import queue
 import threading
 from collections.abc import Callable, Collection
@@ -16,7 +17,11 @@ from jaxgoodput.goodput.fit import PerfFit, StepTimings, fit_perf_params
 from jaxgoodput.goodput.perf import Placement
 from jaxgoodput.goodput.search import BatchConfig, BatchLimits
 from jaxgoodput.train.events import Verdict
+from jaxgoodput.train.strategies import Known, Option, choose_strategy, judge_trial
 from jaxgoodput.train.tune import Caution, residuals_of, tune
+
+
+PROBE_STEPS = 8  # at a size, or under a strategy, that is being tried
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +44,10 @@ class Question:
     statistics_every: int
     adapt: bool  # False: the batch is fixed, only the model is of interest
     tried_from: BatchConfig | None = None  # before the probe that `current` is
+    options: tuple[Option, ...] = ()  # other strategies, their fits as of when they were left
+    home: Option | None = None  # that of `tried_from`, where it is another strategy
+    left_s: float = math.nan  # to the end of training; NaN unknown
+    step_s: float = math.nan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,14 +61,24 @@ class Answer:
 
 
 def answer(question: Question, last_fit: PerfFit | None) -> Answer:
-    """The fit and the verdict; pure."""
+    """The fit and the verdict; pure. `last_fit` is of the same strategy."""
     fit = last_fit
     if question.timings is not None:
         fit = fit_perf_params(question.timings, start=None if last_fit is None else last_fit.params)
     residuals = ()
     if fit is not None and question.timings is not None:
         residuals = residuals_of(fit.params, question.placement, question.timings, question.clean)
-    if question.adapt:
+    if question.adapt and question.home is not None:
+        assert question.tried_from is not None
+        verdict = judge_trial(
+            question.current,
+            question.tried_from,
+            _known(question, fit, residuals),
+            question.home.known,
+            question.grad,
+            statistics_every=question.statistics_every,
+        )
+    elif question.adapt:
         verdict = tune(
             fit,
             question.grad,
@@ -75,6 +94,23 @@ def answer(question: Question, last_fit: PerfFit | None) -> Answer:
             statistics_every=question.statistics_every,
             tried_from=question.tried_from,
         )
+        here = _known(question, fit, residuals)
+        # One change at a time, and none beside a compilation or before the noise is known.
+        calm = verdict.config == question.current and not question.disturbed
+        if question.options and here is not None and calm and question.tried_from is None:
+            now = here.goodput(question.current, question.grad)
+            waits = question.steps_since_change < question.caution.dwell_steps
+            if math.isfinite(now) and not waits:
+                verdict = choose_strategy(
+                    verdict,
+                    now,
+                    question.options,
+                    question.grad,
+                    caution=question.caution,
+                    accumulate=question.accumulate,
+                    left_s=question.left_s,
+                    probe_s=PROBE_STEPS * question.step_s,
+                )
     else:
         verdict = Verdict(
             config=question.current,
@@ -84,6 +120,16 @@ def answer(question: Question, last_fit: PerfFit | None) -> Answer:
             statistics_every=question.statistics_every,
         )
     return Answer(question=question, verdict=verdict, fit=fit, residuals=residuals)
+
+
+def _known(
+    question: Question, fit: PerfFit | None, residuals: tuple[tuple[int, float], ...]
+) -> Known | None:
+    if fit is None:
+        return None
+    return Known(
+        fit=fit, placement=question.placement, limits=question.limits, residuals=residuals
+    )
 
 
 class Tuner:
@@ -125,7 +171,7 @@ class Tuner:
         self._thread.join()
 
     def _run(self) -> None:
-        fit: PerfFit | None = None
+        fits: dict[str, PerfFit | None] = {}  # by strategy
         try:
             _warm_up()
             while not self._closing.is_set():
@@ -133,8 +179,9 @@ class Tuner:
                 question = self._questions.get()
                 if question is None:
                     return
-                found = answer(question, fit)
-                fit = found.fit
+                strategy = question.current.strategy
+                found = answer(question, fits.get(strategy))
+                fits[strategy] = found.fit
                 self._on_answer(found)
         except BaseException as error:
             self._on_error(error)

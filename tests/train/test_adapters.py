@@ -247,8 +247,9 @@ def test_parameters_are_placed_as_the_metadata_says(model, key, x):
     made = jax.jit(model.init, out_shardings=found.shardings(blank))(key, x)
     ((name, _),) = blank.specs
     for path, leaf in jax.tree_util.tree_leaves_with_path(made.params):
-        cut = path_name(path) == name
-        assert leaf.sharding.spec == (P("fsdp", "tensor") if cut else P())
+        # The bias goes with the outputs of its kernel.
+        expected = P("fsdp", "tensor") if path_name(path) == name else P("tensor")
+        assert leaf.sharding.spec == expected
     whole = model.predict(jax.device_get(made.params), {}, x)
     np.testing.assert_allclose(model.predict(made.params, {}, x), whole, rtol=1e-5, atol=1e-6)
 

@@ -41,6 +41,33 @@ class AtOnce:
         pass
 
 
+class OneStrategy:
+    """The choices of a run with one strategy."""
+
+    num_strategies = 1
+
+    def __init__(self, stage, limits):
+        self.stage, self.allowed = stage, limits
+
+    def limits(self, strategy):
+        return self.allowed
+
+    def sizes(self, strategy):
+        return SIZES
+
+    def ready(self, strategy):
+        return self.stage.ready
+
+    def memory_limit(self, strategy):
+        return SIZES[-1]
+
+    def offers(self):
+        return ()
+
+    def start(self):
+        pass
+
+
 class Listener(Hook):
     def __init__(self):
         self.verdicts, self.steps = [], []
@@ -70,14 +97,10 @@ class Course:
         )
         self.analyst = Analyst(
             config,
-            config.batch,
+            OneStrategy(self, config.batch),
             current=self.config,
             requests=self.requests,
-            ready=lambda: self.ready,
-            sizes=SIZES,
-            compile_others=lambda: None,
             compile_s=1.0,
-            memory_limit=lambda: SIZES[-1],
             hooks=[self.heard],
             clock=self.clock,
             on_error=self.errors.append,

@@ -79,7 +79,7 @@ def restored(workdir, count=1, trainer=None):
     trainer = trainer or Counting(counting_config(workdir), devices=jax.devices()[:count])
     where = layout(count)
     engine = setup.engine(trainer, as_source(trainer.dataset()), setup.place(trainer.devices))
-    found = Checkpoints(str(workdir), keep=3, layout=where)
+    found = Checkpoints(str(workdir), keep=3)
     try:
         return found.restore(engine.abstract_state())
     finally:

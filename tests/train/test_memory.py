@@ -148,7 +148,7 @@ def planned(engine, budget, **kind):
     limits = BatchLimits(base=64, max=256, micro=(1, 256), **kind)
     source = as_source({"x": np.zeros((300, 512), np.float32)})
     return batch_plan(
-        Config(workdir="unused", batch=limits, base_steps=1.0), engine, source, budget
+        Config(workdir="unused", batch=limits, base_steps=1.0), engine, len(source), budget
     )
 
 
