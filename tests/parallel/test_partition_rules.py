@@ -1,4 +1,4 @@
-"""Parameters are cut as rules, metadata or defaults say, whole in sum; optimizer state goes with them."""
+"""Parameters are cut as rules, metadata or defaults say; placing and fetching them changes nothing."""
 
 import jax
 import jax.numpy as jnp
