@@ -44,7 +44,9 @@ def received_bytes(hlo_text: str, num_devices: int) -> int:
         if kind == "collective-permute":
             pairs = _PAIRS.search(rest)
             if pairs is None:
-                raise ValueError(f"no source_target_pairs in {found[0]!r}: this HLO is not known here.")
+                raise ValueError(
+                    f"no source_target_pairs in {found[0]!r}: this HLO is not known here."
+                )
             numbers = [int(n) for n in re.findall(r"\d+", pairs["pairs"])]
             moves = sum(a != b for a, b in zip(numbers[::2], numbers[1::2], strict=True))
             arrived += result * moves

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 from jaxtyping import PyTree
@@ -212,7 +213,7 @@ def total(parts: Iterable[Mapping[Device, int]]) -> dict[Device, int]:
 
 
 def as_data(
-    name: str, value: Any, target: Sharding
+    name: str, value: Any, target: Any
 ) -> tuple[tuple[int, ...], np.dtype, Sharding, Sharding]:
     """Shape, dtype, source and target of a leaf's data; PRNG keys as the integers they are made of."""
     source = getattr(value, "sharding", None)
@@ -226,7 +227,7 @@ def as_data(
             f"the target of {name or 'the value'} must be a sharding; got {target!r}. Pass a tree of "
             "shardings of the same structure as the state."
         )
-    if not jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
+    if not jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         return tuple(value.shape), np.dtype(value.dtype), source, target
     abstract = jax.ShapeDtypeStruct(value.shape, value.dtype)
     data = jax.eval_shape(jax.random.key_data, abstract)
@@ -268,9 +269,7 @@ def _grouped(leaves: Sequence[LeafPlan], group_bytes: int) -> list[GroupPlan]:
     for position, leaf in enumerate(leaves):
         before, after = leaf.source_boxes, leaf.target_boxes
         moved = sum(
-            num_elements(p.box) * leaf.dtype.itemsize
-            for p in leaf.pieces
-            if p.sender != p.receiver
+            num_elements(p.box) * leaf.dtype.itemsize for p in leaf.pieces if p.sender != p.receiver
         )
         stays = before == after
         on_cpu = all(device.platform == "cpu" for device in (*before, *after))

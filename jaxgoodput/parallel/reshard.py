@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from jaxgoodput.parallel.pieces import Device
@@ -158,7 +159,7 @@ def _deleted(array: jax.Array) -> None:
 
 
 def _is_key(leaf: Any) -> bool:
-    return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def _as_before(leaf: Any, data: jax.Array) -> jax.Array:

@@ -17,7 +17,7 @@ from jaxgoodput.parallel.collectives import received_bytes
 from jaxgoodput.parallel.copies import compile_copies
 from jaxgoodput.parallel.pieces import Device
 from jaxgoodput.parallel.plan import GroupPlan, LeafPlan, Route
-from jaxgoodput.parallel.transfers import compile_transfers
+from jaxgoodput.parallel.transfers import compile_transfers, only_relocates
 
 ALL_ROUTES: tuple[Route, ...] = ("alias", "copies", "direct", "hop", "pieces")
 # A jitted move is taken where its temporaries on a device are at most this part of the group's leaves,
@@ -51,12 +51,14 @@ def compile_group(
     same_devices = _same_devices(leaves)
     # Without anything to send, XLA's slices write the targets once; copies write them twice.
     local = group.bytes_moved == 0 and same_devices and "direct" in allowed
-    if "copies" in allowed and _all_cpu(leaves) and not local:
+    # Nor has the runtime to do more than one copy of each shard where shards only change devices.
+    relocates = "pieces" in allowed and only_relocates(leaves)
+    if "copies" in allowed and _all_cpu(leaves) and not local and not relocates:
         copies = compile_copies(leaves)
         return CompiledGroup(replace(group, route="copies"), copies)
     tried: list[CompiledGroup] = []
     for route in ("direct", "hop"):
-        if route in allowed and same_devices:
+        if route in allowed and same_devices and not relocates:
             jitted = _compile_jitted(group, leaves, hop=route == "hop")
             if is_good(jitted):
                 return jitted

@@ -2,7 +2,8 @@
 
 Each sender cuts its pieces in one program, all transfers are handed to the runtime in one call, and
 each receiver puts its pieces together in one program. What is held beside source and target are the
-pieces themselves: cut on the sender, and received.
+pieces themselves: cut on the sender, and received. A shard that is needed whole is sent as it is, and
+where it is all that the receiver needs, it is the target.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,63 +26,106 @@ class Transfers:
     """A compiled group: a program per sender, the transfers, a program per receiver."""
 
     leaves: tuple[LeafPlan, ...]
-    senders: Mapping[Device, tuple[tuple[int, ...], Program]]  # leaves whose shards it takes
-    sent: tuple[tuple[Device, Piece, int], ...]  # sender, piece, leaf; senders' outputs in order
+    senders: Mapping[Device, tuple[tuple[int, ...], Program]]  # leaves whose shards it cuts
+    sent: tuple[
+        tuple[Piece, int], ...
+    ]  # piece and leaf: what senders cut, in order, then whole shards
+    num_cut: int
     receivers: Mapping[Device, tuple[tuple[int, ...], Program]]  # leaves whose own shard it reads
+    finished: frozenset[tuple[Device, int]]  # receiver and leaf: what arrives is the target
     temporary_bytes: Mapping[Device, int]
 
     def __call__(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
         """The group's leaves in their target layout; `arrays` stay, and nothing waits."""
         shards = [{s.device: s.data for s in x.addressable_shards} for x in arrays]
-        cut: list[jax.Array] = []
+        parts: list[jax.Array] = []
         for device, (leaves, program) in self.senders.items():
-            cut += program(*(shards[leaf][device] for leaf in leaves))
-        places = [SingleDeviceSharding(piece.receiver) for _, piece, _ in self.sent]
-        arrived = jax.device_put(cut, places) if cut else []
-        del cut
+            parts += program(*(shards[leaf][device] for leaf in leaves))
+        parts += [shards[leaf][piece.sender] for piece, leaf in self.sent[self.num_cut :]]
+        places = [SingleDeviceSharding(piece.receiver) for piece, _ in self.sent]
+        arrived = jax.device_put(parts, places) if parts else []
+        del parts
         inbox: dict[Device, list[jax.Array]] = {device: [] for device in self.receivers}
-        for (_, piece, _), part in zip(self.sent, arrived, strict=True):
-            inbox[piece.receiver].append(part)
+        outputs: dict[tuple[Device, int], jax.Array] = {}
+        for (piece, leaf), part in zip(self.sent, arrived, strict=True):
+            if (piece.receiver, leaf) in self.finished:
+                outputs[piece.receiver, leaf] = part
+            else:
+                inbox[piece.receiver].append(part)
         del arrived
-        outputs: dict[Device, Sequence[jax.Array]] = {}
         for device, (own, program) in self.receivers.items():
-            outputs[device] = program(*inbox.pop(device), *(shards[leaf][device] for leaf in own))
+            made_here = program(*inbox.pop(device), *(shards[leaf][device] for leaf in own))
+            missing = self._assembled(device)
+            outputs |= {(device, leaf): x for leaf, x in zip(missing, made_here, strict=True)}
         made = []
         for position, leaf in enumerate(self.leaves):
-            parts = [outputs[device][position] for device in leaf.target_boxes]
-            made.append(jax.make_array_from_single_device_arrays(leaf.shape, leaf.target, parts))
+            shares = [outputs[device, position] for device in leaf.target_boxes]
+            made.append(jax.make_array_from_single_device_arrays(leaf.shape, leaf.target, shares))
         return made
+
+    def _assembled(self, device: Device) -> list[int]:
+        """The leaves that the device's program puts together."""
+        return [i for i in range(len(self.leaves)) if (device, i) not in self.finished]
+
+
+def only_relocates(leaves: Sequence[LeafPlan]) -> bool:
+    """Whether every device receives one whole shard of another's per leaf: nothing to cut or join."""
+    return all(
+        len(leaf.pieces) == len(leaf.target_boxes)
+        and all(
+            p.sender != p.receiver and p.box == leaf.source_boxes[p.sender] for p in leaf.pieces
+        )
+        for leaf in leaves
+    )
 
 
 def compile_transfers(leaves: Sequence[LeafPlan]) -> Transfers:
     """Compile the programs of every sender and receiver; all leaves have the same devices."""
-    sent = [
-        (piece.sender, piece, position)
+    remote = [
+        (piece, position)
         for position, leaf in enumerate(leaves)
         for piece in leaf.pieces
         if piece.sender != piece.receiver
     ]
-    order = {device: i for i, device in enumerate(leaves[0].source_boxes)}
-    sent.sort(key=lambda item: order[item[0]])
+    held = [leaf.source_boxes for leaf in leaves]
+    order = {device: i for i, device in enumerate(held[0])}
+    cut = [(piece, i) for piece, i in remote if piece.box != held[i][piece.sender]]
+    cut.sort(key=lambda item: order[item[0].sender])
+    whole = [(piece, i) for piece, i in remote if piece.box == held[i][piece.sender]]
+    sent = [*cut, *whole]
+    wanted = [leaf.target_boxes for leaf in leaves]
+    finished = frozenset(
+        (piece.receiver, i) for piece, i in sent if piece.box == wanted[i][piece.receiver]
+    )
     temporary: dict[Device, int] = {}
-    for sender, piece, position in sent:
-        size = num_elements(piece.box) * leaves[position].dtype.itemsize
-        for device in (sender, piece.receiver):
-            temporary[device] = temporary.get(device, 0) + size
+    for piece, i in sent:
+        size = num_elements(piece.box) * leaves[i].dtype.itemsize
+        if piece.box != held[i][piece.sender]:
+            temporary[piece.sender] = temporary.get(piece.sender, 0) + size
+        if (piece.receiver, i) not in finished:
+            temporary[piece.receiver] = temporary.get(piece.receiver, 0) + size
     senders = {}
     for device in order:
-        mine: list[Cut] = [(leaf, piece.box) for sender, piece, leaf in sent if sender == device]
+        mine: list[Cut] = [(leaf, piece.box) for piece, leaf in cut if piece.sender == device]
         if mine:
             senders[device] = _sender(leaves, device, mine)
     receivers = {}
-    for device in leaves[0].target_boxes:
-        inbox: list[Cut] = [(leaf, p.box) for _, p, leaf in sent if p.receiver == device]
-        receivers[device] = _receiver(leaves, device, inbox)
+    for device in wanted[0]:
+        assembled = [i for i in range(len(leaves)) if (device, i) not in finished]
+        inbox: list[Cut] = [
+            (leaf, piece.box)
+            for piece, leaf in sent
+            if piece.receiver == device and (device, leaf) not in finished
+        ]
+        if assembled:
+            receivers[device] = _receiver(leaves, device, assembled, inbox)
     return Transfers(
         leaves=tuple(leaves),
         senders=senders,
         sent=tuple(sent),
+        num_cut=len(cut),
         receivers=receivers,
+        finished=finished,
         temporary_bytes=temporary,
     )
 
@@ -101,26 +145,26 @@ def _sender(
 
 
 def _receiver(
-    leaves: Sequence[LeafPlan], device: Device, inbox: Sequence[Cut]
+    leaves: Sequence[LeafPlan], device: Device, assembled: Sequence[int], inbox: Sequence[Cut]
 ) -> tuple[tuple[int, ...], Program]:
-    """A program from received pieces and the device's own shards to its part of every target."""
+    """A program from received pieces and the device's own shards to its part of `assembled` leaves."""
     local = {
         position: piece.box
-        for position, leaf in enumerate(leaves)
-        for piece in leaf.pieces
+        for position in assembled
+        for piece in leaves[position].pieces
         if piece.sender == piece.receiver == device
     }
     own = sorted(local)
     held = {leaf: leaves[leaf].source_boxes[device] for leaf in own}
-    wanted = [leaf.target_boxes[device] for leaf in leaves]
+    wanted = {leaf: leaves[leaf].target_boxes[device] for leaf in assembled}
 
     def assemble(*values: jax.Array) -> list[jax.Array]:
-        parts: list[list[tuple[Box, jax.Array]]] = [[] for _ in leaves]
+        parts: dict[int, list[tuple[Box, jax.Array]]] = {leaf: [] for leaf in assembled}
         for (leaf, box), value in zip(inbox, values[: len(inbox)], strict=True):
             parts[leaf].append((box, value))
         for leaf, shard in zip(own, values[len(inbox) :], strict=True):
             parts[leaf].append((local[leaf], shard[within(local[leaf], held[leaf])]))
-        return [_joined(found, box) for found, box in zip(parts, wanted, strict=True)]
+        return [_joined(parts[leaf], wanted[leaf]) for leaf in assembled]
 
     arguments = [_abstract(leaves[leaf], box, device) for leaf, box in inbox]
     arguments += [_abstract(leaves[leaf], held[leaf], device) for leaf in own]

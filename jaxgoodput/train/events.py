@@ -102,6 +102,19 @@ class TuneEnd:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Resharded:
+    """The state was moved from one strategy's layout to another's, in memory."""
+
+    step: int
+    before: str  # strategy
+    after: str
+    seconds: float  # during which the loop stood still
+    bytes_moved: int  # between devices
+    largest_send_bytes: int  # by one device
+    peak_extra_bytes: int  # on one device, beyond what it holds before or after
+
+
+@dataclass(frozen=True, kw_only=True)
 class EvalEnd:
     """An evaluation is done."""
 

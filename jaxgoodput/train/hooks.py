@@ -13,6 +13,7 @@ from jaxgoodput.train.events import (
     FitEnd,
     FitStart,
     Preempt,
+    Resharded,
     StepEnd,
     TuneEnd,
     Window,
@@ -36,6 +37,9 @@ class Hook:
 
     def on_batch_size_change(self, event: TuneEnd, /) -> None:
         """The verdict changes the batch."""
+
+    def on_reshard(self, event: Resharded, /) -> None:
+        """The state lies on the devices in another way."""
 
     def on_eval_end(self, event: EvalEnd, /) -> None:
         """An evaluation is done."""
@@ -70,6 +74,7 @@ _METHOD = {
     StepEnd: "on_step_end",
     Window: "on_window",
     TuneEnd: "on_tune_end",
+    Resharded: "on_reshard",
     EvalEnd: "on_eval_end",
     Checkpoint: "on_checkpoint",
     Preempt: "on_preempt",

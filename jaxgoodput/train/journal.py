@@ -184,6 +184,7 @@ class Recorder:
             "on_fit_start",
             "on_window",
             "on_tune_end",
+            "on_reshard",
             "on_eval_end",
             "on_checkpoint",
             "on_preempt",

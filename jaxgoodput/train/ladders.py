@@ -122,6 +122,24 @@ class Ladders:
         for strategy in self._engines:
             self._prepare(strategy)
 
+    def require(self, strategy: str) -> None:
+        """Prepare one strategy on the caller's thread, if it is not yet.
+
+        Raises ValueError for a strategy that the run does not have, or that does not fit into memory.
+        """
+        if strategy not in self._engines:
+            raise ValueError(
+                f"this run has no strategy {strategy!r}; Config.strategies has "
+                f"{', '.join(self._engines) or 'none'}."
+            )
+        self._prepare(strategy)
+        with self._changed:
+            if strategy not in self._prepared:
+                raise ValueError(
+                    f"the strategy {strategy} was left out: no step, or no move of the state, fits into "
+                    "memory under it."
+                )
+
     def offers(self) -> tuple[Offer, ...]:
         """The other strategies that can be switched to without compiling."""
         with self._changed:

@@ -31,7 +31,7 @@ from jaxgoodput.train.checkpoint import Checkpoints, Restored, quiet_writer
 from jaxgoodput.train.config import to_json
 from jaxgoodput.train.control import DEPTH, Control, Requests, decode, encode
 from jaxgoodput.train.due import Due
-from jaxgoodput.train.events import Checkpoint, EvalEnd, FitEnd, FitStart, Preempt
+from jaxgoodput.train.events import Checkpoint, EvalEnd, FitEnd, FitStart, Preempt, Resharded
 from jaxgoodput.train.outcome import Diverged, Preempted, named
 from jaxgoodput.train.pages import keep_freed_pages
 from jaxgoodput.train.ladders import Ladders
@@ -318,6 +318,8 @@ class Run:
 
     def _switch(self, strategy: str) -> None:
         """Move the state to another strategy's layout, in memory; the loop waits for it."""
+        with self.ledger.bucket("compilation"), jax.transfer_guard("allow"):
+            self.ladders.require(strategy)
         old, new = self.engine, self.ladders.engine(strategy)
         start_s = self.clock.now()
         with self.ledger.bucket("resharding"), jax.transfer_guard("allow"):
@@ -325,7 +327,19 @@ class Run:
             start_s = self.clock.now()
             plan = old.plan_move(new.layout)
             self.state = jax.block_until_ready(old.move(self.state, new.layout))
-        self.ladders.switched(self.clock.now() - start_s, plan.bytes_moved)
+        seconds = self.clock.now() - start_s
+        self.ladders.switched(seconds, plan.bytes_moved)
+        self.analyst.tell(
+            Resharded(
+                step=self.step,
+                before=self.batch.strategy,
+                after=strategy,
+                seconds=seconds,
+                bytes_moved=plan.bytes_moved,
+                largest_send_bytes=plan.largest_send_bytes,
+                peak_extra_bytes=plan.peak_extra_bytes,
+            )
+        )
         self.engine, self._previous = new, None
         self.loader.place(new.layout.batch_sharding)
         if self.evaluator is not None:

@@ -100,6 +100,8 @@ TAGS: tuple[Tag, ...] = (
     Tag("train/*", "the user's", "the loss function's own scalars, means over the window"),
     Tag("eval/*", "the user's", "results of evaluations"),
     Tag("eval_time_s", "s", "duration of an evaluation"),
+    Tag("reshard/seconds", "s", "time that the loop stood still for a change of strategy"),
+    Tag("reshard/bytes_moved", "bytes", "what that change moved between devices"),
     Tag("checkpoint/stall_s", "s", "time that the loop stood still for a checkpoint"),
     Tag("hparam/mean_goodput", "useful samples/s", "mean goodput of a run, by time"),
     Tag("hparam/productive_pct", "% of wall time", "productive time at the end of a run"),

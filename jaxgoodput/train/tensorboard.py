@@ -27,6 +27,7 @@ from jaxgoodput.train.events import (
     FitEnd,
     FitStart,
     Preempt,
+    Resharded,
     TuneEnd,
     Window,
 )
@@ -176,6 +177,18 @@ class Dashboard:
         due = self._clock.now() - self._figures_s >= self._figures_every_s
         if due and (event.switched or self._figures_s == -math.inf):
             self._draw()
+
+    def on_reshard(self, event: Resharded) -> None:
+        """What a change of strategy moved, and how long it took."""
+        run, _, _ = self._files()
+        run.scalars(
+            {"reshard/seconds": event.seconds, "reshard/bytes_moved": event.bytes_moved}, event.step
+        )
+        self._log(
+            event.step,
+            f"strategy {event.before} -> {event.after}: {event.bytes_moved / 2**20:.1f} MiB moved "
+            f"in {seconds(event.seconds)}",
+        )
 
     def on_eval_end(self, event: EvalEnd) -> None:
         """The evaluation's results."""

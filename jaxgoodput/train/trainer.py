@@ -168,18 +168,21 @@ class Trainer(abc.ABC):
 
     @final
     def compile_sizes(self) -> None:
-        """Compile the other batch sizes in the background from now on. Callable from hooks.
+        """Compile other batch sizes and strategies in the background from now on. Callable from hooks.
 
         Left alone, this begins once the noise gives any reason to change the batch.
         """
-        self._running().rungs.start()
+        self._running().ladders.start()
 
     @final
-    def request_batch(self, micro_batch_size: int, num_micro_batches: int = 1) -> None:
+    def request_batch(
+        self, micro_batch_size: int, num_micro_batches: int = 1, *, strategy: str | None = None
+    ) -> None:
         """Use this batch from the next step on, as if a verdict had said so. Callable from hooks.
 
-        A size that is not ready is compiled in the loop: see `compile_sizes`. To have no verdict
-        interfere, set `Config.warm_up_steps` beyond the end.
+        `strategy` names another one of `Config.strategies` to use it under, such as "fsdp8". What is not
+        ready is compiled in the loop: see `compile_sizes`. To have no verdict interfere, set
+        `Config.warm_up_steps` beyond the end.
         """
         if micro_batch_size < 1 or num_micro_batches < 1:
             raise ValueError(
@@ -187,7 +190,9 @@ class Trainer(abc.ABC):
                 f"{micro_batch_size}, num_micro_batches={num_micro_batches}."
             )
         self._running().requests.post(
-            micro_batch_size=micro_batch_size, num_micro_batches=num_micro_batches
+            micro_batch_size=micro_batch_size,
+            num_micro_batches=num_micro_batches,
+            strategy=strategy,
         )
 
     def _running(self) -> Run:

@@ -154,7 +154,7 @@ class Recorder:
             self._then(event)
 
     on_fit_start = on_window = on_tune_end = on_eval_end = _keep
-    on_checkpoint = on_preempt = on_fit_end = _keep
+    on_reshard = on_checkpoint = on_preempt = on_fit_end = _keep
 
 
 def same(a, b):

@@ -1,0 +1,116 @@
+"""Whole runs under several strategies: the same training, moved in memory, and tuned among them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from problems import Recorder, config, in_step, rows
+
+from jaxgoodput.goodput.search import BatchLimits
+from jaxgoodput.parallel.strategy import Strategy
+from jaxgoodput.train.events import FitEnd, Resharded, StepEnd, TuneEnd
+from jaxgoodput.train.hooks import Hook
+from jaxgoodput.train.trainer import Trainer
+
+WIDTH, HIDDEN = 8, 512
+STRATEGIES = (Strategy(data=-1), Strategy(fsdp=8), Strategy(fsdp=4, tensor=2))
+NAMES = tuple(s.resolved(8).name for s in STRATEGIES)
+
+
+class Network(Trainer):
+    """A regression whose matrices can be cut."""
+
+    def init(self, key):
+        k = jax.random.split(key, 2)
+        return {
+            "up": {"kernel": jax.random.normal(k[0], (WIDTH, HIDDEN)) / 3},
+            "down": {"kernel": jax.random.normal(k[1], (HIDDEN, WIDTH)) / 20},
+        }
+
+    def loss(self, params, batch, key):
+        hidden = jax.nn.tanh(batch["x"] @ params["up"]["kernel"])
+        return jnp.mean((hidden @ params["down"]["kernel"] - batch["x"]) ** 2, axis=-1)
+
+    def optimizer(self):
+        return optax.adam(1e-3)
+
+    def dataset(self):
+        noise = np.random.default_rng(1).normal(size=(192, WIDTH))
+        return {"x": noise.astype(np.float32)}
+
+    def eval_dataset(self):
+        return {"x": rows(30)["x"].repeat(2, 1)}
+
+    def metrics(self, params, batch):
+        return {"loss": self.loss(params, batch, None)}
+
+
+class Wander(Hook):
+    """Asks for the next strategy every few steps."""
+
+    def __init__(self, every):
+        self.every, self.trainer = every, None
+
+    def on_step_end(self, event):
+        if event.step % self.every == 0:
+            name = NAMES[event.step // self.every % len(NAMES)]
+            replicas = {"data8": 8, "fsdp8": 8, "fsdp4.tensor2": 4}[name]
+            self.trainer.request_batch(16 // replicas, strategy=name)
+
+
+def run(workdir, strategies, *, hooks=(), **settings):
+    limits = BatchLimits(base=16, max=16, micro=(1, 16), max_micro_batches=1)
+    made = config(workdir, batch=limits, strategies=strategies, preconditioned=False, **settings)
+    trainer = Network(made, hooks=hooks)
+    for hook in hooks:
+        if isinstance(hook, Wander):
+            hook.trainer = trainer
+    return trainer.fit(), trainer
+
+
+@pytest.mark.slow
+def test_a_run_that_changes_its_strategy_is_the_run_that_does_not(tmp_path, monkeypatch):
+    in_step(monkeypatch)
+    alone, _ = run(tmp_path / "alone", (STRATEGIES[0],), epochs=4)
+    seen = Recorder()
+    moved, trainer = run(
+        tmp_path / "moved", STRATEGIES, hooks=[seen, Wander(5)], epochs=4, eval_every_base_steps=8.0
+    )
+    switches = seen.of(Resharded)
+    assert len(switches) >= 5 and {s.after for s in switches} == set(NAMES)
+    assert all(s.seconds > 0 for s in switches)
+    assert any(s.bytes_moved > 0 for s in switches)
+    steps = seen.of(StepEnd)
+    assert sum(s.num_samples for s in steps) == 4 * 192, "every sample once an epoch"
+    assert {s.config.strategy for s in steps} == set(NAMES)
+    for a, b in zip(jax.tree.leaves(moved.params), jax.tree.leaves(alone.params), strict=True):
+        assert np.linalg.norm(np.asarray(a) - b) <= 1e-4 * np.linalg.norm(b)
+    (end,) = seen.of(FitEnd)
+    assert end.buckets_s["resharding"] > 0
+    assert trainer.evaluate(moved)["loss"] == pytest.approx(trainer.evaluate(alone)["loss"], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_the_tuner_tries_every_strategy_once_and_says_why(tmp_path, monkeypatch):
+    in_step(monkeypatch)
+    seen = Recorder()
+    run(
+        tmp_path,
+        STRATEGIES,
+        hooks=[seen],
+        epochs=60,
+        min_gain=0.5,  # so that a trial is worth its price in a run of seconds
+        policy="goodput",
+        warm_up_steps=20,
+        dwell_steps=10,
+        tune_every_steps=20,
+    )
+    verdicts = [t.verdict for t in seen.of(TuneEnd)]
+    reasons = [v.reason for v in verdicts]
+    probed = [v.config.strategy for v in verdicts if v.reason.startswith("probe")]
+    assert sorted(probed) == sorted(NAMES[1:]), reasons
+    assert all("both moves" in r for r in reasons if r.startswith("probe"))
+    after = [r for r in reasons if r.startswith(("return", "keep: ")) and "tried" in r]
+    assert len(after) >= 2
+    assert any("the switch costs" in r for r in reasons)
