@@ -28,7 +28,7 @@ flags.DEFINE_integer("group_mebibytes", 0, "Leaf groups of this size per device;
 flags.DEFINE_enum("devices", "cpu", ["cpu", "gpu"], "8 virtual CPU devices, or the GPUs.")
 flags.DEFINE_bool("worker", False, "Internal: measure in this process.")
 
-# Degrees (data, fsdp, tensor) before and after, as fractions of 8 devices; "half" is the first half.
+# Degrees (data, fsdp, tensor) before and after, as numbers of devices out of 8; "half" is the first half.
 PAIRS = (
     ("data8", "fsdp8"),
     ("fsdp8", "data8"),
@@ -94,7 +94,7 @@ def measure() -> None:
     abstract = jax.eval_shape(init)
 
     def layout(name: str) -> Layout:
-        where, _, plan = name.rpartition(":")
+        where, _, degrees_text = name.rpartition(":")
         half = count // 2
         chosen = {
             "": devices,
@@ -103,10 +103,11 @@ def measure() -> None:
             "swapped": [*devices[half:], *devices[:half]],
         }[where]
         degrees = {"data": 1, "fsdp": 1, "tensor": 1}
-        for part in plan.split("."):
+        for part in degrees_text.split("."):
             axis = part.rstrip("0123456789")
             degrees[axis] = int(part[len(axis) :])
-        return Strategy(**degrees).on(chosen)
+        plan = Strategy(data=degrees["data"], fsdp=degrees["fsdp"], tensor=degrees["tensor"])
+        return plan.on(chosen)
 
     chosen = [pair for pair in PAIRS if FLAGS.only in ("", ">".join(pair))]
     print(
@@ -195,7 +196,12 @@ def pointers(tree: Any) -> set[int]:
 
 
 def row(
-    before: str, after: str, move: Any, seconds: dict[str, list[float]], aliased: bool, compile_s: float
+    before: str,
+    after: str,
+    move: Any,
+    seconds: dict[str, list[float]],
+    aliased: bool,
+    compile_s: float,
 ) -> str:
     """One line of the table."""
     plan = move.plan
@@ -215,7 +221,7 @@ def row(
         g.xla_temporary_bytes / max(g.plan.whole_bytes, 1) for g in move.groups
     )  # of XLA's programs, per device
     held_before, held_after = sum(plan.before_bytes.values()), target_bytes
-    kind = "aliased" if aliased else "gather" if held_after > held_before else "moved"
+    kind = "aliased" if aliased else "gather" if held_after > 1.1 * held_before else "moved"
     return (
         f"{before:20} {after:20} {plan.bytes_moved / 2**20:9.0f} {routes:22} {move_s * 1e3:6.0f} "
         f"{target_bytes / move_s / 1e6:7.0f} {1 / ratio('copy'):6.2f} {ratio('put'):6.2f} "
