@@ -1,11 +1,16 @@
 """An evaluation covers every held-out sample exactly once, wherever and whenever it runs."""
 
+import engines
 import jax
 import jax.numpy as jnp
+import layouts
 import numpy as np
 import pytest
 from problems import Evaluated, Recorder, config, in_step, rows
 
+from jaxgoodput.data.sources import as_source
+from jaxgoodput.parallel.strategy import Strategy
+from jaxgoodput.train.evaluation import Evaluator
 from jaxgoodput.train.events import EvalEnd, StepEnd
 from jaxgoodput.train.run import Run
 
@@ -111,3 +116,66 @@ def test_bf16_computes_in_bf16(tmp_path):
     state = trainer.fit()
     trainer.evaluate(state)
     assert set(kinds) == {jnp.dtype("bfloat16")} and state.params["w"].dtype == jnp.float32
+
+
+WINDOWS = layouts.windows(np.random.default_rng(5), 21, 9)
+# Steps of the network on other devices and other parts, from one evaluation to the next.
+PLACES = (
+    Strategy(data=8),
+    Strategy(fsdp=8),
+    Strategy(fsdp=4, tensor=2),
+    Strategy(data=2, tensor=4),
+    Strategy(data=2, fsdp=2),
+    Strategy(),
+)
+
+
+def outputs(params, model_state, batch):
+    return {"loss": layouts.loss(params, batch, None), "codes": batch["codes"]}
+
+
+@pytest.fixture(scope="module")
+def following():
+    """One evaluator, made for a single device, and what it says of a state there."""
+    home = Strategy().on(jax.devices()[:1])
+    evaluator = Evaluator(outputs, as_source(WINDOWS), home, micro_batch_size=4)
+    alone = layouts.engine(Strategy())
+    return evaluator, evaluator(engines.start(alone, jax.random.key(0)))
+
+
+@pytest.mark.parametrize("strategy", PLACES, ids=lambda s: s.name)
+def test_an_evaluation_follows_the_state_and_gives_the_same_numbers(following, strategy):
+    evaluator, expected = following
+    other = layouts.engine(strategy)
+    found = evaluator(engines.start(other, jax.random.key(0)))
+    np.testing.assert_array_equal(found["codes"], WINDOWS["codes"])
+    np.testing.assert_array_equal(expected["codes"], WINDOWS["codes"])
+    np.testing.assert_allclose(found["loss"], expected["loss"], rtol=2e-6)
+    # Compiled for where the state lies, as can be done ahead.
+    assert evaluator.bytes_of(other.abstract_state()) is not None
+
+
+def test_cut_parameters_are_whole_one_after_the_other():
+    width, layers, rows = 64, 16, 64  # per replica
+
+    def init(key):
+        keys = jax.random.split(key, layers)
+        ups = [jax.random.normal(k, (width, 4 * width)) / width**0.5 for k in keys]
+        # Cut over its features, which invites the compiler to gather the batch instead.
+        return {"embed": jax.random.normal(key, (4 * width, width)), "up": ups}
+
+    def deep(params, model_state, batch):
+        x = params["embed"][batch["code"]]
+        for up in params["up"]:
+            x = x + jnp.sin(x @ up).reshape(-1, 4, width).mean(1)
+        return {"out": x.sum(-1)}
+
+    one = engines.make(init=init, strategy=Strategy(fsdp=8), tx=layouts.ADAM)
+    codes = {"code": np.arange(8 * rows, dtype=np.int32) % (4 * width)}
+    evaluator = Evaluator(deep, as_source(codes), one.layout, micro_batch_size=rows)
+    evaluator.compile(one.abstract_state())
+    need = evaluator.bytes_of(one.abstract_state())
+    a_leaf = 4 * width * width * 4
+    activations = rows * (4 + 1) * width * 4  # of a replica's own samples
+    assert need.arguments == (layers + 1) * a_leaf // 8 + rows * 4
+    assert need.temporaries < 3 * a_leaf + 2 * activations
