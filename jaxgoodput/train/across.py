@@ -16,6 +16,7 @@ from jaxgoodput.train import step as pure
 from jaxgoodput.train.executables import ROWS, WHOLE, Recipes, Shape
 from jaxgoodput.train.state import Sums
 
+
 class AcrossRecipes(Recipes):
     """Recipes whose batch is reduced over `world`, a mesh of one axis over the devices of all processes."""
 

@@ -18,17 +18,17 @@ from absl import logging
 from jaxgoodput.clock import Clock
 from jaxgoodput.goodput.efficiency import GradParams, gain
 from jaxgoodput.goodput.fit import PerfFit
-from jaxgoodput.goodput.perf import Placement
 from jaxgoodput.goodput.search import BatchConfig, BatchLimits
 from jaxgoodput.optim.noise import MIN_SAMPLES
 from jaxgoodput.train import hooks as hooking
+from jaxgoodput.train.books import Books
 from jaxgoodput.train.choices import Choices, Offer
 from jaxgoodput.train.config import Config
 from jaxgoodput.train.control import DEPTH, Requests
 from jaxgoodput.train.events import StepEnd, TuneEnd
+from jaxgoodput.train.strategies import Option
 from jaxgoodput.train.timing import MIN_COUNT, TimingKey, TimingTable
-from jaxgoodput.train.strategies import Known, Option
-from jaxgoodput.train.tune import Caution, hoped_gain, residuals_of, statistics_cadence
+from jaxgoodput.train.tune import Caution, hoped_gain, statistics_cadence
 from jaxgoodput.train.tuner import PROBE_STEPS, Answer, Question, Tuner
 from jaxgoodput.train.watcher import Result
 from jaxgoodput.train.window import UNKNOWN, window_of
@@ -75,10 +75,8 @@ class Analyst:
         self._learning_rate = learning_rate
         self._dataset_size = dataset_size
         self._adapt = adapt
-        self._num_nodes = num_nodes
         self._lock = threading.Lock()
-        self._tables: dict[str, TimingTable] = {}  # by strategy
-        self._fits: dict[str, PerfFit | None] = {}  # by strategy
+        self._books = Books(num_nodes)
         self._every = config.statistics_every or 1  # until the noise is known
         self._changed_at = -config.dwell_steps  # nothing has changed yet that should settle first
         self._switches_s: list[float] = []
@@ -117,20 +115,12 @@ class Analyst:
     def to_json(self) -> dict[str, Any]:
         """What must survive a restart: timings, the fit's parameters, the measuring cadence."""
         with self._lock:
-            return {
-                "timings": {name: table.to_json() for name, table in self._tables.items()},
-                "fits": {n: _numbers(vars(f.params)) for n, f in self._fits.items() if f},
-                "statistics_every": self._every,
-            }
+            return {**self._books.to_json(), "statistics_every": self._every}
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Take over what `to_json` wrote. The fit is made again from the timings."""
         with self._lock:
-            rows = saved["timings"]
-            # A run from before there were strategies has one table.
-            for name, one in (rows if isinstance(rows, Mapping) else {"": rows}).items():
-                self._tables[name] = TimingTable()
-                self._tables[name].restore(one)
+            self._books.restore(saved)
             self._every = self._config.statistics_every or saved["statistics_every"]
 
     @property
@@ -175,11 +165,11 @@ class Analyst:
         if ticket.config != self._current:
             self._current, self._changed_at, self._pending = ticket.config, ticket.step, 0
             self._switches_s = self._switches_s[-8:]
-        plain = self._table.count(self._key(ticket.config, measured=False))
+        plain = self._table.count(self._books.key(ticket.config, measured=False))
         known = not math.isnan(metrics["cautious_sqr"])
         if self._config.statistics_every is None and self._every == 1 and known and plain < 3:
             self._set_cadence(FIRST_CADENCE)
-        key = self._key(ticket.config, ticket.measured)
+        key = self._books.key(ticket.config, measured=ticket.measured)
         if ticket.timed and finite:
             with self._lock:
                 self._table.add(key, result.parts, ticket.step, busy=ticket.busy)
@@ -240,7 +230,7 @@ class Analyst:
 
     def _left_s(self, metrics: Mapping[str, float], grad: GradParams) -> float:
         """Seconds to the end at the present batch; NaN before any step was timed."""
-        step_s = self._table.step_s(self._num_nodes, self._current)
+        step_s = self._table.step_s(self._books.num_nodes, self._current)
         if self._config.base_steps is not None:
             worth = gain(grad, self._current.global_batch_size / self._limits.base)
             return (self._config.base_steps - metrics["progress"]) * step_s / float(worth)
@@ -280,7 +270,7 @@ class Analyst:
         self._last_tune_s, self._last_tune_step = now, step
         self._was_unknown = math.isnan(metrics["cautious_sqr"])
         self._was_disturbed = self._disturbed
-        known = {clean: self._timed(self._current, clean=clean) for clean in (True, False)}
+        known = {c: self._books.timed(self._current, clean=c) for c in (True, False)}
         doubt = self._table.disturbance()
         grad = GradParams(sqr=metrics["cautious_sqr"], var=metrics["cautious_var"])
         tried_from = self._tried_from if self._tried_from != self._current else None
@@ -295,7 +285,7 @@ class Analyst:
                 step=step,
                 timings=self._table.timings(step),
                 grad=grad,
-                placement=self._placement(self._current),
+                placement=self._books.placement(self._current),
                 limits=self._limits,
                 current=self._current,
                 ready=self._choices.ready(self._current.strategy),
@@ -317,36 +307,17 @@ class Analyst:
                 options=options,
                 home=home,
                 left_s=self._left_s(metrics, grad),
-                step_s=self._table.step_s(self._num_nodes, self._current),
+                step_s=self._table.step_s(self._books.num_nodes, self._current),
             )
         )
 
     def _option(self, offer: Offer) -> Option:
-        """What is known of another strategy; its fit is as of when it was left."""
-        strategy = offer.config.strategy
-        fit, table = self._fits.get(strategy), self._tables.get(strategy)
-        timed, known = self._timed(offer.config, clean=True), None
-        timings = None if table is None else table.timings(0)
-        if fit is not None and timings is not None and timed:
-            placement = self._placement(offer.config)
-            known = Known(
-                fit=fit,
-                placement=placement,
-                limits=self._choices.limits(strategy),
-                residuals=residuals_of(fit.params, placement, timings, timed),
-            )
-        return Option(config=offer.config, timed=timed, known=known, switch_s=offer.switch_s)
-
-    def _timed(self, config: BatchConfig, *, clean: bool) -> set[int]:
-        table = self._tables.get(config.strategy)
-        if table is None:
-            return set()
-        return table.timed_sizes(self._num_nodes, config.num_replicas, clean=clean)
+        return self._books.option(offer, self._choices.limits(offer.config.strategy))
 
     @property
     def _table(self) -> TimingTable:
         """The step times of the strategy in use."""
-        return self._tables.setdefault(self._current.strategy, TimingTable())
+        return self._books.table(self._current.strategy)
 
     @property
     def _limits(self) -> BatchLimits:
@@ -354,13 +325,13 @@ class Analyst:
 
     @property
     def _fit(self) -> PerfFit | None:
-        return self._fits.get(self._current.strategy)
+        return self._books.fits.get(self._current.strategy)
 
     def _conclude(self, found: Answer) -> None:
         """Pass a verdict on to the loop and to whoever watches."""
         question, verdict = found.question, found.verdict
         with self._lock:
-            self._fits[question.current.strategy] = found.fit
+            self._books.fits[question.current.strategy] = found.fit
         # A verdict on a configuration that is no longer in use is void.
         switched = verdict.config != question.current and question.current == self._current
         if switched:
@@ -396,7 +367,7 @@ class Analyst:
                 fit=found.fit,
                 timings=question.timings,
                 grad=question.grad,
-                num_nodes=self._num_nodes,
+                num_nodes=self._books.num_nodes,
                 num_replicas=question.current.num_replicas,
                 limits=self._limits,
                 residuals=found.residuals,
@@ -418,8 +389,8 @@ class Analyst:
             return self._config.statistics_every
         if self._latest is None or math.isnan(self._latest.metrics["cautious_sqr"]):
             return 1  # until the noise is known, nothing is worth more than to know it
-        plain = self._key(self._current, measured=False)
-        measured = self._key(self._current, measured=True)
+        plain = self._books.key(self._current, measured=False)
+        measured = self._books.key(self._current, measured=True)
         if min(self._table.count(plain), self._table.count(measured)) < 3:
             return FIRST_CADENCE
         cadence = statistics_cadence(
@@ -430,18 +401,6 @@ class Analyst:
         # After the batch has grown, what is known is from before: renew it soon.
         stale = self._latest.metrics["newest_noise_samples"] < MIN_SAMPLES
         return min(cadence, FIRST_CADENCE) if stale else cadence
-
-    def _key(self, config: BatchConfig, measured: bool) -> TimingKey:
-        return TimingKey(
-            num_nodes=self._num_nodes,
-            num_replicas=config.num_replicas,
-            micro_batch_size=config.micro_batch_size,
-            num_micro_batches=config.num_micro_batches,
-            measured=measured,
-        )
-
-    def _placement(self, config: BatchConfig) -> Placement:
-        return Placement(num_nodes=self._num_nodes, num_replicas=config.num_replicas)
 
     def _draw(self) -> None:
         """Close the window and tell the hooks."""
@@ -455,7 +414,7 @@ class Analyst:
                 results,
                 seconds,
                 limits=self._limits,
-                placement=self._placement(self._current),
+                placement=self._books.placement(self._current),
                 fit=self._fit,
                 learning_rate=UNKNOWN if rate is None else float(rate),
                 statistics_every=self._every,
@@ -467,8 +426,3 @@ class Analyst:
 
 
 _INTERNAL = frozenset({"finite", "skipped_in_a_row", "groups", "samples", "progress"})
-
-
-def _numbers(values: Mapping[str, Any]) -> dict[str, float | None]:
-    plain = {k: float(v) for k, v in values.items()}
-    return {k: v if math.isfinite(v) else None for k, v in plain.items()}

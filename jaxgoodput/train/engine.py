@@ -29,8 +29,9 @@ from jaxgoodput.parallel.rules import ParamSpecs
 from jaxgoodput.parallel.strategy import Layout
 from jaxgoodput.train import step as pure
 from jaxgoodput.train.across import AcrossRecipes
+from jaxgoodput.train.compiled import Compiled
 from jaxgoodput.train.executables import Recipes, Shape
-from jaxgoodput.train.memory import StepBytes, step_bytes
+from jaxgoodput.train.memory import StepBytes
 from jaxgoodput.train.state import Previous, TrainState, Variables, Work
 from jaxgoodput.train.switching import Moves
 
@@ -65,24 +66,21 @@ class Engine:
         self.world = world if world is not None and world.size > layout.mesh.size else None
         self._sample = sample
         self._control_size = control_size
-        self._executables: dict[tuple[str, Shape | None], Any] = {}
-        self._bytes: dict[Shape, StepBytes] = {}
-        self._lock = threading.Lock()
-        self._compiling: dict[tuple[str, Shape | None], threading.Lock] = {}
         first = 0
         if self.world is None:
-            self._recipes = Recipes(problem, layout, Shape.of(1, sample))
+            recipes = Recipes(problem, layout, Shape.of(1, sample))
         else:
             if layout.strategy.num_devices != layout.strategy.data:
                 raise ValueError(
                     f"several processes train with data parallelism only; got {layout.strategy.name}. "
                     "Use Strategy(data=-1), or one process."
                 )
-            self._recipes = AcrossRecipes(
+            recipes = AcrossRecipes(
                 problem, layout, Shape.of(1, sample), world=self.world, control_size=control_size
             )
             mine = layout.mesh.devices.flat[0]
             first = [d.id for d in self.world.devices.flat].index(mine.id)
+        self._recipes, self._executable = recipes, Compiled(recipes)
         ids = np.arange(first, first + layout.num_replicas, dtype=np.int32)
         self._replicas = jax.device_put(ids, layout.batch_sharding)
         # XLA:CPU runs out of threads, and hangs, where many executables with collectives wait at once.
@@ -157,24 +155,15 @@ class Engine:
 
     def is_ready(self, size: Size, *, accumulate: bool) -> bool:
         """Whether every executable of this size is compiled."""
-        shape = self.shape(size)
-        with self._lock:
-            return all(
-                (role, shape) in self._executables for role in self.roles(accumulate=accumulate)
-            )
+        return self._executable.has(self.roles(accumulate=accumulate), self.shape(size))
 
     def measuring_bytes_of(self, size: Size) -> StepBytes | None:
         """Predicted peak bytes of a step of this size that measures the noise, once compiled."""
-        shape = self.shape(size)
-        with self._lock:
-            found = [self._executables.get((r, shape)) for r in self.measuring_roles]
-        known = [step_bytes(executable) for executable in found if executable is not None]
-        return max(known, key=lambda need: need.peak, default=None)
+        return self._executable.largest_of(self.measuring_roles, self.shape(size))
 
     def bytes_of(self, size: Size) -> StepBytes | None:
         """Predicted peak bytes per device of a step of this size, once it is compiled."""
-        with self._lock:
-            return self._bytes.get(self.shape(size))
+        return self._executable.bytes_of(self.shape(size))
 
     # -- making and compiling --------------------------------------------------------------------
 
@@ -259,12 +248,11 @@ class Engine:
 
     def cost(self, role: str, size: Size) -> Mapping[str, float]:
         """XLA's own cost analysis of an executable: flops and bytes accessed, per device."""
-        analysis = self._executable(role, self.shape(size)).cost_analysis()
-        return analysis[0] if isinstance(analysis, list) else analysis
+        return self._executable.cost(role, self.shape(size))
 
     def text(self, role: str, size: Size) -> str:
         """The optimized HLO of an executable."""
-        return self._executable(role, self.shape(size)).as_text()
+        return self._executable.text(role, self.shape(size))
 
     def rehearse(self, size: Size, roles: Sequence[str]) -> None:
         """Run these of `roles` once on throw-away zeros, because a first run is slow.
@@ -476,27 +464,6 @@ class Engine:
             step=step,
             sums=sums,
         )
-
-    # -- executables -----------------------------------------------------------------------------
-
-    def _executable(self, role: str, shape: Shape | None = None) -> Any:
-        with self._lock:
-            found = self._executables.get((role, shape))
-            if found is not None:
-                return found
-            turn = self._compiling.setdefault((role, shape), threading.Lock())
-        with turn:
-            with self._lock:
-                found = self._executables.get((role, shape))
-            if found is None:
-                found = self._recipes.recipe(role, shape).compile()
-                with self._lock:
-                    self._executables[(role, shape)] = found
-                    if shape is not None and role in ("step", "step_after", "more"):
-                        old = self._bytes.get(shape)
-                        new = step_bytes(found)
-                        self._bytes[shape] = new if old is None or new.peak > old.peak else old
-        return found
 
     def _shape_of(self, batch: PyTree, mask: Array) -> Shape:
         return Shape.of_batch(mask.shape[0] // self.layout.num_replicas, batch)

@@ -3,11 +3,14 @@
 Noise is the disagreement between the gradients of groups of samples. What a group is depends on what a
 layout can see without sending or keeping more than a step does anyway:
 
-| estimator | a group is | used | bias | memory per device |
-|---|---|---|---|---|
-| replica | one replica's micro-batch | parameters whole in a replica, or noise without a preconditioner | none | none; under FSDP one leaf's gradient is whole at a time, as in any FSDP step |
-| copy | one micro-batch of all replicas of a copy | FSDP with a preconditioner, which is cut and would have to be gathered | none; fewer groups, so noisier estimates | none |
-| difference | one update's whole batch | one group per batch | what the parameters moved between two updates adds to the noise | one gradient, cut like the parameters |
+* "replica": one replica's micro-batch; where parameters are whole in a replica, or the noise is measured
+  without a preconditioner. No bias. No memory: under FSDP the gradient of one leaf at a time is whole,
+  as in any FSDP step.
+* "copy": one micro-batch of all replicas of a copy; under FSDP with a preconditioner, which is cut like the
+  parameters and would have to be gathered for each replica's own gradient. No bias, but fewer groups, so
+  noisier estimates. No memory.
+* the difference of two updates' gradients, where a batch is one group only. Biased by what the parameters
+  moved between the two updates, which adds to the noise. Memory: one gradient, cut like the parameters.
 
 Groups of any kind add up within a batch, for the moments only need squared norms of gradients that share
 the batch among them (`train/step.py`). With several micro-batches there are several groups under every

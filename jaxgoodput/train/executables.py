@@ -51,7 +51,9 @@ class Shape:
     def of_batch(cls, micro_batch_size: int, batch: PyTree) -> "Shape":
         """Of a batch, whose leaves have a leading axis."""
         leaves, structure = jax.tree.flatten(batch)
-        return cls(micro_batch_size, structure, tuple((tuple(x.shape[1:]), x.dtype) for x in leaves))
+        return cls(
+            micro_batch_size, structure, tuple((tuple(x.shape[1:]), x.dtype) for x in leaves)
+        )
 
     def batch(self, num_samples: int) -> PyTree:
         """An abstract batch of so many samples, anywhere."""

@@ -59,7 +59,9 @@ class Ladders:
         self._stopping = False
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
-        self.settled_everywhere: int | None = None  # sizes that every process has; None: one process
+        self.settled_everywhere: int | None = (
+            None  # sizes that every process has; None: one process
+        )
 
     @property
     def num_strategies(self) -> int:
@@ -296,6 +298,4 @@ class Ladders:
             if plan.limits.smallest <= size * count * replicas <= plan.limits.max
         ]
         wanted = current.global_batch_size
-        return min(
-            options, key=lambda c: abs(math.log(c.global_batch_size / wanted)), default=None
-        )
+        return min(options, key=lambda c: abs(math.log(c.global_batch_size / wanted)), default=None)

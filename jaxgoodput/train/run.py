@@ -9,10 +9,8 @@ every process.
 import contextlib
 import dataclasses
 import json
-import math
 import pathlib
 import threading
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -32,9 +30,9 @@ from jaxgoodput.train.config import to_json
 from jaxgoodput.train.control import DEPTH, Control, Requests, decode, encode
 from jaxgoodput.train.due import Due
 from jaxgoodput.train.events import Checkpoint, EvalEnd, FitEnd, FitStart, Preempt, Resharded
+from jaxgoodput.train.ladders import Ladders
 from jaxgoodput.train.outcome import Diverged, Preempted, named
 from jaxgoodput.train.pages import keep_freed_pages
-from jaxgoodput.train.ladders import Ladders
 from jaxgoodput.train.rungs import Rungs
 from jaxgoodput.train.state import Previous, TrainState
 from jaxgoodput.train.watcher import Result, Ticket, Watcher
@@ -323,7 +321,9 @@ class Run:
         old, new = self.engine, self.ladders.engine(strategy)
         start_s = self.clock.now()
         with self.ledger.bucket("resharding"), jax.transfer_guard("allow"):
-            jax.block_until_ready(self.state)  # what is still being computed is no part of the price
+            jax.block_until_ready(
+                self.state
+            )  # what is still being computed is no part of the price
             start_s = self.clock.now()
             plan = old.plan_move(new.layout)
             self.state = jax.block_until_ready(old.move(self.state, new.layout))

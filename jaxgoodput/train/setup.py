@@ -85,7 +85,9 @@ def place(devices: Sequence[Any] | None, strategies: Sequence[Strategy] = ()) ->
                 "they have the same degrees; leave one of them out."
             )
         layouts = {plan.name: plan.on(local) for plan in plans}
-        other = [name for name, x in layouts.items() if x.num_replicas < x.num_devices or "fsdp" in name]
+        other = [
+            name for name, x in layouts.items() if x.num_replicas < x.num_devices or "fsdp" in name
+        ]
         if count > 1 and (other or len(plans) > 1):
             raise ValueError(
                 f"a job of {count} processes trains with data parallelism only; got the strategies "
@@ -171,7 +173,9 @@ class BatchPlan:
     limits: BatchLimits  # resolved
 
 
-def start_plan(config: Config, engine: Engine, where: Place, source: Source, budget: int) -> BatchPlan:
+def start_plan(
+    config: Config, engine: Engine, where: Place, source: Source, budget: int
+) -> BatchPlan:
     """The plan of the first strategy under which the model fits into memory.
 
     Raises what `batch_plan` raises for the last of them.

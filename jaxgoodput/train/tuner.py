@@ -20,7 +20,6 @@ from jaxgoodput.train.events import Verdict
 from jaxgoodput.train.strategies import Known, Option, choose_strategy, judge_trial
 from jaxgoodput.train.tune import Caution, residuals_of, tune
 
-
 PROBE_STEPS = 8  # at a size, or under a strategy, that is being tried
 
 
@@ -127,9 +126,7 @@ def _known(
 ) -> Known | None:
     if fit is None:
         return None
-    return Known(
-        fit=fit, placement=question.placement, limits=question.limits, residuals=residuals
-    )
+    return Known(fit=fit, placement=question.placement, limits=question.limits, residuals=residuals)
 
 
 class Tuner:

@@ -2,7 +2,6 @@
 
 import engines
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from layouts import STRATEGIES, engine, windows
