@@ -4,9 +4,7 @@ Inside a replica's part of a step (manual over the replica axes, automatic over 
 is gathered, and the backward pass scatters the sum of the replicas' gradients. On the way, a *tap* takes
 the squared norm of this replica's whole gradient, leaf by leaf: the gradient exists whole for one leaf
 at a time, and statistics need no further collective (a `custom_vjp` whose second cotangent is the norm).
-
-Whole leaves are not kept for the backward pass but gathered anew (ZeRO-3, Rajbhandari et al. 2020): the
-residuals of the loss are saved, except what is only a rearrangement of parameters.
+When and how often leaves are gathered is the subject of `late.py`.
 """
 
 import functools
@@ -19,11 +17,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, PyTree
 
+from jaxgoodput.parallel.late import Part, call_late
 from jaxgoodput.parallel.strategy import FSDP_AXIS, TENSOR_AXIS, Strategy
-
-# Results that the backward pass makes again rather than keep: gathered parameters and what is made of
-# them without arithmetic. Of activations, only rearrangements are made again, which costs little.
-_REMADE = frozenset({"all_gather", "transpose", "reshape", "convert_element_type", "squeeze"})
 
 
 def manual(spec: PartitionSpec) -> PartitionSpec:
@@ -34,10 +29,6 @@ def manual(spec: PartitionSpec) -> PartitionSpec:
 def automatic(spec: PartitionSpec) -> PartitionSpec:
     """The part of a spec that is left to the compiler."""
     return PartitionSpec(*(axis if axis == TENSOR_AXIS else None for axis in spec))
-
-
-def _remake(primitive: Any, *_: Any, **__: Any) -> bool:
-    return primitive.name not in _REMADE
 
 
 @dataclass(frozen=True)
@@ -147,24 +138,35 @@ def value_and_grad(
     like the parameters (float32), and this replica's squared norms `[num_labels]`, which cost nothing
     for 0 labels.
     """
+    degree = collectives.strategy.fsdp
     slots = jax.tree.map(
         lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), kept
     )
+    wholes = tuple(
+        jax.tree.map(lambda x, spec: _whole(x, spec, degree), tree, cuts)
+        for tree, cuts in ((kept, specs[0]), (rest, specs[1]))
+    )
 
     def run(slots: PyTree, norms: Array) -> tuple[Array, Any]:
-        whole = jax.tree.map(
-            lambda x, slot, spec, label: _tapped(
-                x, slot, norms, _Tap(collectives, spec, label, num_labels)
-            ),
-            kept,
-            slots,
-            specs[0],
-            labels,
-        )
-        return objective(whole, jax.tree.map(collectives.gather, rest, specs[1]))
+        def tapped(x: Array, slot: Array, spec: PartitionSpec, label: int) -> Part | Array:
+            def gather(values: tuple[Any, ...], spec: PartitionSpec) -> Array:
+                return _tapped(*values, _Tap(collectives, spec, label, num_labels))
 
-    remade = jax.checkpoint(run, policy=_remake)
-    found, (grads, norms) = jax.value_and_grad(remade, argnums=(0, 1), has_aux=True)(
+            values = (x, slot, norms)
+            part = Part(values, (True, True, False), spec, gather)
+            return part if is_cut(spec) else gather(values, spec)
+
+        def untapped(x: Array, spec: PartitionSpec) -> Part | Array:
+            part = Part((x,), (True,), spec, lambda v, cut: collectives.gather(v[0], cut))
+            return part if is_cut(spec) else x
+
+        parts = (
+            jax.tree.map(tapped, kept, slots, specs[0], labels),
+            jax.tree.map(untapped, rest, specs[1]),
+        )
+        return call_late(objective, parts, wholes)
+
+    found, (grads, norms) = jax.value_and_grad(run, argnums=(0, 1), has_aux=True)(
         slots, jnp.zeros((num_labels,))
     )
     leaves, structure = jax.tree.flatten(grads)
@@ -175,6 +177,13 @@ def value_and_grad(
     for i, leaf in zip(uncut, summed, strict=True):
         leaves[i] = leaf
     return found, jax.tree.unflatten(structure, leaves), norms
+
+
+def _whole(x: Array, spec: PartitionSpec, degree: int) -> jax.ShapeDtypeStruct:
+    shape, dim = list(x.shape), _fsdp_dim(spec)
+    if dim is not None:
+        shape[dim] *= degree
+    return jax.ShapeDtypeStruct(tuple(shape), x.dtype)
 
 
 def is_cut(spec: PartitionSpec) -> bool:
