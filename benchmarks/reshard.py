@@ -132,19 +132,39 @@ def measure() -> None:
         ways: dict[str, Callable[[Any], Any]] = {"move": move}
 
         handed_on: list[int] = []
+        kept: list[set[int]] = []
+        same_set = set(source.mesh.devices.flat) == set(target.mesh.devices.flat)
+        same_order = source.mesh.devices.ravel().tolist() == target.mesh.devices.ravel().tolist()
 
-        def put(t: Any, to: Any = to_shardings, handed_on: list[int] = handed_on) -> Any:
-            done = jax.block_until_ready(jax.device_put(t, to))
-            for x, y in zip(jax.tree.leaves(t), jax.tree.leaves(done), strict=True):
-                # What was handed on must not be deleted: the result would go with it.
-                if pointers(x) & pointers(y):
-                    handed_on.append(x.nbytes)
-                else:
+        def put(
+            t: Any,
+            to: Any = to_shardings,
+            handed_on: list[int] = handed_on,
+            kept: list[set[int]] = kept,
+            reordered: bool = same_set and not same_order,
+        ) -> Any:
+            if reordered:
+                # A program with a collective per leaf: several at once can lock XLA:CPU up.
+                done = jax.tree.map(lambda x, s: jax.block_until_ready(jax.device_put(x, s)), t, to)
+            else:
+                done = jax.block_until_ready(jax.device_put(t, to))
+            pairs = list(zip(jax.tree.leaves(t), jax.tree.leaves(done), strict=True))
+            if not kept:  # in the first turn, which is not timed
+                kept.append(set())
+                for i, (x, y) in enumerate(pairs):
+                    before_put, after_put = pointers(x), pointers(y)
+                    if set(before_put) & set(after_put):
+                        kept[0].add(i)
+                        handed_on.append(x.nbytes)
+                    elif len(set(after_put)) < len(after_put):
+                        handed_on.append(x.nbytes)  # several devices share one buffer
+            for i, (x, _) in enumerate(pairs):
+                if i not in kept[0]:  # the result would go with it
                     x.delete()
             return done
 
         ways["put"] = put
-        if source.mesh.devices.ravel().tolist() == target.mesh.devices.ravel().tolist():
+        if same_order:
 
             def identity(t: Any) -> Any:
                 return t
@@ -184,15 +204,15 @@ def measure() -> None:
         print(row(before, after, move, seconds, sum(handed_on) > 2**20, compile_s), flush=True)
 
 
-def pointers(tree: Any) -> set[int]:
+def pointers(tree: Any) -> list[int]:
     """Addresses of all buffers, to see what a way moved and what it handed on."""
     import jax
 
-    return {
+    return [
         shard.data.unsafe_buffer_pointer()
         for x in jax.tree.leaves(tree)
         for shard in x.addressable_shards
-    }
+    ]
 
 
 def row(

@@ -6,9 +6,8 @@ layouts must be this process's own.
 """
 
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,13 +102,16 @@ class Move:
             self._require_own_buffers(data)
         _require_room(self.plan)
         results: list[Any] = [None] * len(leaves)
-        with _threads() as pool:
+        # They copy and free memory, so more than there are processors would not help.
+        num_threads = len(os.sched_getaffinity(0))
+        with ThreadPoolExecutor(num_threads, "reshard") as pool:
             for group in self.groups:
                 positions = group.plan.leaves
                 sources = [data[i] for i in positions]
                 moved = group.run(sources, pool)
                 if self.plan.donate:
-                    list(pool.map(_deleted, sources))
+                    # Freeing gigabytes takes as long as copying them: by all threads.
+                    list(pool.map(_delete, [sources[i::num_threads] for i in range(num_threads)]))
                 for position, value in zip(positions, moved, strict=True):
                     results[position] = _as_before(leaves[position], value)
                 del sources, moved
@@ -141,8 +143,12 @@ class Move:
         """A source is deleted with its group; another leaf in its memory would be lost with it."""
         owner: dict[tuple[Device, int], int] = {}
         for position, array in enumerate(data):
-            for shard in array.addressable_shards if array.size else ():
-                place = shard.device, shard.data.unsafe_buffer_pointer()
+            if not array.size:
+                continue
+            for index in range(len(array.sharding.addressable_devices)):
+                # One that is the same everywhere gives its first shard each time, which does.
+                shard: Any = array.addressable_data(index)
+                place = next(iter(shard.devices())), shard.unsafe_buffer_pointer()
                 first = owner.setdefault(place, position)
                 if first != position:
                     names = [self.plan.leaves[i].name for i in (first, position)]
@@ -153,9 +159,10 @@ class Move:
                     )
 
 
-def _deleted(array: jax.Array) -> None:
-    if not array.is_deleted():
-        array.delete()
+def _delete(arrays: Sequence[jax.Array]) -> None:
+    for array in arrays:
+        if not array.is_deleted():  # the program that aliases has done it
+            array.delete()
 
 
 def _is_key(leaf: Any) -> bool:
@@ -167,13 +174,6 @@ def _as_before(leaf: Any, data: jax.Array) -> jax.Array:
     if not _is_key(leaf):
         return data
     return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
-
-
-@contextmanager
-def _threads() -> Iterator[ThreadPoolExecutor]:
-    """As many threads as this process may use processors; they copy and free memory."""
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0)), "reshard") as pool:
-        yield pool
 
 
 def _require_limit(plan: MovePlan, memory_bytes: int | None) -> None:

@@ -133,9 +133,17 @@ def _compile_jitted(group: GroupPlan, leaves: Sequence[LeafPlan], *, hop: bool) 
         route="hop" if hop else "direct",
         temporary_bytes={device: temporary for device in devices},
     )
+    on_cpu = _all_cpu(leaves)
+
+    def run(arrays: Sequence[jax.Array], _: Executor) -> list[jax.Array]:
+        outputs = list(program(*arrays))
+        # XLA:CPU runs the collectives of several programs on one pool of threads, where they can wait
+        # for each other for ever; and what is not done yet has not freed its sources.
+        return jax.block_until_ready(outputs) if on_cpu else outputs
+
     return CompiledGroup(
         plan,
-        lambda arrays, _: list(program(*arrays)),
+        run,
         collective_bytes=received_bytes(program.as_text() or "", len(devices)),
         xla_temporary_bytes=temporary,
     )
