@@ -20,11 +20,14 @@ from jaxgoodput.optim import rules as rules
 from jaxgoodput.optim.adaptive import adaptive as adaptive
 from jaxgoodput.optim.noise import NoiseSample as NoiseSample
 from jaxgoodput.optim.noise import value_grad_and_noise as value_grad_and_noise
+from jaxgoodput.parallel.strategy import Layout as Layout
 from jaxgoodput.parallel.strategy import Strategy as Strategy
+from jaxgoodput.parallel.strategy import candidates as candidates
 from jaxgoodput.train.adapters import from_linen as from_linen
 from jaxgoodput.train.adapters import from_nnx as from_nnx
 from jaxgoodput.train.config import Config as Config
 from jaxgoodput.train.config import with_overrides as with_overrides
+from jaxgoodput.train.engine import Engine as Engine
 from jaxgoodput.train.hooks import Every as Every
 from jaxgoodput.train.hooks import Hook as Hook
 from jaxgoodput.train.outcome import Diverged as Diverged

@@ -38,6 +38,7 @@ class Overlap:
 def boxes(sharding: Sharding, shape: Sequence[int]) -> dict[Device, Box]:
     """The box of every device, in the order of the sharding's devices.
 
+    >>> import jax
     >>> from jaxgoodput.parallel.strategy import Strategy
     >>> list(boxes(Strategy().on(jax.devices()[:1]).replicated, (2, 3)).values())
     [((0, 2), (0, 3))]

@@ -157,7 +157,7 @@ def plan_move(
 
     Every group holds up to `group_bytes` on the device that holds most of it, or one leaf. Routes are
     those that need no compilation to know: "alias", or "copies" among CPU devices, or "pieces";
-    `Move.compile` replaces "pieces" where XLA's analysis of a jitted move is as good.
+    `Move.compile` replaces them where XLA's analysis of a jitted move is as good.
 
     Raises ValueError where structures differ, a leaf has no sharding, or a target does not divide a
     leaf.

@@ -5,6 +5,8 @@ Every process has its own layout of pure data parallelism; `pack` flattens the s
 fails the state is intact), `update` is local again. A control vector rides along.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -40,7 +42,7 @@ class AcrossRecipes(Recipes):
         run = self._replicas_map(body, (ROWS, ROWS), ROWS)
         return run, (), (self.partial_sums(), control), self.layout.batch_sharding
 
-    def _make_reduce(self):
+    def _make_reduce(self) -> tuple[Any, ...]:
         (axis,) = self.world.axis_names
         run = jax.shard_map(
             lambda x: jax.lax.psum(x[0], axis),
@@ -56,7 +58,7 @@ class AcrossRecipes(Recipes):
         )
         return run, (), (flat,), NamedSharding(self.world, WHOLE)
 
-    def _make_update(self):
+    def _make_update(self) -> tuple[Any, ...]:
         tree = self._reduced_tree
         leaves, structure = jax.tree.flatten(tree)
         ends = np.cumsum([0, *(leaf.size for leaf in leaves)])

@@ -101,18 +101,19 @@ class Checkpoints:
         self._everywhere(True)
         return error
 
-    def restore(self, abstract: TrainState) -> Restored | None:
+    def restore(self, abstract_for: Callable[[Mapping[str, Any]], TrainState]) -> Restored | None:
         """The newest checkpoint that can be read; None where there is none.
 
-        `abstract` says of every leaf its shape, type and sharding, which are the restored state's own
-        (`Engine.abstract_state`); the layout that the state was saved on does not matter.
+        `abstract_for`, given what the host saved, says of every leaf its shape, type and sharding, which
+        are the restored state's own (`Engine.abstract_state`); the layout that the state was saved on
+        does not matter.
 
         Raises WrongWorkdirError where the newest readable one is of another model.
         """
         for step in self._agreed(sorted(self._manager.all_steps(), reverse=True)):
             found, failure = None, None
             try:
-                found = self._read(step, abstract)
+                found = self._read(step, abstract_for)
             except Exception as error:
                 failure = error
             if not self._everywhere(failure is None):
@@ -161,12 +162,15 @@ class Checkpoints:
             return self._failed(failure)
         return None
 
-    def _read(self, step: int, abstract: TrainState) -> Restored | list[str]:
+    def _read(
+        self, step: int, abstract_for: Callable[[Mapping[str, Any]], TrainState]
+    ) -> Restored | list[str]:
         """One checkpoint, or how its model differs; raises where it is damaged."""
         meta = self._manager.restore(
             step,
             args=ocp.args.Composite(meta=ocp.args.JsonRestore()),  # pyright: ignore[reportCallIssue]
         )["meta"]
+        abstract = abstract_for(meta)
         mismatch = differences(meta["leaves"], describe(abstract))
         if mismatch:
             return mismatch

@@ -375,7 +375,7 @@ class Recipes:
     def _make_step_after(self, shape: Shape):
         return self._fused_recipe("after", shape)
 
-    def _make_reduce(self):
+    def _make_reduce(self) -> tuple[Any, ...]:
         run = self._replicas_map(
             lambda sums: self._total(_first_row(sums)),
             (self._sums_specs(partial=True),),
@@ -406,7 +406,7 @@ class Recipes:
         )
         return run, (), (self.reduced_sums(),), _shardings(self.partial_sums())
 
-    def _make_update(self):
+    def _make_update(self) -> tuple[Any, ...]:
         state = self.abstract_state()
         run = lambda s, total: self._update(s, total, measure=True)  # noqa: E731
         return run, (0,), (state, self.reduced_sums()), (_shardings(state), self.layout.replicated)

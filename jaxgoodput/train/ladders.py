@@ -9,7 +9,7 @@ step fits into memory is left out. Nothing is offered that would have to be comp
 import dataclasses
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from absl import logging
 
@@ -31,7 +31,7 @@ class Ladders:
     """Owns the `Rungs` of every strategy and the thread that prepares the others.
 
     `engine` and `plan` are those of the strategy to start with; `layouts` are all of them by name, ("",)
-    where there is only one.
+    where there is only one. `compile_more` compiles what else a strategy needs, such as an evaluation.
     """
 
     def __init__(
@@ -43,10 +43,12 @@ class Ladders:
         config: Config,
         num_samples: int,
         budget: int,
+        compile_more: Callable[[Engine], None] = lambda engine: None,
     ):
         self._config = config
         self._num_samples = num_samples
         self._budget = budget
+        self._compile_more = compile_more
         self._engines = {name: engine.on(layout) for name, layout in layouts.items()}
         self._changed = threading.Condition()
         self._current = plan.start
@@ -274,6 +276,7 @@ class Ladders:
         except MoveDoesNotFit as error:
             logging.info("the strategy %s is left out: %s", strategy, error)
             return None
+        self._compile_more(engine)
         return size
 
     def _accumulates(self, plan: setup.BatchPlan) -> bool:

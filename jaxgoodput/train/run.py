@@ -16,24 +16,20 @@ from typing import TYPE_CHECKING, Any
 import jax
 from absl import logging
 
-from jaxgoodput._jax import Compilation, listen_for_compilations, shared_store
-from jaxgoodput.data.cursor import Cursor
-from jaxgoodput.data.loader import Loader, StepBatch
-from jaxgoodput.data.sources import as_source
+from jaxgoodput._jax import Compilation, listen_for_compilations
+from jaxgoodput.data.loader import StepBatch
 from jaxgoodput.goodput.search import BatchConfig
-from jaxgoodput.optim import adaptive
-from jaxgoodput.train import journal, memory, setup, signals
+from jaxgoodput.train import journal, setup, signals
 from jaxgoodput.train.analyst import PROBE_STEPS, Analyst
 from jaxgoodput.train.badput import TimeLedger
-from jaxgoodput.train.checkpoint import Checkpoints, Restored, quiet_writer
+from jaxgoodput.train.checkpoint import quiet_writer
 from jaxgoodput.train.config import to_json
 from jaxgoodput.train.control import DEPTH, Control, Requests, decode, encode
 from jaxgoodput.train.due import Due
 from jaxgoodput.train.events import Checkpoint, EvalEnd, FitEnd, FitStart, Preempt, Resharded
-from jaxgoodput.train.ladders import Ladders
 from jaxgoodput.train.outcome import Diverged, Preempted, named
-from jaxgoodput.train.pages import keep_freed_pages
 from jaxgoodput.train.rungs import Rungs
+from jaxgoodput.train.start import Start, prepared
 from jaxgoodput.train.state import Previous, TrainState
 from jaxgoodput.train.watcher import Result, Ticket, Watcher
 
@@ -73,102 +69,18 @@ class Run:
     # -- before ----------------------------------------------------------------------------------
 
     def _prepare(self, stack: contextlib.ExitStack) -> None:
-        config, trainer = self.config, self.trainer
-        self.where = where = setup.place(trainer.devices, config.strategies)
-        self.is_chief = where.process_index == 0
-        self.checkpoints = Checkpoints(
-            config.workdir, keep=config.keep_checkpoints, world=where.world
-        )
-        stack.callback(self.checkpoints.close)
-        self.source = source = as_source(trainer.dataset())
-        device = where.layout.mesh.devices.flat[0]
-        keep_freed_pages(device.platform)
-        budget = memory.device_budget(
-            device,
-            num_local_devices=where.layout.num_devices,
-            stated=config.memory_bytes,
-            margin=config.memory_margin,
-        )
-        self._meet("before the plan")
-        if where.process_count > 1:
-            budget = memory.least(budget)
-        engine = setup.engine(trainer, source, where, memory_bytes=budget)
-        kind = engine.loss_kind()  # before anything is compiled: a loss of a wrong shape is named
-        with self.ledger.bucket("checkpoint_restore"):
-            restored = self.checkpoints.restore(engine.abstract_state())
-        with self.ledger.bucket("compilation"):
-            plan = setup.start_plan(config, engine, where, source, budget)
-        self.engine = engine = engine.on(where.layouts[plan.start.strategy])
-        abstract = engine.abstract_state()
-        setup.check_length(config, plan, source, kind)
-        self.step, self.samples, self._progress_before = 0, 0, 0.0
-        self.batch = plan.start
-        cursor = Cursor(seed=config.seed)
-        if restored is None:
-            self.state = engine.init(jax.random.key(config.seed))
-        else:
-            self.state = restored.state
-            self.step, self.samples = restored.step, restored.meta["samples"]
-            self._progress_before = float(adaptive.progress(restored.state.opt_state))
-            cursor = Cursor.from_json(restored.meta["cursor"])
-            saved = restored.meta["batch"]
-            self.batch = setup.resumed_config(
-                saved, plan, engine.num_replicas, config, lambda size: self._fits(size, budget)
-            )
-        self.ladders = Ladders(
-            engine, plan, dict(where.layouts), config=config, num_samples=len(source), budget=budget
-        )
-        stack.callback(self.ladders.close)
-        self.ladders.use(self.batch)
-        with self.ledger.bucket("compilation"):
-            several = self.batch.num_micro_batches > 1
-            engine.compile([self.batch.micro_batch_size], accumulate=several)
-            if not config.background_compile:
-                self.ladders.prepare()
-        self.evaluator = None
-        if config.eval_every_s or config.eval_every_base_steps:
-            self.evaluator = setup.evaluator(trainer, where)
-            with self.ledger.bucket("compilation"):
-                self.evaluator.compile(abstract)
-        remaining = None
-        if config.epochs is not None:
-            remaining = max(config.epochs * len(source) - self.samples, 0)
-        self.loader = Loader(
-            source,
-            sharding=engine.layout.batch_sharding,
-            cursor=cursor,
-            process_index=where.process_index,
-            process_count=where.process_count,
-            max_samples=remaining,
-            prefetch=config.prefetch,
-            shuffle=config.shuffle,
-            clock=self.clock,
-        )
-        stack.callback(self.loader.close)
-        self._start_reporting(stack, plan, restored, device)
-        self._meet("before the first step")
+        start = prepared(self.trainer, stack, self.ledger, self.clock)
+        self.where, self.is_chief = start.where, start.where.process_index == 0
+        self.engine, self.ladders, self.checkpoints = start.engine, start.ladders, start.checkpoints
+        self.loader, self.evaluator = start.loader, start.evaluator
+        self.state, self.batch = start.state, start.batch
+        self.step, self.samples = start.step, start.samples
+        self._progress_before = start.progress
+        self._start_reporting(stack, start)
+        start.where.meet("before the first step")
 
-    def _fits(self, size: int, budget: int) -> bool:
-        """Whether a step of this size stays within the budget; compiles it to know."""
-        with self.ledger.bucket("compilation"):
-            self.engine.compile([size], accumulate=False)
-        need = self.engine.bytes_of(size)
-        return need is not None and need.peak <= budget
-
-    def _meet(self, moment: str) -> None:
-        """Wait for all processes: they compile at different speeds, and a first collective waits 30 s."""
-        store = shared_store()
-        if self.where.process_count > 1 and store is not None:
-            store.barrier(f"jaxgoodput: {moment}", timeout_s=1800.0)
-
-    def _start_reporting(
-        self,
-        stack: contextlib.ExitStack,
-        plan: setup.BatchPlan,
-        restored: Restored | None,
-        device: Any,
-    ) -> None:
-        config = self.config
+    def _start_reporting(self, stack: contextlib.ExitStack, start: Start) -> None:
+        config, restored = self.config, start.restored
         compile_s = self.ledger.snapshot().get("compilation", 0.0)  # of this start alone
         restart = 0
         if self.is_chief:
@@ -192,7 +104,7 @@ class Run:
             on_error=self._hook_failed,
             book=lambda name, seconds: self.ledger.add(name, seconds),
             learning_rate=self.trainer.learning_rate,
-            dataset_size=len(self.source),
+            dataset_size=start.dataset_size,
             adapt=self.is_chief and config.policy == "goodput",
         )
         # Last in, first out: results stop before the analyst does, and both before the files close.
@@ -207,8 +119,8 @@ class Run:
                 progress=self._progress_before,
                 restart=restart,
                 config=self.batch,
-                limits=plan.limits,
-                device_kind=device.device_kind,
+                limits=start.limits,
+                device_kind=self.engine.layout.mesh.devices.flat[0].device_kind,
                 num_devices=self.engine.layout.num_devices * self.where.process_count,
                 num_processes=self.where.process_count,
                 settings=to_json(config),
@@ -342,8 +254,6 @@ class Run:
         )
         self.engine, self._previous = new, None
         self.loader.place(new.layout.batch_sharding)
-        if self.evaluator is not None:
-            self.evaluator = self.evaluator.on(new.layout)
 
     def _control(self, result: Result | None) -> Control:
         if self.where.process_count == 1:

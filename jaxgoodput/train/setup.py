@@ -16,6 +16,7 @@ from absl import logging
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType, Mesh
 
+from jaxgoodput._jax import shared_store
 from jaxgoodput.clock import Clock
 from jaxgoodput.data.sources import Source, abstract_sample, as_source
 from jaxgoodput.goodput.search import BatchConfig, BatchLimits
@@ -59,6 +60,12 @@ class Place:
     def num_replicas(self) -> int:
         """Replicas of all processes, under the first layout."""
         return self.layout.num_replicas if self.world is None else self.world.size
+
+    def meet(self, moment: str) -> None:
+        """Wait for all processes: they compile at different speeds, and a first collective waits 30 s."""
+        store = shared_store()
+        if self.process_count > 1 and store is not None:
+            store.barrier(f"jaxgoodput: {moment}", timeout_s=1800.0)
 
 
 def place(devices: Sequence[Any] | None, strategies: Sequence[Strategy] = ()) -> Place:
@@ -174,13 +181,13 @@ class BatchPlan:
 
 
 def start_plan(
-    config: Config, engine: Engine, where: Place, source: Source, budget: int
+    config: Config, engine: Engine, where: Place, source: Source, budget: int, *, prefer: str
 ) -> BatchPlan:
-    """The plan of the first strategy under which the model fits into memory.
+    """The plan of the first strategy under which the model fits into memory, `prefer` before others.
 
     Raises what `batch_plan` raises for the last of them.
     """
-    *firsts, last = where.layouts
+    *firsts, last = sorted(where.layouts, key=lambda strategy: strategy != prefer)
     for strategy in firsts:
         try:
             there = engine.on(where.layouts[strategy])

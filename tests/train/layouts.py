@@ -44,8 +44,10 @@ def loss(params, batch, key):
     del key
     read, wanted = batch["codes"][:, :-1], batch["codes"][:, 1:]
     x = params["embed"][read]
-    x = x + jax.nn.gelu(x @ params["up"]["kernel"] + params["up"]["bias"][None, None]) @ (
-        params["down"]["kernel"]
+    x = (
+        x
+        + jax.nn.gelu(x @ params["up"]["kernel"] + params["up"]["bias"][None, None])
+        @ (params["down"]["kernel"])
     )
     x = x * params["scale"][None, None]
     logits = x @ params["embed"].T

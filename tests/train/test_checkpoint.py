@@ -77,11 +77,10 @@ def workdir(original, tmp_path):
 def restored(workdir, count=1, trainer=None):
     """What a run in this workdir would start from."""
     trainer = trainer or Counting(counting_config(workdir), devices=jax.devices()[:count])
-    where = layout(count)
     engine = setup.engine(trainer, as_source(trainer.dataset()), setup.place(trainer.devices))
     found = Checkpoints(str(workdir), keep=3)
     try:
-        return found.restore(engine.abstract_state())
+        return found.restore(lambda meta: engine.abstract_state())
     finally:
         found.close()
 

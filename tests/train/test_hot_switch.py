@@ -81,7 +81,9 @@ def test_a_batch_under_four_layouts_is_the_batch_under_one(batch, home, dtype):
     engine = make(home, preconditioned=False, compute_dtype=dtype)
     plans = compiled_ahead(engine)
     state = engine.init(jax.random.key(0))
-    ready = [placed(engine.on(layout), rows) for (layout, _), rows in zip(plans, batch, strict=True)]
+    ready = [
+        placed(engine.on(layout), rows) for (layout, _), rows in zip(plans, batch, strict=True)
+    ]
     compilations = []
     stop = listen_for_compilations(compilations.append)
     try:
@@ -109,7 +111,9 @@ def test_a_batch_under_four_layouts_is_the_batch_under_one(batch, home, dtype):
 def test_switching_back_and_forth_adds_up(batch):
     engine = make(Strategy(fsdp=8), preconditioned=False)
     plans = compiled_ahead(engine)
-    ready = [placed(engine.on(layout), rows) for (layout, _), rows in zip(plans, batch, strict=True)]
+    ready = [
+        placed(engine.on(layout), rows) for (layout, _), rows in zip(plans, batch, strict=True)
+    ]
 
     def total(order):
         state = engine.init(jax.random.key(0))

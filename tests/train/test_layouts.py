@@ -19,9 +19,7 @@ def alone():
     rng = np.random.default_rng(0)
     rows = windows(rng, 16, 9)
     one = engine(Strategy(), preconditioned=False)
-    state, metrics = engines.run(
-        one, engines.start(one, jax.random.key(0)), engines.cut(rows, 8)
-    )
+    state, metrics = engines.run(one, engines.start(one, jax.random.key(0)), engines.cut(rows, 8))
     return rows, engines.host(state), metrics
 
 
@@ -40,9 +38,7 @@ def test_one_step_is_the_same_under_every_layout(strategy, alone):
     assert jax.tree.map(lambda x: x.sharding, state) == jax.tree.map(lambda x: x.sharding, wanted)
 
 
-@pytest.mark.parametrize(
-    "strategy", [s for s in STRATEGIES if s.num_replicas == 8], ids=named
-)
+@pytest.mark.parametrize("strategy", [s for s in STRATEGIES if s.num_replicas == 8], ids=named)
 def test_taps_measure_what_whole_gradients_say(strategy, alone):
     rows, _, expected = alone
     other = engine(strategy, preconditioned=False)

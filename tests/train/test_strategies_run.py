@@ -88,7 +88,9 @@ def test_a_run_that_changes_its_strategy_is_the_run_that_does_not(tmp_path, monk
         assert np.linalg.norm(np.asarray(a) - b) <= 1e-4 * np.linalg.norm(b)
     (end,) = seen.of(FitEnd)
     assert end.buckets_s["resharding"] > 0
-    assert trainer.evaluate(moved)["loss"] == pytest.approx(trainer.evaluate(alone)["loss"], rel=1e-4)
+    assert trainer.evaluate(moved)["loss"] == pytest.approx(
+        trainer.evaluate(alone)["loss"], rel=1e-4
+    )
 
 
 @pytest.mark.slow

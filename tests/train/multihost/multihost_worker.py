@@ -30,7 +30,7 @@ from jaxgoodput.goodput.search import BatchLimits
 from jaxgoodput.optim import rules
 from jaxgoodput.train import engine as engine_module
 from jaxgoodput.train import memory
-from jaxgoodput.train import run as run_module
+from jaxgoodput.train import start as start_module
 from jaxgoodput.train.config import Config
 from jaxgoodput.train.events import Checkpoint, EvalEnd, FitEnd, FitStart, StepEnd
 from jaxgoodput.train.outcome import Preempted
@@ -243,7 +243,7 @@ class Watch:
             self.write("compiled", name=found.name, cached=found.cached)
 
         undo = listen_for_compilations(compiled)
-        with unittest.mock.patch.object(run_module, "Loader", Noted):
+        with unittest.mock.patch.object(start_module, "Loader", Noted):
             yield
         undo()
 

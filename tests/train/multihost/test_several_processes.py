@@ -11,6 +11,7 @@ from launcher.processes import gone, run, start
 from multihost_worker import COUNTED_EPOCHS, NUM_COUNTED, Counting, Watch, newest, read
 
 from jaxgoodput.data.cursor import Cursor, take
+from jaxgoodput.goodput.search import BatchConfig
 
 pytestmark = [pytest.mark.multihost, pytest.mark.slow]
 
@@ -75,7 +76,7 @@ def test_two_processes_of_two_devices_give_the_update_of_four_devices(numbers, a
     expected, got = seen(one, section, "applied"), seen(numbers, section, "applied")
     assert len(got) == len(expected) >= 4
     last = got[-1]["config"]
-    assert got[-1]["num_samples"] < np.prod(list(last.values()))  # padded
+    assert got[-1]["num_samples"] < BatchConfig(**last).global_batch_size  # padded
     if section == "adam":
         assert last["num_micro_batches"] > 1
     for a, b in zip(expected, got, strict=True):
@@ -240,7 +241,7 @@ def test_a_job_goes_on_with_another_number_of_processes_and_maps_the_batch(resta
     )
     assert [first["step"], second["step"]] == [0, saved[0]]
     assert third["step"] == saved[1] > saved[0]
-    total = [np.prod(list(line["config"].values())) for line in (first, second, third)]
+    total = [BatchConfig(**line["config"]).global_batch_size for line in (first, second, third)]
     assert total == [24, 48, 48]  # the verdict of the first job outlived it
     assert [line["config"]["num_replicas"] for line in (first, second, third)] == [4, 2, 3]
 
