@@ -1,0 +1,291 @@
+"""What noise statistics cost a step under each layout, and what a device holds there.
+
+    python benchmarks/layout_overhead.py                     # the tables in BUILD_NOTES.md, ~12 minutes
+    python benchmarks/layout_overhead.py --only "fsdp8:plain"
+    python benchmarks/layout_overhead.py --rounds 0          # cost analysis, collectives, memory only
+
+A byte LM with matrices that a device would really have, on 8 virtual devices. Each row is a process of
+its own. The engine's plain step and the step that measures the noise take turns, round by round; a ratio
+is formed within a round, the plain step timed before and after; of wall time, and of the process's CPU
+time, which a machine that is busy elsewhere disturbs less. Where a noise sample takes two steps
+(estimator.py: *difference*), the row gives the mean of the pair and the second step alone. Every step is
+waited for. Flops and bytes are XLA's cost analysis per device; collectives are counted in the HLO, by
+kind and by the shapes that they carry.
+"""
+
+import collections
+import json
+import math
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any
+
+import numpy as np
+from absl import app, flags
+
+FLAGS = flags.FLAGS
+flags.DEFINE_string("only", "", "One row, 'strategy:how', as the table names it.")
+flags.DEFINE_integer("rounds", 5, "Turns of each kind of step; 0 = analysis only.")
+flags.DEFINE_integer("steps", 2, "Timed steps of a turn.")
+flags.DEFINE_integer("windows", 8, "Windows of 256 bytes per replica.")
+flags.DEFINE_integer("width", 512, "Width of the model; its matrices are up to width x 4 width.")
+flags.DEFINE_integer("layers", 2, "Layers of the model.")
+flags.DEFINE_bool("worker", False, "Internal: measure one row and print it as JSON.")
+
+NUM_DEVICES = 8
+# Degrees, and whether gradients are divided by Adam's preconditioner before they are compared.
+ROWS = (
+    ({"fsdp": 8}, False),
+    ({"fsdp": 4, "tensor": 2}, False),
+    ({"fsdp": 8}, True),
+    ({"fsdp": 4, "tensor": 2}, True),
+    ({"data": 8}, False),
+    ({"data": 8}, True),
+    ({"data": 2, "fsdp": 4}, True),
+)
+MEMORY = (
+    {"data": 8},
+    {"data": 4, "fsdp": 2},
+    {"data": 2, "fsdp": 4},
+    {"fsdp": 8},
+    {"fsdp": 4, "tensor": 2},
+    {"fsdp": 2, "tensor": 4},
+    {"data": 4, "tensor": 2},
+)
+COLLECTIVE = re.compile(
+    r" = (\(.*?\)|\S+) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
+)
+SHAPE = re.compile(r"\w+\[[\d,]*\]")
+
+
+def name_of(degrees: dict[str, int], preconditioned: bool) -> str:
+    """How the table names a row."""
+    strategy = ".".join(f"{axis}{degree}" for axis, degree in degrees.items())
+    return f"{strategy}:{'adam' if preconditioned else 'plain'}"
+
+
+def collectives(text: str) -> collections.Counter[tuple[str, str]]:
+    """(kind, shape of one result) -> how many, in an optimized HLO text."""
+    found: collections.Counter[tuple[str, str]] = collections.Counter()
+    for results, kind in COLLECTIVE.findall(text):
+        found.update((kind, shape) for shape in SHAPE.findall(results))
+    return found
+
+
+def num_elements(shape: str) -> int:
+    """Elements of a shape such as 'f32[8,4]'."""
+    return math.prod(int(n) for n in shape[shape.index("[") + 1 : -1].split(",") if n)
+
+
+def build(degrees: dict[str, int], preconditioned: bool) -> tuple[Any, Any]:
+    """The engine of the model under a strategy, and rows to train on; nothing is compiled."""
+    import jax
+
+    # Must be set before the first use of a device, hence a process per row.
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
+    from models import ByteLm
+
+    from jaxgoodput import BatchLimits, Config
+    from jaxgoodput.optim import rules
+    from jaxgoodput.optim.adaptive import adaptive
+    from jaxgoodput.parallel.strategy import Strategy
+    from jaxgoodput.train.engine import Engine
+    from jaxgoodput.train.step import Problem
+
+    class LargeByteLm(ByteLm):
+        layers, width, length, heads = FLAGS.layers, FLAGS.width, 256, 8
+
+    strategy = Strategy.from_json(degrees)
+    base = strategy.num_replicas * FLAGS.windows
+    with tempfile.TemporaryDirectory() as workdir:
+        trainer = LargeByteLm(
+            Config(workdir=workdir, batch=BatchLimits(base=base, max=base), base_steps=1)
+        )
+    problem = Problem(
+        init=trainer.init,
+        loss_and_state=lambda params, state, batch, key: (trainer.loss(params, batch, key), state),
+        tx=adaptive(trainer.optimizer(), rules.adascale, base_batch_size=base),
+        base_batch_size=base,
+        preconditioned=preconditioned,
+    )
+    rows = {"tokens": trainer.dataset()["tokens"][:base]}
+    sample = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), rows)
+    return Engine(problem, strategy.on(jax.devices()[:NUM_DEVICES]), sample), rows
+
+
+def measure(degrees: dict[str, int], preconditioned: bool) -> dict[str, Any]:
+    """One row, in this process."""
+    import jax
+
+    engine, rows = build(degrees, preconditioned)
+    roles = ("step", *engine.measuring_roles)
+    for role in roles:
+        engine.compile_role(role, FLAGS.windows)
+    cost = {role: dict(engine.cost(role, FLAGS.windows)) for role in roles}
+    found = {role: collectives(engine.text(role, FLAGS.windows)) for role in roles}
+    plain, measured = engine.bytes_of(FLAGS.windows), engine.measuring_bytes_of(FLAGS.windows)
+    row = {
+        "estimator": "difference" if engine.needs_two_steps else "groups",
+        "gflop": cost["step"]["flops"] / 1e9,
+        "flops": {role: cost[role]["flops"] / cost["step"]["flops"] for role in roles},
+        "bytes": {
+            role: cost[role]["bytes accessed"] / cost["step"]["bytes accessed"] for role in roles
+        },
+        "collectives": {role: found[role].total() for role in roles},
+        "extra": {
+            role: [[*what, count] for what, count in (found[role] - found["step"]).items()]
+            for role in roles
+        },
+        "fewer": {
+            role: [[*what, count] for what, count in (found["step"] - found[role]).items()]
+            for role in roles
+        },
+        "peak_bytes": [plain.peak, measured.peak],
+        "temporary_bytes": [plain.temporaries, measured.temporaries],
+    }
+    if not FLAGS.rounds:
+        return row
+
+    batch = jax.device_put(rows, engine.layout.batch_sharding)
+    mask = np.ones(len(rows["tokens"]), np.float32)
+    mask = jax.device_put(mask, engine.layout.batch_sharding)
+    held = [engine.init(jax.random.key(0))]
+    previous = None
+
+    def timed(measured: bool) -> np.ndarray:
+        """Seconds of a step: of wall time, of CPU time."""
+        nonlocal previous
+        start = now()
+        held[0], metrics, previous = engine.step(
+            held[0], None, batch, mask, measure=measured, previous=previous if measured else None
+        )
+        # Many collectives under way at once make XLA:CPU hang, so every step is waited for.
+        jax.block_until_ready(metrics)
+        return now() - start
+
+    def now() -> np.ndarray:
+        return np.array([time.perf_counter(), time.process_time()])
+
+    def several(measured: bool) -> np.ndarray:
+        return np.mean([timed(measured) for _ in range(FLAGS.steps)], axis=0)
+
+    rounds: dict[str, list[list[float]]] = {role: [] for role in roles}
+    for turn in range(FLAGS.rounds + 1):
+        took = {"step": several(False)}
+        if engine.needs_two_steps:
+            pairs = [(timed(True), timed(True)) for _ in range(FLAGS.steps)]
+            took |= zip(roles[1:], np.mean(pairs, axis=0), strict=True)
+        else:
+            took[roles[1]] = several(True)
+        took["step"] = (took["step"] + several(False)) / 2
+        if turn:  # the first turn warms everything up
+            for role, seconds in took.items():
+                rounds[role].append(seconds.tolist())
+    return {**row, "rounds": rounds}
+
+
+def memory() -> list[dict[str, Any]]:
+    """Bytes of state per device, by strategy, from shapes and shardings alone."""
+    import jax
+
+    lines = []
+    for degrees in MEMORY:
+        engine, _ = build(degrees, False)
+        leaves = jax.tree.leaves(jax.eval_shape(lambda s: s, engine.abstract_state()))
+        placed = jax.tree.leaves(engine.abstract_state())
+        whole = sum(x.size * x.dtype.itemsize for x in leaves)
+        mine = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in placed)
+        lines.append({"degrees": degrees, "whole": whole, "per_device": mine})
+    return lines
+
+
+def ratio(above: list[list[float]], below: list[list[float]], which: int) -> str:
+    """Median and range of the ratios within rounds; `which` is 0 for wall and 1 for CPU time."""
+    values = [a[which] / b[which] for a, b in zip(above, below, strict=True)]
+    return f"{statistics.median(values):.3f} ({min(values):.3f}-{max(values):.3f})"
+
+
+def shown(extra: list[list[Any]]) -> str:
+    """Collectives as a table shows them: the large ones by name, scalars counted."""
+    small = sum(count for _, shape, count in extra if num_elements(shape) == 1)
+    large = [f"{count} {kind} {shape}" for kind, shape, count in extra if num_elements(shape) > 1]
+    return ", ".join([*large, f"{small} scalars"] if small else large) or "-"
+
+
+def main(argv):
+    """Run the rows and print the tables."""
+    del argv
+    chosen = [r for r in ROWS if FLAGS.only in ("", name_of(*r))]
+    if FLAGS.worker:
+        print(json.dumps(measure(*chosen[0]) if chosen else memory()))
+        return
+
+    def worker(only: str) -> Any:
+        options = [
+            f"--{f}={FLAGS[f].value}" for f in ("rounds", "steps", "windows", "width", "layers")
+        ]
+        done = subprocess.run(
+            [sys.executable, __file__, "--worker", f"--only={only}", *options],
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+        )
+        return json.loads(done.stdout.splitlines()[-1])
+
+    lines, remarks = [], []
+    for degrees, preconditioned in chosen:
+        name = name_of(degrees, preconditioned)
+        row = worker(name)
+        roles = [role for role in row["flops"] if role != "step"]
+        rounds = row.get("rounds")
+        step_ms = (
+            statistics.median(wall for wall, _ in rounds["step"]) * 1e3 if rounds else math.nan
+        )
+        parts = {role: [role] for role in roles}
+        if len(roles) == 2:
+            parts["mean of the pair"] = roles
+        for part, of in parts.items():
+            times = f"{'-':22} {'-':22}"
+            if rounds:
+                means = np.mean([rounds[role] for role in of], axis=0).tolist()
+                times = f"{ratio(means, rounds['step'], 0):22} {ratio(means, rounds['step'], 1):22}"
+            flops, moved, colls = (
+                statistics.mean(row[what][role] for role in of)
+                for what in ("flops", "bytes", "collectives")
+            )
+            lines.append(
+                f"{name:20} {part:16} {row['gflop']:7.1f} {step_ms:8.0f}  {times} {flops:7.4f} "
+                f"{moved:6.3f}  {row['collectives']['step']:>3}/{colls:<5g} "
+                f"{row['peak_bytes'][1] / row['peak_bytes'][0]:6.3f}"
+            )
+            print(lines[-1], file=sys.stderr)
+        for role in roles:
+            remarks.append(f"{name:20} {role:16} more: {shown(row['extra'][role])}")
+            if row["fewer"][role]:
+                remarks.append(f"{'':37} less: {shown(row['fewer'][role])}")
+    print(
+        f"{'layout:noise':20} {'step':16} {'GFLOP':>7} {'plain ms':>8}  {'wall / plain step':22} "
+        f"{'CPU / plain step':22} {'flops':7} {'bytes':6}  collectives peak"
+    )
+    print("\n".join(lines))
+    print("\ncollectives of the measured step, beyond those of the plain step")
+    print("\n".join(remarks))
+    if not FLAGS.only:
+        print(
+            f"\n{'layout':20} {'state, MB per device':>22} {'of the whole':>14} {'1 / degree':>12}"
+        )
+        for line in worker("memory"):
+            degree = line["degrees"].get("fsdp", 1) * line["degrees"].get("tensor", 1)
+            print(
+                f"{name_of(line['degrees'], False).split(':')[0]:20} {line['per_device'] / 1e6:22.2f} "
+                f"{line['per_device'] / line['whole']:14.4f} {1 / degree:12.4f}"
+            )
+
+
+if __name__ == "__main__":
+    app.run(main)
