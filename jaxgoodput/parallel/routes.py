@@ -133,18 +133,19 @@ def _compile_jitted(group: GroupPlan, leaves: Sequence[LeafPlan], *, hop: bool) 
         route="hop" if hop else "direct",
         temporary_bytes={device: temporary for device in devices},
     )
-    on_cpu = _all_cpu(leaves)
+    sent = received_bytes(program.as_text() or "", len(devices))
+    # XLA:CPU runs the collectives of several programs on one pool of threads, where they can wait for
+    # each other for ever.
+    waits = sent > 0 and _all_cpu(leaves)
 
     def run(arrays: Sequence[jax.Array], _: Executor) -> list[jax.Array]:
         outputs = list(program(*arrays))
-        # XLA:CPU runs the collectives of several programs on one pool of threads, where they can wait
-        # for each other for ever; and what is not done yet has not freed its sources.
-        return jax.block_until_ready(outputs) if on_cpu else outputs
+        return jax.block_until_ready(outputs) if waits else outputs
 
     return CompiledGroup(
         plan,
         run,
-        collective_bytes=received_bytes(program.as_text() or "", len(devices)),
+        collective_bytes=sent,
         xla_temporary_bytes=temporary,
     )
 

@@ -6,6 +6,7 @@ import pathlib
 import subprocess
 import sys
 
+import jax
 import numpy as np
 import pytest
 
@@ -114,3 +115,83 @@ def test_auc_is_the_chance_that_a_use_scores_higher(monkeypatch):
     score, label = rng.normal(size=200), rng.integers(0, 2, 200)
     higher = score[label == 1][:, None] > score[label == 0][None]
     assert recommender.auc(score, label) == pytest.approx(higher.mean())
+
+
+def run_hot_switch(*settings):
+    """What hot_switch.py prints, from a process of its own with eight virtual devices."""
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / "hot_switch.py", *settings],
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_hot_switch_opens_with_its_command_lines_and_states_results():
+    text = ast.get_docstring(ast.parse((EXAMPLES / "hot_switch.py").read_text()))
+    assert text is not None
+    assert text.startswith("python examples/hot_switch.py\n")
+    assert "python examples/hot_switch.py --larger\n" in text
+    assert text.count("Expect") == 2
+
+
+@pytest.mark.slow
+def test_hot_switch_computes_the_same_updates_in_four_ways():
+    small = ["--documents=8", "--updates=2", "--longest=64", "--dim=32", "--num_layers=1"]
+    text = run_hot_switch(*small, "--num_groups=2")
+    lines = text.splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("row "))
+    rows = [line[:26].strip() for line in lines[start + 1 : start + 5]]
+    assert rows == ["single, padded", "single, grouped", "mixed", "mixed, without switching"]
+    assert printed(text, "at most ") <= 1e-4
+    assert printed(text, "between rows; ") == 0  # compilations
+
+
+@pytest.mark.slow
+def test_hot_switch_trains_what_one_device_cannot_hold():
+    text = run_hot_switch("--larger", "--memory_mib=8", "--steps=12")
+    need = {
+        name: text.split(f"{name}: a step needs ")[1].splitlines()[0] for name in ("data8", "fsdp8")
+    }
+    assert need["data8"].endswith("does not fit") and need["fsdp8"].endswith(": fits")
+    assert printed(text, "moments: ") > 8
+    losses = [float(line.split()[1]) for line in text.split("seconds\n")[1].splitlines()]
+    assert len(losses) == 12 and np.mean(losses[-3:]) < np.mean(losses[:3]) - 0.5
+
+
+def test_padding_behind_a_document_changes_nothing(monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    import byte_model
+
+    from jaxgoodput.data.lengths import padded
+
+    model = byte_model.ByteModel(dim=16, num_layers=1, longest=24)
+    params = model.init(jax.random.key(0))
+    documents = [np.arange(1, n, dtype=np.uint8) for n in (5, 9)]
+
+    def losses(length):
+        rows = padded(documents, length=length, num_rows=3)
+        batch = {"codes": rows.tokens + np.uint8(7), "num_bytes": rows.num_tokens}
+        return jax.jit(model.loss)(params, (), batch, jax.random.key(0))[0]
+
+    short, long = losses(8), losses(24)
+    np.testing.assert_allclose(short.sum, long.sum, rtol=1e-5)
+    assert short.weight.tolist() == long.weight.tolist() == [4, 8, 0]
+    assert short.sum[2] == 0 and np.all(np.asarray(short.sum[:2]) > 0)
+
+
+def test_functions_are_whole_unless_cut_off_and_of_very_different_lengths(corpora):
+    documents = corpora.functions(300, longest=2048)
+    sizes = np.array([len(document) for document in documents])
+    assert len(documents) == 300 and sizes.max() <= 2048
+    assert np.percentile(sizes, 95) > 8 * np.percentile(sizes, 25)
+    whole = [bytes(d) for d in documents if len(d) < 2048]
+    for text in whole:
+        ast.parse(b"if True:\n" + text if text[:1].isspace() else text)
+    again = corpora.functions(300, longest=2048)
+    assert all(np.array_equal(a, b) for a, b in zip(documents, again, strict=True))
+    short = corpora.functions(300, longest=100)
+    assert [bytes(d[:100]) for d in documents] == [bytes(d) for d in short]

@@ -351,7 +351,7 @@ def run_ready(out, section):
         return 2**30 if jax.process_index() == 1 else 2**40
 
     def on_step(watch, event):
-        ready, own = watch.run._ready_everywhere(), watch.run.rungs.ready()
+        ready, own = watch.run.ladders.ready(""), watch.run.rungs.ready()
         watch.write("ready", step=event.step, sizes=list(ready), own=list(own))
         if event.step >= 4 and not watch.run.rungs.is_busy:
             release.touch()
