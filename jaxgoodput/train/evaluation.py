@@ -15,12 +15,13 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from jaxgoodput.data.rows import narrow
 from jaxgoodput.data.sources import Source, abstract_sample
 from jaxgoodput.parallel.gather import automatic, is_cut
+from jaxgoodput.parallel.late import Part, call_late
 from jaxgoodput.parallel.strategy import DATA_AXIS, REPLICA_AXES, Layout
 from jaxgoodput.train.memory import StepBytes, step_bytes
 from jaxgoodput.train.state import TrainState, cast
@@ -94,14 +95,15 @@ class Evaluator:
             lambda x: jax.ShapeDtypeStruct((num_rows, *x.shape), x.dtype, sharding=sharding),
             abstract_sample(self._source),
         )
-        where_used = [_where_used(x) for x in jax.tree.leaves(abstract.params)]
+        shardings = [x.sharding for x in jax.tree.leaves(abstract.params)]
 
         def run(params: PyTree, model_state: PyTree, batch: PyTree) -> Mapping[str, Any]:
             leaves, structure = jax.tree.flatten(cast(params, self._compute_dtype))
-            for i, used in enumerate(where_used):
-                if used is not None:
-                    leaves[i] = jax.lax.with_sharding_constraint(leaves[i], used)
-            return self._metrics(jax.tree.unflatten(structure, leaves), model_state, batch)
+            parts = jax.tree.unflatten(structure, map(_part, leaves, shardings))
+            whole = jax.tree.unflatten(structure, leaves)  # in shape: nothing is manual here
+            return call_late(
+                self._metrics, (parts, model_state, batch), (whole, model_state, batch)
+            )
 
         shapes = jax.eval_shape(run, abstract.params, abstract.model_state, batch)
         for name, out in shapes.items():
@@ -168,11 +170,16 @@ def _placement(state: TrainState) -> tuple[Any, ...]:
     return tuple(x.sharding for x in jax.tree.leaves(tree))
 
 
-def _where_used(x: Any) -> NamedSharding | None:
-    """Where a parameter that "fsdp" cuts lies while it is used: whole in its replica."""
-    if not isinstance(x.sharding, NamedSharding) or not is_cut(x.sharding.spec):
-        return None
-    return NamedSharding(x.sharding.mesh, automatic(x.sharding.spec))
+def _part(x: Any, sharding: Any) -> Part | Any:
+    """A parameter that "fsdp" cuts, to be whole in its replica where it is used; others as they are."""
+    if not isinstance(sharding, NamedSharding) or not is_cut(sharding.spec):
+        return x
+
+    def gather(values: tuple[Any, ...], spec: PartitionSpec) -> Any:
+        whole = NamedSharding(sharding.mesh, automatic(spec))
+        return jax.lax.with_sharding_constraint(values[0], whole)
+
+    return Part((x,), (True,), sharding.spec, gather)
 
 
 def _abstract(x: Any) -> Any:

@@ -155,19 +155,26 @@ def test_an_evaluation_follows_the_state_and_gives_the_same_numbers(following, s
     assert evaluator.bytes_of(other.abstract_state()) is not None
 
 
-def test_cut_parameters_are_whole_one_after_the_other():
+@pytest.mark.parametrize("scanned", [False, True])
+def test_cut_parameters_are_whole_one_after_the_other(scanned):
     width, layers, rows = 64, 16, 64  # per replica
 
     def init(key):
-        keys = jax.random.split(key, layers)
-        ups = [jax.random.normal(k, (width, 4 * width)) / width**0.5 for k in keys]
+        ups = jax.random.normal(key, (layers, width, 4 * width)) / width**0.5
         # Cut over its features, which invites the compiler to gather the batch instead.
-        return {"embed": jax.random.normal(key, (4 * width, width)), "up": ups}
+        embed = jax.random.normal(key, (4 * width, width))
+        return {"embed": embed, "up": ups if scanned else list(ups)}
+
+    def layer(x, up):
+        return x + jnp.sin(x @ up).reshape(-1, 4, width).mean(1), None
 
     def deep(params, model_state, batch):
         x = params["embed"][batch["code"]]
-        for up in params["up"]:
-            x = x + jnp.sin(x @ up).reshape(-1, 4, width).mean(1)
+        if scanned:
+            x, _ = jax.lax.scan(layer, x, params["up"])
+        else:
+            for up in params["up"]:
+                x, _ = layer(x, up)
         return {"out": x.sum(-1)}
 
     one = engines.make(init=init, strategy=Strategy(fsdp=8), tx=layouts.ADAM)
