@@ -16,6 +16,7 @@ from jaxgoodput.train.events import (
     FitEnd,
     FitStart,
     Preempt,
+    Resharded,
     TuneEnd,
     Verdict,
     Window,
@@ -195,6 +196,18 @@ def run(receive, clock, *, steps=600, start_step=0, restart=0, rng=None, state=N
             )
             clock.advance(0.02)
             receive(Checkpoint(step=step, seconds=0.02))
+            clock.advance(0.1)
+            receive(
+                Resharded(
+                    step=step,
+                    before="data8",
+                    after="fsdp8",
+                    seconds=0.1,
+                    bytes_moved=7 * 2**20,
+                    largest_send_bytes=2**20,
+                    peak_extra_bytes=2**18,
+                )
+            )
     if end:
         receive(Preempt(step=steps, signal="SIGTERM"))
         receive(
@@ -216,6 +229,7 @@ def send(target, event):
         "FitStart": "on_fit_start",
         "Window": "on_window",
         "TuneEnd": "on_tune_end",
+        "Resharded": "on_reshard",
         "EvalEnd": "on_eval_end",
         "Checkpoint": "on_checkpoint",
         "Preempt": "on_preempt",
