@@ -1,6 +1,6 @@
 """What noise statistics cost a step under each layout, and what a device holds there.
 
-    python benchmarks/layout_overhead.py                     # the tables in BUILD_NOTES.md, ~12 minutes
+    python benchmarks/layout_overhead.py                     # both tables, about 15 minutes on two cores
     python benchmarks/layout_overhead.py --only "fsdp8:plain"
     python benchmarks/layout_overhead.py --rounds 0          # cost analysis, collectives, memory only
 
@@ -29,11 +29,11 @@ from absl import app, flags
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("only", "", "One row, 'strategy:how', as the table names it.")
-flags.DEFINE_integer("rounds", 5, "Turns of each kind of step; 0 = analysis only.")
-flags.DEFINE_integer("steps", 2, "Timed steps of a turn.")
+flags.DEFINE_integer("rounds", 3, "Turns of each kind of step; 0 = analysis only.")
+flags.DEFINE_integer("steps", 1, "Timed steps of a turn.")
 flags.DEFINE_integer("windows", 8, "Windows of 256 bytes per replica.")
 flags.DEFINE_integer("width", 512, "Width of the model; its matrices are up to width x 4 width.")
-flags.DEFINE_integer("layers", 2, "Layers of the model.")
+flags.DEFINE_integer("layers", 1, "Layers of the model.")
 flags.DEFINE_bool("worker", False, "Internal: measure one row and print it as JSON.")
 
 NUM_DEVICES = 8
