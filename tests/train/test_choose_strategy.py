@@ -118,6 +118,7 @@ def test_without_the_noise_only_equal_batches_can_be_compared(base, taken):
     """At the base batch a sample is worth the same whatever the noise; elsewhere nobody knows."""
     limits = dataclasses.replace(LIMITS, base=base)
     faster = option(speed=2.0)
+    assert faster.known is not None
     faster = dataclasses.replace(faster, known=dataclasses.replace(faster.known, limits=limits))
     verdict = choose_strategy(
         KEEP,

@@ -114,7 +114,7 @@ def after_two_steps(strategy, loss, init=stacked, **problem):
         preconditioned=False,
         **problem,
     )
-    state = engine.init(jax.random.key(0))
+    state, metrics = engine.init(jax.random.key(0)), None
     rng = np.random.default_rng(0)
     micro_batches = 8 // strategy.num_replicas
     for _ in range(2):

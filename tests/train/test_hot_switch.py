@@ -1,6 +1,7 @@
 """One batch under one layout after another: the same update, no compilation, nothing used twice."""
 
 import dataclasses
+from typing import Any
 
 import engines
 import jax
@@ -41,8 +42,10 @@ def make(home, **problem):
     )
 
 
-def placed(engine, rows):
-    return engines.put(engine, rows)
+def placed(engine, rows) -> tuple[Any, Any]:
+    """A micro-batch and its mask on an engine's devices."""
+    batch, mask = engines.put(engine, rows)
+    return batch, mask
 
 
 @pytest.fixture(scope="module")
@@ -56,13 +59,13 @@ def batch():
 
 def under_one_layout(batch, **problem):
     alone = make(Strategy(), **problem)
-    state = engines.start(alone, jax.random.key(0))
+    state, metrics = engines.start(alone, jax.random.key(0)), None
     for _ in range(2):
         work = alone.begin(state)
         for rows in batch:
             work = alone.accumulate(work, *placed(alone, rows))
         state, metrics = alone.apply(state, work)
-    return engines.host(state), alone.read(metrics)
+    return engines.host(state), alone.read(engines.known(metrics))
 
 
 def compiled_ahead(home):
@@ -84,7 +87,7 @@ def test_a_batch_under_four_layouts_is_the_batch_under_one(batch, home, dtype):
     ready = [
         placed(engine.on(layout), rows) for (layout, _), rows in zip(plans, batch, strict=True)
     ]
-    compilations = []
+    compilations, metrics = [], None
     stop = listen_for_compilations(compilations.append)
     try:
         for _ in range(2):
@@ -101,7 +104,7 @@ def test_a_batch_under_four_layouts_is_the_batch_under_one(batch, home, dtype):
     paths = jax.tree_util.tree_leaves_with_path(engines.host(state.params))
     for (path, a), b in zip(paths, jax.tree.leaves(expected.params), strict=True):
         assert np.linalg.norm(a - b) <= tolerance * np.linalg.norm(b), path
-    found = engine.read(metrics)
+    found = engine.read(engines.known(metrics))
     np.testing.assert_allclose(found["loss"], told["loss"], rtol=1e-5 if dtype is None else 1e-2)
     assert found["samples"] == told["samples"] == sum(len(rows["codes"]) for rows in batch)
     # Every replica of every layout was a group of its own.
@@ -119,7 +122,8 @@ def test_switching_back_and_forth_adds_up(batch):
         state = engine.init(jax.random.key(0))
         work = engine.begin(state)
         for i in order:
-            work = engine.accumulate(work, *ready[i], plans[i][0])
+            rows, mask = ready[i]
+            work = engine.accumulate(work, rows, mask, plans[i][0])
         return engines.host(engine.reduce(work).grads)
 
     # Every switch reduces what has been accumulated so far, and adds to it under the next layout.

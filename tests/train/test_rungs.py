@@ -1,6 +1,7 @@
 """The ladder is climbed in the background: only what fits and was tried is ever ready."""
 
 import threading
+from typing import Any
 import time
 
 import jax
@@ -41,21 +42,21 @@ class Scripted(Engine):
     def compile_shared(self, *, accumulate):
         self.shared += 1
 
-    def compile_role(self, role, micro_batch_size):
+    def compile_role(self, role, size: Any):
         self.entered.set()
         assert self.may_go.wait(WAIT_S)
-        if micro_batch_size == self.broken:
+        if size == self.broken:
             raise RuntimeError("the compiler gave up")
-        self.compiled.append((role, micro_batch_size))
+        self.compiled.append((role, size))
 
-    def bytes_of(self, micro_batch_size):
-        return StepBytes(arguments=0, outputs=0, temporaries=10 * micro_batch_size)
+    def bytes_of(self, size: Any):
+        return StepBytes(arguments=0, outputs=0, temporaries=10 * size)
 
-    def measuring_bytes_of(self, micro_batch_size):
-        return StepBytes(arguments=0, outputs=0, temporaries=15 * micro_batch_size)
+    def measuring_bytes_of(self, size: Any):
+        return StepBytes(arguments=0, outputs=0, temporaries=15 * size)
 
-    def rehearse(self, micro_batch_size, roles):
-        self.rehearsed += [(role, micro_batch_size) for role in roles]
+    def rehearse(self, size: Any, roles):
+        self.rehearsed += [(role, size) for role in roles]
 
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)

@@ -1,5 +1,7 @@
 """Whole runs under several strategies: the same training, moved in memory, and tuned among them."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -43,14 +45,15 @@ class Network(Trainer):
         return {"x": rows(30)["x"].repeat(2, 1)}
 
     def metrics(self, params, batch):
-        return {"loss": self.loss(params, batch, None)}
+        return {"loss": self.loss(params, batch, jax.random.key(0))}
 
 
 class Wander(Hook):
     """Asks for the next strategy every few steps."""
 
     def __init__(self, every):
-        self.every, self.trainer = every, None
+        self.every = every
+        self.trainer: Any = None
 
     def on_step_end(self, event):
         if event.step % self.every == 0:
