@@ -1,8 +1,8 @@
 """The ladder is climbed in the background: only what fits and was tried is ever ready."""
 
 import threading
-from typing import Any
 import time
+from typing import Any
 
 import jax
 import numpy as np
