@@ -1,10 +1,10 @@
 """Real data that is on every machine: Python's own standard library, read as bytes and as identifiers.
 
-`byte_windows` cuts the library's source into windows of bytes, for a language model. `identifier_use`
-asks which function uses which identifier, for a recommender with large embedding tables: its popularity
-follows a power law, as in the data of real recommenders. Nothing is downloaded. Parsing takes some 15
-s, so its result is kept in a cache folder, named after the interpreter's version and the number of
-files read.
+`byte_windows` cuts the library's source into windows of bytes, for a language model. `functions` are
+documents of very different lengths. `identifier_use` asks which function uses which identifier, for a
+recommender with large embedding tables: its popularity follows a power law, as in the data of real
+recommenders. Nothing is downloaded. Parsing for the latter takes some 15 s, so its result is kept in a
+cache folder, named after the interpreter's version and the number of files read.
 
 Distributions that ship Python without its test suite have a third of the functions; the sizes and
 results that the examples state are those of a full CPython 3.11.
@@ -67,6 +67,30 @@ def _cut(text: bytes, length: int) -> np.ndarray:
     codes = np.frombuffer(text, np.uint8)
     starts = np.arange(0, len(codes) - length, length)
     return codes[starts[:, None] + np.arange(length + 1)]
+
+
+def functions(count: int, *, longest: int, seed: int = 0) -> list[np.ndarray]:
+    """`count` functions of the library without its tests, each the bytes `uint8 [length]` of its source.
+
+    Methods and functions within functions count as functions. Half of them have fewer than 260 bytes, one
+    in twenty more than 1,750; they are cut off at `longest`. Their order is random. Only as many files
+    are parsed as it takes.
+    """
+    rng = np.random.default_rng(seed)
+    files = standard_library(tests=False)
+    found: list[np.ndarray] = []
+    for i in rng.permutation(len(files)):
+        source = files[i][1].read_bytes()
+        lines = source.splitlines(keepends=True)
+        for _, node in _functions(source):
+            text = b"".join(lines[node.lineno - 1 : node.end_lineno])
+            found.append(np.frombuffer(text[:longest], np.uint8))
+        if len(found) >= count:
+            return [found[j] for j in rng.permutation(len(found))[:count]]
+    raise ValueError(
+        f"the standard library holds {len(found)} functions outside its tests; {count} were asked for. "
+        "Use fewer or smaller updates."
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -152,12 +152,12 @@ def test_hot_switch_computes_the_same_updates_in_four_ways():
 
 @pytest.mark.slow
 def test_hot_switch_trains_what_one_device_cannot_hold():
-    text = run_hot_switch("--larger", "--memory_mib=8", "--steps=12")
+    text = run_hot_switch("--larger", "--memory_mib=24", "--steps=12")
     need = {
         name: text.split(f"{name}: a step needs ")[1].splitlines()[0] for name in ("data8", "fsdp8")
     }
     assert need["data8"].endswith("does not fit") and need["fsdp8"].endswith(": fits")
-    assert printed(text, "moments: ") > 8
+    assert printed(text, "moments: ") > 24
     losses = [float(line.split()[1]) for line in text.split("seconds\n")[1].splitlines()]
     assert len(losses) == 12 and np.mean(losses[-3:]) < np.mean(losses[:3]) - 0.5
 

@@ -1,0 +1,112 @@
+"""A transformer on the bytes of documents of any length, as a problem for the engine (`hot_switch.py`)."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import jaxgoodput as jg
+from jaxgoodput.data.lengths import PaddedRows
+from jaxgoodput.parallel.strategy import Layout
+from jaxgoodput.train.step import Problem
+
+NUM_HEADS, LEARNING_RATE = 4, 1e-3
+
+
+@dataclass(frozen=True)
+class ByteModel:
+    """A causal transformer over bytes (pre-norm, GELU); every byte is predicted from those before it.
+
+    Parameters are named as the default partition rules know them: heads, the inner width of the MLP and
+    the vocabulary are cut over "tensor".
+    """
+
+    dim: int
+    num_layers: int
+    longest: int
+
+    def init(self, key):
+        keys = iter(jax.random.split(key, 3 + 6 * self.num_layers))
+
+        def normal(*shape, scale):
+            return scale * jax.random.normal(next(keys), shape)
+
+        dim, wide = self.dim, self.dim**-0.5
+        heads = (NUM_HEADS, dim // NUM_HEADS)
+        layers = [
+            {
+                "attention": {
+                    "scale": jnp.ones(dim),
+                    "query": {"kernel": normal(dim, *heads, scale=wide)},
+                    "key": {"kernel": normal(dim, *heads, scale=wide)},
+                    "value": {"kernel": normal(dim, *heads, scale=wide)},
+                    "out": {"kernel": normal(*heads, dim, scale=wide / 2)},
+                },
+                "mlp": {
+                    "scale": jnp.ones(dim),
+                    "up": {"kernel": normal(dim, 4 * dim, scale=wide)},
+                    "down": {"kernel": normal(4 * dim, dim, scale=wide / 4)},
+                },
+            }
+            for _ in range(self.num_layers)
+        ]
+        return {
+            "embed": {"embedding": normal(256, dim, scale=0.02)},
+            "positions": normal(self.longest, dim, scale=0.02),
+            "layers": layers,
+            "scale": jnp.ones(dim),
+            "head": {"kernel": normal(dim, 256, scale=wide)},
+        }
+
+    def loss(self, params, model_state, batch, key):
+        """Nats of each function's bytes, and their number; what lies behind its end counts nothing."""
+        del key
+        codes = batch["codes"].astype(jnp.int32)
+        length = codes.shape[1]
+        read = jnp.pad(codes, ((0, 0), (1, 0)))[:, :-1]  # the first byte is predicted from a zero
+        x = params["embed"]["embedding"][read] + params["positions"][None, :length]
+        for layer in params["layers"]:
+            x += _attention(layer["attention"], _norm(layer["attention"]["scale"], x))
+            mlp = layer["mlp"]
+            inner = _norm(mlp["scale"], x) @ mlp["up"]["kernel"]
+            x += jax.nn.gelu(inner) @ mlp["down"]["kernel"]
+        logits = _norm(params["scale"], x) @ params["head"]["kernel"]
+        nats = optax.softmax_cross_entropy_with_integer_labels(logits, codes)
+        is_real = jnp.arange(length)[None] < batch["num_bytes"][:, None]
+        weight = is_real.sum(axis=1).astype(jnp.float32)
+        return jg.Loss.of(jnp.where(is_real, nats, 0.0).sum(axis=1), weight), model_state
+
+    def problem(self, base_batch_size: int) -> Problem:
+        """What the engine trains, with Adam; the learning rate does not follow the batch."""
+        tx = jg.adaptive(optax.adam(LEARNING_RATE), jg.rules.none, base_batch_size=base_batch_size)
+        return Problem(
+            init=self.init,
+            loss_and_state=self.loss,
+            tx=tx,
+            base_batch_size=base_batch_size,
+        )
+
+
+def _norm(scale, x):
+    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6) * scale[None, None]
+
+
+def _attention(layer, x):
+    query, key, value = (
+        jnp.einsum("bld,dhk->blhk", x, layer[name]["kernel"]) for name in ("query", "key", "value")
+    )
+    mixed = jax.nn.dot_product_attention(query, key, value, is_causal=True)
+    return jnp.einsum("blhk,hkd->bld", mixed, layer["out"]["kernel"])
+
+
+def sample(length: int):
+    """One function, abstract."""
+    codes = jax.ShapeDtypeStruct((length,), jnp.uint8)
+    return {"codes": codes, "num_bytes": jax.ShapeDtypeStruct((), jnp.int32)}
+
+
+def on_devices(rows: PaddedRows, layout: Layout):
+    """A micro-batch and its mask."""
+    batch = {"codes": rows.tokens, "num_bytes": rows.num_tokens}
+    return jax.device_put((batch, rows.mask), layout.batch_sharding)
