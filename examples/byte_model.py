@@ -19,42 +19,41 @@ class ByteModel:
     """A causal transformer over bytes (pre-norm, GELU); every byte is predicted from those before it.
 
     Parameters are named as the default partition rules know them: heads, the inner width of the MLP and
-    the vocabulary are cut over "tensor".
+    the vocabulary are cut over "tensor". Layers are stacked and scanned over, so that under FSDP one of
+    them at a time is whole; with `remake` the backward pass computes their insides anew.
     """
 
     dim: int
     num_layers: int
     longest: int
+    remake: bool = False
 
     def init(self, key):
-        keys = iter(jax.random.split(key, 3 + 6 * self.num_layers))
+        keys = iter(jax.random.split(key, 9))
 
         def normal(*shape, scale):
             return scale * jax.random.normal(next(keys), shape)
 
-        dim, wide = self.dim, self.dim**-0.5
+        dim, wide, layers = self.dim, self.dim**-0.5, self.num_layers
         heads = (NUM_HEADS, dim // NUM_HEADS)
-        layers = [
-            {
-                "attention": {
-                    "scale": jnp.ones(dim),
-                    "query": {"kernel": normal(dim, *heads, scale=wide)},
-                    "key": {"kernel": normal(dim, *heads, scale=wide)},
-                    "value": {"kernel": normal(dim, *heads, scale=wide)},
-                    "out": {"kernel": normal(*heads, dim, scale=wide / 2)},
-                },
-                "mlp": {
-                    "scale": jnp.ones(dim),
-                    "up": {"kernel": normal(dim, 4 * dim, scale=wide)},
-                    "down": {"kernel": normal(4 * dim, dim, scale=wide / 4)},
-                },
-            }
-            for _ in range(self.num_layers)
-        ]
+        stack = {
+            "attention": {
+                "scale": jnp.ones((layers, dim)),
+                "query": {"kernel": normal(layers, dim, *heads, scale=wide)},
+                "key": {"kernel": normal(layers, dim, *heads, scale=wide)},
+                "value": {"kernel": normal(layers, dim, *heads, scale=wide)},
+                "out": {"kernel": normal(layers, *heads, dim, scale=wide / 2)},
+            },
+            "mlp": {
+                "scale": jnp.ones((layers, dim)),
+                "up": {"kernel": normal(layers, dim, 4 * dim, scale=wide)},
+                "down": {"kernel": normal(layers, 4 * dim, dim, scale=wide / 4)},
+            },
+        }
         return {
             "embed": {"embedding": normal(256, dim, scale=0.02)},
             "positions": normal(self.longest, dim, scale=0.02),
-            "layers": layers,
+            "layers": stack,
             "scale": jnp.ones(dim),
             "head": {"kernel": normal(dim, 256, scale=wide)},
         }
@@ -66,11 +65,8 @@ class ByteModel:
         length = codes.shape[1]
         read = jnp.pad(codes, ((0, 0), (1, 0)))[:, :-1]  # the first byte is predicted from a zero
         x = params["embed"]["embedding"][read] + params["positions"][None, :length]
-        for layer in params["layers"]:
-            x += _attention(layer["attention"], _norm(layer["attention"]["scale"], x))
-            mlp = layer["mlp"]
-            inner = _norm(mlp["scale"], x) @ mlp["up"]["kernel"]
-            x += jax.nn.gelu(inner) @ mlp["down"]["kernel"]
+        block = jax.checkpoint(_block) if self.remake else _block
+        x, _ = jax.lax.scan(block, x, params["layers"])
         logits = _norm(params["scale"], x) @ params["head"]["kernel"]
         nats = optax.softmax_cross_entropy_with_integer_labels(logits, codes)
         is_real = jnp.arange(length)[None] < batch["num_bytes"][:, None]
@@ -86,6 +82,13 @@ class ByteModel:
             tx=tx,
             base_batch_size=base_batch_size,
         )
+
+
+def _block(x, layer):
+    attention, mlp = layer["attention"], layer["mlp"]
+    x += _attention(attention, _norm(attention["scale"], x))
+    inner = _norm(mlp["scale"], x) @ mlp["up"]["kernel"]
+    return x + jax.nn.gelu(inner) @ mlp["down"]["kernel"], None
 
 
 def _norm(scale, x):

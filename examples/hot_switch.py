@@ -64,7 +64,7 @@ PADDED, GROUPED, MIXED = "single, padded", "single, grouped", "mixed"
 WITHOUT_SWITCHING = "mixed, without switching"
 MOST_LOSS_DIFFERENCE = 1e-4
 TRIAL_UPDATES = 2
-LARGER_LAYERS, LARGER_LENGTH = 8, 64
+LARGER_LAYERS, LARGER_LENGTH = 8, 256
 
 Documents = Sequence[np.ndarray]  # each uint8 [length]
 
@@ -363,7 +363,7 @@ def larger_model(limit_bytes: int, longest: int) -> tuple[byte_model.ByteModel, 
     """The narrowest model whose parameters and two moments exceed the limit by a tenth, and their bytes."""
 
     def model(dim: int) -> byte_model.ByteModel:
-        return byte_model.ByteModel(dim, LARGER_LAYERS, longest)
+        return byte_model.ByteModel(dim, LARGER_LAYERS, longest, remake=True)
 
     def state_bytes(dim: int) -> int:
         shapes = jax.eval_shape(model(dim).init, jax.random.key(0))

@@ -169,9 +169,7 @@ class Engine:
 
     def init(self, key: Array) -> TrainState:
         """A fresh state on this layout; no device ever holds more than its part of it."""
-        shardings = jax.tree.map(lambda x: x.sharding, self.abstract_state())
-        build = jax.jit(lambda k: pure.init_state(self.problem, k), out_shardings=shardings)
-        return build(jax.device_put(key, self.layout.replicated))
+        return self._executable("init")(jax.device_put(key, self.layout.replicated))
 
     def abstract_state(self) -> TrainState:
         """The state's shapes and types, with this layout's shardings."""

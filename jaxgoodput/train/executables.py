@@ -3,7 +3,7 @@
 Roles, by the shape of a micro-batch: `first` and `more` accumulate. The fused steps are `step` (no
 statistics), `step_measured` (several groups), `step_remember` and `step_difference` (one group: two steps
 make a noise sample, and neither has to copy a gradient), and `step_after` (the last of several
-micro-batches). Without a shape: `begin`, `zeros` (a throw-away state), `reduce`, `spread` (reduced sums
+micro-batches). Without a shape: `init`, `begin`, `zeros` (a throw-away state), `reduce`, `spread` (reduced sums
 back in partial form) and `update`.
 
 A replica's part of a step is manual over the replica axes, so that gradients stay its own; "tensor" is
@@ -258,6 +258,12 @@ class Recipes:
         state, (params, scale, *_) = self.abstract_state(), self.abstract_work
         out = (() if self.problem.compute_dtype is None else params, scale)
         return self._begin, (), (state.params, state.opt_state), _shardings(out)
+
+    def _make_init(self):
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        key = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=self.layout.replicated)
+        out = _shardings(self.abstract_state())
+        return lambda k: pure.init_state(self.problem, k), (), (key,), out
 
     def _make_zeros(self):
         def zero(s):
