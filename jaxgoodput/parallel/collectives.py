@@ -12,10 +12,14 @@ import numpy as np
 
 # "%name = f32[4,8]{1,0} all-gather(...), replica_groups={{0,1},{2,3}}, ..." and tuple results.
 _OPERATION = re.compile(
-    r"= (?P<result>\([^)]*\)|\S+) "
+    r"= (?P<result>\(.*?\)|\S+) "
     r"(?P<kind>all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute|ragged-all-to-all)"
     r"(?P<start>-start)?\((?P<rest>.*)$",
     re.MULTILINE,
+)
+_NAMED = re.compile(
+    r" (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute|collective-broadcast)"
+    r"(-start)?\("
 )
 _SHAPE = re.compile(r"(?P<dtype>[a-z]+\d*[a-z0-9]*)\[(?P<dims>[\d,]*)\]")
 _LISTED = re.compile(r"replica_groups=\{(?P<groups>\{.*?\})\}")
@@ -34,13 +38,22 @@ def received_bytes(hlo_text: str, num_devices: int) -> int:
     192
     """
     arrived = 0
-    for found in _OPERATION.finditer(hlo_text):
+    operations = list(_OPERATION.finditer(hlo_text))
+    if len(operations) != len(_NAMED.findall(hlo_text)):
+        raise ValueError(
+            "this program holds collectives in a form that is not known here, so its traffic cannot be "
+            'told. Use Move.compile(..., routes=("alias", "copies", "pieces")).'
+        )
+    for found in operations:
         kind, rest = found["kind"], found["rest"]
-        shapes = [_shape_bytes(shape) for shape in _SHAPE.finditer(found["result"])]
+        text = found["result"]
         if found["start"] and kind in ("all-gather", "collective-permute"):
-            # The asynchronous form returns its operands too: (operands, results, contexts).
-            shapes = [max(shapes)]
-        result = sum(shapes)
+            # The asynchronous form returns its operands too: (operand, result, contexts), or, of
+            # several, ((operands), (results)).
+            several = re.findall(r"\(([^()]*)\)", text[1:-1]) if text.startswith("((") else []
+            text = several[1] if several else _SHAPE.findall(text)[1:2]
+            text = text if isinstance(text, str) else "{}[{}]".format(*text[0])
+        result = sum(_shape_bytes(shape) for shape in _SHAPE.finditer(text))
         if kind == "collective-permute":
             pairs = _PAIRS.search(rest)
             if pairs is None:

@@ -100,7 +100,7 @@ class Move:
         data = [self._checked(position, leaf) for position, leaf in enumerate(leaves)]
         if self.plan.donate:
             self._require_own_buffers(data)
-        _require_room(self.plan)
+        self.require_room()
         results: list[Any] = [None] * len(leaves)
         # They copy and free memory, so more than there are processors would not help.
         num_threads = len(os.sched_getaffinity(0))
@@ -116,6 +116,10 @@ class Move:
                     results[position] = _as_before(leaves[position], value)
                 del sources, moved
         return jax.tree.unflatten(self.structure, results)
+
+    def require_room(self) -> None:
+        """Raise MoveDoesNotFit where a device reports less free memory than the move needs."""
+        _require_room(self.plan)
 
     def _checked(self, position: int, leaf: Any) -> jax.Array:
         """The leaf's data, known to be what the move was compiled for."""

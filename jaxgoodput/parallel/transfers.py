@@ -141,7 +141,8 @@ def _sender(
         by_leaf = dict(zip(used, shards, strict=True))
         return [jnp.copy(by_leaf[leaf][within(box, held[leaf])]) for leaf, box in cuts]
 
-    return tuple(used), _compiled(cut, [_abstract(leaves[i], held[i], device) for i in used])
+    arguments = [_abstract(leaves[i], held[i], device) for i in used]
+    return tuple(used), _compiled(cut, arguments, device)
 
 
 def _receiver(
@@ -164,18 +165,18 @@ def _receiver(
             parts[leaf].append((box, value))
         for leaf, shard in zip(own, values[len(inbox) :], strict=True):
             parts[leaf].append((local[leaf], shard[within(local[leaf], held[leaf])]))
-        return [_joined(parts[leaf], wanted[leaf]) for leaf in assembled]
+        return [_joined(parts[leaf], wanted[leaf], leaves[leaf].dtype) for leaf in assembled]
 
     arguments = [_abstract(leaves[leaf], box, device) for leaf, box in inbox]
     arguments += [_abstract(leaves[leaf], held[leaf], device) for leaf in own]
-    return tuple(own), _compiled(assemble, arguments)
+    return tuple(own), _compiled(assemble, arguments, device)
 
 
-def _joined(parts: Sequence[tuple[Box, jax.Array]], wanted: Box) -> jax.Array:
-    """One array of the parts that tile `wanted`, in memory of its own."""
+def _joined(parts: Sequence[tuple[Box, jax.Array]], wanted: Box, dtype: Any) -> jax.Array:
+    """One array of the parts that tile `wanted`, in memory of its own; none of them where it is empty."""
     if len(parts) == 1:
         return jnp.copy(parts[0][1])
-    whole = jax.lax.empty(tuple(b - a for a, b in wanted), parts[0][1].dtype)
+    whole = jax.lax.empty(tuple(b - a for a, b in wanted), dtype)
     for box, part in parts:
         starts = tuple(cut.start for cut in within(box, wanted))
         whole = jax.lax.dynamic_update_slice(whole, part, starts)
@@ -187,5 +188,7 @@ def _abstract(leaf: LeafPlan, box: Box, device: Device) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=SingleDeviceSharding(device))
 
 
-def _compiled(function: Callable[..., Any], arguments: Sequence[Any]) -> Program:
-    return jax.jit(function).lower(*arguments).compile()
+def _compiled(function: Callable[..., Any], arguments: Sequence[Any], device: Device) -> Program:
+    # A program for empty leaves has no argument that would say where it runs.
+    here = SingleDeviceSharding(device)
+    return jax.jit(function, out_shardings=here).lower(*arguments).compile()

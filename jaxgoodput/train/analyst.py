@@ -274,12 +274,12 @@ class Analyst:
         doubt = self._table.disturbance()
         grad = GradParams(sqr=metrics["cautious_sqr"], var=metrics["cautious_var"])
         tried_from = self._tried_from if self._tried_from != self._current else None
-        offers = {offer.config.strategy: offer for offer in self._choices.offers()}
-        others = map(self._option, offers.values() if self._adapt else ())
+        others = map(self._option, self._choices.offers() if self._adapt else ())
         options = tuple(o for o in others if o.known or o.config.strategy not in self._tried)
         home = None
         if tried_from is not None and tried_from.strategy != self._current.strategy:
-            home = self._option(offers[tried_from.strategy])
+            size = tried_from.micro_batch_size
+            home = self._option(Offer(config=tried_from, ready=(size,), switch_s=0.0))
         self._tuner.ask(
             Question(
                 step=step,

@@ -48,7 +48,7 @@ class Books:
         """What is known of another strategy; its fit is as of when it was left."""
         strategy = offer.config.strategy
         fit, timings = self.fits.get(strategy), self.table(strategy).timings(0)
-        timed, known = self.timed(offer.config, clean=True), None
+        timed, known = self.timed(offer.config, clean=True) & set(offer.ready), None
         if fit is not None and timings is not None and timed:
             placement = self.placement(offer.config)
             known = Known(
@@ -62,8 +62,9 @@ class Books:
     def to_json(self) -> dict[str, Any]:
         """Timings and the parameters of the fits, by strategy."""
         return {
-            "timings": {name: table.to_json() for name, table in self._tables.items()},
-            "fits": {n: finite_numbers(vars(f.params)) for n, f in self.fits.items() if f},
+            # Of copies: a save may come while a strategy is seen for the first time.
+            "timings": {name: table.to_json() for name, table in list(self._tables.items())},
+            "fits": {n: finite_numbers(vars(f.params)) for n, f in list(self.fits.items()) if f},
         }
 
     def restore(self, saved: Mapping[str, Any]) -> None:

@@ -18,7 +18,7 @@ import pathlib
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,8 @@ from jax.experimental import multihost_utils
 from jaxtyping import PyTree
 
 from jaxgoodput.train.state import TrainState
+
+T = TypeVar("T")
 
 
 class WrongWorkdirError(ValueError):
@@ -111,23 +113,30 @@ class Checkpoints:
         Raises WrongWorkdirError where the newest readable one is of another model.
         """
         for step in self._agreed(sorted(self._manager.all_steps(), reverse=True)):
-            found, failure = None, None
-            try:
-                found = self._read(step, abstract_for)
-            except Exception as error:
-                failure = error
+            meta, failure = _attempt(lambda step=step: self._read_meta(step))
             if not self._everywhere(failure is None):
                 self._set_aside(step, failure)
-            elif isinstance(found, Restored):
-                return found
-            else:
-                assert found is not None
+                continue
+            assert meta is not None
+            # What it raises is about the present settings, not about the checkpoint.
+            abstract = abstract_for(meta)
+            mismatch = differences(meta["leaves"], describe(abstract))
+            if mismatch:
                 raise WrongWorkdirError(
                     f"the checkpoint {self._directory / str(step)} is of another model: "
-                    + "; ".join(found[:5])
-                    + (f"; and {len(found) - 5} more" if len(found) > 5 else "")
+                    + "; ".join(mismatch[:5])
+                    + (f"; and {len(mismatch) - 5} more" if len(mismatch) > 5 else "")
                     + ". Use another workdir, or the model that this one belongs to."
                 )
+            state, failure = _attempt(
+                lambda step=step, abstract=abstract: self._read_state(step, abstract)
+            )
+            if failure is not None and "RESOURCE_EXHAUSTED" in str(failure):
+                raise failure  # the checkpoint is sound, the devices are too small
+            if self._everywhere(failure is None):
+                assert state is not None
+                return Restored(state=state, meta=meta, step=step)
+            self._set_aside(step, failure)
         return None
 
     def close(self) -> None:
@@ -162,25 +171,26 @@ class Checkpoints:
             return self._failed(failure)
         return None
 
-    def _read(
-        self, step: int, abstract_for: Callable[[Mapping[str, Any]], TrainState]
-    ) -> Restored | list[str]:
-        """One checkpoint, or how its model differs; raises where it is damaged."""
+    def _read_meta(self, step: int) -> Mapping[str, Any]:
+        """What the host saved; raises where the checkpoint is damaged."""
         meta = self._manager.restore(
             step,
             args=ocp.args.Composite(meta=ocp.args.JsonRestore()),  # pyright: ignore[reportCallIssue]
         )["meta"]
-        abstract = abstract_for(meta)
-        mismatch = differences(meta["leaves"], describe(abstract))
-        if mismatch:
-            return mismatch
+        missing = {"leaves", "batch", "cursor"} - meta.keys()
+        if missing:
+            raise KeyError(f"its metadata has no {', '.join(sorted(missing))}")
+        return meta
+
+    def _read_state(self, step: int, abstract: TrainState) -> TrainState:
+        """What the devices held; raises where the checkpoint is damaged."""
         tree = self._manager.restore(
             step,
             args=ocp.args.Composite(
                 state=ocp.args.StandardRestore(_inward(abstract))  # pyright: ignore[reportCallIssue]
             ),
         )["state"]
-        return Restored(state=_owned(tree, abstract), meta=meta, step=step)
+        return _owned(tree, abstract)
 
     def _agreed(self, steps: list[int]) -> list[int]:
         """The steps that process 0 sees, in every process."""
@@ -236,6 +246,14 @@ class Checkpoints:
         # Where there are several processes, Orbax takes arrays of one of them from the host only;
         # copies, because the state's own buffers will be donated to the next step.
         return jax.tree.map(np.array, jax.device_get(tree))
+
+
+def _attempt(read: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """What `read` returns, or what it raises."""
+    try:
+        return read(), None
+    except Exception as error:
+        return None, error
 
 
 @contextlib.contextmanager

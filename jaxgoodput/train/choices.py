@@ -12,6 +12,7 @@ class Offer:
     """Another strategy that can be switched to without compiling."""
 
     config: BatchConfig  # of the batch nearest to the present one
+    ready: Sequence[int]  # micro-batch sizes that are compiled
     switch_s: float  # seconds that moving the state there takes
 
 

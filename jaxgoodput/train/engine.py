@@ -241,8 +241,11 @@ class Engine:
                     self._moves.state(self.on(old)._recipes, self.on(new)._recipes)
 
     def plan_move(self, layout: Layout) -> MovePlan:
-        """What moving a state from here to `layout` would cost; nothing runs."""
-        return self._moves.state(self._recipes, self.on(layout)._recipes).plan
+        """What moving a state from here to `layout` would cost; nothing runs, nothing is compiled.
+
+        Of a move that is compiled already, with the routes that were chosen for it.
+        """
+        return self._moves.plan(self._recipes, self.on(layout)._recipes)
 
     def cost(self, role: str, size: Size) -> Mapping[str, float]:
         """XLA's own cost analysis of an executable: flops and bytes accessed, per device."""
@@ -277,7 +280,11 @@ class Engine:
     # -- a step as a value -----------------------------------------------------------------------
 
     def begin(self, state: TrainState) -> Work:
-        """An empty batch for this state: compute-precision parameters, no gradient yet."""
+        """An empty batch for this state: compute-precision parameters, no gradient yet.
+
+        Raises ValueError for a state that was donated already.
+        """
+        _check_alive(state)
         params, scale = state.params, ()
         if self._recipes.has_begin:
             computed, scale = self._executable("begin")(state.params, state.opt_state)
@@ -349,6 +356,7 @@ class Engine:
                 "step() is the fused form for one process, and this engine spans several. "
                 "Use accumulate() and apply()."
             )
+        _check_alive(state)
         size = self._shape_of(batch, mask)
         if work is not None:
             if work.sums is None:
@@ -423,6 +431,7 @@ class Engine:
     def update(self, state: TrainState, total: Any, work: Work) -> tuple[TrainState, Array]:
         """The next state from what `reduce` returned: local, donates the state."""
         assert work.sums is not None
+        _check_alive(state)
         if self.world is None:
             return self._executable("update")(state, total)
         return self._executable("update")(state, total, work.sums.model_state)
@@ -442,15 +451,18 @@ class Engine:
         there = self.on(work.layout)
         if self._is_paced or there._is_paced:
             jax.block_until_ready(work.sums)
+        # All that may refuse comes first: a refused move leaves the batch as it was.
         move = self._moves.work(there._recipes, self._recipes, donate=work.owns_params)
+        fixed = self._moves.fixed(there._recipes, self._recipes)
+        move_sums = self._moves.sums(there._recipes, self._recipes)
+        for one in (move, fixed, move_sums):
+            one.require_room()
         sums = None
         if work.sums is not None:
             reduced = there._executable("reduce")(work.sums)
             _delete(work.sums)
-            moved = self._moves.sums(there._recipes, self._recipes)(reduced)
-            sums = self._executable("spread")(moved)
+            sums = self._executable("spread")(move_sums(reduced))
         params, scale = move((work.params, work.scale))
-        fixed = self._moves.fixed(there._recipes, self._recipes)
         model_state, key, step = fixed((work.model_state, work.key, work.step))
         return Work(
             layout=self.layout,
@@ -464,6 +476,14 @@ class Engine:
         )
 
     def _shape_of(self, batch: PyTree, mask: Array) -> Shape:
+        rows, replicas = mask.shape[0], self.layout.num_replicas
+        lengths = {leaf.shape[0] for leaf in jax.tree.leaves(batch)}
+        if rows % replicas or lengths - {rows}:
+            raise ValueError(
+                f"a micro-batch has the same number of rows in every leaf and in the mask, a multiple of the "
+                f"{replicas} replicas of {self.layout.strategy.name}; got {sorted(lengths)} rows and a mask "
+                f"of {rows}. Pad it to {-(-rows // replicas) * replicas} rows, with 0 in the mask."
+            )
         return Shape.of_batch(mask.shape[0] // self.layout.num_replicas, batch)
 
     def _zero_batch(self, shape: Shape) -> Any:
@@ -479,11 +499,19 @@ class Engine:
 
 
 def _check_unused(work: Work) -> None:
-    leaves = jax.tree.leaves(work.sums)
-    if leaves and leaves[0].is_deleted():
+    if any(leaf.is_deleted() for leaf in jax.tree.leaves(work)):
         raise ValueError(
-            "this Work was consumed already: accumulate(), step() and apply() take it over. Go on with "
-            "the Work that accumulate() returned, or begin() a new one from the state."
+            "this Work was consumed already: accumulate(), step() and apply() take it over, and so do "
+            "they and move() the state that it began from. Go on with the Work that accumulate() "
+            "returned, or begin() a new one from the latest state."
+        )
+
+
+def _check_alive(state: TrainState) -> None:
+    if state.step.is_deleted():
+        raise ValueError(
+            "this state was donated already, to a step, an update or a move. Go on with the state that "
+            "came out of it."
         )
 
 

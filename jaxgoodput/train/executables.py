@@ -3,8 +3,8 @@
 Roles, by the shape of a micro-batch: `first` and `more` accumulate. The fused steps are `step` (no
 statistics), `step_measured` (several groups), `step_remember` and `step_difference` (one group: two steps
 make a noise sample, and neither has to copy a gradient), and `step_after` (the last of several
-micro-batches). Without a shape: `init`, `begin`, `zeros` (a throw-away state), `reduce`, `spread` (reduced sums
-back in partial form) and `update`.
+micro-batches). Without a shape: `init`, `begin`, `zeros` (a throw-away state), `reduce`, `spread` (reduced
+sums back in partial form) and `update`.
 
 A replica's part of a step is manual over the replica axes, so that gradients stay its own; "tensor" is
 left to the compiler, and so is the update, which sees whole values whatever the layout.

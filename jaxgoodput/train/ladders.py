@@ -55,9 +55,11 @@ class Ladders:
         self._plans = {plan.start.strategy: plan}
         self._rungs = {plan.start.strategy: self._make_rungs(plan)}
         self._prepared: dict[str, int] = {}  # micro-batch size that is ready besides
+        self._left_out: set[str] = set()  # strategies that do not fit
         self._measured_s: list[float] = []
         self._measured_bytes: list[int] = []
-        self._preparing = False
+        self._preparing = 0  # strategies that are being prepared now
+        self._turns = {name: threading.Lock() for name in layouts}
         self._stopping = False
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
@@ -91,13 +93,13 @@ class Ladders:
 
     def ready(self, strategy: str) -> Sequence[int]:
         """Sizes of a strategy that every process has compiled, in the same order everywhere."""
-        rungs = self.rungs(strategy)
         with self._changed:
             self._raise()
-            own = self._prepared.get(strategy)
+            rungs, own = self._rungs.get(strategy), self._prepared.get(strategy)
+        climbed = () if rungs is None else rungs.ready(first=self.settled_everywhere)
         if self.settled_everywhere is not None:
-            return rungs.ready(first=self.settled_everywhere)
-        return tuple(dict.fromkeys([*rungs.ready(), *([] if own is None else [own])]))
+            return climbed
+        return tuple(dict.fromkeys([*climbed, *([] if own is None else [own])]))
 
     def memory_limit(self, strategy: str) -> int:
         """The largest micro-batch of a strategy that fits, by what is known."""
@@ -108,7 +110,7 @@ class Ladders:
         """Whether something is being compiled or tried now, which slows the steps beside it."""
         with self._changed:
             rungs, preparing = list(self._rungs.values()), self._preparing
-        return preparing or any(ladder.is_busy for ladder in rungs)
+        return preparing > 0 or any(ladder.is_busy for ladder in rungs)
 
     def start(self) -> None:
         """Compile the other sizes, and then the other strategies, in the background from now on."""
@@ -129,7 +131,7 @@ class Ladders:
     def require(self, strategy: str) -> None:
         """Prepare one strategy on the caller's thread, if it is not yet.
 
-        Raises ValueError for a strategy that the run does not have, or that does not fit into memory.
+        Raises TooLarge where it does not fit into memory, ValueError where the run does not have it.
         """
         if strategy not in self._engines:
             raise ValueError(
@@ -139,10 +141,16 @@ class Ladders:
         self._prepare(strategy)
         with self._changed:
             if strategy not in self._prepared:
-                raise ValueError(
+                raise TooLarge(
                     f"the strategy {strategy} was left out: no step, or no move of the state, fits into "
                     "memory under it."
                 )
+
+    def leave_out(self, strategy: str) -> None:
+        """Never offer this strategy again."""
+        with self._changed:
+            self._prepared.pop(strategy, None)
+            self._left_out.add(strategy)
 
     def offers(self) -> tuple[Offer, ...]:
         """The other strategies that can be switched to without compiling."""
@@ -155,7 +163,10 @@ class Ladders:
                 continue
             config = self._nearest(strategy, size, current)
             if config is not None:
-                found.append(Offer(config=config, switch_s=self.switch_s(strategy)))
+                offer = Offer(
+                    config=config, ready=self.ready(strategy), switch_s=self.switch_s(strategy)
+                )
+                found.append(offer)
         return tuple(found)
 
     def switch_s(self, strategy: str) -> float:
@@ -225,18 +236,21 @@ class Ladders:
                 self._error = error
 
     def _prepare(self, strategy: str) -> None:
-        with self._changed:
-            if self._stopping or strategy in self._prepared:
-                return
-            self._preparing = True
-        try:
-            size = self._compile(strategy)
+        with self._turns[strategy]:
             with self._changed:
-                if size is not None:
-                    self._prepared[strategy] = size
-        finally:
-            with self._changed:
-                self._preparing = False
+                if self._stopping or strategy in self._prepared or strategy in self._left_out:
+                    return
+                self._preparing += 1
+            try:
+                size = self._compile(strategy)
+                with self._changed:
+                    if size is not None:
+                        self._prepared[strategy] = size
+                    elif not self._stopping:
+                        self._left_out.add(strategy)
+            finally:
+                with self._changed:
+                    self._preparing -= 1
 
     def _compile(self, strategy: str) -> int | None:
         """Plan a strategy and compile what a first trial needs; its size, None where nothing fits."""
@@ -266,13 +280,21 @@ class Ladders:
                 size = plan.start.micro_batch_size
                 engine.compile([size], accumulate=self._accumulates(plan))
             need = engine.bytes_of(size)
-            if need is not None and 2 * need.peak <= self._budget:
+            # Beside a step of the strategy in use, which goes on meanwhile.
+            here, now = self._engines[current.strategy], current.micro_batch_size
+            beside = [here.bytes_of(now), here.measuring_bytes_of(now)]
+            taken = max((x.peak for x in beside if x is not None), default=self._budget)
+            if need is not None and taken + need.peak <= self._budget and not self._stopping:
                 engine.rehearse(size, engine.roles(accumulate=self._accumulates(plan)))
         with self._changed:
             others = [self._engines[s].layout for s in self._prepared if s != strategy]
         here = self._engines[current.strategy].layout
         try:
-            engine.compile_moves([x for x in dict.fromkeys([here, *others]) if x != engine.layout])
+            for other in dict.fromkeys([here, *others]):
+                if self._stopping:
+                    return None
+                if other != engine.layout:
+                    engine.compile_moves([other])
         except MoveDoesNotFit as error:
             logging.info("the strategy %s is left out: %s", strategy, error)
             return None

@@ -19,7 +19,8 @@ from absl import logging
 from jaxgoodput._jax import Compilation, listen_for_compilations
 from jaxgoodput.data.loader import StepBatch
 from jaxgoodput.goodput.search import BatchConfig
-from jaxgoodput.train import journal, setup, signals
+from jaxgoodput.parallel.reshard import MoveDoesNotFit
+from jaxgoodput.train import journal, memory, setup, signals
 from jaxgoodput.train.analyst import PROBE_STEPS, Analyst
 from jaxgoodput.train.badput import TimeLedger
 from jaxgoodput.train.checkpoint import quiet_writer
@@ -214,8 +215,8 @@ class Run:
             self.every = control.statistics_every
         if control.micro_batch_size and control.num_micro_batches:
             strategy = self.batch.strategy if control.strategy is None else control.strategy
-            if strategy != self.batch.strategy:
-                self._switch(strategy)
+            if strategy != self.batch.strategy and not self._switch(strategy):
+                return True  # the batch asked for belongs to the other strategy
             self.batch = BatchConfig(
                 micro_batch_size=control.micro_batch_size,
                 num_micro_batches=control.num_micro_batches,
@@ -226,10 +227,22 @@ class Run:
             self.ladders.use(self.batch)
         return True
 
-    def _switch(self, strategy: str) -> None:
-        """Move the state to another strategy's layout, in memory; the loop waits for it."""
-        with self.ledger.bucket("compilation"), jax.transfer_guard("allow"):
-            self.ladders.require(strategy)
+    def _switch(self, strategy: str) -> bool:
+        """Move the state to another strategy's layout, in memory; the loop waits for it.
+
+        False, and nothing has moved, where it does not fit into memory.
+        """
+        try:
+            with self.ledger.bucket("compilation"), jax.transfer_guard("allow"):
+                self.ladders.require(strategy)
+            self._move(strategy)
+        except (MoveDoesNotFit, memory.TooLarge) as refusal:
+            logging.warning("training goes on under %s: %s", self.batch.strategy, refusal)
+            self.ladders.leave_out(strategy)
+            return False
+        return True
+
+    def _move(self, strategy: str) -> None:
         old, new = self.engine, self.ladders.engine(strategy)
         start_s = self.clock.now()
         with self.ledger.bucket("resharding"), jax.transfer_guard("allow"):

@@ -198,6 +198,16 @@ def start_plan(
     return batch_plan(config, there, len(source), budget, strategy=last)
 
 
+def nearest_strategy(saved: str, where: Place) -> str:
+    """The strategy of this run by the name it was saved under; else one that cuts along the same axes."""
+
+    def axes(name: str) -> set[str]:
+        return {part.rstrip("0123456789") for part in name.split(".")}
+
+    order = sorted(where.layouts, key=lambda name: (name != saved, axes(name) != axes(saved)))
+    return order[0]
+
+
 def batch_plan(
     config: Config, engine: Engine, num_samples: int, budget: int, *, strategy: str = ""
 ) -> BatchPlan:

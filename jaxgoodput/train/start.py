@@ -71,19 +71,22 @@ def prepared(
         budget = memory.least(budget)
     first = setup.engine(trainer, source, where, memory_bytes=budget)
     kind = first.loss_kind()  # before anything is compiled: a loss of a wrong shape is named
-    default = next(iter(where.layouts))
+    for layout in where.layouts.values():
+        first.on(layout)  # rules that do not fit are named before anything is read
 
-    def saved_strategy(meta: Mapping[str, Any]) -> str:
-        name = meta["batch"].get("strategy", "")
-        return name if name in where.layouts else default
+    def planned(prefer: str) -> setup.BatchPlan:
+        with ledger.bucket("compilation"):
+            return setup.start_plan(config, first, where, source, budget, prefer=prefer)
 
+    def planned_for(meta: Mapping[str, Any]) -> TrainState:
+        """What to restore: onto the saved strategy, or, where it does not fit here, the first that does."""
+        found.append(planned(setup.nearest_strategy(meta["batch"].get("strategy", ""), where)))
+        return first.on(where.layouts[found[-1].start.strategy]).abstract_state()
+
+    found: list[setup.BatchPlan] = []
     with ledger.bucket("checkpoint_restore"):
-        restored = checkpoints.restore(
-            lambda meta: first.on(where.layouts[saved_strategy(meta)]).abstract_state()
-        )
-    prefer = default if restored is None else saved_strategy(restored.meta)
-    with ledger.bucket("compilation"):
-        plan = setup.start_plan(config, first, where, source, budget, prefer=prefer)
+        restored = checkpoints.restore(planned_for)
+    plan = found[-1] if restored is not None else planned(next(iter(where.layouts)))
     engine = first.on(where.layouts[plan.start.strategy])
     setup.check_length(config, plan, source, kind)
     step, samples, progress = 0, 0, 0.0
@@ -91,8 +94,7 @@ def prepared(
     if restored is None:
         state = engine.init(jax.random.key(config.seed))
     else:
-        # Elsewhere only where the saved strategy does not fit into memory any more.
-        state = first.on(where.layouts[prefer]).move(restored.state, engine.layout)
+        state = restored.state
         step, samples = restored.step, restored.meta["samples"]
         progress = float(adaptive.progress(state.opt_state))
         cursor = Cursor.from_json(restored.meta["cursor"])

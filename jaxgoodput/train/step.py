@@ -266,13 +266,15 @@ def to_reduce(sums: Sums, control: Array | None = None) -> PyTree:
 def from_reduced(total: Mapping[str, Any], sums: Sums) -> Sums:
     """The whole batch as `Sums`: reduced floats, and this replica's own other model state."""
     floats = iter(total["floats"])
-    samples = jnp.maximum(total["samples"], 1.0)
-    model_state = jax.tree.map(
-        lambda x: (
-            (next(floats) / samples).astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
-        ),
-        sums.model_state,
-    )
+    samples = total["samples"]
+
+    def mean(x: Array) -> Array:
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            return x
+        # Where everything was padding, nothing has changed it.
+        return jnp.where(samples > 0, next(floats) / jnp.maximum(samples, 1.0), x).astype(x.dtype)
+
+    model_state = jax.tree.map(mean, sums.model_state)
     fields = {name: total[name] for name in _summable(sums)}
     return Sums(**fields, calls=sums.calls, model_state=model_state)
 

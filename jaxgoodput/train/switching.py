@@ -11,6 +11,7 @@ from typing import Any
 import jax
 from jaxtyping import PyTree
 
+from jaxgoodput.parallel.plan import MovePlan, plan_move
 from jaxgoodput.parallel.reshard import Move
 from jaxgoodput.parallel.strategy import Layout
 from jaxgoodput.train.executables import Recipes
@@ -23,10 +24,19 @@ class Moves:
         self._memory_bytes = memory_bytes
         self._moves: dict[tuple[str, Layout, Layout, bool], Move] = {}
         self._lock = threading.Lock()
+        self._turns: dict[tuple[str, Layout, Layout, bool], threading.Lock] = {}
 
     def state(self, old: Recipes, new: Recipes) -> Move:
         """A whole training state; the source is deleted."""
         return self._move("state", old, new, lambda recipes: recipes.abstract_state(), True)
+
+    def plan(self, old: Recipes, new: Recipes) -> MovePlan:
+        """What moving a training state costs; of the compiled move where there is one."""
+        found = self._moves.get(("state", old.layout, new.layout, True))
+        if found is not None:
+            return found.plan
+        shardings = jax.tree.map(lambda x: x.sharding, new.abstract_state())
+        return plan_move(old.abstract_state(), shardings)
 
     def work(self, old: Recipes, new: Recipes, *, donate: bool) -> Move:
         """(params, scale) of a batch; the source stays where it belongs to the state."""
@@ -50,6 +60,8 @@ class Moves:
     ) -> Move:
         key = (what, old.layout, new.layout, donate)
         with self._lock:
+            turn = self._turns.setdefault(key, threading.Lock())
+        with turn:
             found = self._moves.get(key)
             if found is None:
                 shardings: Any = jax.tree.map(lambda x: x.sharding, abstract(new))

@@ -189,6 +189,12 @@ class Trainer(abc.ABC):
                 f"a batch needs at least one micro-batch of one sample; got micro_batch_size="
                 f"{micro_batch_size}, num_micro_batches={num_micro_batches}."
             )
+        running = self._running()
+        if strategy is not None and strategy not in running.where.layouts:
+            raise ValueError(
+                f"this run has no strategy {strategy!r}; Config.strategies has "
+                f"{', '.join(running.where.layouts).strip() or 'none'}."
+            )
         self._running().requests.post(
             micro_batch_size=micro_batch_size,
             num_micro_batches=num_micro_batches,

@@ -296,8 +296,32 @@ def test_no_allowed_route_is_an_error():
         ("%p = pred[16] all-reduce(pred[16] %a), replica_groups=[1,8]<=[8], to_apply=%or", 8 * 28),
         ("%p = f32[2] reduce-scatter(f32[8] %a), replica_groups={{0,1,2,3},{4,5,6,7}}", 8 * 24),
         ("%p = (f32[2], f32[8]) all-gather-start(f32[2] %a), replica_groups=[2,4]<=[8]", 8 * 24),
+        (
+            "%p = ((f32[2]{0}, f32[4]{0}), (f32[16]{0}, f32[32]{0})) all-gather-start(%x, %y), "
+            "replica_groups=[1,8]<=[8]",
+            8 * (16 + 32) * 4 * 7 // 8,
+        ),
         ("%p = f32[8] add(f32[8] %a, f32[8] %b)", 0),
     ],
 )
 def test_traffic_is_read_from_the_program(line, expected):
     assert received_bytes(line, 8) == expected
+
+
+def test_a_collective_in_an_unknown_form_is_not_taken_for_silence():
+    with pytest.raises(ValueError, match="form that is not known"):
+        received_bytes("%p = f32[4] collective-broadcast(f32[4] %x), replica_groups={{0,1}}", 8)
+
+
+def test_an_empty_leaf_goes_along_on_every_route():
+    old, new = Strategy(fsdp=8).on(jax.devices()), Strategy(fsdp=4).on(jax.devices()[:4])
+    cut = P("fsdp")
+    for routes in (("alias", "pieces"), ("alias", "copies")):
+        tree = {
+            "empty": jax.device_put(jnp.zeros((0, 8)), old.replicated),
+            "full": jax.device_put(jnp.arange(64.0).reshape(8, 8), old.sharding(cut)),
+        }
+        target = {"empty": new.replicated, "full": new.sharding(cut)}
+        moved = Move.compile(tree, target, routes=routes)(tree)
+        assert moved["empty"].shape == (0, 8)
+        np.testing.assert_array_equal(moved["full"], np.arange(64.0).reshape(8, 8))

@@ -221,6 +221,58 @@ def test_an_empty_work_moves_too(batch):
     engines.assert_same_bits(masters, state.params)
 
 
+@pytest.mark.parametrize("donated_by", ["apply", "step", "move"])
+def test_a_work_whose_state_is_gone_is_refused(batch, donated_by):
+    engine = make(Strategy(data=8), preconditioned=False)
+    other = Strategy(fsdp=8).on(jax.devices())
+    state = engine.init(jax.random.key(0))
+    rows, mask = placed(engine, batch[0])
+    begun = engine.begin(state)
+    if donated_by == "apply":
+        engine.apply(state, engine.accumulate(begun, rows, mask))
+    elif donated_by == "step":
+        engine.step(state, None, rows, mask)
+    else:
+        engine.move(state, other)
+    with pytest.raises(ValueError, match="consumed already"):
+        engine.accumulate(begun, rows, mask)
+    with pytest.raises(ValueError, match="state was donated already"):
+        engine.begin(state)
+    with pytest.raises(ValueError, match="state was donated already"):
+        engine.step(state, None, rows, mask)
+
+
+def test_padding_alone_changes_no_model_state():
+    def loss_and_state(params, model_state, batch, key):
+        return batch["x"] @ params["w"], {"mean": model_state["mean"] + 1.0}
+
+    engine = engines.make(
+        None,
+        init=lambda key: jg.Variables(
+            params={"w": jnp.ones(2048)}, model_state={"mean": jnp.full((), 5.0)}
+        ),
+        loss_and_state=loss_and_state,
+        strategy=Strategy(data=8),
+        sample={"x": jax.ShapeDtypeStruct((2048,), jnp.float32)},
+    )
+    other = Strategy(fsdp=8).on(jax.devices())
+    state = engine.init(jax.random.key(0))
+    nothing = ({"x": np.ones((8, 2048), np.float32)}, np.zeros(8, np.float32))
+    work = engine.begin(state)
+    for layout in (engine.layout, other):
+        rows, mask = jax.device_put(nothing, layout.batch_sharding)
+        work = engine.accumulate(work, rows, mask, layout)
+    assert float(engine.reduce(work).model_state["mean"]) == 5.0
+
+
+def test_rows_that_do_not_divide_are_refused(batch):
+    engine = make(Strategy(fsdp=4, tensor=2), preconditioned=False)
+    state = engine.init(jax.random.key(0))
+    rows = {"codes": jnp.zeros((10, 9), jnp.int32)}
+    with pytest.raises(ValueError, match="multiple of the 4 replicas of fsdp4.tensor2.*12 rows"):
+        engine.accumulate(engine.begin(state), rows, jnp.ones(10))
+
+
 def test_works_are_values(batch):
     engine = make(Strategy(data=8), preconditioned=False)
     work = engine.begin(engine.init(jax.random.key(0)))

@@ -7,10 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec
 from problems import Recorder, config, in_step, rows
 
 from jaxgoodput.goodput.search import BatchLimits
+from jaxgoodput.parallel.reshard import MoveDoesNotFit
 from jaxgoodput.parallel.strategy import Strategy
+from jaxgoodput.train.engine import Engine
 from jaxgoodput.train.events import FitEnd, Resharded, StepEnd, TuneEnd
 from jaxgoodput.train.hooks import Hook
 from jaxgoodput.train.trainer import Trainer
@@ -62,9 +65,11 @@ class Wander(Hook):
             self.trainer.request_batch(16 // replicas, strategy=name)
 
 
+LIMITS = BatchLimits(base=16, max=16, micro=(1, 16), max_micro_batches=1)
+
+
 def run(workdir, strategies, *, hooks=(), **settings):
-    limits = BatchLimits(base=16, max=16, micro=(1, 16), max_micro_batches=1)
-    made = config(workdir, batch=limits, strategies=strategies, preconditioned=False, **settings)
+    made = config(workdir, batch=LIMITS, strategies=strategies, preconditioned=False, **settings)
     trainer = Network(made, hooks=hooks)
     for hook in hooks:
         if isinstance(hook, Wander):
@@ -119,3 +124,65 @@ def test_the_tuner_tries_every_strategy_once_and_says_why(tmp_path, monkeypatch)
     after = [r for r in reasons if r.startswith(("return", "keep: ")) and "tried" in r]
     assert len(after) >= 2
     assert any("the switch costs" in r for r in reasons)
+
+
+def test_a_misspelt_strategy_is_refused_where_it_is_asked_for(tmp_path):
+    asked = []
+
+    class Asking(Hook):
+        trainer: Any = None
+
+        def on_step_end(self, event):
+            if event.step == 2:
+                with pytest.raises(ValueError, match="no strategy 'fdsp8'.*data8, fsdp8"):
+                    self.trainer.request_batch(2, strategy="fdsp8")
+                asked.append(event.step)
+
+    hook = Asking()
+    settings = config(tmp_path, batch=LIMITS, strategies=STRATEGIES[:2], epochs=1)
+    hook.trainer = Network(settings, hooks=[hook])
+    hook.trainer.fit()
+    assert asked == [2]
+
+
+@pytest.mark.slow
+def test_a_refused_move_leaves_training_as_it_was(tmp_path, monkeypatch):
+    in_step(monkeypatch)
+
+    def refuse(engine, state, layout):
+        raise MoveDoesNotFit("the move needs 9 MiB more")
+
+    monkeypatch.setattr(Engine, "move", refuse)
+    seen = Recorder()
+    run(tmp_path, STRATEGIES, hooks=[seen, Wander(5)], epochs=2)
+    assert not seen.of(Resharded)
+    assert {s.config.strategy for s in seen.of(StepEnd)} == {"data8"}
+    assert seen.of(FitEnd)[0].reason == "done"
+
+
+@pytest.mark.slow
+def test_a_rule_that_does_not_fit_costs_no_checkpoint(tmp_path):
+    run(tmp_path, (Strategy(fsdp=8),), epochs=1)
+    wrong = Strategy(fsdp=8, rules=(("kernal", PartitionSpec("fsdp")),))
+    with pytest.raises(ValueError, match="'kernal'.*matches no parameter"):
+        run(tmp_path, (Strategy(data=8), wrong), epochs=2)
+    assert not (tmp_path / "damaged_checkpoints").exists()
+    seen = Recorder()
+    run(tmp_path, (Strategy(data=8), Strategy(fsdp=8)), hooks=[seen], epochs=2)
+    assert seen.of(StepEnd)[0].step == 13 and seen.of(StepEnd)[0].config.strategy == "fsdp8"
+
+
+@pytest.mark.slow
+def test_a_model_that_must_be_cut_resumes_on_fewer_devices(tmp_path):
+    both = (Strategy(data=-1), Strategy(fsdp=-1))
+    # Three copies of two matrices: 98 KiB whole, so that data parallelism does not fit.
+    tight = {"memory_bytes": 110_000}
+    first, _ = run(tmp_path, both, epochs=1, **tight)
+    assert first.params["up"]["kernel"].sharding.mesh.shape["fsdp"] == 8
+    seen = Recorder()
+    settings = config(
+        tmp_path, batch=LIMITS, strategies=both, preconditioned=False, epochs=2, **tight
+    )
+    second = Network(settings, hooks=[seen], devices=jax.devices()[:4]).fit()
+    assert second.params["up"]["kernel"].sharding.mesh.shape["fsdp"] == 4
+    assert seen.of(StepEnd)[0].step == 13
