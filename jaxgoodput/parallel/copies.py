@@ -41,7 +41,7 @@ class Copies:
     by_receiver: dict[Device, tuple[Copy, ...]]
     target_bytes: int  # over all devices
 
-    def __call__(self, arrays: Sequence[jax.Array], pool: Executor) -> list[jax.Array]:
+    def __call__(self, arrays: Sequence[jax.Array], pool: Executor | None) -> list[jax.Array]:
         """The group's leaves in their target layout, filled when this returns; `arrays` stay."""
         targets = list(self.allocate())
         jax.block_until_ready([*arrays, *targets])
@@ -63,7 +63,7 @@ class Copies:
                     part = sources[copy.leaf][copy.sender][copy.from_]
                     written[copy.leaf][receiver][copy.to] = part
 
-        if self.target_bytes < MIN_THREADED_BYTES:
+        if pool is None or self.target_bytes < MIN_THREADED_BYTES:
             for receiver in self.by_receiver:
                 fill(receiver)
         else:

@@ -8,6 +8,7 @@ layouts must be this process's own.
 import os
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,14 +105,17 @@ class Move:
         results: list[Any] = [None] * len(leaves)
         # They copy and free memory, so more than there are processors would not help.
         num_threads = len(os.sched_getaffinity(0))
-        with ThreadPoolExecutor(num_threads, "reshard") as pool:
+        # Threads take longer to start than a small move lasts; copies are worth them.
+        copies = any(group.plan.route == "copies" for group in self.groups)
+        with ThreadPoolExecutor(num_threads, "reshard") if copies else nullcontext() as pool:
             for group in self.groups:
                 positions = group.plan.leaves
                 sources = [data[i] for i in positions]
                 moved = group.run(sources, pool)
                 if self.plan.donate:
                     # Freeing gigabytes takes as long as copying them: by all threads.
-                    list(pool.map(_delete, [sources[i::num_threads] for i in range(num_threads)]))
+                    parts = [sources[i::num_threads] for i in range(num_threads)]
+                    list((pool.map if pool else map)(_delete, parts))
                 for position, value in zip(positions, moved, strict=True):
                     results[position] = _as_before(leaves[position], value)
                 del sources, moved

@@ -26,7 +26,8 @@ ALL_ROUTES: tuple[Route, ...] = ("alias", "copies", "direct", "hop", "pieces")
 MAX_TEMPORARY_RATIO = 0.5
 MAX_EXCESS_TRAFFIC = 2.0
 
-Run = Callable[[Sequence[jax.Array], Executor], list[jax.Array]]
+# The threads are there for copies.
+Run = Callable[[Sequence[jax.Array], Executor | None], list[jax.Array]]
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ def _compile_alias(group: GroupPlan, leaves: Sequence[LeafPlan], donate: bool) -
     jitted = jax.jit(same, donate_argnums=numbers, out_shardings=sources)
     program = jitted.lower(*(_abstract(leaf) for leaf in leaves)).compile()
 
-    def run(arrays: Sequence[jax.Array], _: Executor) -> list[jax.Array]:
+    def run(arrays: Sequence[jax.Array], _: Executor | None) -> list[jax.Array]:
         outputs = program(*arrays)
         return [_under(x, leaf.target) for x, leaf in zip(outputs, leaves, strict=True)]
 
@@ -138,7 +139,7 @@ def _compile_jitted(group: GroupPlan, leaves: Sequence[LeafPlan], *, hop: bool) 
     # each other for ever.
     waits = sent > 0 and _all_cpu(leaves)
 
-    def run(arrays: Sequence[jax.Array], _: Executor) -> list[jax.Array]:
+    def run(arrays: Sequence[jax.Array], _: Executor | None) -> list[jax.Array]:
         outputs = list(program(*arrays))
         return jax.block_until_ready(outputs) if waits else outputs
 

@@ -32,6 +32,7 @@ from jaxgoodput.train.across import AcrossRecipes
 from jaxgoodput.train.compiled import Compiled
 from jaxgoodput.train.executables import Recipes, Shape
 from jaxgoodput.train.memory import StepBytes
+from jaxgoodput.train.ownership import check_alive, check_unused, consume, delete
 from jaxgoodput.train.state import Previous, TrainState, Variables, Work
 from jaxgoodput.train.switching import Moves
 
@@ -284,7 +285,7 @@ class Engine:
 
         Raises ValueError for a state that was donated already.
         """
-        _check_alive(state)
+        check_alive(state)
         params, scale = state.params, ()
         if self._recipes.has_begin:
             computed, scale = self._executable("begin")(state.params, state.opt_state)
@@ -313,7 +314,7 @@ class Engine:
         """
         if layout is not None and layout != self.layout:
             return self.on(layout).accumulate(work, batch, mask)
-        _check_unused(work)
+        check_unused(work)
         if work.layout != self.layout:
             work = self._receive(work)
         shape = self._shape_of(batch, mask)
@@ -356,21 +357,21 @@ class Engine:
                 "step() is the fused form for one process, and this engine spans several. "
                 "Use accumulate() and apply()."
             )
-        _check_alive(state)
+        check_alive(state)
         size = self._shape_of(batch, mask)
         if work is not None:
             if work.sums is None:
                 raise ValueError(
                     "step() got an empty Work. Pass None for a batch of one micro-batch."
                 )
-            _check_unused(work)
+            check_unused(work)
             if work.layout != self.layout:
                 work = self._receive(work)
             if self._is_paced:
                 jax.block_until_ready(work.sums)
             run = self._executable("step_after", size)
             state, metrics = run(state, work.sums, self._replicas, batch, mask)
-            _consume(work)
+            consume(work)
             return state, metrics, None
         if not measure:
             state, metrics = self._executable("step", size)(state, self._replicas, batch, mask)
@@ -398,7 +399,7 @@ class Engine:
         """
         total = self.reduce(work, control)
         state, metrics = self.update(state, total, work)
-        _consume(work)
+        consume(work)
         return state, metrics
 
     def reduce(self, work: Work, control: np.ndarray | None = None) -> Any:
@@ -408,7 +409,7 @@ class Engine:
                 "the Work holds no micro-batch. Call accumulate() at least once; a replica with "
                 "nothing to do accumulates a micro-batch whose mask is 0."
             )
-        _check_unused(work)
+        check_unused(work)
         if self._is_paced:
             jax.block_until_ready(work.sums)
         if work.layout != self.layout:
@@ -431,7 +432,7 @@ class Engine:
     def update(self, state: TrainState, total: Any, work: Work) -> tuple[TrainState, Array]:
         """The next state from what `reduce` returned: local, donates the state."""
         assert work.sums is not None
-        _check_alive(state)
+        check_alive(state)
         if self.world is None:
             return self._executable("update")(state, total)
         return self._executable("update")(state, total, work.sums.model_state)
@@ -460,7 +461,7 @@ class Engine:
         sums = None
         if work.sums is not None:
             reduced = there._executable("reduce")(work.sums)
-            _delete(work.sums)
+            delete(work.sums)
             sums = self._executable("spread")(move_sums(reduced))
         params, scale = move((work.params, work.scale))
         model_state, key, step = fixed((work.model_state, work.key, work.step))
@@ -496,33 +497,3 @@ class Engine:
             out_shardings=self.layout.batch_sharding,
         )
         return zeros()
-
-
-def _check_unused(work: Work) -> None:
-    if any(leaf.is_deleted() for leaf in jax.tree.leaves(work)):
-        raise ValueError(
-            "this Work was consumed already: accumulate(), step() and apply() take it over, and so do "
-            "they and move() the state that it began from. Go on with the Work that accumulate() "
-            "returned, or begin() a new one from the latest state."
-        )
-
-
-def _check_alive(state: TrainState) -> None:
-    if state.step.is_deleted():
-        raise ValueError(
-            "this state was donated already, to a step, an update or a move. Go on with the state that "
-            "came out of it."
-        )
-
-
-def _consume(work: Work) -> None:
-    """Free what belongs to the batch alone; the executables that read it hold on until they are done."""
-    _delete(work.sums)
-    if work.owns_params:
-        _delete((work.params, work.scale))
-
-
-def _delete(tree: PyTree) -> None:
-    for leaf in jax.tree.leaves(tree):
-        if not leaf.is_deleted():
-            leaf.delete()
