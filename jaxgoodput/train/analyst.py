@@ -25,7 +25,7 @@ from jaxgoodput.train.books import Books
 from jaxgoodput.train.choices import Choices, Offer
 from jaxgoodput.train.config import Config
 from jaxgoodput.train.control import DEPTH, Requests
-from jaxgoodput.train.events import StepEnd, TuneEnd
+from jaxgoodput.train.events import FitEnd, StepEnd, TuneEnd
 from jaxgoodput.train.strategies import Option
 from jaxgoodput.train.timing import MIN_COUNT, TimingKey, TimingTable
 from jaxgoodput.train.tune import Caution, hoped_gain, statistics_cadence
@@ -143,7 +143,9 @@ class Analyst:
     # -- on the analyst's own thread -------------------------------------------------------------
 
     def _run(self) -> None:
+        ended = False
         while (item := self._queue.get()) is not None:
+            ended = ended or isinstance(item, FitEnd)
             if isinstance(item, threading.Event):
                 item.set()
                 continue
@@ -151,7 +153,8 @@ class Analyst:
                 if isinstance(item, Result):
                     self._take(item)
                 elif isinstance(item, Answer):
-                    self._conclude(item)
+                    if not ended:  # a verdict on what is over is of no use
+                        self._conclude(item)
                 else:
                     if self._window:
                         self._draw()
