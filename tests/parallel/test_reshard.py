@@ -11,6 +11,7 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxgoodput._jax import listen_for_compilations
 from jaxgoodput.parallel.collectives import received_bytes
+from jaxgoodput.parallel.plan import Route
 from jaxgoodput.parallel.reshard import Move, MoveDoesNotFit
 from jaxgoodput.parallel.routes import MAX_TEMPORARY_RATIO, is_good
 from jaxgoodput.parallel.strategy import Strategy
@@ -316,7 +317,8 @@ def test_a_collective_in_an_unknown_form_is_not_taken_for_silence():
 def test_an_empty_leaf_goes_along_on_every_route():
     old, new = Strategy(fsdp=8).on(jax.devices()), Strategy(fsdp=4).on(jax.devices()[:4])
     cut = P("fsdp")
-    for routes in (("alias", "pieces"), ("alias", "copies")):
+    ways: tuple[tuple[Route, ...], ...] = (("alias", "pieces"), ("alias", "copies"))
+    for routes in ways:
         tree = {
             "empty": jax.device_put(jnp.zeros((0, 8)), old.replicated),
             "full": jax.device_put(jnp.arange(64.0).reshape(8, 8), old.sharding(cut)),
