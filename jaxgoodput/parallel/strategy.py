@@ -79,6 +79,11 @@ class Strategy:
         return {DATA_AXIS: self.data, FSDP_AXIS: self.fsdp, TENSOR_AXIS: self.tensor}
 
     @property
+    def is_cut(self) -> bool:
+        """Whether a device holds only a part of the model."""
+        return self.num_devices > self.data
+
+    @property
     def name(self) -> str:
         """Short, for tables and charts.
 

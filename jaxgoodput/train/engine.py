@@ -71,7 +71,7 @@ class Engine:
         if self.world is None:
             recipes = Recipes(problem, layout, Shape.of(1, sample))
         else:
-            if layout.strategy.num_devices != layout.strategy.data:
+            if layout.strategy.is_cut:
                 raise ValueError(
                     f"several processes train with data parallelism only; got {layout.strategy.name}. "
                     "Use Strategy(data=-1), or one process."
@@ -85,10 +85,8 @@ class Engine:
         ids = np.arange(first, first + layout.num_replicas, dtype=np.int32)
         self._replicas = jax.device_put(ids, layout.batch_sharding)
         # XLA:CPU runs out of threads, and hangs, where many executables with collectives wait at once.
-        self._is_paced = (
-            layout.mesh.devices.flat[0].platform == "cpu"
-            and layout.strategy.num_devices > layout.strategy.data
-        )
+        on_cpu = layout.mesh.devices.flat[0].platform == "cpu"
+        self._is_paced = on_cpu and layout.strategy.is_cut
         # Shared by the engines of all layouts.
         self._family: dict[Layout, Engine] = {layout: self}
         self._family_lock = threading.Lock()
@@ -314,13 +312,9 @@ class Engine:
         """
         if layout is not None and layout != self.layout:
             return self.on(layout).accumulate(work, batch, mask)
-        check_unused(work)
-        if work.layout != self.layout:
-            work = self._receive(work)
+        work = self._here(work)
         shape = self._shape_of(batch, mask)
         fixed = (work.params, work.scale, work.model_state, work.key, work.step, self._replicas)
-        if self._is_paced:
-            jax.block_until_ready(work.sums)
         if work.sums is None:
             sums = self._executable("first", shape)(*fixed, batch, mask)
         else:
@@ -364,11 +358,7 @@ class Engine:
                 raise ValueError(
                     "step() got an empty Work. Pass None for a batch of one micro-batch."
                 )
-            check_unused(work)
-            if work.layout != self.layout:
-                work = self._receive(work)
-            if self._is_paced:
-                jax.block_until_ready(work.sums)
+            work = self._here(work)
             run = self._executable("step_after", size)
             state, metrics = run(state, work.sums, self._replicas, batch, mask)
             consume(work)
@@ -410,8 +400,7 @@ class Engine:
                 "nothing to do accumulates a micro-batch whose mask is 0."
             )
         check_unused(work)
-        if self._is_paced:
-            jax.block_until_ready(work.sums)
+        self._pace(work)
         if work.layout != self.layout:
             there = self.on(work.layout)
             return self._moves.sums(there._recipes, self._recipes)(there.reduce(work))
@@ -447,11 +436,17 @@ class Engine:
 
     # -- between layouts -------------------------------------------------------------------------
 
-    def _receive(self, work: Work) -> Work:
-        """A batch half done that lies on another layout, on this one; the old one is consumed."""
-        there = self.on(work.layout)
-        if self._is_paced or there._is_paced:
+    def _pace(self, work: Work) -> None:
+        if self._is_paced or self.on(work.layout)._is_paced:
             jax.block_until_ready(work.sums)
+
+    def _here(self, work: Work) -> Work:
+        """A batch half done, on this layout; one that lies elsewhere is moved, and consumed there."""
+        check_unused(work)
+        self._pace(work)
+        if work.layout == self.layout:
+            return work
+        there = self.on(work.layout)
         # All that may refuse comes first: a refused move leaves the batch as it was.
         move = self._moves.work(there._recipes, self._recipes, donate=work.owns_params)
         fixed = self._moves.fixed(there._recipes, self._recipes)
@@ -465,7 +460,7 @@ class Engine:
             sums = self._executable("spread")(move_sums(reduced))
         params, scale = move((work.params, work.scale))
         model_state, key, step = fixed((work.model_state, work.key, work.step))
-        return Work(
+        moved = Work(
             layout=self.layout,
             owns_params=True,
             params=params,
@@ -475,6 +470,8 @@ class Engine:
             step=step,
             sums=sums,
         )
+        self._pace(moved)
+        return moved
 
     def _shape_of(self, batch: PyTree, mask: Array) -> Shape:
         rows, replicas = mask.shape[0], self.layout.num_replicas
@@ -485,7 +482,7 @@ class Engine:
                 f"{replicas} replicas of {self.layout.strategy.name}; got {sorted(lengths)} rows and a mask "
                 f"of {rows}. Pad it to {-(-rows // replicas) * replicas} rows, with 0 in the mask."
             )
-        return Shape.of_batch(mask.shape[0] // self.layout.num_replicas, batch)
+        return Shape.of_batch(rows // replicas, batch)
 
     def _zero_batch(self, shape: Shape) -> Any:
         _, batch, mask = self._recipes.abstract_batch(shape)

@@ -346,8 +346,7 @@ class Recipes:
     def _update(self, state: TrainState, total: Sums, **how: Any):
         shardings = _shardings(self.param_specs.placed(total.grads))
         grads = jax.lax.with_sharding_constraint(total.grads, shardings)
-        strategy = self.layout.strategy
-        how["cut"] = strategy.fsdp * strategy.tensor > 1
+        how["cut"] = self.layout.strategy.is_cut
         state, metrics = pure.update(self.problem, state, _with_grads(total, grads), **how)
         return state, jnp.stack([metrics[name] for name in sorted(metrics)])
 

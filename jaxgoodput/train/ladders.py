@@ -63,9 +63,7 @@ class Ladders:
         self._stopping = False
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
-        self.settled_everywhere: int | None = (
-            None  # sizes that every process has; None: one process
-        )
+        self.settled_everywhere: int | None = None  # sizes of all processes; None: there is one
 
     @property
     def num_strategies(self) -> int:
@@ -214,7 +212,7 @@ class Ladders:
         return Rungs(
             self._engines[plan.start.strategy],
             plan.sizes,
-            accumulate=config.accumulate and plan.limits.max_micro_batches > 1,
+            accumulate=self._accumulates(plan),
             budget=self._budget,
             reach=config.max_growth if config.background_compile else math.inf,
         )
@@ -269,11 +267,8 @@ class Ladders:
         if strategy == current.strategy:
             size = current.micro_batch_size
         else:
-            near = min(
-                plan.sizes,
-                key=lambda s: abs(math.log(s * engine.num_replicas / self._per_micro(current))),
-            )
-            size = near
+            wanted = current.micro_batch_size * current.num_replicas
+            size = min(plan.sizes, key=lambda s: abs(math.log(s * engine.num_replicas / wanted)))
             engine.compile([size], accumulate=self._accumulates(plan))
             need = engine.bytes_of(size)
             if need is None or need.peak > self._budget:
@@ -303,9 +298,6 @@ class Ladders:
 
     def _accumulates(self, plan: setup.BatchPlan) -> bool:
         return self._config.accumulate and plan.limits.max_micro_batches > 1
-
-    def _per_micro(self, config: BatchConfig) -> int:
-        return config.micro_batch_size * config.num_replicas
 
     def _nearest(self, strategy: str, size: int, current: BatchConfig) -> BatchConfig | None:
         """The batch of micro-batches of `size` nearest to the present one; None where none is allowed."""

@@ -244,11 +244,8 @@ class Run:
 
     def _move(self, strategy: str) -> None:
         old, new = self.engine, self.ladders.engine(strategy)
-        start_s = self.clock.now()
         with self.ledger.bucket("resharding"), jax.transfer_guard("allow"):
-            jax.block_until_ready(
-                self.state
-            )  # what is still being computed is no part of the price
+            jax.block_until_ready(self.state)  # its computation is no part of the price
             start_s = self.clock.now()
             plan = old.plan_move(new.layout)
             self.state = jax.block_until_ready(old.move(self.state, new.layout))

@@ -92,10 +92,7 @@ def place(devices: Sequence[Any] | None, strategies: Sequence[Strategy] = ()) ->
                 "they have the same degrees; leave one of them out."
             )
         layouts = {plan.name: plan.on(local) for plan in plans}
-        other = [
-            name for name, x in layouts.items() if x.num_replicas < x.num_devices or "fsdp" in name
-        ]
-        if count > 1 and (other or len(plans) > 1):
+        if count > 1 and (len(plans) > 1 or plans[0].is_cut):
             raise ValueError(
                 f"a job of {count} processes trains with data parallelism only; got the strategies "
                 f"{', '.join(names)}. Leave Config.strategies empty, or use one process."

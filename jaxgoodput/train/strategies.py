@@ -8,7 +8,7 @@ itself within the horizon. A trial stays unless the strategy before it was faste
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jaxgoodput.goodput.efficiency import GradParams
 from jaxgoodput.goodput.fit import PerfFit
@@ -127,13 +127,7 @@ def choose_strategy(
                 f"{price_s:.2f} s with both moves",
                 statistics_every=verdict.statistics_every,
             )
-    return Verdict(
-        config=here,
-        goodput=verdict.goodput,
-        gain=verdict.gain,
-        reason=verdict.reason + refused,
-        statistics_every=verdict.statistics_every,
-    )
+    return replace(verdict, reason=verdict.reason + refused)
 
 
 def judge_trial(

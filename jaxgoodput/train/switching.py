@@ -4,7 +4,6 @@ Each is planned and compiled once, from abstract values, and kept. A bf16 comput
 fp32 master; a state moves whole.
 """
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +14,7 @@ from jaxgoodput.parallel.plan import MovePlan, plan_move
 from jaxgoodput.parallel.reshard import Move
 from jaxgoodput.parallel.strategy import Layout
 from jaxgoodput.train.executables import Recipes
+from jaxgoodput.train.once import Once
 
 
 class Moves:
@@ -22,9 +22,7 @@ class Moves:
 
     def __init__(self, memory_bytes: int | None = None):
         self._memory_bytes = memory_bytes
-        self._moves: dict[tuple[str, Layout, Layout, bool], Move] = {}
-        self._lock = threading.Lock()
-        self._turns: dict[tuple[str, Layout, Layout, bool], threading.Lock] = {}
+        self._moves: Once[tuple[str, Layout, Layout, bool], Move] = Once()
 
     def state(self, old: Recipes, new: Recipes) -> Move:
         """A whole training state; the source is deleted."""
@@ -32,7 +30,7 @@ class Moves:
 
     def plan(self, old: Recipes, new: Recipes) -> MovePlan:
         """What moving a training state costs; of the compiled move where there is one."""
-        found = self._moves.get(("state", old.layout, new.layout, True))
+        found = self._moves.peek(("state", old.layout, new.layout, True))
         if found is not None:
             return found.plan
         shardings = jax.tree.map(lambda x: x.sharding, new.abstract_state())
@@ -58,14 +56,10 @@ class Moves:
         abstract: Callable[[Recipes], PyTree],
         donate: bool,
     ) -> Move:
-        key = (what, old.layout, new.layout, donate)
-        with self._lock:
-            turn = self._turns.setdefault(key, threading.Lock())
-        with turn:
-            found = self._moves.get(key)
-            if found is None:
-                shardings: Any = jax.tree.map(lambda x: x.sharding, abstract(new))
-                found = self._moves[key] = Move.compile(
-                    abstract(old), shardings, donate=donate, memory_bytes=self._memory_bytes
-                )
-        return found
+        def compile() -> Move:
+            shardings: Any = jax.tree.map(lambda x: x.sharding, abstract(new))
+            return Move.compile(
+                abstract(old), shardings, donate=donate, memory_bytes=self._memory_bytes
+            )
+
+        return self._moves.get((what, old.layout, new.layout, donate), compile)

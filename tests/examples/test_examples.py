@@ -16,10 +16,14 @@ TRAINERS = ("quickstart", "language_model", "recommender")
 
 def run(name, workdir, *settings):
     """The example's printed result, from a process of its own."""
-    command = [sys.executable, EXAMPLES / f"{name}.py", "--workdir", workdir]
-    command += [f"--set={s}" for s in ("tensorboard=false", "progress=false", *settings)]
+    changes = [f"--set={s}" for s in ("tensorboard=false", "progress=false", *settings)]
+    return output(f"{name}.py", "--workdir", workdir, *changes)
+
+
+def output(*command):
+    """What an example with these arguments prints, from a process of its own."""
     done = subprocess.run(
-        command,
+        [sys.executable, EXAMPLES / command[0], *command[1:]],
         env={**os.environ, "JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
@@ -119,15 +123,7 @@ def test_auc_is_the_chance_that_a_use_scores_higher(monkeypatch):
 
 def run_hot_switch(*settings):
     """What hot_switch.py prints, from a process of its own with eight virtual devices."""
-    done = subprocess.run(
-        [sys.executable, EXAMPLES / "hot_switch.py", *settings],
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return output("hot_switch.py", *settings)
 
 
 def test_hot_switch_opens_with_its_command_lines_and_states_results():
