@@ -91,11 +91,11 @@ def build(degrees: dict[str, int], preconditioned: bool) -> tuple[Any, Any]:
     from models import ByteLm
 
     from jaxgoodput import BatchLimits, Config
-    from jaxgoodput.optim import rules
+    from jaxgoodput.engine.engine import Engine
+    from jaxgoodput.engine.step import Problem
+    from jaxgoodput.optim import learning_rate as rules
     from jaxgoodput.optim.adaptive import adaptive
     from jaxgoodput.parallel.strategy import Strategy
-    from jaxgoodput.train.engine import Engine
-    from jaxgoodput.train.step import Problem
 
     class LargeByteLm(ByteLm):
         layers, width, length, heads = FLAGS.layers, FLAGS.width, 256, 8

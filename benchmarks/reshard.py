@@ -60,9 +60,9 @@ def measure() -> None:
     import jax.numpy as jnp
     import numpy as np
 
+    from jaxgoodput.parallel.move import Move
+    from jaxgoodput.parallel.partition import param_specs
     from jaxgoodput.parallel.plan import GROUP_BYTES
-    from jaxgoodput.parallel.reshard import Move
-    from jaxgoodput.parallel.rules import param_specs
     from jaxgoodput.parallel.strategy import Layout, Strategy
     from jaxgoodput.train.pages import keep_freed_pages
 

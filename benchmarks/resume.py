@@ -29,7 +29,7 @@ import optax
 
 from jaxgoodput.data.cursor import Cursor, take
 from jaxgoodput.goodput.search import BatchLimits
-from jaxgoodput.optim import rules
+from jaxgoodput.optim import learning_rate as rules
 from jaxgoodput.train.config import Config
 from jaxgoodput.train.trainer import Trainer
 

@@ -13,7 +13,7 @@ import time
 import numpy as np
 
 from jaxgoodput.scheduler.policies.goodput import Goodput
-from jaxgoodput.scheduler.policies.problem import Problem
+from jaxgoodput.scheduler.policies.shape_choice import Problem
 from jaxgoodput.scheduler.policy import JobView
 from jaxgoodput.scheduler.shapes import shape_of, shapes
 from jaxgoodput.specs import Allocation, ClusterSpec, JobSpec, Node

@@ -13,15 +13,15 @@ import json
 import pathlib
 import time
 
-from jaxgoodput.scheduler import traces
-from jaxgoodput.scheduler.physics import TablePhysics
 from jaxgoodput.scheduler.policies.baselines import Optimus, Tiresias
 from jaxgoodput.scheduler.policies.goodput import Goodput
 from jaxgoodput.scheduler.policies.pollux import Pollux
 from jaxgoodput.scheduler.policies.sia import Sia
-from jaxgoodput.scheduler.rules import pollux_rules, sia_rules
-from jaxgoodput.scheduler.scenario import CLUSTERS, read_cluster, read_rules, read_scenario
-from jaxgoodput.scheduler.simulator import simulate, uniform_cluster
+from jaxgoodput.simulate import traces
+from jaxgoodput.simulate.scenario import CLUSTERS, read_cluster, read_rules, read_scenario
+from jaxgoodput.simulate.settings import pollux_rules, sia_rules
+from jaxgoodput.simulate.simulator import simulate, uniform_cluster
+from jaxgoodput.simulate.table_jobs import TablePhysics
 
 SIA_AVERAGE_S = 0.542 * 3600  # Sia's artifact on philly/workload-1
 MOST_CPU_S = 60.0

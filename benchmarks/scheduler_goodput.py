@@ -20,15 +20,15 @@ import time
 
 import numpy as np
 
-from jaxgoodput.scheduler import traces
-from jaxgoodput.scheduler.generator import synthetic_workload
-from jaxgoodput.scheduler.physics import TablePhysics
 from jaxgoodput.scheduler.policies.goodput import Goodput
 from jaxgoodput.scheduler.policies.sia import Sia
-from jaxgoodput.scheduler.rules import pollux_rules, sia_rules
-from jaxgoodput.scheduler.scenario import CLUSTERS, read_cluster
-from jaxgoodput.scheduler.simulator import simulate, uniform_cluster
-from jaxgoodput.scheduler.traces import TraceJob
+from jaxgoodput.simulate import traces
+from jaxgoodput.simulate.generator import synthetic_workload
+from jaxgoodput.simulate.scenario import CLUSTERS, read_cluster
+from jaxgoodput.simulate.settings import pollux_rules, sia_rules
+from jaxgoodput.simulate.simulator import simulate, uniform_cluster
+from jaxgoodput.simulate.table_jobs import TablePhysics
+from jaxgoodput.simulate.traces import TraceJob
 
 HELD_OUT = (4, 6)
 EVENTS = {"round_s": None, "rounding": False}  # decisions follow arrivals, ends and measurements

@@ -36,7 +36,7 @@ import optax
 from absl import app, flags, logging
 
 import jaxgoodput as jg
-from jaxgoodput.train.events import EvalEnd, FitStart, StepEnd
+from jaxgoodput.observe.events import EvalEnd, FitStart, StepEnd
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "examples"))
 

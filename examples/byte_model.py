@@ -8,8 +8,8 @@ import optax
 
 import jaxgoodput as jg
 from jaxgoodput.data.lengths import PaddedRows
+from jaxgoodput.engine.step import Problem
 from jaxgoodput.parallel.strategy import Layout
-from jaxgoodput.train.step import Problem
 
 NUM_HEADS, LEARNING_RATE = 4, 1e-3
 

@@ -45,9 +45,9 @@ from absl import app, flags
 import jaxgoodput as jg
 from jaxgoodput._jax import listen_for_compilations
 from jaxgoodput.data import lengths as by_length
-from jaxgoodput.train.engine import Engine
-from jaxgoodput.train.executables import Shape
-from jaxgoodput.train.memory import StepBytes
+from jaxgoodput.engine.engine import Engine
+from jaxgoodput.engine.memory import StepBytes
+from jaxgoodput.engine.programs import Shape
 
 _DOCUMENTS = flags.DEFINE_integer("documents", 48, "Functions per update.")
 _UPDATES = flags.DEFINE_integer("updates", 6, "Measured updates of each row.")

@@ -25,7 +25,8 @@ from sklearn.datasets import load_digits
 
 from jaxgoodput.goodput.efficiency import noise_scale
 from jaxgoodput.optim import adaptive as adaptation
-from jaxgoodput.optim import noise, rules
+from jaxgoodput.optim import learning_rate as rules
+from jaxgoodput.optim import noise
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder for progress.jsonl; none: print only.")
 _BASE_STEPS = flags.DEFINE_integer("base_steps", 1500, "Progress to train for, in base steps.")

@@ -226,7 +226,7 @@ def _coordinate(options, command: list[str], parser: argparse.ArgumentParser) ->
 
 
 def _report(options, command: list[str], parser: argparse.ArgumentParser) -> int:
-    from jaxgoodput.train.report import report
+    from jaxgoodput.observe.report import report
 
     try:
         print(report(options.workdir))
@@ -236,10 +236,10 @@ def _report(options, command: list[str], parser: argparse.ArgumentParser) -> int
 
 
 def _simulate(options, command: list[str], parser: argparse.ArgumentParser) -> int:
-    from jaxgoodput.scheduler import comparison
     from jaxgoodput.scheduler.policies.catalogue import catalogue
-    from jaxgoodput.scheduler.scenario import read_rules, read_scenario
-    from jaxgoodput.scheduler.simulator import Stalled
+    from jaxgoodput.simulate import compare as comparison
+    from jaxgoodput.simulate.scenario import read_rules, read_scenario
+    from jaxgoodput.simulate.simulator import Stalled
 
     known = catalogue()
     if options.list:
@@ -295,7 +295,8 @@ def _folder(path: str | None) -> pathlib.Path | None:
 
 
 def _write(folder: pathlib.Path, scenario, rules, results) -> None:
-    from jaxgoodput.scheduler import comparison, pictures
+    from jaxgoodput.simulate import compare as comparison
+    from jaxgoodput.simulate import pictures
 
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "results.json").write_text(comparison.to_json(scenario, rules, results))

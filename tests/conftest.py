@@ -48,6 +48,15 @@ def golden():
     return folder
 
 
+@pytest.fixture(scope="session")
+def shared_data():
+    """The folder of the public traces, or a skip that says so."""
+    folder = SHARED / "data"
+    if not folder.is_dir():
+        pytest.skip("the public traces (../shared/data) are not beside this checkout")
+    return folder
+
+
 @pytest.fixture(autouse=True)
 def _environment_is_left_alone():
     before = dict(os.environ)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax._src import cache_key, compiler, lru_cache
-from launcher.processes import run, start
+from processes import run, start
 
 from jaxgoodput import _jax
 from jaxgoodput.clock import FakeClock

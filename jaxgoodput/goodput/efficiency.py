@@ -4,7 +4,7 @@ Source: McCandlish et al. 2018 (noise scale); Johnson et al. 2020 (AdaScale gain
 equations 5-7.
 """
 
-from jaxgoodput._struct import struct
+from jaxgoodput._pytree import struct
 from jaxgoodput.goodput.perf import Numeric, namespace
 
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jaxgoodput._struct import struct
+from jaxgoodput._pytree import struct
 from jaxgoodput.goodput.perf import NO_SYNC_S, Numeric, PerfParams, Placement
 from jaxgoodput.goodput.published import solve_published
 from jaxgoodput.goodput.regression import NAMES, OVERLAP, pack, rms_error, search_point, solve

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from jaxgoodput._struct import static, struct
+from jaxgoodput._pytree import static, struct
 from jaxgoodput.goodput.efficiency import GradParams, efficiency
 from jaxgoodput.goodput.perf import Numeric, PerfParams, Placement, step_time
 

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxgoodput._struct import struct
+from jaxgoodput._pytree import struct
 
 # A number, a numpy array or a JAX array (tracers included) of any one shape that broadcasts.
 Numeric: TypeAlias = Any

@@ -17,8 +17,8 @@ from jaxtyping import Array, PyTree
 
 from jaxgoodput.goodput.efficiency import GradParams
 from jaxgoodput.optim import noise as noises
+from jaxgoodput.optim.learning_rate import Rule, adascale
 from jaxgoodput.optim.noise import Labels, NoiseSample, NoiseState
-from jaxgoodput.optim.rules import Rule, adascale
 
 
 class AdaptiveState(NamedTuple):

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Num, PyTree
 
-from jaxgoodput._struct import struct
+from jaxgoodput._pytree import struct
 from jaxgoodput.goodput.efficiency import GradParams
 from jaxgoodput.optim.preconditioner import preconditioner as preconditioner
 

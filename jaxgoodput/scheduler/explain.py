@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from jaxgoodput.scheduler.constraints import situation, words_of
 from jaxgoodput.scheduler.policy import JobView, Plan, Policy
 from jaxgoodput.scheduler.reconcile import reconcile
 from jaxgoodput.scheduler.shapes import (
@@ -18,7 +19,6 @@ from jaxgoodput.scheduler.shapes import (
     shape_of,
     shapes,
 )
-from jaxgoodput.scheduler.situation import situation, words_of
 from jaxgoodput.specs import ClusterSpec, JobSpec, Node
 
 Constraint = Literal[

@@ -9,10 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from jaxgoodput.scheduler.placement import allocation_of
-from jaxgoodput.scheduler.policy import Decision, JobView, Plan, Policy, SolverError
-from jaxgoodput.scheduler.shapes import domain_of
-from jaxgoodput.scheduler.situation import (
+from jaxgoodput.scheduler.constraints import (
     Devices,
     Situation,
     add_devices,
@@ -21,6 +18,9 @@ from jaxgoodput.scheduler.situation import (
     withhold,
     words_of,
 )
+from jaxgoodput.scheduler.placement.placement import allocation_of
+from jaxgoodput.scheduler.policy import Decision, JobView, Plan, Policy, SolverError
+from jaxgoodput.scheduler.shapes import domain_of
 from jaxgoodput.specs import Allocation, ClusterSpec
 
 

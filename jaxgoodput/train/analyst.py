@@ -19,19 +19,19 @@ from jaxgoodput.clock import Clock
 from jaxgoodput.goodput.efficiency import GradParams, gain
 from jaxgoodput.goodput.fit import PerfFit
 from jaxgoodput.goodput.search import BatchConfig, BatchLimits
+from jaxgoodput.observe import hooks as hooking
+from jaxgoodput.observe.events import FitEnd, StepEnd, TuneEnd
 from jaxgoodput.optim.noise import MIN_SAMPLES
-from jaxgoodput.train import hooks as hooking
-from jaxgoodput.train.books import Books
 from jaxgoodput.train.choices import Choices, Offer
 from jaxgoodput.train.config import Config
 from jaxgoodput.train.control import DEPTH, Requests
-from jaxgoodput.train.events import FitEnd, StepEnd, TuneEnd
-from jaxgoodput.train.strategies import Option
-from jaxgoodput.train.timing import MIN_COUNT, TimingKey, TimingTable
-from jaxgoodput.train.tune import Caution, hoped_gain, statistics_cadence
-from jaxgoodput.train.tuner import PROBE_STEPS, Answer, Question, Tuner
 from jaxgoodput.train.watcher import Result
 from jaxgoodput.train.window import UNKNOWN, window_of
+from jaxgoodput.tune.batch import Caution, hoped_gain, statistics_cadence
+from jaxgoodput.tune.books import Books
+from jaxgoodput.tune.strategy import Option
+from jaxgoodput.tune.timings import MIN_COUNT, TimingKey, TimingTable
+from jaxgoodput.tune.tuner import PROBE_STEPS, Answer, Question, Tuner
 
 # Once the noise is known, until both kinds of step are timed and can be compared; and while what is
 # known is from before a growth of the batch.

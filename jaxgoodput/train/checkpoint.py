@@ -28,7 +28,7 @@ from absl import logging
 from jax.experimental import multihost_utils
 from jaxtyping import PyTree
 
-from jaxgoodput.train.state import TrainState
+from jaxgoodput.engine.state import TrainState
 
 T = TypeVar("T")
 

@@ -12,7 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxgoodput.goodput.search import BatchLimits
-from jaxgoodput.optim.rules import Rule
+from jaxgoodput.optim.learning_rate import Rule
 from jaxgoodput.parallel.strategy import Strategy
 
 POLICIES = ("goodput", "fixed")

@@ -20,11 +20,11 @@ from jaxtyping import PyTree
 
 from jaxgoodput.data.rows import narrow
 from jaxgoodput.data.sources import Source, abstract_sample
+from jaxgoodput.engine.memory import StepBytes, step_bytes
+from jaxgoodput.engine.state import TrainState, cast
 from jaxgoodput.parallel.gather import automatic, is_cut
 from jaxgoodput.parallel.late import Part, call_late
 from jaxgoodput.parallel.strategy import DATA_AXIS, REPLICA_AXES, Layout
-from jaxgoodput.train.memory import StepBytes, step_bytes
-from jaxgoodput.train.state import TrainState, cast
 
 Metrics = Callable[[PyTree, PyTree, PyTree], Mapping[str, Any]]
 

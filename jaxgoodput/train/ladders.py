@@ -13,14 +13,14 @@ from collections.abc import Callable, Sequence
 
 from absl import logging
 
+from jaxgoodput.engine.engine import Engine
+from jaxgoodput.engine.memory import TooLarge
 from jaxgoodput.goodput.search import BatchConfig, BatchLimits
-from jaxgoodput.parallel.reshard import MoveDoesNotFit
+from jaxgoodput.parallel.move import MoveDoesNotFit
 from jaxgoodput.parallel.strategy import Layout
 from jaxgoodput.train import setup
 from jaxgoodput.train.choices import Offer
 from jaxgoodput.train.config import Config
-from jaxgoodput.train.engine import Engine
-from jaxgoodput.train.memory import TooLarge
 from jaxgoodput.train.rungs import Rungs
 
 # Bytes per second of a move that was not measured yet; a modest memory or link.

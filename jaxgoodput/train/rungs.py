@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 from absl import logging
 
-from jaxgoodput.train.engine import Engine
-from jaxgoodput.train.memory import StepBytes, largest_that_fits
+from jaxgoodput.engine.engine import Engine
+from jaxgoodput.engine.memory import StepBytes, largest_that_fits
 
 
 def climbing_order(sizes: Sequence[int], first: int) -> tuple[int, ...]:

@@ -19,24 +19,25 @@ from jax.sharding import AxisType, Mesh
 from jaxgoodput._jax import shared_store
 from jaxgoodput.clock import Clock
 from jaxgoodput.data.sources import Source, abstract_sample, as_source
+from jaxgoodput.engine import memory
+from jaxgoodput.engine.engine import Engine
+from jaxgoodput.engine.state import Variables, split
+from jaxgoodput.engine.step import Problem
 from jaxgoodput.goodput.search import BatchConfig, BatchLimits
-from jaxgoodput.optim import rules
+from jaxgoodput.observe import journal
+from jaxgoodput.observe.badput import TimeLedger
+from jaxgoodput.observe.console import Console
+from jaxgoodput.observe.tensorboard import Dashboard
+from jaxgoodput.optim import learning_rate as rules
 from jaxgoodput.optim.adaptive import adaptive
 from jaxgoodput.optim.preconditioner import is_adam_like
 from jaxgoodput.parallel.strategy import DATA_AXIS, Layout, Strategy
-from jaxgoodput.train import journal, memory
-from jaxgoodput.train.badput import TimeLedger
 from jaxgoodput.train.checkpoint import saveable
 from jaxgoodput.train.config import Config
-from jaxgoodput.train.console import Console
 from jaxgoodput.train.control import CONTROL_SIZE
-from jaxgoodput.train.engine import Engine
 from jaxgoodput.train.evaluation import Evaluator
-from jaxgoodput.train.state import Variables, split
-from jaxgoodput.train.step import Problem
-from jaxgoodput.train.tensorboard import Dashboard
-from jaxgoodput.train.tune import Indivisible as Indivisible
-from jaxgoodput.train.tune import fixed_config
+from jaxgoodput.tune.batch import Indivisible as Indivisible
+from jaxgoodput.tune.batch import fixed_config
 
 if TYPE_CHECKING:
     from jaxgoodput.train.trainer import Trainer

@@ -9,11 +9,11 @@ import optax
 from jaxtyping import Array, PyTree
 
 from jaxgoodput.clock import Clock, SystemClock
+from jaxgoodput.engine.state import TrainState
 from jaxgoodput.train import setup
 from jaxgoodput.train.config import Config
 from jaxgoodput.train.evaluation import Evaluator
-from jaxgoodput.train.run import Run
-from jaxgoodput.train.state import TrainState
+from jaxgoodput.train.loop import Run
 
 
 class Trainer(abc.ABC):

@@ -17,7 +17,7 @@ from jaxtyping import Array
 from jaxgoodput.clock import Clock
 from jaxgoodput.data.cursor import Cursor
 from jaxgoodput.goodput.search import BatchConfig
-from jaxgoodput.train.timing import Parts, interval
+from jaxgoodput.tune.timings import Parts, interval
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from jaxgoodput.goodput.fit import PerfFit
 from jaxgoodput.goodput.model import GoodputModel
 from jaxgoodput.goodput.perf import Placement
 from jaxgoodput.goodput.search import BatchLimits
-from jaxgoodput.train.events import Window
+from jaxgoodput.observe.events import Window
 from jaxgoodput.train.watcher import Result
 
 UNKNOWN = math.nan

@@ -8,7 +8,7 @@ import sys
 import textwrap
 
 import pytest
-from launcher.processes import Job
+from processes import Job
 
 LAUNCH = pathlib.Path(__file__).resolve().parents[2] / "launch"
 RECIPES = sorted(path for path in LAUNCH.iterdir() if path.is_file())

@@ -10,7 +10,8 @@ import orbax.checkpoint as ocp
 import pytest
 
 from jaxgoodput.optim import adaptive as adaptation
-from jaxgoodput.optim import noise, rules
+from jaxgoodput.optim import learning_rate as rules
+from jaxgoodput.optim import noise
 
 BASE = 8
 LABELS = {"a": "first", "b": {"c": "second"}}

@@ -12,7 +12,8 @@ import pytest
 
 from jaxgoodput.goodput.efficiency import GradParams, gain
 from jaxgoodput.optim import adaptive as adaptation
-from jaxgoodput.optim import noise, rules
+from jaxgoodput.optim import learning_rate as rules
+from jaxgoodput.optim import noise
 
 LABELS = ["first", "second"]
 SUGGESTED = 1e-9  # the README's tolerance; its Adam scenarios allow 1e-6

@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 from partitions import DIM, EVERY, specs_of
 
-from jaxgoodput.parallel.rules import default_spec, param_specs
+from jaxgoodput.parallel.partition import default_spec, param_specs
 from jaxgoodput.parallel.strategy import Strategy
 
 BY_DEFAULT = {

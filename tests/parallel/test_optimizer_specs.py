@@ -12,11 +12,11 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from partitions import EVERY, params, specs_of
 
-from jaxgoodput.optim import rules as gain_rules
+from jaxgoodput.engine.state import split
+from jaxgoodput.optim import learning_rate as gain_rules
 from jaxgoodput.optim.adaptive import adaptive
-from jaxgoodput.parallel.rules import param_specs, path_name
+from jaxgoodput.parallel.partition import param_specs, path_name
 from jaxgoodput.parallel.strategy import Strategy
-from jaxgoodput.train.state import split
 
 
 def halves(tree):

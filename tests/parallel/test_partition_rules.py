@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from partitions import DIM, EVERY, params, specs_of
 
-from jaxgoodput.parallel.rules import param_specs
+from jaxgoodput.parallel.partition import param_specs
 from jaxgoodput.parallel.strategy import Strategy, candidates
 
 

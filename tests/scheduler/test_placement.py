@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from worlds import cluster_of, nodes
 
-from jaxgoodput.scheduler import placement
-from jaxgoodput.scheduler.buddy import chunks
-from jaxgoodput.scheduler.placement import place
+from jaxgoodput.scheduler.placement import placement
+from jaxgoodput.scheduler.placement.board import chunks
+from jaxgoodput.scheduler.placement.placement import place
 from jaxgoodput.scheduler.policy import JobView
 from jaxgoodput.scheduler.shapes import capacity_rows, shape_of, shapes
 from jaxgoodput.specs import Allocation, ClusterSpec, JobSpec, Node, Shape

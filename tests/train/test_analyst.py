@@ -9,14 +9,14 @@ import pytest
 from jaxgoodput.clock import FakeClock
 from jaxgoodput.data.cursor import Cursor
 from jaxgoodput.goodput.search import BatchConfig, BatchLimits
+from jaxgoodput.observe.hooks import Hook
 from jaxgoodput.train import analyst as analysis
-from jaxgoodput.train import tuner as tuning
 from jaxgoodput.train.analyst import CALM_STEPS, PROBE_STEPS, Analyst
 from jaxgoodput.train.config import Config
 from jaxgoodput.train.control import Requests
-from jaxgoodput.train.hooks import Hook
-from jaxgoodput.train.timing import Parts
 from jaxgoodput.train.watcher import Result, Ticket
+from jaxgoodput.tune import tuner as tuning
+from jaxgoodput.tune.timings import Parts
 
 SIZES = (512, 2048, 8192, 16384)
 # Linear up to 8192, and beyond it a cliff that no straight line knows of.

@@ -19,11 +19,11 @@ from problems import (
     rows,
 )
 
+from jaxgoodput.engine.state import Loss
 from jaxgoodput.goodput.search import BatchLimits
+from jaxgoodput.observe.events import Checkpoint, FitEnd, StepEnd, Window
 from jaxgoodput.train import setup
-from jaxgoodput.train.events import Checkpoint, FitEnd, StepEnd, Window
 from jaxgoodput.train.outcome import Diverged
-from jaxgoodput.train.state import Loss
 
 
 @pytest.fixture

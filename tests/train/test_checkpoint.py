@@ -20,11 +20,11 @@ from problems import Counting, Mean, Recorder, config, counting_config, in_step,
 from jaxgoodput.data.cursor import Cursor
 from jaxgoodput.data.sources import as_source
 from jaxgoodput.goodput.search import BatchLimits
+from jaxgoodput.observe.events import Checkpoint, FitStart, StepEnd
 from jaxgoodput.parallel.strategy import Strategy
 from jaxgoodput.train import checkpoint, setup
 from jaxgoodput.train.checkpoint import Checkpoints, WrongWorkdirError, differences
-from jaxgoodput.train.events import Checkpoint, FitStart, StepEnd
-from jaxgoodput.train.run import Run
+from jaxgoodput.train.loop import Run
 
 STEPS = 12  # of two epochs of 96 samples in batches of 16
 
@@ -366,7 +366,7 @@ FULL = """
     import jax
     jax.config.update("jax_platforms", "cpu")
     import problems
-    from jaxgoodput.train.events import Checkpoint
+    from jaxgoodput.observe.events import Checkpoint
 
     workdir = pathlib.Path(sys.argv[1])
     block = workdir / "block"
@@ -418,7 +418,7 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(small_disk):
     script = textwrap.dedent(FULL)
     ended = subprocess.run(
         [sys.executable, "-c", script, str(small_disk)],
-        cwd=pathlib.Path(__file__).parent,
+        cwd=pathlib.Path(__file__).parents[1] / "support",
         capture_output=True,
         text=True,
         timeout=120,

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxgoodput.goodput.search import BatchLimits
-from jaxgoodput.optim import rules
+from jaxgoodput.optim import learning_rate as rules
 from jaxgoodput.train.config import Config, to_json, with_overrides
 
 LIMITS = BatchLimits(base=32, max=1024, micro=(4, 128))

@@ -9,10 +9,10 @@ import pytest
 from problems import Evaluated, Recorder, config, in_step, rows
 
 from jaxgoodput.data.sources import as_source
+from jaxgoodput.observe.events import EvalEnd, StepEnd
 from jaxgoodput.parallel.strategy import Strategy
 from jaxgoodput.train.evaluation import Evaluator
-from jaxgoodput.train.events import EvalEnd, StepEnd
-from jaxgoodput.train.run import Run
+from jaxgoodput.train.loop import Run
 
 HELD_OUT = rows(37, seed=2)["x"]
 

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 from problems import Mean, Recorder, config, in_step, rows
 
+from jaxgoodput.engine.engine import Engine
 from jaxgoodput.goodput.search import BatchLimits
-from jaxgoodput.train import tuner
+from jaxgoodput.observe.events import StepEnd, TuneEnd, Verdict
 from jaxgoodput.train.control import DEPTH
-from jaxgoodput.train.engine import Engine
-from jaxgoodput.train.events import StepEnd, TuneEnd, Verdict
-from jaxgoodput.train.run import Run
+from jaxgoodput.train.loop import Run
 from jaxgoodput.train.rungs import Rungs
-from jaxgoodput.train.tuner import Answer
 from jaxgoodput.train.watcher import Watcher
+from jaxgoodput.tune import tuner
+from jaxgoodput.tune.tuner import Answer
 
 LIMIT_S = 60.0  # after which something hangs
 

@@ -19,7 +19,7 @@ from engines import (
     start,
 )
 
-from jaxgoodput.train.state import Variables, cast
+from jaxgoodput.engine.state import Variables, cast
 
 # -- frozen parameters -------------------------------------------------------------------------------
 

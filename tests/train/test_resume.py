@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from problems import Counting, Mean, Recorder, config, counting_config, in_step, same
 
 from jaxgoodput.data.cursor import Cursor, take
-from jaxgoodput.train.events import FitEnd, FitStart, StepEnd
+from jaxgoodput.observe.events import FitEnd, FitStart, StepEnd
 from jaxgoodput.train.outcome import Preempted
 
 BENCHMARK = pathlib.Path(__file__).resolve().parents[2] / "benchmarks" / "resume.py"

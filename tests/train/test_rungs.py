@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxgoodput._jax import listen_for_compilations
-from jaxgoodput.train.engine import Engine
-from jaxgoodput.train.memory import StepBytes
+from jaxgoodput.engine.engine import Engine
+from jaxgoodput.engine.memory import StepBytes
 from jaxgoodput.train.rungs import Rungs, climbing_order
 
 WAIT_S = 30.0  # only a failing test waits this long

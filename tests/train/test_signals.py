@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from problems import Counting, Evaluated, Recorder, counting_config, in_step
 
-from jaxgoodput.train.events import Checkpoint, FitEnd, FitStart, Preempt, StepEnd
+from jaxgoodput.observe.events import Checkpoint, FitEnd, FitStart, Preempt, StepEnd
 from jaxgoodput.train.outcome import Preempted
 
 LIMIT_S = 120.0
@@ -51,7 +51,7 @@ SCRIPT = """
 def started(workdir):
     return subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(SCRIPT), str(workdir)],
-        cwd=pathlib.Path(__file__).parent,
+        cwd=pathlib.Path(__file__).parents[1] / "support",
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -10,12 +10,12 @@ import pytest
 from jax.sharding import PartitionSpec
 from problems import Recorder, config, in_step, rows
 
+from jaxgoodput.engine.engine import Engine
 from jaxgoodput.goodput.search import BatchLimits
-from jaxgoodput.parallel.reshard import MoveDoesNotFit
+from jaxgoodput.observe.events import FitEnd, Resharded, StepEnd, TuneEnd
+from jaxgoodput.observe.hooks import Hook
+from jaxgoodput.parallel.move import MoveDoesNotFit
 from jaxgoodput.parallel.strategy import Strategy
-from jaxgoodput.train.engine import Engine
-from jaxgoodput.train.events import FitEnd, Resharded, StepEnd, TuneEnd
-from jaxgoodput.train.hooks import Hook
 from jaxgoodput.train.trainer import Trainer
 
 WIDTH, HIDDEN = 8, 512

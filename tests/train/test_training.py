@@ -22,8 +22,7 @@ from jaxgoodput.data.cursor import Cursor, take
 from jaxgoodput.goodput.fit import PerfFit
 from jaxgoodput.goodput.perf import PerfParams
 from jaxgoodput.goodput.search import BatchLimits
-from jaxgoodput.train import tuner
-from jaxgoodput.train.events import (
+from jaxgoodput.observe.events import (
     Checkpoint,
     FitEnd,
     FitStart,
@@ -32,8 +31,9 @@ from jaxgoodput.train.events import (
     TuneEnd,
     Window,
 )
-from jaxgoodput.train.hooks import Every
+from jaxgoodput.observe.hooks import Every
 from jaxgoodput.train.outcome import Preempted
+from jaxgoodput.tune import tuner
 
 LONG = 1e5  # base steps: a run that something else must end
 

@@ -8,22 +8,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from jaxgoodput.scheduler.policies.baselines import Optimus, Static, Tiresias
-from jaxgoodput.scheduler.policies.fractions import FractionPolicy
-from jaxgoodput.scheduler.policies.gavel_discrete import (
+from jaxgoodput.scheduler.gavel.discrete import (
     AlloX,
     FirstInFirstOut,
     GandivaLike,
     Isolated,
     Proportional,
 )
-from jaxgoodput.scheduler.policies.gavel_finish_time import FinishTimeFairness
-from jaxgoodput.scheduler.policies.gavel_max_min import Makespan, MaxMinFairness
-from jaxgoodput.scheduler.policies.gavel_throughput import TotalThroughput
-from jaxgoodput.scheduler.policies.gavel_water_filling import Hierarchical, WaterFilling
+from jaxgoodput.scheduler.gavel.finish_time import FinishTimeFairness
+from jaxgoodput.scheduler.gavel.fractions import FractionPolicy
+from jaxgoodput.scheduler.gavel.max_min import Makespan, MaxMinFairness
+from jaxgoodput.scheduler.gavel.rounds import RoundScheduler
+from jaxgoodput.scheduler.gavel.throughput import TotalThroughput
+from jaxgoodput.scheduler.gavel.water_filling import Hierarchical, WaterFilling
+from jaxgoodput.scheduler.policies.baselines import Optimus, Static, Tiresias
 from jaxgoodput.scheduler.policies.goodput import Goodput
 from jaxgoodput.scheduler.policies.pollux import Pollux
-from jaxgoodput.scheduler.policies.rounds import RoundScheduler
 from jaxgoodput.scheduler.policies.sia import Sia
 from jaxgoodput.scheduler.policy import Policy
 

@@ -24,7 +24,7 @@ import numpy as np
 
 from jaxgoodput.scheduler.policies.clearing import clearing_prices
 from jaxgoodput.scheduler.policies.newcomers import with_usual_kinds
-from jaxgoodput.scheduler.policies.problem import Problem
+from jaxgoodput.scheduler.policies.shape_choice import Problem
 from jaxgoodput.scheduler.policies.stay import expected_stay_s
 from jaxgoodput.scheduler.policy import Decision, JobView
 from jaxgoodput.scheduler.shapes import capacity

@@ -7,7 +7,7 @@ it begins with the mean ratio that the other jobs of the cluster found.
 
 import numpy as np
 
-from jaxgoodput.scheduler.policies.problem import Problem
+from jaxgoodput.scheduler.policies.shape_choice import Problem
 
 
 def with_usual_kinds(problem: Problem) -> np.ndarray:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxgoodput.scheduler.policies.problem import Problem
+from jaxgoodput.scheduler.policies.shape_choice import Problem
 from jaxgoodput.scheduler.policy import Decision, JobView
 from jaxgoodput.scheduler.shapes import node_size
 from jaxgoodput.specs import ClusterSpec

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxgoodput.scheduler.policies.allocation import Choice, allocate
 from jaxgoodput.scheduler.policies.pollux import reallocation_factor
-from jaxgoodput.scheduler.policies.problem import Problem, normalised
+from jaxgoodput.scheduler.policies.shape_choice import Problem, normalised
 from jaxgoodput.scheduler.policy import Decision, JobView
+from jaxgoodput.scheduler.solve.assignment import Choice, allocate
 from jaxgoodput.specs import ClusterSpec
 
 LARGEST = 3000.0  # the artifact clips G^power there

@@ -11,7 +11,7 @@ is built on the same mean, but within a utility in which it can reach 0 and free
 
 import numpy as np
 
-from jaxgoodput.scheduler.policies.problem import Problem
+from jaxgoodput.scheduler.policies.shape_choice import Problem
 
 SHARE = 0.8  # of the mean time between changes; tuned, see BUILD_NOTES.md
 BEFORE_S = 120.0  # what a job that came just now is taken to have lasted, beside two restarts

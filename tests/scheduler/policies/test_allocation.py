@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import optimize, sparse
 
-from jaxgoodput.scheduler.policies import knapsack
-from jaxgoodput.scheduler.policies.allocation import Quota, allocate
-from jaxgoodput.scheduler.policies.prices import dual_prices
 from jaxgoodput.scheduler.policy import SolverTimeout
+from jaxgoodput.scheduler.solve import multiple_choice as knapsack
+from jaxgoodput.scheduler.solve.assignment import Quota, allocate
+from jaxgoodput.scheduler.solve.dual_prices import dual_prices
 
 
 def instance(num_jobs, nodes, seed, quotas=0):

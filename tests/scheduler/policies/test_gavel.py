@@ -10,18 +10,18 @@ from golden_problems import instances
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from jaxgoodput.scheduler.policies.gavel_discrete import (
+from jaxgoodput.scheduler.gavel.discrete import (
     AlloX,
     FirstInFirstOut,
     GandivaLike,
     Isolated,
     Proportional,
 )
-from jaxgoodput.scheduler.policies.gavel_finish_time import FinishTimeFairness
-from jaxgoodput.scheduler.policies.gavel_lp import Program, gauge
-from jaxgoodput.scheduler.policies.gavel_max_min import Makespan, MaxMinFairness
-from jaxgoodput.scheduler.policies.gavel_throughput import TotalThroughput
-from jaxgoodput.scheduler.policies.gavel_water_filling import Hierarchical, WaterFilling
+from jaxgoodput.scheduler.gavel.finish_time import FinishTimeFairness
+from jaxgoodput.scheduler.gavel.max_min import Makespan, MaxMinFairness
+from jaxgoodput.scheduler.gavel.programs import Program, gauge
+from jaxgoodput.scheduler.gavel.throughput import TotalThroughput
+from jaxgoodput.scheduler.gavel.water_filling import Hierarchical, WaterFilling
 
 BY_OBJECTIVE = {
     "max_min_fairness_perf": MaxMinFairness(),

@@ -5,7 +5,7 @@ import pytest
 
 from jaxgoodput.scheduler.policies.goodput import Goodput
 from jaxgoodput.scheduler.policies.newcomers import with_usual_kinds
-from jaxgoodput.scheduler.policies.problem import Problem
+from jaxgoodput.scheduler.policies.shape_choice import Problem
 from jaxgoodput.scheduler.policy import JobView
 from jaxgoodput.scheduler.shapes import shapes
 from jaxgoodput.specs import ClusterSpec, JobSpec, Node

@@ -9,19 +9,19 @@ from golden_problems import instances
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxgoodput.scheduler.policies.fractions import from_views
-from jaxgoodput.scheduler.policies.gavel_discrete import FirstInFirstOut, GandivaLike
-from jaxgoodput.scheduler.policies.gavel_finish_time import FinishTimeFairness
-from jaxgoodput.scheduler.policies.gavel_max_min import Makespan, MaxMinFairness
-from jaxgoodput.scheduler.policies.gavel_throughput import TotalThroughput
-from jaxgoodput.scheduler.policies.gavel_water_filling import WaterFilling
-from jaxgoodput.scheduler.policies.packing import (
+from jaxgoodput.scheduler.gavel.discrete import FirstInFirstOut, GandivaLike
+from jaxgoodput.scheduler.gavel.finish_time import FinishTimeFairness
+from jaxgoodput.scheduler.gavel.fractions import from_views
+from jaxgoodput.scheduler.gavel.max_min import Makespan, MaxMinFairness
+from jaxgoodput.scheduler.gavel.packing import (
     best_partners,
     combined_speed,
     with_pairs_of_views,
     worth_pairing,
 )
-from jaxgoodput.scheduler.policies.rounds import RoundScheduler
+from jaxgoodput.scheduler.gavel.rounds import RoundScheduler
+from jaxgoodput.scheduler.gavel.throughput import TotalThroughput
+from jaxgoodput.scheduler.gavel.water_filling import WaterFilling
 from jaxgoodput.specs import Shape
 
 PACKED = {

@@ -24,7 +24,7 @@ NAMES = ["alpha_c", "beta_c", "alpha_n", "beta_n", "alpha_r", "beta_r", "gamma"]
 
 def published_search():
     """AdaptDL's search under our model, as the tests of the goodput model have it."""
-    path = pathlib.Path(__file__).parents[2] / "goodput" / "adaptdl_golden.py"
+    path = pathlib.Path(__file__).parents[2] / "support" / "adaptdl_golden.py"
     spec = importlib.util.spec_from_file_location("adaptdl_golden_of_pollux", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -8,18 +8,18 @@ from gavel_worlds import cluster_of, owners, rigid_view, run_rounds
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxgoodput.scheduler.policies.fractions import from_views
-from jaxgoodput.scheduler.policies.gavel_discrete import FirstInFirstOut
-from jaxgoodput.scheduler.policies.gavel_max_min import MaxMinFairness
-from jaxgoodput.scheduler.policies.gavel_water_filling import WaterFilling
-from jaxgoodput.scheduler.policies.rounds import RoundScheduler
-from jaxgoodput.scheduler.policies.selection import (
+from jaxgoodput.scheduler.gavel.discrete import FirstInFirstOut
+from jaxgoodput.scheduler.gavel.fractions import from_views
+from jaxgoodput.scheduler.gavel.max_min import MaxMinFairness
+from jaxgoodput.scheduler.gavel.rounds import RoundScheduler
+from jaxgoodput.scheduler.gavel.selection import (
     Candidates,
     greedy,
     one_kind,
     relaxed,
     several_kinds,
 )
+from jaxgoodput.scheduler.gavel.water_filling import WaterFilling
 
 
 def candidates(seed, num_rows, num_kinds, *, paired=False, budgets=()):

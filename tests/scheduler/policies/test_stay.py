@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxgoodput.scheduler.policies.problem import Problem
+from jaxgoodput.scheduler.policies.shape_choice import Problem
 from jaxgoodput.scheduler.policies.stay import expected_stay_s
 from jaxgoodput.scheduler.policy import JobView
 from jaxgoodput.specs import ClusterSpec, JobSpec, Node

@@ -26,15 +26,15 @@ import orbax.checkpoint as ocp
 from jaxgoodput._jax import listen_for_compilations
 from jaxgoodput.data.loader import Loader
 from jaxgoodput.data.sources import ArraySource
+from jaxgoodput.engine import engine as engine_module
+from jaxgoodput.engine import memory
+from jaxgoodput.engine.state import Variables
 from jaxgoodput.goodput.search import BatchLimits
-from jaxgoodput.optim import rules
-from jaxgoodput.train import engine as engine_module
-from jaxgoodput.train import memory
-from jaxgoodput.train import start as start_module
+from jaxgoodput.observe.events import Checkpoint, EvalEnd, FitEnd, FitStart, StepEnd
+from jaxgoodput.optim import learning_rate as rules
+from jaxgoodput.train import prepare as start_module
 from jaxgoodput.train.config import Config
-from jaxgoodput.train.events import Checkpoint, EvalEnd, FitEnd, FitStart, StepEnd
 from jaxgoodput.train.outcome import Preempted
-from jaxgoodput.train.state import Variables
 from jaxgoodput.train.trainer import Trainer
 
 NUM_SAMPLES = 50

@@ -7,8 +7,8 @@ import jax
 import multihost_worker
 import numpy as np
 import pytest
-from launcher.processes import gone, run, start
 from multihost_worker import COUNTED_EPOCHS, NUM_COUNTED, Counting, Watch, newest, read
+from processes import gone, run, start
 
 from jaxgoodput.data.cursor import Cursor, take
 from jaxgoodput.goodput.search import BatchConfig

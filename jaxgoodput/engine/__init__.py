@@ -1,0 +1,1 @@
+"""A training step as a value: its programs, and the engine that compiles and runs them."""

@@ -1,0 +1,385 @@
+"""A training step as pure functions: local sums of one micro-batch, their merger, the update.
+
+Nothing here knows of devices or meshes. `local_sums` runs on one replica; sums of micro-batches and
+of replicas are added; `update` turns the total into the next state. Gradient accumulation, uneven
+counts of micro-batches and padding are all the same addition with other weights.
+
+Noise moments of n groups (micro-batches on replicas) with shares p_i of the loss weight:
+L = sum p_i |g_i|^2 and T = |g|^2 give `trace = M (L - T) / (n - 1)` per sample and
+`sqr = (n T - L) / (n - 1)` (McCandlish et al. 2018, appendix A, for unequal groups).
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, PyTree
+
+from jaxgoodput.engine.parts import FsdpParts
+from jaxgoodput.engine.state import (
+    Guard,
+    Loss,
+    Previous,
+    Sums,
+    TrainState,
+    Variables,
+    cast,
+    combine,
+    split,
+)
+from jaxgoodput.optim import adaptive as adaptation
+from jaxgoodput.optim import noise
+
+LossAndState = Callable[[PyTree, PyTree, PyTree, Array], tuple[Any, PyTree]]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is trained: the user's functions and how their gradient is measured."""
+
+    init: Callable[[Array], Any]
+    loss_and_state: LossAndState
+    tx: optax.GradientTransformationExtraArgs  # an `adaptive(...)`
+    base_batch_size: int
+    trainable: Callable[[PyTree], PyTree] | None = None  # params -> tree of bool; None = all
+    labels: Callable[[PyTree], PyTree] | None = None  # params -> tree of str; None = one group
+    preconditioned: bool = False
+    compute_dtype: Any = None
+
+    def mask(self, params: PyTree) -> PyTree:
+        """Which leaves train."""
+        if self.trainable is None:
+            return jax.tree.map(lambda _: True, params)
+        return self.trainable(params)
+
+    def num_labels(self, trainable: PyTree) -> int:
+        """How many parameter groups have statistics of their own."""
+        return len(noise.label_names(self.labels, trainable))
+
+
+def init_state(problem: Problem, key: Array) -> TrainState:
+    """The state before the first step. Buffers are never shared between leaves."""
+    init_key, run_key = jax.random.split(key)
+    made = problem.init(init_key)
+    variables = made if isinstance(made, Variables) else Variables(params=made, model_state=())
+    trainable, _ = split(variables.params, problem.mask(variables.params))
+    return TrainState(
+        params=variables.params,
+        opt_state=problem.tx.init(trainable),
+        model_state=variables.model_state,
+        step=jnp.zeros((), jnp.int32),
+        key=run_key,
+        guard=Guard(skipped=jnp.zeros((), jnp.int32), in_a_row=jnp.zeros((), jnp.int32)),
+    )
+
+
+def own_specs(problem: Problem) -> tuple[tuple[str, Any], ...]:
+    """How the model's own metadata cuts its parameters: (path, PartitionSpec)."""
+    made = jax.eval_shape(problem.init, jax.random.key(0))
+    return made.specs if isinstance(made, Variables) else ()
+
+
+def loss_kind(problem: Problem, variables: Variables, batch: PyTree, num_samples: int) -> str:
+    """'sample' where the loss can be weighted sample by sample, 'mean' where it cannot.
+
+    Raises TypeError for a loss of any other shape.
+    """
+    out, _ = jax.eval_shape(
+        problem.loss_and_state,
+        variables.params,
+        variables.model_state,
+        batch,
+        jax.eval_shape(lambda: jax.random.key(0)),
+    )
+    if isinstance(out, Loss):
+        total, weight = jnp.shape(out.sum), jnp.shape(out.weight)
+        if total == weight == (num_samples,):
+            return "sample"
+        if total == weight == ():
+            return "mean"
+        raise TypeError(
+            f"Loss.sum and Loss.weight must both have shape ({num_samples},) (one value per sample) "
+            f"or both be scalars; got {total} and {weight}."
+        )
+    if not hasattr(out, "shape"):
+        raise TypeError(
+            f"loss must return per-sample losses [batch], Loss(sum, weight, aux), or a scalar mean; "
+            f"got {type(out).__name__}. Wrap auxiliary numbers as Loss.of(sum, weight, name=value)."
+        )
+    if out.shape == (num_samples,):
+        return "sample"
+    if out.shape == ():
+        return "mean"
+    raise TypeError(
+        f"loss returned shape {out.shape} for a micro-batch of {num_samples} samples. Return one loss "
+        f"per sample, shape ({num_samples},), summed over every other axis; or a scalar mean."
+    )
+
+
+def _weighted(out: Any, mask: Array) -> tuple[Array, Array, dict[str, Array]]:
+    """Sum of losses, sum of weights, and sums of the auxiliary numbers, padding left out."""
+    samples = jnp.sum(mask)
+
+    def total(value: Any) -> Array:
+        value = jnp.asarray(value, jnp.float32)
+        # `where`, not a product: 0 * inf is not 0.
+        if value.ndim:
+            return jnp.sum(jnp.where(mask > 0, value, 0.0))
+        return jnp.where(samples > 0, value * samples, 0.0)
+
+    def whole(value: Any) -> Array:
+        value = jnp.asarray(value, jnp.float32)
+        return total(value) if value.ndim else jnp.where(samples > 0, value, 0.0)
+
+    if isinstance(out, Loss):
+        aux = {name: total(value) for name, value in out.aux.items()}
+        return whole(out.sum), whole(out.weight), aux
+    return total(out), samples, {}
+
+
+def _without_padding(batch: PyTree, mask: Array) -> PyTree:
+    """The batch with a real sample in place of padding, which may hold anything.
+
+    Leaving a padded loss out of the sum is not enough: its gradient is 0 times whatever the padding
+    makes of the backward pass, and 0 * inf is not 0.
+    """
+    real = jnp.argmax(mask)
+
+    def fill(x: Array) -> Array:
+        return jnp.where(mask.reshape(-1, *(1,) * (x.ndim - 1)) > 0, x, x[real][None])
+
+    return jax.tree.map(fill, batch)
+
+
+def local_sums(
+    problem: Problem,
+    params: PyTree,
+    scale: PyTree,
+    model_state: PyTree,
+    batch: PyTree,
+    mask: Array,
+    key: Array,
+    *,
+    measure: bool = True,
+    parts: FsdpParts | None = None,
+) -> Sums:
+    """One micro-batch on one replica: gradient sum, loss sum, weight, and |gradient|^2.
+
+    `params` are in compute precision, `mask` is 1 for real samples and 0 for padding, `[batch]`.
+    `measure=False` leaves the noise moment at 0 and saves one pass over the gradient. Where the replica
+    holds only `parts` of the parameters, gradients are summed over the replicas that share them.
+    """
+    kept, rest = split(params, problem.mask(params))
+    batch = _without_padding(batch, mask)
+
+    def objective(kept: PyTree, rest: PyTree):
+        out, new_state = problem.loss_and_state(combine(kept, rest), model_state, batch, key)
+        total, weight, aux = _weighted(out, mask)
+        return total, (weight, aux, new_state)
+
+    if parts is None:
+        (total, others), grads = jax.value_and_grad(objective, has_aux=True)(kept, rest)
+        grads, norms = cast(grads, jnp.float32), None
+    else:
+        (total, others), grads, norms = parts.value_and_grad(
+            objective, kept, rest, labels=problem.labels, measure=measure
+        )
+    weight, aux, new_state = others
+    weight = jax.lax.stop_gradient(weight)
+    groups, of_group = (weight > 0).astype(jnp.float32), weight
+    if not measure:
+        norms = jnp.zeros((problem.num_labels(kept),), jnp.float32)
+    else:
+        preconditioner = None if isinstance(scale, tuple) and not scale else scale
+        if norms is None and parts is not None:
+            # Of the copy's gradient, each replica has a part, and the parts' squares add up.
+            of_group = parts.sum_over_copy(weight)
+            groups = (of_group > 0).astype(jnp.float32) * parts.is_first
+            grads_of = parts.counted_once(grads)
+        else:
+            grads_of = grads
+        if norms is None:
+            norms = noise.squared_norms(grads_of, problem.labels, preconditioner)
+        norms = jnp.where(of_group > 0, norms / jnp.where(of_group > 0, of_group, 1.0), 0.0)
+    samples = jnp.sum(mask)
+    return Sums(
+        grads=grads,
+        loss=total,
+        weight=weight,
+        samples=samples,
+        groups=groups,
+        norms=norms,
+        calls=jnp.ones((), jnp.int32),
+        aux=aux,
+        model_state=_advance(model_state, new_state, samples),
+    )
+
+
+def _advance(old: PyTree, new: PyTree, samples: Array) -> PyTree:
+    """The new model state; floating leaves only where the micro-batch held any real sample.
+
+    Others (counters, keys) move on with every micro-batch, so that they stay alike on all replicas.
+    """
+    return jax.tree.map(
+        lambda a, b: jnp.where(samples > 0, b, a) if jnp.issubdtype(b.dtype, jnp.floating) else b,
+        old,
+        new,
+    )
+
+
+def merge(old: Sums, new: Sums) -> Sums:
+    """Two micro-batches of one replica as one; the later one went on from the other's model state."""
+    summed = jax.tree.map(jnp.add, _summable(old), _summable(new))
+    return Sums(**summed, calls=old.calls + new.calls, model_state=new.model_state)
+
+
+def _summable(sums: Sums) -> dict[str, Any]:
+    return {
+        "grads": sums.grads,
+        "loss": sums.loss,
+        "weight": sums.weight,
+        "samples": sums.samples,
+        "groups": sums.groups,
+        "norms": sums.norms,
+        "aux": sums.aux,
+    }
+
+
+def to_reduce(sums: Sums, control: Array | None = None) -> PyTree:
+    """What must be added up over replicas: one tree of floats, model state weighted by samples.
+
+    Leaves of the model state that are not floating (counters, keys) advance alike on every replica
+    and are not exchanged. `control` is an agreement vector that rides along.
+    """
+    floats = [
+        jnp.where(sums.samples > 0, x.astype(jnp.float32) * sums.samples, 0.0)
+        for x in jax.tree.leaves(sums.model_state)
+        if jnp.issubdtype(x.dtype, jnp.floating)
+    ]
+    tree = {**_summable(sums), "floats": floats}
+    return tree if control is None else {**tree, "control": control}
+
+
+def from_reduced(total: Mapping[str, Any], sums: Sums) -> Sums:
+    """The whole batch as `Sums`: reduced floats, and this replica's own other model state."""
+    floats = iter(total["floats"])
+    samples = total["samples"]
+
+    def mean(x: Array) -> Array:
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            return x
+        # Where everything was padding, nothing has changed it.
+        return jnp.where(samples > 0, next(floats) / jnp.maximum(samples, 1.0), x).astype(x.dtype)
+
+    model_state = jax.tree.map(mean, sums.model_state)
+    fields = {name: total[name] for name in _summable(sums)}
+    return Sums(**fields, calls=sums.calls, model_state=model_state)
+
+
+def update(
+    problem: Problem,
+    state: TrainState,
+    total: Sums,
+    *,
+    measure: bool,
+    previous: Previous | None = None,
+    cut: bool = False,
+) -> tuple[TrainState, dict[str, Array]]:
+    """The next state from the sums of a whole batch, and scalars to report.
+
+    A loss or gradient that is not finite leaves parameters, optimizer and model state as they were;
+    only the step count and the guard move on. `measure` takes a noise sample from the groups of this
+    batch; with `previous` it comes from the difference of two successive gradients instead, for a batch
+    of one group (see `remember`). `cut` says that parameters are cut over devices.
+    """
+    kept, rest = split(state.params, problem.mask(state.params))
+    labels = problem.labels
+    weight = jnp.maximum(total.weight, 1e-30)
+    loss = total.loss / weight
+    norms = noise.squared_norms(total.grads, labels=labels) / weight**2
+    norm_sqr = jnp.sum(norms)
+    finite = jnp.isfinite(loss) & jnp.isfinite(norm_sqr)
+
+    sample, biased = None, False
+    if measure or previous is not None:
+        scale = noise.preconditioner(state.opt_state, kept) if problem.preconditioned else None
+        if previous is not None:
+            biased = True
+            sample = noise.differenced_sample(
+                total.grads,
+                previous.grads,
+                total.samples,
+                preconditioner=scale,
+                labels=labels,
+                previous_num_samples=previous.num_samples,
+                weight=weight,
+                previous_weight=previous.weight,
+                cut=cut,
+            )
+        else:
+            large = norms
+            if scale is not None:
+                large = noise.squared_norms(total.grads, labels=labels, preconditioner=scale)
+                large = large / weight**2
+            sample = noise.NoiseSample(
+                small_sqr=total.norms / weight,
+                large_sqr=large,
+                num_groups=total.groups,
+                num_samples=total.samples,
+            )
+
+    def take(grads: PyTree) -> tuple[PyTree, PyTree, PyTree]:
+        # Times the reciprocal: XLA fuses a product into both of its uses, and writes a quotient out.
+        share = 1.0 / weight
+        updates, opt_state = problem.tx.update(
+            jax.tree.map(lambda g: g * share, grads),
+            state.opt_state,
+            kept,
+            global_batch_size=total.samples,
+            noise=sample,
+            biased=biased,
+        )
+        return optax.apply_updates(kept, updates), opt_state, total.model_state
+
+    def skip(grads: PyTree) -> tuple[PyTree, PyTree, PyTree]:
+        return kept, state.opt_state, state.model_state
+
+    # A branch, not a `where` over every leaf: that would keep old and new alive and copy both.
+    new_kept, opt_state, model_state = jax.lax.cond(finite, take, skip, total.grads)
+    missed = (~finite).astype(jnp.int32)
+    new_state = TrainState(
+        params=combine(new_kept, rest),
+        opt_state=opt_state,
+        model_state=model_state,
+        step=state.step + 1,
+        key=state.key,
+        guard=Guard(
+            skipped=state.guard.skipped + missed,
+            in_a_row=(state.guard.in_a_row + 1) * missed,
+        ),
+    )
+    samples = jnp.maximum(total.samples, 1.0)
+    metrics = {
+        "loss": loss,
+        "grad_norm": jnp.sqrt(norm_sqr),
+        "finite": finite,
+        "skipped": new_state.guard.skipped,
+        "skipped_in_a_row": new_state.guard.in_a_row,
+        "samples": total.samples,
+        "groups": total.groups,
+        **adaptation.readout(new_state.opt_state),
+        **{f"aux/{name}": value / samples for name, value in total.aux.items()},
+    }
+    return new_state, {k: jnp.asarray(v, jnp.float32) for k, v in metrics.items()}
+
+
+def remember(total: Sums, finite: Array) -> Previous:
+    """The gradient of this update, for the differenced sample of the next; useless if not finite."""
+    return Previous(
+        grads=total.grads,
+        weight=jnp.maximum(total.weight, 1e-30),
+        num_samples=total.samples * finite,
+    )

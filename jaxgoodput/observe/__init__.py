@@ -1,0 +1,1 @@
+"""What a run tells: events, the journal, the dashboard, the terminal."""

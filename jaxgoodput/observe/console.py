@@ -1,0 +1,157 @@
+"""Progress for whoever watches the terminal: a bar on a tty, else a line every few seconds."""
+
+import importlib.util
+import math
+import sys
+from typing import Any
+
+from absl import logging
+
+from jaxgoodput.clock import Clock
+from jaxgoodput.observe.events import EvalEnd, FitEnd, FitStart, Preempt, TuneEnd, Window
+from jaxgoodput.observe.tags import how_to_look
+from jaxgoodput.observe.tensorboard import describe
+from jaxgoodput.text import compact, seconds
+
+
+class Console:
+    """Shows a run's progress; for process 0, called from one background thread.
+
+    `stream` is a text stream, `total_base_steps` the length of the run (None where only the ETA
+    tells). On a terminal with rich installed `stream` gets a progress bar; elsewhere a line at most
+    every `every_s` seconds, through absl's log where that shows information, else straight to
+    `stream` (default: stderr).
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        total_base_steps: float | None,
+        stream: Any = None,
+        *,
+        every_s: float = 10.0,
+    ):
+        self._clock = clock
+        self._total = total_base_steps
+        self._stream = sys.stderr if stream is None else stream
+        self._given = stream is not None
+        self._every_s = every_s
+        self._last_s = -math.inf
+        self._start_s = clock.now()
+        self._bar = _bar(self._stream) if self._stream.isatty() else None
+        self._task: Any = None
+
+    def on_fit_start(self, event: FitStart) -> None:
+        """Say on what the run runs, and where to watch it."""
+        self._start_s = self._clock.now()
+        resumed = f", resumed at step {event.step}" if event.restart else ""
+        self._line(
+            f"{event.num_devices} x {event.device_kind}, batch {describe(event.config)}{resumed}"
+        )
+        if event.settings.get("tensorboard") and "workdir" in event.settings:
+            self._line(how_to_look(str(event.settings["workdir"])))
+        if self._bar is not None:
+            self._bar.start()
+            self._task = self._bar.add_task("", total=self._total, completed=event.progress)
+
+    def on_window(self, event: Window) -> None:
+        """Advance the bar, or print a line when one is due."""
+        if self._bar is not None:
+            if self._task is not None:
+                self._bar.update(
+                    self._task, completed=event.progress, description=_facts(event, short=True)
+                )
+                self._bar.refresh()
+            return
+        now_s = self._clock.now()
+        if now_s - self._last_s >= self._every_s:
+            self._last_s = now_s
+            self._line(progress_line(event, self._total))
+
+    def on_tune_end(self, event: TuneEnd) -> None:
+        """Say why the batch changed."""
+        if event.switched:
+            self._line(f"step {event.step} | {event.verdict.reason}")
+
+    def on_eval_end(self, event: EvalEnd) -> None:
+        """The evaluation's results."""
+        results = " | ".join(f"{name} {value:.4g}" for name, value in event.metrics.items())
+        self._line(f"step {event.step} | eval: {results} | took {seconds(event.seconds)}")
+
+    def on_preempt(self, event: Preempt) -> None:
+        """Say that the run will save and stop."""
+        self._line(f"step {event.step} | {event.signal}: saving, then stopping")
+
+    def on_fit_end(self, event: FitEnd) -> None:
+        """Say how the run ended."""
+        self.close()
+        self._line(
+            f"step {event.step} | {event.reason} after {seconds(event.seconds)} | "
+            f"{compact(event.samples)} samples, {compact(event.progress)} base steps"
+        )
+
+    def close(self) -> None:
+        """Take the bar off the terminal's last line; a second call does nothing."""
+        if self._bar is not None and self._task is not None:
+            self._bar.stop()
+            self._task = None
+
+    def _line(self, text: str) -> None:
+        if self._bar is not None:
+            self._bar.console.print(text, highlight=False, markup=False)
+        elif not self._given and logging.level_info():
+            logging.info("%s", text)
+        else:
+            print(text, file=self._stream, flush=True)
+
+
+def progress_line(event: Window, total_base_steps: float | None) -> str:
+    """One line with what matters: how far, how fast, how good, how long still."""
+    facts = [f"step {event.step}"]
+    if total_base_steps:
+        # The last update may pass the goal.
+        facts.append(f"{min(100.0 * event.progress / total_base_steps, 100.0):.1f} %")
+    facts.append(f"batch {describe(event.config)}")
+    facts.append(_facts(event))
+    facts.append(f"ETA {seconds(event.eta_s)}")
+    return " | ".join(facts)
+
+
+def _facts(event: Window, *, short: bool = False) -> str:
+    facts = [f"batch {event.config.global_batch_size}"] if short else []
+    loss = event.metrics.get("loss")
+    if loss is not None:
+        facts.append(f"loss {loss:.4g}")
+    facts.append(f"{compact(event.throughput)} samples/s")
+    if math.isfinite(event.goodput_measured):
+        facts.append(f"goodput {compact(event.goodput_measured)}")
+    if not math.isnan(event.noise_scale) and not short:
+        facts.append(f"noise scale {compact(event.noise_scale)}")
+    if event.skipped_steps:
+        facts.append(f"{event.skipped_steps} skipped")
+    return " | ".join(facts)
+
+
+def _bar(stream: Any) -> Any:
+    if importlib.util.find_spec("rich") is None:
+        return None
+    from rich.console import Console as RichConsole
+    from rich.progress import (
+        BarColumn,
+        Progress,
+        TaskProgressColumn,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    return Progress(
+        BarColumn(bar_width=24),
+        TaskProgressColumn(),
+        TextColumn("{task.description}", markup=False),
+        TimeRemainingColumn(),
+        console=RichConsole(file=stream),
+        # No thread of its own, and the process's stdout and stderr stay what they are.
+        auto_refresh=False,
+        redirect_stdout=False,
+        redirect_stderr=False,
+    )

@@ -1,0 +1,94 @@
+"""Hooks: plain objects whose methods are called when something happens.
+
+They run on the analyst's thread, in order, behind the loop and never in its way. An exception in a
+hook stops training with a checkpoint, at the loop's next step; it is never swallowed.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jaxgoodput.observe.events import (
+    Checkpoint,
+    EvalEnd,
+    FitEnd,
+    FitStart,
+    Preempt,
+    Resharded,
+    StepEnd,
+    TuneEnd,
+    Window,
+)
+
+
+class Hook:
+    """Override what is of interest; the rest does nothing."""
+
+    def on_fit_start(self, event: FitStart, /) -> None:
+        """Training begins or resumes."""
+
+    def on_step_end(self, event: StepEnd, /) -> None:
+        """An update is done. `event.metrics` are floats on the host."""
+
+    def on_window(self, event: Window, /) -> None:
+        """Averages over the latest stretch are known."""
+
+    def on_tune_end(self, event: TuneEnd, /) -> None:
+        """The tuner reached a verdict."""
+
+    def on_batch_size_change(self, event: TuneEnd, /) -> None:
+        """The verdict changes the batch."""
+
+    def on_reshard(self, event: Resharded, /) -> None:
+        """The state lies on the devices in another way."""
+
+    def on_eval_end(self, event: EvalEnd, /) -> None:
+        """An evaluation is done."""
+
+    def on_checkpoint(self, event: Checkpoint, /) -> None:
+        """A checkpoint was handed to the writer, or failed."""
+
+    def on_preempt(self, event: Preempt, /) -> None:
+        """A signal asked to stop; the state will be saved."""
+
+    def on_fit_end(self, event: FitEnd, /) -> None:
+        """Training is over."""
+
+
+class Every(Hook):
+    """Calls a function with every n-th `StepEnd`."""
+
+    def __init__(self, function: Callable[[StepEnd], Any], *, steps: int):
+        if steps < 1:
+            raise ValueError(f"steps must be at least 1; got {steps}.")
+        self._function = function
+        self._steps = steps
+
+    def on_step_end(self, event: StepEnd, /) -> None:
+        """Call the function where the step's number is a multiple."""
+        if event.step % self._steps == 0:
+            self._function(event)
+
+
+_METHOD = {
+    FitStart: "on_fit_start",
+    StepEnd: "on_step_end",
+    Window: "on_window",
+    TuneEnd: "on_tune_end",
+    Resharded: "on_reshard",
+    EvalEnd: "on_eval_end",
+    Checkpoint: "on_checkpoint",
+    Preempt: "on_preempt",
+    FitEnd: "on_fit_end",
+}
+
+
+def call(hooks: Sequence[Any], event: Any) -> None:
+    """Tell every hook that has a method for it about `event`."""
+    for hook in hooks:
+        method = getattr(hook, _METHOD[type(event)], None)
+        if method is not None:
+            method(event)
+        if isinstance(event, TuneEnd) and event.switched:
+            change = getattr(hook, "on_batch_size_change", None)
+            if change is not None:
+                change(event)

@@ -1,0 +1,222 @@
+"""The run's own story as lines of JSON: `workdir/goodput.jsonl`, appended to, never rewritten.
+
+One object a line: `event` (the name of a record of `events.py`), `wall` (Unix seconds), `restart`,
+and the record's fields. After a crash the reader leaves out what the restart has undone, so that
+nothing counts twice.
+"""
+
+import dataclasses
+import enum
+import json
+import math
+import os
+import pathlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from absl import logging
+
+from jaxgoodput.clock import Clock
+from jaxgoodput.observe.badput import PRODUCTIVE, TimeLedger
+from jaxgoodput.observe.events import FitStart
+
+FILE_NAME = "goodput.jsonl"
+
+# The timings ride in the checkpoint; here they would be most of the file.
+_LEFT_OUT = {"TuneEnd": frozenset({"timings"})}
+
+
+def json_value(value: Any) -> Any:
+    """The value as JSON: dataclasses as objects, arrays as lists, NaN and infinities as null.
+
+    Functions and classes become their names; anything else that JSON lacks becomes its `str`.
+
+    >>> json_value({"a": float("nan"), "b": (1, 2.5)})
+    {'a': None, 'b': [1, 2.5]}
+    """
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, enum.Enum):
+        return json_value(value.value)
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: json_value(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): json_value(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [json_value(item) for item in value]
+    if isinstance(value, np.ndarray | np.generic | jax.Array):
+        return json_value(np.asarray(value).tolist())
+    if callable(value):
+        return getattr(value, "__qualname__", None) or type(value).__qualname__
+    return str(value)
+
+
+class Journal:
+    """Appends records to `workdir/goodput.jsonl`; every line leaves the process at once.
+
+    A disk that refuses a line costs that line and a warning, not the run.
+    """
+
+    def __init__(self, workdir: str | os.PathLike[str], *, clock: Clock):
+        path = pathlib.Path(workdir) / FILE_NAME
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._clock = clock
+        self._restart = 0
+        self._num_lost = 0
+        # Unbuffered: after a refused write nothing lingers that would be written later,
+        # out of order.
+        self._file = open(path, "ab+", buffering=0)
+        self._torn = _ends_mid_line(self._file)
+
+    def write(self, record: Any) -> None:
+        """Append one record of `events.py` (any dataclass)."""
+        if isinstance(record, FitStart):
+            self._restart = record.restart
+        name = type(record).__name__
+        left_out = _LEFT_OUT.get(name, frozenset())
+        line: dict[str, Any] = {
+            "event": name,
+            "wall": self._clock.wall(),
+            "restart": self._restart,
+        }
+        for field in dataclasses.fields(record):
+            if field.name not in left_out:
+                line[field.name] = json_value(getattr(record, field.name))
+        data = json.dumps(line, allow_nan=False).encode("ascii") + b"\n"
+        if self._torn:
+            # A line that a killed run or a full disk left unfinished must not swallow this one.
+            data = b"\n" + data
+        try:
+            written = self._file.write(data)
+        except OSError as error:
+            self._lost(name, str(error))
+            return
+        self._torn = written != len(data)
+        if self._torn:
+            self._lost(name, f"only {written} of {len(data)} bytes were taken")
+
+    def close(self) -> None:
+        """Close the file; `write` may not be called afterwards."""
+        self._file.close()
+
+    def _lost(self, name: str, why: str) -> None:
+        self._num_lost += 1
+        if self._num_lost == 1 or self._num_lost % 100 == 0:
+            logging.warning(
+                "%s could not take a %s record (%s); %d lost so far. Training goes on. "
+                "Free some space on that disk to have the rest recorded.",
+                self._file.name,
+                name,
+                why,
+                self._num_lost,
+            )
+
+
+def _warn_torn(line_number: int, text: str) -> None:
+    logging.warning(
+        "line %d of the journal is unfinished (a run was killed while writing it) and was left "
+        "out: %.60s",
+        line_number,
+        text,
+    )
+
+
+def read(
+    path: str | os.PathLike[str],
+    *,
+    keep_undone: bool = False,
+    on_torn: Callable[[int, str], None] = _warn_torn,
+) -> list[dict[str, Any]]:
+    """The records of a journal in order, each as the dictionary that was written.
+
+    A run that resumed at step s undid what earlier runs did beyond s: those records are left out,
+    or, with `keep_undone`, kept with `"undone": True`. Unfinished lines are passed to
+    `on_torn(line_number, text)`, by default a logged warning, and left out.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+    """
+    records: list[dict[str, Any]] = []
+    lines = pathlib.Path(path).read_bytes().split(b"\n")
+    for number, raw in enumerate(lines, start=1):
+        if not raw.strip():
+            continue
+        text = raw.decode("ascii", errors="replace")
+        try:
+            record = json.loads(text)
+        except ValueError:
+            on_torn(number, text)
+            continue
+        if not isinstance(record, dict) or "event" not in record:
+            on_torn(number, text)
+            continue
+        if record["event"] == FitStart.__name__:
+            for earlier in records:
+                if earlier.get("step", 0) > record["step"]:
+                    earlier["undone"] = True
+        records.append(record)
+    if keep_undone:
+        return records
+    return [record for record in records if not record.get("undone")]
+
+
+def _ends_mid_line(file: Any) -> bool:
+    size = file.seek(0, os.SEEK_END)
+    if size == 0:
+        return False
+    file.seek(size - 1)
+    last = file.read(1)
+    file.seek(0, os.SEEK_END)
+    return last != b"\n"
+
+
+class Recorder:
+    """The journal as a hook: everything but the single steps."""
+
+    def __init__(self, record: Journal):
+        for name in (
+            "on_fit_start",
+            "on_window",
+            "on_tune_end",
+            "on_reshard",
+            "on_eval_end",
+            "on_checkpoint",
+            "on_preempt",
+            "on_fit_end",
+        ):
+            setattr(self, name, record.write)
+
+
+def resumed(
+    workdir: str | os.PathLike[str],
+    ledger: TimeLedger,
+    saved: Mapping[str, Any] | None,
+    clock: Clock,
+) -> tuple[TimeLedger, int]:
+    """The ledger that continues those of the runs before in this workdir, and how many there were.
+
+    `saved` is the ledger of the checkpoint, None where there is none: then all the time of the latest
+    run was lost with it. `ledger` is this run's own so far.
+    """
+    path = pathlib.Path(workdir) / FILE_NAME
+    records = read(path, keep_undone=True) if path.exists() else []
+    starts = [r for r in records if r["event"] == FitStart.__name__]
+    if not starts:
+        return ledger, 0
+    last_seen = records[-1]["wall"]
+    if saved is None:
+        ledger.add_before(
+            "wasted_progress_from_disruption", max(last_seen - starts[-1]["wall"], 0.0)
+        )
+        return ledger, len(starts)
+    whole = TimeLedger.from_json(saved, clock, last_seen=last_seen)
+    for name, seconds in ledger.snapshot().items():
+        if name != PRODUCTIVE and seconds > 0:
+            whole.add_before(name, seconds)
+    return whole, len(starts)

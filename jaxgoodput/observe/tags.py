@@ -1,0 +1,245 @@
+"""What the dashboard shows: every tag with its unit and meaning, and how the charts are grouped.
+
+`TAGS` is the promise to whoever reads event files; tests hold the writer to it.
+"""
+
+import json
+import urllib.parse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jaxgoodput.observe.badput import BUCKETS
+from jaxgoodput.observe.protos import (
+    Category,
+    Chart,
+    Layout,
+    MarginChartContent,
+    MultilineChartContent,
+)
+
+
+@dataclass(frozen=True)
+class Tag:
+    """One curve: its name in TensorBoard, unit and meaning.
+
+    A name ending in `*` is a family. `model` says that the sub-run `model` holds the prediction
+    under the same name.
+    """
+
+    name: str
+    unit: str
+    meaning: str
+    model: bool = False
+
+
+TAGS: tuple[Tag, ...] = (
+    Tag(
+        "goodput/samples_per_sec",
+        "useful samples/s",
+        "throughput x statistical efficiency: what is maximised (not the productive share of time)",
+        model=True,
+    ),
+    Tag("goodput/predicted", "useful samples/s", "the model's goodput for this configuration"),
+    Tag("goodput/predicted_lower", "useful samples/s", "predicted, less one fit error"),
+    Tag("goodput/predicted_upper", "useful samples/s", "predicted, plus one fit error"),
+    Tag("goodput/throughput_samples_per_sec", "samples/s", "real samples applied per second"),
+    Tag(
+        "goodput/statistical_efficiency",
+        "1",
+        "worth of a sample relative to the base batch; above 1 below the base",
+    ),
+    Tag("goodput/predicted_gain", "1", "predicted goodput of the verdict over keeping the batch"),
+    Tag("batch/global", "samples", "samples behind one update, all replicas"),
+    Tag("batch/per_device", "samples", "micro-batch: samples that one replica computes at once"),
+    Tag("batch/accumulation_steps", "1", "micro-batches per replica and update"),
+    Tag("batch/num_replicas", "1", "replicas; global = per_device x accumulation x replicas"),
+    Tag("batch/memory_limit", "samples", "the largest micro-batch that fits into memory"),
+    Tag(
+        "gns/critical_batch_size",
+        "samples",
+        "gradient noise scale: the batch at which noise and signal are equal",
+    ),
+    Tag("gns/grad_sqr", "1", "squared norm of the true gradient, smoothed"),
+    Tag("gns/grad_var", "1", "gradient variance at the base batch, smoothed"),
+    Tag("gns/confidence", "samples of the noise", "measurements that stand behind the estimate"),
+    Tag("stats/every", "steps", "steps between two measurements of the gradient noise"),
+    Tag("lr/gain", "1", "factor on the optimizer's updates for the larger batch"),
+    Tag("lr/base", "1", "the user's own learning rate at this progress"),
+    Tag("lr/effective", "1", "base x gain"),
+    Tag("perf/step_time_s", "s", "median time of one update", model=True),
+    Tag("perf/predicted_step_time_s", "s", "the model's time of one update"),
+    Tag("perf/predicted_step_time_lower_s", "s", "predicted, less one fit error"),
+    Tag("perf/predicted_step_time_upper_s", "s", "predicted, plus one fit error"),
+    Tag("perf/compute_s", "s", "fitted: one micro-batch, forward and backward"),
+    Tag("perf/sync_s", "s", "fitted: averaging the gradients over the replicas"),
+    Tag("perf/update_s", "s", "fitted: the optimizer's own pass"),
+    Tag("perf/fit_rmsle", "1", "root mean square log error of the fit"),
+    Tag("perf/num_observations", "1", "measured configurations behind the fit"),
+    Tag("perf/compile_s", "s", "time that the loop waited for XLA so far"),
+    Tag("elastic/num_devices", "1", "devices of this run"),
+    Tag("elastic/num_processes", "1", "processes of this run"),
+    Tag("elastic/num_hosts", "1", "hosts of this run"),
+    Tag("elastic/restarts", "1", "how often the run was resumed"),
+    Tag("elastic/last_resize_s", "s", "from the last record before a restart to the first window"),
+    Tag(
+        "goodput_time/productive_pct",
+        "% of wall time",
+        "time spent training (Google's sense of goodput)",
+    ),
+    *(Tag(f"badput/{name}", "% of wall time", meaning) for name, meaning in BUCKETS.items()),
+    Tag(
+        "progress/scale_invariant_steps",
+        "base steps",
+        "steps that the base batch would have needed",
+    ),
+    Tag("progress/samples", "samples", "real samples applied since the first run"),
+    Tag("progress/epoch", "1", "complete passes over the data"),
+    Tag("progress/eta_s", "s", "time left at the present pace"),
+    Tag("progress/skipped_steps", "1", "updates left out because a gradient was not finite"),
+    Tag("train/*", "the user's", "the loss function's own scalars, means over the window"),
+    Tag("eval/*", "the user's", "results of evaluations"),
+    Tag("eval_time_s", "s", "duration of an evaluation"),
+    Tag("reshard/seconds", "s", "time that the loop stood still for a change of strategy"),
+    Tag("reshard/bytes_moved", "bytes", "what that change moved between devices"),
+    Tag("checkpoint/stall_s", "s", "time that the loop stood still for a checkpoint"),
+    Tag("hparam/mean_goodput", "useful samples/s", "mean goodput of a run, by time"),
+    Tag("hparam/productive_pct", "% of wall time", "productive time at the end of a run"),
+)
+
+# (category, ((chart, tags), ...)): at most two tags a chart, all tags of a run have one colour.
+CHARTS: tuple[tuple[str, tuple[tuple[str, tuple[str, ...]], ...]], ...] = (
+    (
+        "Goodput",
+        (
+            ("goodput, measured and model (useful samples/s)", ("goodput/samples_per_sec",)),
+            ("throughput (samples/s)", ("goodput/throughput_samples_per_sec",)),
+            ("statistical efficiency", ("goodput/statistical_efficiency",)),
+        ),
+    ),
+    (
+        "Batch size",
+        (
+            # Apart, although they belong together: the noise scale may be a hundred times the batch.
+            ("global batch (samples)", ("batch/global",)),
+            ("noise scale (samples)", ("gns/critical_batch_size",)),
+            ("learning-rate gain", ("lr/gain",)),
+            ("micro-batch (samples per replica)", ("batch/per_device",)),
+            ("micro-batches per update", ("batch/accumulation_steps",)),
+            ("largest micro-batch that fits (samples)", ("batch/memory_limit",)),
+            ("learning rate, base and effective", ("lr/base", "lr/effective")),
+            ("steps between noise measurements", ("stats/every",)),
+        ),
+    ),
+    (
+        "Performance model",
+        (
+            ("step time, measured and model (s)", ("perf/step_time_s",)),
+            ("compute and sync, fitted (s)", ("perf/compute_s", "perf/sync_s")),
+            ("optimizer, fitted (s)", ("perf/update_s",)),
+            ("fit error (rms log)", ("perf/fit_rmsle",)),
+            ("configurations measured", ("perf/num_observations",)),
+            ("waited for compilation (s)", ("perf/compile_s",)),
+        ),
+    ),
+    (
+        "Elasticity and time",
+        (
+            ("devices and processes", ("elastic/num_devices", "elastic/num_processes")),
+            ("restarts", ("elastic/restarts",)),
+            ("last restart (s)", ("elastic/last_resize_s",)),
+            ("productive time (%)", ("goodput_time/productive_pct",)),
+            ("lost: compilation, first runs (%)", ("badput/compilation", "badput/first_execution")),
+            ("lost: input, evaluation (%)", ("badput/data_loading_sync", "badput/evaluation")),
+            ("lost: checkpoints (%)", ("badput/checkpoint_save", "badput/checkpoint_restore")),
+            (
+                "lost: disruption, skipped steps (%)",
+                ("badput/wasted_progress_from_disruption", "badput/skipped_steps"),
+            ),
+            ("lost: start-up (%)", ("badput/program_startup", "badput/training_prep")),
+            ("progress (base steps)", ("progress/scale_invariant_steps",)),
+            ("samples applied", ("progress/samples",)),
+            ("time left (s)", ("progress/eta_s",)),
+        ),
+    ),
+)
+
+# (category, chart, value, lower, upper)
+MARGINS = (
+    (
+        "Goodput",
+        "goodput predicted, with the fit's error (useful samples/s)",
+        "goodput/predicted",
+        "goodput/predicted_lower",
+        "goodput/predicted_upper",
+    ),
+    (
+        "Performance model",
+        "step time predicted, with the fit's error (s)",
+        "perf/predicted_step_time_s",
+        "perf/predicted_step_time_lower_s",
+        "perf/predicted_step_time_upper_s",
+    ),
+)
+
+PINNED = (
+    "goodput/samples_per_sec",
+    "batch/global",
+    "gns/critical_batch_size",
+    "perf/step_time_s",
+    "goodput_time/productive_pct",
+    "train/loss",
+)
+
+
+def layout() -> Any:
+    """The custom-scalars page: four categories, tags as expressions that match whole names."""
+    categories = {}
+    for title, charts in CHARTS:
+        category = Category(title=title)
+        for chart_title, names in charts:
+            # TensorBoard matches from the start only: without `$`, goodput/predicted
+            # takes its bounds along.
+            content = MultilineChartContent(tag=[f"^{name}$" for name in names])
+            category.chart.append(Chart(title=chart_title, multiline=content))
+        categories[title] = category
+    for title, chart_title, value, lower, upper in MARGINS:
+        series = MarginChartContent.Series(value=value, lower=lower, upper=upper)
+        content = MarginChartContent(series=[series])
+        categories[title].chart.append(Chart(title=chart_title, margin=content))
+    return Layout(category=list(categories.values()))
+
+
+def tag_table() -> str:
+    """`TAGS` as a Markdown table."""
+    rows = [
+        f"| {tag.name} | {tag.unit} | {tag.meaning}{'; model: same tag, run `model`' * tag.model} |"
+        for tag in TAGS
+    ]
+    return "\n".join(["| tag | unit | meaning |", "|---|---|---|", *rows])
+
+
+def charts_link(base_url: str = "http://localhost:6006") -> str:
+    """The address of the custom-scalars page with smoothing off."""
+    return f"{base_url}/#custom_scalars&_smoothingWeight=0"
+
+
+def pinned_link(base_url: str = "http://localhost:6006", pinned: Sequence[str] = PINNED) -> str:
+    """The address of TensorBoard with the goodput cards pinned and smoothing off.
+
+    Smoothing is on by default, and would draw the stairs of the batch size as ramps.
+    """
+    cards = [{"plugin": "scalars", "tag": tag} for tag in pinned]
+    encoded = urllib.parse.quote(json.dumps(cards, separators=(",", ":")))
+    return f"{base_url}/?smoothing=0&pinnedCards={encoded}#timeseries"
+
+
+def how_to_look(workdir: str) -> str:
+    """Three lines: the command that starts TensorBoard on a run, and the two pages worth opening."""
+    # By default TensorBoard keeps ten texts and pictures a tag, picked at random.
+    return (
+        "TensorBoard: tensorboard --samples_per_plugin text=1000,images=50 "
+        f"--logdir {workdir.rstrip('/')}/tensorboard\n"
+        f"  at a glance {pinned_link()}\n"
+        f"  all charts  {charts_link()}"
+    )

@@ -1,0 +1,1 @@
+"""Gavel's policies: fractions of time, and rounds that realise them."""

@@ -1,0 +1,209 @@
+"""Water filling: the lexicographic max-min optimum, over jobs or over entities and then their jobs.
+
+The levels of all jobs rise along a path that is known in advance as long as no capacity binds: jobs
+that reach their own best speed stop, and their entity's others rise faster. So what is to be found is
+only how far along the path is feasible; Newton's method on the prices of a linear program finds it in
+a few programs (`gauge`). There the jobs with a price are stuck, and a job without one gains nothing
+from a kind that has a price (complementary slackness), so its best speed is now that on the other
+kinds. Every such stage puts a price on one more kind: there are no more stages than kinds, however
+many jobs there are, where the published algorithm solves a mixed-integer program per level.
+"""
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from jaxgoodput.scheduler.gavel.fractions import FractionProblem, Fractions
+from jaxgoodput.scheduler.gavel.programs import Program, gauge
+from jaxgoodput.scheduler.policy import SolverError
+
+_EXACT = 1e-9  # relative; how far from feasible levels may be
+_PRICED = 1e-7  # a job's share of the price of all needs (which is 1) that says that it is stuck
+_MAX_PROGRAMS = 200  # per stage; five are usual
+
+
+@dataclass(frozen=True, kw_only=True)
+class WaterFilling:
+    """The smallest share (s_i / w_i) rate_i / proportional_rate_i is largest, then the next, and so on.
+
+    The objective is the smallest share. Pairs in the problem are used. `heterogeneous=False` takes
+    all kinds for equally fast. Gavel, section 4.3, with an exact test of who is stuck.
+    """
+
+    heterogeneous: bool = True
+
+    def __call__(self, problem: FractionProblem, /) -> Fractions:
+        """Fractions of time for every job of the problem."""
+        seen = problem if self.heterogeneous else problem.agnostic()
+        everyone = (_Together(np.arange(problem.num_jobs), problem.weight),)
+        return _fill(seen, problem, everyone)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hierarchical:
+    """Water filling over tenants by weight, and inside each by fairness or in order of arrival.
+
+    An entity's rate W_e is shared among its jobs that can still rise: by weight ("fairness"), or all to
+    the first of them ("fifo"). A tenant that is not named has the weight 1 and fairness. The objective
+    is the lowest of the jobs' levels. Gavel, section 4.3.
+    """
+
+    weights: Mapping[str, float | int] = field(default_factory=dict)
+    orders: Mapping[str, Literal["fairness", "fifo"]] = field(default_factory=dict)
+
+    def __call__(self, problem: FractionProblem, /) -> Fractions:
+        """Fractions of time for every job of the problem."""
+        entities = []
+        for tenant in sorted(set(problem.tenant)):
+            jobs = np.array([i for i, t in enumerate(problem.tenant) if t == tenant])
+            weight = float(self.weights.get(tenant, 1.0))
+            order = self.orders.get(tenant, "fairness")
+            if not weight > 0 or order not in ("fairness", "fifo"):
+                raise ValueError(
+                    f"The tenant {tenant!r} has the weight {weight} and the order {order!r}: give a weight "
+                    'above 0 and "fairness" or "fifo".'
+                )
+            if order == "fifo":
+                jobs = jobs[np.argsort(-problem.since_arrival_s[jobs], kind="stable")]
+                entities.append(_InTurn(jobs, weight))
+            else:
+                entities.append(_Together(jobs, problem.weight[jobs], weight))
+        return _fill(problem, problem, tuple(entities))
+
+
+@dataclass(frozen=True, eq=False)
+class _Together:
+    """Jobs that rise at once, each in proportion to its weight, at a sum of `rate`.
+
+    Where `rate` is None each rises at its own weight, whether others have stopped or not.
+    """
+
+    jobs: np.ndarray
+    weight: np.ndarray
+    rate: float | None = None
+
+    def path(self, start, room, gang):
+        """Levels after the time t, and the time from which on nothing rises."""
+        unit = self.weight / gang[self.jobs]
+        stop = room[self.jobs] / unit  # potential at which each job stops
+        if self.rate is None:
+            return lambda t: start[self.jobs] + unit * np.minimum(t, stop), stop.max(initial=0.0)
+        order = np.argsort(stop, kind="stable")
+        rising = self.weight[order][::-1].cumsum()[::-1]
+        times = np.cumsum(np.diff(stop[order], prepend=0.0) * rising) / self.rate
+
+        def levels(t):
+            potential = np.interp(t, np.concatenate([[0.0], times]), np.append(0.0, stop[order]))
+            return start[self.jobs] + unit * np.minimum(potential, stop)
+
+        return levels, times[-1] if len(times) else 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class _InTurn:
+    """Jobs that rise one after another at the rate `rate`."""
+
+    jobs: np.ndarray
+    rate: float
+
+    def path(self, start, room, gang):
+        """Levels after the time t, and the time from which on nothing rises."""
+        unit = self.rate / gang[self.jobs]
+        lasts = room[self.jobs] / unit
+        begins = np.cumsum(lasts) - lasts
+        return (
+            lambda t: start[self.jobs] + unit * np.clip(t - begins, 0.0, lasts),
+            float(lasts.sum()),
+        )
+
+
+def _fill(seen, problem, entities):
+    """Raises all levels until nobody can rise. Levels are rate / proportional rate, per job."""
+    program = Program.of(seen)
+    unit = seen.proportional_rate()
+    unit = np.where(unit > 0, unit, 1.0)
+    gang = problem.scale_factor.astype(float)
+    open_kinds = seen.throughput > 0
+    level = np.zeros(problem.num_jobs)
+    rising = problem.runnable.copy()
+    found = gauge(program, level)
+    while rising.any():
+        room = np.where(rising, np.maximum(_best(seen, open_kinds) / unit - level, 0.0), 0.0)
+        paths = [(e.jobs, *e.path(level, room, gang)) for e in entities]
+        levels = functools.partial(_levels, paths, problem.num_jobs)
+        end = max((float(last) for _, _, last in paths), default=0.0)
+        reached, binding, found = _furthest(program, levels, end, unit)
+        new = levels(reached)
+        stuck = rising & (new >= level + room * (1 - _EXACT))
+        level = new
+        if binding is None:
+            break
+        share = binding.job_price * unit * level
+        priced = rising & (share > _PRICED)
+        if not (priced | stuck).any():
+            # Ties hide the price of whoever is stuck: the largest one is certain to be.
+            priced = rising & (share >= share[rising].max())
+        rising &= ~(priced | stuck)
+        if not seen.pairs:
+            least = _PRICED * binding.scale
+            full = binding.kind_price * seen.capacity > least
+            open_kinds &= ~(full[None, :] & rising[:, None])
+            limits = np.array(list(seen.quota.values()), dtype=float)
+            spent = binding.quota_price * limits > least
+            for tenant in (t for t, out in zip(seen.quota, spent, strict=True) if out):
+                open_kinds[[i for i in np.flatnonzero(rising) if seen.tenant[i] == tenant]] = False
+    weighted = level * gang / problem.weight
+    reasons = {
+        job: "no kind of device has room for its gang and a known speed"
+        for job, can in zip(problem.job_ids, problem.runnable, strict=True)
+        if not can
+    }
+    x = found.x if len(found.x) else np.zeros(len(program.row))
+    lowest = weighted[problem.runnable].min(initial=np.inf)
+    objective = float(lowest) if np.isfinite(lowest) else None
+    return program.fractions(x, objective=objective, reasons=reasons)
+
+
+def _levels(paths, num_jobs, t):
+    """[jobs] levels after the time t."""
+    levels = np.zeros(num_jobs)
+    for jobs, at, _ in paths:
+        levels[jobs] = at(t)
+    return levels
+
+
+def _best(seen, open_kinds):
+    """[jobs] the best speed on the kinds that are open to a job, alone or with another."""
+    best = np.where(open_kinds, seen.throughput, 0.0).max(axis=1, initial=0.0)
+    if seen.pairs:
+        np.maximum.at(best, np.asarray(seen.pairs), seen.pair_throughput.max(axis=2))
+    return best
+
+
+def _furthest(program, levels, end, unit):
+    """The largest t up to `end` whose levels are feasible, the prices that bind there, and a solution.
+
+    Starts at the end of the path and comes down to the root of the last prices' bound, which no
+    feasible t exceeds: exact after finitely many programs, as there are finitely many prices.
+    """
+    t, binding = end, None
+    for _ in range(_MAX_PROGRAMS):
+        found = gauge(program, levels(t) * unit)
+        if found.scale >= 1 - _EXACT:
+            return t, binding, found
+        binding = found
+        price = found.job_price * unit
+        low, high = 0.0, t
+        for _ in range(200):
+            middle = (low + high) / 2
+            if middle in (low, high):
+                break
+            low, high = (middle, high) if price @ levels(middle) <= found.scale else (low, middle)
+        t = low
+    raise SolverError(
+        f"Water filling did not settle after {_MAX_PROGRAMS} linear programs at t={t}. Look for speeds that "
+        "differ by many orders of magnitude in the jobs' goodput tables."
+    )

@@ -1,0 +1,230 @@
+"""A decision as matrices, and a choice of shapes as a decision: what the goodput policies share."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxgoodput.scheduler.constraints import words
+from jaxgoodput.scheduler.placement.placement import place
+from jaxgoodput.scheduler.policy import Decision, JobView
+from jaxgoodput.scheduler.shapes import capacity, capacity_rows, goodput_matrix, shape_of, shapes
+from jaxgoodput.scheduler.solve.assignment import Choice, Quota, allocate
+from jaxgoodput.specs import ClusterSpec, Shape
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """Jobs against shapes; indices are those of `jobs`, `shapes` and `kinds`."""
+
+    jobs: tuple[JobView, ...]
+    cluster: ClusterSpec
+    now_s: float
+    shapes: tuple[Shape, ...]
+    kinds: tuple[str, ...]
+    goodput: np.ndarray  # [jobs, shapes]; NaN = not allowed or unknown
+    devices: np.ndarray  # [shapes]
+    kind: np.ndarray  # [shapes]
+    present: np.ndarray  # [jobs] the shape that a job has; -1 = none of these
+    running: np.ndarray  # [jobs] bool
+    faults: dict[str, str]  # job id -> what is wrong with its table
+
+    @classmethod
+    def of(
+        cls,
+        jobs: Sequence[JobView],
+        cluster: ClusterSpec,
+        now_s: float,
+        *,
+        growth: float | None = None,
+    ) -> "Problem":
+        """Reads jobs and cluster.
+
+        `growth`: a job that has not run yet starts at its smallest size, and no job is offered more
+        than this many times the largest size that it has run on; None = no such limit.
+        """
+        offered = shapes(cluster, jobs)
+        goodput, faults = goodput_matrix(jobs, offered, cluster)
+        goodput[goodput <= 0.0] = np.nan
+        devices = np.array([shape.num_devices for shape in offered], np.int64)
+        kinds = tuple(sorted({shape.kind for shape in offered}))
+        index = {kind: i for i, kind in enumerate(kinds)}
+        if growth is not None and len(jobs):
+            profiled = np.array([view.largest_profiled for view in jobs], np.float64)
+            free = np.array([view.spec.mode != "rigid" for view in jobs], bool)
+            least = np.array([view.spec.min_devices for view in jobs], np.float64)
+            most = np.where(free, np.maximum(growth * profiled, least), np.inf)
+            smallest = np.min(
+                np.where(np.isnan(goodput), np.inf, devices.astype(float)), 1, initial=np.inf
+            )
+            goodput[devices > np.maximum(most, smallest)[:, None]] = np.nan
+        kind_of = {node.name: node.kind for node in cluster.nodes}
+        column = {shape: i for i, shape in enumerate(offered)}
+        held = [shape_of(view.allocation.devices, kind_of) for view in jobs]
+        return cls(
+            jobs=tuple(jobs),
+            cluster=cluster,
+            now_s=now_s,
+            shapes=offered,
+            kinds=kinds,
+            goodput=goodput,
+            devices=devices,
+            kind=np.array([index[shape.kind] for shape in offered], np.int64),
+            present=np.array([column.get(h, -1) if h else -1 for h in held], np.int64),
+            running=np.array([h is not None for h in held], bool),
+            faults=faults,
+        )
+
+    @property
+    def changes(self) -> np.ndarray:
+        """[jobs, shapes] bool: another shape than the one that the running job has."""
+        return self.running[:, None] & (np.arange(len(self.shapes)) != self.present[:, None])
+
+    def restoring(self) -> np.ndarray:
+        """[jobs] the shape of a job that is still restarting and may stay, -1 for the others.
+
+        It may not where its devices are no longer offered (a reservation has begun), nor where those
+        of its tenant that restart exceed the quota together: then none of these is sure of its devices.
+        """
+        until = np.array([view.restoring_until_s or -np.inf for view in self.jobs], np.float64)
+        offered = {
+            n.name: set(range(n.num_devices)) - set(n.withheld)
+            for n in self.cluster.nodes
+            if n.state != "down"
+        }
+        stays = (until > self.now_s) & np.array(
+            [
+                all(offered.get(name, set()).issuperset(local) for name, local in devices.items())
+                for devices in (view.allocation.devices for view in self.jobs)
+            ],
+            bool,
+        )
+        devices = np.append(self.devices, 0)[self.present]
+        for tenant, limit in self.cluster.quota.items():
+            its = stays & np.array([view.spec.tenant == tenant for view in self.jobs], bool)
+            if devices[its].sum() > limit:
+                stays &= ~its
+        return np.where(stays, self.present, -1)
+
+    def age_s(self) -> np.ndarray:
+        """[jobs] seconds since submission, at least 0 (clocks differ)."""
+        submitted_s = np.array([view.submitted_s for view in self.jobs], np.float64)
+        return np.maximum(self.now_s - submitted_s, 0.0)
+
+    def restart_s(self) -> np.ndarray:
+        """[jobs] seconds that a change of allocation was measured to cost."""
+        return np.array([view.restart_s for view in self.jobs], np.float64)
+
+    def num_restarts(self) -> np.ndarray:
+        """[jobs] changes so far."""
+        return np.array([view.num_restarts for view in self.jobs], np.float64)
+
+    def received_s(self) -> np.ndarray:
+        """[jobs] device-seconds so far, all kinds alike."""
+        return np.array([sum(view.received_s.values()) for view in self.jobs], np.float64)
+
+    def declared_s(self) -> np.ndarray:
+        """[jobs] device-seconds left at the shape that uses devices best; NaN where that is unknown.
+
+        Unknown are jobs that declare nothing, have measured nothing yet, or have no shape.
+        """
+        left = np.array([v.remaining if v.remaining is not None else np.nan for v in self.jobs])
+        best = np.where(np.isnan(self.goodput), 0.0, self.goodput / self.devices).max(
+            1, initial=0.0
+        )
+        measured = np.array([view.largest_profiled > 0 for view in self.jobs], bool)
+        known = measured & (best > 0.0)
+        return np.where(known, left / np.where(known, best, 1.0), np.nan)
+
+    def choose(
+        self,
+        utility: np.ndarray,
+        *,
+        pinned: np.ndarray | None = None,
+        relative_gap: float,
+        time_limit_s: float,
+    ) -> Choice:
+        """The best choice within capacity, placeability and quotas; `pinned` jobs keep their shape."""
+        each = capacity(self.cluster)
+        limits = np.array([each[kind] for kind in self.kinds], np.float64)
+        rows = capacity_rows(self.cluster, self.shapes)
+        plain = [
+            limit == each[kind] and np.array_equal(row, np.where(self._is(kind), self.devices, 0))
+            for row, limit, kind in zip(rows.matrix, rows.limits, rows.kinds, strict=True)
+        ]
+        more = np.flatnonzero(~np.array(plain, bool))
+        tenants = [view.spec.tenant for view in self.jobs]
+        quotas = [
+            Quota(jobs=np.array([t == tenant for t in tenants], bool), limit=limit)
+            for tenant, limit in sorted(self.cluster.quota.items())
+        ]
+        return allocate(
+            utility,
+            self.devices,
+            self.kind,
+            limits,
+            pinned=pinned,
+            quotas=quotas,
+            rows=rows.matrix[more],
+            row_limit=rows.limits[more],
+            relative_gap=relative_gap,
+            time_limit_s=time_limit_s,
+        )
+
+    def decide(self, choice: Choice, *, one_multi_node_job_per_node: bool = False) -> Decision:
+        """Devices for a choice, with a reason for every job."""
+        wanted = {
+            view.spec.id: self.shapes[index]
+            for view, index in zip(self.jobs, choice.shape, strict=True)
+            if index >= 0
+        }
+        allocations = place(
+            wanted,
+            self.jobs,
+            self.cluster,
+            one_multi_node_job_per_node=one_multi_node_job_per_node,
+        )
+        reasons = {}
+        for row, view in enumerate(self.jobs):
+            id_ = view.spec.id
+            if id_ in allocations:
+                reasons[id_] = self._why(
+                    row, int(choice.shape[row]), allocations[id_] is view.allocation
+                )
+            elif id_ in wanted:
+                reasons[id_] = (
+                    f"waits: {words(wanted[id_])} do not fit beside the jobs placed first"
+                )
+            elif np.isnan(self.goodput[row]).all():
+                reasons[id_] = "waits: no shape is known to be of use to it"
+            else:
+                reasons[id_] = "waits: others make more of every device that it could use"
+            if id_ in self.faults:
+                reasons[id_] += f"; {self.faults[id_]}"
+        return Decision(
+            allocations=allocations,
+            reasons=reasons,
+            objective=choice.objective,
+            bound=choice.bound,
+        )
+
+    def _why(self, row: int, shape: int, stays: bool) -> str:
+        said = words(self.shapes[shape])
+        if stays:
+            return f"keeps {said}"
+        before = int(self.present[row])
+        if before == shape:
+            return f"moves to other devices, {said}, so that a larger job fits"
+        goodput = self.goodput[row]
+        if before >= 0 and goodput[before] > 0:
+            return f"gets {said}: {goodput[shape] / goodput[before]:.2f} times its present goodput"
+        return f"gets {said}"
+
+    def _is(self, kind: str) -> np.ndarray:
+        return np.array([shape.kind == kind for shape in self.shapes], bool)
+
+
+def normalised(goodput: np.ndarray) -> np.ndarray:
+    """[jobs, shapes] each row divided by its smallest entry; NaN stays NaN."""
+    least = np.min(np.where(np.isnan(goodput), np.inf, goodput), axis=1, initial=np.inf)
+    return goodput / least[:, None]

@@ -1,0 +1,1 @@
+"""The optimisation problems behind the policies."""

@@ -1,0 +1,1 @@
+"""The scheduler's own decisions in simulated time."""

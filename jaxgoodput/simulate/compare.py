@@ -1,0 +1,92 @@
+"""Several policies on the same scenario, and what they are compared by: a table, and JSON."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+from jaxgoodput.scheduler.policies.catalogue import Named
+from jaxgoodput.simulate.records import Result
+from jaxgoodput.simulate.scenario import Scenario, check
+from jaxgoodput.simulate.settings import Rules
+from jaxgoodput.simulate.simulator import Progress, simulate
+
+# Heading (over two lines), key of `Result.summary`, divisor, digits behind the point.
+_COLUMNS = (
+    ("average", "JCT h", "average_jct_s", 3600.0, 3),
+    ("median", "JCT h", "median_jct_s", 3600.0, 3),
+    ("p99", "JCT h", "p99_jct_s", 3600.0, 2),
+    ("makespan", "h", "makespan_s", 3600.0, 2),
+    ("restarts", "per job", "restarts_per_job", 1.0, 2),
+    ("device-", "hours", "device_hours", 1.0, 0),
+    ("worst", "FTF", "worst_rho", 1.0, 2),
+    ("unfair", "jobs %", "unfair_share", 0.01, 0),
+    ("decision", "ms", "median_decision_s", 1e-3, 1),
+    ("p95", "ms", "p95_decision_s", 1e-3, 1),
+)
+
+
+def compare(
+    scenario: Scenario,
+    policies: Mapping[str, Named],
+    rules: Rules,
+    *,
+    on_progress: Callable[[str, Progress], None] | None = None,
+) -> tuple[Result, ...]:
+    """One result per policy, in order. All are checked first: a ValueError means that none ran.
+
+    `on_progress` gets the policy's name and how far it is.
+    """
+    for name, named in policies.items():
+        check(scenario, rules, name, named)
+    results = []
+    for name, named in policies.items():
+
+        def report(progress: Progress, name: str = name) -> None:
+            if on_progress is not None:
+                on_progress(name, progress)
+
+        results.append(
+            simulate(
+                scenario.jobs,
+                scenario.cluster,
+                named.policy,
+                scenario.physics,
+                rules=dataclasses.replace(rules, mode=named.mode, sharing=named.sharing),
+                name=name,
+                on_progress=report,
+            )
+        )
+    return tuple(results)
+
+
+def table(results: Sequence[Result]) -> str:
+    """A line per policy; FTF is finish-time fairness, above 1 is unfair (see `records`)."""
+    rows = [["", *(c[0] for c in _COLUMNS)], ["policy", *(c[1] for c in _COLUMNS)]]
+    for result in results:
+        found = result.summary()
+        cells = [_number(found[key] / divisor, digits) for _, _, key, divisor, digits in _COLUMNS]
+        rows.append([result.policy, *cells])
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    rows.insert(2, ["-" * width for width in widths])
+    lines = []
+    for row in rows:
+        cells = [row[0].ljust(widths[0])]
+        cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def _number(value: float, digits: int) -> str:
+    return "-" if math.isnan(value) else f"{value:,.{digits}f}"
+
+
+def to_json(scenario: Scenario, rules: Rules, results: Sequence[Result]) -> str:
+    """All that was found, with what it was found on; `Result.from_json` reads each of `results`."""
+    body = {
+        "workload": scenario.name,
+        "cluster": dataclasses.asdict(scenario.cluster),
+        "rules": dataclasses.asdict(rules),
+        "results": [json.loads(result.to_json()) for result in results],
+    }
+    return json.dumps(body, default=list)

@@ -1,0 +1,154 @@
+"""Jobs that advance as Gavel's throughput tables say: steps per second by kind, alone or beside another.
+
+Source: the simulator of Narayanan et al., "Heterogeneity-Aware Cluster Scheduling Policies for Deep
+Learning Workloads", OSDI 2020. Placement does not change the speed, and a step count is the sum over
+all devices of a job.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from jaxgoodput.simulate.settings import Rules
+from jaxgoodput.simulate.table_jobs import SimulatedJob
+from jaxgoodput.simulate.tables import Counts
+from jaxgoodput.simulate.traces import Throughputs, TraceJob
+from jaxgoodput.specs import JobSpec, Shape
+
+
+@dataclass(frozen=True)
+class GavelPhysics:
+    """Makes rigid jobs whose speed is looked up by (job type, number of devices)."""
+
+    throughputs: Throughputs
+
+    def job(self, trace: TraceJob, rules: Rules, index: int) -> "GavelJob":
+        """The job of one line of a trace.
+
+        Raises ValueError where the tables have no speed of it on any kind, or the line has no steps.
+        """
+        if trace.num_steps is None:
+            raise ValueError(
+                f"job {trace.id!r} has no number of steps; it is not of a Gavel trace."
+            )
+        key = trace.application, trace.num_devices
+        speeds = {
+            kind: alone
+            for kind, table in self.throughputs.items()
+            if isinstance(alone := table.get(key, {}).get(None), float) and alone > 0
+        }
+        if not speeds:
+            raise ValueError(
+                f"job {trace.id!r}: no kind of device has a throughput of {trace.application!r} on "
+                f"{trace.num_devices} devices; the tables have {', '.join(self.throughputs)}."
+            )
+        return GavelJob(trace, rules, speeds, self.throughputs)
+
+
+class GavelJob:
+    """One job of `GavelPhysics`; see `SimulatedJob`."""
+
+    def __init__(
+        self,
+        trace: TraceJob,
+        rules: Rules,
+        speeds: Mapping[str, float],
+        throughputs: Throughputs,
+    ):
+        self._trace, self._rules = trace, rules
+        self._speeds, self._throughputs = speeds, throughputs
+        self._left = float(trace.num_steps or 0)
+        self._kind = ""
+        self._ran = False
+        self._offered: tuple[tuple[Shape, ...], Mapping[Shape, float]] = ((), {})
+        self._spec = JobSpec(
+            id=trace.id,
+            mode="rigid",
+            min_devices=trace.num_devices,
+            max_devices=trace.num_devices,
+            num_devices=trace.num_devices,
+            weight=trace.weight,
+            kinds=tuple(speeds),
+            deadline_s=self._deadline_s(),
+        )
+
+    def _deadline_s(self) -> float | None:
+        """As many times its duration on the fastest kind as the trace says, after its arrival."""
+        if self._trace.slo is None:
+            return None
+        return self._trace.submit_s + self._trace.slo * self._left / max(self._speeds.values())
+
+    @property
+    def spec(self) -> JobSpec:
+        """What its user asked for."""
+        return self._spec
+
+    @property
+    def application(self) -> str:
+        """Its job type."""
+        return self._trace.application
+
+    @property
+    def done(self) -> bool:
+        """Whether all steps are done."""
+        return self._left <= 0
+
+    @property
+    def largest_profiled(self) -> int:
+        """Its one size, once it has run."""
+        return self._trace.num_devices if self._ran else 0
+
+    def place(self, kind: str, counts: Counts) -> None:
+        """Go on on that kind; how the devices are spread does not matter."""
+        self._kind, self._ran = kind, self._ran or bool(counts)
+
+    def advance(self, seconds: float, speed: float = 1.0) -> float:
+        """Work for at most `seconds`; whole steps, the rest of the time is lost, as published."""
+        rate = self._speeds[self._kind] * speed
+        if self._left <= rate * seconds:
+            used = self._left / rate
+            self._left = 0.0
+            return min(used, seconds)
+        steps = rate * seconds
+        self._left -= math.floor(steps) if self._rules.rounding else steps
+        return seconds
+
+    def next_stop(self, seconds: float, speed: float = 1.0) -> float | None:
+        """Seconds until it is done, where that is within `seconds`."""
+        needed = self._left / (self._speeds[self._kind] * speed)
+        return needed if needed <= seconds else None
+
+    def goodput(self, shapes: tuple[Shape, ...]) -> Mapping[Shape, float]:
+        """Steps/s on every shape of its size."""
+        if self._offered[0] is not shapes:
+            size = self._trace.num_devices
+            table = {s: self._speeds.get(s.kind, 0.0) for s in shapes if s.num_devices == size}
+            self._offered = shapes, {shape: speed for shape, speed in table.items() if speed > 0}
+        return self._offered[1]
+
+    def remaining(self) -> float:
+        """Steps left."""
+        return self._left
+
+    def save(self) -> float:
+        """The steps left."""
+        return self._left
+
+    def restore(self, saved: float) -> None:
+        """Fall back to that many steps left."""
+        self._left = saved
+
+    def isolated_s(self, kind: str, counts: Counts) -> float:
+        """Seconds for all of its steps; with fewer devices than it needs it gets a part of the time."""
+        if kind not in self._speeds:
+            return math.inf
+        share = min(1.0, sum(counts) / self._trace.num_devices)
+        return (self._trace.num_steps or 0) / (self._speeds[kind] * share)
+
+    def beside(self, other: SimulatedJob, kind: str) -> float | None:
+        """Its speed beside another job of its size, over that alone; None where that was not measured."""
+        row = self._throughputs.get(kind, {}).get((self.application, self._trace.num_devices), {})
+        pair = row.get((other.application, other.spec.num_devices or 1))
+        if not isinstance(pair, tuple) or kind not in self._speeds:
+            return None
+        return pair[0] / self._speeds[kind]

@@ -1,0 +1,343 @@
+"""What to simulate, from short texts: `--cluster`, `--workload` and `--rules` of the command line.
+
+Everything is read and checked before anything runs; what is wrong is a ValueError that says what was
+expected. `specs.ClusterSpec` as JSON and the folders of the public artifacts are read from files.
+"""
+
+import math
+import pathlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from jaxgoodput.scheduler.policies.catalogue import Named
+from jaxgoodput.simulate import traces
+from jaxgoodput.simulate.gavel_jobs import GavelPhysics
+from jaxgoodput.simulate.generator import (
+    FAMILIES,
+    synthetic_applications,
+    synthetic_workload,
+)
+from jaxgoodput.simulate.model_jobs import ModelPhysics
+from jaxgoodput.simulate.settings import (
+    Rules,
+    gavel_rules,
+    pollux_rules,
+    realistic,
+    restart_by_state,
+    sia_rules,
+)
+from jaxgoodput.simulate.table_jobs import Physics, TablePhysics
+from jaxgoodput.simulate.traces import TraceJob
+from jaxgoodput.specs import ClusterSpec, Node, from_json
+
+Layout = Literal["synthetic", "pollux", "sia", "gavel"]
+
+# What the artifacts ran on, where the user does not say.
+CLUSTERS: Mapping[Layout, str] = {
+    "synthetic": "t4:16x4",
+    "pollux": "t4:16x4",
+    "sia": "aws:6x4,dgx-ext:2x8,rtx:3x8",
+    "gavel": "v100:9x4,p100:9x4,k80:9x4",
+}
+# Assumed speeds of kinds for synthetic jobs, relative to a T4; `--speed` says otherwise.
+SPEEDS: Mapping[str, float] = {
+    "k80": 0.5, "t4": 1.0, "aws": 1.0, "p100": 1.2, "rtx": 1.5, "quad": 1.7, "v100": 2.0,
+    "azure": 2.0, "a100": 4.0, "dgx": 4.0, "dgx-ext": 4.0, "h100": 8.0, "h200": 8.5,
+}  # fmt: skip
+# Parameters and optimizer state in 32 bits: of the artifacts' models from their public sizes, of made-up
+# families as the generator says.
+STATE_BYTES: Mapping[str, float] = {
+    "cifar10": 9e7, "imagenet": 2.05e8, "yolov3": 5e8, "deepspeech2": 3e8, "bert": 1.3e9, "ncf": 3.8e8,
+    **{name: family.state_bytes for name, family in FAMILIES.items()},
+}  # fmt: skip
+RULES = ("own", "pollux", "sia", "gavel", "events", "realistic")
+
+_PART = re.compile(r"(?:(?P<kind>[A-Za-z0-9_.-]+):)?(?P<nodes>[0-9]+)x(?P<each>[0-9]+)")
+_GAVEL_TABLES = ("simulation_throughputs.json", "tacc_throughputs.json")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """Jobs, the truth about them, and the cluster that they run on."""
+
+    name: str
+    layout: Layout
+    jobs: tuple[TraceJob, ...]
+    cluster: ClusterSpec
+    physics: Physics
+
+
+def read_cluster(text: str, *, kind: str = "t4") -> ClusterSpec:
+    """A cluster from `KIND:NODESxDEVICES,...`, or from a JSON file of a `ClusterSpec`.
+
+    A part without a kind is of `kind`. Raises ValueError where it is neither.
+
+    >>> [node.name for node in read_cluster("2x4,rtx:1x8").nodes]
+    ['t4-000', 't4-001', 'rtx-000']
+    """
+    if text.endswith(".json"):
+        try:
+            return from_json(pathlib.Path(text).read_text(), ClusterSpec)
+        except OSError as error:
+            raise ValueError(f"--cluster {text}: cannot be read: {error.strerror}.") from error
+        except ValueError as error:
+            raise ValueError(f"--cluster {text}: {error}") from error
+    nodes = []
+    for part in text.split(","):
+        found = _PART.fullmatch(part.strip())
+        if found is None or int(found["nodes"]) < 1 or int(found["each"]) < 1:
+            raise ValueError(
+                f"--cluster {text!r}: {part!r} is not of the form [KIND:]NODESxDEVICES with both at "
+                "least 1, such as 16x4 or aws:6x4,rtx:3x8; or give a .json file of a ClusterSpec."
+            )
+        name = found["kind"] or kind
+        first = sum(node.kind == name for node in nodes)
+        nodes += [
+            Node(name=f"{name}-{first + i:03d}", kind=name, num_devices=int(found["each"]))
+            for i in range(int(found["nodes"]))
+        ]
+    return ClusterSpec(nodes=tuple(nodes))
+
+
+def read_speeds(text: str | None) -> dict[str, float]:
+    """`KIND=SPEED,...` over the assumed speeds. Raises ValueError where it is something else."""
+    speeds = dict(SPEEDS)
+    for part in (text or "").split(",") if text else ():
+        kind, _, number = part.partition("=")
+        try:
+            speeds[kind.strip()] = float(number)
+        except ValueError:
+            raise ValueError(
+                f"--speed {text!r}: {part!r} is not of the form KIND=NUMBER, such as a100=4."
+            ) from None
+    return speeds
+
+
+def read_scenario(
+    workload: str,
+    cluster: str | None = None,
+    *,
+    seed: int = 0,
+    hours: float | None = None,
+    speed: str | None = None,
+) -> Scenario:
+    """The jobs of `synthetic[:JOBS]`, or of a file or folder in an artifact's layout.
+
+    `seed`, `hours` (None = 8) and `speed` (see `read_speeds`) are of synthetic jobs; the last two are
+    refused elsewhere. Raises ValueError, with what is wrong where, for anything that cannot be
+    simulated.
+    """
+    if workload.partition(":")[0] == "synthetic":
+        return _synthetic(workload, cluster, seed, 8.0 if hours is None else hours, speed)
+    path = pathlib.Path(workload)
+    if not path.exists():
+        raise ValueError(
+            f"--workload {workload!r}: there is no such file or folder. Give synthetic:JOBS, or a "
+            "workload in the layout that Pollux, Sia or Gavel ship."
+        )
+    for option, given in (("--hours", hours), ("--speed", speed)):
+        if given is not None:
+            raise ValueError(
+                f"{option} {given}: is of synthetic jobs only; when the jobs of {workload} arrive and "
+                "how fast they run is in its files. Leave it out."
+            )
+    path = _one_file(path) if path.is_dir() else path
+    if path.suffix == ".trace":
+        return _gavel(path, cluster)
+    return _measured(path, cluster)
+
+
+def _synthetic(
+    workload: str, cluster: str | None, seed: int, hours: float, speed: str | None
+) -> Scenario:
+    _, _, number = workload.partition(":")
+    if number and not number.isdigit():
+        raise ValueError(
+            f"--workload {workload!r}: behind synthetic: comes the number of jobs, such as "
+            "synthetic:160."
+        )
+    spec = read_cluster(cluster or CLUSTERS["synthetic"])
+    speeds = read_speeds(speed)
+    unknown = sorted({node.kind for node in spec.nodes} - speeds.keys())
+    if unknown:
+        raise ValueError(
+            f"--cluster: nobody knows how fast a {unknown[0]!r} is; add --speed {unknown[0]}=2 (1 = a "
+            f"T4). Known: {', '.join(sorted(speeds))}."
+        )
+    kinds = {node.kind: speeds[node.kind] for node in spec.nodes}
+    widest = max(node.num_devices for node in spec.nodes)
+    fits = min(sum(node.num_devices for node in spec.nodes if node.kind == kind) for kind in kinds)
+    jobs = synthetic_workload(
+        int(number or 160), hours=hours, seed=seed, largest=min(16, fits), per_node=widest
+    )
+    return Scenario(
+        name=f"{len(jobs)} synthetic jobs, seed {seed}",
+        layout="synthetic",
+        jobs=jobs,
+        cluster=spec,
+        physics=ModelPhysics(synthetic_applications(kinds)),
+    )
+
+
+def _one_file(folder: pathlib.Path) -> pathlib.Path:
+    """The one workload below a folder."""
+    below = [p for p in sorted(folder.rglob("*")) if p.is_file()]
+    found = [p for p in below if p.suffix == ".trace" or p.match("workload-*.csv")]
+    if len(found) == 1:
+        return found[0]
+    names = ", ".join(str(p.relative_to(folder)) for p in found[:8])
+    more = f" and {len(found) - 8} more" if len(found) > 8 else ""
+    raise ValueError(
+        f"--workload {folder}: expected one workload in this folder, found {len(found)}"
+        + (f": {names}{more}. Name one of them." if found else " (workload-*.csv or *.trace).")
+    )
+
+
+def _measured(path: pathlib.Path, cluster: str | None) -> Scenario:
+    """A workload of Pollux or Sia; its tables are in `traces` beside or above it."""
+    tables = next((p / "traces" for p in path.resolve().parents if (p / "traces").is_dir()), None)
+    if tables is None:
+        raise ValueError(
+            f"--workload {path}: there is no folder traces/ beside or above it, where the artifacts "
+            "of Pollux and Sia keep their measured tables."
+        )
+    layout: Layout = "pollux" if any(tables.glob("*/placements.csv")) else "sia"
+    kind = "t4" if layout == "pollux" else "aws"
+    spec = read_cluster(cluster or CLUSTERS[layout], kind=kind)
+    kinds = sorted({node.kind for node in spec.nodes})
+    if layout == "sia":
+        for kind in kinds:
+            if not any(tables.glob(f"*/placements-{kind}.csv")):
+                known = {p.stem.removeprefix("placements-") for p in tables.glob("*/placements-*")}
+                raise ValueError(
+                    f"--cluster: nothing was measured on {kind!r}; {tables} has "
+                    f"{', '.join(sorted(known))}."
+                )
+        applications = traces.read_sia_applications(tables, kinds)
+    elif len(kinds) > 1:
+        raise ValueError(
+            f"--cluster: Pollux measured one kind of device, but this cluster has {', '.join(kinds)}."
+        )
+    else:
+        applications = traces.read_pollux_applications(tables, kind=kinds[0])
+    jobs = traces.read_sia_workload(path)
+    return Scenario(
+        name=f"{path.parent.name}/{path.stem}",
+        layout=layout,
+        jobs=jobs,
+        cluster=spec,
+        physics=TablePhysics(applications),
+    )
+
+
+def _gavel(path: pathlib.Path, cluster: str | None) -> Scenario:
+    folders = path.resolve().parents[:4]
+    tables = [p / name for p in folders for name in _GAVEL_TABLES if (p / name).is_file()]
+    if not tables:
+        raise ValueError(
+            f"--workload {path}: found none of {', '.join(_GAVEL_TABLES)} beside or above it; the "
+            "speeds of its jobs are in there."
+        )
+    throughputs = traces.read_gavel_throughputs(tables[0])
+    spec = read_cluster(cluster or CLUSTERS["gavel"], kind="v100")
+    unknown = sorted({node.kind for node in spec.nodes} - throughputs.keys())
+    if unknown:
+        raise ValueError(
+            f"--cluster: nothing was measured on {unknown[0]!r}; {tables[0]} has "
+            f"{', '.join(sorted(throughputs))}."
+        )
+    kinds = {node.kind for node in spec.nodes}
+    return Scenario(
+        name=path.stem,
+        layout="gavel",
+        jobs=traces.read_gavel_trace(path),
+        cluster=spec,
+        physics=GavelPhysics({k: table for k, table in throughputs.items() if k in kinds}),
+    )
+
+
+def read_rules(
+    name: str,
+    layout: Layout,
+    *,
+    restart_s: float | None = None,
+    seed: int = 0,
+    declared_progress: bool = False,
+) -> Rules:
+    """One of `RULES`: the published ones of an artifact, or those of the workload's own layout on events.
+
+    "own" = those of the workload's artifact; events for synthetic jobs. "events": decisions follow
+    arrivals and ends, and jobs may be offered any size at once. "realistic": events, with noisy
+    measurements, interference, nodes that break, and restarts that cost what saving and reading the
+    state was measured to cost; Gavel's jobs, whose states are not known, need `restart_s`. Raises
+    ValueError for what cannot be.
+    """
+    if restart_s is not None and not (restart_s >= 0 and math.isfinite(restart_s)):
+        raise ValueError(f"--restart-s {restart_s}: must be at least 0 seconds, and finite.")
+    published = {"pollux": pollux_rules(), "sia": sia_rules(), "gavel": gavel_rules()}
+    own = published.get(layout, Rules())
+    if name == "own":
+        name = layout if layout != "synthetic" else "events"
+    if name in published:
+        rules = published[name]
+    elif name in ("events", "realistic"):
+        events = replace(own, round_s=None, growth=None, rounding=False)
+        rules = realistic(own) if name == "realistic" else events
+    else:
+        raise ValueError(f"--rules {name!r}: expected one of {', '.join(RULES)}.")
+    if layout == "synthetic":  # other applications than the artifacts' have no numbers of their own
+        rules = replace(rules, restart_s=30.0, told_restart_s=None, slowdown={}, pins={})
+    if name == "realistic" and restart_s is None:
+        if layout == "gavel":
+            raise ValueError(
+                "--rules realistic: nobody knows how large the states of Gavel's jobs are, so nor what "
+                "their restarts cost; add --restart-s SECONDS."
+            )
+        rules = replace(rules, restart_s=restart_by_state(STATE_BYTES), told_restart_s=None)
+    if restart_s is not None:
+        rules = replace(rules, restart_s=restart_s, told_restart_s=None)
+    return replace(rules, seed=seed, declared_progress=declared_progress)
+
+
+def check(scenario: Scenario, rules: Rules, name: str, named: Named) -> None:
+    """Raises ValueError where a policy could not run the scenario to its end."""
+    if not scenario.jobs:
+        raise ValueError(f"--workload: {scenario.name} has no jobs; there is nothing to simulate.")
+    sizes: dict[str, int] = {}
+    for node in scenario.cluster.nodes:
+        if node.state == "up":
+            sizes[node.kind] = sizes.get(node.kind, 0) + node.num_usable
+    if not any(sizes.values()):
+        raise ValueError("--cluster: no node has a device that may be used; nothing could run.")
+    if named.one_kind and len(sizes) > 1:
+        raise ValueError(
+            f"--policy {name}: knows one kind of device only, but the cluster has "
+            f"{', '.join(sorted(sizes))}. Leave it out, or choose a cluster of one kind."
+        )
+    if named.one_kind and scenario.cluster.quota:
+        raise ValueError(
+            f"--policy {name}: knows no quotas, but the cluster has them for "
+            f"{', '.join(sorted(scenario.cluster.quota))}. Leave it out, or the quotas."
+        )
+    if named.largest_gang is not None:
+        wide = [job for job in scenario.jobs if job.num_devices > named.largest_gang]
+        if wide:
+            raise ValueError(
+                f"--policy {name}: runs jobs of one device only, but {len(wide)} of "
+                f"{len(scenario.jobs)} jobs ask for more, such as {wide[0].id!r}. Leave it out."
+            )
+    rules = replace(rules, mode=named.mode)
+    for application in {job.application for job in scenario.jobs}:
+        rules.restart_of(application)
+        rules.told_restart_of(application)
+    for index, trace in enumerate(scenario.jobs):
+        spec = scenario.physics.job(trace, rules, index).spec
+        most = max(sizes.get(kind, 0) for kind in spec.kinds or sizes)
+        if spec.min_devices > most:
+            raise ValueError(
+                f"--policy {name}: job {trace.id!r} needs {spec.min_devices} devices of one kind, "
+                f"but the cluster has {most}; it would wait for ever. Enlarge the cluster, or take "
+                "the job out."
+            )

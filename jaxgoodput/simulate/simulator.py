@@ -1,0 +1,421 @@
+"""A cluster in simulated time: discrete events around the same decisions that the service makes.
+
+Jobs advance as their physics says; the scheduler sees `JobView`s and answers with a plan, exactly as
+in the real service. With `Rules.round_s` time goes in rounds (Pollux's and Sia's simulators: every
+job advances a round, then the policy is asked); without, in events: arrivals, ends, failures and
+first measurements, kept apart by the rules' two gaps.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from jaxgoodput.clock import Clock, SystemClock
+from jaxgoodput.scheduler.policy import JobView, Policy
+from jaxgoodput.scheduler.reconcile import reconcile
+from jaxgoodput.scheduler.shapes import shapes
+from jaxgoodput.simulate.records import Interval, JobRecord, Result
+from jaxgoodput.simulate.settings import Rules
+from jaxgoodput.simulate.table_jobs import Physics, SimulatedJob, every_size, packed
+from jaxgoodput.simulate.traces import TraceJob
+from jaxgoodput.specs import Allocation, ClusterSpec, Node, Shape
+
+EPSILON_S = 1e-6  # events closer than this happen at once
+STALLED_S = 24 * 3600.0  # nothing runs and nothing happens for so long: it never will
+
+
+class Stalled(RuntimeError):
+    """Jobs wait, nothing runs, and nothing will ever change."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """How far a simulation is, for a progress bar."""
+
+    now_s: float
+    num_done: int
+    num_jobs: int
+
+
+@dataclass
+class _Entry:
+    """A job in the simulation, and what the scheduler has measured about it."""
+
+    trace: TraceJob
+    job: SimulatedJob
+    allocation: Allocation = field(default_factory=Allocation)
+    kind: str = ""
+    restoring_s: float = 0.0  # still to pass before it works again
+    since_s: float | None = None
+    start_s: float | None = None
+    finish_s: float | None = None
+    restarts: int = 0
+    received: dict[str, float] = field(default_factory=dict)
+    fraction: dict[str, float] = field(default_factory=dict)
+    intervals: list[Interval] = field(default_factory=list)
+    measured_s: float = math.inf  # when its new size will have been measured
+    saved: Any = None  # the last checkpoint, where nodes can fail
+    contention: float = 0.0  # integral of the number of unfinished jobs over its stay
+
+    @property
+    def running(self) -> bool:
+        return bool(self.allocation.devices) and self.finish_s is None
+
+
+def simulate(
+    jobs: Sequence[TraceJob],
+    cluster: ClusterSpec,
+    policy: Policy,
+    physics: Physics,
+    *,
+    rules: Rules | None = None,
+    name: str = "",
+    clock: Clock | None = None,
+    on_progress: Callable[[Progress], None] | None = None,
+) -> Result:
+    """Run a workload to its end and say what happened to every job.
+
+    `name` is what the result calls the policy; `clock` times the decisions. Raises ValueError where
+    the physics does not know a job, and Stalled where the policy leaves jobs waiting although
+    nothing will ever change.
+    """
+    rules = Rules() if rules is None else rules
+    world = _World(jobs, cluster, policy, physics, rules, SystemClock() if clock is None else clock)
+    if rules.round_s is not None and rules.decide_at_start:
+        world.decide()
+    while world.waiting:
+        if rules.round_s is not None:
+            world.advance(rules.round_s)
+            world.decide()
+        else:
+            world.next_event()
+        if on_progress is not None:
+            done = len(world.entries) - len(world.waiting)
+            on_progress(Progress(now_s=world.now_s, num_done=done, num_jobs=len(world.entries)))
+    records = tuple(world.record(entry) for entry in world.entries)
+    return Result(
+        policy=name or type(policy).__name__,
+        jobs=records,
+        decision_s=tuple(world.decision_s),
+        num_failures=world.num_failures,
+    )
+
+
+class _World:
+    """The state of one simulation."""
+
+    def __init__(self, jobs, cluster, policy, physics, rules, clock):
+        self.rules: Rules = rules
+        self.entries = [
+            _Entry(trace, physics.job(trace, rules, index)) for index, trace in enumerate(jobs)
+        ]
+        self.waiting = list(self.entries)  # not done, in the order of the workload
+        self.now_s = 0.0
+        self.decision_s: list[float] = []
+        self.num_failures = 0
+        self._policy: Policy = policy
+        self._clock: Clock = clock
+        self._cluster: ClusterSpec = cluster
+        self._down_until: dict[str, float] = {}
+        self._kinds = {node.name: node.kind for node in cluster.nodes}
+        self._all_sizes = every_size(_kinds(cluster))
+        self._few_sizes = shapes(cluster)
+        self._last_solve_s = -math.inf
+        self._due_s = math.inf  # when the last plan wants to be looked at again
+        self._wanted = True  # an event asks for a decision
+        self._next_change_s = 0.0
+        rng = np.random.default_rng([rules.seed, 0x6661696C])
+        self._rng = rng
+        self._fails_at = {node.name: self._lifetime() for node in cluster.nodes}
+
+    # Time.
+
+    def advance(self, seconds: float) -> None:
+        """Let time pass for everybody."""
+        speeds = self._speeds()
+        active = [e for e in self.waiting if e.trace.submit_s < self.now_s + seconds]
+        for entry in active:
+            begin = max(entry.trace.submit_s, self.now_s)
+            used = seconds
+            if entry.running:
+                used = self._work(entry, seconds, speeds.get(entry.trace.id, 1.0))
+            if entry.finish_s is None:
+                entry.contention += len(active) * (self.now_s + seconds - begin)
+            else:
+                entry.contention += len(active) * used
+        self.now_s += seconds
+        if any(entry.finish_s is not None for entry in active):
+            self.waiting = [e for e in self.waiting if e.finish_s is None]
+            self._wanted = True
+
+    def _work(self, entry: _Entry, seconds: float, speed: float) -> float:
+        delay = min(entry.restoring_s, seconds)
+        entry.restoring_s -= delay
+        used = delay
+        if seconds > delay:
+            used += float(entry.job.advance(seconds - delay, speed))
+        devices, kind = entry.allocation.num_devices, entry.kind
+        entry.received[kind] = entry.received.get(kind, 0.0) + used * devices
+        entry.fraction[kind] = entry.fraction.get(kind, 0.0) + used
+        if entry.job.done:
+            entry.finish_s = self.now_s + used
+            self._close(entry, entry.finish_s)
+        return used
+
+    def _speeds(self) -> dict[str, float]:
+        """Job id -> its speed relative to what its physics says, where others are in its way."""
+        speeds: dict[str, float] = {}
+        if self.rules.interference:
+            wide = [e for e in self.waiting if e.running and e.allocation.num_nodes > 1]
+            guests = Counter(node for e in wide for node in e.allocation.devices)
+            for entry in wide:
+                if any(guests[node] > 1 for node in entry.allocation.devices):
+                    speeds[entry.trace.id] = 1.0 - self.rules.interference
+        if self.rules.sharing:
+            groups: dict[str, list[_Entry]] = {}
+            for entry in self.waiting:
+                if entry.running and entry.allocation.share_group is not None:
+                    groups.setdefault(entry.allocation.share_group, []).append(entry)
+            for group in groups.values():
+                for entry in group:
+                    for other in group:
+                        if other is not entry:
+                            beside = entry.job.beside(other.job, entry.kind)
+                            # Two that do not fit beside each other take turns.
+                            before = speeds.get(entry.trace.id, 1.0)
+                            speeds[entry.trace.id] = before * (beside or 1.0 / len(group))
+        return speeds
+
+    def next_event(self) -> None:
+        """Go to the next event, and decide where one asks for it or the largest gap is over."""
+        due = self._last_solve_s + self.rules.min_gap_s if self._wanted else self._due_s
+        future = [e.trace.submit_s for e in self.waiting if e.trace.submit_s > self.now_s]
+        measured = [e.measured_s for e in self.waiting if e.running]
+        until = min([max(due, self.now_s), self._next_failure_s(), *future, *measured])
+        span = until - self.now_s
+        speeds = self._speeds()
+        for entry in self.waiting:
+            if entry.running and entry.restoring_s < span:
+                left = span - entry.restoring_s
+                stop = entry.job.next_stop(left, speeds.get(entry.trace.id, 1.0))
+                if stop is not None:
+                    # Never a step of nothing: time must pass.
+                    span = min(span, max(entry.restoring_s + stop, EPSILON_S))
+        before_s = self.now_s
+        self.advance(span)
+        for entry in self.waiting:
+            # A sum of floats may pass the moment of an arrival without ever being equal to it.
+            arrived = before_s < entry.trace.submit_s <= self.now_s
+            if arrived or entry.measured_s <= self.now_s:
+                self._wanted = True
+                entry.measured_s = math.inf
+        self._fail_and_repair()
+        due = self._last_solve_s + self.rules.min_gap_s if self._wanted else self._due_s
+        if self.now_s >= due - EPSILON_S:
+            self.decide()
+
+    # Decisions.
+
+    def decide(self) -> None:
+        """Ask the policy and act on its plan."""
+        if self.rules.round_s is not None:
+            self._fail_and_repair()
+        active = [e for e in self.waiting if e.trace.submit_s <= self.now_s]
+        self._last_solve_s, self._wanted = self.now_s, False
+        self._due_s = math.inf
+        if not active:
+            return
+        views = [self._view(entry, active) for entry in active]
+        cluster = self._present()
+        begun = self._clock.now()
+        # The line that the service calls, too.
+        plan = reconcile(
+            views,
+            cluster,
+            self._policy,
+            self.now_s,
+            min_gap_s=self.rules.min_gap_s,
+            max_gap_s=self.rules.max_gap_s,
+        )
+        self.decision_s.append(self._clock.now() - begun)
+        self._due_s = plan.next_solve_s
+        for entry in active:
+            self._place(entry, plan.allocations[entry.trace.id])
+        future = any(e.trace.submit_s > self.now_s for e in self.waiting)
+        if any(e.running for e in active) or future or self._down_until:
+            self._next_change_s = self.now_s + STALLED_S
+        elif self.now_s > self._next_change_s:
+            raise Stalled(
+                f"{len(active)} jobs wait and nothing runs, at {self.now_s:.0f} s and for "
+                f"{STALLED_S / 3600:.0f} hours: the policy will never start "
+                f"{', '.join(e.trace.id for e in active[:5])}. Are they larger than the cluster?"
+            )
+
+    def _view(self, entry: _Entry, active: Sequence[_Entry]) -> JobView:
+        job = entry.job
+        few = job.spec.mode == "adaptive"
+        restoring = entry.restoring_s > 0 and entry.running
+        goodput = job.goodput(self._few_sizes if few else self._all_sizes)
+        return JobView(
+            spec=job.spec,
+            allocation=entry.allocation,
+            goodput=goodput,
+            submitted_s=entry.trace.submit_s,
+            since_s=entry.since_s,
+            restoring_until_s=self.now_s + entry.restoring_s if restoring else None,
+            num_restarts=entry.restarts,
+            restart_s=self.rules.told_restart_of(job.application),
+            received_s=dict(entry.received),
+            fraction_received_s=dict(entry.fraction),
+            largest_profiled=job.largest_profiled,
+            remaining=job.remaining(),
+            rigid_shape_hint=entry.trace.num_devices,
+            shared_goodput=self._shared(entry, goodput, active) if self.rules.sharing else {},
+        )
+
+    def _shared(
+        self, entry: _Entry, goodput: Mapping[Shape, float], active: Sequence[_Entry]
+    ) -> dict[tuple[str, Shape], float]:
+        """What it would do beside each other job of its size; pairs that were not measured are left out."""
+        size = entry.job.spec.num_devices
+        table = {}
+        for other in active:
+            if other is entry or other.job.spec.num_devices != size:
+                continue
+            for shape, alone in goodput.items():
+                beside = entry.job.beside(other.job, shape.kind)
+                if beside is not None:
+                    table[other.trace.id, shape] = alone * beside
+        return table
+
+    def _place(self, entry: _Entry, allocation: Allocation) -> None:
+        """Give a job other devices, if they are others."""
+        if dict(allocation.devices) == dict(entry.allocation.devices):
+            entry.allocation = allocation  # its generation or its share group may be another
+            return
+        self._close(entry, self.now_s)
+        entry.allocation = allocation
+        entry.measured_s = math.inf
+        if not allocation.devices:
+            entry.since_s, entry.restoring_s = None, 0.0
+            return
+        entry.kind = self._kinds[next(iter(allocation.devices))]
+        entry.restarts += entry.start_s is not None
+        entry.start_s = self.now_s if entry.start_s is None else entry.start_s
+        entry.since_s = self.now_s
+        entry.restoring_s = self.rules.restart_of(entry.job.application)
+        if allocation.num_devices > entry.job.largest_profiled:
+            entry.measured_s = self.now_s + entry.restoring_s + self.rules.observe_s
+        if self.rules.failures is not None:
+            entry.saved = self.now_s, entry.job.save()
+        entry.job.place(entry.kind, tuple(map(len, allocation.devices.values())))
+
+    def _close(self, entry: _Entry, end_s: float) -> None:
+        if entry.since_s is not None and entry.allocation.devices:
+            interval = Interval(
+                start_s=entry.since_s,
+                end_s=end_s,
+                kind=entry.kind,
+                devices=entry.allocation.devices,
+            )
+            entry.intervals.append(interval)
+
+    # Failures.
+
+    def _lifetime(self) -> float:
+        if self.rules.failures is None:
+            return math.inf
+        return self.now_s + float(self._rng.exponential(self.rules.failures.mean_between_s))
+
+    def _next_failure_s(self) -> float:
+        if self.rules.failures is None:
+            return math.inf
+        return min([*self._fails_at.values(), *self._down_until.values()])
+
+    def _fail_and_repair(self) -> None:
+        failures = self.rules.failures
+        if failures is None:
+            return
+        for entry in self.waiting:
+            if entry.running and self.now_s - entry.saved[0] >= failures.checkpoint_s:
+                entry.saved = self.now_s, entry.job.save()
+        for name, until in list(self._down_until.items()):
+            if until <= self.now_s:
+                del self._down_until[name]
+                self._fails_at[name] = self._lifetime()
+                self._wanted = True
+        for name, at in self._fails_at.items():
+            if at <= self.now_s and name not in self._down_until:
+                self.num_failures += 1
+                self._wanted = True
+                self._down_until[name] = self.now_s + failures.repair_s
+                self._fails_at[name] = math.inf
+                for entry in self.waiting:
+                    if name in entry.allocation.devices:
+                        entry.job.restore(entry.saved[1])
+                        self._place(entry, Allocation(generation=entry.allocation.generation + 1))
+
+    def _present(self) -> ClusterSpec:
+        """The cluster as it is now."""
+        if not self._down_until:
+            return self._cluster
+        nodes = tuple(
+            replace(node, state="down") if node.name in self._down_until else node
+            for node in self._cluster.nodes
+        )
+        return replace(self._cluster, nodes=nodes)
+
+    # The end.
+
+    def record(self, entry: _Entry) -> JobRecord:
+        """What happened to a finished job."""
+        assert entry.finish_s is not None and entry.start_s is not None  # only once all are done
+        return JobRecord(
+            id=entry.trace.id,
+            application=entry.job.application,
+            submit_s=entry.trace.submit_s,
+            start_s=entry.start_s,
+            finish_s=entry.finish_s,
+            restarts=entry.restarts,
+            device_s=dict(entry.received),
+            intervals=tuple(entry.intervals),
+            rho=self._rho(entry),
+        )
+
+    def _rho(self, entry: _Entry) -> float | None:
+        """Finish-time fairness, as `records` defines it."""
+        stay = (entry.finish_s or 0.0) - entry.trace.submit_s
+        contention = max(entry.contention / stay, 1.0) if stay > 0 else 1.0
+        total = sum(node.num_devices for node in self._cluster.nodes)
+        share = max(1, math.floor(total / contention))
+        share = min(share, entry.job.spec.max_devices)
+        speed, weight = 0.0, 0.0
+        for kind, nodes, each in _kinds(self._cluster):
+            devices = min(share, nodes * each)
+            alone = entry.job.isolated_s(kind, packed(devices, each))
+            if math.isfinite(alone) and alone > 0:
+                speed += nodes * each / alone
+            weight += nodes * each
+        return float(stay * speed / weight) if speed else None
+
+
+def _kinds(cluster: ClusterSpec) -> list[tuple[str, int, int]]:
+    """(kind, nodes, devices of the largest node) of every kind."""
+    found: dict[str, list[int]] = {}
+    for node in cluster.nodes:
+        found.setdefault(node.kind, []).append(node.num_devices)
+    return [(kind, len(sizes), max(sizes)) for kind, sizes in found.items()]
+
+
+def uniform_cluster(kind: str, num_nodes: int, num_devices: int) -> ClusterSpec:
+    """So many equal nodes of one kind."""
+    return ClusterSpec(
+        nodes=tuple(
+            Node(name=f"{kind}-{i:03d}", kind=kind, num_devices=num_devices)
+            for i in range(num_nodes)
+        )
+    )

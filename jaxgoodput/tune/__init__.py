@@ -1,0 +1,1 @@
+"""What next, and why: verdicts on the batch and the strategy."""

@@ -1,0 +1,151 @@
+"""What a person sees on the terminal."""
+
+import dataclasses
+import io
+
+import pytest
+import synthetic
+from absl import logging
+
+from jaxgoodput.observe.console import Console, progress_line
+from jaxgoodput.observe.events import EvalEnd, FitEnd, Preempt
+from jaxgoodput.observe.tags import pinned_link
+from jaxgoodput.text import compact, seconds
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_the_line_holds_what_matters():
+    one = synthetic.window(1200, 1724.0, 100_000)
+    line = progress_line(one, 4000.0)
+    assert line.startswith("step 1200 | 43.1 % | batch 64 = 8 x 8 x 1 | loss 0.7288 | ")
+    assert f"{compact(one.throughput)} samples/s" in line
+    assert f"goodput {compact(one.goodput_measured)}" in line
+    assert "noise scale 716" in line
+    assert line.endswith("ETA 3 min 12 s")
+
+
+def test_what_is_unknown_is_left_out():
+    one = synthetic.window(10, 10.0, 640, known=False, goodput_measured=float("nan"), metrics={})
+    line = progress_line(one, None)
+    assert "%" not in line and "nan" not in line
+    assert "goodput" not in line and "noise" not in line and "loss" not in line
+
+
+def test_progress_never_passes_the_goal():
+    assert "| 100.0 % |" in progress_line(synthetic.window(10, 101.0, 640), 100.0)
+
+
+def test_lines_come_at_most_every_few_seconds(clock):
+    stream = io.StringIO()
+    console = Console(clock, 4000.0, stream, every_s=10.0)
+    console.on_fit_start(synthetic.fit_start())
+    for step in range(1, 101):
+        console.on_window(synthetic.window(step, float(step), 64 * step))
+        clock.advance(1.0)
+    steps = [line for line in stream.getvalue().splitlines() if line.startswith("step ")]
+    assert [line.split(" | ")[0] for line in steps] == [f"step {n}" for n in range(1, 101, 10)]
+
+
+def test_what_happens_is_said_at_once(clock):
+    stream = io.StringIO()
+    console = Console(clock, 4000.0, stream)
+    console.on_fit_start(synthetic.fit_start(step=400, restart=1))
+    console.on_tune_end(synthetic.tune_end(450, 10.0, synthetic.START))
+    console.on_eval_end(
+        EvalEnd(step=450, progress=1.0, at_s=9.0, seconds=0.5, metrics={"auc": 0.92347})
+    )
+    console.on_preempt(Preempt(step=460, signal="SIGTERM"))
+    console.on_fit_end(
+        FitEnd(step=460, progress=512.0, samples=15_300, seconds=192.0, reason="preempted")
+    )
+    console.close()
+    said = stream.getvalue()
+    assert "8 x cpu, batch 64 = 8 x 8 x 1, resumed at step 400" in said
+    assert "step 450 | change: 64 -> " in said
+    assert "auc 0.9235" in said
+    assert "SIGTERM" in said
+    assert "preempted after 3 min 12 s | 15.3k samples, 512 base steps" in said
+
+
+def test_the_start_says_where_to_watch(clock):
+    stream = io.StringIO()
+    start = synthetic.fit_start()
+    settings = {"workdir": "/runs/a/", "tensorboard": True}
+    Console(clock, None, stream).on_fit_start(dataclasses.replace(start, settings=settings))
+    assert "--logdir /runs/a/tensorboard\n" in stream.getvalue()
+    assert pinned_link() in stream.getvalue()
+    stream = io.StringIO()
+    off = settings | {"tensorboard": False}
+    Console(clock, None, stream).on_fit_start(dataclasses.replace(start, settings=off))
+    assert "--logdir" not in stream.getvalue()
+
+
+def test_a_verdict_that_changes_nothing_is_not_said(clock):
+    stream = io.StringIO()
+    Console(clock, None, stream).on_tune_end(
+        synthetic.tune_end(10, 1.0, synthetic.START, known=False)
+    )
+    assert stream.getvalue() == ""
+
+
+def test_a_terminal_gets_a_bar_that_ends(clock):
+    pytest.importorskip("rich", reason="rich is not installed")
+    stream = Terminal()
+    console = Console(clock, 4000.0, stream)
+    console.on_fit_start(synthetic.fit_start())
+    console.on_window(synthetic.window(1200, 1724.0, 100_000))
+    console.on_tune_end(synthetic.tune_end(1210, 1730.0, synthetic.START))
+    console.on_fit_end(FitEnd(step=1210, progress=1730.0, samples=1, seconds=2.0, reason="done"))
+    console.close()
+    shown = stream.getvalue()
+    assert "43%" in shown
+    assert "loss 0.7288" in shown
+    assert "change: 64 -> " in shown
+    assert "\x1b[?25h" in shown.split("\x1b[?25l")[-1], "the cursor must come back"
+
+
+def test_stderr_is_used_where_the_log_shows_no_information(clock, capsys):
+    before = logging.get_verbosity()
+    try:
+        logging.set_verbosity(logging.WARNING)
+        Console(clock, None).on_fit_start(synthetic.fit_start())
+    finally:
+        logging.set_verbosity(before)
+    assert "8 x cpu" in capsys.readouterr().err
+
+
+def test_the_log_is_used_where_it_shows_information(clock, capsys, caplog):
+    before = logging.get_verbosity()
+    try:
+        logging.set_verbosity(logging.INFO)
+        with caplog.at_level("INFO", logger="absl"):
+            Console(clock, None).on_fit_start(synthetic.fit_start())
+    finally:
+        logging.set_verbosity(before)
+    assert "8 x cpu" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.0, "0"), (999.4, "999"), (999.6, "1k"), (1024, "1.02k"), (999_600, "1M"),
+        (-15_300.0, "-15.3k"), (float("inf"), "inf"), (float("nan"), "-"), (None, "-"),
+    ],
+)  # fmt: skip
+def test_compact_numbers(value, text):
+    assert compact(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.0, "0 us"), (0.9994, "999 ms"), (0.9996, "1 s"), (59.96, "1 min 00 s"),
+        (3599.6, "1 h 00 min"), (172_800.0, "2 d 00 h"), (float("inf"), "never"), (None, "-"),
+    ],
+)  # fmt: skip
+def test_durations(value, text):
+    assert seconds(value) == text

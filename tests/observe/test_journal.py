@@ -1,0 +1,172 @@
+"""The journal: whatever was written is read back once, whenever the writer was killed."""
+
+import dataclasses
+import json
+import math
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import synthetic
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from jaxgoodput.clock import FakeClock
+from jaxgoodput.data.cursor import Cursor
+from jaxgoodput.observe import events, journal
+from jaxgoodput.observe.events import Checkpoint, EvalEnd, StepEnd
+from jaxgoodput.observe.journal import Journal, json_value
+
+
+def step_end(step):
+    return StepEnd(
+        step=step,
+        progress=float(step),
+        samples=64 * step,
+        config=synthetic.START,
+        num_samples=64,
+        before=Cursor(seed=1, offset=64 * (step - 1)),
+        after=Cursor(seed=1, offset=64 * step),
+        finite=True,
+        at_s=1.0,
+        seconds=None,
+        metrics={"loss": math.nan},
+    )
+
+
+def test_every_record_reads_back(tmp_path, clock):
+    sent = []
+    synthetic.run(sent.append, clock, steps=200)
+    sent.insert(1, step_end(1))
+    kinds = {type(record).__name__ for record in sent}
+    defined = {
+        name
+        for name, value in vars(events).items()
+        if dataclasses.is_dataclass(value) and value.__module__ == events.__name__
+    }
+    assert kinds == defined - {"Verdict"}, "a record that this test does not send"
+    writer = Journal(tmp_path, clock=clock)
+    for record in sent:
+        writer.write(record)
+    writer.close()
+    back = journal.read(tmp_path / journal.FILE_NAME)
+    assert [record["event"] for record in back] == [type(r).__name__ for r in sent]
+    assert back[1]["metrics"] == {"loss": None}
+    assert back[1]["after"] == {"seed": 1, "epoch": 0, "offset": 64}
+    tune = next(r for r in back if r["event"] == "TuneEnd" and r["fit"] is not None)
+    assert tune["fit"]["params"]["compute_base"] == synthetic.PERF.compute_base
+    assert tune["fit"]["params"]["inter_base"] is None
+    assert "timings" not in tune
+
+
+def test_json_values_are_plain():
+    value = {
+        "array": jnp.arange(3),
+        "numpy": np.float32(0.5),
+        "nan": np.array([1.0, np.inf]),
+        "rule": math.sqrt,
+        "nested": (Checkpoint(step=1, seconds=math.nan),),
+        "big": np.int64(2**60),
+        7: True,
+    }
+    assert json.loads(json.dumps(json_value(value), allow_nan=False)) == {
+        "array": [0, 1, 2],
+        "numpy": 0.5,
+        "nan": [1.0, None],
+        "rule": "sqrt",
+        "nested": [{"step": 1, "seconds": None, "error": None}],
+        "big": 2**60,
+        "7": True,
+    }
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
+@given(cut=st.integers(0, 3000), more=st.integers(0, 3))
+def test_a_cut_anywhere_costs_at_most_the_cut_line(tmp_path, cut, more):
+    path = tmp_path / journal.FILE_NAME
+    path.unlink(missing_ok=True)
+    clock = FakeClock()
+    writer = Journal(tmp_path, clock=clock)
+    for step in range(1, 9):
+        writer.write(
+            EvalEnd(step=step, progress=0.0, at_s=2.0, seconds=1.0, metrics={"ä|\n": float(step)})
+        )
+    writer.close()
+    data = path.read_bytes()
+    path.write_bytes(data[:cut])
+    whole = data[:cut].count(b"\n")
+    torn = []
+    writer = Journal(tmp_path, clock=clock)
+    for step in range(100, 100 + more):
+        writer.write(Checkpoint(step=step, seconds=0.1))
+    writer.close()
+    back = journal.read(path, on_torn=lambda number, text: torn.append(number))
+    steps = [record["step"] for record in back]
+    appended = list(range(100, 100 + more))
+    kept = steps[: len(steps) - more]
+    assert steps[len(kept) :] == appended
+    # A cut just before the end of a line leaves a whole record without its newline.
+    assert kept in (list(range(1, whole + 1)), list(range(1, whole + 2)))
+    assert len(torn) <= 1
+    if torn:
+        assert kept == list(range(1, whole + 1))
+
+
+def test_torn_lines_are_reported(tmp_path, clock, caplog):
+    writer = Journal(tmp_path, clock=clock)
+    writer.write(Checkpoint(step=1, seconds=0.1))
+    writer.close()
+    path = tmp_path / journal.FILE_NAME
+    path.write_bytes(path.read_bytes() + b'{"event": "Check')
+    with caplog.at_level("WARNING", logger="absl"):
+        assert len(journal.read(path)) == 1
+    assert "line 2" in caplog.text
+
+
+def test_what_a_restart_undid_does_not_count(tmp_path, clock):
+    writer = Journal(tmp_path, clock=clock)
+    writer.write(synthetic.fit_start())
+    for step in (10, 20, 30):
+        writer.write(synthetic.window(step, float(step), 64 * step))
+    writer.write(synthetic.fit_start(step=20, progress=20.0, restart=1))
+    for step in (30, 40):
+        writer.write(synthetic.window(step, float(step), 64 * step))
+    writer.close()
+    path = tmp_path / journal.FILE_NAME
+    steps = [(r["step"], r["restart"]) for r in journal.read(path) if r["event"] == "Window"]
+    assert steps == [(10, 0), (20, 0), (30, 1), (40, 1)]
+    every = journal.read(path, keep_undone=True)
+    assert [r["step"] for r in every if r.get("undone")] == [30]
+
+
+def test_a_full_disk_costs_lines_not_the_run(tmp_path, clock, monkeypatch, caplog):
+    writer = Journal(tmp_path, clock=clock)
+
+    class Full:
+        name = "goodput.jsonl"
+
+        def __init__(self, file):
+            self.file, self.room = file, 20
+
+        def write(self, data):
+            if self.room == 0:
+                raise OSError(28, "No space left on device")
+            taken, self.room = data[: self.room], 0
+            return self.file.write(taken)
+
+    file = writer._file
+    monkeypatch.setattr(writer, "_file", Full(file))
+    with caplog.at_level("WARNING", logger="absl"):
+        writer.write(Checkpoint(step=1, seconds=0.1))
+        writer.write(Checkpoint(step=2, seconds=0.1))
+    assert "Training goes on" in caplog.text
+    monkeypatch.undo()
+    writer.write(Checkpoint(step=3, seconds=0.1))
+    writer.close()
+    back = journal.read(tmp_path / journal.FILE_NAME, on_torn=lambda number, text: None)
+    assert [record["step"] for record in back] == [3]
+
+
+def test_a_missing_journal_is_an_error(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        journal.read(tmp_path / journal.FILE_NAME)

@@ -1,0 +1,189 @@
+"""The report tells the planted story."""
+
+import pytest
+import synthetic
+
+from jaxgoodput.goodput.search import BatchConfig
+from jaxgoodput.observe import journal
+from jaxgoodput.observe.events import Checkpoint, EvalEnd, FitEnd
+from jaxgoodput.observe.journal import Journal
+from jaxgoodput.observe.report import report, sparkline, table
+from jaxgoodput.text import compact
+
+
+def section(text, title):
+    """The lines of one section."""
+    lines = text.splitlines()
+    start = lines.index(title)
+    rest = lines[start + 2 :]
+    end = rest.index("") if "" in rest else len(rest)
+    return rest[:end]
+
+
+def row(text, title, first):
+    """The cells of the table row that starts with `first`."""
+    (line,) = [line for line in section(text, title) if line.split()[:1] == [first]]
+    return [cell.strip() for cell in line.split("  ") if cell.strip()]
+
+
+@pytest.fixture
+def planted(tmp_path, clock):
+    """100 steps at 64, 300 at 512 = 32 x 8 x 2; killed at 450, resumed from 400."""
+    large = BatchConfig(micro_batch_size=32, num_micro_batches=2, num_replicas=8)
+    writer = Journal(tmp_path, clock=clock)
+    writer.write(synthetic.fit_start())
+    samples = at_checkpoint = 0
+    for step in range(10, 451, 10):
+        config = synthetic.START if step <= 100 else large
+        samples += 10 * config.global_batch_size
+        clock.advance(1.0)
+        writer.write(synthetic.window(step, step * 2.0, samples, config, slow=1.25, seconds=1.0))
+        if step == 100:
+            writer.write(synthetic.tune_end(100, 200.0, synthetic.START))
+        if step == 400:
+            at_checkpoint = samples
+            writer.write(Checkpoint(step=400, seconds=0.25))
+    clock.advance(60.0)
+    writer.write(synthetic.fit_start(step=400, progress=800.0, restart=1, config=large))
+    writer.write(
+        EvalEnd(step=400, progress=800.0, at_s=9.0, seconds=1.0, metrics={"accuracy": 0.98765})
+    )
+    writer.write(Checkpoint(step=400, seconds=0.5, error="No space left on device"))
+    one = synthetic.window(
+        410, 820.0, at_checkpoint + 5120, large, slow=1.25, seconds=1.0, skipped_steps=7
+    )
+    writer.write(one)
+    writer.write(
+        FitEnd(
+            step=410,
+            progress=820.0,
+            samples=at_checkpoint + 5120,
+            seconds=100.0,
+            reason="done",
+            buckets_s={"compilation": 30.0, "evaluation": 10.0, "productive": 60.0},
+        )
+    )
+    writer.close()
+    return tmp_path, one
+
+
+def test_the_time_adds_up(planted):
+    text = report(planted[0])
+    assert row(text, "Where the time went", "productive")[1:3] == ["1 min 00 s", "60.0%"]
+    assert row(text, "Where the time went", "compilation")[1:3] == ["30 s", "30.0%"]
+    assert row(text, "Where the time went", "evaluation")[1:3] == ["10 s", "10.0%"]
+    assert row(text, "Where the time went", "total")[1:3] == ["1 min 40 s", "100.0%"]
+    bars = {
+        name: row(text, "Where the time went", name)[3].count("█")
+        for name in ("productive", "compilation", "evaluation")
+    }
+    assert bars == {"productive": 18, "compilation": 9, "evaluation": 3}
+
+
+def test_the_batches_are_those_that_were_used_and_kept(planted):
+    workdir, one = planted
+    text = report(workdir)
+    small = row(text, "Batch sizes", "64")
+    # 100 steps of 64 samples, 10 of 41 kept windows; the model is a fifth too fast (1 / 1.25).
+    assert small[1:5] == ["8 x 8 x 1", "100", "6.4k", "24.4%"]
+    assert small[7] == "-20.0%"
+    large = row(text, "Batch sizes", "512")
+    # The 50 steps that the restart undid are not counted: 300 + 10.
+    assert large[1:5] == ["32 x 8 x 2", "310", "159k", "75.6%"]
+    assert large[7] == "-20.0%"
+    assert large[8] == compact(one.throughput)
+
+
+def test_verdicts_come_with_their_reasons(planted):
+    lines = section(report(planted[0]), "Verdicts")
+    assert lines[0].startswith("1 verdicts, 1 changes; error of the last fit 7.0%")
+    assert "inter_base" in lines[0]
+    assert lines[1].startswith("step 100: change: 64 -> ")
+
+
+def test_incidents_are_told(planted):
+    lines = section(report(planted[0]), "Restarts, checkpoints, skipped steps")
+    assert lines[0] == (
+        "restart 1: resumed at step 400, 50 step(s) undone, 1 min 00 s after the last record"
+    )
+    assert lines[1] == "step 400: checkpoint failed: No space left on device"
+    assert lines[2].startswith("1 checkpoint(s), the loop stood still for 250 ms in all")
+    assert lines[3].startswith("7 update(s) skipped")
+    assert "accuracy" in report(planted[0]) and "0.9877" in report(planted[0])
+
+
+def test_the_header_says_what_ran_and_how_it_ended(planted):
+    workdir, _ = planted
+    lines = section(report(workdir), "Run")
+    assert f"workdir   {workdir}" in lines
+    assert "devices   8 x cpu, 1 process(es)" in lines
+    assert "outcome   done" in lines
+    assert any("step 410, 820 base steps of 4k" in line for line in lines)
+
+
+def test_a_run_that_was_killed_or_goes_on_is_reported_too(tmp_path, clock):
+    writer = Journal(tmp_path, clock=clock)
+    synthetic.run(writer.write, clock, steps=100, end=False)
+    writer.close()
+    path = tmp_path / journal.FILE_NAME
+    path.write_bytes(path.read_bytes()[:-5])
+    text = report(tmp_path)
+    assert "still running, or killed" in text
+    assert "no end recorded yet" in text
+    assert "unfinished journal line(s) left out: 13" in text
+
+
+def test_a_run_without_a_window_is_reported(tmp_path, clock):
+    writer = Journal(tmp_path, clock=clock)
+    writer.write(synthetic.fit_start())
+    writer.close()
+    assert "8 x cpu" in report(tmp_path)
+
+
+def test_unknown_values_are_dashes(tmp_path, clock):
+    writer = Journal(tmp_path, clock=clock)
+    writer.write(synthetic.fit_start())
+    nan = float("nan")
+    writer.write(
+        synthetic.window(
+            10, 1.0, 640, known=False, measured_step_s=nan, efficiency=nan, goodput_measured=nan
+        )
+    )
+    writer.close()
+    assert row(report(tmp_path), "Batch sizes", "64")[5:] == ["-", "-", "-", "2.5k", "-", "-"]
+
+
+def test_many_changes_are_shortened(tmp_path, clock):
+    writer = Journal(tmp_path, clock=clock)
+    writer.write(synthetic.fit_start())
+    for step in range(1, 41):
+        writer.write(synthetic.tune_end(step, 300.0, synthetic.START))
+    writer.close()
+    lines = section(report(tmp_path), "Verdicts")
+    assert lines[0].startswith("40 verdicts, 40 changes")
+    assert "  ... 28 more ..." in lines
+    assert lines[-1].startswith("step 40:")
+
+
+def test_errors_say_what_to_pass(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no folder .*--workdir"):
+        report(tmp_path / "nowhere")
+    with pytest.raises(FileNotFoundError, match="holds no goodput.jsonl.*--workdir"):
+        report(tmp_path)
+    (tmp_path / journal.FILE_NAME).write_text('{"event": "Checkpoint", "step": 3}\n')
+    with pytest.raises(ValueError, match="1 record.*no start of a run"):
+        report(tmp_path)
+
+
+def test_a_sparkline_rises_with_its_values_and_keeps_its_width():
+    assert sparkline([float(i) for i in range(1, 9)]) == "▁▂▃▄▅▆▇█"
+    assert len(sparkline([1.0] * 500)) == 60
+    assert sparkline([1.0, float("nan"), 2.0]) == "▁ █"
+    assert sparkline([1.0, 10.0, 100.0], log=True) == "▁▅█"
+    assert sparkline([0.0, 1.0, 2.0], log=True) == " ▁█"
+    assert sparkline([]) == ""
+
+
+def test_a_table_is_as_wide_as_its_widest_cells():
+    lines = table(("a", "b"), [("x" * 9, "1"), ("y", "2" * 5)]).splitlines()
+    assert [len(line) for line in lines] == [16] * 4

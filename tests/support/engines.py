@@ -1,0 +1,158 @@
+"""Small engines, and batches placed on their devices, for the tests of the engine."""
+
+import functools
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxgoodput.engine.engine import Engine
+from jaxgoodput.engine.step import Problem, init_state
+from jaxgoodput.optim import learning_rate as rules
+from jaxgoodput.optim.adaptive import adaptive
+from jaxgoodput.parallel.strategy import Strategy
+
+T = TypeVar("T")
+
+DIM = 5
+BASE = 8
+SAMPLE = {
+    "x": jax.ShapeDtypeStruct((DIM,), jnp.float32),
+    "y": jax.ShapeDtypeStruct((), jnp.float32),
+    "weight": jax.ShapeDtypeStruct((), jnp.float32),
+}
+
+
+def linear_init(key):
+    return {"w": jax.random.normal(key, (DIM,)), "b": jnp.zeros(())}
+
+
+def residual(params, batch):
+    return batch["x"] @ params["w"] + params["b"][None] - batch["y"]
+
+
+def per_sample(params, batch, key):
+    return residual(params, batch) ** 2 / 2
+
+
+def make(
+    loss=per_sample,
+    *,
+    init=linear_init,
+    tx=None,
+    rule=rules.none,
+    replicas=1,
+    strategy=None,
+    sample=None,
+    loss_and_state=None,
+    smoothing=0.999,
+    labels=None,
+    base=BASE,
+    num_std_errors=1.0,
+    **problem,
+):
+    """An engine over `replicas` virtual devices, or those of another strategy."""
+    strategy = strategy or Strategy(data=replicas)
+
+    def stateless(params, model_state, batch, key):
+        return loss(params, batch, key), model_state
+
+    return Engine(
+        Problem(
+            init=init,
+            loss_and_state=loss_and_state or stateless,
+            tx=adaptive(
+                tx or optax.sgd(0.1),
+                rule,
+                base_batch_size=base,
+                labels=labels,
+                smoothing=smoothing,
+                num_std_errors=num_std_errors,
+            ),
+            base_batch_size=base,
+            labels=labels,
+            **problem,
+        ),
+        strategy.on(jax.devices()[: strategy.num_devices]),
+        sample or SAMPLE,
+    )
+
+
+@functools.cache
+def _init(engine):
+    # What Engine.init does, which compiles anew at every call: a run needs it once, a test often.
+    shardings = jax.tree.map(lambda x: x.sharding, engine.abstract_state())
+    return jax.jit(lambda key: init_state(engine.problem, key), out_shardings=shardings)
+
+
+def start(engine, key):
+    """A fresh state."""
+    return _init(engine)(jax.device_put(key, engine.layout.replicated))
+
+
+def samples(rng, count):
+    """Random samples of the linear problem, whose weights are token counts."""
+    return {
+        "x": rng.standard_normal((count, DIM)).astype(np.float32),
+        "y": rng.standard_normal(count).astype(np.float32),
+        "weight": rng.integers(1, 5, count).astype(np.float32),
+    }
+
+
+def put(engine, rows, mask=None):
+    """A global micro-batch and its mask on the engine's devices."""
+    count = len(jax.tree.leaves(rows)[0])
+    mask = np.ones(count, np.float32) if mask is None else np.asarray(mask, np.float32)
+    return jax.device_put((rows, mask), engine.layout.batch_sharding)
+
+
+def cut(rows, parts):
+    """The rows in `parts` equal runs."""
+    pieces = [np.split(x, parts) for x in jax.tree.leaves(rows)]
+    structure = jax.tree.structure(rows)
+    return [jax.tree.unflatten(structure, piece) for piece in zip(*pieces, strict=True)]
+
+
+def run(engine, state, micro_batches, *, fused=True, previous=None, measure=True):
+    """One step over (rows, mask) pairs; the new state and the metrics by name."""
+    placed = [put(engine, *m) if isinstance(m, tuple) else put(engine, m) for m in micro_batches]
+    work = None
+    if not fused or len(placed) > 1:
+        work = engine.begin(state)
+        for batch, mask in placed[: len(placed) - fused]:
+            work = engine.accumulate(work, batch, mask)
+    if fused:
+        state, metrics, _ = engine.step(
+            state, work, *placed[-1], measure=measure, previous=previous
+        )
+    else:
+        state, metrics = engine.apply(state, work)
+    return state, engine.read(metrics)
+
+
+def known(value: T | None) -> T:
+    """The value, which is there."""
+    assert value is not None
+    return value
+
+
+def host(tree):
+    """A copy on the host; keys as their numbers."""
+
+    def get(x):
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            x = jax.random.key_data(x)
+        return np.array(x)
+
+    return jax.tree.map(get, tree)
+
+
+def assert_same_bits(a, b):
+    jax.tree.map(np.testing.assert_array_equal, host(a), host(b))
+
+
+def assert_close(a, b, **tolerance):
+    tolerance = {"rtol": 2e-5, "atol": 1e-6, **tolerance}
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, **tolerance), host(a), host(b))

@@ -1,0 +1,189 @@
+"""Trainers small enough that a whole run takes a second, and hooks that remember what they saw."""
+
+import atexit
+import functools
+import shutil
+import tempfile
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxgoodput.goodput.search import BatchLimits
+from jaxgoodput.optim import learning_rate as rules
+from jaxgoodput.train.config import Config
+from jaxgoodput.train.loop import Run
+from jaxgoodput.train.trainer import Trainer
+
+NUM_SAMPLES = 96
+WIDTH = 4
+
+
+@functools.cache
+def compilations():
+    """One folder of compiled steps for all runs of the session: most of them are the same."""
+    folder = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def config(workdir, **settings):
+    """A quiet run of a fixed batch of 16, compiled once, without accumulation."""
+    settings.setdefault("batch", BatchLimits(base=16, max=64, micro=(1, 64)))
+    quiet = {
+        "policy": "fixed",
+        "accumulate": False,
+        "background_compile": False,
+        "tensorboard": False,
+        "progress": False,
+        "compilation_cache": compilations(),
+        "statistics_every": 1,
+    }
+    if settings.keys().isdisjoint({"epochs", "base_steps"}):
+        quiet["epochs"] = 2
+    return Config(workdir=str(workdir), **{**quiet, **settings})
+
+
+def rows(num_samples=NUM_SAMPLES, *, offset=3.0, seed=1):
+    """Samples around `offset`, with the noise of a unit normal."""
+    noise = np.random.default_rng(seed).normal(size=(num_samples, WIDTH))
+    return {"x": (offset + noise).astype(np.float32)}
+
+
+class Mean(Trainer):
+    """Learns the mean of its samples: strongly convex, and its gradient noise is known (the width)."""
+
+    def __init__(self, config, *, data=None, tx=None, width=WIDTH, **options):
+        super().__init__(config, **options)
+        self.data = rows() if data is None else data
+        self.tx = optax.sgd(0.05) if tx is None else tx
+        self.width = width
+
+    def init(self, key):
+        return {"w": jnp.zeros(self.width)}
+
+    def loss(self, params, batch, key):
+        return 0.5 * jnp.sum((params["w"][None] - batch["x"]) ** 2, axis=-1)
+
+    def optimizer(self):
+        return self.tx
+
+    def dataset(self):
+        return self.data
+
+
+class Evaluated(Mean):
+    """`Mean` with held-out samples, a number of them that no batch divides."""
+
+    def eval_dataset(self):
+        return rows(37, seed=2)
+
+    def metrics(self, params, batch):
+        return {
+            "first": batch["x"][:, 0],
+            "distance": jnp.linalg.norm(params["w"][None] - batch["x"], axis=-1),
+        }
+
+
+def add_times_seen():
+    """An optimizer that adds, to every entry, how often its sample was in the batch.
+
+    For a loss that is minus the entry of each sample, the gradient of an entry is minus its share of
+    the batch; the smallest share that is not 0 belongs to the samples that were there once.
+    """
+
+    def update(updates, state, params=None):
+        def times(g):
+            shares = -g
+            once = jnp.min(jnp.where(shares > 0, shares, jnp.inf))
+            return jnp.round(shares / once)
+
+        return jax.tree.map(times, updates), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+class Counting(Mean):
+    """`Mean`, which besides counts on the device how often each sample was applied."""
+
+    def __init__(self, config, *, num_samples=NUM_SAMPLES, **options):
+        super().__init__(
+            config, data={**rows(num_samples), "id": np.arange(num_samples)}, **options
+        )
+        self.num_samples = num_samples
+        self.tx = optax.multi_transform(
+            {"model": self.tx, "count": add_times_seen()}, {"w": "model", "count": "count"}
+        )
+
+    def init(self, key):
+        return {**super().init(key), "count": jnp.zeros(self.num_samples)}
+
+    def loss(self, params, batch, key):
+        mean = super().loss({"w": params["w"]}, batch, key)
+        own = params["count"][batch["id"]]
+        # In value nothing, in gradient minus one.
+        return mean + jax.lax.stop_gradient(own) - own
+
+
+def counting_config(workdir, **settings):
+    """The gain would multiply the counts: no rule."""
+    return config(workdir, rule=rules.none, **settings)
+
+
+class Recorder:
+    """A hook that keeps every event, in order; `then` is called with each `StepEnd`."""
+
+    def __init__(self, then=None):
+        self.events = []
+        self.threads = set()
+        self._then = then
+
+    def of(self, kind):
+        """The events of one class."""
+        return [e for e in self.events if isinstance(e, kind)]
+
+    def _keep(self, event):
+        self.events.append(event)
+        self.threads.add(threading.get_ident())
+
+    def on_step_end(self, event):
+        self._keep(event)
+        if self._then is not None:
+            self._then(event)
+
+    on_fit_start = on_window = on_tune_end = on_eval_end = _keep
+    on_reshard = on_checkpoint = on_preempt = on_fit_end = _keep
+
+
+def same(a, b):
+    """Whether two states are equal to the bit."""
+    plain = lambda x: jax.random.key_data(x) if _is_key(x) else x  # noqa: E731
+    left, right = (jax.tree.map(lambda x: np.asarray(plain(x)), t) for t in (a, b))
+    return jax.tree.structure(left) == jax.tree.structure(right) and all(
+        x.dtype == y.dtype and x.tobytes() == y.tobytes()
+        for x, y in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True)
+    )
+
+
+def _is_key(x):
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def in_step(monkeypatch):
+    """Makes the loop wait for its hooks before every step.
+
+    What a hook asks for at the end of step n then holds for step n + 1.
+    """
+    obey, start = Run._obey, {}
+
+    def wait_and_obey(run, result):
+        watcher = run.watcher
+        if result is not None or run.state is not start.setdefault(run, run.state):
+            with watcher._done:
+                watcher._done.wait_for(lambda: run.step in watcher._results or watcher.error)
+        run.analyst.flush()
+        return obey(run, result)
+
+    monkeypatch.setattr(Run, "_obey", wait_and_obey)

@@ -1,0 +1,380 @@
+"""When the batch changes, and when it does not: a table of cases, and what holds in all of them."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from jaxgoodput.goodput.efficiency import GradParams
+from jaxgoodput.goodput.fit import PerfFit, StepTimings
+from jaxgoodput.goodput.model import GoodputModel
+from jaxgoodput.goodput.perf import PerfParams, Placement, step_time
+from jaxgoodput.goodput.search import BatchConfig, BatchLimits
+from jaxgoodput.tune.batch import Caution, fixed_config, residuals_of, statistics_cadence, tune
+
+NAN = math.nan
+# A micro-batch costs 10 ms plus 0.1 ms per sample: larger batches are far faster per sample.
+PERF = PerfParams(
+    compute_base=0.01,
+    compute_per_sample=1e-4,
+    intra_base=0.002,
+    intra_per_replica=1e-4,
+    inter_base=NAN,
+    inter_per_replica=NAN,
+    overlap=2.0,
+    update_s=0.001,
+)
+LIMITS = BatchLimits(base=32, max=4096, micro=(8, 1024), max_micro_batches=4)
+NOISY = GradParams(sqr=1e-3, var=10.0)  # noise scale 320,000: a larger batch is nearly free
+QUIET = GradParams(sqr=10.0, var=1e-3)  # a larger batch is nearly useless
+UNKNOWN = GradParams(sqr=NAN, var=NAN)
+BOLD = Caution(min_gain=0.05, dwell_steps=0, max_growth=4.0)
+READY = (8, 16, 32, 64, 128, 256, 512, 1024)
+
+
+def fitted(perf=PERF):
+    return PerfFit(
+        params=perf, error=0.01, unidentified=(), links=("none",), num_rows=3, max_replicas=1
+    )
+
+
+def at(micro, count=1, replicas=1):
+    return BatchConfig(micro_batch_size=micro, num_micro_batches=count, num_replicas=replicas)
+
+
+def decide(
+    grad=NOISY,
+    *,
+    fit=None,
+    current=None,
+    limits=LIMITS,
+    caution=BOLD,
+    ready=READY,
+    timed=(16, 32),
+    since=1000,
+    placement=None,
+    **kind,
+):
+    current = current or at(32)
+    return tune(
+        fit or fitted(),
+        grad,
+        placement or Placement(num_nodes=1, num_replicas=current.num_replicas),
+        limits,
+        current,
+        ready=ready,
+        timed=timed,
+        steps_since_change=since,
+        caution=caution,
+        **kind,
+    )
+
+
+# -- cases -------------------------------------------------------------------------------------------
+
+
+def test_nothing_changes_before_there_are_step_times():
+    verdict = tune(
+        None,
+        NOISY,
+        Placement(num_nodes=1, num_replicas=1),
+        LIMITS,
+        at(32),
+        ready=READY,
+        steps_since_change=1000,
+        caution=BOLD,
+        statistics_every=7,
+    )
+    assert verdict.config == at(32) and "no step times" in verdict.reason
+    assert verdict.gain == 1.0 and math.isnan(verdict.goodput) and verdict.statistics_every == 7
+
+
+@pytest.mark.parametrize(
+    ("what", "reason"),
+    [
+        ({"grad": UNKNOWN}, "too few gradient-noise samples"),
+        ({"grad": GradParams(sqr=1.0, var=NAN)}, "too few gradient-noise samples"),
+        ({"since": 19, "caution": dataclasses.replace(BOLD, dwell_steps=20)}, "19 steps since"),
+        ({"grad": QUIET}, "32 samples is the best there is"),
+        ({"ready": (), "accumulate": False}, "is the best there is"),
+        ({"caution": dataclasses.replace(BOLD, min_gain=9.0)}, "below the 900%"),
+        ({"caution": dataclasses.replace(BOLD, switch_s=60.0, horizon_s=30.0)}, "earn back"),
+        # Step times of one replica say nothing about two: not a guess, and not an error.
+        (
+            {"fit": fitted(dataclasses.replace(PERF, intra_base=NAN)), "current": at(16, 1, 2)},
+            "tell",
+        ),
+    ],
+    ids=[
+        "noise",
+        "variance",
+        "dwell",
+        "best",
+        "nothing-ready",
+        "min-gain",
+        "price",
+        "unknown-link",
+    ],
+)
+def test_the_batch_stays(what, reason):
+    verdict = decide(**what)
+    assert verdict.config == what.get("current", at(32))
+    assert verdict.reason.startswith("keep") and reason in verdict.reason
+    assert verdict.gain == 1.0
+
+
+def test_noise_makes_the_batch_grow_and_says_why():
+    verdict = decide()
+    assert verdict.config == at(128) and verdict.reason.startswith("change: 32 -> 128 samples")
+    model = GoodputModel(perf=PERF, grad=NOISY, base_batch_size=32)
+    placement = Placement(num_nodes=1, num_replicas=1)
+    best, now = (float(model.goodput(placement, m)) for m in (128, 32))
+    np.testing.assert_allclose([verdict.goodput, verdict.gain], [best, best / now], rtol=1e-6)
+
+
+def test_the_batch_shrinks_where_the_signal_is_clear():
+    below = dataclasses.replace(LIMITS, min_global=8)
+    cheap = dataclasses.replace(PERF, compute_base=1e-5, update_s=0.0)
+    verdict = decide(QUIET, fit=fitted(cheap), limits=below, current=at(512))
+    assert verdict.config.global_batch_size < 32
+
+
+def test_a_dwell_ends():
+    caution = dataclasses.replace(BOLD, dwell_steps=20)
+    assert decide(since=20, caution=caution).config != at(32)
+
+
+def test_a_price_is_paid_where_it_comes_back_in_time():
+    gain = decide().gain
+    payback = 1 / (1 - 1 / gain)  # of a switch of one second
+    for factor, switches in ((0.99, False), (1.01, True)):
+        caution = dataclasses.replace(BOLD, switch_s=10.0, horizon_s=10.0 * payback * factor)
+        assert (decide(caution=caution).config != at(32)) is switches
+
+
+def test_one_timed_size_is_followed_by_a_probe_of_another():
+    verdict = decide(timed=(32,))
+    assert verdict.config == at(128) and verdict.reason.startswith("probe")
+    assert math.isnan(verdict.goodput)
+    assert decide(timed=(), ready=(8, 16)).config != at(16), "below the smallest batch"
+    # As far away as growth is allowed, no farther: the batch never grows faster than max_growth allows.
+    assert decide(timed=(32,), ready=(1024,), accumulate=False).config == at(32)
+    assert decide(timed=(32, 64)).reason.startswith("change")
+
+
+@pytest.mark.parametrize("scale, probes", [(0.49, False), (0.51, True)])
+def test_a_probe_must_pay_if_time_grew_as_the_square_root_of_the_batch(scale, probes):
+    # A fourfold batch, twice the time: worth it from half the efficiency on, where
+    # (N + 32) / (N + 128) = 1.05 / 2.
+    break_even = (1.05 * 128 - 2 * 32) / (2 - 1.05)
+    grad = GradParams(sqr=1.0, var=break_even / 32 * (2 * scale))
+    assert decide(grad, timed=(32,)).reason.startswith("probe") is probes
+
+
+def test_what_was_measured_goes_before_the_model():
+    # By the model 128 is far better than 32; it was seen to take four times as long as modelled.
+    for off, grows in ((1.0, True), (4.0, False)):
+        verdict = decide(ready=(32, 128), timed=(32, 128), residuals=((32, 1.0), (128, off)))
+        assert (verdict.config.micro_batch_size == 128) == grows, verdict.reason
+
+
+def test_residuals_come_from_this_placement_and_from_sizes_that_were_timed():
+    here, sizes = Placement(num_nodes=1, num_replicas=1), np.array([32, 64, 128, 32])
+    replicas = np.array([1, 1, 1, 2])
+    modelled = np.asarray(step_time(PERF, here, sizes))
+    unknown = np.full(4, NAN)
+    timings = StepTimings(
+        num_nodes=np.ones(4, int),
+        num_replicas=replicas,
+        micro_batch_size=sizes,
+        accumulate_s=unknown,
+        reduce_s=unknown,
+        update_s=unknown,
+        step_s=modelled * np.array([2.0, NAN, 0.5, 9.0]),
+    )
+    assert residuals_of(PERF, here, timings, {32, 64}) == ((32, pytest.approx(2.0)),)
+    found = residuals_of(PERF, here, timings, {32, 64, 128})
+    model = GoodputModel(perf=PERF, grad=NOISY, base_batch_size=32, residuals=found)
+    assert [float(model.residual(m)) for m in (16, 32, 64, 128, 512)] == pytest.approx(
+        [2.0, 2.0, 1.0, 0.5, 0.5]
+    )
+
+
+def test_doubt_asks_more_of_a_change_and_nothing_of_a_trial():
+    home, doubtful = at(32), dataclasses.replace(BOLD, doubt=9.0)
+    assert decide().gain < 10
+    assert decide(caution=doubtful).config == home
+    tried = decide(caution=doubtful, current=at(128), tried_from=home, timed=(32, 128))
+    assert tried.config.micro_batch_size >= 128, tried.reason
+
+
+def test_only_ready_sizes_are_chosen():
+    assert decide(ready=(48,), accumulate=False).config == at(48)
+    # Two micro-batches of what is ready, rather than one of what is not.
+    several = decide(dataclasses.replace(NOISY), ready=(32,)).config
+    assert several.micro_batch_size == 32 and several.num_micro_batches > 1
+
+
+def test_growth_is_capped_below_the_base_too():
+    limits = dataclasses.replace(LIMITS, min_global=8, base=512)
+    verdict = decide(current=at(8), limits=limits)
+    assert verdict.config.global_batch_size == 32
+
+
+sizes = st.lists(st.integers(1, 300), min_size=0, max_size=6)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    sqr=st.floats(0, 100, width=32),  # what a device reports
+    var=st.floats(0, 1000, width=32),
+    base=st.integers(1, 300),
+    factor=st.integers(1, 50),
+    micros=st.integers(1, 8),
+    below=st.none() | st.floats(0.05, 1),
+    replicas=st.sampled_from([1, 2, 3, 8]),
+    micro=st.integers(1, 100),
+    count=st.integers(1, 8),
+    ready=sizes,
+    timed=sizes,
+    growth=st.floats(1.1, 10),
+    accumulate=st.booleans(),
+    since=st.integers(0, 40),
+)
+def test_no_verdict_ever_leaves_the_limits(
+    sqr,
+    var,
+    base,
+    factor,
+    micros,
+    below,
+    replicas,
+    micro,
+    count,
+    ready,
+    timed,
+    growth,
+    accumulate,
+    since,
+):
+    limits = BatchLimits(
+        base=base,
+        max=base * factor,
+        micro=(1, 300),
+        min_global=None if below is None else max(1, int(base * below)),
+        max_micro_batches=micros,
+    )
+    current = at(micro, count, replicas)
+    assume(limits.smallest <= current.global_batch_size <= limits.max)
+    assume(count <= (micros if accumulate else 1))
+    caution = Caution(min_gain=0.05, dwell_steps=20, max_growth=growth)
+    verdict = decide(
+        GradParams(sqr=sqr, var=var),
+        current=current,
+        limits=limits,
+        caution=caution,
+        ready=ready,
+        timed=timed,
+        since=since,
+        accumulate=accumulate,
+    )
+    config = verdict.config
+    assert limits.smallest <= config.global_batch_size <= limits.max
+    assert config.global_batch_size <= current.global_batch_size * growth
+    assert 1 <= config.num_micro_batches <= (micros if accumulate else 1)
+    assert config.micro_batch_size in {*ready, micro} and config.num_replicas == replicas
+    if config != current:
+        assert since >= 20
+        assert verdict.reason.startswith("probe") or verdict.gain >= 1.05
+    else:
+        assert verdict.reason.startswith("keep")
+
+
+# -- a fixed batch -----------------------------------------------------------------------------------
+
+
+def test_a_fixed_batch_takes_the_fewest_micro_batches():
+    assert fixed_config(96, 8, largest_micro=8) == at(6, 2, 8)
+    assert fixed_config(96, 8, largest_micro=100) == at(12, 1, 8)
+    assert fixed_config(97, 1, largest_micro=8) == at(1, 97, 1)
+    assert fixed_config(103, 8, largest_micro=100, tolerance=0.05) == at(13, 1, 8)
+
+
+@pytest.mark.parametrize(
+    ("base", "replicas", "largest", "most", "near"),
+    [
+        (100, 8, 100, 16, "96 and 104"),
+        (5, 8, 100, 16, "8"),
+        (97, 1, 8, 16, "96 and 98"),
+        (4096, 1, 8, 16, "128"),
+        (97, 2, 8, 16, "96 and 98"),
+    ],
+)
+def test_a_batch_that_cannot_be_cut_is_refused_with_those_that_can(
+    base, replicas, largest, most, near
+):
+    with pytest.raises(ValueError, match=f"batch of {base} samples.* that can are {near}: "):
+        fixed_config(base, replicas, largest, max_micro_batches=most)
+    for size in map(int, near.split(" and ")):
+        config = fixed_config(size, replicas, largest, max_micro_batches=most)
+        assert config.global_batch_size == size and config.micro_batch_size <= largest
+
+
+def test_no_memory_for_a_single_sample_is_refused():
+    with pytest.raises(ValueError, match="not even one sample.*memory_bytes"):
+        fixed_config(32, 1, largest_micro=0)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    base=st.integers(1, 2000),
+    replicas=st.integers(1, 16),
+    largest=st.integers(1, 200),
+    most=st.integers(1, 32),
+    tolerance=st.sampled_from([0.0, 0.02, 0.2]),
+)
+def test_a_fixed_batch_is_the_base_within_tolerance_or_an_error(
+    base, replicas, largest, most, tolerance
+):
+    try:
+        config = fixed_config(base, replicas, largest, tolerance=tolerance, max_micro_batches=most)
+    except ValueError:
+        exact = [
+            k
+            for k in range(1, most + 1)
+            if base % (replicas * k) == 0 and base <= replicas * k * largest
+        ]
+        assert not exact
+        return
+    assert abs(config.global_batch_size - base) <= tolerance * base + 1e-9
+    assert config.micro_batch_size <= largest and config.num_micro_batches <= most
+    if config.global_batch_size == base:
+        fewer = range(1, config.num_micro_batches)
+        assert not any(
+            base % (replicas * k) == 0 and base // (replicas * k) <= largest for k in fewer
+        )
+
+
+# -- how often to measure ----------------------------------------------------------------------------
+
+
+def test_cheap_or_unknown_statistics_are_measured_at_every_step():
+    for plain, measured in ((0.1, 0.1005), (0.1, 0.09), (NAN, 0.1), (0.1, NAN)):
+        assert statistics_cadence(plain, measured, overhead=0.02) == 1
+
+
+@settings(deadline=None)
+@given(
+    plain=st.floats(1e-4, 1),
+    extra=st.floats(0, 3),
+    overhead=st.floats(0.005, 0.5),
+)
+def test_statistics_cost_no_more_than_their_share(plain, extra, overhead):
+    measured = plain * (1 + extra)
+    every = statistics_cadence(plain, measured, overhead=overhead)
+    assert 1 <= every <= 64
+    share = (measured / plain - 1) / every  # one of every `every` steps is a measured one
+    assert share <= overhead * (1 + 1e-6) or every == 64
