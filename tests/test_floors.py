@@ -26,10 +26,7 @@ MOST_FILES = 15  # in a folder, beside `__init__.py`
 
 # What was there when the floors were drawn; these may only shrink.
 UPWARD = {
-    ("tune.batch", "observe.events"),
     ("tune.books", "train.choices"),
-    ("tune.strategy", "observe.events"),
-    ("tune.tuner", "observe.events"),
 }
 FOR_TYPES_ONLY = ["train.loop", "train.prepare", "train.setup"]
 IN_A_CIRCLE = {"train.ladders", "train.loop", "train.prepare", "train.setup", "train.trainer"}

@@ -8,17 +8,7 @@ from jaxgoodput.data.cursor import Cursor
 from jaxgoodput.goodput.efficiency import GradParams
 from jaxgoodput.goodput.fit import PerfFit, StepTimings
 from jaxgoodput.goodput.search import BatchConfig, BatchLimits
-
-
-@dataclass(frozen=True, kw_only=True)
-class Verdict:
-    """A decision about the batch, and why."""
-
-    config: BatchConfig
-    goodput: float  # predicted, useful samples/s; NaN while the model is unknown
-    gain: float  # predicted goodput over that of keeping the current configuration
-    reason: str
-    statistics_every: int = 1  # steps between two measurements of the gradient noise
+from jaxgoodput.tune.verdict import Verdict
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ from jaxgoodput.goodput.fit import PerfFit, StepTimings
 from jaxgoodput.goodput.model import GoodputModel
 from jaxgoodput.goodput.perf import PerfParams, Placement, step_time
 from jaxgoodput.goodput.search import BatchConfig, BatchLimits, best_batch
-from jaxgoodput.observe.events import Verdict
+from jaxgoodput.tune.verdict import Verdict
 
 
 class Indivisible(ValueError):

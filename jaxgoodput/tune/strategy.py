@@ -15,8 +15,8 @@ from jaxgoodput.goodput.fit import PerfFit
 from jaxgoodput.goodput.model import GoodputModel
 from jaxgoodput.goodput.perf import Placement
 from jaxgoodput.goodput.search import BatchConfig, BatchLimits
-from jaxgoodput.observe.events import Verdict
 from jaxgoodput.tune.batch import Caution
+from jaxgoodput.tune.verdict import Verdict
 
 
 @dataclass(frozen=True, kw_only=True)

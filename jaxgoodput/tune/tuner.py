@@ -16,9 +16,9 @@ from jaxgoodput.goodput.efficiency import GradParams
 from jaxgoodput.goodput.fit import PerfFit, StepTimings, fit_perf_params
 from jaxgoodput.goodput.perf import Placement
 from jaxgoodput.goodput.search import BatchConfig, BatchLimits
-from jaxgoodput.observe.events import Verdict
 from jaxgoodput.tune.batch import Caution, residuals_of, tune
 from jaxgoodput.tune.strategy import Known, Option, choose_strategy, judge_trial
+from jaxgoodput.tune.verdict import Verdict
 
 PROBE_STEPS = 8  # at a size, or under a strategy, that is being tried
 

@@ -18,9 +18,9 @@ from jaxgoodput.observe.events import (
     Preempt,
     Resharded,
     TuneEnd,
-    Verdict,
     Window,
 )
+from jaxgoodput.tune.verdict import Verdict
 
 PERF = PerfParams(
     compute_base=0.004,

@@ -11,13 +11,14 @@ from problems import Mean, Recorder, config, in_step, rows
 
 from jaxgoodput.engine.engine import Engine
 from jaxgoodput.goodput.search import BatchLimits
-from jaxgoodput.observe.events import StepEnd, TuneEnd, Verdict
+from jaxgoodput.observe.events import StepEnd, TuneEnd
 from jaxgoodput.train.control import DEPTH
 from jaxgoodput.train.loop import Run
 from jaxgoodput.train.rungs import Rungs
 from jaxgoodput.train.watcher import Watcher
 from jaxgoodput.tune import tuner
 from jaxgoodput.tune.tuner import Answer
+from jaxgoodput.tune.verdict import Verdict
 
 LIMIT_S = 60.0  # after which something hangs
 

@@ -11,9 +11,9 @@ from jaxgoodput.goodput.efficiency import GradParams
 from jaxgoodput.goodput.fit import PerfFit
 from jaxgoodput.goodput.perf import PerfParams, Placement
 from jaxgoodput.goodput.search import BatchConfig, BatchLimits
-from jaxgoodput.observe.events import Verdict
 from jaxgoodput.tune.batch import Caution
 from jaxgoodput.tune.strategy import Known, Option, best_of, choose_strategy, judge_trial
+from jaxgoodput.tune.verdict import Verdict
 
 GRAD = GradParams(sqr=1.0, var=4.0)
 LIMITS = BatchLimits(base=64, max=512, micro=(1, 64), max_micro_batches=4)
