@@ -1,0 +1,344 @@
+"""Thirty steps of each kind of model give, bit for bit, the losses and parameters recorded earlier.
+
+The record is `golden_losses.json` beside this file. Bits depend on the compiler and on the processor's
+instructions, so it has one entry for each pair of them; a machine without an entry compares within a
+tolerance, and the ids of its tests end in `tolerance` instead of `bits`.
+
+    python tests/train/test_golden_losses.py --record
+
+adds an entry for this machine, or replaces it, which is right only where a change of the numbers is
+meant. Everything here goes through promised names, so that it outlives changes of what is behind them.
+"""
+
+import functools
+import hashlib
+import importlib.metadata
+import json
+import os
+import pathlib
+import platform
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxgoodput as jg
+
+WIDTH, HIDDEN = 16, 64  # their product is the smallest matrix that a strategy cuts
+BATCH, EPOCHS = 32, 2
+NUM_SAMPLES = 477  # 30 batches in two epochs, the last of them padded
+NUM_STEPS = 30
+NUM_PROCESSES, DEVICES_PER_PROCESS = 2, 4
+LIMIT_S = 300.0
+
+RECORD = pathlib.Path(__file__).with_name("golden_losses.json")
+STRATEGIES = {s.name: s for s in (jg.Strategy(data=8), jg.Strategy(fsdp=8))}
+STRATEGIES["fsdp4.tensor2"] = jg.Strategy(fsdp=4, tensor=2)
+
+
+# -- the kinds of model ------------------------------------------------------------------------------
+
+
+class Losses(jg.Hook):
+    """Keeps the loss of every step, and the last statistics of the gradient noise."""
+
+    def __init__(self):
+        self.losses: list[float] = []
+        self.noise: dict[str, float] = {}
+
+    def on_step_end(self, event, /):
+        self.losses.append(event.metrics["loss"])
+        self.noise = {name: event.metrics[name] for name in ("grad_sqr", "grad_var")}
+
+
+def waves(shape, amplitude):
+    """Numbers without a pattern that matters: random ones take long to compile."""
+    return amplitude * jnp.sin(jnp.arange(1.0, 1 + shape[0] * shape[1])).reshape(shape)
+
+
+class Regression(jg.Trainer):
+    """Two matrices that strategies cut, and a vector that they do not."""
+
+    def init(self, key) -> Any:
+        return {
+            "up": {"kernel": waves((WIDTH, HIDDEN), 0.3), "bias": jnp.zeros(HIDDEN)},
+            "down": {"kernel": waves((HIDDEN, WIDTH), 0.1)},
+        }
+
+    def loss(self, params, batch, key):
+        return self.errors(params, batch, self.hidden(params, batch))
+
+    def hidden(self, params, batch):
+        x = batch["x"].astype(params["up"]["kernel"].dtype)
+        return jnp.tanh(x @ params["up"]["kernel"] + params["up"]["bias"][None])
+
+    def errors(self, params, batch, hidden):
+        return jnp.mean((hidden @ params["down"]["kernel"] - batch["y"]) ** 2, axis=-1)
+
+    def optimizer(self):
+        return optax.sgd(optax.cosine_decay_schedule(0.1, NUM_STEPS), momentum=0.9)
+
+    def dataset(self):
+        x = np.random.default_rng(1).normal(size=(NUM_SAMPLES, WIDTH)).astype(np.float32)
+        return {"x": x, "y": np.abs(x)}
+
+
+class Random(Regression):
+    """Random at the start and in every step: its bits hold those of the keys. Adam measures otherwise."""
+
+    def init(self, key):
+        params = super().init(key)
+        shape = params["up"]["kernel"].shape
+        params["up"]["kernel"] = jax.random.normal(key, shape) / 4
+        return params
+
+    def loss(self, params, batch, key):
+        hidden = self.hidden(params, batch)
+        kept = jax.random.bernoulli(key, 0.9, hidden.shape)
+        return self.errors(params, batch, jnp.where(kept, hidden, 0))
+
+    def optimizer(self):
+        return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.01))
+
+
+class Frozen(Regression):
+    """A matrix does not train."""
+
+    def trainable(self, params):
+        return {"up": {"kernel": False, "bias": True}, "down": {"kernel": True}}
+
+
+class Network(nn.Module):
+    @nn.compact
+    def __call__(self, x, train):
+        x = nn.Dense(HIDDEN, kernel_init=lambda key, shape, dtype: waves(shape, 0.3))(x)
+        x = nn.BatchNorm(use_running_average=not train, momentum=0.8)(x)
+        return nn.Dense(WIDTH, kernel_init=lambda key, shape, dtype: waves(shape, 0.1))(nn.relu(x))
+
+
+MODEL = jg.from_linen(Network(), train_kwargs={"train": True}, predict_kwargs={"train": False})
+
+
+class Normalised(Regression):
+    """Batch normalisation, whose averages are mutable state."""
+
+    def init(self, key):
+        return MODEL.init(key, jnp.zeros((1, WIDTH)))
+
+    def loss_and_state(self, params, model_state, batch, key):
+        out, model_state = MODEL.train(params, model_state, key, batch["x"])
+        return jnp.mean((out - batch["y"]) ** 2, axis=-1), model_state
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """A trainer, what is special in its configuration, and how far other machines may be from it."""
+
+    trainer: type[jg.Trainer]
+    compute_dtype: str | None = None
+    num_micro_batches: int = 1
+    rtol: float = 1e-3
+
+
+KINDS = {
+    "plain": Kind(trainer=Random),
+    "batchnorm": Kind(trainer=Normalised),
+    "bfloat16": Kind(trainer=Regression, compute_dtype="bfloat16", rtol=5e-2),
+    "frozen": Kind(trainer=Frozen, num_micro_batches=2),  # accumulates, besides
+}
+
+
+# -- a run and its record ----------------------------------------------------------------------------
+
+
+def trained(kind: Kind, workdir: str, strategy: jg.Strategy | None = None) -> dict[str, Any]:
+    """What is recorded of one run: numbers in hexadecimal, digests of what it ends with.
+
+    Without a strategy it is data parallelism over all devices of all processes; only the first process
+    hears of losses.
+    """
+    replicas = jax.device_count() if strategy is None else strategy.num_replicas
+    config = jg.Config(
+        workdir=workdir,
+        # The largest micro-batch that is allowed is the one that a fixed batch is made of.
+        batch=jg.BatchLimits(
+            base=BATCH, max=BATCH, micro=(1, BATCH // replicas // kind.num_micro_batches)
+        ),
+        epochs=EPOCHS,
+        strategies=() if strategy is None else (strategy,),
+        policy="fixed",
+        accumulate=kind.num_micro_batches > 1,
+        compute_dtype=kind.compute_dtype,
+        statistics_every=2,  # steps that measure, and steps that do not
+        warm_up_steps=1_000_000,
+        background_compile=False,
+        compilation_cache=None,
+        tensorboard=False,
+        progress=False,
+        save_at_end=False,
+    )
+    seen = Losses()
+    state = kind.trainer(config, hooks=[seen]).fit()
+    return {
+        "losses": " ".join(float(loss).hex() for loss in seen.losses),
+        "noise": {name: float(value).hex() for name, value in seen.noise.items()},
+        "params": digest(state.params),
+        "model_state": digest(state.model_state),
+    }
+
+
+def digest(tree: Any) -> str:
+    """SHA-256 over the bytes of all leaves."""
+    return hashlib.sha256(
+        b"".join(np.asarray(x).tobytes() for x in jax.tree.leaves(tree))
+    ).hexdigest()
+
+
+ENDS = ("params", "model_state")
+
+
+def in_two_processes(out: pathlib.Path) -> dict[str, dict[str, Any]]:
+    """The runs of all kinds in two processes, whose final parameters must be the same in both."""
+    command = [sys.executable, "-m", "jaxgoodput.cli", "run"]
+    command += ["--nproc-per-node", str(NUM_PROCESSES)]
+    command += ["--devices-per-process", str(DEVICES_PER_PROCESS)]
+    command += ["--", "python", __file__, "--worker", str(out)]
+    finished = subprocess.run(
+        command,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,  # the workers die with the launcher
+    )
+    assert finished.returncode == 0, f"{finished.stdout}\n{finished.stderr}"
+    chief, peer = (json.loads((out / f"{rank}.json").read_text()) for rank in range(NUM_PROCESSES))
+    for name in KINDS:
+        assert [chief[name][k] for k in ENDS] == [peer[name][k] for k in ENDS], name
+    return chief
+
+
+@functools.cache
+def recorded() -> Mapping[str, Mapping[str, Any]]:
+    """Machine -> run -> what was recorded of it; empty where nothing was."""
+    return json.loads(RECORD.read_text()) if RECORD.exists() else {}
+
+
+@functools.cache
+def machine() -> str:
+    """What bits depend on: the compiler's version, and the processor as the compiler sees it."""
+    # The name alone says little: virtual machines often call all processors of a vendor the same.
+    names = ("vendor_id", "cpu family", "model", "model name", "flags", "Features")
+    try:
+        lines = pathlib.Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
+    except FileNotFoundError:
+        lines = [f"model name: {platform.processor()} {platform.machine()}"]
+    fields = {name.strip(): text for name, _, text in (line.partition(":") for line in lines)}
+    told = [[name, *sorted(fields[name].split())] for name in names if name in fields]
+    fingerprint = hashlib.sha256(json.dumps(told).encode()).hexdigest()[:12]
+    return f"jaxlib {importlib.metadata.version('jaxlib')}, cpu {fingerprint}"
+
+
+def check(kind: Kind, run: str, got: Mapping[str, Any]) -> None:
+    """Compare a run with its record: by bits where this machine has one, else within a tolerance."""
+    losses = got["losses"].split()
+    assert len(losses) == NUM_STEPS
+    if machine() in recorded():
+        wanted = recorded()[machine()][run]
+        steps = zip(losses, wanted["losses"].split(), strict=True)
+        others = [step for step, (a, b) in enumerate(steps, 1) if a != b]
+        assert not others, f"{run}: the losses of steps {others} have other bits"
+        assert got == wanted
+        return
+    other, runs = next(iter(recorded().items()))
+    print(f"{run}: no bits are recorded for {machine()}; compared with {other}, rtol {kind.rtol}")
+    wanted = [float.fromhex(loss) for loss in runs[run]["losses"].split()]
+    np.testing.assert_allclose([float.fromhex(loss) for loss in losses], wanted, rtol=kind.rtol)
+
+
+def compared(*parts: str) -> str:
+    """The id of a test."""
+    return "-".join([*parts, "bits" if machine() in recorded() else "tolerance"])
+
+
+# -- the tests ---------------------------------------------------------------------------------------
+
+# Random keys and accumulation take long to compile where parameters are cut.
+SLOW = [(s, k) for s in STRATEGIES if s != "data8" for k in ("plain", "frozen")]
+
+
+@pytest.mark.parametrize(
+    "strategy, kind",
+    [
+        pytest.param(s, k, id=compared(s, k), marks=pytest.mark.slow if (s, k) in SLOW else ())
+        for s in STRATEGIES
+        for k in KINDS
+    ],
+)
+def test_the_losses_of_one_process_are_those_recorded(tmp_path, strategy, kind):
+    got = trained(KINDS[kind], str(tmp_path), STRATEGIES[strategy])
+    check(KINDS[kind], f"{strategy} {kind}", got)
+
+
+@pytest.fixture(scope="module")
+def two_processes(tmp_path_factory):
+    return in_two_processes(tmp_path_factory.mktemp("golden"))
+
+
+@pytest.mark.multihost
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [pytest.param(k, id=compared(k)) for k in KINDS])
+def test_the_losses_of_two_processes_are_those_recorded(two_processes, kind):
+    check(KINDS[kind], f"2 processes {kind}", two_processes[kind])
+
+
+# -- recording ---------------------------------------------------------------------------------------
+
+
+def work(out: pathlib.Path) -> None:
+    """What each of several processes does: all kinds, one after the other."""
+    seen = {name: trained(kind, str(out / name)) for name, kind in KINDS.items()}
+    (out / f"{jax.process_index()}.json").write_text(json.dumps(seen))
+
+
+def everything() -> dict[str, dict[str, Any]]:
+    """All runs, in folders of their own."""
+    with tempfile.TemporaryDirectory() as folder:
+        out, runs = pathlib.Path(folder), {}
+        for name, strategy in STRATEGIES.items():
+            for kind in KINDS:
+                workdir = str(out / name / kind)
+                runs[f"{name} {kind}"] = trained(KINDS[kind], workdir, strategy)
+        for kind, run in in_two_processes(out).items():
+            runs[f"2 processes {kind}"] = run
+        return runs
+
+
+def record() -> None:
+    """Write this machine's entry, if its bits are the same in two attempts."""
+    first, second = everything(), everything()
+    if unsteady := [name for name in first if first[name] != second[name]]:
+        raise SystemExit(f"two attempts gave different bits, nothing is recorded: {unsteady}")
+    entries = {**recorded(), machine(): first}
+    RECORD.write_text(json.dumps(entries, indent=1) + "\n")
+    print(f"recorded {len(first)} runs of {jg.__file__} for {machine()}")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--worker"]:
+        work(pathlib.Path(sys.argv[2]))
+    elif sys.argv[1:] == ["--record"]:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", 8)
+        record()
+    else:
+        raise SystemExit("usage: python test_golden_losses.py --record")
