@@ -33,6 +33,6 @@ from jaxgoodput.train.config import Config as Config
 from jaxgoodput.train.config import with_overrides as with_overrides
 from jaxgoodput.train.flax_models import from_linen as from_linen
 from jaxgoodput.train.flax_models import from_nnx as from_nnx
-from jaxgoodput.train.outcome import Diverged as Diverged
-from jaxgoodput.train.outcome import Preempted as Preempted
+from jaxgoodput.train.control import Diverged as Diverged
+from jaxgoodput.train.control import Preempted as Preempted
 from jaxgoodput.train.trainer import Trainer as Trainer

@@ -1,10 +1,11 @@
-"""The analyst keeps the books behind the loop: timings, windows, verdicts, and everyone who is told.
+"""The analyst works behind the loop: timings, windows, verdicts, and everyone who is told.
 
 One thread takes finished steps and other events in order, keeps the timing table, draws a window
 every few seconds, asks the tuner for a verdict when one is due, and calls the hooks. A verdict goes
 to the loop through `Requests`.
 """
 
+import dataclasses
 import math
 import queue
 import statistics
@@ -16,22 +17,22 @@ import numpy as np
 from absl import logging
 
 from jaxgoodput.clock import Clock
+from jaxgoodput.engine.state import StepMetrics
 from jaxgoodput.goodput.efficiency import GradParams, gain
 from jaxgoodput.goodput.fit import PerfFit
 from jaxgoodput.goodput.search import BatchConfig, BatchLimits
 from jaxgoodput.observe import hooks as hooking
-from jaxgoodput.observe.events import FitEnd, StepEnd, TuneEnd
+from jaxgoodput.observe.events import Event, FitEnd, StepEnd, TuneEnd
 from jaxgoodput.optim.noise import MIN_SAMPLES
-from jaxgoodput.train.choices import Choices, Offer
+from jaxgoodput.train.compile_ahead import ReadyStrategies
 from jaxgoodput.train.config import Config
-from jaxgoodput.train.control import DEPTH, Requests
+from jaxgoodput.train.control import DEPTH, Control, Requests
 from jaxgoodput.train.watcher import Result
 from jaxgoodput.train.window import UNKNOWN, window_of
-from jaxgoodput.tune.batch import Caution, hoped_gain, statistics_cadence
-from jaxgoodput.tune.books import Books
-from jaxgoodput.tune.strategy import Option
-from jaxgoodput.tune.timings import MIN_COUNT, TimingKey, TimingTable
-from jaxgoodput.tune.tuner import PROBE_STEPS, Answer, Question, Tuner
+from jaxgoodput.tune.batch import hoped_gain, statistics_cadence
+from jaxgoodput.tune.timings import MIN_COUNT, StrategyTimings, TimingKey, TimingTable
+from jaxgoodput.tune.tuner import Answer, Tuner
+from jaxgoodput.tune.verdict import PROBE_STEPS, Alternative, Caution, Situation
 
 # Once the noise is known, until both kinds of step are timed and can be compared; and while what is
 # known is from before a growth of the batch.
@@ -48,7 +49,7 @@ class Analyst:
     def __init__(
         self,
         config: Config,
-        choices: Choices,
+        strategies: ReadyStrategies,
         *,
         current: BatchConfig,
         requests: Requests,
@@ -60,10 +61,10 @@ class Analyst:
         learning_rate: Callable[[float], float | None],
         dataset_size: int,
         adapt: bool,
-        num_nodes: int = 1,
+        tuner: Callable[..., Tuner] = Tuner,
     ):
         self._config = config
-        self._choices = choices
+        self._strategies = strategies
         self._current = current
         self._requests = requests
         self._may_start = config.background_compile
@@ -76,13 +77,12 @@ class Analyst:
         self._dataset_size = dataset_size
         self._adapt = adapt
         self._lock = threading.Lock()
-        self._books = Books(num_nodes)
+        self._timings = StrategyTimings(num_nodes=1)
         self._every = config.statistics_every or 1  # until the noise is known
         self._changed_at = -config.dwell_steps  # nothing has changed yet that should settle first
         self._switches_s: list[float] = []
-        self._first: tuple[TimingKey, float] | None = (
-            None  # the step after a change, not compared yet
-        )
+        # The step after a change, not compared yet.
+        self._first: tuple[TimingKey, float] | None = None
         self._steps_seen = 0
         self._last_tune_s = clock.now()
         self._last_tune_step = 0
@@ -98,7 +98,7 @@ class Analyst:
         self._tried: set[str] = set()  # strategies that have had their trial
         self._pending = 0  # the step until which a posted change may still be on its way
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._tuner = Tuner(self._queue.put, on_error)
+        self._tuner = tuner(self._queue.put, on_error)
         self._thread = threading.Thread(target=self._run, name="jaxgoodput-analyst", daemon=True)
         self._thread.start()
 
@@ -108,20 +108,20 @@ class Analyst:
         """A step is done."""
         self._queue.put(result)
 
-    def tell(self, event: Any) -> None:
+    def tell(self, event: Event) -> None:
         """Pass an event on to the hooks, after everything that came before it."""
         self._queue.put(event)
 
-    def to_json(self) -> dict[str, Any]:
-        """What must survive a restart: timings, the fit's parameters, the measuring cadence."""
+    def timings(self) -> dict[str, list[dict[str, Any]]]:
+        """Step times by strategy, as JSON values: they must survive a restart, and so must the cadence."""
         with self._lock:
-            return {**self._books.to_json(), "statistics_every": self._every}
+            return self._timings.to_json()
 
-    def restore(self, saved: Mapping[str, Any]) -> None:
-        """Take over what `to_json` wrote. The fit is made again from the timings."""
+    def restore(self, timings: Mapping[str, Any], statistics_every: int) -> None:
+        """Go on with these. Fits are made again from the timings."""
         with self._lock:
-            self._books.restore(saved)
-            self._every = self._config.statistics_every or saved["statistics_every"]
+            self._timings.restore(timings)
+            self._every = self._config.statistics_every or statistics_every
 
     @property
     def statistics_every(self) -> int:
@@ -164,15 +164,15 @@ class Analyst:
 
     def _take(self, result: Result) -> None:
         ticket, metrics = result.ticket, result.metrics
-        finite = bool(metrics["finite"])
+        finite = metrics.is_finite
         if ticket.config != self._current:
             self._current, self._changed_at, self._pending = ticket.config, ticket.step, 0
             self._switches_s = self._switches_s[-8:]
-        plain = self._table.count(self._books.key(ticket.config, measured=False))
-        known = not math.isnan(metrics["cautious_sqr"])
+        plain = self._table.count(self._timings.key(ticket.config, measured=False))
+        known = metrics.noise.is_known
         if self._config.statistics_every is None and self._every == 1 and known and plain < 3:
             self._set_cadence(FIRST_CADENCE)
-        key = self._books.key(ticket.config, measured=ticket.measured)
+        key = self._timings.key(ticket.config, measured=ticket.measured)
         if ticket.timed and finite:
             with self._lock:
                 self._table.add(key, result.parts, ticket.step, busy=ticket.busy)
@@ -186,16 +186,15 @@ class Analyst:
         self._latest, self._disturbed = result, ticket.busy
         self._calm = 0 if ticket.busy else self._calm + 1
         if self._may_start and self._is_compiling_worth_it(metrics):
-            self._choices.start()
+            self._strategies.start()
             self._may_start = False
         self._steps_seen += 1
         self._window.append(result)
-        own = {k: v for k, v in metrics.items() if k not in _INTERNAL}
         hooking.call(
             self._hooks,
             StepEnd(
                 step=ticket.step,
-                progress=metrics["progress"],
+                progress=metrics.progress,
                 samples=ticket.samples,
                 config=ticket.config,
                 num_samples=ticket.num_samples,
@@ -204,7 +203,7 @@ class Analyst:
                 finite=finite,
                 at_s=result.ready_s,
                 seconds=result.parts.step_s if ticket.timed else None,
-                metrics=own,
+                metrics=_told(metrics),
             ),
         )
         now = self._clock.now()
@@ -213,30 +212,30 @@ class Analyst:
         if self._is_tune_due(now, ticket.step):
             self._ask(now, ticket.step)
 
-    def _is_compiling_worth_it(self, metrics: Mapping[str, float]) -> bool:
+    def _is_compiling_worth_it(self, metrics: StepMetrics[float]) -> bool:
         """Whether other batches may save more of the time left than it takes to compile them."""
-        grad = GradParams(sqr=metrics["cautious_sqr"], var=metrics["cautious_var"])
+        grad = metrics.noise.cautious
         most = self._limits.max_micro_batches if self._config.accumulate else 1
-        sizes = self._choices.sizes(self._current.strategy)
+        sizes = self._strategies.sizes(self._current.strategy)
         batches = np.multiply.outer(sizes, np.arange(1, most + 1)) * self._current.num_replicas
         hopes = hoped_gain(grad, self._limits, self._current.global_batch_size, batches)
         hope = float(hopes.max())
         saved_s = self._left_s(metrics, grad) * (1 - 1 / hope) if hope > 1 else 0.0
         price_s = self._compile_s * max(len(sizes) - 1, 1)
         wanted = self._config.policy == "goodput" and hope >= 1 + self._config.min_gain
-        if self._adapt and self._choices.num_strategies > 1 and not math.isnan(grad.sqr):
+        if self._adapt and self._strategies.num_strategies > 1 and metrics.noise.is_known:
             # Nobody knows what another strategy is worth; one that just merits a change must repay all.
-            price_s = self._compile_s * self._choices.num_strategies
+            price_s = self._compile_s * self._strategies.num_strategies
             if self._left_s(metrics, grad) * self._config.min_gain > price_s:
                 return True
         return wanted and saved_s > price_s
 
-    def _left_s(self, metrics: Mapping[str, float], grad: GradParams) -> float:
+    def _left_s(self, metrics: StepMetrics[float], grad: GradParams) -> float:
         """Seconds to the end at the present batch; NaN before any step was timed."""
-        step_s = self._table.step_s(self._books.num_nodes, self._current)
+        step_s = self._table.step_s(self._timings.num_nodes, self._current)
         if self._config.base_steps is not None:
             worth = gain(grad, self._current.global_batch_size / self._limits.base)
-            return (self._config.base_steps - metrics["progress"]) * step_s / float(worth)
+            return (self._config.base_steps - metrics.progress) * step_s / float(worth)
         assert self._config.epochs is not None and self._latest is not None
         left = self._config.epochs * self._dataset_size - self._latest.ticket.samples
         return left / self._current.global_batch_size * step_s
@@ -254,7 +253,7 @@ class Analyst:
             return since_change >= PROBE_STEPS
         if self._last_tune_step < self._changed_at:
             return since_change >= self._config.dwell_steps  # it may want to go further
-        unknown = math.isnan(self._latest.metrics["cautious_sqr"])
+        unknown = not self._latest.metrics.noise.is_known
         if self._was_unknown and not unknown:
             return True  # what was waited for has come
         if self._was_disturbed and not self._disturbed:
@@ -269,111 +268,116 @@ class Analyst:
     def _ask(self, now: float, step: int) -> None:
         """Hand the tuner what it needs for a verdict."""
         assert self._latest is not None
-        metrics, config = self._latest.metrics, self._config
+        metrics, config, current = self._latest.metrics, self._config, self._current
         self._last_tune_s, self._last_tune_step = now, step
-        self._was_unknown = math.isnan(metrics["cautious_sqr"])
+        self._was_unknown = not metrics.noise.is_known
         self._was_disturbed = self._disturbed
-        known = {c: self._books.timed(self._current, clean=c) for c in (True, False)}
-        doubt = self._table.disturbance()
-        grad = GradParams(sqr=metrics["cautious_sqr"], var=metrics["cautious_var"])
-        tried_from = self._tried_from if self._tried_from != self._current else None
-        others = map(self._option, self._choices.offers() if self._adapt else ())
-        options = tuple(o for o in others if o.known or o.config.strategy not in self._tried)
-        home = None
-        if tried_from is not None and tried_from.strategy != self._current.strategy:
-            size = tried_from.micro_batch_size
-            home = self._option(Offer(config=tried_from, ready=(size,), switch_s=0.0))
-        self._tuner.ask(
-            Question(
-                step=step,
-                timings=self._table.timings(step),
-                grad=grad,
-                placement=self._books.placement(self._current),
-                limits=self._limits,
-                current=self._current,
-                ready=self._choices.ready(self._current.strategy),
-                timed=known[not self._disturbed],
-                clean=known[True],
-                disturbed=self._disturbed,
-                steps_since_change=step - self._changed_at,
-                caution=Caution(
-                    min_gain=config.min_gain,
-                    doubt=(UNKNOWN_DOUBT if math.isnan(doubt) else doubt) * self._disturbed,
-                    dwell_steps=PROBE_STEPS if self._probing else config.dwell_steps,
-                    max_growth=config.max_growth,
-                    switch_s=statistics.median(self._switches_s) if self._switches_s else 0.0,
-                ),
-                accumulate=config.accumulate,
-                statistics_every=self._cadence(),
-                adapt=self._adapt,
-                tried_from=tried_from,
-                options=options,
-                home=home,
-                left_s=self._left_s(metrics, grad),
-                step_s=self._table.step_s(self._books.num_nodes, self._current),
+        grad, doubt = metrics.noise.cautious, self._table.disturbance()
+        clean = self._timings.timed(current, clean=True)
+        here = Alternative(
+            config=current,
+            limits=self._limits,
+            placement=self._timings.placement(current),
+            ready=self._strategies.ready(current.strategy),
+            timed=clean if not self._disturbed else self._timings.timed(current, clean=False),
+            fit=self._fit,
+        )
+        others = map(self._timings.known, self._strategies.others() if self._adapt else ())
+        situation = Situation(
+            step=step,
+            here=here,
+            home=self._home(here),
+            others=tuple(o for o in others if o.fit or o.config.strategy not in self._tried),
+            grad=grad,
+            timings=self._table.timings(step),
+            clean=clean,
+            disturbed=self._disturbed,
+            steps_since_change=step - self._changed_at,
+            caution=Caution(
+                min_gain=config.min_gain,
+                doubt=(UNKNOWN_DOUBT if math.isnan(doubt) else doubt) * self._disturbed,
+                dwell_steps=PROBE_STEPS if self._probing else config.dwell_steps,
+                max_growth=config.max_growth,
+                switch_s=statistics.median(self._switches_s) if self._switches_s else 0.0,
+            ),
+            accumulate=config.accumulate,
+            statistics_every=self._cadence(),
+            adapt=self._adapt,
+            left_s=self._left_s(metrics, grad),
+            step_s=self._table.step_s(self._timings.num_nodes, current),
+        )
+        self._tuner.ask(situation)
+
+    def _home(self, here: Alternative) -> Alternative | None:
+        """What was in use before the probe that the present configuration is."""
+        config = self._tried_from
+        if config is None or config == here.config:
+            return None
+        if config.strategy == here.config.strategy:
+            return dataclasses.replace(here, config=config)
+        return self._timings.known(
+            Alternative(
+                config=config,
+                limits=self._strategies.limits(config.strategy),
+                placement=self._timings.placement(config),
+                ready=(config.micro_batch_size,),
             )
         )
-
-    def _option(self, offer: Offer) -> Option:
-        return self._books.option(offer, self._choices.limits(offer.config.strategy))
 
     @property
     def _table(self) -> TimingTable:
         """The step times of the strategy in use."""
-        return self._books.table(self._current.strategy)
+        return self._timings.table(self._current.strategy)
 
     @property
     def _limits(self) -> BatchLimits:
-        return self._choices.limits(self._current.strategy)
+        return self._strategies.limits(self._current.strategy)
 
     @property
     def _fit(self) -> PerfFit | None:
-        return self._books.fits.get(self._current.strategy)
+        return self._timings.fits.get(self._current.strategy)
 
     def _conclude(self, found: Answer) -> None:
         """Pass a verdict on to the loop and to whoever watches."""
-        question, verdict = found.question, found.verdict
+        situation, verdict = found.situation, found.verdict
+        here, current = situation.here, situation.current
         with self._lock:
-            self._books.fits[question.current.strategy] = found.fit
+            self._timings.fits[current.strategy] = here.fit
         # A verdict on a configuration that is no longer in use is void.
-        switched = verdict.config != question.current and question.current == self._current
+        switched = verdict.config != current and current == self._current
+        home = None if situation.home is None else situation.home.config
         if switched:
-            self._requests.post(
-                micro_batch_size=verdict.config.micro_batch_size,
-                num_micro_batches=verdict.config.num_micro_batches,
-                strategy=verdict.config.strategy,
-            )
+            self._requests.post(Control(batch=verdict.config))
             # A size that was never timed is on trial, whatever the model hopes of it. Where everything
             # is timed beside a compilation, nothing is learned from a trial that will not change.
-            returns = verdict.config == question.tried_from
-            same = verdict.config.strategy == question.current.strategy
-            untimed = same and verdict.config.micro_batch_size not in question.timed
-            self._probing = not returns and (
-                math.isnan(verdict.goodput) or (untimed and not question.disturbed)
+            same = verdict.config.strategy == current.strategy
+            untimed = same and verdict.config.micro_batch_size not in here.timed
+            self._probing = verdict.config != home and (
+                math.isnan(verdict.goodput) or (untimed and not situation.disturbed)
             )
-            self._tried_from = question.current if self._probing else None
+            self._tried_from = current if self._probing else None
             self._tried.add(verdict.config.strategy)
             self._pending = self._steps_ahead()
-            logging.info("step %d: %s", question.step, verdict.reason)
-        elif question.current == self._current:
+            logging.info("step %d: %s", situation.step, verdict.reason)
+        elif current == self._current:
             self._probing = False
-            if question.tried_from is not None and verdict.gain > 1:
+            if home is not None and verdict.gain > 1:
                 self._tried_from = None  # the probe has earned its place
         if verdict.statistics_every != self._every:
             self._set_cadence(verdict.statistics_every)
         hooking.call(
             self._hooks,
             TuneEnd(
-                step=question.step,
-                before=question.current,
+                step=situation.step,
+                before=current,
                 verdict=verdict,
-                fit=found.fit,
-                timings=question.timings,
-                grad=question.grad,
-                num_nodes=self._books.num_nodes,
-                num_replicas=question.current.num_replicas,
+                fit=here.fit,
+                timings=situation.timings,
+                grad=situation.grad,
+                num_nodes=here.placement.num_nodes,
+                num_replicas=current.num_replicas,
                 limits=self._limits,
-                residuals=found.residuals,
+                residuals=here.residuals,
                 switched=switched,
             ),
         )
@@ -385,15 +389,15 @@ class Analyst:
     def _set_cadence(self, every: int) -> None:
         with self._lock:
             self._every = every
-        self._requests.post(statistics_every=every)
+        self._requests.post(Control(statistics_every=every))
 
     def _cadence(self) -> int:
         if self._config.statistics_every is not None:
             return self._config.statistics_every
-        if self._latest is None or math.isnan(self._latest.metrics["cautious_sqr"]):
+        if self._latest is None or not self._latest.metrics.noise.is_known:
             return 1  # until the noise is known, nothing is worth more than to know it
-        plain = self._books.key(self._current, measured=False)
-        measured = self._books.key(self._current, measured=True)
+        plain = self._timings.key(self._current, measured=False)
+        measured = self._timings.key(self._current, measured=True)
         if min(self._table.count(plain), self._table.count(measured)) < 3:
             return FIRST_CADENCE
         cadence = statistics_cadence(
@@ -402,7 +406,7 @@ class Analyst:
             overhead=self._config.statistics_overhead,
         )
         # After the batch has grown, what is known is from before: renew it soon.
-        stale = self._latest.metrics["newest_noise_samples"] < MIN_SAMPLES
+        stale = self._latest.metrics.noise.newest_samples < MIN_SAMPLES
         return min(cadence, FIRST_CADENCE) if stale else cadence
 
     def _draw(self) -> None:
@@ -410,22 +414,37 @@ class Analyst:
         now = self._clock.now()
         results, self._window = self._window, []
         seconds, self._window_start_s = now - self._window_start_s, now
-        rate = self._learning_rate(results[-1].metrics["progress"])
+        rate = self._learning_rate(results[-1].metrics.progress)
         hooking.call(
             self._hooks,
             window_of(
                 results,
                 seconds,
                 limits=self._limits,
-                placement=self._books.placement(self._current),
+                placement=self._timings.placement(self._current),
                 fit=self._fit,
                 learning_rate=UNKNOWN if rate is None else float(rate),
                 statistics_every=self._every,
-                memory_limit=self._choices.memory_limit(self._current.strategy),
+                memory_limit=self._strategies.memory_limit(self._current.strategy),
                 total_base_steps=self._config.base_steps,
                 total_samples=(self._config.epochs or 0) * self._dataset_size,
             ),
         )
 
 
-_INTERNAL = frozenset({"finite", "skipped_in_a_row", "groups", "samples", "progress"})
+def _told(metrics: StepMetrics[float]) -> dict[str, float]:
+    """What hooks hear of a step, by name."""
+    noise = metrics.noise
+    return {
+        "loss": metrics.loss,
+        "grad_norm": metrics.grad_norm,
+        "gain": metrics.gain,
+        "skipped": metrics.num_skipped,
+        "grad_sqr": noise.sqr,
+        "grad_var": noise.var,
+        "cautious_sqr": noise.cautious_sqr,
+        "cautious_var": noise.cautious_var,
+        "noise_samples": noise.num_samples,
+        "newest_noise_samples": noise.newest_samples,
+        **{f"aux/{name}": value for name, value in metrics.aux.items()},
+    }

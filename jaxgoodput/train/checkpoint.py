@@ -1,7 +1,7 @@
 """Checkpoints: Orbax, asynchronous, atomic, the last few kept, restored onto any layout and any devices.
 
 `<workdir>/checkpoints/<step>/state` holds the device values, `/meta` everything the host knows
-(cursor, samples, timings, fit, batch configuration, ledger) as JSON. A save that fails costs nothing:
+(`CheckpointMeta`) as JSON. A save that fails costs nothing:
 training goes on, the older checkpoints stay, and the error is reported. A checkpoint that cannot be
 read is named, set aside, and the one before it is used.
 
@@ -12,12 +12,11 @@ The state is the same in every process: process 0 writes, everyone reads for its
 ever waits inside Orbax for another, which may have failed.
 """
 
-import contextlib
-import logging as std_logging
+import dataclasses
 import pathlib
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import jax
@@ -28,13 +27,74 @@ from absl import logging
 from jax.experimental import multihost_utils
 from jaxtyping import PyTree
 
+from jaxgoodput.data.cursor import Cursor
 from jaxgoodput.engine.state import TrainState
+from jaxgoodput.goodput.search import BatchConfig
 
 T = TypeVar("T")
 
 
+VERSION = 1  # of the metadata
+
+
 class WrongWorkdirError(ValueError):
     """The workdir holds checkpoints of another model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointMeta:
+    """Everything that the host knows and a restart needs."""
+
+    step: int
+    """Updates attempted."""
+    samples: int
+    """Real samples applied since the first run began."""
+    cursor: Cursor
+    """Where in the data to go on."""
+    batch: BatchConfig
+    """In use when it was saved."""
+    timings: Mapping[str, Any]
+    """Step times by strategy: `StrategyTimings.to_json`."""
+    statistics_every: int
+    """Steps between two noise measurements, as last decided."""
+    ledger: Mapping[str, Any]
+    """Where the time went: `TimeLedger.to_json`."""
+    leaves: Mapping[str, Any] = field(default_factory=dict)
+    """Path -> [shape, dtype] of every leaf of the state."""
+    version: int = VERSION
+    """Of this form."""
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values."""
+        plain = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return {**plain, "cursor": self.cursor.to_json(), "batch": dataclasses.asdict(self.batch)}
+
+    @classmethod
+    def from_json(cls, saved: Mapping[str, Any]) -> "CheckpointMeta":
+        """What `to_json` wrote, or a version of this package before there were versions.
+
+        Raises KeyError, TypeError or ValueError where it is neither.
+        """
+        saved = dict(saved)
+        version = saved.get("version", 0)
+        if version > VERSION:
+            raise ValueError(
+                f"its metadata has version {version}, this program reads up to {VERSION}: resume with the "
+                "version of jaxgoodput that wrote it, or a newer one"
+            )
+        if version == 0:
+            analyst = saved.pop("analyst")
+            timings = analyst["timings"]
+            # A run from before there were strategies has one table.
+            saved["timings"] = timings if isinstance(timings, Mapping) else {"": timings}
+            saved["statistics_every"] = analyst["statistics_every"]
+            saved.pop("progress", None)
+        saved["cursor"] = Cursor.from_json(saved["cursor"])
+        saved["batch"] = BatchConfig(**saved["batch"])
+        saved["version"] = VERSION
+        if "leaves" not in saved:
+            raise KeyError("its metadata does not say which leaves it holds")
+        return cls(**saved)
 
 
 @dataclass(frozen=True)
@@ -42,8 +102,7 @@ class Restored:
     """What a checkpoint gave back."""
 
     state: TrainState
-    meta: Mapping[str, Any]
-    step: int
+    meta: CheckpointMeta
 
 
 class Checkpoints:
@@ -63,7 +122,7 @@ class Checkpoints:
         """The newest complete step, None where there is none."""
         return self._manager.latest_step()
 
-    def save(self, state: TrainState, meta: Mapping[str, Any]) -> str | None:
+    def save(self, state: TrainState, meta: CheckpointMeta) -> str | None:
         """Hand the state to the writer; returns once the values are copied off the devices.
 
         Returns None, or what went wrong with this save or the one before it.
@@ -71,14 +130,14 @@ class Checkpoints:
         if jax.process_index() != 0:
             return None
         error = self.error()
-        step = self._writing = int(meta["step"])
+        step = self._writing = meta.step
         if self._manager.latest_step() == step:
             return error
-        meta = {**meta, "leaves": describe(state)}
+        meta = dataclasses.replace(meta, leaves=describe(state))
         try:
             args = ocp.args.Composite(
                 state=ocp.args.StandardSave(self._outward(state)),  # pyright: ignore[reportCallIssue]
-                meta=ocp.args.JsonSave(meta),  # pyright: ignore[reportCallIssue]
+                meta=ocp.args.JsonSave(meta.to_json()),  # pyright: ignore[reportCallIssue]
             )
             if not self._manager.save(step, args=args, force=True):
                 return f"step {step}: Orbax declined to save it"
@@ -103,7 +162,7 @@ class Checkpoints:
         self._everywhere(True)
         return error
 
-    def restore(self, abstract_for: Callable[[Mapping[str, Any]], TrainState]) -> Restored | None:
+    def restore(self, abstract_for: Callable[[CheckpointMeta], TrainState]) -> Restored | None:
         """The newest checkpoint that can be read; None where there is none.
 
         `abstract_for`, given what the host saved, says of every leaf its shape, type and sharding, which
@@ -120,7 +179,7 @@ class Checkpoints:
             assert meta is not None
             # What it raises is about the present settings, not about the checkpoint.
             abstract = abstract_for(meta)
-            mismatch = differences(meta["leaves"], describe(abstract))
+            mismatch = differences(meta.leaves, describe(abstract))
             if mismatch:
                 raise WrongWorkdirError(
                     f"the checkpoint {self._directory / str(step)} is of another model: "
@@ -135,7 +194,7 @@ class Checkpoints:
                 raise failure  # the checkpoint is sound, the devices are too small
             if self._everywhere(failure is None):
                 assert state is not None
-                return Restored(state=state, meta=meta, step=step)
+                return Restored(state=state, meta=meta)
             self._set_aside(step, failure)
         return None
 
@@ -171,15 +230,10 @@ class Checkpoints:
             return self._failed(failure)
         return None
 
-    def _read_meta(self, step: int) -> Mapping[str, Any]:
+    def _read_meta(self, step: int) -> CheckpointMeta:
         """What the host saved; raises where the checkpoint is damaged."""
-        meta = self._manager.restore(
-            step,
-            args=ocp.args.Composite(meta=ocp.args.JsonRestore()),  # pyright: ignore[reportCallIssue]
-        )["meta"]
-        if "leaves" not in meta:
-            raise KeyError("its metadata does not say which leaves it holds")
-        return meta
+        args = ocp.args.Composite(meta=ocp.args.JsonRestore())  # pyright: ignore[reportCallIssue]
+        return CheckpointMeta.from_json(self._manager.restore(step, args=args)["meta"])
 
     def _read_state(self, step: int, abstract: TrainState) -> TrainState:
         """What the devices held; raises where the checkpoint is damaged."""
@@ -253,22 +307,6 @@ def _attempt(read: Callable[[], T]) -> tuple[T | None, Exception | None]:
         return read(), None
     except Exception as error:
         return None, error
-
-
-@contextlib.contextmanager
-def quiet_writer() -> Iterator[None]:
-    """Leave out what Orbax and JAX's cache log below a warning: many lines, none for a user."""
-
-    def worth_reading(record: Any) -> bool:
-        chatty = "orbax" in record.pathname or "compilation_cache" in record.pathname
-        return record.levelno >= std_logging.WARNING or not chatty
-
-    handler = logging.get_absl_handler()
-    handler.addFilter(worth_reading)
-    try:
-        yield
-    finally:
-        handler.removeFilter(worth_reading)
 
 
 def describe(state: PyTree) -> dict[str, list[Any]]:

@@ -6,14 +6,31 @@ the reduction of a step; the sum is known to everyone before step + `DEPTH` is d
 effect there: no further message, no further collective, and never a different answer.
 """
 
+import dataclasses
 import threading
 from dataclasses import dataclass
 
 import numpy as np
 
+from jaxgoodput.goodput.search import BatchConfig
+from jaxgoodput.train.config import Config
+
 # A step is dispatched once the step this many before it is done: one runs, one waits behind it.
 DEPTH = 2
 CONTROL_SIZE = 8
+
+
+class Preempted(SystemExit):
+    """The run was asked to stop; its state is saved. Exit code 143: it wants a restart."""
+
+    def __init__(self, step: int, signal_name: str):
+        super().__init__(143)
+        self.step = step
+        self.signal_name = signal_name
+
+
+class Diverged(RuntimeError):
+    """Too many updates in a row had a loss or gradient that was not finite."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,11 +41,21 @@ class Control:
     finish: bool = False  # end as if complete
     save: bool = False
     evaluate: bool = False
-    micro_batch_size: int | None = None
-    num_micro_batches: int | None = None
-    strategy: str | None = None  # of that batch; in one process
+    batch: BatchConfig | None = None  # to use from now on; another strategy in one process only
     statistics_every: int | None = None
     num_ready: int = 0  # sizes compiled or refused, summed over processes
+
+    def also(self, later: "Control") -> "Control":
+        """Both; of two batches or cadences the later one."""
+        return Control(
+            stop=self.stop or later.stop,
+            finish=self.finish or later.finish,
+            save=self.save or later.save,
+            evaluate=self.evaluate or later.evaluate,
+            batch=later.batch or self.batch,
+            statistics_every=later.statistics_every or self.statistics_every,
+            num_ready=self.num_ready + later.num_ready,
+        )
 
 
 class Requests:
@@ -39,35 +66,54 @@ class Requests:
         self._wish = Control()
         self.signal: str | None = None  # what asked to stop, for the record
 
-    def post(self, **wishes: object) -> None:
-        """Ask for something: any field of `Control`."""
+    def post(self, wish: Control) -> None:
+        """Ask for something."""
         with self._lock:
-            self._wish = Control(**{**vars(self._wish), **wishes})  # pyright: ignore[reportArgumentType]
+            self._wish = self._wish.also(wish)
 
     def interrupt(self, signal: str) -> None:
         """Ask to save and stop. Safe inside a signal handler: takes no lock."""
         self.signal = signal
 
-    def take(self, *, num_ready: int = 0) -> Control:
+    def take(self) -> Control:
         """All wishes since the last call."""
         with self._lock:
             wish, self._wish = self._wish, Control()
-        fields = {**vars(wish), "num_ready": num_ready}
-        if self.signal is not None:
-            fields["stop"] = True
-        return Control(**fields)
+        return wish if self.signal is None else dataclasses.replace(wish, stop=True)
+
+
+class Due:
+    """Which checkpoints and evaluations are due by time or progress; remembers when each was asked for."""
+
+    def __init__(self, config: Config, now_s: float, progress: float):
+        self._config = config
+        self._save_s = self._evaluate_s = now_s
+        self._progress = progress
+
+    def asked(self, now_s: float, progress: float | None) -> Control:
+        """The wishes of this moment; `progress` None: not known yet."""
+        config, save, evaluate = self._config, False, False
+        if now_s - self._save_s >= config.checkpoint_every_s:
+            self._save_s, save = now_s, True
+        if config.eval_every_s and now_s - self._evaluate_s >= config.eval_every_s:
+            self._evaluate_s, evaluate = now_s, True
+        every = config.eval_every_base_steps
+        if every and progress and progress - self._progress >= every:
+            self._progress, evaluate = progress, True
+        return Control(save=save, evaluate=evaluate)
 
 
 def encode(control: Control) -> np.ndarray:
     """The vector that is summed over processes, float32 `[CONTROL_SIZE]`."""
+    batch = control.batch
     return np.asarray(
         [
             control.stop,
             control.finish,
             control.save,
             control.evaluate,
-            control.micro_batch_size or 0,
-            control.num_micro_batches or 0,
+            0 if batch is None else batch.micro_batch_size,
+            0 if batch is None else batch.num_micro_batches,
             control.statistics_every or 0,
             control.num_ready,
         ],
@@ -75,16 +121,18 @@ def encode(control: Control) -> np.ndarray:
     )
 
 
-def decode(total: np.ndarray) -> Control:
-    """The agreed control. Configurations come from process 0 alone, so their sum is theirs."""
+def decode(total: np.ndarray, current: BatchConfig) -> Control:
+    """The agreed control. Batches come from process 0 alone, so their sum is theirs; else as `current`."""
     stop, finish, save, evaluate, micro, count, every, ready = (int(round(float(x))) for x in total)
+    batch = None
+    if micro and count:
+        batch = dataclasses.replace(current, micro_batch_size=micro, num_micro_batches=count)
     return Control(
         stop=stop > 0,
         finish=finish > 0,
         save=save > 0,
         evaluate=evaluate > 0,
-        micro_batch_size=micro or None,
-        num_micro_batches=count or None,
+        batch=batch,
         statistics_every=every or None,
         num_ready=ready,
     )

@@ -1,4 +1,4 @@
-"""One run: the loop, readable in one sitting, and what surrounds it.
+"""The loop: dispatch step n, look at step n - 2, obey; and what surrounds it, readable in one sitting.
 
 The loop's thread dispatches step n while step n - 1 runs, and looks only at results of steps before
 that; results, windows, the fit and verdicts are dealt with by the watcher and the analyst behind it.
@@ -6,150 +6,162 @@ Whatever is decided elsewhere (a verdict, a stop, a save) arrives as a `Control`
 every process.
 """
 
-import contextlib
 import dataclasses
-import json
-import pathlib
-import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
 
 import jax
+import numpy as np
 from absl import logging
+from jaxtyping import Array
 
-from jaxgoodput._jax import Compilation, listen_for_compilations
+from jaxgoodput.clock import Clock
 from jaxgoodput.data.loader import StepBatch
-from jaxgoodput.engine import memory
-from jaxgoodput.engine.state import Previous, TrainState
+from jaxgoodput.engine.engine import Engine
+from jaxgoodput.engine.state import Previous, StepMetrics, TrainState
+from jaxgoodput.goodput.memory import TooLarge
 from jaxgoodput.goodput.search import BatchConfig
-from jaxgoodput.observe import journal
 from jaxgoodput.observe.badput import TimeLedger
 from jaxgoodput.observe.events import Checkpoint, EvalEnd, FitEnd, FitStart, Preempt, Resharded
 from jaxgoodput.parallel.move import MoveDoesNotFit
-from jaxgoodput.train import process as signals
-from jaxgoodput.train import setup
-from jaxgoodput.train.analyst import PROBE_STEPS, Analyst
-from jaxgoodput.train.checkpoint import quiet_writer
-from jaxgoodput.train.config import to_json
-from jaxgoodput.train.control import DEPTH, Control, Requests, decode, encode
-from jaxgoodput.train.due import Due
-from jaxgoodput.train.outcome import Diverged, Preempted, named
-from jaxgoodput.train.prepare import Start, prepared
-from jaxgoodput.train.rungs import Rungs
+from jaxgoodput.train.analyst import Analyst
+from jaxgoodput.train.checkpoint import CheckpointMeta
+from jaxgoodput.train.compile_ahead import SizeCompiler
+from jaxgoodput.train.config import Config, to_json
+from jaxgoodput.train.control import (
+    DEPTH,
+    Control,
+    Diverged,
+    Due,
+    Preempted,
+    Requests,
+    decode,
+    encode,
+)
+from jaxgoodput.train.prepare import Start
+from jaxgoodput.train.process import Compilations
+from jaxgoodput.train.task import Task
 from jaxgoodput.train.watcher import Result, Ticket, Watcher
-
-if TYPE_CHECKING:
-    from jaxgoodput.train.trainer import Trainer
-
+from jaxgoodput.tune.tuner import Tuner
+from jaxgoodput.tune.verdict import PROBE_STEPS
 
 SETTLED_STEPS = 2 * PROBE_STEPS  # of a size, after which it is more than a trial
 
 
-class Run:
-    """Owns the threads, files and device values of one call of `Trainer.fit`."""
+class Loop:
+    """One call of `Trainer.fit`: owns the state, and the threads behind it."""
 
-    def __init__(self, trainer: "Trainer"):
-        self.trainer = trainer
-        self.config = trainer.config
-        self.clock = trainer.clock
-        self.requests = Requests()
-        self.ledger = TimeLedger(self.clock)
-        self.compilations: list[Compilation] = []
+    def __init__(
+        self,
+        task: Task,
+        config: Config,
+        start: Start,
+        *,
+        requests: Requests,
+        ledger: TimeLedger,
+        compilations: Compilations,
+        clock: Clock,
+        tuner: Callable[..., Tuner] = Tuner,
+    ):
+        self.task = task
+        self.config = config
+        self.start = start
+        self.requests = requests
+        self.ledger = ledger
+        self.compilations = compilations
+        self.clock = clock
+        self.where = start.where
+        self.is_chief = start.where.process_index == 0
+        self.strategies = start.strategies
+        self.checkpoints = start.checkpoints
+        self.loader = start.loader
+        self.evaluator = start.evaluator
+        # What the next step goes on from.
+        self.engine: Engine = start.engine
+        self.state: TrainState = start.state
+        self.batch: BatchConfig = start.batch
+        self.step: int = start.step
+        self.samples: int = start.samples
+        # What the loop remembers between steps.
+        self._previous: Previous | None = None  # gradient, for the noise
+        self._latest: Result | None = None
+        self._untimed = DEPTH  # steps that are not to be timed
+        self._stayed = 0  # steps of the present batch
+        self._outcome: str | None = None  # what ended the run before its end
         self._hook_error: BaseException | None = None
-        self._thread_id = threading.get_ident()
-
-    def fit(self) -> TrainState:
-        """The whole run. See `Trainer.fit` for what it raises."""
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(quiet_writer())
-            stack.enter_context(setup.persistent_cache(self.config))
-            stack.enter_context(setup.prompt_threads())
-            stack.callback(listen_for_compilations(self._compiled))
-            # Before anything that takes long: what is asked during compilation is done at step 0.
-            stack.enter_context(signals.heeded(self.requests))
-            with self.ledger.bucket("training_prep"):
-                self._prepare(stack)
-            return self._train()
-
-    # -- before ----------------------------------------------------------------------------------
-
-    def _prepare(self, stack: contextlib.ExitStack) -> None:
-        start = prepared(self.trainer, stack, self.ledger, self.clock)
-        self.where, self.is_chief = start.where, start.where.process_index == 0
-        self.engine, self.ladders, self.checkpoints = start.engine, start.ladders, start.checkpoints
-        self.loader, self.evaluator = start.loader, start.evaluator
-        self.state, self.batch = start.state, start.batch
-        self.step, self.samples = start.step, start.samples
-        self._progress_before = start.progress
-        self._start_reporting(stack, start)
-        start.where.meet("before the first step")
-
-    def _start_reporting(self, stack: contextlib.ExitStack, start: Start) -> None:
-        config, restored = self.config, start.restored
-        compile_s = self.ledger.snapshot().get("compilation", 0.0)  # of this start alone
-        restart = 0
-        if self.is_chief:
-            saved = None if restored is None else restored.meta["ledger"]
-            self.ledger, restart = journal.resumed(config.workdir, self.ledger, saved, self.clock)
-        hooks: list[Any] = []
-        if self.is_chief:
-            hooks = setup.observers(stack, config, self.ledger, self.clock, self.trainer.hooks)
-            settings = to_json(config)
-            path = pathlib.Path(config.workdir) / "config.json"
-            path.write_text(json.dumps(settings, indent=2) + "\n")
-        self.watcher = Watcher(self._read, self._on_result, self.clock)
+        self._began_s = clock.now()
+        self._due = Due(config, self._began_s, start.progress)
+        if self.where.process_count > 1:
+            self.strategies.settled_everywhere = 0
+        self.watcher = Watcher(self._read, self._on_result, clock)
         self.analyst = Analyst(
             config,
-            self.ladders,
-            current=self.batch,
-            requests=self.requests,
-            compile_s=compile_s,
-            hooks=hooks,
-            clock=self.clock,
+            start.strategies,
+            current=start.batch,
+            requests=requests,
+            compile_s=start.compile_s,
+            hooks=start.hooks,
+            clock=clock,
             on_error=self._hook_failed,
-            book=lambda name, seconds: self.ledger.add(name, seconds),
-            learning_rate=self.trainer.learning_rate,
+            book=ledger.add,
+            learning_rate=task.learning_rate,
             dataset_size=start.dataset_size,
             adapt=self.is_chief and config.policy == "goodput",
+            tuner=tuner,
         )
-        # Last in, first out: results stop before the analyst does, and both before the files close.
-        stack.callback(self.analyst.close)
-        stack.callback(self.watcher.close)
-        if restored is not None:
-            self.analyst.restore(restored.meta["analyst"])
-        self.every = self.analyst.statistics_every
+        if start.restored is not None:
+            self.analyst.restore(start.restored.timings, start.restored.statistics_every)
+        self._every = self.analyst.statistics_every  # steps between two measurements of the noise
+
+    def announce(self) -> None:
+        """Tell the hooks that the run begins."""
+        layout = self.engine.layout
         self.analyst.tell(
             FitStart(
                 step=self.step,
-                progress=self._progress_before,
-                restart=restart,
+                progress=self.start.progress,
+                restart=self.start.restart,
                 config=self.batch,
-                limits=start.limits,
-                device_kind=self.engine.layout.mesh.devices.flat[0].device_kind,
-                num_devices=self.engine.layout.num_devices * self.where.process_count,
+                limits=self.start.limits,
+                device_kind=layout.mesh.devices.flat[0].device_kind,
+                num_devices=layout.num_devices * self.where.process_count,
                 num_processes=self.where.process_count,
-                settings=to_json(config),
+                settings=to_json(self.config),
                 at_s=self.clock.now(),
             )
         )
 
+    def close(self) -> None:
+        """End the threads: results stop before the analyst does."""
+        self.watcher.close()
+        self.analyst.close()
+
     @property
-    def rungs(self) -> Rungs:
-        """The ladder of the strategy in use."""
-        return self.ladders.rungs(self.batch.strategy)
+    def sizes(self) -> SizeCompiler:
+        """What compiles the sizes of the strategy in use."""
+        return self.strategies.compiler(self.batch.strategy)
+
+    def batch_of(
+        self, micro_batch_size: int, num_micro_batches: int, strategy: str | None
+    ) -> BatchConfig:
+        """A batch by its numbers, under a strategy of this run (None: the one in use).
+
+        Raises ValueError where the run has no such strategy.
+        """
+        name = self.batch.strategy if strategy is None else strategy
+        return BatchConfig(
+            micro_batch_size=micro_batch_size,
+            num_micro_batches=num_micro_batches,
+            num_replicas=self.strategies.engine(name).num_replicas,
+            strategy=name,
+        )
 
     # -- the loop --------------------------------------------------------------------------------
 
-    def _train(self) -> TrainState:
-        start_s, first = self.clock.now(), self.step
-        self._due = Due(self.config, start_s, self._progress_before)
-        self._previous: Previous | None = None
-        self._untimed = DEPTH
-        self._stayed = 0  # steps of the present batch
-        if self.where.process_count > 1:
-            self.ladders.settled_everywhere = 0
-        self._latest: Result | None = None
-        self._outcome: str | None = None
-        reason = "interrupted"
+    def run(self) -> TrainState:
+        """The whole run. See `Trainer.fit` for what it raises."""
+        first, reason = self.step, "interrupted"
+        self._began_s = self.clock.now()
+        self._due = Due(self.config, self._began_s, self.start.progress)
         try:
             with jax.transfer_guard("disallow"):
                 while self._obey(self._settled(first)):
@@ -167,12 +179,12 @@ class Run:
                 self._save(wait=True)
             reason = "preempted" if self._outcome else "done"
             if self._hook_error is not None:
-                reason = named(self._hook_error)
+                reason = _named(self._hook_error)
         except Exception as error:
-            reason = named(error)
+            reason = _named(error)
             raise
         finally:
-            self._finish(reason, start_s)
+            self._finish(reason)
         if self._hook_error is not None:
             if self.where.process_count == 1:
                 self._save(wait=True)  # of what came after the last step, nothing is saved yet
@@ -188,10 +200,10 @@ class Run:
             return None
         result = self.watcher.result(wanted)
         self._latest = result
-        in_a_row = result.metrics["skipped_in_a_row"]
+        in_a_row = result.metrics.skipped_in_a_row
         if in_a_row >= self.config.max_skipped_in_a_row:
             raise Diverged(
-                f"{in_a_row:.0f} updates in a row had a loss or gradient that is not finite, the last "
+                f"{in_a_row} updates in a row had a loss or gradient that is not finite, the last "
                 f"at step {wanted}. None of them was applied, and the checkpoints in "
                 f"{self.config.workdir} are from before. Lower the learning rate, clip gradients, or "
                 "look at the samples of these steps (the data cursor is in the checkpoint)."
@@ -201,8 +213,8 @@ class Run:
     def _obey(self, result: Result | None) -> bool:
         """Do what was asked; False to end the loop."""
         if self.is_chief:  # the answer takes effect everywhere
-            progress = result and result.metrics["progress"]
-            self.requests.post(**self._due.asked(self.clock.now(), progress))
+            progress = None if result is None else result.metrics.progress
+            self.requests.post(self._due.asked(self.clock.now(), progress))
         control = self._control(result)
         if control.stop:
             self._outcome = self.requests.signal or "peer"
@@ -215,20 +227,17 @@ class Run:
         if control.save:
             self._save()
         if control.statistics_every:
-            self.every = control.statistics_every
-        if control.micro_batch_size and control.num_micro_batches:
-            strategy = self.batch.strategy if control.strategy is None else control.strategy
-            if strategy != self.batch.strategy and not self._switch(strategy):
-                return True  # the batch asked for belongs to the other strategy
-            self.batch = BatchConfig(
-                micro_batch_size=control.micro_batch_size,
-                num_micro_batches=control.num_micro_batches,
-                num_replicas=self.engine.num_replicas,
-                strategy=strategy,
-            )
-            self._untimed, self._stayed = 1, 0
-            self.ladders.use(self.batch)
+            self._every = control.statistics_every
+        if control.batch is not None:
+            self._take_up(control.batch)
         return True
+
+    def _take_up(self, batch: BatchConfig) -> None:
+        if batch.strategy != self.batch.strategy and not self._switch(batch.strategy):
+            return  # the batch asked for belongs to the other strategy
+        self.batch = batch
+        self._untimed, self._stayed = 1, 0
+        self.strategies.use(batch)
 
     def _switch(self, strategy: str) -> bool:
         """Move the state to another strategy's layout, in memory; the loop waits for it.
@@ -237,23 +246,23 @@ class Run:
         """
         try:
             with self.ledger.bucket("compilation"), jax.transfer_guard("allow"):
-                self.ladders.require(strategy)
+                self.strategies.require(strategy)
             self._move(strategy)
-        except (MoveDoesNotFit, memory.TooLarge) as refusal:
+        except (MoveDoesNotFit, TooLarge) as refusal:
             logging.warning("training goes on under %s: %s", self.batch.strategy, refusal)
-            self.ladders.leave_out(strategy)
+            self.strategies.leave_out(strategy)
             return False
         return True
 
     def _move(self, strategy: str) -> None:
-        old, new = self.engine, self.ladders.engine(strategy)
+        old, new = self.engine, self.strategies.engine(strategy)
         with self.ledger.bucket("resharding"), jax.transfer_guard("allow"):
             jax.block_until_ready(self.state)  # its computation is no part of the price
             start_s = self.clock.now()
             plan = old.plan_move(new.layout)
             self.state = jax.block_until_ready(old.move(self.state, new.layout))
         seconds = self.clock.now() - start_s
-        self.ladders.switched(seconds, plan.bytes_moved)
+        self.strategies.switched(seconds, plan.bytes_moved)
         self.analyst.tell(
             Resharded(
                 step=self.step,
@@ -273,11 +282,11 @@ class Run:
             return self.requests.take()
         if result is None:
             return Control()
-        control = decode(result.control)
+        control = decode(result.control, self.batch)
         # The sum bounds the slowest from below: nobody has settled more sizes than were taken up.
         others = self.where.process_count - 1
-        slowest = control.num_ready - others * self.rungs.num_wanted
-        self.ladders.settled_everywhere = max(self.ladders.settled_everywhere or 0, slowest)
+        slowest = control.num_ready - others * self.sizes.num_wanted
+        self.strategies.settled_everywhere = max(self.strategies.settled_everywhere or 0, slowest)
         return control
 
     def _next_batch(self) -> StepBatch | None:
@@ -295,7 +304,7 @@ class Run:
 
     def _dispatch(self, batch: StepBatch) -> None:
         """Start one step; nothing here waits for a device."""
-        measured, compiled = self._is_measured(batch), len(self.compilations)
+        measured, compiled = self._is_measured(batch), self.compilations.num
         dispatched_s = self.clock.now()
         engine, marks = self.engine, (None, None)
         if engine.world is None:
@@ -313,18 +322,18 @@ class Run:
             work = engine.begin(self.state)
             for micro in batch.micro_batches:
                 work = engine.accumulate(work, micro.data, micro.mask)
-            wishes = self.requests.take(num_ready=self.rungs.num_settled)
+            wishes = dataclasses.replace(self.requests.take(), num_ready=self.sizes.num_settled)
             total = engine.reduce(work, encode(wishes))
             assert work.sums is not None
             marks = (work.sums.weight, total)
             self.state, metrics = engine.update(self.state, total, work)
         self.step += 1
         self.samples += batch.num_samples
-        timed = self._untimed <= 0 and len(self.compilations) == compiled and not batch.num_padded
+        timed = self._untimed <= 0 and self.compilations.num == compiled and not batch.num_padded
         self._untimed -= 1
         self._stayed += 1
         if self._stayed == SETTLED_STEPS:
-            self.rungs.settle(self.batch.micro_batch_size)
+            self.sizes.settle(self.batch.micro_batch_size)
         self.watcher.submit(
             Ticket(
                 step=self.step,
@@ -332,7 +341,7 @@ class Run:
                 measured=measured,
                 dispatched_s=dispatched_s,
                 timed=timed,
-                busy=self.ladders.is_busy,
+                busy=self.strategies.is_busy,
                 num_samples=batch.num_samples,
                 samples=self.samples,
                 before=batch.before,
@@ -347,11 +356,11 @@ class Run:
         """Whether this step measures gradient noise: one step in `every`, two for a difference."""
         if self.engine.world is not None or len(batch.micro_batches) > 1:
             return True
-        if not self.rungs.can_measure(batch.config.micro_batch_size):
+        if not self.sizes.can_measure(batch.config.micro_batch_size):
             return False  # what it takes is being compiled
         length = 2 if self.engine.needs_two_steps else 1
         # By the step's number, so that a resumed run measures where an uninterrupted one would.
-        return self.every <= length or self.step % self.every < length
+        return self._every <= length or self.step % self._every < length
 
     def _drain(self, first: int) -> None:
         """Wait for every step dispatched."""
@@ -364,7 +373,7 @@ class Run:
         assert self.evaluator is not None
         start_s = self.clock.now()
         with self.ledger.bucket("evaluation"):
-            summary = self.trainer.summarize(self.evaluator(self.state))
+            summary = self.task.summarize(self.evaluator(self.state))
         end_s = self.clock.now()
         self.analyst.tell(
             EvalEnd(
@@ -379,15 +388,15 @@ class Run:
     def _save(self, *, wait: bool = False) -> None:
         start_s = self.clock.now()
         with self.ledger.bucket("checkpoint_save"), jax.transfer_guard("allow"):
-            meta = {
-                "step": self.step,
-                "samples": self.samples,
-                "progress": self._progress(),
-                "cursor": self.loader.cursor.to_json(),
-                "batch": dataclasses.asdict(self.batch),
-                "analyst": self.analyst.to_json(),
-                "ledger": self.ledger.to_json(),
-            }
+            meta = CheckpointMeta(
+                step=self.step,
+                samples=self.samples,
+                cursor=self.loader.cursor,
+                batch=self.batch,
+                timings=self.analyst.timings(),
+                statistics_every=self.analyst.statistics_every,
+                ledger=self.ledger.to_json(),
+            )
             error = self.checkpoints.save(self.state, meta)
             if wait:
                 error = error or self.checkpoints.wait()
@@ -402,16 +411,16 @@ class Run:
         self.analyst.tell(Checkpoint(step=self.step, seconds=seconds, error=error))
 
     def _progress(self) -> float:
-        return self._progress_before if self._latest is None else self._latest.metrics["progress"]
+        return self.start.progress if self._latest is None else self._latest.metrics.progress
 
-    def _finish(self, reason: str, start_s: float) -> None:
+    def _finish(self, reason: str) -> None:
         self.watcher.close()
         self.analyst.tell(
             FitEnd(
                 step=self.step,
                 progress=self._progress(),
                 samples=self.samples,
-                seconds=self.clock.now() - start_s,
+                seconds=self.clock.now() - self._began_s,
                 reason=reason,
                 buckets_s=self.ledger.snapshot(),
             )
@@ -425,15 +434,15 @@ class Run:
         self._hook_error = self._hook_error or error
         self.requests.interrupt("a hook failed")
 
-    def _read(self, metrics: Any) -> tuple[dict[str, float], Any]:
-        return self.engine.read(metrics), self.engine.read_control(metrics)
+    def _read(self, metrics: Array) -> tuple[StepMetrics[float], np.ndarray]:
+        return self.engine.read(metrics)
 
     def _on_result(self, result: Result) -> None:
-        if not result.metrics["finite"]:
+        if not result.metrics.is_finite:
             self.ledger.add("skipped_steps", max(result.parts.step_s, 0.0))
         self.analyst.result(result)
 
-    def _compiled(self, compilation: Compilation) -> None:
-        if compilation.thread_id == self._thread_id:
-            self.compilations.append(compilation)
-            self.ledger.add("compilation", compilation.seconds)
+
+def _named(error: BaseException) -> str:
+    """What the record says of an error."""
+    return f"{type(error).__name__}: {error}"

@@ -1,39 +1,116 @@
-"""What a run starts from: devices, data, a checkpoint or a fresh state, and what must be compiled first."""
+"""From a user's task to what can run: devices, data, a fresh or restored state, what is compiled first."""
 
 import contextlib
-from collections.abc import Mapping
+import functools
+import json
+import math
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import logging
+from jax.sharding import AxisType, Mesh
 
+from jaxgoodput._jax import shared_store
 from jaxgoodput.clock import Clock
 from jaxgoodput.data.cursor import Cursor
 from jaxgoodput.data.loader import Loader
-from jaxgoodput.data.sources import as_source
+from jaxgoodput.data.sources import Source, abstract_sample, as_source
 from jaxgoodput.engine import memory
-from jaxgoodput.engine.engine import Engine
-from jaxgoodput.engine.state import TrainState
+from jaxgoodput.engine.engine import Engine, Engines
+from jaxgoodput.engine.state import TrainState, Variables, split
+from jaxgoodput.engine.step import Problem
+from jaxgoodput.goodput.memory import StepBytes, TooLarge
 from jaxgoodput.goodput.search import BatchConfig, BatchLimits
+from jaxgoodput.observe import journal
 from jaxgoodput.observe.badput import TimeLedger
-from jaxgoodput.optim import adaptive
-from jaxgoodput.train import setup
-from jaxgoodput.train.checkpoint import Checkpoints, Restored
+from jaxgoodput.observe.console import Console
+from jaxgoodput.observe.tensorboard import Dashboard
+from jaxgoodput.optim import adaptive as adaptation
+from jaxgoodput.optim import learning_rate as rules
+from jaxgoodput.optim.preconditioner import is_adam_like
+from jaxgoodput.parallel.strategy import DATA_AXIS, Layout, Strategy
+from jaxgoodput.train.checkpoint import CheckpointMeta, Checkpoints, saveable
+from jaxgoodput.train.compile_ahead import StrategyCompiler
+from jaxgoodput.train.config import Config, to_json
+from jaxgoodput.train.control import CONTROL_SIZE
 from jaxgoodput.train.evaluation import Evaluator
-from jaxgoodput.train.ladders import Ladders
-from jaxgoodput.train.pages import keep_freed_pages
+from jaxgoodput.train.task import Task
+from jaxgoodput.tune.plan import BatchPlan, Indivisible, batch_plan
 
-if TYPE_CHECKING:
-    from jaxgoodput.train.trainer import Trainer
+
+@dataclass(frozen=True)
+class Place:
+    """The devices of this process and, where there are several processes, of all."""
+
+    layouts: Mapping[str, Layout]  # by strategy; the name "" is plain data parallelism, unasked
+    world: Mesh | None
+    process_index: int
+    process_count: int
+
+    @property
+    def layout(self) -> Layout:
+        """The first layout."""
+        return next(iter(self.layouts.values()))
+
+    @property
+    def num_replicas(self) -> int:
+        """Replicas of all processes, under the first layout."""
+        return self.layout.num_replicas if self.world is None else self.world.size
+
+    def meet(self, moment: str) -> None:
+        """Wait for all processes: they compile at different speeds, and a first collective waits 30 s."""
+        store = shared_store()
+        if self.process_count > 1 and store is not None:
+            store.barrier(f"jaxgoodput: {moment}", timeout_s=1800.0)
+
+
+def place(devices: Sequence[Any] | None, strategies: Sequence[Strategy] = ()) -> Place:
+    """The layouts of `strategies` (none: one replica on every device) on this process's devices.
+
+    `devices` narrows them where there is one process. Raises ValueError for a strategy that does not
+    use exactly those devices, for two of one name, and for several processes with anything but data
+    parallelism.
+    """
+    count = jax.process_count()
+    if count > 1 and devices is not None:
+        raise ValueError(
+            f"devices= is for one process; this job has {count}. Start the processes with the devices "
+            "that they should use."
+        )
+    local = jax.local_devices() if devices is None else devices
+    layouts = {"": Strategy(data=len(local)).on(local)}
+    if strategies:
+        plans = [strategy.resolved(len(local)) for strategy in strategies]
+        names = [plan.name for plan in plans]
+        if len(set(names)) < len(names):
+            raise ValueError(
+                f"Config.strategies has two of one name: {', '.join(names)}. On {len(local)} devices "
+                "they have the same degrees; leave one of them out."
+            )
+        layouts = {plan.name: plan.on(local) for plan in plans}
+        if count > 1 and (len(plans) > 1 or plans[0].is_cut):
+            raise ValueError(
+                f"a job of {count} processes trains with data parallelism only; got the strategies "
+                f"{', '.join(names)}. Leave Config.strategies empty, or use one process."
+            )
+    world = None
+    if count > 1:
+        world = Mesh(np.asarray(jax.devices()), (DATA_AXIS,), axis_types=(AxisType.Auto,))
+    return Place(layouts, world, jax.process_index(), count)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
     """Everything that the loop needs before its first step."""
 
-    where: setup.Place
+    where: Place
     engine: Engine  # of the strategy to start with
-    ladders: Ladders
+    strategies: StrategyCompiler
     checkpoints: Checkpoints
     loader: Loader
     evaluator: Evaluator | None
@@ -44,95 +121,92 @@ class Start:
     step: int
     samples: int
     progress: float
-    restored: Restored | None
+    compile_s: float  # what compiling took in this start
+    restart: int  # earlier runs in this workdir, as the chief knows
+    restored: CheckpointMeta | None
+    hooks: tuple[Any, ...]  # those of the process that reports
 
 
-def prepared(
-    trainer: "Trainer", stack: contextlib.ExitStack, ledger: TimeLedger, clock: Clock
+def prepare(
+    task: Task,
+    config: Config,
+    devices: Sequence[Any] | None,
+    *,
+    hooks: Sequence[Any],
+    stack: contextlib.ExitStack,
+    ledger: TimeLedger,
+    clock: Clock,
 ) -> Start:
     """Get ready to train; what is opened is closed with `stack`, time is booked in `ledger`.
 
     Raises what `Trainer.fit` says it raises for settings that cannot work.
     """
-    config = trainer.config
-    where = setup.place(trainer.devices, config.strategies)
+    where = place(devices, config.strategies)
     checkpoints = Checkpoints(config.workdir, keep=config.keep_checkpoints, world=where.world)
     stack.callback(checkpoints.close)
-    source = as_source(trainer.dataset())
-    device = where.layout.mesh.devices.flat[0]
-    keep_freed_pages(device.platform)
-    budget = memory.device_budget(
-        device,
-        num_local_devices=where.layout.num_devices,
-        stated=config.memory_bytes,
-        margin=config.memory_margin,
+    source = as_source(task.dataset())
+    budget = _budget(config, where)
+    engines = Engines(
+        problem_of(task, config),
+        abstract_sample(source),
+        world=where.world,
+        control_size=CONTROL_SIZE if where.process_count > 1 else 0,
+        memory_bytes=budget,
     )
-    where.meet("before the plan")
-    if where.process_count > 1:
-        budget = memory.least(budget)
-    first = setup.engine(trainer, source, where, memory_bytes=budget)
-    kind = first.loss_kind()  # before anything is compiled: a loss of a wrong shape is named
-    for layout in where.layouts.values():
-        first.on(layout)  # rules that do not fit are named before anything is read
+    kind = engines.loss_kind()  # before anything is compiled: a loss of a wrong shape is named
+    # Rules that do not fit are named before anything is read.
+    by_strategy = {name: engines.on(layout) for name, layout in where.layouts.items()}
+    plan_of = functools.partial(_plan, config, by_strategy, len(source), budget)
 
-    def planned(prefer: str) -> setup.BatchPlan:
+    def planned(prefer: str) -> BatchPlan:
         with ledger.bucket("compilation"):
-            return setup.start_plan(config, first, where, source, budget, prefer=prefer)
+            return _first_plan(by_strategy, plan_of, prefer=prefer)
 
-    def planned_for(meta: Mapping[str, Any]) -> TrainState:
+    def planned_for(meta: CheckpointMeta) -> TrainState:
         """What to restore: onto the saved strategy, or, where it does not fit here, the first that does."""
-        found.append(planned(setup.nearest_strategy(meta["batch"].get("strategy", ""), where)))
-        return first.on(where.layouts[found[-1].start.strategy]).abstract_state()
+        found.append(planned(_nearest_strategy(meta.batch.strategy, where)))
+        return by_strategy[found[-1].start.strategy].abstract_state()
 
-    found: list[setup.BatchPlan] = []
+    found: list[BatchPlan] = []
     with ledger.bucket("checkpoint_restore"):
         restored = checkpoints.restore(planned_for)
     plan = found[-1] if restored is not None else planned(next(iter(where.layouts)))
-    engine = first.on(where.layouts[plan.start.strategy])
-    setup.check_length(config, plan, source, kind)
+    engine = by_strategy[plan.start.strategy]
+    _check_length(config, plan, source, kind)
     step, samples, progress = 0, 0, 0.0
     batch, cursor = plan.start, Cursor(seed=config.seed)
     if restored is None:
         state = engine.init(jax.random.key(config.seed))
     else:
-        state = restored.state
-        step, samples = restored.step, restored.meta["samples"]
-        progress = float(adaptive.progress(state.opt_state))
-        cursor = Cursor.from_json(restored.meta["cursor"])
-
-        def fits(size: int) -> bool:
-            with ledger.bucket("compilation"):
-                engine.compile([size], accumulate=False)
-            need = engine.bytes_of(size)
-            return need is not None and need.peak <= budget
-
-        saved = restored.meta["batch"]
-        batch = setup.resumed_config(saved, plan, engine.num_replicas, config, fits)
-    evaluator = None
+        state, meta = restored.state, restored.meta
+        step, samples, cursor = meta.step, meta.samples, meta.cursor
+        progress = float(adaptation.progress(state.opt_state))
+        if config.policy != "fixed":
+            batch = plan.resumed(meta.batch, lambda size: _fits(engine, size, budget, ledger))
+    evaluation = None
     if config.eval_every_s or config.eval_every_base_steps:
-        evaluator = setup.evaluator(trainer, where)
+        evaluation = evaluator(task, config, where)
         with ledger.bucket("compilation"):
-            evaluator.compile(engine.abstract_state())
+            evaluation.compile(engine.abstract_state())
 
     def compile_evaluation(other: Engine) -> None:
-        if evaluator is not None:
-            evaluator.compile(other.abstract_state())
+        if evaluation is not None:
+            evaluation.compile(other.abstract_state())
 
-    ladders = Ladders(
-        engine,
+    strategies = StrategyCompiler(
+        by_strategy,
         plan,
-        dict(where.layouts),
-        config=config,
-        num_samples=len(source),
+        plan_of,
         budget=budget,
+        reach=config.max_growth if config.background_compile else math.inf,
         compile_more=compile_evaluation,
     )
-    stack.callback(ladders.close)
-    ladders.use(batch)
+    stack.callback(strategies.close)
+    strategies.use(batch)
     with ledger.bucket("compilation"):
         engine.compile([batch.micro_batch_size], accumulate=batch.num_micro_batches > 1)
         if not config.background_compile:
-            ladders.prepare()
+            strategies.prepare()
     remaining = None
     if config.epochs is not None:
         remaining = max(config.epochs * len(source) - samples, 0)
@@ -148,13 +222,22 @@ def prepared(
         clock=clock,
     )
     stack.callback(loader.close)
+    compile_s = ledger.snapshot().get("compilation", 0.0)  # before those of earlier runs are added
+    restart = 0
+    told: tuple[Any, ...] = ()
+    if where.process_index == 0:
+        saved = None if restored is None else restored.meta.ledger
+        restart = journal.resume(config.workdir, ledger, saved)
+        told = _observers(stack, config, ledger, clock, hooks)
+        path = pathlib.Path(config.workdir) / "config.json"
+        path.write_text(json.dumps(to_json(config), indent=2) + "\n")
     return Start(
         where=where,
         engine=engine,
-        ladders=ladders,
+        strategies=strategies,
         checkpoints=checkpoints,
         loader=loader,
-        evaluator=evaluator,
+        evaluator=evaluation,
         state=state,
         batch=batch,
         limits=plan.limits,
@@ -162,5 +245,191 @@ def prepared(
         step=step,
         samples=samples,
         progress=progress,
-        restored=restored,
+        compile_s=compile_s,
+        restart=restart,
+        restored=None if restored is None else restored.meta,
+        hooks=told,
     )
+
+
+def problem_of(task: Task, config: Config) -> Problem:
+    """The user's methods as a `Problem`, with the learning-rate rule chosen where none was.
+
+    Raises TypeError where the optimizer is not an optax transformation, or the state holds anything
+    that cannot be checkpointed.
+    """
+    tx = task.optimizer()
+    if not (hasattr(tx, "init") and hasattr(tx, "update")):
+        raise TypeError(
+            f"optimizer() must return an optax.GradientTransformation; got {type(tx).__name__}."
+        )
+    made = jax.eval_shape(saveable(task.init, "init()"), jax.random.key(0))
+    params = made.params if isinstance(made, Variables) else made
+    mask = task.trainable(params)
+    trainable = None if mask is None else task.trainable
+    kept = params if mask is None else split(params, mask)[0]
+    if not jax.tree.leaves(kept):
+        raise ValueError("there is nothing to train: init() has no leaf that trainable() allows.")
+    adam_like = is_adam_like(jax.eval_shape(saveable(tx.init, "the state of optimizer()"), kept))
+    rule = config.rule
+    if rule is None:
+        rule = rules.adam_scale if adam_like else rules.adascale
+    elif (rule is rules.adascale and adam_like) or (rule is rules.adam_scale and not adam_like):
+        better = "adam_scale" if adam_like else "adascale"
+        logging.warning(
+            "the rule %s does not suit this optimizer, which %s the gradient by its second moment: "
+            "%s does. Leave Config.rule None to have it chosen.",
+            getattr(rule, "__name__", rule),
+            "divides" if adam_like else "does not divide",
+            better,
+        )
+    labels = task.labels if task.labels(kept) is not None else None
+    return Problem(
+        init=task.init,
+        loss_and_state=task.loss_and_state,
+        tx=adaptation.adaptive(
+            tx,
+            rule,
+            base_batch_size=config.batch.base,
+            smoothing=config.smoothing,
+            labels=labels,
+        ),
+        base_batch_size=config.batch.base,
+        trainable=trainable,
+        labels=labels,
+        preconditioned=adam_like if config.preconditioned is None else config.preconditioned,
+        compute_dtype=None if config.compute_dtype is None else jnp.dtype(config.compute_dtype),
+    )
+
+
+def evaluator(task: Task, config: Config, where: Place) -> Evaluator:
+    """The compiled evaluation of this task.
+
+    Raises ValueError where it has no eval_dataset.
+    """
+    data = task.eval_dataset()
+    if data is None:
+        raise ValueError(
+            f"{type(task).__name__}.eval_dataset() returned None: there is nothing to evaluate on."
+        )
+    base = max(config.batch.base // where.num_replicas, 1)
+    return Evaluator(
+        task.metrics_with_state,
+        as_source(data),
+        where.layout,
+        micro_batch_size=config.eval_micro_batch_size or base,
+        compute_dtype=None if config.compute_dtype is None else jnp.dtype(config.compute_dtype),
+        process_index=where.process_index,
+        process_count=where.process_count,
+    )
+
+
+def _budget(config: Config, where: Place) -> int:
+    """Bytes that a step may use on a device; the same in every process."""
+    budget = memory.device_budget(
+        where.layout.mesh.devices.flat[0],
+        num_local_devices=where.layout.num_devices,
+        stated=config.memory_bytes,
+        margin=config.memory_margin,
+    )
+    where.meet("before the plan")
+    return memory.least(budget) if where.process_count > 1 else budget
+
+
+def _plan(
+    config: Config, engines: Mapping[str, Engine], num_samples: int, budget: int, strategy: str
+) -> BatchPlan:
+    """The batch plan of a strategy; compiles the starting size to know its bytes."""
+    engine = engines[strategy]
+
+    def needs(micro_batch_size: int, accumulate: bool) -> StepBytes:
+        engine.compile([micro_batch_size], accumulate=accumulate)
+        need = engine.bytes_of(micro_batch_size)
+        assert need is not None
+        return need
+
+    return batch_plan(
+        config.batch,
+        engine.num_replicas,
+        num_samples,
+        budget=budget,
+        needs=needs,
+        accumulate=config.accumulate,
+        fixed=config.policy == "fixed",
+        tolerance=config.fixed_tolerance,
+        strategy=strategy,
+    )
+
+
+def _first_plan(
+    engines: Mapping[str, Engine], plan_of: Callable[[str], BatchPlan], *, prefer: str
+) -> BatchPlan:
+    """The plan of the first strategy under which the model fits into memory, `prefer` before others.
+
+    Raises what `batch_plan` raises for the last of them.
+    """
+    *firsts, last = sorted(engines, key=lambda strategy: strategy != prefer)
+    for strategy in firsts:
+        try:
+            return plan_of(strategy)
+        except (TooLarge, Indivisible) as error:
+            logging.warning("the strategy %s is left out: %s", strategy, error)
+    return plan_of(last)
+
+
+def _nearest_strategy(saved: str, where: Place) -> str:
+    """The strategy of this run by the name it was saved under; else one that cuts along the same axes."""
+
+    def axes(name: str) -> set[str]:
+        return {part.rstrip("0123456789") for part in name.split(".")}
+
+    order = sorted(where.layouts, key=lambda name: (name != saved, axes(name) != axes(saved)))
+    return order[0]
+
+
+def _fits(engine: Engine, micro_batch_size: int, budget: int, ledger: TimeLedger) -> bool:
+    """Whether a step of this size fits into memory; compiles it to know."""
+    with ledger.bucket("compilation"):
+        engine.compile([micro_batch_size], accumulate=False)
+    need = engine.bytes_of(micro_batch_size)
+    return need is not None and need.peak <= budget
+
+
+def _check_length(config: Config, plan: BatchPlan, source: Source, kind: str) -> None:
+    """A loss that cannot leave padding out must never meet a padded batch: refuse before training."""
+    if config.epochs is None or kind == "sample":
+        return
+    total = config.epochs * len(source)
+    constant = config.policy == "fixed" and total % plan.start.global_batch_size == 0
+    if not constant:
+        raise ValueError(
+            f"loss() returns a scalar mean, and the last batch of {config.epochs} epochs of "
+            f"{len(source)} samples will have to be padded. Return per-sample losses [batch], or "
+            "Loss(sum, weight) per sample, so that padding can be left out exactly; or train for "
+            "base_steps instead of epochs."
+        )
+
+
+def _observers(
+    stack: contextlib.ExitStack,
+    config: Config,
+    ledger: TimeLedger,
+    clock: Clock,
+    users: Sequence[Any],
+) -> tuple[Any, ...]:
+    """The hooks of the process that reports: journal, dashboard, console, then the user's own.
+
+    They are closed with `stack`.
+    """
+    record = journal.Journal(config.workdir, clock=clock)
+    stack.callback(record.close)
+    hooks: list[Any] = [journal.Recorder(record)]
+    if config.tensorboard:
+        dashboard = Dashboard(config.workdir, clock=clock, ledger=ledger)
+        stack.callback(dashboard.close)
+        hooks.append(dashboard)
+    if config.progress:
+        console = Console(clock=clock, total_base_steps=config.base_steps)
+        stack.callback(console.close)
+        hooks.append(console)
+    return (*hooks, *users)

@@ -1,16 +1,56 @@
-"""SIGTERM and SIGINT as a wish to save and stop."""
+"""What a run changes in the user's process, and puts back: signals, the compilation cache, logs, threads."""
 
 import contextlib
+import logging as std_logging
+import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
 
+import jax
+from absl import logging
+from jax.experimental.compilation_cache import compilation_cache
+
+from jaxgoodput._jax import Compilation, listen_for_compilations
+from jaxgoodput.observe.badput import TimeLedger
+from jaxgoodput.train.config import Config
 from jaxgoodput.train.control import Requests
 
 
 @contextlib.contextmanager
-def heeded(requests: Requests) -> Iterator[None]:
+def changed_process(config: Config, requests: Requests) -> Iterator[None]:
+    """All of the changes of this file, while a run lasts."""
+    with quiet_writer(), persistent_cache(config), prompt_threads(), heeded_signals(requests):
+        yield
+
+
+class Compilations:
+    """Counts the compilations of the loop's own thread, and books their time."""
+
+    def __init__(self, ledger: TimeLedger):
+        self.num = 0
+        self._ledger = ledger
+        self._thread_id = threading.get_ident()
+
+    @contextlib.contextmanager
+    def counted(self) -> Iterator["Compilations"]:
+        """Listen while the block lasts."""
+        stop = listen_for_compilations(self._take)
+        try:
+            yield self
+        finally:
+            stop()
+
+    def _take(self, compilation: Compilation) -> None:
+        if compilation.thread_id == self._thread_id:
+            self.num += 1
+            self._ledger.add("compilation", compilation.seconds)
+
+
+@contextlib.contextmanager
+def heeded_signals(requests: Requests) -> Iterator[None]:
     """SIGTERM and SIGINT ask to save and stop; a second SIGINT interrupts at once."""
     if threading.current_thread() is not threading.main_thread():
         yield  # Python allows handlers only there; whoever owns the main thread may call request_stop
@@ -29,3 +69,59 @@ def heeded(requests: Requests) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def quiet_writer() -> Iterator[None]:
+    """Leave out what Orbax and JAX's cache log below a warning: many lines, none for a user."""
+
+    def worth_reading(record: Any) -> bool:
+        chatty = "orbax" in record.pathname or "compilation_cache" in record.pathname
+        return record.levelno >= std_logging.WARNING or not chatty
+
+    handler = logging.get_absl_handler()
+    handler.addFilter(worth_reading)
+    try:
+        yield
+    finally:
+        handler.removeFilter(worth_reading)
+
+
+@contextlib.contextmanager
+def prompt_threads(interval_s: float = 0.0005) -> Iterator[None]:
+    """Let the loop's thread have the interpreter soon while another one traces, plans or compiles.
+
+    A waiting thread gets it after CPython's switch interval, 5 ms unless told, which is longer than
+    many a step.
+    """
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(min(interval_s, before))
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
+
+
+@contextlib.contextmanager
+def persistent_cache(config: Config) -> Iterator[None]:
+    """JAX's compilation cache under the workdir while a run lasts, unless one is set already."""
+    wanted = config.compilation_cache
+    if wanted is None or jax.config.values["jax_compilation_cache_dir"]:
+        yield
+        return
+    directory = wanted or os.path.join(os.path.abspath(config.workdir), "compilation_cache")
+    settings = {
+        "jax_compilation_cache_dir": directory,
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: jax.config.values[name] for name in settings}
+    try:
+        for name, value in settings.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+        yield
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()

@@ -1,28 +1,26 @@
-"""`Trainer`: the few methods a user writes, and `fit` and `evaluate` that follow from them."""
+"""`Trainer`: a user's task with the motor that trains it."""
 
-import abc
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Sequence
 from typing import Any, final
-
-import numpy as np
-import optax
-from jaxtyping import Array, PyTree
 
 from jaxgoodput.clock import Clock, SystemClock
 from jaxgoodput.engine.state import TrainState
-from jaxgoodput.train import setup
+from jaxgoodput.observe.badput import TimeLedger
 from jaxgoodput.train.config import Config
+from jaxgoodput.train.control import Control, Requests
 from jaxgoodput.train.evaluation import Evaluator
-from jaxgoodput.train.loop import Run
+from jaxgoodput.train.loop import Loop
+from jaxgoodput.train.prepare import evaluator, place, prepare
+from jaxgoodput.train.process import Compilations, changed_process
+from jaxgoodput.train.task import Task
 
 
-class Trainer(abc.ABC):
+class Trainer(Task):
     """Subclass it, write `init`, `loss`, `optimizer` and `dataset`, and call `fit()`.
 
-    All methods are pure functions of their arguments: they are traced, compiled for several batch
-    sizes, and called from more than one thread.
-
-    `devices` defaults to all devices of this process; `clock` is for tests.
+    `devices` defaults to all devices of this process; `clock` and `loop`, the class of the loop, are for
+    tests.
     """
 
     def __init__(
@@ -32,98 +30,16 @@ class Trainer(abc.ABC):
         clock: Clock | None = None,
         devices: Sequence[Any] | None = None,
         hooks: Sequence[Any] = (),
+        loop: type[Loop] = Loop,
     ):
         self.config = config
         self.clock = clock or SystemClock()
         self.devices = devices
         self.hooks = tuple(hooks)
-        self._run: Run | None = None
+        self._loop_class = loop
+        self._requests: Requests | None = None
+        self._loop: Loop | None = None
         self._evaluator: Evaluator | None = None
-
-    # -- what a user writes ----------------------------------------------------------------------
-
-    @abc.abstractmethod
-    def init(self, key: Array) -> Any:
-        """The parameters, a PyTree; `Variables(params=, model_state=)` for a model with mutable state."""
-
-    def loss(self, params: PyTree, batch: PyTree, key: Array) -> Any:
-        """The loss of one micro-batch, leaves of `batch` being `[micro_batch_size, ...]`.
-
-        Returns per-sample losses `[micro_batch_size]`; or `Loss(sum, weight, aux)`, per sample or in
-        total, where the weight is not the number of samples; or a scalar mean, which cannot leave
-        padded samples out. `key` is a fresh key for every micro-batch on every replica.
-        """
-        raise TypeError(
-            f"{type(self).__name__} defines neither loss nor loss_and_state. Write "
-            "loss(self, params, batch, key); for a model with mutable state, "
-            "loss_and_state(self, params, model_state, batch, key) -> (loss, model_state)."
-        )
-
-    def loss_and_state(
-        self, params: PyTree, model_state: PyTree, batch: PyTree, key: Array
-    ) -> tuple[Any, PyTree]:
-        """`loss` for a model with mutable state: also returns the state after the micro-batch.
-
-        Floating leaves (BatchNorm statistics) are averaged over replicas, weighted by samples; other
-        leaves (counters, keys) must advance alike on every replica.
-        """
-        return self.loss(params, batch, key), model_state
-
-    @abc.abstractmethod
-    def optimizer(self) -> optax.GradientTransformation:
-        """Any optax optimizer, tuned at the base batch size.
-
-        It sees the averaged gradient of the whole batch (so clipping does too); its schedules are
-        called with progress in base steps; its updates are multiplied by the learning-rate gain.
-        """
-
-    def learning_rate(self, progress: Any) -> Any:
-        """The optimizer's own learning rate at `progress` base steps, for the dashboard; None: unknown.
-
-        An optax optimizer does not say what its schedule is. By itself this changes nothing but a
-        chart; `optimizer()` may hand it to optax as its schedule.
-        """
-        return None
-
-    @abc.abstractmethod
-    def dataset(self) -> Any:
-        """Training samples: a dict of arrays, anything with `__len__` and `__getitem__`, or a grain
-        `MapDataset`.
-        """
-
-    def eval_dataset(self) -> Any:
-        """Held-out samples, or None."""
-        return None
-
-    def metrics(self, params: PyTree, batch: PyTree) -> Mapping[str, Any]:
-        """Per-sample outputs of an evaluation, name -> `[batch, ...]`."""
-        raise TypeError(
-            f"{type(self).__name__} has an eval_dataset but no metrics. Write "
-            "metrics(self, params, batch) -> {name: one value per sample}."
-        )
-
-    def metrics_with_state(
-        self, params: PyTree, model_state: PyTree, batch: PyTree
-    ) -> Mapping[str, Any]:
-        """`metrics` for a model with mutable state, which an evaluation only reads."""
-        return self.metrics(params, batch)
-
-    def summarize(self, outputs: Mapping[str, np.ndarray]) -> Mapping[str, float]:
-        """Numbers from the outputs of all held-out samples; the mean of each unless overridden."""
-        return {name: float(np.mean(values)) for name, values in outputs.items()}
-
-    def trainable(self, params: PyTree) -> PyTree | None:
-        """A tree of bool like `params`: False freezes a leaf. None trains all of them."""
-        return None
-
-    def labels(self, params: PyTree) -> PyTree | None:
-        """A tree of str like `params`: groups with noise statistics and a gain of their own.
-
-        None is one group.
-        """
-        return None
-
-    # -- what follows ----------------------------------------------------------------------------
 
     @final
     def fit(self) -> TrainState:
@@ -136,35 +52,64 @@ class Trainer(abc.ABC):
           RuntimeError: a sample could not be read. In one process what was learned is saved first.
           ValueError, TypeError: a setting, a loss or a data set that cannot work, with the remedy.
         """
-        run = Run(self)
-        self._run = run
+        requests, ledger = Requests(), TimeLedger(self.clock)
+        self._requests = requests
         try:
-            return run.fit()
+            with contextlib.ExitStack() as stack:
+                compilations = stack.enter_context(Compilations(ledger).counted())
+                # Before anything that takes long: what is asked during compilation is done at step 0.
+                stack.enter_context(changed_process(self.config, requests))
+                with ledger.bucket("training_prep"):
+                    start = prepare(
+                        self,
+                        self.config,
+                        self.devices,
+                        hooks=self.hooks,
+                        stack=stack,
+                        ledger=ledger,
+                        clock=self.clock,
+                    )
+                    loop = self._loop = self._loop_class(
+                        self,
+                        self.config,
+                        start,
+                        requests=requests,
+                        ledger=ledger,
+                        compilations=compilations,
+                        clock=self.clock,
+                    )
+                    stack.callback(loop.close)
+                    loop.announce()
+                    start.where.meet("before the first step")
+                return loop.run()
         finally:
-            self._run = None
+            self._requests = self._loop = None
 
     @final
     def evaluate(self, state: TrainState) -> dict[str, float]:
         """`summarize` of `metrics` over the whole `eval_dataset`, every sample once."""
         if self._evaluator is None:
-            self._evaluator = setup.evaluator(self)
+            where = place(self.devices, self.config.strategies)
+            self._evaluator = evaluator(self, self.config, where)
         summary = self.summarize(self._evaluator(state))
         return {name: float(value) for name, value in summary.items()}
 
     @final
     def request_stop(self) -> None:
         """Save and stop at the next step: `fit` then raises `Preempted`. Callable from hooks."""
-        self._running().requests.interrupt("request_stop")
+        if self._requests is None:
+            raise _nothing_runs()
+        self._requests.interrupt("request_stop")
 
     @final
     def finish(self) -> None:
         """End training at the next step as if it were complete. Callable from hooks."""
-        self._running().requests.post(finish=True)
+        self._request(Control(finish=True))
 
     @final
     def request_save(self) -> None:
         """Save a checkpoint at the next step. Callable from hooks."""
-        self._running().requests.post(save=True)
+        self._request(Control(save=True))
 
     @final
     def compile_sizes(self) -> None:
@@ -172,7 +117,7 @@ class Trainer(abc.ABC):
 
         Left alone, this begins once the noise gives any reason to change the batch.
         """
-        self._running().ladders.start()
+        self._running().strategies.start()
 
     @final
     def request_batch(
@@ -189,19 +134,19 @@ class Trainer(abc.ABC):
                 f"a batch needs at least one micro-batch of one sample; got micro_batch_size="
                 f"{micro_batch_size}, num_micro_batches={num_micro_batches}."
             )
-        running = self._running()
-        if strategy is not None and strategy not in running.where.layouts:
-            raise ValueError(
-                f"this run has no strategy {strategy!r}; Config.strategies has "
-                f"{', '.join(running.where.layouts).strip() or 'none'}."
-            )
-        self._running().requests.post(
-            micro_batch_size=micro_batch_size,
-            num_micro_batches=num_micro_batches,
-            strategy=strategy,
-        )
+        batch = self._running().batch_of(micro_batch_size, num_micro_batches, strategy)
+        self._request(Control(batch=batch))
 
-    def _running(self) -> Run:
-        if self._run is None:
-            raise RuntimeError("nothing is running: call this from a hook while fit() runs.")
-        return self._run
+    def _request(self, wish: Control) -> None:
+        if self._requests is None:
+            raise _nothing_runs()
+        self._requests.post(wish)
+
+    def _running(self) -> Loop:
+        if self._loop is None:
+            raise _nothing_runs()
+        return self._loop
+
+
+def _nothing_runs() -> RuntimeError:
+    return RuntimeError("nothing is running: call this from a hook while fit() runs.")

@@ -7,7 +7,7 @@ the one in flight.
 
 import queue
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -16,6 +16,7 @@ from jaxtyping import Array
 
 from jaxgoodput.clock import Clock
 from jaxgoodput.data.cursor import Cursor
+from jaxgoodput.engine.state import StepMetrics
 from jaxgoodput.goodput.search import BatchConfig
 from jaxgoodput.tune.timings import Parts, interval
 
@@ -44,7 +45,7 @@ class Result:
     """A step that is done."""
 
     ticket: Ticket
-    metrics: Mapping[str, float]
+    metrics: StepMetrics[float]
     control: np.ndarray  # the agreed vector; empty in one process
     parts: Parts  # seconds
     ready_s: float  # clock reading when its metrics were there
@@ -55,7 +56,7 @@ class Watcher:
 
     def __init__(
         self,
-        read: Callable[[Array], tuple[Mapping[str, float], np.ndarray]],
+        read: Callable[[Array], tuple[StepMetrics[float], np.ndarray]],
         on_result: Callable[[Result], None],
         clock: Clock,
     ):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxgoodput.goodput.efficiency import GradParams, efficiency, noise_scale
+from jaxgoodput.goodput.efficiency import efficiency, noise_scale
 from jaxgoodput.goodput.fit import PerfFit
 from jaxgoodput.goodput.model import GoodputModel
 from jaxgoodput.goodput.perf import Placement
@@ -38,9 +38,7 @@ def window_of(
     latest = results[-1]
     metrics, ticket = latest.metrics, latest.ticket
     config = ticket.config
-    grad = GradParams(sqr=metrics["grad_sqr"], var=metrics["grad_var"])
-    cautious = GradParams(sqr=metrics["cautious_sqr"], var=metrics["cautious_var"])
-    known = not math.isnan(metrics["cautious_sqr"])
+    cautious, known = metrics.noise.cautious, metrics.noise.is_known
     timed = [r.parts.step_s for r in results if r.ticket.timed and r.ticket.config == config]
     measured = statistics.median(timed) if timed else UNKNOWN
     scale = config.global_batch_size / limits.base
@@ -55,7 +53,7 @@ def window_of(
         predicted = config.global_batch_size / predicted_s * worth
     return Window(
         step=ticket.step,
-        progress=metrics["progress"],
+        progress=metrics.progress,
         samples=ticket.samples,
         epoch=ticket.after.epoch,
         config=config,
@@ -69,13 +67,13 @@ def window_of(
         goodput_predicted=predicted,
         throughput=throughput,
         efficiency=worth,
-        grad=grad,
+        grad=metrics.noise.plain,
         noise_scale=float(noise_scale(cautious, limits.base)) if known else UNKNOWN,
-        noise_confidence=metrics["noise_samples"],
-        gain=metrics["gain"],
+        noise_confidence=metrics.noise.num_samples,
+        gain=metrics.gain,
         learning_rate=learning_rate,
         statistics_every=statistics_every,
-        skipped_steps=int(metrics["skipped"]),
+        skipped_steps=metrics.num_skipped,
         memory_limit=memory_limit,
         eta_s=_eta_s(results, seconds, total_base_steps, total_samples),
     )
@@ -88,16 +86,15 @@ def _eta_s(
     if total_base_steps is None:
         left = total_samples - last.ticket.samples
         return left * seconds / max(sum(r.ticket.num_samples for r in results), 1)
-    left = total_base_steps - last.metrics["progress"]
-    done = last.metrics["progress"] - first.metrics["progress"]
+    left = total_base_steps - last.metrics.progress
+    done = last.metrics.progress - first.metrics.progress
     share = (len(results) - 1) / len(results)
     return max(left, 0.0) * seconds * share / done if done > 0 else UNKNOWN
 
 
 def _means(results: Sequence[Result]) -> dict[str, float]:
-    names = [k for k in results[-1].metrics if k in ("loss", "grad_norm") or k.startswith("aux/")]
-    means = {}
-    for name in names:
-        values = [r.metrics[name] for r in results if r.metrics["finite"]]
-        means[name.removeprefix("aux/")] = float(np.mean(values)) if values else UNKNOWN
-    return means
+    """Means over the steps that were applied; the user's own numbers by their names."""
+    applied = [r.metrics for r in results if r.metrics.is_finite]
+    shown = [{"loss": m.loss, "grad_norm": m.grad_norm, **m.aux} for m in applied]
+    names = ["loss", "grad_norm", *results[-1].metrics.aux]
+    return {name: float(np.mean([m[name] for m in shown])) if shown else UNKNOWN for name in names}

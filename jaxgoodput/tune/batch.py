@@ -1,4 +1,4 @@
-"""Which batch configuration next, and why: a pure function from what is known to a verdict.
+"""Which batch next, and why: a pure function from what is known to a verdict.
 
 The best configuration by the goodput model, corrected by what was measured, is taken only where it is
 worth it: it must beat the current one by `min_gain` (hysteresis), the last change must be `dwell_steps`
@@ -8,117 +8,82 @@ function of the batch, a neighbouring size is probed first.
 
 import dataclasses
 import math
-from collections.abc import Collection
-from dataclasses import dataclass
 
 import numpy as np
 
 from jaxgoodput.goodput.efficiency import GradParams, efficiency, noise_scale
-from jaxgoodput.goodput.fit import PerfFit, StepTimings
-from jaxgoodput.goodput.model import GoodputModel
-from jaxgoodput.goodput.perf import PerfParams, Placement, step_time
 from jaxgoodput.goodput.search import BatchConfig, BatchLimits, best_batch
-from jaxgoodput.tune.verdict import Verdict
+from jaxgoodput.tune.strategy import choose_strategy, judge_trial
+from jaxgoodput.tune.verdict import Alternative, Situation, Verdict
 
 
-class Indivisible(ValueError):
-    """A batch that cannot be cut into equal micro-batches over the replicas of a strategy."""
+def tune(situation: Situation) -> Verdict:
+    """The verdict for the next stretch of training: a batch, or another strategy.
 
-
-@dataclass(frozen=True, kw_only=True)
-class Caution:
-    """How willing the tuner is to change things."""
-
-    min_gain: float = 0.05
-    doubt: float = 0.0  # what the step times may hide: a change must promise at least as much gain
-    dwell_steps: int = 20
-    max_growth: float = 4.0
-    switch_s: float = 0.0  # what a change costs, seconds of training
-    horizon_s: float = 60.0  # within which a change must have paid for itself
-
-
-def tune(
-    fit: PerfFit | None,
-    grad: GradParams,
-    placement: Placement,
-    limits: BatchLimits,
-    current: BatchConfig,
-    *,
-    ready: Collection[int],
-    steps_since_change: int,
-    caution: Caution,
-    timed: Collection[int] = (),
-    residuals: tuple[tuple[int, float], ...] = (),
-    accumulate: bool = True,
-    statistics_every: int = 1,
-    tried_from: BatchConfig | None = None,
-) -> Verdict:
-    """The verdict for the next stretch of training.
-
-    `ready` are the micro-batch sizes that can run without compiling, `timed` those whose step time was
-    measured here; `residuals` says how far the model is off there. With only one timed, nothing is known
-    about how time grows with the batch: a few real steps at another size (a probe, which trains like any
-    other step) tell, where the noise leaves anything to be won. `grad` should be the cautious estimate:
-    NaN (unknown) keeps the current configuration.
-
-    Where the current configuration is a probe, `tried_from` is the one before it: that one is the
-    incumbent, and returned to unless another (the probe included) earns the change from there.
+    One change at a time, and no other strategy beside a compilation or before the noise is known.
     """
-    home = current if tried_from is None else tried_from
+    current, home = situation.current, situation.home
+    if not situation.adapt:
+        return situation.keep("keep: the policy is a fixed batch")
+    if home is not None and home.config.strategy != current.strategy:
+        return judge_trial(situation)
+    verdict = choose_batch(situation)
+    if verdict.config != current or situation.disturbed or home is not None or not situation.others:
+        return verdict
+    waits = situation.steps_since_change < situation.caution.dwell_steps
+    known = math.isfinite(situation.here.goodput(current, situation.grad))
+    return choose_strategy(situation, verdict) if known and not waits else verdict
 
-    def keep(reason: str, goodput: float = math.nan) -> Verdict:
-        return Verdict(
-            config=current,
-            goodput=goodput,
-            gain=1.0,
-            reason=reason,
-            statistics_every=statistics_every,
-        )
 
-    if fit is None:
-        return keep("keep: no step times yet")
+def choose_batch(situation: Situation) -> Verdict:
+    """Which batch under the present strategy.
+
+    Only sizes that are ready are chosen. With a single one timed, nothing is known about how time grows
+    with the batch: a few real steps at another size (a probe, which trains like any other step) tell,
+    where the noise leaves anything to be won. An unknown noise keeps the present configuration.
+
+    Where the present configuration is a probe, `home` is the one before it: that one is the incumbent,
+    and returned to unless another (the probe included) earns the change from there.
+    """
+    here, grad, caution = situation.here, situation.grad, situation.caution
+    limits, current = here.limits, here.config
+    home = current if situation.home is None else situation.home.config
+    if here.fit is None:
+        return situation.keep("keep: no step times yet")
     if math.isnan(float(grad.sqr)) or math.isnan(float(grad.var)):
-        return keep("keep: too few gradient-noise samples yet")
-    model = GoodputModel(
-        perf=fit.params,
-        grad=grad,
-        base_batch_size=limits.base,
-        residuals=residuals,
-    )
-    now = float(model.goodput(placement, home.micro_batch_size, home.num_micro_batches))
+        return situation.keep("keep: too few gradient-noise samples yet")
+    model = here.model(grad)
+    now = here.goodput(home, grad)
     largest = max(int(current.global_batch_size * caution.max_growth), current.global_batch_size)
-    if steps_since_change < caution.dwell_steps:
-        return keep(
-            f"keep: {steps_since_change} steps since the last change, waiting for "
+    if situation.steps_since_change < caution.dwell_steps:
+        return situation.keep(
+            f"keep: {situation.steps_since_change} steps since the last change, waiting for "
             f"{caution.dwell_steps}",
             now,
         )
-    if set(timed) <= {current.micro_batch_size}:
-        probe = _probe(limits, current, ready, caution.max_growth, largest)
+    if set(here.timed) <= {current.micro_batch_size}:
+        probe = _probe(here, caution.max_growth, largest)
         # Where the noise leaves nothing to be won, the steps are better spent where they are.
         if probe is not None and (1 + caution.min_gain) <= hoped_gain(
             grad, limits, current.global_batch_size, np.array(probe.global_batch_size)
         ):
-            return Verdict(
-                config=probe,
-                goodput=math.nan,
-                gain=1.0,
-                reason=f"probe: only micro-batches of {current.micro_batch_size} have been timed; a few "
+            return situation.change(
+                probe,
+                f"probe: only micro-batches of {current.micro_batch_size} have been timed; a few "
                 f"steps of {probe.micro_batch_size} tell how time grows with the batch",
-                statistics_every=statistics_every,
             )
     critical = float(noise_scale(grad, limits.base))
     at = f"noise scale {critical:.3g} samples"
     # Before the search, which refuses to choose among unknowns: a run that goes on with the step times
     # of another number of replicas knows nothing about this one yet.
     if not math.isfinite(now):
-        return keep(f"keep: the model cannot tell ({at})", now)
-    allowed = _narrowed(limits, min(limits.max, largest), accumulate)
-    sizes = sorted(set(ready) | {current.micro_batch_size})
-    config, best = best_batch(model, placement, allowed, micro_batch_sizes=sizes)
+        return situation.keep(f"keep: the model cannot tell ({at})", now)
+    allowed = _narrowed(limits, min(limits.max, largest), situation.accumulate)
+    sizes = sorted({*here.ready, current.micro_batch_size})
+    config, best = best_batch(model, here.placement, allowed, micro_batch_sizes=sizes)
     config = dataclasses.replace(config, strategy=current.strategy)
     if not math.isfinite(best):
-        return keep(f"keep: the model cannot tell ({at})", now)
+        return situation.keep(f"keep: the model cannot tell ({at})", now)
     gain = best / now
     # Whoever is on trial is judged as usual, or no trial beside a compilation would ever be won.
     asked = max(caution.min_gain, caution.doubt) if home == current else caution.min_gain
@@ -131,55 +96,29 @@ def tune(
     if config == home:
         why = f"{home.global_batch_size} samples is the best there is ({at})"
     elif gain < 1 + asked:
-        why = (
-            f"{what} would gain {gain - 1:.1%}, below the {asked:.0%} "
-            f"that a change must bring ({at})"
-        )
+        why = f"{what} would gain {gain - 1:.1%}, below the {asked:.0%} that a change must bring ({at})"
     elif config == current:
-        return Verdict(
-            config=current,
-            goodput=best,
-            gain=gain,
-            reason=f"keep: {what}, which was tried, gains {gain - 1:.1%} goodput ({at})",
-            statistics_every=statistics_every,
-        )
+        reason = f"keep: {what}, which was tried, gains {gain - 1:.1%} goodput ({at})"
+        return situation.keep(reason, best, gain)
     elif payback_s > caution.horizon_s:
         why = (
             f"{what} would gain {gain - 1:.1%} but needs {payback_s:.0f} s to earn back its "
             f"price of {caution.switch_s:.1f} s, more than {caution.horizon_s:.0f} s ({at})"
         )
     else:
-        why = None
-    if why is not None and home == current:
-        return keep(f"keep: {why}", now)
-    if why is not None:
-        return Verdict(
-            config=home,
-            goodput=now,
-            gain=1.0,
-            reason=f"return: {why}",
-            statistics_every=statistics_every,
-        )
-    return Verdict(
-        config=config,
-        goodput=best,
-        gain=gain,
-        reason=f"change: {what} gains {gain - 1:.1%} goodput ({at})",
-        statistics_every=statistics_every,
-    )
+        reason = f"change: {what} gains {gain - 1:.1%} goodput ({at})"
+        return situation.change(config, reason, best, gain)
+    if home == current:
+        return situation.keep(f"keep: {why}", now)
+    return situation.change(home, f"return: {why}", now)
 
 
-def _probe(
-    limits: BatchLimits,
-    current: BatchConfig,
-    ready: Collection[int],
-    growth: float,
-    largest: int,
-) -> BatchConfig | None:
+def _probe(here: Alternative, growth: float, largest: int) -> BatchConfig | None:
     """The ready size nearest to `growth` times the current one that the limits allow."""
+    current, limits = here.config, here.limits
     options = [
         dataclasses.replace(current, micro_batch_size=size)
-        for size in ready
+        for size in here.ready
         if size != current.micro_batch_size
     ]
     most = min(limits.max, largest)
@@ -200,24 +139,6 @@ def hoped_gain(grad: GradParams, limits: BatchLimits, now: int, there: np.ndarra
     return np.where((there >= limits.smallest) & (there <= limits.max), hope, 0.0)
 
 
-def residuals_of(
-    perf: PerfParams, placement: Placement, timings: StepTimings, timed: Collection[int]
-) -> tuple[tuple[int, float], ...]:
-    """(micro-batch size, measured / modelled step time) of the `timed` sizes, in order of size.
-
-    Caches and the allocator bend the model's straight line; where a size was timed undisturbed, that
-    goes before what the model makes of it.
-    """
-    here = (timings.num_nodes == placement.num_nodes) & (
-        timings.num_replicas == placement.num_replicas
-    )
-    here &= np.isin(timings.micro_batch_size, list(timed)) & np.isfinite(timings.step_s)
-    sizes = np.asarray(timings.micro_batch_size)[here]
-    ratios = np.asarray(timings.step_s)[here] / step_time(perf, placement, sizes)
-    known = np.isfinite(ratios)
-    return tuple(sorted(zip(sizes[known].tolist(), ratios[known].tolist(), strict=True)))
-
-
 def _narrowed(limits: BatchLimits, largest: int, accumulate: bool) -> BatchLimits:
     return dataclasses.replace(
         limits,
@@ -226,71 +147,6 @@ def _narrowed(limits: BatchLimits, largest: int, accumulate: bool) -> BatchLimit
         max=largest,
         max_micro_batches=limits.max_micro_batches if accumulate else 1,
     )
-
-
-def fixed_config(
-    base: int,
-    num_replicas: int,
-    largest_micro: int,
-    *,
-    tolerance: float = 0.0,
-    max_micro_batches: int = 1024,
-) -> BatchConfig:
-    """The configuration with the fewest micro-batches whose global batch is `base`, within tolerance.
-
-    Raises Indivisible, a ValueError, naming the nearest global batches that the replicas can divide.
-
-    >>> fixed_config(96, 8, largest_micro=8)
-    BatchConfig(micro_batch_size=6, num_micro_batches=2, num_replicas=8)
-    """
-    if largest_micro < 1:
-        raise ValueError(
-            "not even one sample per replica fits into the memory budget; raise memory_bytes, or "
-            "make the model smaller."
-        )
-    best: tuple[float, int, BatchConfig] | None = None
-    for count in range(1, max_micro_batches + 1):
-        exact = base / (num_replicas * count)
-        for micro in {math.floor(exact), math.ceil(exact)}:
-            if not 1 <= micro <= largest_micro:
-                continue
-            config = BatchConfig(
-                micro_batch_size=micro, num_micro_batches=count, num_replicas=num_replicas
-            )
-            off = abs(config.global_batch_size - base) / base
-            if off <= tolerance + 1e-12 and (best is None or (off, count) < best[:2]):
-                best = (off, count, config)
-        if best is not None and best[0] == 0:
-            break
-        if exact < 1:
-            break
-    if best is not None:
-        return best[2]
-    near = " and ".join(map(str, _nearest(base, num_replicas, largest_micro, max_micro_batches)))
-    raise Indivisible(
-        f"a global batch of {base} samples cannot be cut into equal micro-batches over "
-        f"{num_replicas} replicas (at most {max_micro_batches} of at most {largest_micro} samples, "
-        f"tolerance {tolerance:.0%}). "
-        f"The nearest global batches that can are {near}: set batch.base to one of them, or raise "
-        "fixed_tolerance or batch.max_micro_batches."
-    )
-
-
-def _nearest(base: int, num_replicas: int, largest_micro: int, most_micros: int) -> list[int]:
-    """The largest global batch below `base` and the smallest above it that can be cut evenly."""
-
-    def can(share: int) -> bool:  # samples per replica
-        return any(
-            share % k == 0 and share // k <= largest_micro for k in range(1, most_micros + 1)
-        )
-
-    most = largest_micro * most_micros
-    share = base // num_replicas
-    below = next(
-        (s for s in range(min(share, most), 0, -1) if s * num_replicas < base and can(s)), 0
-    )
-    above = next((s for s in range(share + 1, most + 1) if can(s)), 0)
-    return [s * num_replicas for s in (below, above) if s]
 
 
 def statistics_cadence(

@@ -10,14 +10,16 @@ background compilation are kept apart and count only until there are others.
 import dataclasses
 import statistics
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from jaxgoodput.goodput.fit import StepTimings
+from jaxgoodput.goodput.fit import PerfFit, StepTimings
+from jaxgoodput.goodput.perf import PerfParams, Placement, step_time
 from jaxgoodput.goodput.search import BatchConfig
+from jaxgoodput.tune.verdict import Alternative
 
 KEEP = 48  # latest steps behind a median
 MIN_COUNT = 3  # fewer say nothing
@@ -193,6 +195,79 @@ class TimingTable:
                 if row[name]:
                     target[key] = deque((_parts(p) for p in row[name]), maxlen=KEEP)
             self._last[key] = row["last"]
+
+
+class StrategyTimings:
+    """A table of step times and a fit for each strategy: another layout is another program.
+
+    Used by one thread; `to_json` rides in a checkpoint.
+    """
+
+    def __init__(self, num_nodes: int):
+        self.num_nodes = num_nodes
+        self._tables: dict[str, TimingTable] = {}
+        self.fits: dict[str, PerfFit | None] = {}
+
+    def table(self, strategy: str) -> TimingTable:
+        """The step times of a strategy."""
+        return self._tables.setdefault(strategy, TimingTable())
+
+    def key(self, config: BatchConfig, *, measured: bool) -> TimingKey:
+        """Under which the times of a configuration are kept."""
+        return TimingKey(
+            num_nodes=self.num_nodes,
+            num_replicas=config.num_replicas,
+            micro_batch_size=config.micro_batch_size,
+            num_micro_batches=config.num_micro_batches,
+            measured=measured,
+        )
+
+    def placement(self, config: BatchConfig) -> Placement:
+        """Where a configuration runs, as the model sees it."""
+        return Placement(num_nodes=self.num_nodes, num_replicas=config.num_replicas)
+
+    def timed(self, config: BatchConfig, *, clean: bool) -> set[int]:
+        """Micro-batch sizes of the configuration's strategy that were timed; `clean`: undisturbed."""
+        table = self.table(config.strategy)
+        return table.timed_sizes(self.num_nodes, config.num_replicas, clean=clean)
+
+    def known(self, there: Alternative) -> Alternative:
+        """Another strategy with what is known of it; its fit is as of when it was left."""
+        strategy = there.config.strategy
+        fit, timings = self.fits.get(strategy), self.table(strategy).timings(0)
+        timed = self.timed(there.config, clean=True) & set(there.ready)
+        if fit is None or timings is None or not timed:
+            return dataclasses.replace(there, timed=timed)
+        residuals = residuals_of(fit.params, there.placement, timings, timed)
+        return dataclasses.replace(there, timed=timed, fit=fit, residuals=residuals)
+
+    def to_json(self) -> dict[str, list[dict[str, Any]]]:
+        """Timings by strategy."""
+        # Of a copy: a save may come while a strategy is seen for the first time.
+        return {name: table.to_json() for name, table in list(self._tables.items())}
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Take over what `to_json` wrote. Fits are made again from the timings."""
+        for strategy, rows in saved.items():
+            self.table(strategy).restore(rows)
+
+
+def residuals_of(
+    perf: PerfParams, placement: Placement, timings: StepTimings, timed: Collection[int]
+) -> tuple[tuple[int, float], ...]:
+    """(micro-batch size, measured / modelled step time) of the `timed` sizes, in order of size.
+
+    Caches and the allocator bend the model's straight line; where a size was timed undisturbed, that
+    goes before what the model makes of it.
+    """
+    here = (timings.num_nodes == placement.num_nodes) & (
+        timings.num_replicas == placement.num_replicas
+    )
+    here &= np.isin(timings.micro_batch_size, list(timed)) & np.isfinite(timings.step_s)
+    sizes = np.asarray(timings.micro_batch_size)[here]
+    ratios = np.asarray(timings.step_s)[here] / step_time(perf, placement, sizes)
+    known = np.isfinite(ratios)
+    return tuple(sorted(zip(sizes[known].tolist(), ratios[known].tolist(), strict=True)))
 
 
 def _plain(parts: Parts) -> list[float | None]:

@@ -1,145 +1,62 @@
 """The tuner's thread: fits the model and reaches verdicts, while steps go on being counted.
 
-One question at a time; a question that comes while another is being answered is dropped, because
-a newer one will follow. The fit's own functions are compiled before the first question.
+One situation at a time; one that comes while another is being judged is dropped, because a newer one
+will follow. The fit's own functions are compiled before the first.
 """
 
-import math
+import dataclasses
 import queue
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
-from jaxgoodput.goodput.efficiency import GradParams
-from jaxgoodput.goodput.fit import PerfFit, StepTimings, fit_perf_params
-from jaxgoodput.goodput.perf import Placement
-from jaxgoodput.goodput.search import BatchConfig, BatchLimits
-from jaxgoodput.tune.batch import Caution, residuals_of, tune
-from jaxgoodput.tune.strategy import Known, Option, choose_strategy, judge_trial
-from jaxgoodput.tune.verdict import Verdict
-
-PROBE_STEPS = 8  # at a size, or under a strategy, that is being tried
-
-
-@dataclass(frozen=True, kw_only=True)
-class Question:
-    """Everything that a verdict depends on."""
-
-    step: int
-    timings: StepTimings | None
-    grad: GradParams
-    placement: Placement
-    limits: BatchLimits
-    current: BatchConfig
-    ready: Collection[int]
-    timed: Collection[int]
-    clean: Collection[int]  # of those, timed undisturbed
-    disturbed: bool  # a compilation competes with the steps
-    steps_since_change: int
-    caution: Caution
-    accumulate: bool
-    statistics_every: int
-    adapt: bool  # False: the batch is fixed, only the model is of interest
-    tried_from: BatchConfig | None = None  # before the probe that `current` is
-    options: tuple[Option, ...] = ()  # other strategies, their fits as of when they were left
-    home: Option | None = None  # that of `tried_from`, where it is another strategy
-    left_s: float = math.nan  # to the end of training; NaN unknown
-    step_s: float = math.nan
+from jaxgoodput.goodput.fit import StepTimings, fit_perf_params
+from jaxgoodput.tune.batch import tune
+from jaxgoodput.tune.timings import residuals_of
+from jaxgoodput.tune.verdict import Situation, Verdict
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """A verdict, with the fit behind it."""
+    """A verdict, and the situation that it is made of, with its fit."""
 
-    question: Question
+    situation: Situation
     verdict: Verdict
-    fit: PerfFit | None
-    residuals: tuple[tuple[int, float], ...]  # (micro-batch size, measured / modelled step time)
 
 
-def answer(question: Question, last_fit: PerfFit | None) -> Answer:
-    """The fit and the verdict; pure. `last_fit` is of the same strategy."""
-    fit = last_fit
-    if question.timings is not None:
-        fit = fit_perf_params(question.timings, start=None if last_fit is None else last_fit.params)
-    residuals = ()
-    if fit is not None and question.timings is not None:
-        residuals = residuals_of(fit.params, question.placement, question.timings, question.clean)
-    if question.adapt and question.home is not None:
-        assert question.tried_from is not None
-        verdict = judge_trial(
-            question.current,
-            question.tried_from,
-            _known(question, fit, residuals),
-            question.home.known,
-            question.grad,
-            statistics_every=question.statistics_every,
-        )
-    elif question.adapt:
-        verdict = tune(
-            fit,
-            question.grad,
-            question.placement,
-            question.limits,
-            question.current,
-            ready=question.ready,
-            timed=question.timed,
-            residuals=residuals,
-            steps_since_change=question.steps_since_change,
-            caution=question.caution,
-            accumulate=question.accumulate,
-            statistics_every=question.statistics_every,
-            tried_from=question.tried_from,
-        )
-        here = _known(question, fit, residuals)
-        # One change at a time, and none beside a compilation or before the noise is known.
-        calm = verdict.config == question.current and not question.disturbed
-        if question.options and here is not None and calm and question.tried_from is None:
-            now = here.goodput(question.current, question.grad)
-            waits = question.steps_since_change < question.caution.dwell_steps
-            if math.isfinite(now) and not waits:
-                verdict = choose_strategy(
-                    verdict,
-                    now,
-                    question.options,
-                    question.grad,
-                    caution=question.caution,
-                    accumulate=question.accumulate,
-                    left_s=question.left_s,
-                    probe_s=PROBE_STEPS * question.step_s,
-                )
-    else:
-        verdict = Verdict(
-            config=question.current,
-            goodput=float("nan"),
-            gain=1.0,
-            reason="keep: the policy is a fixed batch",
-            statistics_every=question.statistics_every,
-        )
-    return Answer(question=question, verdict=verdict, fit=fit, residuals=residuals)
+def answer(situation: Situation) -> Answer:
+    """The fit and the verdict; pure."""
+    situation = fitted(situation)
+    return Answer(situation=situation, verdict=tune(situation))
 
 
-def _known(
-    question: Question, fit: PerfFit | None, residuals: tuple[tuple[int, float], ...]
-) -> Known | None:
-    if fit is None:
-        return None
-    return Known(fit=fit, placement=question.placement, limits=question.limits, residuals=residuals)
+def fitted(situation: Situation) -> Situation:
+    """The situation with the present strategy fitted to its step times, from where the last fit ended."""
+    here, timings = situation.here, situation.timings
+    if timings is None:
+        return situation
+    fit = fit_perf_params(timings, start=None if here.fit is None else here.fit.params)
+    residuals = residuals_of(fit.params, here.placement, timings, situation.clean)
+    here = dataclasses.replace(here, fit=fit, residuals=residuals)
+    return dataclasses.replace(situation, here=here)
 
 
 class Tuner:
-    """A thread that answers questions."""
+    """A thread that answers; `answer` is there for tests that know the fit."""
 
     def __init__(
         self,
         on_answer: Callable[[Answer], None],
         on_error: Callable[[BaseException], None],
+        *,
+        answer: Callable[[Situation], Answer] = answer,
     ):
         self._on_answer = on_answer
         self._on_error = on_error
-        self._questions: queue.Queue[Question | None] = queue.Queue(maxsize=1)
+        self._answer = answer
+        self._situations: queue.Queue[Situation | None] = queue.Queue(maxsize=1)
         self._busy = threading.Event()
         self._busy.set()
         self._closing = threading.Event()
@@ -148,38 +65,34 @@ class Tuner:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a question would be dropped now."""
+        """Whether a situation would be dropped now."""
         return self._busy.is_set()
 
-    def ask(self, question: Question) -> bool:
-        """Have the question answered; False where another one is still being answered."""
+    def ask(self, situation: Situation) -> bool:
+        """Have a verdict reached; False where another one is still being reached."""
         if self.is_busy:
             return False
         self._busy.set()
-        self._questions.put(question)
+        self._situations.put(situation)
         return True
 
     def close(self) -> None:
-        """End after the question in hand."""
+        """End after the situation in hand."""
         self._closing.set()
         if not self._thread.is_alive():
             return
-        self._questions.put(None)
+        self._situations.put(None)
         self._thread.join()
 
     def _run(self) -> None:
-        fits: dict[str, PerfFit | None] = {}  # by strategy
         try:
             _warm_up()
             while not self._closing.is_set():
                 self._busy.clear()
-                question = self._questions.get()
-                if question is None:
+                situation = self._situations.get()
+                if situation is None:
                     return
-                strategy = question.current.strategy
-                found = answer(question, fits.get(strategy))
-                fits[strategy] = found.fit
-                self._on_answer(found)
+                self._on_answer(self._answer(situation))
         except BaseException as error:
             self._on_error(error)
 

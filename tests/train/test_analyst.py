@@ -1,22 +1,22 @@
 """When the analyst asks, and what a run of steps makes of the answers; steps here are made up."""
 
-import dataclasses
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxgoodput.clock import FakeClock
 from jaxgoodput.data.cursor import Cursor
+from jaxgoodput.engine.state import StepMetrics
 from jaxgoodput.goodput.search import BatchConfig, BatchLimits
 from jaxgoodput.observe.hooks import Hook
-from jaxgoodput.train import analyst as analysis
-from jaxgoodput.train.analyst import CALM_STEPS, PROBE_STEPS, Analyst
+from jaxgoodput.optim.adaptive import NoiseReadout
+from jaxgoodput.train.analyst import CALM_STEPS, Analyst
 from jaxgoodput.train.config import Config
 from jaxgoodput.train.control import Requests
 from jaxgoodput.train.watcher import Result, Ticket
-from jaxgoodput.tune import tuner as tuning
 from jaxgoodput.tune.timings import Parts
+from jaxgoodput.tune.tuner import answer
+from jaxgoodput.tune.verdict import PROBE_STEPS
 
 SIZES = (512, 2048, 8192, 16384)
 # Linear up to 8192, and beyond it a cliff that no straight line knows of.
@@ -30,19 +30,17 @@ class AtOnce:
     is_busy = False
 
     def __init__(self, on_answer, on_error):
-        self._on_answer, self._fit = on_answer, None
+        self._on_answer = on_answer
 
-    def ask(self, question):
-        found = tuning.answer(question, self._fit)
-        self._fit = found.fit
-        self._on_answer(found)
+    def ask(self, situation):
+        self._on_answer(answer(situation))
 
     def close(self):
         pass
 
 
 class OneStrategy:
-    """The choices of a run with one strategy."""
+    """What a run with one strategy could use."""
 
     num_strategies = 1
 
@@ -61,7 +59,7 @@ class OneStrategy:
     def memory_limit(self, strategy):
         return SIZES[-1]
 
-    def offers(self):
+    def others(self):
         return ()
 
     def start(self):
@@ -82,8 +80,7 @@ class Listener(Hook):
 class Course:
     """A training run without training: the analyst's own view of it."""
 
-    def __init__(self, tmp_path, monkeypatch, *, start, ready=SIZES, **settings):
-        monkeypatch.setattr(analysis, "Tuner", AtOnce)
+    def __init__(self, tmp_path, *, start, ready=SIZES, **settings):
         self.clock, self.requests, self.heard = FakeClock(), Requests(), Listener()
         self.ready, self.errors, self.step = ready, [], 0
         self.config = BatchConfig(micro_batch_size=start, num_micro_batches=1, num_replicas=1)
@@ -108,6 +105,7 @@ class Course:
             learning_rate=lambda progress: None,
             dataset_size=10**6,
             adapt=True,
+            tuner=AtOnce,
         )
 
     def go(self, steps, *, compiling=False):
@@ -116,10 +114,8 @@ class Course:
         for _ in range(steps):
             delayed.append(self.requests.take())
             wish = delayed.pop(0) if len(delayed) > 2 else None
-            if wish is not None and wish.micro_batch_size:
-                self.config = dataclasses.replace(
-                    self.config, micro_batch_size=wish.micro_batch_size
-                )
+            if wish is not None and wish.batch is not None:
+                self.config = wish.batch
             self.step += 1
             size = self.config.micro_batch_size
             seconds = STEP_S[size] * (BESIDE_COMPILATION if compiling else 1.0)
@@ -145,12 +141,27 @@ class Course:
             after=here,
             metrics=jnp.zeros(()),
         )
-        metrics = {
-            **dict.fromkeys(("finite", "loss", "gain", "grad_norm"), 1.0),
-            **dict.fromkeys(("noise_samples", "newest_noise_samples"), 100.0),
-            **{"cautious_sqr": 1e-6, "grad_sqr": 1e-6, "cautious_var": 1.0, "grad_var": 1.0},
-            **{"progress": float(self.step), "skipped": 0.0},
-        }
+        noise = NoiseReadout(
+            sqr=1e-6,
+            var=1.0,
+            cautious_sqr=1e-6,
+            cautious_var=1.0,
+            num_samples=100.0,
+            newest_samples=100.0,
+        )
+        metrics = StepMetrics(
+            loss=1.0,
+            grad_norm=1.0,
+            is_finite=True,
+            num_skipped=0,
+            skipped_in_a_row=0,
+            num_samples=size,
+            num_groups=1,
+            progress=float(self.step),
+            gain=1.0,
+            noise=noise,
+            aux={},
+        )
         return Result(
             ticket=ticket,
             metrics=metrics,
@@ -161,11 +172,11 @@ class Course:
 
 
 @pytest.fixture
-def course(tmp_path, monkeypatch):
+def course(tmp_path):
     made = []
 
     def start(**kind):
-        made.append(Course(tmp_path, monkeypatch, **kind))
+        made.append(Course(tmp_path, **kind))
         return made[-1]
 
     yield start

@@ -1,23 +1,31 @@
 """Wishes reach the loop once, whoever posts them, and mean the same in every process."""
 
+import dataclasses
 import threading
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxgoodput.goodput.search import BatchConfig
 from jaxgoodput.train.control import CONTROL_SIZE, Control, Requests, decode, encode
 
-counts = st.none() | st.integers(1, 10**6)
+NOW = BatchConfig(micro_batch_size=4, num_micro_batches=1, num_replicas=8, strategy="data8")
+counts = st.integers(1, 10**6)
+
+
+def batch_of(micro, count):
+    return dataclasses.replace(NOW, micro_batch_size=micro, num_micro_batches=count)
+
+
 controls = st.builds(
     Control,
     stop=st.booleans(),
     finish=st.booleans(),
     save=st.booleans(),
     evaluate=st.booleans(),
-    micro_batch_size=counts,
-    num_micro_batches=counts,
-    statistics_every=counts,
+    batch=st.none() | st.builds(batch_of, counts, counts),
+    statistics_every=st.none() | counts,
     num_ready=st.integers(0, 100),
 )
 # Only process 0 decides configurations.
@@ -35,32 +43,30 @@ followers = st.builds(
 def test_a_control_survives_the_vector(control):
     vector = encode(control)
     assert vector.shape == (CONTROL_SIZE,) and vector.dtype == np.float32
-    assert decode(vector) == control
+    assert decode(vector, NOW) == control
 
 
 @given(first=controls, others=st.lists(followers, max_size=7))
 def test_the_sum_over_processes_is_what_anyone_wished_and_what_process_0_decided(first, others):
     everyone = [first, *others]
-    agreed = decode(np.stack([encode(c) for c in everyone]).sum(axis=0))
+    agreed = decode(np.stack([encode(c) for c in everyone]).sum(axis=0), NOW)
     for name in ("stop", "finish", "save", "evaluate"):
         assert getattr(agreed, name) == any(getattr(c, name) for c in everyone)
-    for name in ("micro_batch_size", "num_micro_batches", "statistics_every"):
+    for name in ("batch", "statistics_every"):
         assert getattr(agreed, name) == getattr(first, name)
     assert agreed.num_ready == sum(c.num_ready for c in everyone)
 
 
 def test_no_wish_is_no_change():
-    assert Requests().take() == Control() == decode(np.zeros(CONTROL_SIZE))
+    assert Requests().take() == Control() == decode(np.zeros(CONTROL_SIZE), NOW)
 
 
 def test_a_wish_is_taken_once_and_the_latest_wins():
     requests = Requests()
-    requests.post(micro_batch_size=8, num_micro_batches=1)
-    requests.post(save=True)
-    requests.post(micro_batch_size=16, num_micro_batches=2)
-    assert requests.take(num_ready=3) == Control(
-        save=True, micro_batch_size=16, num_micro_batches=2, num_ready=3
-    )
+    requests.post(Control(batch=batch_of(8, 1)))
+    requests.post(Control(save=True))
+    requests.post(Control(batch=batch_of(16, 2)))
+    assert requests.take() == Control(save=True, batch=batch_of(16, 2))
     assert requests.take() == Control()
 
 
@@ -84,16 +90,19 @@ def test_no_wish_is_lost_between_threads():
     posting.set()
     rounds = 300
 
-    def ask(name):
+    def ask(wish_of):
         for value in range(1, rounds + 1):
-            requests.post(**{name: value})
+            requests.post(wish_of(value))
 
     def take():
         while posting.is_set():
             taken.append(requests.take())
 
-    names = ("micro_batch_size", "num_micro_batches", "statistics_every")
-    threads = [threading.Thread(target=ask, args=(name,)) for name in names]
+    wishes = (
+        lambda value: Control(batch=batch_of(value, 1)),
+        lambda value: Control(statistics_every=value),
+    )
+    threads = [threading.Thread(target=ask, args=(wish_of,)) for wish_of in wishes]
     taker = threading.Thread(target=take)
     for thread in (*threads, taker):
         thread.start()
@@ -102,7 +111,8 @@ def test_no_wish_is_lost_between_threads():
     posting.clear()
     taker.join()
     taken.append(requests.take())
-    for name in names:
-        seen = [value for c in taken if (value := getattr(c, name)) is not None]
+    batches = [c.batch.micro_batch_size for c in taken if c.batch is not None]
+    cadences = [c.statistics_every for c in taken if c.statistics_every is not None]
+    for seen in (batches, cadences):
         # Each at most once, in order, and the last one certainly.
         assert seen == sorted(set(seen)) and seen[-1] == rounds

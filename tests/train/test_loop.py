@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jaxgoodput.train.rungs import Rungs
 from problems import Mean, Recorder, config, in_step, rows
 
 from jaxgoodput.engine.engine import Engine
@@ -14,7 +15,6 @@ from jaxgoodput.goodput.search import BatchLimits
 from jaxgoodput.observe.events import StepEnd, TuneEnd
 from jaxgoodput.train.control import DEPTH
 from jaxgoodput.train.loop import Run
-from jaxgoodput.train.rungs import Rungs
 from jaxgoodput.train.watcher import Watcher
 from jaxgoodput.tune import tuner
 from jaxgoodput.tune.tuner import Answer

@@ -11,9 +11,8 @@ from jaxgoodput.goodput.efficiency import GradParams
 from jaxgoodput.goodput.fit import PerfFit
 from jaxgoodput.goodput.perf import PerfParams, Placement
 from jaxgoodput.goodput.search import BatchConfig, BatchLimits
-from jaxgoodput.tune.batch import Caution
-from jaxgoodput.tune.strategy import Known, Option, best_of, choose_strategy, judge_trial
-from jaxgoodput.tune.verdict import Verdict
+from jaxgoodput.tune.strategy import best_of, choose_strategy, judge_trial
+from jaxgoodput.tune.verdict import PROBE_STEPS, Alternative, Caution, Situation, Verdict
 
 GRAD = GradParams(sqr=1.0, var=4.0)
 LIMITS = BatchLimits(base=64, max=512, micro=(1, 64), max_micro_batches=4)
@@ -21,8 +20,8 @@ HERE = BatchConfig(micro_batch_size=8, num_micro_batches=1, num_replicas=8, stra
 FOREVER = 1e6
 
 
-def known(seconds_per_sample, replicas=8):
-    """A strategy whose step takes this long for every sample of a replica."""
+def fitted(seconds_per_sample):
+    """A step takes this long for every sample of a replica."""
     perf = PerfParams(
         compute_base=0.0,
         compute_per_sample=seconds_per_sample,
@@ -33,38 +32,39 @@ def known(seconds_per_sample, replicas=8):
         overlap=1.0,
         update_s=0.0,
     )
-    fit = PerfFit(
+    return PerfFit(
         params=perf, error=0.0, unidentified=(), links=("intra",), num_rows=3, max_replicas=8
     )
-    placement = Placement(num_nodes=1, num_replicas=replicas)
-    return Known(fit=fit, placement=placement, limits=LIMITS, residuals=())
 
 
-def option(name="fsdp8", *, speed=None, switch_s=0.1, timed=(8,)):
-    config = dataclasses.replace(HERE, strategy=name)
-    return Option(
-        config=config,
+def option(name="fsdp8", *, speed=None, switch_s=0.1, timed=(8,), limits=LIMITS):
+    return Alternative(
+        config=dataclasses.replace(HERE, strategy=name),
+        limits=limits,
+        placement=Placement(num_nodes=1, num_replicas=8),
         timed=timed if speed else (),
-        known=known(1e-3 / speed) if speed else None,
+        fit=fitted(1e-3 / speed) if speed else None,
         switch_s=switch_s,
     )
 
 
-NOW = known(1e-3).goodput(HERE, GRAD)
+PRESENT = option("data8", speed=1.0)
+NOW = PRESENT.goodput(HERE, GRAD)
 KEEP = Verdict(config=HERE, goodput=NOW, gain=1.0, reason="keep: the best there is")
 
 
-def choose(*options, left_s=FOREVER, **caution):
-    return choose_strategy(
-        KEEP,
-        NOW,
-        options,
-        GRAD,
+def choose(*options, left_s=FOREVER, grad=GRAD, **caution):
+    situation = Situation(
+        here=PRESENT,
+        grad=grad,
+        steps_since_change=1000,
+        others=options,
         caution=Caution(**caution),
         accumulate=False,
         left_s=left_s,
-        probe_s=0.1,
+        step_s=0.1 / PROBE_STEPS,
     )
+    return choose_strategy(situation, KEEP)
 
 
 def test_without_options_the_batch_is_kept_as_it_is():
@@ -117,19 +117,17 @@ def test_an_unknown_end_tries_nothing():
 def test_without_the_noise_only_equal_batches_can_be_compared(base, taken):
     """At the base batch a sample is worth the same whatever the noise; elsewhere nobody knows."""
     limits = dataclasses.replace(LIMITS, base=base)
-    faster = option(speed=2.0)
-    assert faster.known is not None
-    faster = dataclasses.replace(faster, known=dataclasses.replace(faster.known, limits=limits))
-    verdict = choose_strategy(
-        KEEP,
-        NOW,
-        [faster],
-        GradParams(sqr=math.nan, var=math.nan),
+    here = dataclasses.replace(PRESENT, limits=dataclasses.replace(LIMITS, base=64))
+    situation = Situation(
+        here=here,
+        grad=GradParams(sqr=math.nan, var=math.nan),
+        steps_since_change=1000,
+        others=(option(speed=2.0, limits=limits),),
         caution=Caution(max_growth=1.0001),
         accumulate=False,
         left_s=FOREVER,
-        probe_s=0.1,
     )
+    verdict = choose_strategy(situation, KEEP)
     assert (verdict.config != HERE) == taken
 
 
@@ -155,8 +153,15 @@ def test_a_trial_stays_where_it_was_faster_and_else_returns():
     trial = dataclasses.replace(HERE, strategy="fsdp8")
 
     def judged(speed):
-        here = None if speed is None else known(1e-3 / speed)
-        return judge_trial(trial, HERE, here, known(1e-3), GRAD, statistics_every=3)
+        return judge_trial(
+            Situation(
+                here=option("fsdp8", speed=speed),
+                home=PRESENT,
+                grad=GRAD,
+                steps_since_change=8,
+                statistics_every=3,
+            )
+        )
 
     won = judged(1.2)
     assert won.config == trial and won.gain == pytest.approx(1.2)

@@ -13,7 +13,10 @@ from jaxgoodput.goodput.fit import PerfFit, StepTimings
 from jaxgoodput.goodput.model import GoodputModel
 from jaxgoodput.goodput.perf import PerfParams, Placement, step_time
 from jaxgoodput.goodput.search import BatchConfig, BatchLimits
-from jaxgoodput.tune.batch import Caution, fixed_config, residuals_of, statistics_cadence, tune
+from jaxgoodput.tune.batch import statistics_cadence, tune
+from jaxgoodput.tune.plan import fixed_config
+from jaxgoodput.tune.timings import residuals_of
+from jaxgoodput.tune.verdict import Alternative, Caution, Situation
 
 NAN = math.nan
 # A micro-batch costs 10 ms plus 0.1 ms per sample: larger batches are far faster per sample.
@@ -55,21 +58,28 @@ def decide(
     ready=READY,
     timed=(16, 32),
     since=1000,
-    placement=None,
+    tried_from=None,
+    residuals=(),
     **kind,
 ):
-    current = current or at(32)
-    return tune(
-        fit or fitted(),
-        grad,
-        placement or Placement(num_nodes=1, num_replicas=current.num_replicas),
-        limits,
-        current,
+    here = Alternative(
+        config=current or at(32),
+        limits=limits,
+        placement=Placement(num_nodes=1, num_replicas=(current or at(32)).num_replicas),
         ready=ready,
         timed=timed,
-        steps_since_change=since,
-        caution=caution,
-        **kind,
+        fit=fitted() if fit is None else fit,
+        residuals=residuals,
+    )
+    return tune(
+        Situation(
+            here=here,
+            home=None if tried_from is None else dataclasses.replace(here, config=tried_from),
+            grad=grad,
+            steps_since_change=since,
+            caution=caution,
+            **kind,
+        )
     )
 
 
@@ -77,16 +87,11 @@ def decide(
 
 
 def test_nothing_changes_before_there_are_step_times():
+    here = Alternative(
+        config=at(32), limits=LIMITS, placement=Placement(num_nodes=1, num_replicas=1), ready=READY
+    )
     verdict = tune(
-        None,
-        NOISY,
-        Placement(num_nodes=1, num_replicas=1),
-        LIMITS,
-        at(32),
-        ready=READY,
-        steps_since_change=1000,
-        caution=BOLD,
-        statistics_every=7,
+        Situation(here=here, grad=NOISY, steps_since_change=1000, caution=BOLD, statistics_every=7)
     )
     assert verdict.config == at(32) and "no step times" in verdict.reason
     assert verdict.gain == 1.0 and math.isnan(verdict.goodput) and verdict.statistics_every == 7

@@ -1,0 +1,97 @@
+"""`Task`: the few methods that a user writes; pure functions of their arguments."""
+
+import abc
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import optax
+from jaxtyping import Array, PyTree
+
+
+class Task(abc.ABC):
+    """What is trained: a model, a loss, an optimizer and data.
+
+    All methods are traced, compiled for several batch sizes, and called from more than one thread.
+    """
+
+    @abc.abstractmethod
+    def init(self, key: Array) -> Any:
+        """The parameters, a PyTree; `Variables(params=, model_state=)` for a model with mutable state."""
+
+    def loss(self, params: PyTree, batch: PyTree, key: Array) -> Any:
+        """The loss of one micro-batch, leaves of `batch` being `[micro_batch_size, ...]`.
+
+        Returns per-sample losses `[micro_batch_size]`; or `Loss(sum, weight, aux)`, per sample or in
+        total, where the weight is not the number of samples; or a scalar mean, which cannot leave
+        padded samples out. `key` is a fresh key for every micro-batch on every replica.
+        """
+        raise TypeError(
+            f"{type(self).__name__} defines neither loss nor loss_and_state. Write "
+            "loss(self, params, batch, key); for a model with mutable state, "
+            "loss_and_state(self, params, model_state, batch, key) -> (loss, model_state)."
+        )
+
+    def loss_and_state(
+        self, params: PyTree, model_state: PyTree, batch: PyTree, key: Array
+    ) -> tuple[Any, PyTree]:
+        """`loss` for a model with mutable state: also returns the state after the micro-batch.
+
+        Floating leaves (BatchNorm statistics) are averaged over replicas, weighted by samples; other
+        leaves (counters, keys) must advance alike on every replica.
+        """
+        return self.loss(params, batch, key), model_state
+
+    @abc.abstractmethod
+    def optimizer(self) -> optax.GradientTransformation:
+        """Any optax optimizer, tuned at the base batch size.
+
+        It sees the averaged gradient of the whole batch (so clipping does too); its schedules are
+        called with progress in base steps; its updates are multiplied by the learning-rate gain.
+        """
+
+    def learning_rate(self, progress: Any) -> Any:
+        """The optimizer's own learning rate at `progress` base steps, for the dashboard; None: unknown.
+
+        An optax optimizer does not say what its schedule is. By itself this changes nothing but a
+        chart; `optimizer()` may hand it to optax as its schedule.
+        """
+        return None
+
+    @abc.abstractmethod
+    def dataset(self) -> Any:
+        """Training samples: a dict of arrays, anything with `__len__` and `__getitem__`, or a grain
+        `MapDataset`.
+        """
+
+    def eval_dataset(self) -> Any:
+        """Held-out samples, or None."""
+        return None
+
+    def metrics(self, params: PyTree, batch: PyTree) -> Mapping[str, Any]:
+        """Per-sample outputs of an evaluation, name -> `[batch, ...]`."""
+        raise TypeError(
+            f"{type(self).__name__} has an eval_dataset but no metrics. Write "
+            "metrics(self, params, batch) -> {name: one value per sample}."
+        )
+
+    def metrics_with_state(
+        self, params: PyTree, model_state: PyTree, batch: PyTree
+    ) -> Mapping[str, Any]:
+        """`metrics` for a model with mutable state, which an evaluation only reads."""
+        return self.metrics(params, batch)
+
+    def summarize(self, outputs: Mapping[str, np.ndarray]) -> Mapping[str, float]:
+        """Numbers from the outputs of all held-out samples; the mean of each unless overridden."""
+        return {name: float(np.mean(values)) for name, values in outputs.items()}
+
+    def trainable(self, params: PyTree) -> PyTree | None:
+        """A tree of bool like `params`: False freezes a leaf. None trains all of them."""
+        return None
+
+    def labels(self, params: PyTree) -> PyTree | None:
+        """A tree of str like `params`: groups with noise statistics and a gain of their own.
+
+        None is one group.
+        """
+        return None
