@@ -1,46 +1,122 @@
-"""Executables kept by role and shape, each compiled once, by whichever thread needs it first."""
+"""Programs and moves, each compiled once, by whichever thread needs it first.
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+What is compiled is named by a builder and its arguments, `compiled(programs.step, shape,
+noise=Noise.OFF)`: a method that an editor can open. It is built only where it was not compiled before, so
+that the door is open on the hot path too.
+"""
 
-from jaxgoodput.engine.memory import StepBytes, step_bytes
-from jaxgoodput.engine.once import Once
-from jaxgoodput.engine.programs import Recipes, Shape
+import functools
+import threading
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any, ParamSpec, Protocol, TypeVar
 
-# Roles whose peak is that of a step.
-_STEPS = ("step", "step_after", "more")
+import jax
+from jaxtyping import PyTree
+
+from jaxgoodput.engine.programs import Programs
+from jaxgoodput.parallel.move import Move
+
+P = ParamSpec("P")
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Compilable(Protocol[T_co]):
+    """A program, or a move between layouts, that is still to be compiled."""
+
+    def compile(self) -> T_co:
+        """The executable, compiled on this thread."""
+        ...
 
 
 class Compiled:
-    """The executables of `recipes`; safe from any thread."""
+    """What was compiled, by (builder, arguments). Safe from any thread.
 
-    def __init__(self, recipes: Recipes):
-        self.recipes = recipes
-        self._found: Once[tuple[str, Shape | None], Any] = Once()
+    A second thread that asks for the same waits for the first; one that asks for another does not.
+    """
 
-    def __call__(self, role: str, shape: Shape | None = None) -> Any:
-        """The executable, compiled on this thread where nobody has done so yet."""
-        return self._found.get((role, shape), lambda: self.recipes.recipe(role, shape).compile())
+    def __init__(self):
+        self._found: dict[Hashable, Any] = {}
+        self._turns: dict[Hashable, threading.Lock] = {}
+        self._lock = threading.Lock()
 
-    def has(self, roles: Sequence[str], shape: Shape) -> bool:
-        """Whether all of these are compiled."""
-        return all(self._found.peek((role, shape)) is not None for role in roles)
+    def __call__(
+        self, build: Callable[P, Compilable[T_co]], *args: P.args, **kwargs: P.kwargs
+    ) -> T_co:
+        """The executable of what `build` builds, compiled on this thread where nobody has done so yet.
 
-    def bytes_of(self, shape: Shape) -> StepBytes | None:
-        """Predicted peak bytes per device of a step of this shape; None before one is compiled."""
-        return self.largest_of(_STEPS, shape)
+        Where compiling raises, nothing is kept.
+        """
+        key = _key(build, args, kwargs)
+        with self._lock:
+            if key in self._found:
+                return self._found[key]
+            turn = self._turns.setdefault(key, threading.Lock())
+        with turn:
+            with self._lock:
+                if key in self._found:
+                    return self._found[key]
+            value = build(*args, **kwargs).compile()
+            with self._lock:
+                self._found[key] = value
+        return value
 
-    def largest_of(self, roles: Sequence[str], shape: Shape) -> StepBytes | None:
-        """Predicted peak bytes per device of the largest of `roles` that are compiled."""
-        found = [self._found.peek((role, shape)) for role in roles]
-        known = [step_bytes(executable) for executable in found if executable is not None]
-        return max(known, key=lambda need: need.peak, default=None)
+    def peek(
+        self, build: Callable[P, Compilable[T_co]], *args: P.args, **kwargs: P.kwargs
+    ) -> T_co | None:
+        """What is compiled already; None before."""
+        with self._lock:
+            return self._found.get(_key(build, args, kwargs))
 
-    def cost(self, role: str, shape: Shape) -> Mapping[str, float]:
-        """XLA's own cost analysis: flops and bytes accessed, per device."""
-        analysis = self(role, shape).cost_analysis()
-        return analysis[0] if isinstance(analysis, list) else analysis
 
-    def text(self, role: str, shape: Shape) -> str:
-        """The optimized HLO."""
-        return self(role, shape).as_text()
+def _key(build: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
+    if isinstance(build, functools.partial):  # a call that is not made yet
+        args, kwargs, build = (*build.args, *args), {**build.keywords, **kwargs}, build.func
+    return build, args, frozenset(kwargs.items())
+
+
+@dataclass(frozen=True)
+class LayoutMove:
+    """Values on one layout, abstract, and where they go."""
+
+    tree: PyTree
+    shardings: PyTree
+    donate: bool
+    memory_bytes: int | None
+
+    def compile(self) -> Move:
+        """The move, planned and compiled."""
+        return Move.compile(
+            self.tree, self.shardings, donate=self.donate, memory_bytes=self.memory_bytes
+        )
+
+
+@dataclass(frozen=True)
+class Moves:
+    """Builders of the moves between two layouts of one problem.
+
+    A bf16 compute copy moves without its fp32 master; a state moves whole.
+    """
+
+    memory_bytes: int | None
+    """The most that a device may hold of what is moved; None: the device's own limit."""
+
+    def state(self, old: Programs, new: Programs) -> LayoutMove:
+        """A whole training state; the source is deleted."""
+        return self._move(old.abstract_state(), new.abstract_state(), donate=True)
+
+    def work(self, old: Programs, new: Programs, *, donate: bool) -> LayoutMove:
+        """(params, scale) of a batch; the source stays where it belongs to the state."""
+        return self._move(old.abstract_work[:2], new.abstract_work[:2], donate=donate)
+
+    def fixed(self, old: Programs, new: Programs) -> LayoutMove:
+        """(model state, key, step) of a batch; the source stays."""
+        return self._move(old.abstract_work[2:], new.abstract_work[2:], donate=False)
+
+    def sums(self, old: Programs, new: Programs) -> LayoutMove:
+        """The reduced sums of a batch; the source is deleted."""
+        return self._move(old.reduced_sums(), new.reduced_sums(), donate=True)
+
+    def _move(self, old: PyTree, new: PyTree, *, donate: bool) -> LayoutMove:
+        shardings = jax.tree.map(lambda x: x.sharding, new)
+        return LayoutMove(old, shardings, donate, self.memory_bytes)

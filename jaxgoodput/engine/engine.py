@@ -1,7 +1,7 @@
-"""The engine owns a job's executables and runs one step as a value: begin, accumulate, apply.
+"""An engine owns a job's executables and runs one step as a value: begin, accumulate, apply.
 
-An engine works on one layout; `on` gives that of another one, and a batch half done, or a whole state,
-passes between them in memory. A batch may so be accumulated under one layout after another (short
+`Engines` is one problem on any number of layouts, `Engine` one of them. A batch half done, or a whole
+state, passes between layouts in memory: a batch may be accumulated under one layout after another (short
 sequences under data parallelism, long ones under tensor parallelism) and applied at home.
 
 `accumulate` holds no collective under data parallelism and does not depend on how many processes there
@@ -9,14 +9,16 @@ are. `apply` is `reduce` (over the replicas, nothing donated, so that the state 
 and then `update` (donating). `step` is the fused form for one process: the last micro-batch and `apply`
 in a single executable, so that a step of one micro-batch is one executable.
 
-Every executable and every move is compiled ahead, from abstract values only, and is kept by (role, shape
-of the micro-batch); calling one that is missing compiles it on the caller's thread.
+Every program and every move is compiled ahead, from abstract values only; one that is missing is
+compiled on the thread that calls it.
 """
 
 import dataclasses
+import itertools
 import threading
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal, ParamSpec
 
 import jax
 import jax.numpy as jnp
@@ -25,37 +27,33 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
 from jaxgoodput.engine import step as pure
-from jaxgoodput.engine.compiled import Compiled
-from jaxgoodput.engine.memory import StepBytes
-from jaxgoodput.engine.ownership import check_alive, check_unused, consume, delete
-from jaxgoodput.engine.programs import Recipes, Shape
-from jaxgoodput.engine.programs_multiprocess import AcrossRecipes
-from jaxgoodput.engine.state import Previous, TrainState, Variables, Work
-from jaxgoodput.engine.switching import Moves
+from jaxgoodput.engine.compiled import Compiled, Moves
+from jaxgoodput.engine.memory import step_bytes
+from jaxgoodput.engine.programs import Noise, Program, Programs, SampleShape
+from jaxgoodput.engine.programs_multiprocess import MultiprocessPrograms
+from jaxgoodput.engine.state import Previous, StepMetrics, Sums, TrainState, Work, delete
+from jaxgoodput.goodput.memory import StepBytes
 from jaxgoodput.parallel.partition import ParamSpecs
-from jaxgoodput.parallel.plan import MovePlan
+from jaxgoodput.parallel.plan import MovePlan, plan_move
 from jaxgoodput.parallel.strategy import Layout
 
+P = ParamSpec("P")
 # Samples per replica of the engine's own data set, or a micro-batch of any other shape.
-Size = int | Shape
+Size = int | SampleShape
 
 
-class Engine:
-    """Executables of one problem on one layout.
+class Engines:
+    """One problem on any number of layouts: an engine for each, and the moves between them.
 
-    `layout` covers this process's devices; `world` is the mesh over the devices of all processes
-    (None: this process is alone). `sample` is the abstract value of one sample, without a batch axis.
-    `memory_bytes` bounds what a move between layouts may hold on a device (None: not checked).
-
-    Raises:
-      ValueError: rules that do not fit the parameters; several processes with anything but data
-        parallelism.
+    Layouts cover this process's devices; `world` is the mesh over the devices of all processes (None:
+    this process is alone), and `control_size` the length of the vector that rides along with its
+    reductions. `sample` is the abstract value of one sample, without a batch axis. `memory_bytes` bounds
+    what a move between layouts may hold on a device (None: the device's own limit, where it tells one).
     """
 
     def __init__(
         self,
         problem: pure.Problem,
-        layout: Layout,
         sample: PyTree,
         *,
         world: Mesh | None = None,
@@ -63,34 +61,101 @@ class Engine:
         memory_bytes: int | None = None,
     ):
         self.problem = problem
+        self.sample = sample
+        self.world = world
+        self.control_size = control_size
+        self.state = jax.eval_shape(lambda: pure.init_state(problem, jax.random.key(0)))
+        self.compiled = Compiled()
+        self.moves = Moves(memory_bytes)
+        self._engines: dict[Layout, Engine] = {}
+        self._lock = threading.Lock()
+
+    def on(self, layout: Layout) -> "Engine":
+        """The engine of one layout; there is one for each.
+
+        Raises ValueError for rules that do not fit the parameters, and, over several processes, for
+        anything but one layout of data parallelism.
+        """
+        with self._lock:
+            found = self._engines.get(layout)
+            if found is None:
+                found = Engine(self, layout)
+                if found.world is not None and self._engines:
+                    raise ValueError(
+                        "engines that span processes have one layout; several need one process."
+                    )
+                self._engines[layout] = found
+        return found
+
+    def move(self, state: TrainState, old: Layout, new: Layout) -> TrainState:
+        """The state, which is on `old`, on another layout; the old one is deleted on the way.
+
+        Raises MoveDoesNotFit, and leaves the state alone, where it would need more memory than there is.
+        """
+        return (
+            state if old == new else self.compiled(self.moves.state, *self._both(old, new))(state)
+        )
+
+    def plan_move(self, old: Layout, new: Layout) -> MovePlan:
+        """What moving a state would cost; nothing runs, nothing is compiled.
+
+        Of a move that is compiled already, with the routes that were chosen for it.
+        """
+        found = self.compiled.peek(self.moves.state, *self._both(old, new))
+        if found is not None:
+            return found.plan
+        move = self.moves.state(*self._both(old, new))
+        return plan_move(move.tree, move.shardings)
+
+    def compile_moves(self, layouts: Sequence[Layout]) -> None:
+        """Compile and plan the moves of a state between every two of these layouts."""
+        for old, new in itertools.permutations(dict.fromkeys(layouts), 2):
+            self.compiled(self.moves.state, *self._both(old, new))
+
+    def loss_kind(self) -> Literal["sample", "mean"]:
+        """'sample' or 'mean': whether the loss can leave padded samples out."""
+        batch = SampleShape.of(self.sample, micro_batch_size=2).batch(2)
+        return pure.loss_kind(self.problem, self.state, batch, 2)
+
+    def _both(self, old: Layout, new: Layout) -> tuple[Programs, Programs]:
+        return self.on(old).programs, self.on(new).programs
+
+
+class Engine:
+    """One problem on one layout. `Engines.on` makes it."""
+
+    def __init__(self, engines: Engines, layout: Layout):
+        self.engines = engines
         self.layout = layout
+        self.problem = engines.problem
+        self.compiled = engines.compiled
+        world = engines.world
         self.world = world if world is not None and world.size > layout.mesh.size else None
-        self._sample = sample
-        self._control_size = control_size
+        shape = SampleShape.of(engines.sample, micro_batch_size=1)
         first = 0
         if self.world is None:
-            recipes = Recipes(problem, layout, Shape.of(1, sample))
+            self.programs = Programs(self.problem, layout, state=engines.state, shape=shape)
         else:
             if layout.strategy.is_cut:
                 raise ValueError(
                     f"several processes train with data parallelism only; got {layout.strategy.name}. "
                     "Use Strategy(data=-1), or one process."
                 )
-            recipes = AcrossRecipes(
-                problem, layout, Shape.of(1, sample), world=self.world, control_size=control_size
+            self.programs = MultiprocessPrograms(
+                self.problem,
+                layout,
+                state=engines.state,
+                shape=shape,
+                world=self.world,
+                control_size=engines.control_size,
             )
             mine = layout.mesh.devices.flat[0]
             first = [d.id for d in self.world.devices.flat].index(mine.id)
-        self._recipes, self._executable = recipes, Compiled(recipes)
         ids = np.arange(first, first + layout.num_replicas, dtype=np.int32)
         self._replicas = jax.device_put(ids, layout.batch_sharding)
         # XLA:CPU runs out of threads, and hangs, where many executables with collectives wait at once.
         on_cpu = layout.mesh.devices.flat[0].platform == "cpu"
         self._is_paced = on_cpu and layout.strategy.is_cut
-        # Shared by the engines of all layouts.
-        self._family: dict[Layout, Engine] = {layout: self}
-        self._family_lock = threading.Lock()
-        self._moves = Moves(memory_bytes)
 
     # -- what there is ---------------------------------------------------------------------------
 
@@ -100,193 +165,176 @@ class Engine:
         return self.layout.num_replicas if self.world is None else self.world.size
 
     @property
-    def metric_names(self) -> tuple[str, ...]:
-        """Names of the entries of the metrics vector, in order."""
-        return self._recipes.metric_names
-
-    def read(self, metrics: Array) -> dict[str, float]:
-        """The metrics vector on the host, by name. Waits for the step that computes it."""
-        values = np.asarray(jax.device_get(metrics))
-        named = dict(zip(self.metric_names, values[: len(self.metric_names)].tolist(), strict=True))
-        return named
-
-    def read_control(self, metrics: Array) -> np.ndarray:
-        """The agreement vector that rode along with the reduction, summed over processes."""
-        return np.asarray(jax.device_get(metrics))[len(self.metric_names) :]
-
-    def loss_kind(self) -> str:
-        """'sample' or 'mean': whether the loss can leave padded samples out."""
-        state = self._recipes.state
-        variables = Variables(params=state.params, model_state=state.model_state)
-        return pure.loss_kind(self.problem, variables, self.shape(2).batch(2), 2)
-
-    def roles(self, *, accumulate: bool) -> tuple[str, ...]:
-        """The executables that one micro-batch size needs."""
-        return (*self.training_roles(accumulate=accumulate), *self.measuring_roles)
-
-    def training_roles(self, *, accumulate: bool) -> tuple[str, ...]:
-        """Those without which a size cannot be used."""
-        if self.world is not None:
-            return ("first", "more")
-        return ("step", "first", "more", "step_after") if accumulate else ("step",)
-
-    @property
-    def measuring_roles(self) -> tuple[str, ...]:
-        """Those that measure the noise of a batch of one micro-batch; others do so anyway."""
-        if self.world is not None:
-            return ()
-        pairs = self._recipes.estimator.needs_two_steps
-        return ("step_remember", "step_difference") if pairs else ("step_measured",)
-
-    @property
     def needs_two_steps(self) -> bool:
         """Whether a batch of one micro-batch is a single group, so that two make a noise sample."""
-        return self.world is None and self._recipes.estimator.needs_two_steps
+        return self.world is None and self.programs.noise_groups.needs_two_steps
 
     @property
     def param_specs(self) -> ParamSpecs:
         """How parameters, and what follows them, are cut."""
-        return self._recipes.param_specs
+        return self.programs.param_specs
 
-    def shape(self, size: Size) -> Shape:
+    def shape(self, size: Size) -> SampleShape:
         """The shape of a micro-batch; a number is of the engine's own samples."""
-        return size if isinstance(size, Shape) else Shape.of(size, self._sample)
+        if isinstance(size, SampleShape):
+            return size
+        return SampleShape.of(self.engines.sample, micro_batch_size=size)
 
-    def is_ready(self, size: Size, *, accumulate: bool) -> bool:
-        """Whether every executable of this size is compiled."""
-        return self._executable.has(self.roles(accumulate=accumulate), self.shape(size))
-
-    def measuring_bytes_of(self, size: Size) -> StepBytes | None:
-        """Predicted peak bytes of a step of this size that measures the noise, once compiled."""
-        return self._executable.largest_of(self.measuring_roles, self.shape(size))
-
-    def bytes_of(self, size: Size) -> StepBytes | None:
-        """Predicted peak bytes per device of a step of this size, once it is compiled."""
-        return self._executable.bytes_of(self.shape(size))
-
-    # -- making and compiling --------------------------------------------------------------------
-
-    def init(self, key: Array) -> TrainState:
-        """A fresh state on this layout; no device ever holds more than its part of it."""
-        return self._executable("init")(jax.device_put(key, self.layout.replicated))
+    def on(self, layout: Layout) -> "Engine":
+        """The engine of the same problem on another layout."""
+        return self.engines.on(layout)
 
     def abstract_state(self) -> TrainState:
         """The state's shapes and types, with this layout's shardings."""
-        return self._recipes.abstract_state()
+        return self.programs.abstract_state()
 
-    def on(self, layout: Layout) -> "Engine":
-        """The engine of the same problem on another layout; there is one for each."""
-        with self._family_lock:
-            found = self._family.get(layout)
-            if found is None:
-                if self.world is not None:
-                    raise ValueError(
-                        "an engine that spans processes has one layout; several need one process."
-                    )
-                found = Engine(self.problem, layout, self._sample)
-                found._family, found._family_lock = self._family, self._family_lock
-                found._moves = self._moves
-                self._family[layout] = found
-        return found
+    def read(self, packed: Array) -> tuple[StepMetrics[float], np.ndarray]:
+        """What a step reports, and the control vectors of all processes added up (empty in one process).
+
+        Fetched at once; waits for the step that computes it.
+        """
+        return StepMetrics.unpacked(np.asarray(jax.device_get(packed)), self.programs.aux_names)
+
+    # -- compiling ahead -------------------------------------------------------------------------
+
+    def training_programs(self, size: Size, *, accumulate: bool) -> tuple[partial[Program], ...]:
+        """Those without which a micro-batch size cannot be used."""
+        shape, programs = self.shape(size), self.programs
+        first = partial(programs.accumulate, shape, first=True)
+        more = partial(programs.accumulate, shape, first=False)
+        if self.world is not None:
+            return first, more
+        step = partial(programs.step, shape, noise=Noise.OFF)
+        return (step, first, more, partial(programs.step_after, shape)) if accumulate else (step,)
+
+    def measuring_programs(self, size: Size) -> tuple[partial[Program], ...]:
+        """Those that measure the noise of a batch of one micro-batch; others do so anyway."""
+        if self.world is not None:
+            return ()
+        pair = (Noise.REMEMBER, Noise.DIFFERENCE)
+        kinds = pair if self.needs_two_steps else (Noise.MEASURED,)
+        return tuple(partial(self.programs.step, self.shape(size), noise=kind) for kind in kinds)
+
+    def shared_programs(self, *, accumulate: bool) -> tuple[partial[Program], ...]:
+        """What all sizes share."""
+        programs = self.programs
+        found = []
+        if isinstance(programs, MultiprocessPrograms):
+            found += [partial(programs.pack), partial(programs.reduce), partial(programs.update)]
+        if programs.has_begin and (accumulate or self.world is not None):
+            found.append(partial(programs.begin))
+        return tuple(found)
+
+    def compile_program(self, program: Callable[[], Program]) -> None:
+        """Compile one of these programs, from abstract values; safe from any thread."""
+        self.compiled(program)
 
     def compile(self, sizes: Sequence[Size], *, accumulate: bool = True) -> None:
-        """Compile every executable of these sizes, from abstract values; safe from any thread."""
+        """Compile every program of these sizes; safe from any thread."""
         for size in sizes:
-            for role in self.roles(accumulate=accumulate):
-                self.compile_role(role, size)
-        self.compile_shared(accumulate=accumulate)
-
-    def compile_shared(self, *, accumulate: bool) -> None:
-        """Compile what all sizes share; safe from any thread."""
-        if self.world is not None:
-            for role in ("pack", "reduce", "update"):
-                self._executable(role)
-        if self._recipes.has_begin and (accumulate or self.world is not None):
-            self._executable("begin")
-
-    def compile_role(self, role: str, size: Size) -> None:
-        """Compile one executable of `roles`; safe from any thread."""
-        self._executable(role, self.shape(size))
+            for program in self.training_programs(size, accumulate=accumulate):
+                self.compile_program(program)
+            for program in self.measuring_programs(size):
+                self.compile_program(program)
+        for program in self.shared_programs(accumulate=accumulate):
+            self.compile_program(program)
 
     def compile_batches(self, plans: Sequence[tuple[Layout, Size]]) -> None:
         """Compile and plan all that batches need which begin and are applied here, and whose
         micro-batches are accumulated under any of `plans`, in any order.
         """
-        layouts = list(dict.fromkeys([self.layout, *(layout for layout, _ in plans)]))
         for layout, size in plans:
-            for role in ("first", "more"):
-                self.on(layout).compile_role(role, size)
-        for layout in layouts:
-            self.on(layout)._executable("reduce")
-            self.on(layout)._executable("spread")
-        if self._recipes.has_begin:
-            self._executable("begin")
-        self._executable("update")
-        for old in (self.on(layout) for layout in layouts):
+            there = self.on(layout)
+            for first in (True, False):
+                self.compiled(there.programs.accumulate, there.shape(size), first=first)
+        if self.programs.has_begin:
+            self.compiled(self.programs.begin)
+        self.compiled(self.programs.update)
+        layouts = dict.fromkeys([self.layout, *(layout for layout, _ in plans)])
+        every = [self.on(layout) for layout in layouts]
+        for engine in every:
+            self.compiled(engine.programs.reduce)
+            self.compiled(engine.programs.spread)
+        moves = self.engines.moves
+        for old, new in itertools.permutations(every, 2):
             # Masters that serve as compute parameters belong to the state, at home.
             owned = self.problem.compute_dtype is not None or old is not self
-            for new in (self.on(layout) for layout in layouts):
-                if old is not new:
-                    self._moves.work(old._recipes, new._recipes, donate=owned)
-                    self._moves.fixed(old._recipes, new._recipes)
-                    self._moves.sums(old._recipes, new._recipes)
+            self.compiled(moves.work, old.programs, new.programs, donate=owned)
+            self.compiled(moves.fixed, old.programs, new.programs)
+            self.compiled(moves.sums, old.programs, new.programs)
 
-    def compile_moves(self, layouts: Sequence[Layout]) -> None:
-        """Compile and plan the moves of a state between this layout and any of `layouts`."""
-        every = list(dict.fromkeys([self.layout, *layouts]))
-        for old in every:
-            for new in every:
-                if old != new:
-                    self._moves.state(self.on(old)._recipes, self.on(new)._recipes)
-
-    def plan_move(self, layout: Layout) -> MovePlan:
-        """What moving a state from here to `layout` would cost; nothing runs, nothing is compiled.
-
-        Of a move that is compiled already, with the routes that were chosen for it.
-        """
-        return self._moves.plan(self._recipes, self.on(layout)._recipes)
-
-    def cost(self, role: str, size: Size) -> Mapping[str, float]:
-        """XLA's own cost analysis of an executable: flops and bytes accessed, per device."""
-        return self._executable.cost(role, self.shape(size))
-
-    def text(self, role: str, size: Size) -> str:
-        """The optimized HLO of an executable."""
-        return self._executable.text(role, self.shape(size))
-
-    def rehearse(self, size: Size, roles: Sequence[str]) -> None:
-        """Run these of `roles` once on throw-away zeros, because a first run is slow.
+    def rehearse(self, size: Size, *, accumulate: bool) -> None:
+        """Run the training programs once on throw-away zeros, because a first run is slow.
 
         Collectives over processes are left out: they would have to be run by all at once.
         """
-        state = self._executable("zeros")()
+        state = self.compiled(self.programs.zeros)()
         batch, mask = self._zero_batch(self.shape(size))
-        metrics = None
-        if "step" in roles:
+        if self.world is None:
             state, metrics, _ = self.step(state, None, batch, mask, measure=False)
-        if self.measuring_roles and set(self.measuring_roles) <= set(roles):
-            state, metrics, previous = self.step(state, None, batch, mask)
-            if previous is not None:
-                state, metrics, _ = self.step(state, None, batch, mask, previous=previous)
-        jax.block_until_ready(metrics)
-        if "more" in roles:
+            jax.block_until_ready(metrics)
+        if accumulate or self.world is not None:
             work = self.accumulate(self.accumulate(self.begin(state), batch, mask), batch, mask)
-            if self.world is None:
-                self.step(state, work, batch, mask)[1].block_until_ready()
-            else:
-                jax.block_until_ready(work.sums)
+            jax.block_until_ready(
+                work.sums if self.world is not None else self.step(state, work, batch, mask)[1]
+            )
+
+    def rehearse_measuring(self, size: Size) -> None:
+        """Run the measuring programs once on throw-away zeros."""
+        if self.world is not None:
+            return
+        state = self.compiled(self.programs.zeros)()
+        batch, mask = self._zero_batch(self.shape(size))
+        state, metrics, previous = self.step(state, None, batch, mask)
+        if previous is not None:
+            state, metrics, _ = self.step(state, None, batch, mask, previous=previous)
+        jax.block_until_ready(metrics)
+
+    def bytes_of(self, size: Size) -> StepBytes | None:
+        """Predicted peak bytes per device of a step of this size, once it is compiled."""
+        shape, programs = self.shape(size), self.programs
+        return self._largest(
+            partial(programs.step, shape, noise=Noise.OFF),
+            partial(programs.step_after, shape),
+            partial(programs.accumulate, shape, first=False),
+        )
+
+    def measuring_bytes_of(self, size: Size) -> StepBytes | None:
+        """Predicted peak bytes of a step of this size that measures the noise, once compiled."""
+        return self._largest(*self.measuring_programs(size))
+
+    def cost(
+        self, program: Callable[P, Program], *args: P.args, **kwargs: P.kwargs
+    ) -> Mapping[str, float]:
+        """XLA's own cost analysis of a program: flops and bytes accessed, per device."""
+        analysis: Any = self.compiled(program, *args, **kwargs).cost_analysis()
+        return analysis[0] if isinstance(analysis, list) else analysis
+
+    def text(self, program: Callable[P, Program], *args: P.args, **kwargs: P.kwargs) -> str:
+        """The optimized HLO of a program."""
+        return self.compiled(program, *args, **kwargs).as_text() or ""
+
+    def _largest(self, *programs: partial[Program]) -> StepBytes | None:
+        """Predicted peak bytes per device of the largest of these that are compiled."""
+        found = [self.compiled.peek(program) for program in programs]
+        known = [step_bytes(executable) for executable in found if executable is not None]
+        return max(known, key=lambda need: need.peak, default=None)
 
     # -- a step as a value -----------------------------------------------------------------------
+
+    def init(self, key: Array) -> TrainState:
+        """A fresh state on this layout; no device ever holds more than its part of it."""
+        return self.compiled(self.programs.init)(jax.device_put(key, self.layout.replicated))
 
     def begin(self, state: TrainState) -> Work:
         """An empty batch for this state: compute-precision parameters, no gradient yet.
 
         Raises ValueError for a state that was donated already.
         """
-        check_alive(state)
+        state.require_alive()
         params, scale = state.params, ()
-        if self._recipes.has_begin:
-            computed, scale = self._executable("begin")(state.params, state.opt_state)
+        if self.programs.has_begin:
+            computed, scale = self.compiled(self.programs.begin)(state.params, state.opt_state)
             params = params if self.problem.compute_dtype is None else computed
         return Work(
             layout=self.layout,
@@ -315,20 +363,10 @@ class Engine:
         work = self._here(work)
         shape = self._shape_of(batch, mask)
         fixed = (work.params, work.scale, work.model_state, work.key, work.step, self._replicas)
-        if work.sums is None:
-            sums = self._executable("first", shape)(*fixed, batch, mask)
-        else:
-            sums = self._executable("more", shape)(*fixed, batch, mask, work.sums)
+        old = () if work.sums is None else (work.sums,)
+        run = self.compiled(self.programs.accumulate, shape, first=work.sums is None)
+        sums = run(*fixed, batch, mask, *old)
         return dataclasses.replace(work, sums=sums)
-
-    def move(self, state: TrainState, layout: Layout) -> TrainState:
-        """The state, which is on this layout, on another one; the old one is deleted on the way.
-
-        Raises MoveDoesNotFit, and leaves the state alone, where it would need more memory than there is.
-        """
-        if layout == self.layout:
-            return state
-        return self._moves.state(self._recipes, self.on(layout)._recipes)(state)
 
     def step(
         self,
@@ -351,30 +389,28 @@ class Engine:
                 "step() is the fused form for one process, and this engine spans several. "
                 "Use accumulate() and apply()."
             )
-        check_alive(state)
-        size = self._shape_of(batch, mask)
+        state.require_alive()
+        shape = self._shape_of(batch, mask)
+        inputs = (self._replicas, batch, mask)
         if work is not None:
             if work.sums is None:
                 raise ValueError(
                     "step() got an empty Work. Pass None for a batch of one micro-batch."
                 )
             work = self._here(work)
-            run = self._executable("step_after", size)
-            state, metrics = run(state, work.sums, self._replicas, batch, mask)
-            consume(work)
+            run = self.compiled(self.programs.step_after, shape)
+            state, metrics = run(state, work.sums, *inputs)
+            work.consume()
             return state, metrics, None
-        if not measure:
-            state, metrics = self._executable("step", size)(state, self._replicas, batch, mask)
+        if measure and self.needs_two_steps:
+            if previous is None:
+                run = self.compiled(self.programs.step, shape, noise=Noise.REMEMBER)
+                return run(state, *inputs)
+            run = self.compiled(self.programs.step, shape, noise=Noise.DIFFERENCE)
+            state, metrics = run(state, previous, *inputs)
             return state, metrics, None
-        if not self.needs_two_steps:
-            run = self._executable("step_measured", size)
-            state, metrics = run(state, self._replicas, batch, mask)
-            return state, metrics, None
-        if previous is None:
-            run = self._executable("step_remember", size)
-            return run(state, self._replicas, batch, mask)
-        run = self._executable("step_difference", size)
-        state, metrics = run(state, previous, self._replicas, batch, mask)
+        noise = Noise.MEASURED if measure else Noise.OFF
+        state, metrics = self.compiled(self.programs.step, shape, noise=noise)(state, *inputs)
         return state, metrics, None
 
     def apply(
@@ -389,52 +425,61 @@ class Engine:
         """
         total = self.reduce(work, control)
         state, metrics = self.update(state, total, work)
-        consume(work)
+        work.consume()
         return state, metrics
 
-    def reduce(self, work: Work, control: np.ndarray | None = None) -> Any:
+    def reduce(self, work: Work, control: np.ndarray | None = None) -> Sums | Array:
         """The sums of all replicas, on this layout; over processes one flat buffer, one all-reduce."""
         if work.sums is None:
             raise ValueError(
                 "the Work holds no micro-batch. Call accumulate() at least once; a replica with "
                 "nothing to do accumulates a micro-batch whose mask is 0."
             )
-        check_unused(work)
+        work.require_unused()
         self._pace(work)
         if work.layout != self.layout:
             there = self.on(work.layout)
-            return self._moves.sums(there._recipes, self._recipes)(there.reduce(work))
-        if self.world is None:
-            return self._executable("reduce")(work.sums)
-        rows = np.zeros((self.layout.num_replicas, self._control_size), np.float32)
+            move = self.compiled(self.engines.moves.sums, there.programs, self.programs)
+            return move(there.reduce(work))
+        programs = self.programs
+        if not isinstance(programs, MultiprocessPrograms):
+            return self.compiled(programs.reduce)(work.sums)
+        rows = np.zeros((self.layout.num_replicas, self.engines.control_size), np.float32)
         if control is not None:
             rows[0] = control
         rows = jax.device_put(rows, self.layout.batch_sharding)
-        flat = self._executable("pack")(work.sums, rows)
-        shape = (self.world.size, flat.shape[1])
-        sharding = NamedSharding(self.world, PartitionSpec(*self.world.axis_names))
+        flat = self.compiled(programs.pack)(work.sums, rows)
+        shape = (programs.world.size, flat.shape[1])
+        sharding = NamedSharding(programs.world, PartitionSpec(*programs.world.axis_names))
         everywhere = jax.make_array_from_single_device_arrays(
             shape, sharding, [s.data for s in flat.addressable_shards]
         )
-        return self.local(self._executable("reduce")(everywhere))
-
-    def update(self, state: TrainState, total: Any, work: Work) -> tuple[TrainState, Array]:
-        """The next state from what `reduce` returned: local, donates the state."""
-        assert work.sums is not None
-        check_alive(state)
-        if self.world is None:
-            return self._executable("update")(state, total)
-        return self._executable("update")(state, total, work.sums.model_state)
-
-    def local(self, replicated: Array) -> Array:
-        """A value replicated over all processes, as this process's own copy."""
+        reduced = self.compiled(programs.reduce)(everywhere)
+        # What all processes hold, as this process's own copy.
         return jax.make_array_from_single_device_arrays(
-            replicated.shape,
-            self.layout.replicated,
-            [s.data for s in replicated.addressable_shards],
+            reduced.shape, self.layout.replicated, [s.data for s in reduced.addressable_shards]
         )
 
+    def update(
+        self, state: TrainState, total: Sums | Array, work: Work
+    ) -> tuple[TrainState, Array]:
+        """The next state from what `reduce` returned: local, donates the state."""
+        assert work.sums is not None
+        state.require_alive()
+        run = self.compiled(self.programs.update)
+        if self.world is None:
+            return run(state, total)
+        return run(state, total, work.sums.model_state)
+
     # -- between layouts -------------------------------------------------------------------------
+
+    def move(self, state: TrainState, layout: Layout) -> TrainState:
+        """The state, which is on this layout, on another one. See `Engines.move`."""
+        return self.engines.move(state, self.layout, layout)
+
+    def plan_move(self, layout: Layout) -> MovePlan:
+        """What moving a state from here to `layout` would cost. See `Engines.plan_move`."""
+        return self.engines.plan_move(self.layout, layout)
 
     def _pace(self, work: Work) -> None:
         if self._is_paced or self.on(work.layout)._is_paced:
@@ -442,22 +487,23 @@ class Engine:
 
     def _here(self, work: Work) -> Work:
         """A batch half done, on this layout; one that lies elsewhere is moved, and consumed there."""
-        check_unused(work)
+        work.require_unused()
         self._pace(work)
         if work.layout == self.layout:
             return work
-        there = self.on(work.layout)
+        there, moves = self.on(work.layout), self.engines.moves
+        both = there.programs, self.programs
         # All that may refuse comes first: a refused move leaves the batch as it was.
-        move = self._moves.work(there._recipes, self._recipes, donate=work.owns_params)
-        fixed = self._moves.fixed(there._recipes, self._recipes)
-        move_sums = self._moves.sums(there._recipes, self._recipes)
+        move = self.compiled(moves.work, *both, donate=work.owns_params)
+        fixed = self.compiled(moves.fixed, *both)
+        move_sums = self.compiled(moves.sums, *both)
         for one in (move, fixed, move_sums):
             one.require_room()
         sums = None
         if work.sums is not None:
-            reduced = there._executable("reduce")(work.sums)
+            reduced = self.compiled(there.programs.reduce)(work.sums)
             delete(work.sums)
-            sums = self._executable("spread")(move_sums(reduced))
+            sums = self.compiled(self.programs.spread)(move_sums(reduced))
         params, scale = move((work.params, work.scale))
         model_state, key, step = fixed((work.model_state, work.key, work.step))
         moved = Work(
@@ -473,7 +519,7 @@ class Engine:
         self._pace(moved)
         return moved
 
-    def _shape_of(self, batch: PyTree, mask: Array) -> Shape:
+    def _shape_of(self, batch: PyTree, mask: Array) -> SampleShape:
         rows, replicas = mask.shape[0], self.layout.num_replicas
         lengths = {leaf.shape[0] for leaf in jax.tree.leaves(batch)}
         if rows % replicas or lengths - {rows}:
@@ -482,10 +528,10 @@ class Engine:
                 f"{replicas} replicas of {self.layout.strategy.name}; got {sorted(lengths)} rows and a mask "
                 f"of {rows}. Pad it to {-(-rows // replicas) * replicas} rows, with 0 in the mask."
             )
-        return Shape.of_batch(rows // replicas, batch)
+        return SampleShape.of_batch(batch, micro_batch_size=rows // replicas)
 
-    def _zero_batch(self, shape: Shape) -> Any:
-        _, batch, mask = self._recipes.abstract_batch(shape)
+    def _zero_batch(self, shape: SampleShape) -> tuple[PyTree, Array]:
+        _, batch, mask = self.programs.abstract_batch(shape)
         zeros = jax.jit(
             lambda: (
                 jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), batch),

@@ -1,22 +1,18 @@
-"""How large a micro-batch fits, from XLA's own analysis of the compiled step, before it ever runs.
-
-The bytes of a step grow almost linearly with the micro-batch: two compiled sizes predict the others,
-and every size is checked against its own analysis before it is used, so a wrong prediction costs a
-compilation and never an allocation failure.
-"""
+"""What a compiled program needs, from XLA's own analysis, and what a device has."""
 
 import os
 from typing import Any
 
+import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxgoodput.goodput.memory import StepBytes
 
 
-def step_bytes(compiled: Any) -> StepBytes:
-    """The analysis of a compiled executable, per device."""
-    stats = compiled.memory_analysis()
+def step_bytes(executable: jax.stages.Compiled) -> StepBytes:
+    """What one execution needs, per device."""
+    stats: Any = executable.memory_analysis()  # of no common type
     return StepBytes(
         arguments=stats.argument_size_in_bytes,
         outputs=stats.output_size_in_bytes - stats.alias_size_in_bytes,

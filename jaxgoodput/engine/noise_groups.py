@@ -13,21 +13,24 @@ layout can see without sending or keeping more than a step does anyway:
   moved between the two updates, which adds to the noise. Memory: one gradient, cut like the parameters.
 
 Groups of any kind add up within a batch, for the moments only need squared norms of gradients that share
-the batch among them (`train/step.py`). With several micro-batches there are several groups under every
+the batch among them (`step.py`). With several micro-batches there are several groups under every
 layout. Law tested: where two of them work, they estimate the same moments.
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 from jaxgoodput.parallel.strategy import Strategy
 
 
 @dataclass(frozen=True)
-class Estimator:
-    """What a group is, and how many groups one micro-batch on every replica makes."""
+class NoiseGroups:
+    """What a group is, and how many of them one micro-batch on every replica makes."""
 
-    group: str  # "replica" or "copy"
+    group: Literal["replica", "copy"]
+    """Whose gradients are compared."""
     num_groups: int
+    """At least 1; a single one has to be compared with the batch before."""
 
     @property
     def needs_two_steps(self) -> bool:
@@ -35,14 +38,14 @@ class Estimator:
         return self.num_groups == 1
 
 
-def estimator(strategy: Strategy, *, preconditioned: bool) -> Estimator:
-    """The estimator of a layout.
+def noise_groups(strategy: Strategy, *, preconditioned: bool) -> NoiseGroups:
+    """The rule, for a strategy.
 
-    >>> estimator(Strategy(fsdp=8), preconditioned=False)
-    Estimator(group='replica', num_groups=8)
-    >>> estimator(Strategy(data=2, fsdp=4), preconditioned=True)
-    Estimator(group='copy', num_groups=2)
+    >>> noise_groups(Strategy(fsdp=8), preconditioned=False)
+    NoiseGroups(group='replica', num_groups=8)
+    >>> noise_groups(Strategy(data=2, fsdp=4), preconditioned=True)
+    NoiseGroups(group='copy', num_groups=2)
     """
     if strategy.fsdp > 1 and preconditioned:
-        return Estimator(group="copy", num_groups=strategy.data)
-    return Estimator(group="replica", num_groups=strategy.num_replicas)
+        return NoiseGroups(group="copy", num_groups=strategy.data)
+    return NoiseGroups(group="replica", num_groups=strategy.num_replicas)

@@ -1,30 +1,30 @@
-"""How each executable of an engine is made: a pure function, what it donates, and abstract arguments.
+"""The programs of an engine: for each, a pure function, what it donates, and abstract arguments.
 
-Roles, by the shape of a micro-batch: `first` and `more` accumulate. The fused steps are `step` (no
-statistics), `step_measured` (several groups), `step_remember` and `step_difference` (one group: two steps
-make a noise sample, and neither has to copy a gradient), and `step_after` (the last of several
-micro-batches). Without a shape: `init`, `begin`, `zeros` (a throw-away state), `reduce`, `spread` (reduced
-sums back in partial form) and `update`.
+`accumulate` adds a micro-batch; `step` is the fused step of one micro-batch, whose `Noise` says what it
+measures; `step_after` fuses the last of several micro-batches with the update. These are made for
+micro-batches of one shape. Without a shape: `init`, `begin`, `zeros` (a throw-away state), `reduce`,
+`spread` (reduced sums back in partial form) and `update`.
 
 A replica's part of a step is manual over the replica axes, so that gradients stay its own; "tensor" is
 left to the compiler, and so is the update, which sees whole values whatever the layout.
 """
 
-from collections.abc import Callable
+import enum
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
-from jaxtyping import PyTree
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, PyTree
 
 from jaxgoodput.engine import step as pure
-from jaxgoodput.engine.noise_groups import estimator
-from jaxgoodput.engine.parts import FsdpParts
-from jaxgoodput.engine.state import Previous, Sums, TrainState, cast, split
-from jaxgoodput.optim import noise
+from jaxgoodput.engine.fsdp_parts import FsdpParts
+from jaxgoodput.engine.noise_groups import noise_groups
+from jaxgoodput.engine.state import Previous, StepMetrics, Sums, TrainState, cast, split
+from jaxgoodput.optim import noise as noises
 from jaxgoodput.parallel import partition as rules
 from jaxgoodput.parallel.gather import Collectives, manual
 from jaxgoodput.parallel.strategy import DATA_AXIS, REPLICA_AXES, Layout
@@ -33,27 +33,46 @@ ROWS = PartitionSpec(REPLICA_AXES)
 WHOLE = PartitionSpec()
 
 
+class Noise(enum.Enum):
+    """What a fused step of one micro-batch says of the gradient noise."""
+
+    OFF = enum.auto()
+    """Nothing; it saves a pass over the gradient."""
+    MEASURED = enum.auto()
+    """A noise sample of the groups of this batch, two or more."""
+    REMEMBER = enum.auto()
+    """Of a single group, the first of two steps that make a sample: it returns the gradient, uncopied."""
+    DIFFERENCE = enum.auto()
+    """The second of them: a sample of this gradient and the one before."""
+
+
 @dataclass(frozen=True)
-class Shape:
-    """What a micro-batch looks like: samples per replica, and the shapes and types of one sample."""
+class SampleShape:
+    """What a micro-batch looks like: samples per replica, and the shapes and types of one sample.
+
+    >>> SampleShape.of(np.zeros((28, 28)), micro_batch_size=4).batch(8).shape
+    (8, 28, 28)
+    """
 
     micro_batch_size: int
-    structure: Any
-    leaves: tuple[tuple[tuple[int, ...], Any], ...]
+    """Samples per replica."""
+    structure: Hashable
+    """Of one sample."""
+    leaves: tuple[tuple[tuple[int, ...], np.dtype], ...]
+    """Shape and type of each leaf of one sample."""
 
     @classmethod
-    def of(cls, micro_batch_size: int, sample: PyTree) -> "Shape":
+    def of(cls, sample: PyTree, *, micro_batch_size: int) -> "SampleShape":
         """Of a sample without a batch axis, arrays or abstract."""
         leaves, structure = jax.tree.flatten(sample)
         return cls(micro_batch_size, structure, tuple((tuple(x.shape), x.dtype) for x in leaves))
 
     @classmethod
-    def of_batch(cls, micro_batch_size: int, batch: PyTree) -> "Shape":
+    def of_batch(cls, batch: PyTree, *, micro_batch_size: int) -> "SampleShape":
         """Of a batch, whose leaves have a leading axis."""
         leaves, structure = jax.tree.flatten(batch)
-        return cls(
-            micro_batch_size, structure, tuple((tuple(x.shape[1:]), x.dtype) for x in leaves)
-        )
+        found = tuple((tuple(x.shape[1:]), x.dtype) for x in leaves)
+        return cls(micro_batch_size, structure, found)
 
     def batch(self, num_samples: int) -> PyTree:
         """An abstract batch of so many samples, anywhere."""
@@ -62,57 +81,55 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Program:
     """What `jax.jit` needs to know to compile an executable ahead."""
 
-    function: Callable[..., Any]
+    function: Callable[..., PyTree]
+    """Pure."""
     donate: tuple[int, ...]
-    arguments: tuple[Any, ...]  # abstract
-    out: PyTree  # shardings, a prefix of the results
+    """Positions of arguments that it takes over."""
+    arguments: tuple[PyTree, ...]
+    """Abstract, with shardings."""
+    out: PyTree
+    """Shardings, a prefix of the results."""
 
-    def compile(self) -> Any:
+    def compile(self) -> jax.stages.Compiled:
         """The executable, compiled on this thread."""
         jitted = jax.jit(self.function, donate_argnums=self.donate, out_shardings=self.out)
         return jitted.trace(*self.arguments).lower().compile()
 
 
-class Recipes:
-    """The recipes of one problem on one layout; holds no executables and no device values.
+class Programs:
+    """The programs of one problem on one layout; holds no executables and no device values.
 
-    `shape` is that of the micro-batches which what has no shape of its own is made for.
+    `state` is the problem's abstract state. `shape` is that of the micro-batches which what has no shape
+    of its own is made for.
     """
 
-    def __init__(self, problem: pure.Problem, layout: Layout, shape: Shape):
+    def __init__(
+        self, problem: pure.Problem, layout: Layout, *, state: TrainState, shape: SampleShape
+    ):
         self.problem = problem
         self.layout = layout
         self.shape = shape
-        self.state = jax.eval_shape(lambda: pure.init_state(problem, jax.random.key(0)))
-        self.param_specs = rules.param_specs(layout, self.state.params, pure.own_specs(problem))
-        self.estimator = estimator(layout.strategy, preconditioned=problem.preconditioned)
+        self.state = state
+        self.param_specs = rules.param_specs(layout, state.params, pure.own_specs(problem))
+        self.noise_groups = noise_groups(layout.strategy, preconditioned=problem.preconditioned)
         self._collectives = Collectives(layout.strategy)
-        kept, rest = split(self.state.params, problem.mask(self.state.params))
+        kept, rest = split(state.params, problem.mask(state.params))
         self._kept = kept
         self._kept_specs = self.param_specs.specs(kept)
         self._rest_specs = self.param_specs.specs(rest)
-
-    def recipe(self, role: str, shape: Shape | None) -> Recipe:
-        """The recipe of a role for micro-batches of `shape` (None where it has none)."""
-        return Recipe(*getattr(self, f"_make_{role}")(*(() if shape is None else (shape,))))
 
     @property
     def has_begin(self) -> bool:
         """Whether beginning a batch computes anything."""
         return self.problem.compute_dtype is not None or self.problem.preconditioned
 
-    @cached_property
-    def metric_names(self) -> tuple[str, ...]:
-        """Names of the entries of the metrics vector, in order."""
-        _, metrics = jax.eval_shape(
-            lambda s, t: pure.update(self.problem, s, t, measure=False),
-            self.state,
-            self.reduced_sums(),
-        )
-        return tuple(sorted(metrics))
+    @property
+    def aux_names(self) -> tuple[str, ...]:
+        """Names of the user's own numbers, which tell apart what a step's metrics pack."""
+        return tuple(self._local_sums.aux)
 
     # -- values and where they lie ---------------------------------------------------------------
 
@@ -121,14 +138,14 @@ class Recipes:
         return self.param_specs.placed(self.state)
 
     @cached_property
-    def abstract_work(self) -> tuple[Any, ...]:
+    def abstract_work(self) -> tuple[PyTree, ...]:
         """(params, scale, model_state, key, step) of a batch that has begun, with shardings."""
         state = self.abstract_state()
         params, scale = jax.eval_shape(self._begin, self.state.params, self.state.opt_state)
         params = state.params if params == () else self.param_specs.placed(params)
         return params, self.param_specs.placed(scale), state.model_state, state.key, state.step
 
-    def abstract_batch(self, shape: Shape) -> tuple[Any, Any, Any]:
+    def abstract_batch(self, shape: SampleShape) -> tuple[PyTree, PyTree, PyTree]:
         """(replica indices, batch, mask) of one micro-batch on every replica."""
         replicas, sharding = self.layout.num_replicas, self.layout.batch_sharding
         rows = replicas * shape.micro_batch_size
@@ -142,7 +159,7 @@ class Recipes:
         """The sums of a whole batch, abstract, with this layout's shardings."""
         sums = self._local_sums
         whole = self.placed(sums, self.layout.replicated)
-        return _with_grads(whole, self.param_specs.placed(sums.grads))
+        return whole.with_grads(self.param_specs.placed(sums.grads))
 
     def partial_sums(self) -> Sums:
         """Sums in partial form, abstract, with shardings: see `Sums`."""
@@ -162,9 +179,9 @@ class Recipes:
             sums.grads,
             self._kept_specs,
         )
-        return _with_grads(rows, grads)
+        return rows.with_grads(grads)
 
-    def placed(self, tree: PyTree, sharding: Any) -> PyTree:
+    def placed(self, tree: PyTree, sharding: NamedSharding) -> PyTree:
         """Abstract values with a sharding."""
         return jax.tree.map(
             lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), tree
@@ -190,7 +207,9 @@ class Recipes:
 
     # -- a replica's part ------------------------------------------------------------------------
 
-    def _replicas_map(self, function: Any, in_specs: Any, out_specs: Any) -> Any:
+    def _replicas_map(
+        self, function: Callable[..., PyTree], in_specs: PyTree, out_specs: PyTree
+    ) -> Callable[..., PyTree]:
         return jax.shard_map(
             function,
             mesh=self.layout.mesh,
@@ -201,7 +220,7 @@ class Recipes:
             check_vma=False,  # gradients stay local, and users' scans need no `pcast`
         )
 
-    def _work_specs(self) -> tuple[Any, ...]:
+    def _work_specs(self) -> tuple[PyTree, ...]:
         """Manual specs of (params, scale, model_state, key, step)."""
         params, scale, *_ = self.abstract_work
         specs = [jax.tree.map(lambda x: manual(x.sharding.spec), tree) for tree in (params, scale)]
@@ -213,11 +232,20 @@ class Recipes:
         lead = (DATA_AXIS,) if partial else ()
         grads = jax.tree.map(lambda spec: PartitionSpec(*lead, *manual(spec)), self._kept_specs)
         rest = jax.tree.map(lambda _: ROWS if partial else WHOLE, sums)
-        return _with_grads(rest, grads)
+        return rest.with_grads(grads)
 
     def _one_replica(
-        self, params, scale, model_state, key, step, replica, batch, mask, old, *, measure=True
+        self,
+        begun: Sequence[PyTree],
+        replica: Array,
+        batch: PyTree,
+        mask: Array,
+        old: Sums | None,
+        *,
+        measure: bool = True,
     ) -> Sums:
+        """A replica's sums after one more micro-batch; `begun` is as in `abstract_work`."""
+        params, scale, model_state, key, step = begun
         # One stream of random numbers per (step, replica, micro-batch).
         count = 0 if old is None else old.calls
         key = jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(key, step), replica), count)
@@ -227,21 +255,86 @@ class Recipes:
             parts = FsdpParts(
                 self._collectives,
                 (self._kept_specs, self._rest_specs),
-                taps=self.estimator.group == "replica",
+                taps=self.noise_groups.group == "replica",
             )
         new = pure.local_sums(
             self.problem, params, scale, state, batch, mask, key, measure=measure, parts=parts
         )
-        return new if old is None else pure.merge(old, new)
+        return new if old is None else old.merged(new)
 
     def _total(self, sums: Sums) -> Sums:
         """The whole batch, from one replica's sums; the collectives of a step."""
-        tree = pure.to_reduce(sums)
-        grads = self._collectives.sum(tree.pop("grads"), self._kept_specs, (DATA_AXIS,))
-        others = self._collectives.sum(tree, jax.tree.map(lambda _: WHOLE, tree), REPLICA_AXES)
-        return pure.from_reduced({**others, "grads": grads}, sums)
 
-    # -- recipes ---------------------------------------------------------------------------------
+        def add_others(tree: PyTree) -> PyTree:
+            return self._collectives.sum(tree, jax.tree.map(lambda _: WHOLE, tree), REPLICA_AXES)
+
+        return sums.reduced(
+            lambda grads: self._collectives.sum(grads, self._kept_specs, (DATA_AXIS,)), add_others
+        )
+
+    # -- programs without a shape ----------------------------------------------------------------
+
+    def init(self) -> Program:
+        """A fresh state, from a key."""
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        key = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=self.layout.replicated)
+        out = _shardings(self.abstract_state())
+        return Program(lambda k: pure.init_state(self.problem, k), (), (key,), out)
+
+    def zeros(self) -> Program:
+        """A throw-away state."""
+
+        def zero(s: jax.ShapeDtypeStruct) -> Array:
+            if jnp.issubdtype(s.dtype, jax.dtypes.prng_key):
+                return jnp.broadcast_to(jax.random.key(0), s.shape)
+            return jnp.zeros(s.shape, s.dtype)
+
+        out = _shardings(self.abstract_state())
+        return Program(lambda: jax.tree.map(zero, self.state), (), (), out)
+
+    def begin(self) -> Program:
+        """(params, scale) of a batch, from (params, opt_state); () for the masters themselves."""
+        state, (params, scale, *_) = self.abstract_state(), self.abstract_work
+        out = (() if self.problem.compute_dtype is None else params, scale)
+        return Program(self._begin, (), (state.params, state.opt_state), _shardings(out))
+
+    def reduce(self) -> Program:
+        """The sums of the whole batch, from those of the replicas; nothing is donated."""
+        run = self._replicas_map(
+            lambda sums: self._total(_first_row(sums)),
+            (self._sums_specs(partial=True),),
+            self._sums_specs(partial=False),
+        )
+        return Program(run, (), (self.partial_sums(),), _shardings(self.reduced_sums()))
+
+    def spread(self) -> Program:
+        """Reduced sums in partial form, so that a batch goes on from them."""
+
+        def body(sums: Sums) -> Sums:
+            replica = jax.lax.axis_index(REPLICA_AXES)
+            part = sums.part_of(
+                replica,
+                self.layout.num_replicas,
+                holds_rest=replica == 0,
+                holds_grads=jax.lax.axis_index(DATA_AXIS) == 0,
+            )
+            return _as_row(part)
+
+        run = self._replicas_map(
+            body, (self._sums_specs(partial=False),), self._sums_specs(partial=True)
+        )
+        return Program(run, (), (self.reduced_sums(),), _shardings(self.partial_sums()))
+
+    def update(self) -> Program:
+        """(state, packed metrics), from (state, reduced sums); donates the state."""
+        state = self.abstract_state()
+
+        def run(state: TrainState, total: Sums) -> tuple[TrainState, Array]:
+            state, metrics = self._update(state, total, measure=True)
+            return state, metrics.packed()
+
+        out = (_shardings(state), self.layout.replicated)
+        return Program(run, (0,), (state, self.reduced_sums()), out)
 
     def _begin(self, params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
         # Nothing for the masters themselves: an output would be a copy of them.
@@ -252,169 +345,113 @@ class Recipes:
         if not self.problem.preconditioned:
             return ()
         kept, _ = split(params, self.problem.mask(params))
-        return noise.preconditioner(opt_state, kept)
+        return noises.preconditioner(opt_state, kept)
 
-    def _make_begin(self):
-        state, (params, scale, *_) = self.abstract_state(), self.abstract_work
-        out = (() if self.problem.compute_dtype is None else params, scale)
-        return self._begin, (), (state.params, state.opt_state), _shardings(out)
-
-    def _make_init(self):
-        key = jax.eval_shape(lambda: jax.random.key(0))
-        key = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=self.layout.replicated)
-        out = _shardings(self.abstract_state())
-        return lambda k: pure.init_state(self.problem, k), (), (key,), out
-
-    def _make_zeros(self):
-        def zero(s):
-            if jnp.issubdtype(s.dtype, jax.dtypes.prng_key):
-                return jnp.broadcast_to(jax.random.key(0), s.shape)
-            return jnp.zeros(s.shape, s.dtype)
-
-        out = _shardings(self.abstract_state())
-        return lambda: jax.tree.map(zero, self.state), (), (), out
-
-    def _accumulate(self, with_old: bool):
-        def body(params, scale, model_state, key, step, replica, batch, mask, *old):
-            before = _first_row(old[0]) if old else None
-            sums = self._one_replica(
-                params, scale, model_state, key, step, replica[0], batch, mask, before
-            )
-            return _as_row(sums)
-
-        sums = self._sums_specs(partial=True)
-        specs = (*self._work_specs(), ROWS, ROWS, ROWS, *((sums,) if with_old else ()))
-        return self._replicas_map(body, specs, sums)
-
-    def _make_first(self, shape: Shape):
-        arguments = (*self.abstract_work, *self.abstract_batch(shape))
-        return self._accumulate(False), (), arguments, _shardings(self.partial_sums())
-
-    def _make_more(self, shape: Shape):
-        old = self.partial_sums()
-        arguments = (*self.abstract_work, *self.abstract_batch(shape), old)
-        return self._accumulate(True), (8,), arguments, _shardings(old)
-
-    def _fused(self, kind: str):
-        measured, after = kind in ("measured", "after"), kind == "after"
-
-        def body(params, scale, model_state, key, step, replica, batch, mask, *old):
-            before = _first_row(old[0]) if old else None
-            sums = self._one_replica(
-                params,
-                scale,
-                model_state,
-                key,
-                step,
-                replica[0],
-                batch,
-                mask,
-                before,
-                measure=measured,
-            )
-            return self._total(sums)
-
-        def run(state: TrainState, extra: Any, replica: Any, batch: PyTree, mask: Any):
-            scale = self._scale(state.params, state.opt_state) if measured else ()
-            work_specs = self._work_specs()
-            specs = (work_specs[0], work_specs[1] if measured else (), *work_specs[2:])
-            old = (extra,) if after else ()
-            old_specs = (self._sums_specs(partial=True),) if after else ()
-            total = self._replicas_map(
-                body, (*specs, ROWS, ROWS, ROWS, *old_specs), self._sums_specs(partial=False)
-            )(
-                cast(state.params, self.problem.compute_dtype),
-                scale,
-                state.model_state,
-                state.key,
-                state.step,
-                replica,
-                batch,
-                mask,
-                *old,
-            )
-            previous = extra if kind == "difference" else None
-            state, metrics = self._update(state, total, measure=measured, previous=previous)
-            if kind == "remember":
-                # The metrics' own names are lost in the vector.
-                finite = metrics[sorted(self.metric_names).index("finite")]
-                return state, metrics, pure.remember(total, finite)
-            return state, metrics
-
-        return run
-
-    def _update(self, state: TrainState, total: Sums, **how: Any):
+    def _update(
+        self, state: TrainState, total: Sums, *, measure: bool, previous: Previous | None = None
+    ) -> tuple[TrainState, StepMetrics[Array]]:
         shardings = _shardings(self.param_specs.placed(total.grads))
         grads = jax.lax.with_sharding_constraint(total.grads, shardings)
-        how["cut"] = self.layout.strategy.is_cut
-        state, metrics = pure.update(self.problem, state, _with_grads(total, grads), **how)
-        return state, jnp.stack([metrics[name] for name in sorted(metrics)])
+        return pure.update(
+            self.problem,
+            state,
+            total.with_grads(grads),
+            measure=measure,
+            previous=previous,
+            cut=self.layout.strategy.is_cut,
+        )
 
-    def _fused_recipe(self, kind: str, shape: Shape):
-        state = self.abstract_state()
-        inputs = self.abstract_batch(shape)
-        run = self._fused(kind)
+    # -- programs for micro-batches of a shape ---------------------------------------------------
+
+    def accumulate(self, shape: SampleShape, *, first: bool) -> Program:
+        """Sums with one more micro-batch, in partial form; the old ones are donated.
+
+        From what `abstract_work` and `abstract_batch` say and, but for the `first`, the old sums.
+        """
+
+        def body(*arguments: PyTree) -> Sums:
+            begun, (replica, batch, mask, *old) = arguments[:5], arguments[5:]
+            before = _first_row(old[0]) if old else None
+            return _as_row(self._one_replica(begun, replica[0], batch, mask, before))
+
+        sums, sums_specs = self.partial_sums(), self._sums_specs(partial=True)
+        specs = (*self._work_specs(), ROWS, ROWS, ROWS)
+        arguments = (*self.abstract_work, *self.abstract_batch(shape))
+        if first:
+            return Program(
+                self._replicas_map(body, specs, sums_specs), (), arguments, _shardings(sums)
+            )
+        run = self._replicas_map(body, (*specs, sums_specs), sums_specs)
+        return Program(run, (len(arguments),), (*arguments, sums), _shardings(sums))
+
+    def step(self, shape: SampleShape, *, noise: Noise) -> Program:
+        """A whole step of one micro-batch, from (state, replica indices, batch, mask); donates the state.
+
+        Returns (state, packed metrics). REMEMBER returns a `Previous` besides, which DIFFERENCE takes
+        after the state.
+        """
+        state, inputs = self.abstract_state(), self.abstract_batch(shape)
         out = (_shardings(state), self.layout.replicated)
-        if kind == "after":
-            # The sums are not donated: no output has their shape.
-            return run, (0,), (state, self.partial_sums(), *inputs), out
-        if kind == "difference":
-            return run, (0,), (state, self._abstract_previous(), *inputs), out
-        if kind == "remember":
+        measure = noise is Noise.MEASURED
+        if noise is Noise.DIFFERENCE:
+
+            def second(state: TrainState, previous: Previous, *inputs: PyTree):
+                total = self._fused(state, inputs, None, measure=False)
+                state, metrics = self._update(state, total, measure=False, previous=previous)
+                return state, metrics.packed()
+
+            return Program(second, (0,), (state, self._abstract_previous(), *inputs), out)
+
+        def run(state: TrainState, *inputs: PyTree):
+            total = self._fused(state, inputs, None, measure=measure)
+            state, metrics = self._update(state, total, measure=measure)
+            if noise is Noise.REMEMBER:
+                return state, metrics.packed(), pure.remember(total, metrics.is_finite)
+            return state, metrics.packed()
+
+        if noise is Noise.REMEMBER:
             out = (*out, _shardings(self._abstract_previous()))
-        alone = lambda s, r, b, m: run(s, (), r, b, m)  # noqa: E731
-        return alone, (0,), (state, *inputs), out
+        return Program(run, (0,), (state, *inputs), out)
 
-    def _make_step(self, shape: Shape):
-        return self._fused_recipe("plain", shape)
-
-    def _make_step_measured(self, shape: Shape):
-        return self._fused_recipe("measured", shape)
-
-    def _make_step_remember(self, shape: Shape):
-        return self._fused_recipe("remember", shape)
-
-    def _make_step_difference(self, shape: Shape):
-        return self._fused_recipe("difference", shape)
-
-    def _make_step_after(self, shape: Shape):
-        return self._fused_recipe("after", shape)
-
-    def _make_reduce(self) -> tuple[Any, ...]:
-        run = self._replicas_map(
-            lambda sums: self._total(_first_row(sums)),
-            (self._sums_specs(partial=True),),
-            self._sums_specs(partial=False),
-        )
-        return run, (), (self.partial_sums(),), _shardings(self.reduced_sums())
-
-    def _make_spread(self):
-        def body(sums: Sums) -> Sums:
-            first_copy = jax.lax.axis_index(DATA_AXIS) == 0
-            replica, replicas = jax.lax.axis_index(REPLICA_AXES), self.layout.num_replicas
-            first = replica == 0
-
-            def one(x: Any, here: Any) -> Any:
-                return jnp.where(here, x, jnp.zeros_like(x))
-
-            spread = jax.tree.map(lambda x: one(x, first), sums)
-            spread = _with_grads(spread, jax.tree.map(lambda x: one(x, first_copy), sums.grads))
-            # Every replica goes on from the model state with its share of the weight, in whole samples,
-            # and with new streams of random numbers.
-            share = jnp.floor(sums.samples / replicas)
-            share += replica < sums.samples - share * replicas
-            kept = {"model_state": sums.model_state, "calls": sums.calls, "samples": share}
-            return _as_row(Sums(**{**vars(spread), **kept}))
-
-        run = self._replicas_map(
-            body, (self._sums_specs(partial=False),), self._sums_specs(partial=True)
-        )
-        return run, (), (self.reduced_sums(),), _shardings(self.partial_sums())
-
-    def _make_update(self) -> tuple[Any, ...]:
+    def step_after(self, shape: SampleShape) -> Program:
+        """The last of several micro-batches and the update, from (state, sums so far, replica indices,
+        batch, mask) to (state, packed metrics); donates the state.
+        """
         state = self.abstract_state()
-        run = lambda s, total: self._update(s, total, measure=True)  # noqa: E731
-        return run, (0,), (state, self.reduced_sums()), (_shardings(state), self.layout.replicated)
+
+        def run(state: TrainState, sums: Sums, *inputs: PyTree):
+            total = self._fused(state, inputs, sums, measure=True)
+            state, metrics = self._update(state, total, measure=True)
+            return state, metrics.packed()
+
+        # The sums are not donated: no output has their shape.
+        arguments = (state, self.partial_sums(), *self.abstract_batch(shape))
+        return Program(run, (0,), arguments, (_shardings(state), self.layout.replicated))
+
+    def _fused(
+        self, state: TrainState, inputs: Sequence[PyTree], sums: Sums | None, *, measure: bool
+    ) -> Sums:
+        """The whole batch, of `sums` so far and the last micro-batch."""
+
+        def body(*arguments: PyTree) -> Sums:
+            begun, (replica, batch, mask, *old) = arguments[:5], arguments[5:]
+            before = _first_row(old[0]) if old else None
+            return self._total(
+                self._one_replica(begun, replica[0], batch, mask, before, measure=measure)
+            )
+
+        params, scale, *others = self._work_specs()
+        specs = (params, scale if measure else (), *others, ROWS, ROWS, ROWS)
+        begun = (
+            cast(state.params, self.problem.compute_dtype),
+            self._scale(state.params, state.opt_state) if measure else (),
+            state.model_state,
+            state.key,
+            state.step,
+        )
+        old, old_specs = ((), ()) if sums is None else ((sums,), (self._sums_specs(partial=True),))
+        run = self._replicas_map(body, (*specs, *old_specs), self._sums_specs(partial=False))
+        return run(*begun, *inputs, *old)
 
     def _abstract_previous(self) -> Previous:
         scalar = jax.ShapeDtypeStruct((), jnp.float32, sharding=self.layout.replicated)
@@ -422,10 +459,6 @@ class Recipes:
             jax.tree.map(lambda k: jax.ShapeDtypeStruct(k.shape, jnp.float32), self._kept)
         )
         return Previous(grads=grads, weight=scalar, num_samples=scalar)
-
-
-def _with_grads(sums: Sums, grads: PyTree) -> Sums:
-    return Sums(**{**vars(sums), "grads": grads})
 
 
 def _shardings(tree: PyTree) -> PyTree:

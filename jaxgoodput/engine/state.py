@@ -1,18 +1,24 @@
-"""The values that a training step is made of: losses, state, and a step in the making.
+"""The values that a training step is made of: losses, state, a step in the making, and what it reports.
 
 `TrainState` is what a checkpoint holds. `Sums` is one replica's contribution to a batch and `Work` a
 batch half done: accumulating more micro-batches, on however many replicas, only ever adds `Sums`.
+A state and a batch are handed on, not shared: whoever takes one over frees what belonged to it, and the
+old value is refused from then on (`TrainState.require_alive`, `Work.require_unused`).
 """
 
-from collections.abc import Mapping
-from typing import Any
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
-from jaxtyping import PyTree
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, PyTree
 
 from jaxgoodput._pytree import static, struct
+from jaxgoodput.optim.adaptive import NoiseReadout, Number
 from jaxgoodput.parallel.strategy import Layout
 
 Leaf = Any  # an array; or a shape, a sharding, a flag, where the tree holds those
@@ -22,64 +28,82 @@ Leaf = Any  # an array; or a shape, a sharding, a flag, where the tree holds tho
 class Loss:
     """What a user's loss may return where its weight is not the number of samples.
 
-    `sum` and `weight` are per sample, shape `[batch]` (exact for padded batches), or scalars over the
-    whole micro-batch. A language model's weight is its tokens: the gradient is that of
-    `sum(sum) / sum(weight)` over the whole batch, however it is split.
-
-    `aux` holds further numbers to report, by name: scalars, or per sample `[batch]`; they are
-    averaged over samples.
+    A language model's weight is its tokens: the gradient is that of `sum(sum) / sum(weight)` over the
+    whole batch, however it is split.
     """
 
-    sum: Any
-    weight: Any
-    aux: Mapping[str, Any]
+    sum: Leaf
+    """Per sample, shape `[batch]` (exact for padded batches), or a scalar over the whole micro-batch."""
+    weight: Leaf
+    """Of the same shape."""
+    aux: Mapping[str, Leaf]
+    """Further numbers to report: scalars, or per sample `[batch]`; they are averaged over samples."""
 
     @classmethod
-    def of(cls, sum: Any, weight: Any, **aux: Any) -> "Loss":
+    def of(cls, sum: Leaf, weight: Leaf, **aux: Leaf) -> "Loss":
         """A loss with its weight and further numbers by name."""
         return cls(sum=sum, weight=weight, aux=aux)
 
 
 @struct
 class Variables:
-    """What `Trainer.init` returns for a model with mutable state, or with partitioning of its own.
-
-    `specs` says of parameters, by their path such as `layers/0/kernel`, which dimension is cut over
-    "fsdp" and which over "tensor"; a rule of the strategy goes before it.
-    """
+    """What `Trainer.init` returns for a model with mutable state, or with partitioning of its own."""
 
     params: PyTree
-    model_state: PyTree  # BatchNorm statistics, ...; () where there is none
+    """Parameters, in master precision."""
+    model_state: PyTree
+    """BatchNorm statistics and other mutable collections; () where there are none."""
     specs: tuple[tuple[str, PartitionSpec], ...] = static(default=())
+    """By a parameter's path such as `layers/0/kernel`: which dimension is cut over "fsdp", which over
+    "tensor". A rule of the strategy goes before it."""
 
 
 @struct
 class Guard:
     """Updates refused because the loss or the gradient was not finite."""
 
-    skipped: Leaf  # int32, since training began
-    in_a_row: Leaf  # int32, ending with the latest update
+    skipped: Leaf
+    """int32, since training began."""
+    in_a_row: Leaf
+    """int32, ending with the latest update."""
 
 
 @struct
 class TrainState:
     """Everything that training needs to go on, as device values."""
 
-    params: PyTree  # master precision, trainable and frozen
-    opt_state: PyTree  # of `adaptive(tx, rule)`: the user's own, noise statistics, progress, gain
-    model_state: PyTree  # mutable collections; () where there are none
-    step: Leaf  # int32, updates attempted
-    key: Leaf  # the root of every random number of the run
+    params: PyTree
+    """Trainable and frozen parameters, in master precision."""
+    opt_state: PyTree
+    """Of `adaptive(tx, rule)`: the user's own, noise statistics, progress, gain."""
+    model_state: PyTree
+    """Mutable collections; () where there are none."""
+    step: Leaf
+    """int32, updates attempted."""
+    key: Leaf
+    """The root of every random number of the run."""
     guard: Guard
+    """Updates that were refused."""
+
+    def require_alive(self) -> None:
+        """Raise ValueError for a state that was donated."""
+        if self.step.is_deleted():
+            raise ValueError(
+                "this state was donated already, to a step, an update or a move. Go on with the state that "
+                "came out of it."
+            )
 
 
 @struct
 class Previous:
     """The gradient of the update before, for the differenced noise estimator."""
 
-    grads: PyTree  # its sum, not yet divided by the weight
-    weight: Leaf  # float32
-    num_samples: Leaf  # float32; 0 = nothing remembered yet
+    grads: PyTree
+    """Its sum, not yet divided by the weight."""
+    weight: Leaf
+    """float32."""
+    num_samples: Leaf
+    """float32; 0 = nothing remembered yet."""
 
 
 @struct
@@ -88,18 +112,103 @@ class Sums:
 
     In an engine they are in their layout's partial form: with a leading axis, over the copies of the
     model for gradients (summed within a copy, and cut like the parameters), over the replicas for all
-    else. Reduced sums have no such axis.
+    else. Reduced sums have no such axis. Which fields add up, and how, is known here alone.
     """
 
-    grads: PyTree  # sum over samples of the loss gradient, float32, trainable leaves
-    loss: Leaf  # sum of losses
-    weight: Leaf  # sum of loss weights
-    samples: Leaf  # real samples (padding does not count)
-    groups: Leaf  # micro-batches with any weight
-    norms: Leaf  # [labels]: sum over micro-batches of |gradient sum|^2 / weight
-    calls: Leaf  # int32, micro-batches so far: numbers the streams of random keys
-    aux: Mapping[str, Leaf]  # sums over samples
-    model_state: PyTree  # after the latest micro-batch
+    grads: PyTree
+    """Sum over samples of the loss gradient, float32, trainable leaves."""
+    loss: Leaf
+    """Sum of losses."""
+    weight: Leaf
+    """Sum of loss weights."""
+    samples: Leaf
+    """Real samples; padding does not count."""
+    groups: Leaf
+    """Micro-batches with any weight."""
+    norms: Leaf
+    """[labels]: sum over micro-batches of |gradient sum|^2 / weight."""
+    calls: Leaf
+    """int32, micro-batches so far: numbers the streams of random keys."""
+    aux: Mapping[str, Leaf]
+    """Sums over samples."""
+    model_state: PyTree
+    """After the latest micro-batch."""
+
+    def merged(self, later: "Sums") -> "Sums":
+        """Two micro-batches of one replica as one; the later went on from the model state of this."""
+        summed = jax.tree.map(jnp.add, self._added(), later._added())
+        return Sums(**summed, calls=self.calls + later.calls, model_state=later.model_state)
+
+    def exchanged(self) -> dict[str, PyTree]:
+        """What must be added up over replicas: one tree of floats, model state weighted by samples.
+
+        Leaves of the model state that are not floating (counters, keys) advance alike on every replica
+        and are not exchanged.
+        """
+        floats = [
+            jnp.where(self.samples > 0, x.astype(jnp.float32) * self.samples, 0.0)
+            for x in jax.tree.leaves(self.model_state)
+            if jnp.issubdtype(x.dtype, jnp.floating)
+        ]
+        return {**self._added(), "floats": floats}
+
+    @classmethod
+    def of_exchanged(
+        cls, total: Mapping[str, PyTree], *, calls: Leaf, model_state: PyTree
+    ) -> "Sums":
+        """The whole batch, of every replica's `exchanged` added up; `model_state` is any replica's own."""
+        fields = {name: value for name, value in total.items() if name != "floats"}
+        floats, samples = iter(total["floats"]), total["samples"]
+
+        def mean(x: Array) -> Array:
+            if not jnp.issubdtype(x.dtype, jnp.floating):
+                return x
+            # Where everything was padding, nothing has changed it.
+            return jnp.where(samples > 0, next(floats) / jnp.maximum(samples, 1.0), x).astype(
+                x.dtype
+            )
+
+        return cls(**fields, calls=calls, model_state=jax.tree.map(mean, model_state))
+
+    def reduced(
+        self, add_grads: Callable[[PyTree], PyTree], add_others: Callable[[PyTree], PyTree]
+    ) -> "Sums":
+        """The whole batch, where the functions add up gradients and all else over the replicas."""
+        tree = self.exchanged()
+        grads = add_grads(tree.pop("grads"))
+        total = {**add_others(tree), "grads": grads}
+        return Sums.of_exchanged(total, calls=self.calls, model_state=self.model_state)
+
+    def part_of(
+        self, replica: Array, num_replicas: int, *, holds_rest: Array, holds_grads: Array
+    ) -> "Sums":
+        """One replica's part of reduced sums, so that the parts add up to them.
+
+        Gradients stay where `holds_grads`, other sums where `holds_rest`, and are 0 elsewhere. Every
+        replica goes on from the model state with its share of the weight, in whole samples, and with new
+        streams of random numbers.
+        """
+
+        def kept(tree: PyTree, here: Array) -> PyTree:
+            return jax.tree.map(lambda x: jnp.where(here, x, jnp.zeros_like(x)), tree)
+
+        share = jnp.floor(self.samples / num_replicas)
+        share += replica < self.samples - share * num_replicas
+        added = {
+            **kept(self._added(), holds_rest),
+            "grads": kept(self.grads, holds_grads),
+            "samples": share,
+        }
+        return Sums(**added, calls=self.calls, model_state=self.model_state)
+
+    def with_grads(self, grads: PyTree) -> "Sums":
+        """The same with other gradients."""
+        return dataclasses.replace(self, grads=grads)
+
+    def _added(self) -> dict[str, PyTree]:
+        """What is the sum of its parts."""
+        names = ("grads", "loss", "weight", "samples", "groups", "norms", "aux")
+        return {name: getattr(self, name) for name in names}
 
 
 @struct
@@ -107,13 +216,107 @@ class Work:
     """A batch half done, on one layout: `begin` makes it, `accumulate` adds to it, `apply` consumes it."""
 
     layout: Layout = static()
-    owns_params: bool = static()  # False: they are the state's own, which must outlive the batch
-    params: PyTree  # compute precision; the master itself where both are the same
-    scale: PyTree  # the optimizer's preconditioner, () where noise is measured without one
+    """Where it lies."""
+    owns_params: bool = static()
+    """False: parameters are the state's own, which must outlive the batch."""
+    params: PyTree
+    """Compute precision; the master itself where both are the same."""
+    scale: PyTree
+    """The optimizer's preconditioner, () where noise is measured without one."""
     model_state: PyTree
+    """Of the state that it began from."""
     key: Leaf
+    """The state's."""
     step: Leaf
-    sums: Sums | None  # None until the first micro-batch
+    """The state's."""
+    sums: Sums | None
+    """None until the first micro-batch."""
+
+    def require_unused(self) -> None:
+        """Raise ValueError where anything of it is gone."""
+        if any(leaf.is_deleted() for leaf in jax.tree.leaves(self)):
+            raise ValueError(
+                "this Work was consumed already: accumulate(), step() and apply() take it over, and so do "
+                "they and move() the state that it began from. Go on with the Work that accumulate() "
+                "returned, or begin() a new one from the latest state."
+            )
+
+    def consume(self) -> None:
+        """Free what belongs to the batch alone; executables that read it hold on until they are done."""
+        delete(self.sums)
+        if self.owns_params:
+            delete((self.params, self.scale))
+
+
+def delete(tree: PyTree) -> None:
+    """Free what is not freed yet."""
+    for leaf in jax.tree.leaves(tree):
+        if not leaf.is_deleted():
+            leaf.delete()
+
+
+@struct
+class StepMetrics(Generic[Number]):
+    """What a step reports: arrays inside its program, Python numbers once it is read."""
+
+    loss: Number
+    """Per unit of weight, of the whole batch."""
+    grad_norm: Number
+    """Of the averaged gradient of the whole batch."""
+    is_finite: Number
+    """Whether loss and gradient were, so that the update was applied; a bool once read."""
+    num_skipped: Number
+    """Updates refused since training began; an int once read, like all counts."""
+    skipped_in_a_row: Number
+    """Of them, those that end with this update."""
+    num_samples: Number
+    """Real samples of the batch."""
+    num_groups: Number
+    """Gradient groups of the batch: micro-batches on replicas, with any weight."""
+    progress: Number
+    """Base steps done."""
+    gain: Number
+    """The factor that the update was multiplied by, mean over label groups."""
+    noise: NoiseReadout[Number]
+    """Gradient noise, as it is known after this step."""
+    aux: Mapping[str, Number]
+    """The user's own numbers, averaged over samples."""
+
+    def packed(self) -> Float[Array, " numbers"]:
+        """All numbers as one vector: what leaves the step's program."""
+        return jnp.stack([jnp.asarray(x, jnp.float32) for x in jax.tree.leaves(self)])
+
+    @staticmethod
+    def unpacked(
+        vector: np.ndarray, aux_names: Sequence[str]
+    ) -> tuple["StepMetrics[float]", np.ndarray]:
+        """What `packed` packed, as Python numbers; and the rest of the vector."""
+        kinds = dataclasses.replace(_KINDS, aux=dict.fromkeys(aux_names, float))
+        leaves, structure = jax.tree.flatten(kinds)
+        values = [kind(x) for kind, x in zip(leaves, vector.tolist(), strict=False)]
+        return jax.tree.unflatten(structure, values), vector[len(leaves) :]
+
+
+_KINDS = StepMetrics[type](
+    loss=float,
+    grad_norm=float,
+    is_finite=bool,
+    num_skipped=int,
+    skipped_in_a_row=int,
+    num_samples=int,
+    num_groups=int,
+    progress=float,
+    gain=float,
+    noise=NoiseReadout(
+        sqr=float,
+        var=float,
+        cautious_sqr=float,
+        cautious_var=float,
+        num_samples=float,
+        newest_samples=float,
+    ),
+    aux={},
+)
 
 
 def split(tree: PyTree, mask: PyTree) -> tuple[PyTree, PyTree]:
@@ -128,7 +331,7 @@ def combine(kept: PyTree, rest: PyTree) -> PyTree:
     return jax.tree.map(lambda a, b: b if a is None else a, kept, rest, is_leaf=lambda x: x is None)
 
 
-def cast(tree: PyTree, dtype: Any) -> PyTree:
+def cast(tree: PyTree, dtype: DTypeLike | None) -> PyTree:
     """Floating leaves in `dtype`; other leaves, and all of them where `dtype` is None, unchanged."""
     if dtype is None:
         return tree

@@ -1,28 +1,31 @@
-"""A training step as pure functions: local sums of one micro-batch, their merger, the update.
+"""A training step as pure functions: the sums of one micro-batch, and the update.
 
 Nothing here knows of devices or meshes. `local_sums` runs on one replica; sums of micro-batches and
-of replicas are added; `update` turns the total into the next state. Gradient accumulation, uneven
-counts of micro-batches and padding are all the same addition with other weights.
+of replicas are added (`Sums` knows how); `update` turns the total into the next state. Gradient
+accumulation, uneven counts of micro-batches and padding are all the same addition with other weights.
 
 Noise moments of n groups (micro-batches on replicas) with shares p_i of the loss weight:
 L = sum p_i |g_i|^2 and T = |g|^2 give `trace = M (L - T) / (n - 1)` per sample and
 `sqr = (n T - L) / (n - 1)` (McCandlish et al. 2018, appendix A, for unequal groups).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import PartitionSpec
+from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, PyTree
 
-from jaxgoodput.engine.parts import FsdpParts
+from jaxgoodput.engine.fsdp_parts import FsdpParts
 from jaxgoodput.engine.state import (
     Guard,
     Loss,
     Previous,
+    StepMetrics,
     Sums,
     TrainState,
     Variables,
@@ -33,21 +36,31 @@ from jaxgoodput.engine.state import (
 from jaxgoodput.optim import adaptive as adaptation
 from jaxgoodput.optim import noise
 
-LossAndState = Callable[[PyTree, PyTree, PyTree, Array], tuple[Any, PyTree]]
+# (params, model state, batch, key) -> (what `loss_kind` allows, new model state)
+LossAndState = Callable[[PyTree, PyTree, PyTree, Array], tuple[Array | Loss, PyTree]]
 
 
 @dataclass(frozen=True)
 class Problem:
     """What is trained: the user's functions and how their gradient is measured."""
 
-    init: Callable[[Array], Any]
+    init: Callable[[Array], PyTree]
+    """From a key to the parameters, or to `Variables`."""
     loss_and_state: LossAndState
-    tx: optax.GradientTransformationExtraArgs  # an `adaptive(...)`
+    """From parameters, model state, a batch and a key to per-sample losses `[batch]`, a `Loss` or a scalar
+    mean, and the new model state."""
+    tx: optax.GradientTransformationExtraArgs
+    """An `adaptive(...)`."""
     base_batch_size: int
-    trainable: Callable[[PyTree], PyTree] | None = None  # params -> tree of bool; None = all
-    labels: Callable[[PyTree], PyTree] | None = None  # params -> tree of str; None = one group
+    """The batch that the learning rate was tuned for."""
+    trainable: Callable[[PyTree], PyTree] | None = None
+    """From parameters to a tree of bool; None: all train."""
+    labels: Callable[[PyTree], PyTree] | None = None
+    """From parameters to a tree of str, groups with statistics of their own; None: one group."""
     preconditioned: bool = False
-    compute_dtype: Any = None
+    """Whether gradients are divided by the optimizer's preconditioner before noise is measured."""
+    compute_dtype: DTypeLike | None = None
+    """What floating parameters are cast to for computing; None: they are not."""
 
     def mask(self, params: PyTree) -> PyTree:
         """Which leaves train."""
@@ -76,21 +89,23 @@ def init_state(problem: Problem, key: Array) -> TrainState:
     )
 
 
-def own_specs(problem: Problem) -> tuple[tuple[str, Any], ...]:
-    """How the model's own metadata cuts its parameters: (path, PartitionSpec)."""
+def own_specs(problem: Problem) -> tuple[tuple[str, PartitionSpec], ...]:
+    """How the model's own metadata cuts its parameters, by their paths."""
     made = jax.eval_shape(problem.init, jax.random.key(0))
     return made.specs if isinstance(made, Variables) else ()
 
 
-def loss_kind(problem: Problem, variables: Variables, batch: PyTree, num_samples: int) -> str:
+def loss_kind(
+    problem: Problem, state: TrainState, batch: PyTree, num_samples: int
+) -> Literal["sample", "mean"]:
     """'sample' where the loss can be weighted sample by sample, 'mean' where it cannot.
 
-    Raises TypeError for a loss of any other shape.
+    State and batch are abstract. Raises TypeError for a loss of any other shape.
     """
     out, _ = jax.eval_shape(
         problem.loss_and_state,
-        variables.params,
-        variables.model_state,
+        state.params,
+        state.model_state,
         batch,
         jax.eval_shape(lambda: jax.random.key(0)),
     )
@@ -119,18 +134,18 @@ def loss_kind(problem: Problem, variables: Variables, batch: PyTree, num_samples
     )
 
 
-def _weighted(out: Any, mask: Array) -> tuple[Array, Array, dict[str, Array]]:
+def _weighted(out: Array | Loss, mask: Array) -> tuple[Array, Array, dict[str, Array]]:
     """Sum of losses, sum of weights, and sums of the auxiliary numbers, padding left out."""
     samples = jnp.sum(mask)
 
-    def total(value: Any) -> Array:
+    def total(value: ArrayLike) -> Array:
         value = jnp.asarray(value, jnp.float32)
         # `where`, not a product: 0 * inf is not 0.
         if value.ndim:
             return jnp.sum(jnp.where(mask > 0, value, 0.0))
         return jnp.where(samples > 0, value * samples, 0.0)
 
-    def whole(value: Any) -> Array:
+    def whole(value: ArrayLike) -> Array:
         value = jnp.asarray(value, jnp.float32)
         return total(value) if value.ndim else jnp.where(samples > 0, value, 0.0)
 
@@ -230,55 +245,6 @@ def _advance(old: PyTree, new: PyTree, samples: Array) -> PyTree:
     )
 
 
-def merge(old: Sums, new: Sums) -> Sums:
-    """Two micro-batches of one replica as one; the later one went on from the other's model state."""
-    summed = jax.tree.map(jnp.add, _summable(old), _summable(new))
-    return Sums(**summed, calls=old.calls + new.calls, model_state=new.model_state)
-
-
-def _summable(sums: Sums) -> dict[str, Any]:
-    return {
-        "grads": sums.grads,
-        "loss": sums.loss,
-        "weight": sums.weight,
-        "samples": sums.samples,
-        "groups": sums.groups,
-        "norms": sums.norms,
-        "aux": sums.aux,
-    }
-
-
-def to_reduce(sums: Sums, control: Array | None = None) -> PyTree:
-    """What must be added up over replicas: one tree of floats, model state weighted by samples.
-
-    Leaves of the model state that are not floating (counters, keys) advance alike on every replica
-    and are not exchanged. `control` is an agreement vector that rides along.
-    """
-    floats = [
-        jnp.where(sums.samples > 0, x.astype(jnp.float32) * sums.samples, 0.0)
-        for x in jax.tree.leaves(sums.model_state)
-        if jnp.issubdtype(x.dtype, jnp.floating)
-    ]
-    tree = {**_summable(sums), "floats": floats}
-    return tree if control is None else {**tree, "control": control}
-
-
-def from_reduced(total: Mapping[str, Any], sums: Sums) -> Sums:
-    """The whole batch as `Sums`: reduced floats, and this replica's own other model state."""
-    floats = iter(total["floats"])
-    samples = total["samples"]
-
-    def mean(x: Array) -> Array:
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            return x
-        # Where everything was padding, nothing has changed it.
-        return jnp.where(samples > 0, next(floats) / jnp.maximum(samples, 1.0), x).astype(x.dtype)
-
-    model_state = jax.tree.map(mean, sums.model_state)
-    fields = {name: total[name] for name in _summable(sums)}
-    return Sums(**fields, calls=sums.calls, model_state=model_state)
-
-
 def update(
     problem: Problem,
     state: TrainState,
@@ -287,8 +253,8 @@ def update(
     measure: bool,
     previous: Previous | None = None,
     cut: bool = False,
-) -> tuple[TrainState, dict[str, Array]]:
-    """The next state from the sums of a whole batch, and scalars to report.
+) -> tuple[TrainState, StepMetrics[Array]]:
+    """The next state from the sums of a whole batch, and what to report.
 
     A loss or gradient that is not finite leaves parameters, optimizer and model state as they were;
     only the step count and the guard move on. `measure` takes a noise sample from the groups of this
@@ -362,24 +328,26 @@ def update(
         ),
     )
     samples = jnp.maximum(total.samples, 1.0)
-    metrics = {
-        "loss": loss,
-        "grad_norm": jnp.sqrt(norm_sqr),
-        "finite": finite,
-        "skipped": new_state.guard.skipped,
-        "skipped_in_a_row": new_state.guard.in_a_row,
-        "samples": total.samples,
-        "groups": total.groups,
-        **adaptation.readout(new_state.opt_state),
-        **{f"aux/{name}": value / samples for name, value in total.aux.items()},
-    }
-    return new_state, {k: jnp.asarray(v, jnp.float32) for k, v in metrics.items()}
+    metrics = StepMetrics(
+        loss=loss,
+        grad_norm=jnp.sqrt(norm_sqr),
+        is_finite=finite,
+        num_skipped=new_state.guard.skipped,
+        skipped_in_a_row=new_state.guard.in_a_row,
+        num_samples=total.samples,
+        num_groups=total.groups,
+        progress=adaptation.progress(new_state.opt_state),
+        gain=adaptation.gain(new_state.opt_state).mean(),
+        noise=adaptation.readout(new_state.opt_state),
+        aux={name: value / samples for name, value in total.aux.items()},
+    )
+    return new_state, metrics
 
 
-def remember(total: Sums, finite: Array) -> Previous:
+def remember(total: Sums, is_finite: Array) -> Previous:
     """The gradient of this update, for the differenced sample of the next; useless if not finite."""
     return Previous(
         grads=total.grads,
         weight=jnp.maximum(total.weight, 1e-30),
-        num_samples=total.samples * finite,
+        num_samples=total.samples * is_finite,
     )

@@ -1,6 +1,11 @@
-"""How many bytes a step needs by its micro-batch: almost linear, so two sizes tell the others."""
+"""How large a micro-batch fits, from the bytes of those that were compiled. Numbers only.
 
-from collections.abc import Sequence
+The bytes of a step grow almost linearly with the micro-batch: two compiled sizes predict the others,
+and every size is checked against its own analysis before it is used, so a wrong prediction costs a
+compilation and never an allocation failure.
+"""
+
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -12,9 +17,12 @@ class TooLarge(ValueError):
 class StepBytes:
     """Bytes per device that one execution needs."""
 
-    arguments: int  # state and batch
-    outputs: int  # what is not written in place
-    temporaries: int  # activations, gradients
+    arguments: int
+    """State and batch."""
+    outputs: int
+    """What is not written in place."""
+    temporaries: int
+    """Activations, gradients."""
 
     @property
     def peak(self) -> int:
@@ -22,7 +30,7 @@ class StepBytes:
         return self.arguments + self.outputs + self.temporaries
 
 
-def largest_that_fits(sizes: Sequence[int], known: dict[int, StepBytes], budget: int) -> int:
+def largest_that_fits(sizes: Sequence[int], known: Mapping[int, StepBytes], budget: int) -> int:
     """The largest of `sizes` whose bytes, known or extrapolated from the known, are within budget.
 
     Returns 0 where none fits. With one known size, bytes beyond the arguments are taken as
@@ -37,7 +45,7 @@ def largest_that_fits(sizes: Sequence[int], known: dict[int, StepBytes], budget:
     return max((s for s in sizes if predicted_peak(s, known) <= budget), default=0)
 
 
-def predicted_peak(size: int, known: dict[int, StepBytes]) -> int:
+def predicted_peak(size: int, known: Mapping[int, StepBytes]) -> int:
     """Peak bytes at `size`: its own analysis, or a line through the two nearest known sizes."""
     if size in known:
         return known[size].peak

@@ -8,17 +8,21 @@ that multiplies the updates that come out.
     updates, state = tx.update(grads, state, params, global_batch_size=512, noise=sample)
 """
 
-from typing import Any, NamedTuple
+import math
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array, PyTree
 
+from jaxgoodput._pytree import struct
 from jaxgoodput.goodput.efficiency import GradParams
 from jaxgoodput.optim import noise as noises
 from jaxgoodput.optim.learning_rate import Rule, adascale
 from jaxgoodput.optim.noise import Labels, NoiseSample, NoiseState
+
+Number = TypeVar("Number")
 
 
 class AdaptiveState(NamedTuple):
@@ -182,25 +186,51 @@ def gain(opt_state: PyTree) -> Array:
     return find(opt_state).gain
 
 
-def readout(opt_state: PyTree) -> dict[str, Array]:
-    """Everything worth reporting, as scalars by name.
+@struct
+class NoiseReadout(Generic[Number]):
+    """Gradient noise as a step reports it: scalar arrays, or Python numbers on the host."""
 
-    `grad_sqr` and `grad_var` are plain averages, `cautious_*` what decisions use (NaN = unknown),
-    `noise_samples` is how many samples stand behind them (`newest_noise_samples`: behind the latest,
-    while older ones are still the trusted ones), `gain` the mean over label groups.
-    """
-    state = find(opt_state)
-    plain, cautious = noises.grad_params(state.noise), noises.cautious_grad_params(state.noise)
-    return {
-        "progress": state.progress + state.progress_rest,
-        "gain": state.gain.mean(),
-        "grad_sqr": plain.sqr,
-        "grad_var": plain.var,
-        "cautious_sqr": cautious.sqr,
-        "cautious_var": cautious.var,
-        "noise_samples": noises.confidence(state.noise),
-        "newest_noise_samples": noises.newest_confidence(state.noise),
-    }
+    sqr: Number
+    """The squared norm of the gradient's mean: a plain average."""
+    var: Number
+    """The trace of its covariance at the base batch size: a plain average."""
+    cautious_sqr: Number
+    """What decisions use; NaN = unknown."""
+    cautious_var: Number
+    """What decisions use; NaN = unknown."""
+    num_samples: Number
+    """How many samples stand behind the averages."""
+    newest_samples: Number
+    """How many stand behind the latest averages, while older ones are still the trusted ones."""
+
+    @property
+    def plain(self) -> GradParams:
+        """The plain averages."""
+        return GradParams(sqr=self.sqr, var=self.var)
+
+    @property
+    def cautious(self) -> GradParams:
+        """The moments for decisions."""
+        return GradParams(sqr=self.cautious_sqr, var=self.cautious_var)
+
+    @property
+    def is_known(self: "NoiseReadout[float]") -> bool:
+        """Whether decisions can rest on it; on the host."""
+        return not math.isnan(self.cautious_sqr)
+
+
+def readout(opt_state: PyTree) -> NoiseReadout[Array]:
+    """The noise, as scalars worth reporting."""
+    state = noise_state(opt_state)
+    plain, cautious = noises.grad_params(state), noises.cautious_grad_params(state)
+    return NoiseReadout(
+        sqr=plain.sqr,
+        var=plain.var,
+        cautious_sqr=cautious.sqr,
+        cautious_var=cautious.var,
+        num_samples=noises.confidence(state),
+        newest_samples=noises.newest_confidence(state),
+    )
 
 
 def _is_schedule(node: Any) -> bool:

@@ -17,7 +17,7 @@ class FsdpParts:
     """Parameters cut over "fsdp", gathered leaf by leaf; `specs` are those of trained and other leaves.
 
     `taps` takes the squared norm of each replica's own gradient on the way; without it the norms are
-    left to be taken of the copy's gradient (see `estimator.py`).
+    left to be taken of the copy's gradient (see `noise_groups.py`).
     """
 
     collectives: Collectives
