@@ -287,9 +287,18 @@ ORBAX = """
 
 @pytest.mark.slow
 @pytest.mark.multihost
-def test_orbax_saves_and_restores_over_any_number_of_processes(script, tmp_path):
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        [(2, 2), (3, 1)],
+        pytest.param([(1, 2), (2, 2)], marks=pytest.mark.nightly),
+        pytest.param([(3, 1), (1, 2), (2, 2)], marks=pytest.mark.nightly),
+    ],
+    ids=str,
+)
+def test_orbax_saves_and_restores_over_any_number_of_processes(shapes, script, tmp_path):
     path = script(ORBAX)
-    for num_processes, devices in ((2, 2), (1, 2), (3, 1)):
+    for num_processes, devices in shapes:
         end = run(path, num_processes, devices, arguments=[str(tmp_path / "checkpoints")])
         assert end.code == 0, end
         for rank in range(num_processes):
@@ -343,7 +352,7 @@ def test_every_process_finds_its_programs_again(script, tmp_path):
         assert warm.value(rank, "cached") == "own:[True] everyone:[True]"
 
 
-def test_sharing_the_cache_is_undone_completely():
+def test_sharing_the_cache_is_undone_completely(uncached):
     def parts():
         return (
             cache_key._hash_accelerator_config,
@@ -388,7 +397,7 @@ def test_rebinding_a_name_that_is_not_there_is_an_error():
 
 
 @pytest.fixture
-def compilations():
+def compilations(uncached):
     seen = []
     undo = _jax.listen_for_compilations(seen.append)
     yield seen

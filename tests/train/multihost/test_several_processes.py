@@ -20,7 +20,7 @@ WORKER = multihost_worker.__file__
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Holds one folder per job, and the compilation cache that all of them share."""
+    """Holds one folder per job."""
     return tmp_path_factory.mktemp("jobs")
 
 
