@@ -72,8 +72,10 @@ def set_aside() -> Iterator[None]:
     _undo.pop()()
     jax.config.update("jax_compilation_cache_dir", None)
     compilation_cache.reset_cache()
-    yield
-    use_folder()
+    try:
+        yield
+    finally:
+        use_folder()
 
 
 def prune() -> None:
