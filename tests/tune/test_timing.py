@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 from engines import known
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from jaxgoodput.goodput.search import BatchConfig
@@ -151,6 +151,8 @@ def test_parts_seen_apart_bring_a_step_down_to_one_micro_batch():
     counts=st.sets(st.integers(1, 16), min_size=2, max_size=4),
 )
 def test_two_counts_of_one_size_tell_what_a_micro_batch_takes(micro_s, rest_s, counts):
+    # Where it takes less than a tenth of its share of the step, the difference passes for noise.
+    assume(micro_s > 0.1 * (micro_s + rest_s / max(counts)))
     table = filled(*((key(count=k), k * micro_s + rest_s) for k in counts))
     got = row(table, 8)
     assert got["accumulate_s"] == pytest.approx(micro_s)
