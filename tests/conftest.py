@@ -10,11 +10,14 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 import os  # noqa: E402
 import pathlib  # noqa: E402
 
+import compilations  # noqa: E402
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
 from jaxgoodput.clock import FakeClock  # noqa: E402
+
+compilations.use_folder()
 
 # A machine that is busy elsewhere fails no test.
 settings.register_profile("patient", deadline=None)
@@ -22,6 +25,18 @@ settings.load_profile("patient")
 
 REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
 SHARED = REPOSITORY.parent / "shared"
+
+
+def pytest_configure(config):
+    if not hasattr(config, "workerinput"):  # in the one process that the others are started by
+        compilations.prune()
+
+
+@pytest.fixture
+def uncached():
+    """No program is found in the folder that all tests share: each is compiled."""
+    with compilations.set_aside():
+        yield
 
 
 @pytest.fixture

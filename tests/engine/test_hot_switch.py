@@ -1,6 +1,7 @@
 """One batch under one layout after another: the same update, no compilation, nothing used twice."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import engines
@@ -57,15 +58,28 @@ def batch():
     ]
 
 
-def under_one_layout(batch, **problem):
-    alone = make(Strategy(), **problem)
-    state, metrics = engines.start(alone, jax.random.key(0)), None
-    for _ in range(2):
-        work = alone.begin(state)
-        for rows in batch:
-            work = alone.accumulate(work, *placed(alone, rows))
-        state, metrics = alone.apply(state, work)
-    return engines.host(state), alone.read(engines.known(metrics))
+@pytest.fixture(scope="module")
+def under_one_layout(batch):
+    """The state and the metrics after two steps on one device, by the type they compute in."""
+
+    @functools.cache
+    def after_two_steps(dtype):
+        alone = make(Strategy(), preconditioned=False, compute_dtype=dtype)
+        state, metrics = engines.start(alone, jax.random.key(0)), None
+        for _ in range(2):
+            work = alone.begin(state)
+            for rows in batch:
+                work = alone.accumulate(work, *placed(alone, rows))
+            state, metrics = alone.apply(state, work)
+        return engines.host(state), alone.read(engines.known(metrics))
+
+    return after_two_steps
+
+
+@pytest.fixture(scope="module")
+def at_home():
+    """Engines that hold nothing but what they have compiled, one for each home."""
+    return functools.cache(lambda home: make(home, preconditioned=False))
 
 
 def compiled_ahead(home):
@@ -75,12 +89,23 @@ def compiled_ahead(home):
     return plans
 
 
+HOMES = (Strategy(fsdp=8), Strategy(data=8), Strategy(fsdp=2, tensor=4))
+NIGHTLY = (pytest.mark.slow, pytest.mark.nightly)
+
+
 @pytest.mark.parametrize(
-    "home", [Strategy(fsdp=8), Strategy(data=8), Strategy(fsdp=2, tensor=4)], ids=lambda s: s.name
+    ("home", "dtype"),
+    [
+        *(pytest.param(home, None, id=home.name) for home in HOMES),
+        pytest.param(HOMES[0], jnp.bfloat16, id=f"{HOMES[0].name}-bfloat16"),
+        *(
+            pytest.param(home, jnp.bfloat16, marks=NIGHTLY, id=f"{home.name}-bfloat16")
+            for home in HOMES[1:]
+        ),
+    ],
 )
-@pytest.mark.parametrize("dtype", [None, jnp.bfloat16], ids=["float32", "bfloat16"])
-def test_a_batch_under_four_layouts_is_the_batch_under_one(batch, home, dtype):
-    expected, told = under_one_layout(batch, preconditioned=False, compute_dtype=dtype)
+def test_a_batch_under_four_layouts_is_the_batch_under_one(batch, under_one_layout, home, dtype):
+    expected, told = under_one_layout(dtype)
     engine = make(home, preconditioned=False, compute_dtype=dtype)
     plans = compiled_ahead(engine)
     state = engine.init(jax.random.key(0))
@@ -111,8 +136,8 @@ def test_a_batch_under_four_layouts_is_the_batch_under_one(batch, home, dtype):
     assert found["groups"] == sum(strategy.num_replicas for strategy, *_ in PARTS)
 
 
-def test_switching_back_and_forth_adds_up(batch):
-    engine = make(Strategy(fsdp=8), preconditioned=False)
+def test_switching_back_and_forth_adds_up(batch, at_home):
+    engine = at_home(Strategy(fsdp=8))
     plans = compiled_ahead(engine)
     ready = [
         placed(engine.on(layout), rows) for (layout, _), rows in zip(plans, batch, strict=True)
@@ -178,8 +203,8 @@ def test_model_state_and_random_numbers_go_on_across_layouts():
     assert len(set(np.round(draws((here, there, here)), 3))) == 3
 
 
-def test_a_used_work_is_refused_and_the_state_is_intact(batch):
-    engine = make(Strategy(data=8), preconditioned=False)
+def test_a_used_work_is_refused_and_the_state_is_intact(batch, at_home):
+    engine = at_home(Strategy(data=8))
     other = Strategy(fsdp=8).on(jax.devices())
     state = engine.init(jax.random.key(0))
     rows = placed(engine, batch[0])
@@ -197,8 +222,8 @@ def test_a_used_work_is_refused_and_the_state_is_intact(batch):
     engines.assert_same_bits(before, state)
 
 
-def test_a_work_that_moved_on_is_refused(batch):
-    engine = make(Strategy(data=8), preconditioned=False)
+def test_a_work_that_moved_on_is_refused(batch, at_home):
+    engine = at_home(Strategy(data=8))
     other = Strategy(fsdp=8).on(jax.devices())
     state = engine.init(jax.random.key(0))
     first = engine.accumulate(engine.begin(state), *placed(engine, batch[0]))
@@ -222,8 +247,8 @@ def test_an_empty_work_moves_too(batch):
 
 
 @pytest.mark.parametrize("donated_by", ["apply", "step", "move"])
-def test_a_work_whose_state_is_gone_is_refused(batch, donated_by):
-    engine = make(Strategy(data=8), preconditioned=False)
+def test_a_work_whose_state_is_gone_is_refused(batch, at_home, donated_by):
+    engine = at_home(Strategy(data=8))
     other = Strategy(fsdp=8).on(jax.devices())
     state = engine.init(jax.random.key(0))
     rows, mask = placed(engine, batch[0])
@@ -265,16 +290,16 @@ def test_padding_alone_changes_no_model_state():
     assert float(engine.reduce(work).model_state["mean"]) == 5.0
 
 
-def test_rows_that_do_not_divide_are_refused(batch):
-    engine = make(Strategy(fsdp=4, tensor=2), preconditioned=False)
+def test_rows_that_do_not_divide_are_refused(batch, at_home):
+    engine = at_home(Strategy(fsdp=4, tensor=2))
     state = engine.init(jax.random.key(0))
     rows = {"codes": jnp.zeros((10, 9), jnp.int32)}
     with pytest.raises(ValueError, match="multiple of the 4 replicas of fsdp4.tensor2.*12 rows"):
         engine.accumulate(engine.begin(state), rows, jnp.ones(10))
 
 
-def test_works_are_values(batch):
-    engine = make(Strategy(data=8), preconditioned=False)
+def test_works_are_values(batch, at_home):
+    engine = at_home(Strategy(data=8))
     work = engine.begin(engine.init(jax.random.key(0)))
     with pytest.raises(dataclasses.FrozenInstanceError):
         work.sums = None  # pyright: ignore[reportAttributeAccessIssue]

@@ -6,6 +6,7 @@ import pathlib
 import subprocess
 import sys
 
+import compilations
 import jax
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ def output(*command):
     """What an example with these arguments prints, from a process of its own."""
     done = subprocess.run(
         [sys.executable, EXAMPLES / command[0], *command[1:]],
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        env={**os.environ, "JAX_PLATFORMS": "cpu", **compilations.JOBS},
         capture_output=True,
         text=True,
         timeout=500,

@@ -6,6 +6,7 @@ import pathlib
 import subprocess
 import sys
 
+import compilations
 import pytest
 
 EXAMPLES = pathlib.Path(__file__).resolve().parents[2] / "examples"
@@ -17,7 +18,7 @@ def test_plain_optax_learns_with_fewer_updates(tmp_path):
     sizes = ["--base_steps=400", "--base_batch_size=16", "--max_batch_size=64"]
     done = subprocess.run(
         [*command, *sizes],
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        env={**os.environ, "JAX_PLATFORMS": "cpu", **compilations.JOBS},
         capture_output=True,
         text=True,
         timeout=300,

@@ -86,8 +86,11 @@ def test_a_recipe_is_short_and_parses(path):
     subprocess.run(["bash", "-n", str(path)], check=True)
 
 
+NIGHTLY = (pytest.mark.slow, pytest.mark.nightly)
+
+
 @pytest.mark.multihost
-@pytest.mark.parametrize("code", [0, 5])
+@pytest.mark.parametrize("code", [pytest.param(0, marks=NIGHTLY), 5])
 def test_local_trains_and_passes_the_exit_code_on(code, train, environ):
     environ = {**environ, "PROCESSES": "2", "DEVICES": "3"}
     with Job([str(LAUNCH / "local.sh"), train, str(code), "b c"], environ) as job:
@@ -115,7 +118,9 @@ def test_local_without_a_script_says_how(environ):
 
 
 @pytest.mark.multihost
-@pytest.mark.parametrize("code, requeued", [(0, False), (5, False), (143, True)])
+@pytest.mark.parametrize(
+    "code, requeued", [pytest.param(0, False, marks=NIGHTLY), (5, False), (143, True)]
+)
 def test_slurm_requeues_what_wants_a_restart(code, requeued, train, environ):
     with Job(["bash", str(LAUNCH / "slurm.sbatch"), train, str(code)], environ) as job:
         end = job.wait()

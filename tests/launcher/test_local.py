@@ -6,7 +6,7 @@ import sys
 import textwrap
 
 import pytest
-from processes import Finished, gone, run, start
+from processes import Job, gone, run, start
 
 from jaxgoodput import cli
 from jaxgoodput.launcher.local import run_local, shim_command
@@ -143,11 +143,15 @@ def test_a_module_runs_as_well(script, tmp_path, monkeypatch):
     assert "__main__ ['1']" in end.lines(1)
 
 
-@pytest.mark.multihost
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
-def test_a_stop_signal_reaches_every_process(signum, script):
-    waiting = script(
-        """
+def shell(body, num_processes, *options):
+    """A job of shells, which start in no time: for what is the launcher's alone."""
+    command = [sys.executable, "-m", "jaxgoodput.cli", "run"]
+    command += ["--nproc-per-node", str(num_processes), *options]
+    return Job([*command, "--", "sh", "-c", textwrap.dedent(body)])
+
+
+SAVE = {
+    signal.SIGTERM: """
         import signal, sys, time
 
         def save(signum, frame):
@@ -158,9 +162,20 @@ def test_a_stop_signal_reaches_every_process(signum, script):
         signal.signal(signal.SIGINT, save)
         print("ready", flush=True)
         time.sleep(600)
-        """
-    )
-    with start(waiting, 3) as job:
+    """,
+    signal.SIGINT: """
+        trap 'echo saved; exit 143' TERM INT
+        echo ready
+        while :; do sleep 0.05; done
+    """,
+}
+
+
+@pytest.mark.multihost
+@pytest.mark.parametrize("signum", SAVE)
+def test_a_stop_signal_reaches_every_process(signum, script):
+    python = signum == signal.SIGTERM
+    with start(script(SAVE[signum]), 3) if python else shell(SAVE[signum], 3) as job:
         job.wait_for("ready", count=3)
         job.send(signum)
         end = job.wait()
@@ -223,24 +238,32 @@ def test_nobody_survives_a_killed_launcher(signum, script):
 @pytest.mark.multihost
 @pytest.mark.parametrize("allowed, code, starts", [(0, 143, 1), (1, 143, 2), (3, 0, 3)])
 def test_a_job_that_saved_starts_again_as_often_as_allowed(allowed, code, starts, script):
-    leaving = script(
-        """
+    leaving = """
         import os, sys
         restart = int(os.environ["JAXGOODPUT_RESTART"])
         print(f"restart {restart}")
         sys.exit(143 if restart < 2 else 0)
-        """
-    )
-    end: Finished = run(leaving, 2, options=["--max-restarts", str(allowed)])
+    """
+    in_shell = """
+        echo "restart $JAXGOODPUT_RESTART"
+        [ "$JAXGOODPUT_RESTART" -ge 2 ] || exit 143
+    """
+    options = ["--max-restarts", str(allowed)]
+    python = allowed == 1
+    with (
+        start(script(leaving), 2, options=options)
+        if python
+        else shell(in_shell, 2, *options) as job
+    ):
+        end = job.wait()
     assert end.code == code, end
     for rank in range(2):
         assert end.lines(rank) == [f"restart {i}" for i in range(starts)]
 
 
 @pytest.mark.multihost
-def test_a_job_that_was_told_to_stop_stays_stopped(script):
-    waiting = script("import time; print('ready', flush=True); time.sleep(600)")
-    with start(waiting, 2, options=["--max-restarts", "5"]) as job:
+def test_a_job_that_was_told_to_stop_stays_stopped():
+    with shell("echo ready; exec sleep 600", 2, "--max-restarts", "5") as job:
         job.wait_for("ready", count=2)
         job.send(signal.SIGTERM)
         end = job.wait()
@@ -259,8 +282,6 @@ def test_any_other_program_joins_by_itself(script):
         """
     )
     wrapper = script(f"exec {sys.executable} {inner}", "wrapper.sh")
-    from processes import Job
-
     command = [sys.executable, "-m", "jaxgoodput.cli", "run", "--nproc-per-node", "2", "--"]
     with Job([*command, "sh", str(wrapper)]) as job:
         end = job.wait()

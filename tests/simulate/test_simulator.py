@@ -354,8 +354,18 @@ def pollux(shared_data):
     return TablePhysics(traces.read_pollux_applications(shared_data / "pollux" / "traces"))
 
 
-@pytest.mark.parametrize("number", [3, 6])
-@pytest.mark.parametrize(("policy", "mode"), [(Tiresias(), "rigid"), (Optimus(), "elastic")])
+NIGHTLY = (pytest.mark.slow, pytest.mark.nightly)
+
+
+@pytest.mark.parametrize(
+    ("policy", "mode", "number"),
+    [
+        (Tiresias(), "rigid", 3),
+        (Optimus(), "elastic", 6),
+        pytest.param(Tiresias(), "rigid", 6, marks=NIGHTLY),
+        pytest.param(Optimus(), "elastic", 3, marks=NIGHTLY),
+    ],
+)
 def test_published_completion_times_are_met_to_the_second(
     shared_data, pollux, policy, mode, number
 ):

@@ -1,9 +1,5 @@
 """Trainers small enough that a whole run takes a second, and hooks that remember what they saw."""
 
-import atexit
-import functools
-import shutil
-import tempfile
 import threading
 
 import jax
@@ -21,14 +17,6 @@ NUM_SAMPLES = 96
 WIDTH = 4
 
 
-@functools.cache
-def compilations():
-    """One folder of compiled steps for all runs of the session: most of them are the same."""
-    folder = tempfile.mkdtemp()
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return folder
-
-
 def config(workdir, **settings):
     """A quiet run of a fixed batch of 16, compiled once, without accumulation."""
     settings.setdefault("batch", BatchLimits(base=16, max=64, micro=(1, 64)))
@@ -38,7 +26,6 @@ def config(workdir, **settings):
         "background_compile": False,
         "tensorboard": False,
         "progress": False,
-        "compilation_cache": compilations(),
         "statistics_every": 1,
     }
     if settings.keys().isdisjoint({"epochs", "base_steps"}):

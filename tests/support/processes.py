@@ -12,6 +12,8 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import compilations
+
 LIMIT_S = 90.0
 
 
@@ -49,7 +51,7 @@ class Job:
         self._files = [tempfile.NamedTemporaryFile("w+", suffix=s) for s in (".out", ".err")]
         self._child = subprocess.Popen(
             list(command),
-            env={**os.environ, "JAX_PLATFORMS": "cpu", **(environ or {})},
+            env={**os.environ, "JAX_PLATFORMS": "cpu", **compilations.JOBS, **(environ or {})},
             stdin=subprocess.DEVNULL,
             stdout=self._files[0],
             stderr=self._files[1],

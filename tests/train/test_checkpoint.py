@@ -3,6 +3,7 @@
 import dataclasses
 import gc
 import json
+import os
 import pathlib
 import shutil
 import subprocess
@@ -10,6 +11,7 @@ import sys
 import textwrap
 from typing import Any
 
+import compilations
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -422,6 +424,7 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(small_disk):
     ended = subprocess.run(
         [sys.executable, "-c", script, str(small_disk)],
         cwd=pathlib.Path(__file__).parents[1] / "support",
+        env={**os.environ, **compilations.JOBS},
         capture_output=True,
         text=True,
         timeout=120,

@@ -9,6 +9,7 @@ import textwrap
 import threading
 import time
 
+import compilations
 import jax
 import numpy as np
 import pytest
@@ -52,6 +53,7 @@ def started(workdir):
     return subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(SCRIPT), str(workdir)],
         cwd=pathlib.Path(__file__).parents[1] / "support",
+        env={**os.environ, **compilations.JOBS},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

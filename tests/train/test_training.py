@@ -18,6 +18,7 @@ from problems import (
     rows,
 )
 
+from jaxgoodput._jax import listen_for_compilations
 from jaxgoodput.data.cursor import Cursor, take
 from jaxgoodput.goodput.fit import PerfFit
 from jaxgoodput.goodput.perf import PerfParams
@@ -225,6 +226,28 @@ def test_the_batch_adapts_to_planted_times_and_noise(
     for verdict in seen.of(TuneEnd):
         assert verdict.verdict.config.global_batch_size <= 64
         assert verdict.verdict.reason
+
+
+@pytest.mark.parametrize("chosen", [False, True], ids=["workdir", "chosen"])
+def test_a_run_finds_the_programs_of_the_one_before_and_leaves_jax_as_it_was(
+    tmp_path, uncached, chosen
+):
+    folder = tmp_path / "programs" if chosen else tmp_path / "run" / "compilation_cache"
+    before = dict(jax.config.values)
+
+    def compilations():
+        found = []
+        undo = listen_for_compilations(found.append)
+        own = str(folder) if chosen else ""
+        # Without a checkpoint, so that the second run is the first one again.
+        Mean(config(tmp_path / "run", compilation_cache=own, save_at_end=False)).fit()
+        undo()
+        return found
+
+    assert {c.cached for c in compilations()} >= {False} and list(folder.iterdir())
+    again = compilations()
+    assert again and all(c.cached for c in again), again
+    assert jax.config.values == before
 
 
 def test_hooks_are_called_in_the_order_given(tmp_path):

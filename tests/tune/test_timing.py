@@ -151,7 +151,7 @@ def test_parts_seen_apart_bring_a_step_down_to_one_micro_batch():
     counts=st.sets(st.integers(1, 16), min_size=2, max_size=4),
 )
 def test_two_counts_of_one_size_tell_what_a_micro_batch_takes(micro_s, rest_s, counts):
-    # Where the rest is ten times as much, what is left of a difference is noise.
+    # Where it takes less than a tenth of its share of the step, the difference passes for noise.
     assume(micro_s > 0.1 * (micro_s + rest_s / max(counts)))
     table = filled(*((key(count=k), k * micro_s + rest_s) for k in counts))
     got = row(table, 8)

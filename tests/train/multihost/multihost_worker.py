@@ -54,7 +54,6 @@ def config(out, section, **settings):
         "warm_up_steps": 1_000_000,
         "tensorboard": False,
         "progress": False,
-        "compilation_cache": str(out.parent / "compilations"),
     }
     return Config(workdir=str(out / section), **{**quiet, **settings})
 
