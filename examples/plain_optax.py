@@ -23,10 +23,7 @@ import optax
 from absl import app, flags
 from sklearn.datasets import load_digits
 
-from jaxgoodput.goodput.efficiency import noise_scale
-from jaxgoodput.optim import adaptive as adaptation
-from jaxgoodput.optim import learning_rate as rules
-from jaxgoodput.optim import noise
+import jaxgoodput as jg
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder for progress.jsonl; none: print only.")
 _BASE_STEPS = flags.DEFINE_integer("base_steps", 1500, "Progress to train for, in base steps.")
@@ -67,13 +64,13 @@ def main(_):
     train, test = {"x": x[360:], "y": y[360:]}, {"x": x[:360], "y": y[:360]}
 
     base = _BASE_BATCH.value
-    tx = adaptation.adaptive(
+    tx = jg.adaptive(
         optax.sgd(optax.cosine_decay_schedule(0.05, _BASE_STEPS.value), momentum=0.9),
-        rules.adascale,
+        jg.rules.adascale,
         base_batch_size=base,
         smoothing=0.99,  # remember about 100 base batches: the noise changes fast in a short run
     )
-    measured = noise.value_grad_and_noise(loss, num_groups=_NUM_GROUPS)
+    measured = jg.value_grad_and_noise(loss, num_groups=_NUM_GROUPS)
 
     # One compilation per batch size: powers of two, so there are few.
     @functools.partial(jax.jit, donate_argnums=(0, 1))
@@ -88,20 +85,20 @@ def main(_):
     opt_state = tx.init(params)
     size, updates, samples, rows, value = base, 0, 0, [], jnp.nan
     print("updates  progress  batch  noise scale  gain    loss")
-    while float(adaptation.progress(opt_state)) < _BASE_STEPS.value:
+    while float(jg.progress(opt_state)) < _BASE_STEPS.value:
         for _ in range(_EVERY):
             chosen = rng.choice(len(train["y"]), size, replace=False)
             batch = {name: array[chosen] for name, array in train.items()}
             params, opt_state, value = step(params, opt_state, batch)
             updates, samples = updates + 1, samples + size
-        grad = noise.cautious_grad_params(adaptation.noise_state(opt_state))
+        grad = jg.cautious_grad_params(jg.noise_state(opt_state))
         rows.append(
             {
                 "updates": updates,
-                "progress": float(adaptation.progress(opt_state)),
+                "progress": float(jg.progress(opt_state)),
                 "batch": size,
-                "noise_scale": float(noise_scale(grad, base)),
-                "gain": float(adaptation.gain(opt_state)[0]),
+                "noise_scale": float(jg.noise_scale(grad, base)),
+                "gain": float(jg.gain(opt_state)[0]),
                 "loss": float(value),
             }
         )

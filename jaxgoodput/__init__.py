@@ -1,38 +1,109 @@
-"""Adaptive, elastic training in JAX: measure noise and step times, pick the batch that learns fastest."""
+"""Adaptive, elastic training in JAX: measure noise and step times, pick the batch that learns fastest.
 
-from jaxgoodput.data.cursor import Cursor as Cursor
-from jaxgoodput.data.loader import Loader as Loader
-from jaxgoodput.data.sources import Source as Source
-from jaxgoodput.engine.engine import Engine as Engine
-from jaxgoodput.engine.state import Loss as Loss
-from jaxgoodput.engine.state import TrainState as TrainState
-from jaxgoodput.engine.state import Variables as Variables
-from jaxgoodput.goodput.efficiency import GradParams as GradParams
-from jaxgoodput.goodput.efficiency import noise_scale as noise_scale
-from jaxgoodput.goodput.fit import PerfFit as PerfFit
-from jaxgoodput.goodput.fit import StepTimings as StepTimings
-from jaxgoodput.goodput.fit import fit_perf_params as fit_perf_params
-from jaxgoodput.goodput.model import GoodputModel as GoodputModel
-from jaxgoodput.goodput.perf import PerfParams as PerfParams
-from jaxgoodput.goodput.perf import Placement as Placement
-from jaxgoodput.goodput.search import BatchConfig as BatchConfig
-from jaxgoodput.goodput.search import BatchLimits as BatchLimits
-from jaxgoodput.goodput.search import best_batch as best_batch
-from jaxgoodput.goodput.search import goodput_table as goodput_table
-from jaxgoodput.launcher.worker import initialize as initialize
-from jaxgoodput.observe.hooks import Every as Every
-from jaxgoodput.observe.hooks import Hook as Hook
-from jaxgoodput.optim import learning_rate as rules  # noqa: F401
-from jaxgoodput.optim.adaptive import adaptive as adaptive
-from jaxgoodput.optim.noise import NoiseSample as NoiseSample
-from jaxgoodput.optim.noise import value_grad_and_noise as value_grad_and_noise
-from jaxgoodput.parallel.strategy import Layout as Layout
-from jaxgoodput.parallel.strategy import Strategy as Strategy
-from jaxgoodput.parallel.strategy import candidates as candidates
-from jaxgoodput.train.config import Config as Config
-from jaxgoodput.train.config import with_overrides as with_overrides
-from jaxgoodput.train.flax_models import from_linen as from_linen
-from jaxgoodput.train.flax_models import from_nnx as from_nnx
-from jaxgoodput.train.control import Diverged as Diverged
-from jaxgoodput.train.control import Preempted as Preempted
-from jaxgoodput.train.trainer import Trainer as Trainer
+A name is loaded when it is first used; importing the package loads neither JAX nor numpy.
+
+Training:
+  Trainer               Subclass it, write `init`, `loss`, `optimizer` and `dataset`, and call `fit()`
+  Config                What `Trainer` needs to know besides the model
+  with_overrides        `config` with `name=value` changes, values as JSON
+  BatchLimits           What the user allows, in samples; no configuration ever leaves it
+  TrainState            Everything that training needs to go on, as device values
+  Loss                  What a user's loss may return where its weight is not the number of samples
+  Variables             What `Trainer.init` returns for a model with mutable state
+  from_linen            A linen module
+  from_nnx              An nnx module, given the function that makes it
+  Preempted             The run was asked to stop; its state is saved
+  Diverged              Too many updates in a row had a loss or gradient that was not finite
+  initialize            Join the job that `environ` (default: the process's own) describes
+Watching:
+  Hook                  Override what is of interest; the rest does nothing
+  Every                 Calls a function with every n-th `StepEnd`
+  events                What the loop tells the outside: frozen records for hooks, the dashboard
+Samples:
+  Source                Random access to equally shaped samples; subclass it to read a format of your own
+  Loader                Hands out every sample in the cursor's order exactly once
+  Cursor                The whole state of a data pipeline: three Python ints
+  lengths               Documents of very different lengths, split so that little of what is computed
+Layouts:
+  Strategy              How a model is copied and cut over devices
+  candidates            Every strategy that uses all of `num_devices`; plain data parallelism first
+  Layout                A strategy on real devices; passed to whoever needs a mesh, never kept globally
+  Problem               What is trained: the user's functions and how their gradient is measured
+  Engine                Executables of one problem on one layout
+An optax loop of your own:
+  adaptive              The optimizer `tx`, tuned at `base_batch_size`, for batches of any size
+  rules                 Learning-rate rules: by what factor a batch of another size multiplies
+  value_grad_and_noise  `jax.value_and_grad` that measures gradient noise too
+  NoiseSample           What one batch says about gradient noise: two squared norms per label group
+  progress              Base steps done: the steps that the base batch size would have needed
+  gain                  The factor that the latest update was multiplied by
+  noise_state           The gradient-noise statistics
+  cautious_grad_params  The moments, sqr raised and var lowered by standard errors
+The model of goodput:
+  GradParams            The two moments of the gradient that decide the batch
+  noise_scale           The batch size, in samples, at which gradient noise and signal are equal
+  StepTimings           What was measured: one row per configuration
+  fit_perf_params       The time model that explains `timings` best, with what it cannot know marked
+  PerfFit               Fitted parameters and how far to trust them
+  PerfParams            What a step costs; scalars, or arrays of one shape
+  Placement             Where the replicas of one job run: scalars, or arrays of one shape
+  GoodputModel          Useful samples per second of any configuration, from what a job measured
+  BatchConfig           One way to run a step: the global batch is the product of the three
+  best_batch            The configuration of highest goodput within the limits
+  goodput_table         [placements] useful samples/s of the best configuration on each
+Many jobs:
+  scheduler             Which job gets which devices
+  simulate              Scheduling policies on a workload, in simulated time
+"""
+
+import importlib
+
+__version__ = "0.1.0"
+
+# Where each name comes from. Type checkers and editors read `__init__.pyi` instead; a test compares.
+_NAMES = {
+    "data.cursor": "Cursor",
+    "data.loader": "Loader",
+    "data.sources": "Source",
+    "engine.engine": "Engine",
+    "engine.state": "Loss TrainState Variables",
+    "engine.step": "Problem",
+    "goodput.efficiency": "GradParams noise_scale",
+    "goodput.fit": "PerfFit StepTimings fit_perf_params",
+    "goodput.model": "GoodputModel",
+    "goodput.perf": "PerfParams Placement",
+    "goodput.search": "BatchConfig BatchLimits best_batch goodput_table",
+    "launcher.worker": "initialize",
+    "observe.hooks": "Every Hook",
+    "optim.adaptive": "adaptive gain noise_state progress",
+    "optim.noise": "NoiseSample cautious_grad_params value_grad_and_noise",
+    "parallel.strategy": "Layout Strategy candidates",
+    "train.config": "Config with_overrides",
+    "train.flax_models": "from_linen from_nnx",
+    "train.control": "Diverged Preempted",
+    "train.trainer": "Trainer",
+}
+_MODULES = {
+    "events": "observe.events",
+    "lengths": "data.lengths",
+    "rules": "optim.learning_rate",
+    "scheduler": "scheduler",
+    "simulate": "simulate",
+}
+_HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
+
+__all__ = sorted([*_HOMES, *_MODULES])  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str) -> object:
+    home = _HOMES.get(name) or _MODULES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = importlib.import_module(f"{__name__}.{home}")
+    value = module if name in _MODULES else getattr(module, name)
+    globals()[name] = value  # this function is not asked for it again
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

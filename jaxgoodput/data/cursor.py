@@ -20,9 +20,7 @@ from jaxtyping import Int
 class Cursor:
     """The whole state of a data pipeline: three Python ints.
 
-    `seed` draws the orders, `epoch` counts the passes already complete, `offset` the samples of
-    this epoch already used. Equal cursors mean equal futures, whatever the batch sizes or process
-    counts.
+    Equal cursors mean equal futures, whatever the batch sizes or process counts.
 
     Raises:
       TypeError: a field is not a Python int (a numpy integer cannot be written as JSON).
@@ -30,8 +28,11 @@ class Cursor:
     """
 
     seed: int
+    """Draws the order of every epoch."""
     epoch: int = 0
+    """Passes already complete."""
     offset: int = 0
+    """Samples of this epoch already used."""
 
     def __post_init__(self):
         for field in fields(self):

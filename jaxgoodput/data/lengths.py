@@ -19,8 +19,11 @@ class PaddedRows:
     """Documents as rows of one length; behind a document's end, and in rows without one, zeros."""
 
     tokens: Integer[np.ndarray, "rows length"]
-    num_tokens: Int[np.ndarray, " rows"]  # of the document in each row; 0 where there is none
-    mask: Float[np.ndarray, " rows"]  # 1 where there is a document
+    """Zeros where there is no document."""
+    num_tokens: Int[np.ndarray, " rows"]
+    """Of the document in each row; 0 where there is none."""
+    mask: Float[np.ndarray, " rows"]
+    """1 where there is a document."""
 
 
 def best_lengths(

@@ -34,33 +34,34 @@ CLOSE_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What this process's replicas compute at once, on its devices, cut over the axis of replicas.
-
-    `data` has leaves `[local_batch, ...]`; `mask` is 1 on real samples and 0 on padding. Padding
-    repeats a real sample, so that a masked loss is finite.
-    """
+    """What this process's replicas compute at once, on its devices, cut over the axis of replicas."""
 
     data: PyTree[jax.Array]
+    """Leaves `[local_batch, ...]`."""
     mask: Float[Array, " local_batch"]
+    """1 on real samples, 0 on padding, which repeats a real sample, so that a masked loss is finite."""
 
 
 @dataclass(frozen=True)
 class StepBatch:
-    """What one update uses.
-
-    There are `config.num_micro_batches` micro-batches, fewer only in a run's last batch, whose last
-    micro-batch may be padded. `num_samples`, `num_padded` and `indices` (in order) count over all
-    processes; `before` and `after` are the cursors around these samples.
-    """
+    """What one update uses."""
 
     micro_batches: tuple[MicroBatch, ...]
+    """`config.num_micro_batches` of them; fewer only in a run's last batch, whose last may be padded."""
     config: BatchConfig
+    """The configuration that these samples were cut for."""
     num_samples: int
+    """Real samples, over all processes."""
     before: Cursor
+    """The place of the first of these samples."""
     after: Cursor
+    """The place behind the last."""
     num_padded: int
-    wait_s: float  # seconds that `Loader.next` blocked
+    """Over all processes."""
+    wait_s: float
+    """Seconds that `Loader.next` blocked."""
     indices: Int[np.ndarray, " num_samples"]
+    """Of the real samples, in order, over all processes."""
 
 
 @dataclass(frozen=True)

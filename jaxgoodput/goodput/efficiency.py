@@ -16,8 +16,10 @@ class GradParams:
     worth.
     """
 
-    sqr: Numeric  # squared norm of the expected gradient
-    var: Numeric  # trace of the covariance of the gradient of one base batch
+    sqr: Numeric
+    """Squared norm of the expected gradient."""
+    var: Numeric
+    """Trace of the covariance of the gradient of one base batch."""
 
 
 def gain(grad: GradParams, scale: Numeric) -> Numeric:

@@ -31,26 +31,40 @@ class StepTimings:
     A time that was not measured is NaN. Times are seconds; compilation does not belong in them.
     """
 
-    num_nodes: Numeric  # int
-    num_replicas: Numeric  # int, over all nodes
-    micro_batch_size: Numeric  # int, samples per replica
-    accumulate_s: Numeric  # one micro-batch, no synchronisation
-    reduce_s: Numeric  # the all-reduce, measured apart
-    update_s: Numeric  # the optimizer, measured apart
-    step_s: Numeric  # a whole step of one micro-batch: compute, synchronise, update
-    weight: Numeric = 1.0  # relative trust in the row, >= 0, or one for all; old timings fade so
+    num_nodes: Numeric
+    """Whole numbers."""
+    num_replicas: Numeric
+    """Whole numbers, over all nodes."""
+    micro_batch_size: Numeric
+    """Whole numbers: samples per replica."""
+    accumulate_s: Numeric
+    """One micro-batch, no synchronisation."""
+    reduce_s: Numeric
+    """The all-reduce, measured apart."""
+    update_s: Numeric
+    """The optimizer, measured apart."""
+    step_s: Numeric
+    """A whole step of one micro-batch: compute, synchronise, update."""
+    weight: Numeric = 1.0
+    """Relative trust in the row, at least 0, or one number for all; old timings fade so."""
 
 
 @dataclass(frozen=True)
 class PerfFit:
     """Fitted parameters and how far to trust them."""
 
-    params: PerfParams  # NaN for a link class that was never measured
-    error: float  # RMS log error over all measurements; 0.1 is about 10 %
-    unidentified: tuple[str, ...]  # fields of `params` that the data cannot determine
-    links: tuple[str, ...]  # the measured ones of "none", "intra", "inter"
+    params: PerfParams
+    """NaN for a kind of link that was never measured."""
+    error: float
+    """RMS log error over all measurements; 0.1 is about 10 %."""
+    unidentified: tuple[str, ...]
+    """Fields of `params` that the data cannot determine."""
+    links: tuple[str, ...]
+    """The measured ones of "none", "intra", "inter"."""
     num_rows: int
-    max_replicas: int  # the largest number measured
+    """Measurements behind the fit."""
+    max_replicas: int
+    """The largest number measured."""
 
     def knows(self, placement: Placement) -> Any:
         """Whether the kind of link that `placement` needs was measured; bool, or an array of it."""

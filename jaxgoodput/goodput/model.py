@@ -15,11 +15,14 @@ class GoodputModel:
     """
 
     perf: PerfParams
+    """What a step costs."""
     grad: GradParams
-    base_batch_size: int = static()  # samples; what the learning rate was tuned for
-    # (micro-batch size, measured / modelled step time), by size: where a size was measured, that is what
-    # counts, and its neighbours lean on it.
+    """What a sample is worth."""
+    base_batch_size: int = static()
+    """Samples; what the learning rate was tuned for."""
     residuals: tuple[tuple[int, float], ...] = static(default=())
+    """(micro-batch size, measured / modelled step time), by size: a size that was measured counts as
+    it was measured, and its neighbours lean on it."""
 
     def throughput(
         self, placement: Placement, micro_batch_size: Numeric, num_micro_batches: Numeric = 1

@@ -32,22 +32,32 @@ class PerfParams:
     The published symbols are in brackets.
     """
 
-    compute_base: Numeric  # [alpha_c] s per micro-batch, whatever its size
-    compute_per_sample: Numeric  # [beta_c] s per sample of a micro-batch
-    intra_base: Numeric  # [alpha_r] s per step, two replicas on one node
-    intra_per_replica: Numeric  # [beta_r] s per step and replica beyond the second, one node
-    inter_base: Numeric  # [alpha_n] s per step, two replicas on two nodes
-    inter_per_replica: Numeric  # [beta_n] s per step and replica beyond the second, many nodes
-    overlap: Numeric  # [gamma] 1 = computing and synchronising take turns, 10 = wholly at once
-    update_s: Numeric = 0.0  # s per step: the optimizer's own pass; 0 = the published model
+    compute_base: Numeric
+    """[alpha_c] s per micro-batch, whatever its size."""
+    compute_per_sample: Numeric
+    """[beta_c] s per sample of a micro-batch."""
+    intra_base: Numeric
+    """[alpha_r] s per step, two replicas on one node."""
+    intra_per_replica: Numeric
+    """[beta_r] s per step and replica beyond the second, one node."""
+    inter_base: Numeric
+    """[alpha_n] s per step, two replicas on two nodes."""
+    inter_per_replica: Numeric
+    """[beta_n] s per step and replica beyond the second, many nodes."""
+    overlap: Numeric
+    """[gamma] 1 = computing and synchronising take turns, 10 = wholly at once."""
+    update_s: Numeric = 0.0
+    """s per step: the optimizer's own pass; 0 = the published model."""
 
 
 @struct
 class Placement:
     """Where the replicas of one job run: scalars, or arrays of one shape."""
 
-    num_nodes: Numeric  # >= 1
-    num_replicas: Numeric  # over all nodes, >= num_nodes
+    num_nodes: Numeric
+    """At least 1."""
+    num_replicas: Numeric
+    """Over all nodes, at least `num_nodes`."""
 
 
 def namespace(*values: Any) -> Any:

@@ -74,11 +74,16 @@ def float64_on_cpu() -> Iterator[None]:
 class Rows:
     """Measurements in normal units, padded; see the column constants above."""
 
-    table: np.ndarray  # [padded, NUM_COLUMNS] float64
+    table: np.ndarray
+    """[padded, NUM_COLUMNS] float64."""
     num_rows: int
-    unit_s: float  # seconds of one normal unit of time
-    unit_size: float  # samples of one normal unit of size
-    has_update: bool  # whether the optimizer's time can be told from the rest
+    """Without the padding."""
+    unit_s: float
+    """Seconds of one normal unit of time."""
+    unit_size: float
+    """Samples of one normal unit of size."""
+    has_update: bool
+    """Whether the optimizer's time can be told from the rest."""
 
 
 def padded_size(num_rows: int) -> int:
@@ -236,11 +241,16 @@ def starts(rows: Rows) -> list[np.ndarray]:
 class Solution:
     """A minimum of the robust loss."""
 
-    point: np.ndarray  # [params] search coordinates
-    values: np.ndarray  # [params] normal units
-    noise: float  # RMS log error of the measurements, corrected for the fitted parameters
-    error: float  # RMS log error of the measurements
-    spread: np.ndarray  # [params] standard error; 1 = the size of the parameter, or of what matters
+    point: np.ndarray
+    """[params] search coordinates."""
+    values: np.ndarray
+    """[params] normal units."""
+    noise: float
+    """RMS log error of the measurements, corrected for the fitted parameters."""
+    error: float
+    """RMS log error of the measurements."""
+    spread: np.ndarray
+    """[params] standard error; 1 = the size of the parameter, or of what matters."""
 
 
 def solve(rows: Rows, warm: np.ndarray | None = None) -> Solution:

@@ -23,10 +23,14 @@ RATIO = 1.42  # between rungs: half of it off the optimum costs less than 1 % (l
 class BatchConfig:
     """One way to run a step: the global batch is the product of the three."""
 
-    micro_batch_size: int  # samples, per replica
-    num_micro_batches: int  # >= 1
+    micro_batch_size: int
+    """Samples, per replica."""
+    num_micro_batches: int
+    """At least 1."""
     num_replicas: int
-    strategy: str = field(default="", repr=False)  # by name, where there are several
+    """Over all nodes."""
+    strategy: str = field(default="", repr=False)
+    """By name, where there are several."""
 
     def __post_init__(self):
         for name in ("micro_batch_size", "num_micro_batches", "num_replicas"):
@@ -48,13 +52,18 @@ class BatchLimits:
     Raises ValueError where the limits contradict each other.
     """
 
-    base: int  # the global batch size the learning rate was tuned for
-    max: int  # largest global batch size
-    # Samples per replica per micro-batch, inclusive; None = whatever fits, to be found by memory.
+    base: int
+    """The global batch size that the learning rate was tuned for."""
+    max: int
+    """The largest global batch size."""
     micro: tuple[int, int] | None = None
-    min_global: int | None = None  # smallest global batch size; None = base
-    max_micro_batches: int = 16  # 1 = no accumulation
-    sizes: tuple[int, ...] | None = None  # the micro-batch sizes to use instead of a ladder
+    """Samples per replica per micro-batch, smallest and largest; None: whatever fits into memory."""
+    min_global: int | None = None
+    """The smallest global batch size; None: `base`."""
+    max_micro_batches: int = 16
+    """1: no accumulation."""
+    sizes: tuple[int, ...] | None = None
+    """The micro-batch sizes to use instead of a ladder."""
 
     def __post_init__(self):
         low, high = self.span

@@ -7,11 +7,12 @@ Each worker leads a process group of its own: all of it goes when the worker goe
 """
 
 import contextlib
+import importlib.util
 import os
 import shutil
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from jaxgoodput.clock import Clock, SystemClock
 from jaxgoodput.launcher.supervise import SAVED, UsageError, supervise
@@ -20,6 +21,38 @@ from jaxgoodput.launcher.worker import WorkerEnv, inherited_environ
 _SHIM = ("-m", "jaxgoodput.launcher")
 _FLAGS = frozenset("-b -B -d -E -I -O -OO -P -q -s -S -u -v".split())
 _FLAGS_WITH_VALUE = frozenset(("-W", "-X"))
+
+# Numbers of bytes: blocks to keep, what may lie free, what to fetch at once.
+_KEEP_FREED_PAGES = {
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
+    "MALLOC_TRIM_THRESHOLD_": str((1 << 31) - 1),
+    "MALLOC_TOP_PAD_": str(1 << 26),
+}
+_OLDEST_GLIBC = (2, 36)  # older ones were not tried; some refuse to keep blocks above 32 MiB
+
+
+def keep_freed_pages(environ: Mapping[str, str]) -> dict[str, str]:
+    """Variables that make a CPU worker's next step find the memory that its last step freed.
+
+    XLA:CPU allocates a step's temporaries anew each time, and glibc gives large blocks back to the
+    kernel at once: on the recommender 12,600 page faults and half of the CPU time of each step. The
+    price is a resident size that stays at its peak. None of them where steps run on an accelerator,
+    where the C library is another, and where `environ` has decided about malloc already.
+    """
+    platforms = environ.get("JAX_PLATFORMS")
+    plugins = any(importlib.util.find_spec(name) for name in ("jax_plugins", "libtpu"))
+    on_cpu = platforms == "cpu" if platforms else not plugins
+    tunables = environ.get("GLIBC_TUNABLES", "")
+    is_decided = "glibc.malloc" in tunables or not _KEEP_FREED_PAGES.keys().isdisjoint(environ)
+    return {} if is_decided or not on_cpu or _glibc() < _OLDEST_GLIBC else dict(_KEEP_FREED_PAGES)
+
+
+def _glibc() -> tuple[int, ...]:
+    try:
+        name, version = (os.confstr("CS_GNU_LIBC_VERSION") or "").split()
+    except (ValueError, OSError):  # musl, macOS
+        return ()
+    return tuple(map(int, version.split("."))) if name == "glibc" else ()
 
 
 def shim_command(command: Sequence[str]) -> list[str]:
@@ -80,7 +113,7 @@ def run_local(
 
     On a GPU machine process r uses the devices [r * devices_per_process, (r + 1) *
     devices_per_process) (default 1); on CPU that many virtual ones. `JAX_PLATFORMS` chooses, as
-    ever.
+    ever. On CPU the workers keep the memory that steps free (`keep_freed_pages`).
 
     Raises:
         UsageError: a number is below its least value, or the command cannot be started.
@@ -99,6 +132,8 @@ def run_local(
 
     everything = num_processes == 1 and devices_per_process is None
     devices = devices_per_process or 1
+    inherited = inherited_environ()
+    inherited |= keep_freed_pages(inherited)
     code, restart = SAVED, 0
     while code == SAVED and restart <= max_restarts:
         with contextlib.ExitStack() as stack:
@@ -110,7 +145,7 @@ def run_local(
                 coordinator = service.address
             environs = [
                 {
-                    **inherited_environ(),
+                    **inherited,
                     "PYTHONUNBUFFERED": "1",  # lines appear when they are written
                     **WorkerEnv(
                         num_processes=num_processes,

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 import textwrap
 
@@ -9,7 +10,7 @@ import pytest
 from processes import Job, gone, run, start
 
 from jaxgoodput import cli
-from jaxgoodput.launcher.local import run_local, shim_command
+from jaxgoodput.launcher.local import keep_freed_pages, run_local, shim_command
 from jaxgoodput.launcher.supervise import UsageError
 
 SHIM = ["-m", "jaxgoodput.launcher"]
@@ -100,8 +101,50 @@ def test_help_says_what_the_exit_codes_mean(arguments, capsys):
     assert "143 saved and wants a restart" in capsys.readouterr().out
 
 
+FAULTS = """
+    import resource
+    import numpy as np
+
+    def faults(times):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        for _ in range(times):
+            np.ones(2**23).sum()  # 64 MiB: 16,384 pages, or 32 huge ones
+        return (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / times
+
+    faults(3)
+    print(faults(20))
+"""
+
+needs_glibc = pytest.mark.skipif(
+    not keep_freed_pages({"JAX_PLATFORMS": "cpu"}), reason="needs glibc 2.36"
+)
+
+
+@needs_glibc
+@pytest.mark.parametrize("told", [True, False])
+def test_a_cpu_worker_finds_the_pages_that_it_freed(told):
+    environ = keep_freed_pages({"JAX_PLATFORMS": "cpu"}) if told else {}
+    command = [sys.executable, "-c", textwrap.dedent(FAULTS)]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
+    assert (float(done.stdout) < 8) == told, done.stdout
+
+
+@needs_glibc
+@pytest.mark.parametrize(
+    "decided",
+    [
+        {"JAX_PLATFORMS": "cuda"},
+        {"JAX_PLATFORMS": "cuda,cpu"},
+        {"JAX_PLATFORMS": "cpu", "MALLOC_TRIM_THRESHOLD_": "131072"},
+        {"JAX_PLATFORMS": "cpu", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"},
+    ],
+)
+def test_accelerators_and_those_who_have_decided_keep_their_malloc(decided):
+    assert keep_freed_pages(decided) == {}
+
+
 SUM = """
-    import sys
+    import os, sys
     import beside  # a module in the script's own folder
     import jax, jax.numpy as jnp, numpy as np
     from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
@@ -113,6 +156,7 @@ SUM = """
         print(f"sum={float(jax.jit(jnp.sum)(x))}")
         print(f"world={jax.process_index()} of {jax.process_count()}, {len(jax.local_devices())}")
         print(f"argv={sys.argv[1:]}")
+        print(f"malloc={sorted(name for name in os.environ if name.startswith('MALLOC_'))}")
         print("error", file=sys.stderr)
 
     if __name__ == "__main__":
@@ -130,6 +174,7 @@ def test_processes_form_one_job(num_processes, devices, script):
         assert end.value(rank, "sum") == "1111.0"
         assert end.value(rank, "world") == f"{rank} of {num_processes}, {devices}"
         assert end.value(rank, "argv") == "['--workdir', 'w', '--', '-x']"
+        assert end.value(rank, "malloc") == str(sorted(keep_freed_pages(os.environ)))
         assert "error" in end.lines(rank, "err")
         assert not any("Warning" in line for line in end.lines(rank, "err")), end
 

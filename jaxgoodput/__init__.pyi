@@ -1,0 +1,49 @@
+from jaxgoodput import scheduler as scheduler
+from jaxgoodput import simulate as simulate
+from jaxgoodput.data import lengths as lengths
+from jaxgoodput.data.cursor import Cursor as Cursor
+from jaxgoodput.data.loader import Loader as Loader
+from jaxgoodput.data.sources import Source as Source
+from jaxgoodput.engine.engine import Engine as Engine
+from jaxgoodput.engine.state import Loss as Loss
+from jaxgoodput.engine.state import TrainState as TrainState
+from jaxgoodput.engine.state import Variables as Variables
+from jaxgoodput.engine.step import Problem as Problem
+from jaxgoodput.goodput.efficiency import GradParams as GradParams
+from jaxgoodput.goodput.efficiency import noise_scale as noise_scale
+from jaxgoodput.goodput.fit import PerfFit as PerfFit
+from jaxgoodput.goodput.fit import StepTimings as StepTimings
+from jaxgoodput.goodput.fit import fit_perf_params as fit_perf_params
+from jaxgoodput.goodput.model import GoodputModel as GoodputModel
+from jaxgoodput.goodput.perf import PerfParams as PerfParams
+from jaxgoodput.goodput.perf import Placement as Placement
+from jaxgoodput.goodput.search import BatchConfig as BatchConfig
+from jaxgoodput.goodput.search import BatchLimits as BatchLimits
+from jaxgoodput.goodput.search import best_batch as best_batch
+from jaxgoodput.goodput.search import goodput_table as goodput_table
+from jaxgoodput.launcher.worker import initialize as initialize
+from jaxgoodput.observe import events as events
+from jaxgoodput.observe.hooks import Every as Every
+from jaxgoodput.observe.hooks import Hook as Hook
+from jaxgoodput.optim import learning_rate as _learning_rate
+from jaxgoodput.optim.adaptive import adaptive as adaptive
+from jaxgoodput.optim.adaptive import gain as gain
+from jaxgoodput.optim.adaptive import noise_state as noise_state
+from jaxgoodput.optim.adaptive import progress as progress
+from jaxgoodput.optim.noise import NoiseSample as NoiseSample
+from jaxgoodput.optim.noise import cautious_grad_params as cautious_grad_params
+from jaxgoodput.optim.noise import value_grad_and_noise as value_grad_and_noise
+from jaxgoodput.parallel.strategy import Layout as Layout
+from jaxgoodput.parallel.strategy import Strategy as Strategy
+from jaxgoodput.parallel.strategy import candidates as candidates
+from jaxgoodput.train.config import Config as Config
+from jaxgoodput.train.config import with_overrides as with_overrides
+from jaxgoodput.train.flax_models import from_linen as from_linen
+from jaxgoodput.train.flax_models import from_nnx as from_nnx
+from jaxgoodput.train.control import Diverged as Diverged
+from jaxgoodput.train.control import Preempted as Preempted
+from jaxgoodput.train.trainer import Trainer as Trainer
+
+rules = _learning_rate  # an import under another name is no promise of a stub's
+
+__version__: str
