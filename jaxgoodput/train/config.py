@@ -143,23 +143,6 @@ def _is_floating(name: str) -> bool:
         return False
 
 
-def to_json(config: Config) -> dict[str, Any]:
-    """The configuration as JSON values; functions by name."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, Strategy):
-            return value.to_json()
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
-        if callable(value):
-            return getattr(value, "__name__", type(value).__name__)
-        if isinstance(value, tuple | list):
-            return [plain(v) for v in value]
-        return value
-
-    return plain(config)
-
-
 def with_overrides(config: Config, overrides: Sequence[str]) -> Config:
     """`config` with `name=value` changes, values as JSON (or plain text); `batch.max=512` reaches in.
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 from absl import logging
 
+from jaxgoodput import _serial
 from jaxgoodput._jax import Compilation, listen_for_compilations
 from jaxgoodput.data.loader import StepBatch
 from jaxgoodput.engine import memory
@@ -29,7 +30,6 @@ from jaxgoodput.train import process as signals
 from jaxgoodput.train import setup
 from jaxgoodput.train.analyst import PROBE_STEPS, Analyst
 from jaxgoodput.train.checkpoint import quiet_writer
-from jaxgoodput.train.config import to_json
 from jaxgoodput.train.control import DEPTH, Control, Requests, decode, encode
 from jaxgoodput.train.due import Due
 from jaxgoodput.train.outcome import Diverged, Preempted, named
@@ -93,7 +93,7 @@ class Run:
         hooks: list[Any] = []
         if self.is_chief:
             hooks = setup.observers(stack, config, self.ledger, self.clock, self.trainer.hooks)
-            settings = to_json(config)
+            settings = _serial.encode(config)
             path = pathlib.Path(config.workdir) / "config.json"
             path.write_text(json.dumps(settings, indent=2) + "\n")
         self.watcher = Watcher(self._read, self._on_result, self.clock)
@@ -127,7 +127,7 @@ class Run:
                 device_kind=self.engine.layout.mesh.devices.flat[0].device_kind,
                 num_devices=self.engine.layout.num_devices * self.where.process_count,
                 num_processes=self.where.process_count,
-                settings=to_json(config),
+                settings=_serial.encode(config),
                 at_s=self.clock.now(),
             )
         )
@@ -383,7 +383,7 @@ class Run:
                 "step": self.step,
                 "samples": self.samples,
                 "progress": self._progress(),
-                "cursor": self.loader.cursor.to_json(),
+                "cursor": dataclasses.asdict(self.loader.cursor),
                 "batch": dataclasses.asdict(self.batch),
                 "analyst": self.analyst.to_json(),
                 "ledger": self.ledger.to_json(),

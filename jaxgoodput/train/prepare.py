@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+from jaxgoodput._serial import decode
 from jaxgoodput.clock import Clock
 from jaxgoodput.data.cursor import Cursor
 from jaxgoodput.data.loader import Loader
@@ -98,7 +99,7 @@ def prepared(
         state = restored.state
         step, samples = restored.step, restored.meta["samples"]
         progress = float(adaptive.progress(state.opt_state))
-        cursor = Cursor.from_json(restored.meta["cursor"])
+        cursor = decode(restored.meta["cursor"], Cursor, "cursor")
 
         def fits(size: int) -> bool:
             with ledger.bucket("compilation"):

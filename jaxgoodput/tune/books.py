@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
+from jaxgoodput._serial import encode
 from jaxgoodput.goodput.fit import PerfFit
 from jaxgoodput.goodput.perf import Placement
 from jaxgoodput.goodput.search import BatchConfig, BatchLimits
-from jaxgoodput.text import finite_numbers
 from jaxgoodput.train.choices import Offer
 from jaxgoodput.tune.batch import residuals_of
 from jaxgoodput.tune.strategy import Known, Option
@@ -64,7 +64,7 @@ class Books:
         return {
             # Of copies: a save may come while a strategy is seen for the first time.
             "timings": {name: table.to_json() for name, table in list(self._tables.items())},
-            "fits": {n: finite_numbers(vars(f.params)) for n, f in list(self.fits.items()) if f},
+            "fits": {n: encode(f.params) for n, f in list(self.fits.items()) if f},
         }
 
     def restore(self, saved: Mapping[str, Any]) -> None:

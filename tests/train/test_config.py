@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxgoodput._serial import encode
 from jaxgoodput.goodput.search import BatchLimits
 from jaxgoodput.optim import learning_rate as rules
-from jaxgoodput.train.config import Config, to_json, with_overrides
+from jaxgoodput.train.config import Config, with_overrides
 
 LIMITS = BatchLimits(base=32, max=1024, micro=(4, 128))
 
@@ -130,14 +131,14 @@ def test_an_override_that_cannot_work_is_refused_by_name(override, message):
 )
 def test_what_was_written_as_json_can_be_given_as_overrides(seed, gain, steps):
     wanted = config(seed=seed, min_gain=gain, base_steps=steps, memory_bytes=10**9)
-    written = to_json(wanted)
+    written = encode(wanted)
     overrides = [f"{k}={json.dumps(v)}" for k, v in written.items() if k not in ("batch", "rule")]
     overrides += [f"batch.{k}={json.dumps(v)}" for k, v in written["batch"].items()]
     assert with_overrides(config(), overrides) == wanted
 
 
 def test_json_names_functions():
-    written = to_json(config(rule=rules.linear))
+    written = encode(config(rule=rules.linear))
     assert written["rule"] == "linear" and written["batch"]["micro"] == [4, 128]
     assert json.loads(json.dumps(written)) == written
     assert set(written) == {f.name for f in dataclasses.fields(Config)}

@@ -197,8 +197,8 @@ class Watch:
             step=event.step,
             samples=event.samples,
             num_samples=event.num_samples,
-            before=event.before.to_json(),
-            after=event.after.to_json(),
+            before=dataclasses.asdict(event.before),
+            after=dataclasses.asdict(event.after),
             config=vars(event.config),
             metrics=dict(event.metrics),
         )
