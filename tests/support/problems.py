@@ -2,6 +2,7 @@
 
 import atexit
 import functools
+import json
 import shutil
 import tempfile
 import threading
@@ -13,7 +14,7 @@ import optax
 
 from jaxgoodput.goodput.search import BatchLimits
 from jaxgoodput.optim import learning_rate as rules
-from jaxgoodput.train.config import Config
+from jaxgoodput.train.config import Config, with_overrides
 from jaxgoodput.train.loop import Run
 from jaxgoodput.train.trainer import Trainer
 
@@ -30,7 +31,10 @@ def compilations():
 
 
 def config(workdir, **settings):
-    """A quiet run of a fixed batch of 16, compiled once, without accumulation."""
+    """A quiet run of a fixed batch of 16, compiled once, without accumulation.
+
+    Settings of a group by their whole names: `**{"saving.at_end": False}`.
+    """
     settings.setdefault("batch", BatchLimits(base=16, max=64, micro=(1, 64)))
     quiet = {
         "policy": "fixed",
@@ -43,7 +47,14 @@ def config(workdir, **settings):
     }
     if settings.keys().isdisjoint({"epochs", "base_steps"}):
         quiet["epochs"] = 2
-    return Config(workdir=str(workdir), **{**quiet, **settings})
+    return configured(workdir=str(workdir), **{**quiet, **settings})
+
+
+def configured(**settings):
+    """A `Config` of settings by name; "saving.at_end" reaches in."""
+    plain = {k: v for k, v in settings.items() if "." not in k}
+    inner = {k: v for k, v in settings.items() if "." in k}
+    return with_overrides(Config(**plain), [f"{k}={json.dumps(v)}" for k, v in inner.items()])
 
 
 def rows(num_samples=NUM_SAMPLES, *, offset=3.0, seed=1):

@@ -5,6 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from problems import configured
 
 from jaxgoodput.clock import FakeClock
 from jaxgoodput.data.cursor import Cursor
@@ -12,7 +13,6 @@ from jaxgoodput.goodput.search import BatchConfig, BatchLimits
 from jaxgoodput.observe.hooks import Hook
 from jaxgoodput.train import analyst as analysis
 from jaxgoodput.train.analyst import CALM_STEPS, PROBE_STEPS, Analyst
-from jaxgoodput.train.config import Config
 from jaxgoodput.train.control import Requests
 from jaxgoodput.train.watcher import Result, Ticket
 from jaxgoodput.tune import tuner as tuning
@@ -87,7 +87,7 @@ class Course:
         self.clock, self.requests, self.heard = FakeClock(), Requests(), Listener()
         self.ready, self.errors, self.step = ready, [], 0
         self.config = BatchConfig(micro_batch_size=start, num_micro_batches=1, num_replicas=1)
-        config = Config(
+        config = configured(
             workdir=str(tmp_path),
             batch=BatchLimits(
                 base=512, max=16384, micro=(512, 16384), sizes=SIZES, max_micro_batches=1

@@ -33,7 +33,7 @@ from jaxgoodput.goodput.search import BatchLimits
 from jaxgoodput.observe.events import Checkpoint, EvalEnd, FitEnd, FitStart, StepEnd
 from jaxgoodput.optim import learning_rate as rules
 from jaxgoodput.train import prepare as start_module
-from jaxgoodput.train.config import Config
+from jaxgoodput.train.config import Config, with_overrides
 from jaxgoodput.train.outcome import Preempted
 from jaxgoodput.train.trainer import Trainer
 
@@ -56,7 +56,10 @@ def config(out, section, **settings):
         "progress": False,
         "compilation_cache": str(out.parent / "compilations"),
     }
-    return Config(workdir=str(out / section), **{**quiet, **settings})
+    given = {**quiet, **settings}
+    plain = {k: v for k, v in given.items() if "." not in k}
+    inner = [f"{k}={json.dumps(v)}" for k, v in given.items() if "." in k]
+    return with_overrides(Config(workdir=str(out / section), **plain), inner)
 
 
 class Noisy(Trainer):
