@@ -14,6 +14,7 @@ kind and by the shapes that they carry.
 """
 
 import collections
+import dataclasses
 import json
 import math
 import re
@@ -100,7 +101,7 @@ def build(degrees: dict[str, int], preconditioned: bool) -> tuple[Any, Any]:
     class LargeByteLm(ByteLm):
         layers, width, length, heads = FLAGS.layers, FLAGS.width, 256, 8
 
-    strategy = Strategy.from_json(degrees)
+    strategy = dataclasses.replace(Strategy(), **degrees)
     base = strategy.num_replicas * FLAGS.windows
     with tempfile.TemporaryDirectory() as workdir:
         trainer = LargeByteLm(

@@ -10,6 +10,7 @@ state that is checkpointed like any other. The exit code is 1 where a witness di
 """
 
 import argparse
+import dataclasses
 import json
 import os
 import pathlib
@@ -106,7 +107,7 @@ class Log:
     def on_step_end(self, event) -> None:
         self._write(
             step=event.step,
-            before=event.before.to_json(),
+            before=dataclasses.asdict(event.before),
             num_samples=event.num_samples,
             batch=event.config.global_batch_size,
         )
@@ -159,7 +160,7 @@ def times_applied(applied: Iterable[dict], num_samples: int) -> Counter:
     """(epoch, sample) -> how often the steps applied it."""
     seen: Counter = Counter()
     for line in applied:
-        cursor = Cursor.from_json(line["before"])
+        cursor = Cursor(**line["before"])
         for _ in range(line["num_samples"]):
             index, after = take(cursor, num_samples, 1)
             seen[cursor.epoch, int(index[0])] += 1

@@ -48,7 +48,7 @@ def measure(name: str, num_devices: int, per_device: int) -> dict:
     import optax
     from models import made
 
-    from jaxgoodput import BatchLimits, Config, Hook
+    from jaxgoodput import BatchLimits, Config, Hook, with_overrides
     from jaxgoodput.data.sources import as_source
     from jaxgoodput.train import setup
     from jaxgoodput.train.pages import keep_freed_pages
@@ -57,8 +57,8 @@ def measure(name: str, num_devices: int, per_device: int) -> dict:
     base = per_device * num_devices
     many = 1_000_000
 
-    def config(workdir: str, **changes) -> Config:
-        return Config(
+    def config(workdir: str, *changes: str) -> Config:
+        made = Config(
             workdir=workdir,
             batch=BatchLimits(base=base, max=base),
             base_steps=many,
@@ -68,8 +68,9 @@ def measure(name: str, num_devices: int, per_device: int) -> dict:
             tensorboard=True,
             save_at_end=False,
             window_s=1.0,
-            **{"statistics_every": 1, **changes},
+            statistics_every=1,
         )
+        return with_overrides(made, changes)
 
     trainer = made(name, config("/tmp"), devices=devices)
     source = as_source(trainer.dataset())
@@ -152,12 +153,12 @@ def measure(name: str, num_devices: int, per_device: int) -> dict:
         def per_step(self) -> float:
             return (self.times[self.total] - self.times[0]) / self.total
 
-    def by_fit(total: int, skip: int, **changes) -> Stopwatch:
+    def by_fit(total: int, skip: int, *changes: str) -> Stopwatch:
         watch = Stopwatch(total, skip)
         with tempfile.TemporaryDirectory() as workdir:
             job = made(
                 name,
-                config(workdir, compilation_cache=cache, **changes),
+                config(workdir, f"execution.compilation_cache={cache}", *changes),
                 devices=devices,
                 hooks=[watch],
             )
@@ -181,7 +182,8 @@ def measure(name: str, num_devices: int, per_device: int) -> dict:
         if cheap:
             took["fit, always on"] = by_fit(steps, 20).per_step
             # Long enough for the tuner to see both kinds of step and settle.
-            watch = by_fit(steps, 250, statistics_every=None, tune_every_steps=60, warm_up_steps=20)
+            settle = ("tuning.every_steps=60", "tuning.warm_up_steps=20")
+            watch = by_fit(steps, 250, "statistics.every_steps=null", *settle)
             took["fit"] = watch.per_step
             cadences += watch.every[-1:]
         else:

@@ -277,8 +277,9 @@ def run(
     with tempfile.TemporaryDirectory() as parent:
         config = workload.config(str(pathlib.Path(parent) / "run"))
         samples = max_samples or workload.horizon * config.batch.base
+        config = side_config(workload, side, config)
         config = dataclasses.replace(
-            side_config(workload, side, config),
+            config,
             seed=seed,
             compilation_cache=cache,
             eval_every_s=workload.every_s,

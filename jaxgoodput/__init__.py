@@ -78,7 +78,7 @@ _NAMES = {
     "optim.adaptive": "adaptive gain noise_state progress",
     "optim.noise": "NoiseSample cautious_grad_params value_grad_and_noise",
     "parallel.strategy": "Layout Strategy candidates",
-    "train.config": "Config with_overrides",
+    "train.config": "Config Evaluation Execution Reporting Saving Statistics Tuning with_overrides",
     "train.flax_models": "from_linen from_nnx",
     "train.control": "Diverged Preempted",
     "train.trainer": "Trainer",

@@ -37,6 +37,12 @@ from jaxgoodput.parallel.strategy import Layout as Layout
 from jaxgoodput.parallel.strategy import Strategy as Strategy
 from jaxgoodput.parallel.strategy import candidates as candidates
 from jaxgoodput.train.config import Config as Config
+from jaxgoodput.train.config import Evaluation as Evaluation
+from jaxgoodput.train.config import Execution as Execution
+from jaxgoodput.train.config import Reporting as Reporting
+from jaxgoodput.train.config import Saving as Saving
+from jaxgoodput.train.config import Statistics as Statistics
+from jaxgoodput.train.config import Tuning as Tuning
 from jaxgoodput.train.config import with_overrides as with_overrides
 from jaxgoodput.train.flax_models import from_linen as from_linen
 from jaxgoodput.train.flax_models import from_nnx as from_nnx

@@ -1,8 +1,6 @@
 """Numbers and durations the way people read them: for the console, the report and the pictures."""
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
 
 def compact(value: float | int | None, *, digits: int = 3) -> str:
@@ -46,9 +44,3 @@ def seconds(value: float | int | None) -> str:
     if minutes < 48 * 60:
         return f"{minutes // 60} h {minutes % 60:02d} min"
     return f"{minutes // 1440} d {minutes % 1440 // 60:02d} h"
-
-
-def finite_numbers(values: Mapping[str, Any]) -> dict[str, float | None]:
-    """Numbers as JSON can hold them: None where they are not finite."""
-    plain = {k: float(v) for k, v in values.items()}
-    return {k: v if math.isfinite(v) else None for k, v in plain.items()}

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxgoodput._serial import dumps, loads
 from jaxgoodput.specs import (
     Allocation,
     ClusterSpec,
@@ -12,8 +13,6 @@ from jaxgoodput.specs import (
     Node,
     Reservation,
     Shape,
-    from_json,
-    to_json,
 )
 
 names = st.text(min_size=1, max_size=5)
@@ -36,7 +35,7 @@ def test_a_cluster_survives_json(count, state, labels, start_s, tenant, price, q
     cluster = ClusterSpec(
         nodes=(node,), reservations=(reservation,), price_per_hour={"h200": price}, quota=quota
     )
-    assert from_json(to_json(cluster), ClusterSpec) == cluster
+    assert loads(dumps(cluster), ClusterSpec) == cluster
     assert node.num_usable == count - 1
 
 
@@ -54,13 +53,13 @@ def test_a_cluster_survives_json(count, state, labels, start_s, tenant, price, q
     ],
 )
 def test_every_type_survives_json(value):
-    assert from_json(to_json(value), type(value)) == value
-    assert json.loads(to_json(value))["version"] == 1
-    assert "\n" in to_json(value, indent=1)
+    assert loads(dumps(value), type(value)) == value
+    assert json.loads(dumps(value))["version"] == 1
+    assert "\n" in dumps(value, indent=1)
 
 
 def test_missing_fields_have_their_defaults_and_whole_numbers_are_numbers():
-    spec = from_json('{"version": 1, "id": "x", "weight": 2}', JobSpec)
+    spec = loads('{"version": 1, "id": "x", "weight": 2}', JobSpec)
     assert spec == JobSpec(id="x", weight=2.0) and isinstance(spec.weight, float)
 
 
@@ -90,17 +89,17 @@ def test_missing_fields_have_their_defaults_and_whole_numbers_are_numbers():
 )
 def test_bad_json_names_the_field(text, words):
     with pytest.raises(ValueError, match=words):
-        from_json(text, JobSpec)
+        loads(text, JobSpec)
 
 
 def test_bad_json_within_a_mapping_or_a_list_names_the_path():
-    text = to_json(ClusterSpec(nodes=(Node(name="n", kind="a", num_devices=1),), quota={"t": 1}))
+    text = dumps(ClusterSpec(nodes=(Node(name="n", kind="a", num_devices=1),), quota={"t": 1}))
     with pytest.raises(ValueError, match=r"ClusterSpec.quota\['t'\] is 1.5"):
-        from_json(text.replace('"t": 1', '"t": 1.5'), ClusterSpec)
+        loads(text.replace('"t": 1', '"t": 1.5'), ClusterSpec)
     with pytest.raises(ValueError, match=r"ClusterSpec.nodes\[0\]: node 'n' has num_devices=-1"):
-        from_json(text.replace('"num_devices": 1', '"num_devices": -1'), ClusterSpec)
+        loads(text.replace('"num_devices": 1', '"num_devices": -1'), ClusterSpec)
     with pytest.raises(ValueError, match=r"ClusterSpec.nodes\[0\].labels is \[\]; .* an object"):
-        from_json(text.replace('"labels": {}', '"labels": []'), ClusterSpec)
+        loads(text.replace('"labels": {}', '"labels": []'), ClusterSpec)
 
 
 NODE = Node(name="n", kind="a", num_devices=4)

@@ -7,9 +7,7 @@ run may resume with others of either. The permutations are part of the checkpoin
 pins them.
 """
 
-import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -45,46 +43,6 @@ class Cursor:
         205
         """
         return self.epoch * dataset_size + self.offset
-
-    def to_json(self) -> dict[str, int]:
-        """The fields as a dictionary that `json.dumps` takes.
-
-        >>> Cursor(seed=1, offset=3).to_json()
-        {'seed': 1, 'epoch': 0, 'offset': 3}
-        """
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, value: Any) -> "Cursor":
-        """The cursor that `to_json` wrote, from the dictionary or from its JSON text.
-
-        Raises:
-          ValueError: not JSON, or fields missing, unknown or negative.
-          TypeError: not a dictionary, or a field is not an integer.
-        """
-        if isinstance(value, str):
-            try:
-                value = json.loads(value)
-            except json.JSONDecodeError as error:
-                raise ValueError(
-                    f"{value!r} is not JSON, so it holds no cursor ({error}). Pass what "
-                    f"Cursor.to_json returned, or json.dumps of it."
-                ) from error
-        if not isinstance(value, Mapping):
-            raise TypeError(
-                f"A cursor is read from a dictionary, got {type(value).__name__}. Pass what "
-                f"Cursor.to_json returned, or json.dumps of it."
-            )
-        expected, got = {field.name for field in fields(cls)}, set(value)
-        if expected != got:
-            raise ValueError(
-                f"A cursor has the fields {sorted(expected)}, got {sorted(map(str, got))}. The "
-                f"record was written by another version or by hand; pass what Cursor.to_json "
-                f"returned."
-            )
-        for name in expected:
-            _check_field(name, value[name])
-        return cls(**value)
 
 
 def _check_field(name: str, value: Any) -> None:

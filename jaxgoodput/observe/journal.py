@@ -6,52 +6,20 @@ nothing counts twice.
 """
 
 import dataclasses
-import enum
 import json
-import math
 import os
 import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-import jax
-import numpy as np
 from absl import logging
 
+from jaxgoodput._serial import encode
 from jaxgoodput.clock import Clock
 from jaxgoodput.observe.badput import TimeLedger
 from jaxgoodput.observe.events import Event, FitStart
 
 FILE_NAME = "goodput.jsonl"
-
-
-def json_value(value: Any) -> Any:
-    """The value as JSON: dataclasses as objects, arrays as lists, NaN and infinities as null.
-
-    Functions and classes become their names; anything else that JSON lacks becomes its `str`.
-
-    >>> json_value({"a": float("nan"), "b": (1, 2.5)})
-    {'a': None, 'b': [1, 2.5]}
-    """
-    if value is None or isinstance(value, bool | str):
-        return value
-    if isinstance(value, enum.Enum):
-        return json_value(value.value)
-    if isinstance(value, int):
-        return int(value)
-    if isinstance(value, float):
-        return float(value) if math.isfinite(value) else None
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: json_value(getattr(value, f.name)) for f in dataclasses.fields(value)}
-    if isinstance(value, Mapping):
-        return {str(key): json_value(item) for key, item in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [json_value(item) for item in value]
-    if isinstance(value, np.ndarray | np.generic | jax.Array):
-        return json_value(np.asarray(value).tolist())
-    if callable(value):
-        return getattr(value, "__qualname__", None) or type(value).__qualname__
-    return str(value)
 
 
 class Journal:
@@ -83,7 +51,7 @@ class Journal:
         }
         for field in dataclasses.fields(event):
             if field.metadata.get("journaled", True):
-                line[field.name] = json_value(getattr(event, field.name))
+                line[field.name] = encode(getattr(event, field.name))
         data = json.dumps(line, allow_nan=False).encode("ascii") + b"\n"
         if self._torn:
             # A line that a killed run or a full disk left unfinished must not swallow this one.

@@ -8,8 +8,8 @@ and free of devices; `on` is the one place where a mesh is made.
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -139,26 +139,6 @@ class Strategy:
         grid = np.asarray(devices).reshape(shape)
         mesh = Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
         return Layout(strategy=strategy, mesh=mesh)
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values that `from_json` reads."""
-        rules = [[pattern, list(spec)] for pattern, spec in self.rules]
-        return {**self.degrees, "rules": rules}
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> "Strategy":
-        """The strategy that `to_json` wrote; what is not in `value` has its default.
-
-        >>> Strategy.from_json(Strategy(fsdp=2).to_json()) == Strategy(fsdp=2)
-        True
-        """
-        known = {field.name for field in fields(cls)}
-        if unknown := sorted(set(value) - known):
-            raise ValueError(
-                f"a Strategy has no {', '.join(map(repr, unknown))}. It has {', '.join(sorted(known))}."
-            )
-        rules = tuple((pattern, PartitionSpec(*spec)) for pattern, spec in value.get("rules", ()))
-        return cls(**{**value, "rules": rules})
 
 
 def check_axes(spec: Iterable[Any], source: str) -> None:

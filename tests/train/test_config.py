@@ -2,84 +2,111 @@
 
 import dataclasses
 import json
+import operator
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxgoodput._serial import encode
 from jaxgoodput.goodput.search import BatchLimits
 from jaxgoodput.optim import learning_rate as rules
-from jaxgoodput.train.config import Config, to_json, with_overrides
+from jaxgoodput.parallel.strategy import Strategy
+from jaxgoodput.train.config import (
+    Config,
+    Evaluation,
+    Execution,
+    Reporting,
+    Saving,
+    Statistics,
+    Tuning,
+    with_overrides,
+)
 
 LIMITS = BatchLimits(base=32, max=1024, micro=(4, 128))
 
 
-def config(**settings):
-    return Config(**{"workdir": "work", "batch": LIMITS, "base_steps": 100.0, **settings})
+def config(*overrides, **settings):
+    made = Config(**{"workdir": "work", "batch": LIMITS, "base_steps": 100.0, **settings})
+    return with_overrides(made, overrides)
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("make", "message"),
     [
-        ({"base_steps": None}, "exactly one of base_steps and epochs"),
-        ({"epochs": 3}, "exactly one of base_steps and epochs.*100.0, epochs=3"),
-        ({"base_steps": 0.0}, "base_steps must be positive; got 0.0"),
-        ({"base_steps": float("nan")}, "base_steps must be positive; got nan"),
-        ({"base_steps": None, "epochs": 0}, "epochs must be positive; got 0"),
-        ({"policy": "greedy"}, "policy must be one of .'goodput', 'fixed'.; got 'greedy'"),
-        ({"tune_every_steps": 0}, "tune_every_steps must be positive; got 0"),
-        ({"keep_checkpoints": 0}, "keep_checkpoints must be positive"),
-        ({"statistics_every": -1}, "statistics_every must be positive; got -1"),
-        ({"memory_bytes": 0}, "memory_bytes must be positive; got 0"),
-        ({"eval_micro_batch_size": 0}, "eval_micro_batch_size must be positive"),
-        ({"min_gain": -0.1}, "min_gain must be at least 0; got -0.1"),
-        ({"dwell_steps": -1}, "dwell_steps must be at least 0"),
-        ({"prefetch": -2}, "prefetch must be at least 0; got -2"),
-        ({"max_growth": 1.0}, 'max_growth is a factor above 1; got 1.0.*policy="fixed"'),
-        ({"max_growth": float("nan")}, "max_growth is a factor above 1; got nan"),
-        ({"smoothing": 1.0}, r"smoothing must lie in \[0, 1\); got 1.0"),
-        ({"memory_margin": 1.0}, r"memory_margin must lie in \[0, 1\)"),
-        ({"fixed_tolerance": -0.1}, r"fixed_tolerance must lie in \[0, 1\); got -0.1"),
-        ({"compute_dtype": "bfloat17"}, "compute_dtype must name a floating type.*'bfloat17'"),
-        ({"compute_dtype": "int8"}, "compute_dtype must name a floating type.*'int8'"),
+        (lambda: config(base_steps=None), "exactly one of base_steps and epochs"),
+        (lambda: config(epochs=3), "exactly one of base_steps and epochs.*100.0, epochs=3"),
+        (lambda: config(base_steps=0.0), "Config.base_steps must be positive; got 0.0"),
+        (lambda: config(base_steps=float("nan")), "Config.base_steps must be positive; got nan"),
+        (lambda: config(base_steps=None, epochs=0), "Config.epochs must be positive; got 0"),
+        (lambda: config(policy="greedy"), "policy must be one of .'goodput', 'fixed'.; got 'gre"),
+        (lambda: config(max_skipped_in_a_row=0), "Config.max_skipped_in_a_row must be positive"),
+        (lambda: config(compute_dtype="bfloat17"), "must name a floating type.*'bfloat17'"),
+        (lambda: config(compute_dtype="int8"), "compute_dtype must name a floating type.*'int8'"),
+        (lambda: Tuning(every_steps=0), "Tuning.every_steps must be positive; got 0"),
+        (lambda: Tuning(min_gain=-0.1), "Tuning.min_gain must be at least 0; got -0.1"),
+        (lambda: Tuning(dwell_steps=-1), "Tuning.dwell_steps must be at least 0"),
+        (lambda: Tuning(max_growth=1.0), 'max_growth is a factor above 1; got 1.0.*policy="fixed"'),
+        (lambda: Tuning(max_growth=float("nan")), "max_growth is a factor above 1; got nan"),
+        (lambda: Tuning(fixed_tolerance=-0.1), "fixed_tolerance must be a share.*; got -0.1"),
+        (lambda: Statistics(every_steps=-1), "Statistics.every_steps must be positive; got -1"),
+        (lambda: Statistics(smoothing=1.0), "smoothing must be a share, at least 0 and below 1"),
+        (lambda: Execution(memory_bytes=0), "Execution.memory_bytes must be positive; got 0"),
+        (lambda: Execution(memory_margin=1.0), "Execution.memory_margin must be a share"),
+        (lambda: Execution(prefetch=-2), "Execution.prefetch must be at least 0; got -2"),
+        (lambda: Evaluation(micro_batch_size=0), "Evaluation.micro_batch_size must be positive"),
+        (lambda: Saving(keep=0), "Saving.keep must be positive"),
+        (lambda: Reporting(window_s=0.0), "Reporting.window_s must be positive; got 0.0"),
     ],
-    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
-def test_a_setting_that_cannot_work_is_refused_by_name(settings, message):
+def test_a_setting_that_cannot_work_is_refused_by_name(make, message):
     with pytest.raises(ValueError, match=message):
-        config(**settings)
+        make()
 
 
 def test_every_default_works():
-    assert config().policy == "goodput" and config(compute_dtype="bfloat16").prefetch == 2
+    assert config().policy == "goodput"
+    assert config(compute_dtype="bfloat16").execution.prefetch == 2
 
 
 # -- overrides ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("override", "field", "value"),
+    ("override", "value"),
     [
-        ("seed=7", "seed", 7),
-        ("min_gain=0.2", "min_gain", 0.2),
-        ("tune_every_s=3", "tune_every_s", 3.0),  # a whole number is a number
-        ("policy=fixed", "policy", "fixed"),
-        ('policy="fixed"', "policy", "fixed"),
-        ("accumulate=false", "accumulate", False),
-        ("memory_bytes=null", "memory_bytes", None),
-        ("memory_bytes=1000000", "memory_bytes", 1000000),
-        ("compute_dtype=bfloat16", "compute_dtype", "bfloat16"),
-        ("compilation_cache=null", "compilation_cache", None),
-        ("workdir=20260101", "workdir", "20260101"),  # a name may look like a number
-        ("workdir=runs/a=b", "workdir", "runs/a=b"),
-        ("workdir=", "workdir", ""),
+        ("seed=7", 7),
+        ("tuning.min_gain=0.2", 0.2),
+        ("tuning.every_s=3", 3.0),  # a whole number is a number
+        ("policy=fixed", "fixed"),
+        ('policy="fixed"', "fixed"),
+        ("tuning.accumulate=false", False),
+        ("execution.memory_bytes=null", None),
+        ("execution.memory_bytes=1000000", 1000000),
+        ("compute_dtype=bfloat16", "bfloat16"),
+        ("execution.compilation_cache=null", None),
+        ("workdir=20260101", "20260101"),  # a name may look like a number
+        ("workdir=runs/a=b", "runs/a=b"),
+        ("workdir=", ""),
+        ('strategies=[{"fsdp": 8}]', (Strategy(fsdp=8),)),
+        ('saving={"keep": 9}', Saving(keep=9)),
     ],
 )
-def test_an_override_changes_one_field(override, field, value):
-    changed = with_overrides(config(), [override])
-    assert getattr(changed, field) == value
-    assert type(getattr(changed, field)) is type(value)
-    assert dataclasses.replace(changed, **{field: getattr(config(), field)}) == config()
+def test_an_override_changes_one_field(override, value):
+    changed, name = config(override), override.partition("=")[0]
+    field = operator.attrgetter(name)
+    assert field(changed) == value and type(field(changed)) is type(value)
+    written, usual = flat(changed), flat(config())
+    assert {k for k in usual if written[k] != usual[k]} <= {k for k in usual if k.startswith(name)}
+
+
+def flat(settings):
+    """Settings by their whole names."""
+    found = {}
+    for name, value in encode(settings).items():
+        inner = value if isinstance(value, dict) else None
+        found |= {name: value} if inner is None else {f"{name}.{k}": v for k, v in inner.items()}
+    return found
 
 
 def test_overrides_reach_into_the_limits_in_order():
@@ -101,20 +128,27 @@ def test_overrides_reach_into_the_limits_in_order():
     ("override", "message"),
     [
         ("seed", "an override is name=value; got 'seed'"),
-        ("sead=1", "no setting 'sead': Config has .*seed"),
-        ("batch.biggest=1", "no setting 'batch.biggest': BatchLimits has .*max"),
-        ("seed.low=1", "no setting 'seed.low': int has none"),
-        ("seed=1.5", "seed is of type int; got '1.5'"),
-        ("seed=true", "seed is of type int; got 'true'"),
-        ("min_gain=low", "min_gain is of type float; got 'low'"),
-        ("min_gain=[1]", "min_gain is of type float"),
-        ("accumulate=1", "accumulate is of type bool; got '1'"),
-        ("seed=null", "seed is of type int; got 'null'"),
-        ("rule=linear", "rule is of type .*; got 'linear'"),
-        ("batch.micro=[8]", r"batch.micro is of type tuple\[int, int\]"),
-        ('batch.micro=[8, "many"]', "batch.micro is of type tuple"),
-        ("batch.sizes=[1.5]", "batch.sizes is of type tuple"),
+        ("sead=1", "no setting 'sead'; did you mean seed"),
+        ("colour=1", "no setting 'colour'. There are workdir, batch, batch.base, .*saving.keep"),
+        ("batch.mox=1", "no setting 'batch.mox'; did you mean batch.max"),
+        ("min_gain=0.1", "no setting 'min_gain'; did you mean tuning.min_gain.$"),
+        ("save_at_end=false", "no setting 'save_at_end'; did you mean saving.at_end"),
+        ("tune_every_s=1", "no setting 'tune_every_s'; did you mean tuning.every_s"),
+        ("saving.min_gain=0.1", "no setting 'saving.min_gain'; did you mean tuning.min_gain"),
+        ("seed.low=1", "no setting 'seed.low'"),
+        ("seed=1.5", "seed is 1.5; it must be of type int"),
+        ("seed=true", "seed is True; it must be of type int"),
+        ("seed=null", "seed is None; it must be of type int"),
+        ("tuning.min_gain=low", "tuning.min_gain is 'low'; it must be of type float"),
+        ("tuning.min_gain=[1]", "tuning.min_gain is .1.; it must be of type float"),
+        ("tuning.accumulate=1", "tuning.accumulate is 1; it must be of type bool"),
+        ("rule=linear", "rule is 'linear'; it must be of type Callable"),
+        ("batch.micro=[8]", "batch.micro is .8.; it must be a list of 2"),
+        ('batch.micro=[8, "many"]', "batch.micro.1. is 'many'; it must be of type int"),
+        ("batch.sizes=[1.5]", "batch.sizes.0. is 1.5; it must be of type int"),
         ("batch.max=8", "BatchLimits.max=8 is below base=32"),
+        ("tuning.min_gain=-1", "Tuning.min_gain must be at least 0; got -1.0"),
+        ("saving=3", "saving is 3; it must be an object"),
         ("policy=greedy", "policy must be one of"),
     ],
 )
@@ -129,15 +163,14 @@ def test_an_override_that_cannot_work_is_refused_by_name(override, message):
     steps=st.floats(0, exclude_min=True, allow_infinity=False),
 )
 def test_what_was_written_as_json_can_be_given_as_overrides(seed, gain, steps):
-    wanted = config(seed=seed, min_gain=gain, base_steps=steps, memory_bytes=10**9)
-    written = to_json(wanted)
-    overrides = [f"{k}={json.dumps(v)}" for k, v in written.items() if k not in ("batch", "rule")]
-    overrides += [f"batch.{k}={json.dumps(v)}" for k, v in written["batch"].items()]
+    tuning, execution = Tuning(min_gain=gain), Execution(memory_bytes=10**9)
+    wanted = config(seed=seed, base_steps=steps, tuning=tuning, execution=execution)
+    overrides = [f"{name}={json.dumps(value)}" for name, value in flat(wanted).items()]
     assert with_overrides(config(), overrides) == wanted
 
 
 def test_json_names_functions():
-    written = to_json(config(rule=rules.linear))
+    written = encode(config(rule=rules.linear))
     assert written["rule"] == "linear" and written["batch"]["micro"] == [4, 128]
     assert json.loads(json.dumps(written)) == written
     assert set(written) == {f.name for f in dataclasses.fields(Config)}

@@ -1,5 +1,6 @@
 """A run that ends and is started again is the run that never ended: to the bit, and to the sample."""
 
+import dataclasses
 import importlib.util
 import itertools
 import json
@@ -154,7 +155,9 @@ def logged(num_samples, batch, total, kills):
         step += 1
         before, after = cursors[step - 1], cursors[step]
         count = after.num_samples(num_samples) - before.num_samples(num_samples)
-        lines.append({"step": step, "before": before.to_json(), "num_samples": count, "batch": 1})
+        lines.append(
+            {"step": step, "before": dataclasses.asdict(before), "num_samples": count, "batch": 1}
+        )
     return [json.dumps(line).encode() for line in lines]
 
 

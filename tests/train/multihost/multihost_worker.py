@@ -33,7 +33,7 @@ from jaxgoodput.goodput.search import BatchLimits
 from jaxgoodput.observe.events import Checkpoint, EvalEnd, FitEnd, FitStart, StepEnd
 from jaxgoodput.optim import learning_rate as rules
 from jaxgoodput.train import prepare as start_module
-from jaxgoodput.train.config import Config
+from jaxgoodput.train.config import Config, with_overrides
 from jaxgoodput.train.outcome import Preempted
 from jaxgoodput.train.trainer import Trainer
 
@@ -55,7 +55,10 @@ def config(out, section, **settings):
         "tensorboard": False,
         "progress": False,
     }
-    return Config(workdir=str(out / section), **{**quiet, **settings})
+    given = {**quiet, **settings}
+    plain = {k: v for k, v in given.items() if "." not in k}
+    inner = [f"{k}={json.dumps(v)}" for k, v in given.items() if "." in k]
+    return with_overrides(Config(workdir=str(out / section), **plain), inner)
 
 
 class Noisy(Trainer):
@@ -196,8 +199,8 @@ class Watch:
             step=event.step,
             samples=event.samples,
             num_samples=event.num_samples,
-            before=event.before.to_json(),
-            after=event.after.to_json(),
+            before=dataclasses.asdict(event.before),
+            after=dataclasses.asdict(event.after),
             config=vars(event.config),
             metrics=dict(event.metrics),
         )
