@@ -77,12 +77,9 @@ def main(argv):
                 base=16, min_global=8, max=32, micro=(min(SIZES), max(SIZES)), sizes=SIZES
             ),
             base_steps=1_000_000,
-            accumulate=False,
-            progress=False,
-            save_at_end=False,
-            tune_every_s=1e9,
-            tune_every_steps=10**9,
-            warm_up_steps=10**9,
+            tuning=jg.Tuning(accumulate=False, every_s=1e9, every_steps=10**9, warm_up_steps=10**9),
+            reporting=jg.Reporting(progress=False),
+            saving=jg.Saving(at_end=False),
         )
         trainer = made("cnn", config, hooks=[mover], devices=jax.devices()[:1])
         mover.trainer = trainer

@@ -26,7 +26,7 @@ import numpy as np
 import optax
 
 from jaxgoodput.goodput.search import BatchLimits
-from jaxgoodput.train.config import Config
+from jaxgoodput.train.config import Config, Reporting
 from jaxgoodput.train.trainer import Trainer
 
 BYTES_PER_PARAMETER = 12  # the parameter and Adam's two moments, in 32 bits each
@@ -76,8 +76,7 @@ def train(workdir: pathlib.Path, rows: int) -> None:
         workdir=str(workdir),
         batch=BatchLimits(base=32, max=32, micro=(32, 32), sizes=(32,)),
         epochs=10**6,
-        tensorboard=False,
-        progress=False,
+        reporting=Reporting(tensorboard=False, progress=False),
     )
     Matrix(config, rows, hooks=[Log(workdir / "steps.jsonl")]).fit()
 

@@ -31,7 +31,7 @@ import optax
 from jaxgoodput.data.cursor import Cursor, take
 from jaxgoodput.goodput.search import BatchLimits
 from jaxgoodput.optim import learning_rate as rules
-from jaxgoodput.train.config import Config
+from jaxgoodput.train.config import Config, Reporting, Saving, Tuning
 from jaxgoodput.train.trainer import Trainer
 
 EPOCHS = 3
@@ -122,12 +122,9 @@ def train(workdir: pathlib.Path, num_samples: int, checkpoint_every_s: float) ->
         batch=BatchLimits(base=16, max=64, micro=(8, 32), sizes=(8, 16, 32)),
         epochs=EPOCHS,
         rule=rules.none,  # a gain would multiply the counts
-        accumulate=False,
-        tune_every_s=0.5,
-        dwell_steps=5,
-        checkpoint_every_s=checkpoint_every_s,
-        tensorboard=False,
-        progress=False,
+        tuning=Tuning(accumulate=False, every_s=0.5, dwell_steps=5),
+        saving=Saving(every_s=checkpoint_every_s),
+        reporting=Reporting(tensorboard=False, progress=False),
     )
     state = Counting(config, num_samples, hooks=[Log(workdir / "applied.jsonl")]).fit()
     counts = np.asarray(state.params["count"])

@@ -46,12 +46,21 @@ def measure(name: str, num_devices: int, per_device: int) -> dict:
     import jax.numpy as jnp
     import numpy as np
     import optax
+    from jaxgoodput.train.pages import keep_freed_pages
     from models import made
 
-    from jaxgoodput import BatchLimits, Config, Hook, with_overrides
+    from jaxgoodput import (
+        BatchLimits,
+        Config,
+        Hook,
+        Reporting,
+        Saving,
+        Statistics,
+        Tuning,
+        with_overrides,
+    )
     from jaxgoodput.data.sources import as_source
     from jaxgoodput.train import setup
-    from jaxgoodput.train.pages import keep_freed_pages
 
     devices = jax.devices()[:num_devices]
     base = per_device * num_devices
@@ -63,12 +72,10 @@ def measure(name: str, num_devices: int, per_device: int) -> dict:
             batch=BatchLimits(base=base, max=base),
             base_steps=many,
             policy="fixed",
-            accumulate=False,
-            progress=False,
-            tensorboard=True,
-            save_at_end=False,
-            window_s=1.0,
-            statistics_every=1,
+            tuning=Tuning(accumulate=False),
+            reporting=Reporting(progress=False, tensorboard=True, window_s=1.0),
+            saving=Saving(at_end=False),
+            statistics=Statistics(every_steps=1),
         )
         return with_overrides(made, changes)
 

@@ -236,8 +236,11 @@ def side_config(workload: Workload, side: str, config: jg.Config) -> jg.Config:
                 base=base, max=most, sizes=doublings(base, most), max_micro_batches=1
             ),
             rule=lambda scale, grad, progress: scale**-0.5,
-            warm_up_steps=10**9,  # its schedule decides, not the tuner
-            statistics_every=64,
+            tuning=dataclasses.replace(
+                config.tuning,
+                warm_up_steps=10**9,  # its schedule decides, not the tuner
+            ),
+            statistics=dataclasses.replace(config.statistics, every_steps=64),
         )
     batch = int(side.split()[1])
     return dataclasses.replace(
@@ -281,13 +284,12 @@ def run(
         config = dataclasses.replace(
             config,
             seed=seed,
-            compilation_cache=cache,
-            eval_every_s=workload.every_s,
-            eval_every_base_steps=None,
-            tensorboard=False,
-            progress=False,
-            save_at_end=False,
-            checkpoint_every_s=1e9,
+            execution=dataclasses.replace(config.execution, compilation_cache=cache),
+            evaluation=dataclasses.replace(
+                config.evaluation, every_s=workload.every_s, every_base_steps=None
+            ),
+            reporting=dataclasses.replace(config.reporting, tensorboard=False, progress=False),
+            saving=dataclasses.replace(config.saving, at_end=False, every_s=1e9),
         )
         referee = Referee(workload, samples)
         hooks: list[Any] = [referee]

@@ -42,10 +42,11 @@ def default_config(workdir: str) -> jg.Config:
         batch=jg.BatchLimits(base=512, max=16384, sizes=SIZES, max_micro_batches=1),
         base_steps=4200,
         rule=jg.rules.square_root,
-        tune_every_s=0.25,  # the whole run takes seconds
-        dwell_steps=10,
-        eval_every_base_steps=500,
-        eval_micro_batch_size=8192,
+        tuning=jg.Tuning(
+            every_s=0.25,  # the whole run takes seconds
+            dwell_steps=10,
+        ),
+        evaluation=jg.Evaluation(every_base_steps=500, micro_batch_size=8192),
     )
 
 

@@ -67,7 +67,7 @@ class Analyst:
         self._strategies = strategies
         self._current = current
         self._requests = requests
-        self._may_start = config.background_compile
+        self._may_start = config.execution.background_compile
         self._compile_s = compile_s  # what one size took
         self._hooks = hooks
         self._clock = clock
@@ -78,8 +78,10 @@ class Analyst:
         self._adapt = adapt
         self._lock = threading.Lock()
         self._timings = StrategyTimings(num_nodes=1)
-        self._every = config.statistics_every or 1  # until the noise is known
-        self._changed_at = -config.dwell_steps  # nothing has changed yet that should settle first
+        self._every = config.statistics.every_steps or 1  # until the noise is known
+        self._changed_at = (
+            -config.tuning.dwell_steps
+        )  # nothing has changed yet that should settle first
         self._switches_s: list[float] = []
         # The step after a change, not compared yet.
         self._first: tuple[TimingKey, float] | None = None
@@ -121,7 +123,7 @@ class Analyst:
         """Go on with these. Fits are made again from the timings."""
         with self._lock:
             self._timings.restore(timings)
-            self._every = self._config.statistics_every or statistics_every
+            self._every = self._config.statistics.every_steps or statistics_every
 
     @property
     def statistics_every(self) -> int:
@@ -170,7 +172,7 @@ class Analyst:
             self._switches_s = self._switches_s[-8:]
         plain = self._table.count(self._timings.key(ticket.config, measured=False))
         known = metrics.noise.is_known
-        if self._config.statistics_every is None and self._every == 1 and known and plain < 3:
+        if self._config.statistics.every_steps is None and self._every == 1 and known and plain < 3:
             self._set_cadence(FIRST_CADENCE)
         key = self._timings.key(ticket.config, measured=ticket.measured)
         if ticket.timed and finite:
@@ -207,7 +209,7 @@ class Analyst:
             ),
         )
         now = self._clock.now()
-        if now - self._window_start_s >= self._config.window_s:
+        if now - self._window_start_s >= self._config.reporting.window_s:
             self._draw()
         if self._is_tune_due(now, ticket.step):
             self._ask(now, ticket.step)
@@ -215,18 +217,18 @@ class Analyst:
     def _is_compiling_worth_it(self, metrics: StepMetrics[float]) -> bool:
         """Whether other batches may save more of the time left than it takes to compile them."""
         grad = metrics.noise.cautious
-        most = self._limits.max_micro_batches if self._config.accumulate else 1
+        most = self._limits.max_micro_batches if self._config.tuning.accumulate else 1
         sizes = self._strategies.sizes(self._current.strategy)
         batches = np.multiply.outer(sizes, np.arange(1, most + 1)) * self._current.num_replicas
         hopes = hoped_gain(grad, self._limits, self._current.global_batch_size, batches)
         hope = float(hopes.max())
         saved_s = self._left_s(metrics, grad) * (1 - 1 / hope) if hope > 1 else 0.0
         price_s = self._compile_s * max(len(sizes) - 1, 1)
-        wanted = self._config.policy == "goodput" and hope >= 1 + self._config.min_gain
+        wanted = self._config.policy == "goodput" and hope >= 1 + self._config.tuning.min_gain
         if self._adapt and self._strategies.num_strategies > 1 and metrics.noise.is_known:
             # Nobody knows what another strategy is worth; one that just merits a change must repay all.
             price_s = self._compile_s * self._strategies.num_strategies
-            if self._left_s(metrics, grad) * self._config.min_gain > price_s:
+            if self._left_s(metrics, grad) * self._config.tuning.min_gain > price_s:
                 return True
         return wanted and saved_s > price_s
 
@@ -241,7 +243,7 @@ class Analyst:
         return left / self._current.global_batch_size * step_s
 
     def _is_tune_due(self, now: float, step: int) -> bool:
-        if self._steps_seen < self._config.warm_up_steps or self._tuner.is_busy:
+        if self._steps_seen < self._config.tuning.warm_up_steps or self._tuner.is_busy:
             return False
         if step < self._pending:
             return False  # the loop has not taken up the last change yet
@@ -252,7 +254,7 @@ class Analyst:
         if self._probing:
             return since_change >= PROBE_STEPS
         if self._last_tune_step < self._changed_at:
-            return since_change >= self._config.dwell_steps  # it may want to go further
+            return since_change >= self._config.tuning.dwell_steps  # it may want to go further
         unknown = not self._latest.metrics.noise.is_known
         if self._was_unknown and not unknown:
             return True  # what was waited for has come
@@ -260,9 +262,9 @@ class Analyst:
             return True  # the last verdict was on times that compilation had blurred
         unknown |= self._fit is None
         return (
-            now - self._last_tune_s >= self._config.tune_every_s
-            or step - self._last_tune_step >= self._config.tune_every_steps
-            or (unknown and step - self._last_tune_step >= self._config.warm_up_steps)
+            now - self._last_tune_s >= self._config.tuning.every_s
+            or step - self._last_tune_step >= self._config.tuning.every_steps
+            or (unknown and step - self._last_tune_step >= self._config.tuning.warm_up_steps)
         )
 
     def _ask(self, now: float, step: int) -> None:
@@ -294,13 +296,13 @@ class Analyst:
             disturbed=self._disturbed,
             steps_since_change=step - self._changed_at,
             caution=Caution(
-                min_gain=config.min_gain,
+                min_gain=config.tuning.min_gain,
                 doubt=(UNKNOWN_DOUBT if math.isnan(doubt) else doubt) * self._disturbed,
-                dwell_steps=PROBE_STEPS if self._probing else config.dwell_steps,
-                max_growth=config.max_growth,
+                dwell_steps=PROBE_STEPS if self._probing else config.tuning.dwell_steps,
+                max_growth=config.tuning.max_growth,
                 switch_s=statistics.median(self._switches_s) if self._switches_s else 0.0,
             ),
-            accumulate=config.accumulate,
+            accumulate=config.tuning.accumulate,
             statistics_every=self._cadence(),
             adapt=self._adapt,
             left_s=self._left_s(metrics, grad),
@@ -392,8 +394,8 @@ class Analyst:
         self._requests.post(Control(statistics_every=every))
 
     def _cadence(self) -> int:
-        if self._config.statistics_every is not None:
-            return self._config.statistics_every
+        if self._config.statistics.every_steps is not None:
+            return self._config.statistics.every_steps
         if self._latest is None or not self._latest.metrics.noise.is_known:
             return 1  # until the noise is known, nothing is worth more than to know it
         plain = self._timings.key(self._current, measured=False)
@@ -403,7 +405,7 @@ class Analyst:
         cadence = statistics_cadence(
             self._table.median_s(plain),
             self._table.median_s(measured),
-            overhead=self._config.statistics_overhead,
+            overhead=self._config.statistics.overhead,
         )
         # After the batch has grown, what is known is from before: renew it soon.
         stale = self._latest.metrics.noise.newest_samples < MIN_SAMPLES

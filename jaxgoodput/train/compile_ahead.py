@@ -289,7 +289,7 @@ class SizeCompiler:
         if not fits:
             logging.warning(
                 "steps of %d samples per replica fit into memory, but not with a noise measurement: the "
-                "noise is not measured while they are in use. Lower batch.max, or raise memory_bytes.",
+                "noise is not measured meanwhile. Lower batch.max, or raise execution.memory_bytes.",
                 size,
             )
         elif need is not None and self.was_rehearsed(size):

@@ -93,11 +93,11 @@ class Due:
     def asked(self, now_s: float, progress: float | None) -> Control:
         """The wishes of this moment; `progress` None: not known yet."""
         config, save, evaluate = self._config, False, False
-        if now_s - self._save_s >= config.checkpoint_every_s:
+        if now_s - self._save_s >= config.saving.every_s:
             self._save_s, save = now_s, True
-        if config.eval_every_s and now_s - self._evaluate_s >= config.eval_every_s:
+        if config.evaluation.every_s and now_s - self._evaluate_s >= config.evaluation.every_s:
             self._evaluate_s, evaluate = now_s, True
-        every = config.eval_every_base_steps
+        every = config.evaluation.every_base_steps
         if every and progress and progress - self._progress >= every:
             self._progress, evaluate = progress, True
         return Control(save=save, evaluate=evaluate)

@@ -176,7 +176,7 @@ class Loop:
                 self.analyst.tell(Preempt(step=self.step, signal=self._outcome))
             if self.evaluator is not None and self._outcome is None:
                 self._evaluate()
-            if self._outcome or self.config.save_at_end:
+            if self._outcome or self.config.saving.at_end:
                 self._save(wait=True)
             reason = "preempted" if self._outcome else "done"
             if self._hook_error is not None:

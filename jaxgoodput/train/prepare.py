@@ -143,7 +143,7 @@ def prepare(
     Raises what `Trainer.fit` says it raises for settings that cannot work.
     """
     where = place(devices, config.strategies)
-    checkpoints = Checkpoints(config.workdir, keep=config.keep_checkpoints, world=where.world)
+    checkpoints = Checkpoints(config.workdir, keep=config.saving.keep, world=where.world)
     stack.callback(checkpoints.close)
     source = as_source(task.dataset())
     budget = _budget(config, where)
@@ -185,7 +185,7 @@ def prepare(
         if config.policy != "fixed":
             batch = plan.resumed(meta.batch, lambda size: _fits(engine, size, budget, ledger))
     evaluation = None
-    if config.eval_every_s or config.eval_every_base_steps:
+    if config.evaluation.every_s or config.evaluation.every_base_steps:
         evaluation = evaluator(task, config, where)
         with ledger.bucket("compilation"):
             evaluation.compile(engine.abstract_state())
@@ -199,14 +199,14 @@ def prepare(
         plan,
         plan_of,
         budget=budget,
-        reach=config.max_growth if config.background_compile else math.inf,
+        reach=config.tuning.max_growth if config.execution.background_compile else math.inf,
         compile_more=compile_evaluation,
     )
     stack.callback(strategies.close)
     strategies.use(batch)
     with ledger.bucket("compilation"):
         engine.compile([batch.micro_batch_size], accumulate=batch.num_micro_batches > 1)
-        if not config.background_compile:
+        if not config.execution.background_compile:
             strategies.prepare()
     remaining = None
     if config.epochs is not None:
@@ -218,7 +218,7 @@ def prepare(
         process_index=where.process_index,
         process_count=where.process_count,
         max_samples=remaining,
-        prefetch=config.prefetch,
+        prefetch=config.execution.prefetch,
         shuffle=config.shuffle,
         clock=clock,
     )
@@ -292,13 +292,15 @@ def problem_of(task: Task, config: Config) -> Problem:
             tx,
             rule,
             base_batch_size=config.batch.base,
-            smoothing=config.smoothing,
+            smoothing=config.statistics.smoothing,
             labels=labels,
         ),
         base_batch_size=config.batch.base,
         trainable=trainable,
         labels=labels,
-        preconditioned=adam_like if config.preconditioned is None else config.preconditioned,
+        preconditioned=adam_like
+        if config.statistics.preconditioned is None
+        else config.statistics.preconditioned,
         compute_dtype=None if config.compute_dtype is None else jnp.dtype(config.compute_dtype),
     )
 
@@ -318,7 +320,7 @@ def evaluator(task: Task, config: Config, where: Place) -> Evaluator:
         task.metrics_with_state,
         as_source(data),
         where.layout,
-        micro_batch_size=config.eval_micro_batch_size or base,
+        micro_batch_size=config.evaluation.micro_batch_size or base,
         compute_dtype=None if config.compute_dtype is None else jnp.dtype(config.compute_dtype),
         process_index=where.process_index,
         process_count=where.process_count,
@@ -330,8 +332,8 @@ def _budget(config: Config, where: Place) -> int:
     budget = memory.device_budget(
         where.layout.mesh.devices.flat[0],
         num_local_devices=where.layout.num_devices,
-        stated=config.memory_bytes,
-        margin=config.memory_margin,
+        stated=config.execution.memory_bytes,
+        margin=config.execution.memory_margin,
     )
     where.meet("before the plan")
     return memory.least(budget) if where.process_count > 1 else budget
@@ -355,9 +357,9 @@ def _plan(
         num_samples,
         budget=budget,
         needs=needs,
-        accumulate=config.accumulate,
+        accumulate=config.tuning.accumulate,
         fixed=config.policy == "fixed",
-        tolerance=config.fixed_tolerance,
+        tolerance=config.tuning.fixed_tolerance,
         strategy=strategy,
     )
 
@@ -425,11 +427,11 @@ def _observers(
     record = journal.Journal(config.workdir, clock=clock)
     stack.callback(record.close)
     hooks: list[Any] = [journal.Recorder(record)]
-    if config.tensorboard:
+    if config.reporting.tensorboard:
         dashboard = Dashboard(config.workdir, clock=clock, ledger=ledger)
         stack.callback(dashboard.close)
         hooks.append(dashboard)
-    if config.progress:
+    if config.reporting.progress:
         console = Console(clock=clock, total_base_steps=config.base_steps)
         stack.callback(console.close)
         hooks.append(console)

@@ -105,7 +105,7 @@ def prompt_threads(interval_s: float = 0.0005) -> Iterator[None]:
 @contextlib.contextmanager
 def persistent_cache(config: Config) -> Iterator[None]:
     """JAX's compilation cache under the workdir while a run lasts, unless one is set already."""
-    wanted = config.compilation_cache
+    wanted = config.execution.compilation_cache
     if wanted is None or jax.config.values["jax_compilation_cache_dir"]:
         yield
         return

@@ -127,7 +127,7 @@ class Trainer(Task):
 
         `strategy` names another one of `Config.strategies` to use it under, such as "fsdp8". What is not
         ready is compiled in the loop: see `compile_sizes`. To have no verdict interfere, set
-        `Config.warm_up_steps` beyond the end.
+        `Config.tuning.warm_up_steps` beyond the end.
         """
         if micro_batch_size < 1 or num_micro_batches < 1:
             raise ValueError(

@@ -135,7 +135,7 @@ def batch_plan(
             raise TooLarge(
                 f"a step with {micro} samples per replica needs {need.peak / 2**20:.0f} MiB "
                 f"({need.arguments / 2**20:.0f} of it state and batch), and there are "
-                f"{budget / 2**20:.0f} MiB. Raise memory_bytes if that is wrong, allow accumulation, "
+                f"{budget / 2**20:.0f} MiB. Raise execution.memory_bytes if wrong, allow accumulation, "
                 "cut the model over devices with Config.strategies (fsdp), or use a smaller model or "
                 "base batch."
             )
@@ -172,7 +172,7 @@ def fixed_config(
     """
     if largest_micro < 1:
         raise ValueError(
-            "not even one sample per replica fits into the memory budget; raise memory_bytes, or "
+            "not even one sample per replica fits into the memory budget; raise execution.memory_bytes, or "
             "make the model smaller."
         )
     best: tuple[float, int, BatchConfig] | None = None
@@ -199,7 +199,7 @@ def fixed_config(
         f"{num_replicas} replicas (at most {max_micro_batches} of at most {largest_micro} samples, "
         f"tolerance {tolerance:.0%}). "
         f"The nearest global batches that can are {near}: set batch.base to one of them, or raise "
-        "fixed_tolerance or batch.max_micro_batches."
+        "tuning.fixed_tolerance or batch.max_micro_batches."
     )
 
 

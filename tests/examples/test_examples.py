@@ -17,7 +17,9 @@ TRAINERS = ("quickstart", "language_model", "recommender")
 
 def run(name, workdir, *settings):
     """The example's printed result, from a process of its own."""
-    changes = [f"--set={s}" for s in ("tensorboard=false", "progress=false", *settings)]
+    changes = [
+        f"--set={s}" for s in ("reporting.tensorboard=false", "reporting.progress=false", *settings)
+    ]
     return output(f"{name}.py", "--workdir", workdir, *changes)
 
 

@@ -18,7 +18,7 @@ from jaxgoodput.observe import hooks, journal
 from jaxgoodput.observe.badput import TimeLedger
 from jaxgoodput.observe.events import Checkpoint, EvalEnd, Event, StepEnd
 from jaxgoodput.observe.hooks import Hook
-from jaxgoodput.observe.journal import Journal, Recorder, json_value
+from jaxgoodput.observe.journal import Journal, Recorder
 
 
 def step_end(step):
