@@ -44,10 +44,10 @@ from jaxgoodput.train.config import Saving as Saving
 from jaxgoodput.train.config import Statistics as Statistics
 from jaxgoodput.train.config import Tuning as Tuning
 from jaxgoodput.train.config import with_overrides as with_overrides
-from jaxgoodput.train.flax_models import from_linen as from_linen
-from jaxgoodput.train.flax_models import from_nnx as from_nnx
 from jaxgoodput.train.control import Diverged as Diverged
 from jaxgoodput.train.control import Preempted as Preempted
+from jaxgoodput.train.flax_models import from_linen as from_linen
+from jaxgoodput.train.flax_models import from_nnx as from_nnx
 from jaxgoodput.train.trainer import Trainer as Trainer
 
 rules = _learning_rate  # an import under another name is no promise of a stub's

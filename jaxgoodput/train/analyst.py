@@ -166,7 +166,7 @@ class Analyst:
 
     def _take(self, result: Result) -> None:
         ticket, metrics = result.ticket, result.metrics
-        finite = metrics.is_finite
+        finite = bool(metrics.is_finite)
         if ticket.config != self._current:
             self._current, self._changed_at, self._pending = ticket.config, ticket.step, 0
             self._switches_s = self._switches_s[-8:]

@@ -595,7 +595,7 @@ class StrategyCompiler:
                 if self._stopping:
                     return None
                 if other != engine.layout:
-                    engine.compile_moves([other])
+                    engine.engines.compile_moves([engine.layout, other])
         except MoveDoesNotFit as error:
             logging.info("the strategy %s is left out: %s", strategy, error)
             return None

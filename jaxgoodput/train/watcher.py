@@ -16,7 +16,7 @@ from jaxtyping import Array
 
 from jaxgoodput.clock import Clock
 from jaxgoodput.data.cursor import Cursor
-from jaxgoodput.engine.state import StepMetrics
+from jaxgoodput.engine.state import StepMetrics, Sums
 from jaxgoodput.goodput.search import BatchConfig
 from jaxgoodput.tune.timings import Parts, interval
 
@@ -37,7 +37,7 @@ class Ticket:
     after: Cursor
     metrics: Array
     accumulated: Array | None = None  # ready when the micro-batches are done
-    reduced: Array | None = None  # ready when the sums are exchanged
+    reduced: Sums | Array | None = None  # ready when the sums are exchanged
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -73,7 +73,7 @@ def window_of(
         gain=metrics.gain,
         learning_rate=learning_rate,
         statistics_every=statistics_every,
-        skipped_steps=metrics.num_skipped,
+        skipped_steps=int(metrics.num_skipped),
         memory_limit=memory_limit,
         eta_s=_eta_s(results, seconds, total_base_steps, total_samples),
     )

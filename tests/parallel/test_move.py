@@ -113,13 +113,13 @@ def every_pair():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("source", "target"), every_pair())
+@pytest.mark.parametrize(("source", "target"), list(every_pair()))
 def test_every_pair_moves_bitwise(source, target):
     moved_and_checked(layouts()[source], layouts()[target], value(), ON_CPU)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("source", "target"), every_pair())
+@pytest.mark.parametrize(("source", "target"), list(every_pair()))
 def test_every_pair_moves_bitwise_as_on_a_gpu(source, target):
     move = moved_and_checked(layouts()[source], layouts()[target], value(small=True), AS_ON_GPU)
     for group in move.groups:

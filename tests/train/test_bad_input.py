@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jaxgoodput.train.outcome import Diverged
 from problems import (
     NUM_SAMPLES,
     Counting,
@@ -23,7 +24,6 @@ from jaxgoodput.engine.state import Loss
 from jaxgoodput.goodput.search import BatchLimits
 from jaxgoodput.observe.events import Checkpoint, FitEnd, StepEnd, Window
 from jaxgoodput.train import setup
-from jaxgoodput.train.outcome import Diverged
 
 
 @pytest.fixture

@@ -176,15 +176,14 @@ def trained(kind: Kind, workdir: str, strategy: jg.Strategy | None = None) -> di
         epochs=EPOCHS,
         strategies=() if strategy is None else (strategy,),
         policy="fixed",
-        accumulate=kind.num_micro_batches > 1,
+        tuning=jg.Tuning(accumulate=kind.num_micro_batches > 1, warm_up_steps=1_000_000),
         compute_dtype=kind.compute_dtype,
-        statistics_every=2,  # steps that measure, and steps that do not
-        warm_up_steps=1_000_000,
-        background_compile=False,
-        compilation_cache=None,
-        tensorboard=False,
-        progress=False,
-        save_at_end=False,
+        statistics=jg.Statistics(
+            every_steps=2,  # steps that measure, and steps that do not
+        ),
+        execution=jg.Execution(background_compile=False, compilation_cache=None),
+        reporting=jg.Reporting(tensorboard=False, progress=False),
+        saving=jg.Saving(at_end=False),
     )
     seen = Losses()
     state = kind.trainer(config, hooks=[seen]).fit()

@@ -15,11 +15,11 @@ import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jaxgoodput.train.outcome import Preempted
 from problems import Counting, Mean, Recorder, config, counting_config, in_step, same
 
 from jaxgoodput.data.cursor import Cursor, take
 from jaxgoodput.observe.events import FitEnd, FitStart, StepEnd
-from jaxgoodput.train.outcome import Preempted
 
 BENCHMARK = pathlib.Path(__file__).resolve().parents[2] / "benchmarks" / "resume.py"
 

@@ -13,10 +13,10 @@ import compilations
 import jax
 import numpy as np
 import pytest
+from jaxgoodput.train.outcome import Preempted
 from problems import Counting, Evaluated, Recorder, counting_config, in_step
 
 from jaxgoodput.observe.events import Checkpoint, FitEnd, FitStart, Preempt, StepEnd
-from jaxgoodput.train.outcome import Preempted
 
 LIMIT_S = 120.0
 

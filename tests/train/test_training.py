@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from jaxgoodput.train.outcome import Preempted
 from problems import (
     NUM_SAMPLES,
     Counting,
@@ -33,7 +34,6 @@ from jaxgoodput.observe.events import (
     Window,
 )
 from jaxgoodput.observe.hooks import Every
-from jaxgoodput.train.outcome import Preempted
 from jaxgoodput.tune import tuner
 
 LONG = 1e5  # base steps: a run that something else must end

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
+from jaxgoodput.train.outcome import Preempted
 
 from jaxgoodput._jax import listen_for_compilations
 from jaxgoodput.data.loader import Loader
@@ -34,7 +35,6 @@ from jaxgoodput.observe.events import Checkpoint, EvalEnd, FitEnd, FitStart, Ste
 from jaxgoodput.optim import learning_rate as rules
 from jaxgoodput.train import prepare as start_module
 from jaxgoodput.train.config import Config, with_overrides
-from jaxgoodput.train.outcome import Preempted
 from jaxgoodput.train.trainer import Trainer
 
 NUM_SAMPLES = 50
