@@ -33,8 +33,8 @@ class TimeLedger:
     """Every second of wall time lies in exactly one bucket; what no bucket claims is productive.
 
     `bucket` is for one thread (the loop's); everything else may be called from any thread. The
-    ledger rides in a checkpoint (`to_json`) and continues after a restart (`from_json`); time while
-    nothing ran is not counted.
+    ledger rides in a checkpoint (`to_json`), and that of the next run goes on from there
+    (`continue_from`); time while nothing ran is not counted.
 
     >>> from jaxgoodput.clock import FakeClock
     >>> clock = FakeClock()
@@ -42,15 +42,14 @@ class TimeLedger:
     >>> with ledger.bucket("evaluation"):
     ...     clock.advance(1.0)
     >>> clock.advance(3.0)
-    >>> ledger.productive_s, ledger.snapshot()["evaluation"]
-    (3.0, 1.0)
+    >>> {name: seconds for name, seconds in ledger.snapshot().items() if seconds}
+    {'evaluation': 1.0, 'productive': 3.0}
     """
 
     def __init__(self, clock: Clock):
         self._clock = clock
         self._lock = threading.Lock()
-        self._start_s = clock.now()
-        self._earlier_s = 0.0  # wall time of previous runs
+        self._start_s = clock.now()  # earlier by the wall time of the runs before
         self._seconds = dict.fromkeys(BUCKETS, 0.0)
         self._open: list[_Open] = []
 
@@ -90,27 +89,23 @@ class TimeLedger:
             if self._open and self._open[-1].thread_id == threading.get_ident():
                 self._open[-1].inner_s += seconds
 
-    def add_before(self, name: str, seconds: float) -> None:
-        """Book `seconds` from before this ledger existed: the wall time grows with them."""
-        _check(name)
-        _check_seconds(seconds)
-        with self._lock:
-            self._seconds[name] += seconds
-            self._earlier_s += seconds
+    def continue_from(self, saved: Mapping[str, Any], last_seen: float | None = None) -> None:
+        """Add the seconds of earlier runs, as `to_json` saved them; buckets may be open meanwhile.
 
-    @property
-    def wall_s(self) -> float:
-        """Seconds covered: this run so far and all earlier ones."""
+        `last_seen` (Unix seconds) is the last sign of life of the run that died, such as its last
+        journal record: the time between the checkpoint and it was spent on steps that are undone,
+        so it is booked as wasted_progress_from_disruption.
+        """
+        lost_s = 0.0 if last_seen is None else max(last_seen - float(saved["saved_at"]), 0.0)
         with self._lock:
-            return self._wall_s(self._clock.now())
-
-    @property
-    def productive_s(self) -> float:
-        """Seconds in no bucket."""
-        return self.snapshot()[PRODUCTIVE]
+            self._start_s -= float(saved["wall_s"]) + lost_s
+            self._seconds["wasted_progress_from_disruption"] += lost_s
+            for name, seconds in saved["seconds"].items():
+                # A bucket of another version of this package must not stop a run from resuming.
+                self._seconds[name if name in BUCKETS else "other"] += float(seconds)
 
     def snapshot(self) -> dict[str, float]:
-        """Seconds by bucket, and under 'productive' the rest; the values sum to `wall_s`.
+        """Seconds by bucket, and under 'productive' the rest; together the wall time of all runs.
 
         A bucket that is still open counts with what it has used so far.
         """
@@ -118,7 +113,7 @@ class TimeLedger:
             now_s = self._clock.now()
             seconds = self._booked(now_s)
             # More booked than elapsed happens only when a caller books the same time twice.
-            seconds[PRODUCTIVE] = max(self._wall_s(now_s) - sum(seconds.values()), 0.0)
+            seconds[PRODUCTIVE] = max(now_s - self._start_s - sum(seconds.values()), 0.0)
             return seconds
 
     def to_json(self) -> dict[str, Any]:
@@ -126,34 +121,10 @@ class TimeLedger:
         with self._lock:
             now_s = self._clock.now()
             return {
-                "wall_s": self._wall_s(now_s),
+                "wall_s": now_s - self._start_s,
                 "saved_at": self._clock.wall(),  # Unix seconds
                 "seconds": self._booked(now_s),
             }
-
-    @classmethod
-    def from_json(
-        cls, saved: Mapping[str, Any], clock: Clock, *, last_seen: float | None = None
-    ) -> "TimeLedger":
-        """Continue a ledger of `to_json` after a restart.
-
-        `last_seen` (Unix seconds) is the last sign of life of the run that died, such as its last
-        journal record: the time between the checkpoint and it was spent on steps that are undone,
-        so it is booked as wasted_progress_from_disruption.
-        """
-        ledger = cls(clock)
-        ledger._earlier_s = float(saved["wall_s"])
-        for name, seconds in saved["seconds"].items():
-            # A bucket of another version of this package must not stop a run from resuming.
-            name = name if name in BUCKETS else "other"
-            ledger._seconds[name] += float(seconds)
-        if last_seen is not None:
-            lost_s = max(last_seen - float(saved["saved_at"]), 0.0)
-            ledger.add_before("wasted_progress_from_disruption", lost_s)
-        return ledger
-
-    def _wall_s(self, now_s: float) -> float:
-        return self._earlier_s + now_s - self._start_s
 
     def _booked(self, now_s: float) -> dict[str, float]:
         seconds = dict(self._seconds)

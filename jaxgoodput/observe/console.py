@@ -1,6 +1,5 @@
 """Progress for whoever watches the terminal: a bar on a tty, else a line every few seconds."""
 
-import importlib.util
 import math
 import sys
 from typing import Any
@@ -18,9 +17,8 @@ class Console:
     """Shows a run's progress; for process 0, called from one background thread.
 
     `stream` is a text stream, `total_base_steps` the length of the run (None where only the ETA
-    tells). On a terminal with rich installed `stream` gets a progress bar; elsewhere a line at most
-    every `every_s` seconds, through absl's log where that shows information, else straight to
-    `stream` (default: stderr).
+    tells). A terminal gets a progress bar; elsewhere a line comes at most every `every_s` seconds,
+    through absl's log where that shows information, else straight to `stream` (default: stderr).
     """
 
     def __init__(
@@ -59,9 +57,11 @@ class Console:
         if self._bar is not None:
             if self._task is not None:
                 self._bar.update(
-                    self._task, completed=event.progress, description=_facts(event, short=True)
+                    self._task,
+                    completed=event.progress,
+                    description=_facts(event, short=True),
+                    refresh=True,
                 )
-                self._bar.refresh()
             return
         now_s = self._clock.now()
         if now_s - self._last_s >= self._every_s:
@@ -112,9 +112,7 @@ def progress_line(event: Window, total_base_steps: float | None) -> str:
         # The last update may pass the goal.
         facts.append(f"{min(100.0 * event.progress / total_base_steps, 100.0):.1f} %")
     facts.append(f"batch {describe(event.config)}")
-    facts.append(_facts(event))
-    facts.append(f"ETA {seconds(event.eta_s)}")
-    return " | ".join(facts)
+    return " | ".join([*facts, _facts(event)])
 
 
 def _facts(event: Window, *, short: bool = False) -> str:
@@ -129,26 +127,19 @@ def _facts(event: Window, *, short: bool = False) -> str:
         facts.append(f"noise scale {compact(event.noise_scale)}")
     if event.skipped_steps:
         facts.append(f"{event.skipped_steps} skipped")
+    facts.append(f"ETA {seconds(event.eta_s)}")
     return " | ".join(facts)
 
 
 def _bar(stream: Any) -> Any:
-    if importlib.util.find_spec("rich") is None:
-        return None
+    # Slow to import for a run whose output is read by nobody.
     from rich.console import Console as RichConsole
-    from rich.progress import (
-        BarColumn,
-        Progress,
-        TaskProgressColumn,
-        TextColumn,
-        TimeRemainingColumn,
-    )
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
     return Progress(
         BarColumn(bar_width=24),
         TaskProgressColumn(),
         TextColumn("{task.description}", markup=False),
-        TimeRemainingColumn(),
         console=RichConsole(file=stream),
         # No thread of its own, and the process's stdout and stderr stay what they are.
         auto_refresh=False,

@@ -1,20 +1,26 @@
 """One TensorBoard event file: never truncates another, hides what a restart has undone.
 
-Writes through tensorboardX's synchronous writer: the caller is a background thread already.
+Writes through tensorboardX's `EventsWriter`, in the caller's thread, which is a background thread
+already. Its `SummaryWriter` has a queue and a thread of its own: its `flush` does not wait for the
+queue, so that a run killed after a checkpoint lost points from before it (a test shows this), and
+after one refused write its thread is dead and the next dozen events block the run for ever.
 """
 
 import os
 import pathlib
-from collections.abc import Mapping
+import struct
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
 from absl import logging
 from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto.event_pb2 import (
+    Event,  # pyright: ignore[reportAttributeAccessIssue]
+    SessionLog,  # pyright: ignore[reportAttributeAccessIssue]
+)
+from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 
 from jaxgoodput.clock import Clock
-from jaxgoodput.observe.protos import Event, SessionLog, Summary
-from jaxgoodput.observe.raster import encode_png
 
 
 class EventFile:
@@ -25,14 +31,7 @@ class EventFile:
     that refuses data costs that data and a warning, not the run.
     """
 
-    def __init__(
-        self,
-        directory: pathlib.Path,
-        *,
-        clock: Clock,
-        restart: int,
-        first_step: int,
-    ):
+    def __init__(self, directory: pathlib.Path, *, clock: Clock, restart: int, first_step: int):
         directory.mkdir(parents=True, exist_ok=True)
         self._clock = clock
         self._num_lost = 0
@@ -50,18 +49,14 @@ class EventFile:
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         """One event with a scalar per tag."""
-        summary = Summary()
-        for tag, value in values.items():
-            summary.value.add(tag=tag, simple_value=value)
         if values:
-            self.summary(summary, step)
+            found = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
+            self.summary(Summary(value=found), step)
 
-    def image(self, tag: str, pixels: np.ndarray, step: int) -> None:
-        """A picture, uint8 RGB [height, width, 3]; encoded here: Pillow is no dependency."""
-        height, width, _ = pixels.shape
-        image = Summary.Image(
-            height=height, width=width, colorspace=3, encoded_image_string=encode_png(pixels)
-        )
+    def image(self, tag: str, png: bytes, step: int) -> None:
+        """A picture."""
+        width, height = struct.unpack(">II", png[16:24])  # where every PNG says it
+        image = Summary.Image(width=width, height=height, encoded_image_string=png)
         self.summary(Summary(value=[Summary.Value(tag=tag, image=image)]), step)
 
     def summary(self, summary: Any, step: int) -> None:
@@ -70,32 +65,26 @@ class EventFile:
 
     def flush(self) -> None:
         """Hand everything to the disk."""
-        try:
-            self._writer.flush()
-        except OSError as error:
-            self._lost(error)
+        self._survive(self._writer.flush)
 
     def close(self) -> None:
         """Flush and close the file."""
-        try:
-            self._writer.close()
-        except OSError as error:
-            self._lost(error)
+        self._survive(self._writer.close)
 
     def _write(self, event: Any) -> None:
         event.wall_time = self._clock.wall()
-        try:
-            self._writer.write_event(event)
-        except OSError as error:
-            self._lost(error)
+        self._survive(lambda: self._writer.write_event(event))
 
-    def _lost(self, error: OSError) -> None:
-        self._num_lost += 1
-        if self._num_lost == 1 or self._num_lost % 100 == 0:
-            logging.warning(
-                "TensorBoard events in %s could not be written (%s; %d so far). Training goes on. "
-                "Free some space on that disk to have the rest recorded.",
-                self._directory,
-                error,
-                self._num_lost,
-            )
+    def _survive(self, write: Callable[[], Any]) -> None:
+        try:
+            write()
+        except OSError as error:
+            self._num_lost += 1
+            if self._num_lost == 1 or self._num_lost % 100 == 0:
+                logging.warning(
+                    "TensorBoard events in %s could not be written (%s; %d so far). Training goes "
+                    "on. Free some space on that disk to have the rest recorded.",
+                    self._directory,
+                    error,
+                    self._num_lost,
+                )

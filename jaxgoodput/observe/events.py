@@ -1,8 +1,13 @@
-"""What the loop tells the outside: frozen records for hooks, the dashboard and the journal."""
+"""What the loop tells the outside: frozen records for hooks, the dashboard and the journal.
+
+An event is added here and nowhere else: the class names the method of a hook that hears of it, and
+the journal writes whatever comes. (`hooks.Hook` lists the methods for people.)
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 from jaxgoodput.data.cursor import Cursor
 from jaxgoodput.goodput.efficiency import GradParams
@@ -12,133 +17,185 @@ from jaxgoodput.tune.verdict import Verdict
 
 
 @dataclass(frozen=True, kw_only=True)
-class FitStart:
+class Event:
+    """Something that happened to a run; each kind of event is a subclass."""
+
+    hook: ClassVar[str]
+    """The method of a hook that hears of it."""
+    journaled: ClassVar[bool] = True
+    """Whether the journal writes it, but for fields whose metadata are `NOT_JOURNALED`."""
+    step: int
+    """Optimizer updates applied so far; of a `StepEnd` its own index, from 1."""
+
+
+NOT_JOURNALED = MappingProxyType({"journaled": False})
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitStart(Event):
     """A run begins, new or restored."""
 
-    step: int  # optimizer updates already applied
-    progress: float  # base steps
-    restart: int  # 0 for the first run in this workdir
+    hook: ClassVar[str] = "on_fit_start"
+    progress: float
+    """Base steps done."""
+    restart: int
+    """0 for the first run in this workdir."""
     config: BatchConfig
     limits: BatchLimits
     device_kind: str
     num_devices: int
     num_processes: int
-    settings: Mapping[str, Any]  # the whole configuration as JSON values
-    at_s: float  # when all was ready for the first step, by the trainer's clock
+    settings: Mapping[str, Any]
+    """The whole configuration as JSON values."""
+    at_s: float
+    """When all was ready for the first step, by the trainer's clock."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepEnd:
+class StepEnd(Event):
     """One update is done (or was skipped because its gradient was not finite)."""
 
-    step: int  # index of the update, from 1
-    progress: float  # base steps, after this update
-    samples: int  # real samples applied since the first run began
+    hook: ClassVar[str] = "on_step_end"
+    journaled: ClassVar[bool] = False
+    progress: float
+    """Base steps done, this update among them."""
+    samples: int
+    """Real samples applied since the first run began."""
     config: BatchConfig
-    num_samples: int  # real samples of this update, all processes
+    num_samples: int
+    """Real samples of this update, all processes."""
     before: Cursor
     after: Cursor
     finite: bool
-    at_s: float  # when it was complete, by the trainer's clock; hooks hear of it later
-    seconds: float | None  # completion to completion; None for a step that is not timed
-    metrics: Mapping[str, float]  # loss, grad_norm, gain, ..., the user's own scalars
+    at_s: float
+    """When it was complete, by the trainer's clock; hooks hear of it later."""
+    seconds: float | None
+    """From completion to completion; None for a step that is not timed."""
+    metrics: Mapping[str, float]
+    """`loss`, `grad_norm`, `gain` and so on, and the user's own scalars."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Window:
+class Window(Event):
     """Averages over the steps since the previous window: what the dashboard draws."""
 
-    step: int
+    hook: ClassVar[str] = "on_window"
     progress: float
     samples: int
     epoch: int
     config: BatchConfig
-    num_steps: int  # steps in this window
-    seconds: float  # wall time of this window
-    metrics: Mapping[str, float]  # means over the window: loss, grad_norm, the user's own
-    measured_step_s: float  # median; NaN where no step was timed
-    predicted_step_s: float  # by the model, for this configuration; NaN = unknown
-    predicted_error: float  # the fit's RMS log error; NaN = unknown
-    goodput_measured: float  # measured throughput x efficiency, useful samples/s; NaN = unknown
+    num_steps: int
+    """Steps in this window."""
+    seconds: float
+    """Wall time of this window."""
+    metrics: Mapping[str, float]
+    """Means over the window: `loss`, `grad_norm`, the user's own."""
+    measured_step_s: float
+    """The median step time; NaN where no step was timed."""
+    predicted_step_s: float
+    """The model's step time for this configuration; NaN = unknown."""
+    predicted_error: float
+    """The fit's RMS log error; NaN = unknown."""
+    goodput_measured: float
+    """Measured throughput x efficiency, useful samples/s; NaN = unknown."""
     goodput_predicted: float
-    throughput: float  # samples/s measured
-    efficiency: float  # statistical efficiency at this batch; NaN = unknown
-    grad: GradParams  # smoothed estimates; NaN = unknown
-    noise_scale: float  # samples; NaN = unknown
-    noise_confidence: float  # effective number of noise samples behind the estimate
-    gain: float  # learning-rate factor
-    learning_rate: float  # the user's own, before the gain; NaN = not known
+    throughput: float
+    """Samples/s, measured."""
+    efficiency: float
+    """Statistical efficiency at this batch; NaN = unknown."""
+    grad: GradParams
+    """Smoothed estimates of the gradient's signal and noise; NaN = unknown."""
+    noise_scale: float
+    """The batch at which noise and signal are equal, samples; NaN = unknown."""
+    noise_confidence: float
+    """Effective number of noise samples behind the estimate."""
+    gain: float
+    """The factor on the learning rate."""
+    learning_rate: float
+    """The user's own, before the gain; NaN = unknown."""
     statistics_every: int
-    skipped_steps: int  # since the run began
-    memory_limit: int  # the largest micro-batch that fits
+    skipped_steps: int
+    """Updates left out since the run began."""
+    memory_limit: int
+    """The largest micro-batch that fits."""
     eta_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
-class TuneEnd:
+class TuneEnd(Event):
     """The model was fitted and a verdict was reached."""
 
-    step: int
+    hook: ClassVar[str] = "on_tune_end"
     before: BatchConfig
     verdict: Verdict
     fit: PerfFit | None
-    timings: StepTimings | None
+    timings: StepTimings | None = field(metadata=NOT_JOURNALED)
+    """They ride in the checkpoint; in the journal they would be most of the file."""
     grad: GradParams
     num_nodes: int
     num_replicas: int
     limits: BatchLimits
-    residuals: tuple[tuple[int, float], ...]  # (micro-batch size, measured / modelled step time)
+    residuals: tuple[tuple[int, float], ...]
+    """Pairs of a micro-batch size and its measured over its modelled step time."""
     switched: bool
 
 
 @dataclass(frozen=True, kw_only=True)
-class Resharded:
+class Resharded(Event):
     """The state was moved from one strategy's layout to another's, in memory."""
 
-    step: int
-    before: str  # strategy
+    hook: ClassVar[str] = "on_reshard"
+    before: str
+    """The strategy that was left."""
     after: str
-    seconds: float  # during which the loop stood still
-    bytes_moved: int  # between devices
-    largest_send_bytes: int  # by one device
-    peak_extra_bytes: int  # on one device, beyond what it holds before or after
+    seconds: float
+    """How long the loop stood still."""
+    bytes_moved: int
+    """Sent between devices."""
+    largest_send_bytes: int
+    """Sent by one device."""
+    peak_extra_bytes: int
+    """Memory of one device beyond what it holds before or after."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalEnd:
+class EvalEnd(Event):
     """An evaluation is done."""
 
-    step: int
+    hook: ClassVar[str] = "on_eval_end"
     progress: float
-    at_s: float  # when it ended, by the trainer's clock
+    at_s: float
+    """When it ended, by the trainer's clock."""
     seconds: float
     metrics: Mapping[str, float]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Checkpoint:
+class Checkpoint(Event):
     """A checkpoint was handed to the writer, or failed."""
 
-    step: int
-    seconds: float  # during which the loop stood still
+    hook: ClassVar[str] = "on_checkpoint"
+    seconds: float
+    """How long the loop stood still."""
     error: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Preempt:
+class Preempt(Event):
     """The run was asked to stop and will save."""
 
-    step: int
+    hook: ClassVar[str] = "on_preempt"
     signal: str
 
 
 @dataclass(frozen=True, kw_only=True)
-class FitEnd:
+class FitEnd(Event):
     """The run is over; `reason` is 'done', 'preempted', or what went wrong."""
 
-    step: int
+    hook: ClassVar[str] = "on_fit_end"
     progress: float
     samples: int
     seconds: float
     reason: str
-    buckets_s: Mapping[str, float] = field(default_factory=dict)  # badput, by bucket
+    buckets_s: Mapping[str, float] = field(default_factory=dict)
+    """Wall time by bucket of the time ledger."""

@@ -1,33 +1,40 @@
 """The dashboard's pictures: where goodput lies, and how well the model tells the truth.
 
-Each returns uint8 RGB [height, width, 3]. Drawn with matplotlib where it is installed (extra
-`plots`; no pyplot, so no global state), else with the canvas of `raster.py`.
+For matplotlib (extra `plots`), through its object interface: pyplot would keep global state. So
+import this file only where matplotlib is installed.
 """
 
-import importlib.util
+import io
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
+import matplotlib
 import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from jaxgoodput.goodput.efficiency import GradParams, noise_scale
 from jaxgoodput.goodput.model import GoodputModel
 from jaxgoodput.goodput.perf import PerfParams, Placement, step_time
-from jaxgoodput.observe import plots
 from jaxgoodput.observe.events import TuneEnd
-from jaxgoodput.observe.plots import Mark, Series
+from jaxgoodput.text import compact
 
 # Colours that stay apart for colour-blind eyes (Okabe and Ito, 2008).
-BLUE, ORANGE, GREEN, RED = (0, 114, 178), (230, 159, 0), (0, 158, 115), (213, 94, 0)
+BLUE, ORANGE, GREEN, RED, GREY = "#0072b2", "#e69f00", "#009e73", "#d55e00", "#969ba0"
+PALE = "#e4e6e9"
 
 _MAX_COLUMNS = 14
 
 
-def has_matplotlib() -> bool:
-    """Whether the extra `plots` is installed."""
-    return importlib.util.find_spec("matplotlib") is not None
+def png(figure: Figure) -> bytes:
+    """The picture as a PNG file of 720 x 440 pixels."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png")
+    return buffer.getvalue()
 
 
 @dataclass(frozen=True)
@@ -55,7 +62,7 @@ def _known(tune: TuneEnd) -> _Known | None:
     )
 
 
-def goodput_surface(tune: TuneEnd, *, matplotlib: bool | None = None) -> np.ndarray | None:
+def goodput_surface(tune: TuneEnd) -> Figure | None:
     """Goodput over micro-batch size and count, percent of the best; None without a fit.
 
     Cells outside the limits are grey; a thin frame marks the configuration before, a thick one the
@@ -77,29 +84,29 @@ def goodput_surface(tune: TuneEnd, *, matplotlib: bool | None = None) -> np.ndar
     worth = known.model.goodput if known.has_efficiency else known.model.throughput
     values = np.array(worth(known.placement, micro, number), float)
     batch = micro * number * tune.num_replicas
-    smallest = tune.limits.smallest
-    values[(batch > tune.limits.max) | (batch < smallest)] = np.nan
+    values[(batch > tune.limits.max) | (batch < tune.limits.smallest)] = np.nan
     best = np.nanmax(values) if np.isfinite(values).any() else np.nan
-    percent = 100.0 * values / best
     name = "goodput" if known.has_efficiency else "throughput (noise unknown)"
-    marks = []
+    figure, axes = _figure(
+        f"step {tune.step}: {name}, % of the best over {tune.num_replicas} replicas",
+        "micro-batch, samples per replica",
+        "micro-batches per step",
+    )
+    _cells(axes, 100.0 * values / best)
+    axes.set_xticks(range(len(sizes)), [str(size) for size in sizes], fontsize=8)
+    axes.set_yticks(range(len(counts)), [str(count) for count in counts], fontsize=8)
     for config, width, label in ((tune.before, 1, "before"), (verdict, 3, "verdict")):
         if config.micro_batch_size in sizes and config.num_micro_batches in counts:
-            row = counts.index(config.num_micro_batches)
-            marks.append(Mark(row, sizes.index(config.micro_batch_size), width, label))
-    return plots.heat_map(
-        percent,
-        title=f"step {tune.step}: {name}, % of the best over {tune.num_replicas} replicas",
-        x_label="micro-batch, samples per replica",
-        x_ticks=[str(size) for size in sizes],
-        y_label="micro-batches per step",
-        y_ticks=[str(count) for count in counts],
-        marks=marks,
-        matplotlib=has_matplotlib() if matplotlib is None else matplotlib,
-    )
+            column = sizes.index(config.micro_batch_size)
+            corner = (column - 0.47, counts.index(config.num_micro_batches) - 0.47)
+            frame = Rectangle(corner, 0.94, 0.94, fill=False, ec="#c81e1e", lw=width, label=label)
+            axes.add_patch(frame)
+    axes.add_patch(Rectangle((0, 0), 0, 0, fc=PALE, label="outside the limits"))
+    figure.legend(loc="outside lower center", ncols=3, fontsize=8, frameon=False)
+    return figure
 
 
-def goodput_curve(tune: TuneEnd, *, matplotlib: bool | None = None) -> np.ndarray | None:
+def goodput_curve(tune: TuneEnd) -> Figure | None:
     """Throughput and goodput over the global batch, with the verdict and the noise scale marked.
 
     At each global batch the better split into micro-batches counts. None without a fit.
@@ -123,31 +130,32 @@ def goodput_curve(tune: TuneEnd, *, matplotlib: bool | None = None) -> np.ndarra
     throughput = throughput[order][first]
     front = throughput >= np.maximum.accumulate(throughput) * (1 - 1e-9)
     batch, throughput = batch[front], throughput[front]
-    series = [Series(batch, throughput, "throughput, samples/s", BLUE, "line")]
-    verticals = [(float(tune.verdict.config.global_batch_size), "verdict", GREEN)]
+    figure, axes = _figure(
+        f"step {tune.step}: what a larger batch brings",
+        "global batch, samples",
+        "samples per second",
+    )
+    axes.plot(batch, throughput, color=BLUE, label="throughput, samples/s")
     if known.has_efficiency:
         useful = throughput * np.asarray(known.model.efficiency(batch), float)
-        series.append(Series(batch, useful, "goodput, useful samples/s", RED, "line"))
+        axes.plot(batch, useful, color=RED, label="goodput, useful samples/s")
+    verdict = float(tune.verdict.config.global_batch_size)
+    axes.axvline(verdict, color=GREEN, linestyle="--", label="verdict")
+    if known.has_efficiency:
         critical = float(noise_scale(known.model.grad, tune.limits.base))
         if batch[0] <= critical <= batch[-1]:
-            verticals.append((critical, "noise scale", ORANGE))
-    return plots.xy_plot(
-        series,
-        title=f"step {tune.step}: what a larger batch brings",
-        x_label="global batch, samples",
-        y_label="samples per second",
-        verticals=verticals,
-        matplotlib=has_matplotlib() if matplotlib is None else matplotlib,
-    )
+            axes.axvline(critical, color=ORANGE, linestyle="--", label="noise scale")
+    _logarithmic(axes)
+    return figure
 
 
-def fit_scatter(tune: TuneEnd, *, matplotlib: bool | None = None) -> np.ndarray | None:
+def fit_scatter(tune: TuneEnd) -> Figure | None:
     """Predicted against measured seconds, a dot a configuration; None without fit or timings.
 
     On the diagonal the model is exact; the dashed lines are one fit error away.
     """
     known = _known(tune)
-    if known is None or tune.timings is None:
+    if known is None or tune.fit is None or tune.timings is None:
         return None
     rows = tune.timings
     micro = np.asarray(rows.micro_batch_size, float)
@@ -155,37 +163,75 @@ def fit_scatter(tune: TuneEnd, *, matplotlib: bool | None = None) -> np.ndarray 
         num_nodes=np.asarray(rows.num_nodes), num_replicas=np.asarray(rows.num_replicas)
     )
     perf = known.model.perf
-    whole = np.asarray(step_time(perf, placement, micro, 1), float)
-    alone = perf.compute_base + perf.compute_per_sample * micro
-    series = []
-    for name, measured, predicted, colour in (
-        ("whole step", rows.step_s, whole, BLUE),
-        ("micro-batch without sync", rows.accumulate_s, alone, ORANGE),
-    ):
-        measured = np.asarray(measured, float)
-        used = (np.asarray(rows.weight) > 0) & (measured > 0) & (predicted > 0)
-        if used.any():
-            series.append(Series(measured[used], predicted[used], name, colour, "dots"))
-    if not series:
-        return None
-    seen = np.concatenate([np.concatenate([s.x, s.y]) for s in series])
-    ends = np.array([seen.min() / 1.2, seen.max() * 1.2])
-    error = float(tune.fit.error) if tune.fit is not None else math.nan
-    lines = [Series(ends, ends, "exact", (90, 94, 98), "line")]
-    if math.isfinite(error):
-        factor = math.exp(error)
-        lines.append(Series(ends, ends * factor, f"fit error {error:.1%}", (150, 155, 160), "dash"))
-        lines.append(Series(ends, ends / factor, "", (150, 155, 160), "dash"))
-    return plots.xy_plot(
-        [*lines, *series],
-        title=f"step {tune.step}: the model against the clock",
-        x_label="measured, s",
-        y_label="predicted, s",
-        matplotlib=has_matplotlib() if matplotlib is None else matplotlib,
+    figure, axes = _figure(
+        f"step {tune.step}: the model against the clock", "measured, s", "predicted, s"
     )
+    seen = []
+    for name, measured, predicted, colour in (
+        ("whole step", rows.step_s, step_time(perf, placement, micro, 1), BLUE),
+        (
+            "micro-batch without sync",
+            rows.accumulate_s,
+            perf.compute_base + perf.compute_per_sample * micro,
+            ORANGE,
+        ),
+    ):
+        x, y = np.asarray(measured, float), np.asarray(predicted, float)
+        used = (np.asarray(rows.weight) > 0) & (x > 0) & (y > 0)
+        if used.any():
+            axes.plot(x[used], y[used], "o", color=colour, markeredgecolor="white", label=name)
+            seen += [*x[used], *y[used]]
+    if not seen:
+        return None
+    ends = np.array([min(seen) / 1.2, max(seen) * 1.2])
+    axes.plot(ends, ends, color=GREY, label="exact", zorder=1)
+    error = float(tune.fit.error)
+    if math.isfinite(error):
+        for factor, label in (
+            (math.exp(error), f"fit error {error:.1%}"),
+            (math.exp(-error), None),
+        ):
+            axes.plot(ends, ends * factor, "--", color=GREY, linewidth=1, label=label, zorder=1)
+    _logarithmic(axes)
+    return figure
 
 
-def _thinned(values: Sequence[int], keep: set[Any]) -> list[int]:
+def _figure(title: str, x_label: str, y_label: str) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(7.2, 4.4), dpi=100, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    axes.set_title(title, fontsize=12)
+    axes.set_xlabel(x_label)
+    axes.set_ylabel(y_label)
+    return figure, axes
+
+
+def _cells(axes: Axes, percent: np.ndarray) -> None:
+    """A heat map with its numbers, row 0 at the bottom; NaN is grey."""
+    # From the least to the most that is there: a surface is often flat near its best.
+    colours = matplotlib.colormaps["viridis"].with_extremes(bad=PALE)
+    image = axes.imshow(np.ma.masked_invalid(percent), cmap=colours, origin="lower", aspect="auto")
+    for (row, column), value in np.ndenumerate(percent):
+        if math.isfinite(value):
+            colour = "black" if float(image.norm(value)) > 0.6 else "white"
+            where = {"ha": "center", "va": "center", "fontsize": 8}
+            axes.text(column, row, f"{value:.0f}", color=colour, **where)
+
+
+def _logarithmic(axes: Axes) -> None:
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    for axis, (low, high) in ((axes.xaxis, axes.get_xlim()), (axes.yaxis, axes.get_ylim())):
+        round_numbers = (1.0, 2.0, 5.0) if high < 1e4 * low else (1.0,)
+        axis.set_major_locator(LogLocator(subs=round_numbers, numticks=15))
+        axis.set_major_formatter(FuncFormatter(lambda value, _: compact(value)))
+        axis.set_minor_locator(NullLocator())
+    axes.grid(True, color=PALE)
+    axes.set_axisbelow(True)
+    axes.legend(fontsize=9)
+
+
+def _thinned(values: Sequence[int], keep: set[int]) -> list[int]:
     """At most `_MAX_COLUMNS` values, ends and `keep` among them, the rest evenly spread."""
     values = sorted({*values} | {value for value in keep if value >= 1})
     if len(values) <= _MAX_COLUMNS:

@@ -10,6 +10,7 @@ from typing import Any
 from jaxgoodput.observe.events import (
     Checkpoint,
     EvalEnd,
+    Event,
     FitEnd,
     FitStart,
     Preempt,
@@ -22,6 +23,9 @@ from jaxgoodput.observe.events import (
 
 class Hook:
     """Override what is of interest; the rest does nothing."""
+
+    def on_event(self, event: Event, /) -> None:
+        """Anything happened; called before the event's own method."""
 
     def on_fit_start(self, event: FitStart, /) -> None:
         """Training begins or resumes."""
@@ -69,26 +73,13 @@ class Every(Hook):
             self._function(event)
 
 
-_METHOD = {
-    FitStart: "on_fit_start",
-    StepEnd: "on_step_end",
-    Window: "on_window",
-    TuneEnd: "on_tune_end",
-    Resharded: "on_reshard",
-    EvalEnd: "on_eval_end",
-    Checkpoint: "on_checkpoint",
-    Preempt: "on_preempt",
-    FitEnd: "on_fit_end",
-}
-
-
-def call(hooks: Sequence[Any], event: Any) -> None:
+def call(hooks: Sequence[Any], event: Event) -> None:
     """Tell every hook that has a method for it about `event`."""
+    names = ["on_event", event.hook]
+    if isinstance(event, TuneEnd) and event.switched:
+        names.append("on_batch_size_change")
     for hook in hooks:
-        method = getattr(hook, _METHOD[type(event)], None)
-        if method is not None:
-            method(event)
-        if isinstance(event, TuneEnd) and event.switched:
-            change = getattr(hook, "on_batch_size_change", None)
-            if change is not None:
-                change(event)
+        for name in names:
+            method = getattr(hook, name, None)
+            if method is not None:
+                method(event)

@@ -1,7 +1,7 @@
 """The run's own story as lines of JSON: `workdir/goodput.jsonl`, appended to, never rewritten.
 
-One object a line: `event` (the name of a record of `events.py`), `wall` (Unix seconds), `restart`,
-and the record's fields. After a crash the reader leaves out what the restart has undone, so that
+One object a line: `event` (the name of a class of `events.py`), `wall` (Unix seconds), `restart`,
+and the event's fields. After a crash the reader leaves out what the restart has undone, so that
 nothing counts twice.
 """
 
@@ -12,20 +12,17 @@ import math
 import os
 import pathlib
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from absl import logging
 
 from jaxgoodput.clock import Clock
-from jaxgoodput.observe.badput import PRODUCTIVE, TimeLedger
-from jaxgoodput.observe.events import FitStart
+from jaxgoodput.observe.badput import TimeLedger
+from jaxgoodput.observe.events import Event, FitStart
 
 FILE_NAME = "goodput.jsonl"
-
-# The timings ride in the checkpoint; here they would be most of the file.
-_LEFT_OUT = {"TuneEnd": frozenset({"timings"})}
 
 
 def json_value(value: Any) -> Any:
@@ -74,20 +71,19 @@ class Journal:
         self._file = open(path, "ab+", buffering=0)
         self._torn = _ends_mid_line(self._file)
 
-    def write(self, record: Any) -> None:
-        """Append one record of `events.py` (any dataclass)."""
-        if isinstance(record, FitStart):
-            self._restart = record.restart
-        name = type(record).__name__
-        left_out = _LEFT_OUT.get(name, frozenset())
+    def write(self, event: Event) -> None:
+        """Append one event, less the fields that it keeps out of the journal."""
+        if isinstance(event, FitStart):
+            self._restart = event.restart
+        name = type(event).__name__
         line: dict[str, Any] = {
             "event": name,
             "wall": self._clock.wall(),
             "restart": self._restart,
         }
-        for field in dataclasses.fields(record):
-            if field.name not in left_out:
-                line[field.name] = json_value(getattr(record, field.name))
+        for field in dataclasses.fields(event):
+            if field.metadata.get("journaled", True):
+                line[field.name] = json_value(getattr(event, field.name))
         data = json.dumps(line, allow_nan=False).encode("ascii") + b"\n"
         if self._torn:
             # A line that a killed run or a full disk left unfinished must not swallow this one.
@@ -177,46 +173,47 @@ def _ends_mid_line(file: Any) -> bool:
 
 
 class Recorder:
-    """The journal as a hook: everything but the single steps."""
+    """The journal as a hook: it writes every event that does not say otherwise."""
 
     def __init__(self, record: Journal):
-        for name in (
-            "on_fit_start",
-            "on_window",
-            "on_tune_end",
-            "on_reshard",
-            "on_eval_end",
-            "on_checkpoint",
-            "on_preempt",
-            "on_fit_end",
-        ):
-            setattr(self, name, record.write)
+        self._record = record
+
+    def on_event(self, event: Event) -> None:
+        """Write the event, whatever its kind."""
+        if event.journaled:
+            self._record.write(event)
 
 
-def resumed(
-    workdir: str | os.PathLike[str],
-    ledger: TimeLedger,
-    saved: Mapping[str, Any] | None,
-    clock: Clock,
-) -> tuple[TimeLedger, int]:
-    """The ledger that continues those of the runs before in this workdir, and how many there were.
+class EarlierRuns(NamedTuple):
+    """What a journal tells of the runs before; times in Unix seconds, None where there was no run."""
 
-    `saved` is the ledger of the checkpoint, None where there is none: then all the time of the latest
-    run was lost with it. `ledger` is this run's own so far.
-    """
+    num_runs: int
+    last_seen: float | None
+    """When the last record was written."""
+    latest_start: float | None
+
+
+def earlier_runs(workdir: str | os.PathLike[str], *, before: int | None = None) -> EarlierRuns:
+    """The runs in this workdir so far, or those before restart number `before`."""
     path = pathlib.Path(workdir) / FILE_NAME
     records = read(path, keep_undone=True) if path.exists() else []
-    starts = [r for r in records if r["event"] == FitStart.__name__]
+    records = [r for r in records if before is None or r["restart"] < before]
+    starts = [r["wall"] for r in records if r["event"] == FitStart.__name__]
     if not starts:
-        return ledger, 0
-    last_seen = records[-1]["wall"]
-    if saved is None:
-        ledger.add_before(
-            "wasted_progress_from_disruption", max(last_seen - starts[-1]["wall"], 0.0)
-        )
-        return ledger, len(starts)
-    whole = TimeLedger.from_json(saved, clock, last_seen=last_seen)
-    for name, seconds in ledger.snapshot().items():
-        if name != PRODUCTIVE and seconds > 0:
-            whole.add_before(name, seconds)
-    return whole, len(starts)
+        return EarlierRuns(0, None, None)
+    return EarlierRuns(len(starts), max(r["wall"] for r in records), starts[-1])
+
+
+def resume(
+    workdir: str | os.PathLike[str], ledger: TimeLedger, saved: Mapping[str, Any] | None
+) -> int:
+    """Let `ledger` go on from those of the runs before in this workdir; how many there were.
+
+    `saved` is the ledger of the checkpoint, None where there is none: then all the time of the
+    latest run was lost with it. Buckets of `ledger` may be open meanwhile.
+    """
+    runs = earlier_runs(workdir)
+    if runs.num_runs:
+        nothing = {"wall_s": 0.0, "saved_at": runs.latest_start, "seconds": {}}
+        ledger.continue_from(nothing if saved is None else saved, runs.last_seen)
+    return runs.num_runs

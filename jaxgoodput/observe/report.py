@@ -1,11 +1,17 @@
 """The story of a run as plain text, from its journal: `jaxgoodput report WORKDIR`."""
 
+import io
 import math
 import os
 import pathlib
-import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+import numpy as np
+from rich import box
+from rich.bar import Bar
+from rich.console import Console, RenderableType
+from rich.table import Table
 
 from jaxgoodput.observe import journal
 from jaxgoodput.observe.badput import BUCKETS, PRODUCTIVE
@@ -15,6 +21,7 @@ Record = Mapping[str, Any]
 
 _SPARKS = "▁▂▃▄▅▆▇█"
 _WIDTH = 60
+_UNLIMITED = 10_000
 _MOST_VERDICTS = 12
 
 
@@ -57,26 +64,6 @@ def report(workdir: str | os.PathLike[str]) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Columns aligned: the first to the left, the others to the right.
-
-    >>> print(table(("name", "s"), [("a", "1.5"), ("longer", "12")]))
-    name      s
-    ------  ---
-    a       1.5
-    longer   12
-    """
-    cells = [list(header), *[list(row) for row in rows]]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
-    cells.insert(1, ["-" * width for width in widths])
-    lines = []
-    for row in cells:
-        first = row[0].ljust(widths[0])
-        rest = [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-        lines.append("  ".join([first, *rest]).rstrip())
-    return "\n".join(lines)
-
-
 def sparkline(values: Sequence[float], *, width: int = _WIDTH, log: bool = False) -> str:
     """A curve in one line of text, oldest first; gaps where unknown.
 
@@ -84,25 +71,47 @@ def sparkline(values: Sequence[float], *, width: int = _WIDTH, log: bool = False
     '▁▃▆█'
     """
     points = [math.log(v) if log and v > 0 else (math.nan if log else v) for v in values]
-    count = min(len(points), width)
-    if count == 0:
+    if not points:
         return ""
-    edges = [round(i * len(points) / count) for i in range(count + 1)]
-    means = []
-    for low, high in zip(edges, edges[1:], strict=False):
-        known = [v for v in points[low:high] if math.isfinite(v)]
-        means.append(statistics.fmean(known) if known else math.nan)
-    finite = [v for v in means if math.isfinite(v)]
-    if not finite:
-        return " " * count
-    low, span = min(finite), max(finite) - min(finite)
+    known = [part[np.isfinite(part)] for part in np.array_split(points, min(len(points), width))]
+    means = [float(part.mean()) for part in known if part.size]
+    low, span = min(means, default=0.0), max(means, default=0.0) - min(means, default=0.0)
+    places = iter((v - low) / span if span else 0.5 for v in means)
     top = len(_SPARKS) - 1
-    return "".join(
-        " "
-        if math.isnan(v)
-        else _SPARKS[math.floor((v - low) / span * top + 0.5) if span else top // 2]
-        for v in means
+    return "".join(_SPARKS[math.floor(next(places) * top + 0.5)] if p.size else " " for p in known)
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[RenderableType]]) -> str:
+    """Columns aligned: the first to the left, the others to the right."""
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    for number, name in enumerate(header):
+        table.add_column(name, justify="right" if number else "left")
+    for row in rows:
+        table.add_row(*row)
+    return _plain(table)
+
+
+def _pairs(rows: Iterable[tuple[str, str]]) -> str:
+    """Names and what there is to say about them, side by side."""
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    for row in rows:
+        grid.add_row(*row)
+    return _plain(grid)
+
+
+def _plain(table: Table) -> str:
+    """As wide as it needs to be and without colours, wherever it goes: a file has no width."""
+    console = Console(
+        file=io.StringIO(),
+        width=_UNLIMITED,
+        color_system=None,
+        markup=False,
+        highlight=False,
+        emoji=False,
     )
+    with console.capture() as written:
+        console.print(table)
+    return "\n".join(line.rstrip() for line in written.get().splitlines())
 
 
 def _of(records: Iterable[Record], event: str) -> list[Record]:
@@ -168,8 +177,7 @@ def _header(
         ("runs", f"{len(starts)} ({starts[-1]['restart']} restart(s)), first seen to last "
          f"{seconds(last['wall'] - first['wall'])}"),
     ]  # fmt: skip
-    width = max(len(name) for name, _ in rows)
-    return _section("Run", "\n".join(f"{name.ljust(width)}  {value}" for name, value in rows))
+    return _section("Run", _pairs(rows))
 
 
 def _time(ends: Sequence[Record], windows: Sequence[Record], kept: Sequence[Record]) -> str:
@@ -197,10 +205,10 @@ def _time(ends: Sequence[Record], windows: Sequence[Record], kept: Sequence[Reco
         value = spent.get(name, 0.0)
         if value > 0 or name == PRODUCTIVE:
             share = value / total
-            bar = "█" * round(share * 30) or "▏"
-            rows.append((name, seconds(value), f"{share:.1%}", bar.ljust(30)))
-    rows.append(("total", seconds(total), "100.0%", "".ljust(30)))
-    return _section("Where the time went", table(("bucket", "time", "share", ""), rows) + note)
+            bar = Bar(1.0, 0.0, max(share, 1 / 240), width=30)  # at least its thinnest line
+            rows.append((name, seconds(value), f"{share:.1%}", bar))
+    rows.append(("total", seconds(total), "100.0%", ""))
+    return _section("Where the time went", _table(("bucket", "time", "share", ""), rows) + note)
 
 
 def _batches(windows: Sequence[Record]) -> str:
@@ -248,7 +256,7 @@ def _batches(windows: Sequence[Record]) -> str:
         "batch", "micro x replicas x accum", "steps", "samples", "time",
         "step", "model says", "error", "samples/s", "efficiency", "goodput",
     )  # fmt: skip
-    body = table(header, rows)
+    body = _table(header, rows)
     return _section(
         "Batch sizes", body + "\n(goodput: useful samples per second; batch in samples)"
     )
@@ -293,8 +301,7 @@ def _curves(windows: Sequence[Record], evals: Sequence[Record]) -> str:
     for name in names:
         results = [_number(e["metrics"].get(name)) for e in evals]
         curves.append((f"eval/{name}", results, False))
-    lines = []
-    width = max(len(name) for name, _, _ in curves)
+    rows = []
     for name, values, log in curves:
         known = [v for v in values if math.isfinite(v)]
         if known:
@@ -302,10 +309,9 @@ def _curves(windows: Sequence[Record], evals: Sequence[Record]) -> str:
             first, last, low, high = (
                 compact(v, digits=4) for v in (known[0], known[-1], min(known), max(known))
             )
-            ends, spread = f"{first} -> {last}", f"min {low}, max {high}"
-            spark = sparkline(values, log=log)
-            lines.append(f"{name.ljust(width)}  {ends}  ({spread})\n{' ' * width}  {spark}")
-    return _section("Over time", "\n".join(lines)) if lines else ""
+            facts = f"{first} -> {last}  (min {low}, max {high})"
+            rows.append((name, f"{facts}\n{sparkline(values, log=log)}"))
+    return _section("Over time", _pairs(rows)) if rows else ""
 
 
 def _incidents(records: Sequence[Record], windows: Sequence[Record], torn: Sequence[int]) -> str:

@@ -5,18 +5,9 @@
 
 import json
 import urllib.parse
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from jaxgoodput.observe.badput import BUCKETS
-from jaxgoodput.observe.protos import (
-    Category,
-    Chart,
-    Layout,
-    MarginChartContent,
-    MultilineChartContent,
-)
 
 
 @dataclass(frozen=True)
@@ -107,80 +98,64 @@ TAGS: tuple[Tag, ...] = (
     Tag("hparam/productive_pct", "% of wall time", "productive time at the end of a run"),
 )
 
-# (category, ((chart, tags), ...)): at most two tags a chart, all tags of a run have one colour.
-CHARTS: tuple[tuple[str, tuple[tuple[str, tuple[str, ...]], ...]], ...] = (
-    (
-        "Goodput",
-        (
-            ("goodput, measured and model (useful samples/s)", ("goodput/samples_per_sec",)),
-            ("throughput (samples/s)", ("goodput/throughput_samples_per_sec",)),
-            ("statistical efficiency", ("goodput/statistical_efficiency",)),
-        ),
-    ),
-    (
-        "Batch size",
-        (
-            # Apart, although they belong together: the noise scale may be a hundred times the batch.
-            ("global batch (samples)", ("batch/global",)),
-            ("noise scale (samples)", ("gns/critical_batch_size",)),
-            ("learning-rate gain", ("lr/gain",)),
-            ("micro-batch (samples per replica)", ("batch/per_device",)),
-            ("micro-batches per update", ("batch/accumulation_steps",)),
-            ("largest micro-batch that fits (samples)", ("batch/memory_limit",)),
-            ("learning rate, base and effective", ("lr/base", "lr/effective")),
-            ("steps between noise measurements", ("stats/every",)),
-        ),
-    ),
-    (
-        "Performance model",
-        (
-            ("step time, measured and model (s)", ("perf/step_time_s",)),
-            ("compute and sync, fitted (s)", ("perf/compute_s", "perf/sync_s")),
-            ("optimizer, fitted (s)", ("perf/update_s",)),
-            ("fit error (rms log)", ("perf/fit_rmsle",)),
-            ("configurations measured", ("perf/num_observations",)),
-            ("waited for compilation (s)", ("perf/compile_s",)),
-        ),
-    ),
-    (
-        "Elasticity and time",
-        (
-            ("devices and processes", ("elastic/num_devices", "elastic/num_processes")),
-            ("restarts", ("elastic/restarts",)),
-            ("last restart (s)", ("elastic/last_resize_s",)),
-            ("productive time (%)", ("goodput_time/productive_pct",)),
-            ("lost: compilation, first runs (%)", ("badput/compilation", "badput/first_execution")),
-            ("lost: input, evaluation (%)", ("badput/data_loading_sync", "badput/evaluation")),
-            ("lost: checkpoints (%)", ("badput/checkpoint_save", "badput/checkpoint_restore")),
-            (
-                "lost: disruption, skipped steps (%)",
-                ("badput/wasted_progress_from_disruption", "badput/skipped_steps"),
-            ),
-            ("lost: start-up (%)", ("badput/program_startup", "badput/training_prep")),
-            ("progress (base steps)", ("progress/scale_invariant_steps",)),
-            ("samples applied", ("progress/samples",)),
-            ("time left (s)", ("progress/eta_s",)),
-        ),
-    ),
-)
 
-# (category, chart, value, lower, upper)
-MARGINS = (
-    (
-        "Goodput",
-        "goodput predicted, with the fit's error (useful samples/s)",
-        "goodput/predicted",
-        "goodput/predicted_lower",
-        "goodput/predicted_upper",
-    ),
-    (
-        "Performance model",
-        "step time predicted, with the fit's error (s)",
-        "perf/predicted_step_time_s",
-        "perf/predicted_step_time_lower_s",
-        "perf/predicted_step_time_upper_s",
-    ),
-)
+def _lines(*tags: str) -> tuple[str, list[str]]:
+    # TensorBoard matches from the start only: without `$`, goodput/predicted takes its bounds along.
+    return "Multiline", [f"^{tag}$" for tag in tags]
+
+
+# The custom-scalars page, by category and chart; at most two tags a chart: all tags of a run have one
+# colour. In the form that tensorboardX takes.
+CHARTS: dict[str, dict[str, tuple[str, list[str]]]] = {
+    "Goodput": {
+        "goodput, measured and model (useful samples/s)": _lines("goodput/samples_per_sec"),
+        "throughput (samples/s)": _lines("goodput/throughput_samples_per_sec"),
+        "statistical efficiency": _lines("goodput/statistical_efficiency"),
+        "goodput predicted, with the fit's error (useful samples/s)": (
+            "Margin",
+            ["goodput/predicted", "goodput/predicted_lower", "goodput/predicted_upper"],
+        ),
+    },
+    "Batch size": {
+        # Apart, although they belong together: the noise scale may be a hundred times the batch.
+        "global batch (samples)": _lines("batch/global"),
+        "noise scale (samples)": _lines("gns/critical_batch_size"),
+        "learning-rate gain": _lines("lr/gain"),
+        "micro-batch (samples per replica)": _lines("batch/per_device"),
+        "micro-batches per update": _lines("batch/accumulation_steps"),
+        "largest micro-batch that fits (samples)": _lines("batch/memory_limit"),
+        "learning rate, base and effective": _lines("lr/base", "lr/effective"),
+        "steps between noise measurements": _lines("stats/every"),
+    },
+    "Performance model": {
+        "step time, measured and model (s)": _lines("perf/step_time_s"),
+        "compute and sync, fitted (s)": _lines("perf/compute_s", "perf/sync_s"),
+        "optimizer, fitted (s)": _lines("perf/update_s"),
+        "fit error (rms log)": _lines("perf/fit_rmsle"),
+        "configurations measured": _lines("perf/num_observations"),
+        "waited for compilation (s)": _lines("perf/compile_s"),
+        "step time predicted, with the fit's error (s)": (
+            "Margin",
+            [f"perf/predicted_step_time{bound}_s" for bound in ("", "_lower", "_upper")],
+        ),
+    },
+    "Elasticity and time": {
+        "devices and processes": _lines("elastic/num_devices", "elastic/num_processes"),
+        "restarts": _lines("elastic/restarts"),
+        "last restart (s)": _lines("elastic/last_resize_s"),
+        "productive time (%)": _lines("goodput_time/productive_pct"),
+        "lost: compilation, first runs (%)": _lines("badput/compilation", "badput/first_execution"),
+        "lost: input, evaluation (%)": _lines("badput/data_loading_sync", "badput/evaluation"),
+        "lost: checkpoints (%)": _lines("badput/checkpoint_save", "badput/checkpoint_restore"),
+        "lost: disruption, skipped steps (%)": _lines(
+            "badput/wasted_progress_from_disruption", "badput/skipped_steps"
+        ),
+        "lost: start-up (%)": _lines("badput/program_startup", "badput/training_prep"),
+        "progress (base steps)": _lines("progress/scale_invariant_steps"),
+        "samples applied": _lines("progress/samples"),
+        "time left (s)": _lines("progress/eta_s"),
+    },
+}
 
 PINNED = (
     "goodput/samples_per_sec",
@@ -190,24 +165,6 @@ PINNED = (
     "goodput_time/productive_pct",
     "train/loss",
 )
-
-
-def layout() -> Any:
-    """The custom-scalars page: four categories, tags as expressions that match whole names."""
-    categories = {}
-    for title, charts in CHARTS:
-        category = Category(title=title)
-        for chart_title, names in charts:
-            # TensorBoard matches from the start only: without `$`, goodput/predicted
-            # takes its bounds along.
-            content = MultilineChartContent(tag=[f"^{name}$" for name in names])
-            category.chart.append(Chart(title=chart_title, multiline=content))
-        categories[title] = category
-    for title, chart_title, value, lower, upper in MARGINS:
-        series = MarginChartContent.Series(value=value, lower=lower, upper=upper)
-        content = MarginChartContent(series=[series])
-        categories[title].chart.append(Chart(title=chart_title, margin=content))
-    return Layout(category=list(categories.values()))
 
 
 def tag_table() -> str:
@@ -224,12 +181,12 @@ def charts_link(base_url: str = "http://localhost:6006") -> str:
     return f"{base_url}/#custom_scalars&_smoothingWeight=0"
 
 
-def pinned_link(base_url: str = "http://localhost:6006", pinned: Sequence[str] = PINNED) -> str:
+def pinned_link(base_url: str = "http://localhost:6006") -> str:
     """The address of TensorBoard with the goodput cards pinned and smoothing off.
 
     Smoothing is on by default, and would draw the stairs of the batch size as ramps.
     """
-    cards = [{"plugin": "scalars", "tag": tag} for tag in pinned]
+    cards = [{"plugin": "scalars", "tag": tag} for tag in PINNED]
     encoded = urllib.parse.quote(json.dumps(cards, separators=(",", ":")))
     return f"{base_url}/?smoothing=0&pinnedCards={encoded}#timeseries"
 

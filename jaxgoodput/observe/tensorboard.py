@@ -9,16 +9,20 @@ import math
 import os
 import pathlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from tensorboardX.summary import hparams, text
+from tensorboardX.proto.api_pb2 import Status  # pyright: ignore[reportAttributeAccessIssue]
+from tensorboardX.proto.plugin_hparams_pb2 import (
+    HParamsPluginData,  # pyright: ignore[reportAttributeAccessIssue]
+)
+from tensorboardX.summary import custom_scalars, hparams, text
 
 from jaxgoodput.clock import Clock
 from jaxgoodput.goodput.perf import Placement, compute_time, sync_time
 from jaxgoodput.goodput.search import BatchConfig
-from jaxgoodput.observe import figures, journal
+from jaxgoodput.observe import journal
 from jaxgoodput.observe.badput import BUCKETS, PRODUCTIVE, TimeLedger
 from jaxgoodput.observe.eventfile import EventFile
 from jaxgoodput.observe.events import (
@@ -31,16 +35,7 @@ from jaxgoodput.observe.events import (
     TuneEnd,
     Window,
 )
-from jaxgoodput.observe.protos import (
-    HParamsPluginData,
-    SessionEndInfo,
-    Status,
-    Summary,
-    SummaryMetadata,
-    TensorProto,
-    TensorShapeProto,
-)
-from jaxgoodput.observe.tags import layout, tag_table
+from jaxgoodput.observe.tags import CHARTS, tag_table
 from jaxgoodput.text import seconds
 
 DIRECTORY = "tensorboard"
@@ -75,6 +70,7 @@ class Dashboard:
         self._flushed_s = clock.now()
         self._figures_s = -math.inf
         self._pending: TuneEnd | None = None
+        self._missed = False  # pictures, for want of matplotlib, and it was said
         self._last_kind = ""
         self._skipped = 0
         self._window_step = -1
@@ -94,13 +90,14 @@ class Dashboard:
         self._model = EventFile(
             folder / MODEL_RUN, clock=self._clock, restart=event.restart, first_step=first_step
         )
-        self._run.summary(_layout_summary(), event.step)
+        self._run.summary(custom_scalars(CHARTS), event.step)
         settings = _flat(event.settings)
         self._write_hparams(self._run, settings, event)
         self._text("run/settings", _markdown(settings), event.step)
         self._text("run/tags", tag_table(), event.step)
         if event.restart:
-            self._last_seen = _last_seen(self._workdir / journal.FILE_NAME, event.restart)
+            before = journal.earlier_runs(self._workdir, before=event.restart)
+            self._last_seen = before.last_seen
             started = f"restart {event.restart}, resumed"
         else:
             started = "started"
@@ -258,16 +255,23 @@ class Dashboard:
             return
         run, _, _ = self._files()
         tune, self._pending = self._pending, None
-        pictures: Mapping[str, Callable[[TuneEnd], np.ndarray | None]] = {
-            "model/goodput_surface": figures.goodput_surface,
-            "model/goodput_curve": figures.goodput_curve,
-            "model/fit": figures.fit_scatter,
-        }
-        for tag, draw in pictures.items():
-            pixels = draw(tune)
-            if pixels is not None:
-                run.image(tag, pixels, tune.step)
         self._figures_s = self._clock.now()
+        try:
+            from jaxgoodput.observe import figures  # slow to import, and matplotlib is an extra
+        except ModuleNotFoundError:
+            if not self._missed:
+                line = "no pictures: they need matplotlib, pip install 'jaxgoodput[plots]'"
+                self._log(tune.step, line)
+            self._missed = True
+            return
+        for tag, draw in (
+            ("model/goodput_surface", figures.goodput_surface),
+            ("model/goodput_curve", figures.goodput_curve),
+            ("model/fit", figures.fit_scatter),
+        ):
+            figure = draw(tune)
+            if figure is not None:
+                run.image(tag, figures.png(figure), tune.step)
 
     def _text(self, tag: str, markdown: str, step: int) -> None:
         run, _, _ = self._files()
@@ -379,37 +383,12 @@ def _markdown(settings: Mapping[str, Any]) -> str:
     return "\n".join(["| setting | value |", "|---|---|", *rows])
 
 
-def _layout_summary() -> Any:
-    tensor = TensorProto(
-        dtype="DT_STRING",
-        string_val=[layout().SerializeToString()],
-        tensor_shape=TensorShapeProto(),
-    )
-    plugin = SummaryMetadata.PluginData(plugin_name="custom_scalars")
-    value = Summary.Value(
-        tag="custom_scalars__config__", tensor=tensor, metadata=SummaryMetadata(plugin_data=plugin)
-    )
-    return Summary(value=[value])
-
-
 def _session_end(good: bool, wall: float) -> Any:
-    status = Status.Value("STATUS_SUCCESS" if good else "STATUS_FAILURE")
-    content = HParamsPluginData(
-        session_end_info=SessionEndInfo(status=status, end_time_secs=wall), version=0
-    )
-    plugin = SummaryMetadata.PluginData(plugin_name="hparams", content=content.SerializeToString())
-    value = Summary.Value(
-        tag="_hparams_/session_end_info", metadata=SummaryMetadata(plugin_data=plugin)
-    )
-    return Summary(value=[value])
-
-
-def _last_seen(path: pathlib.Path, restart: int) -> float | None:
-    if not path.exists():
-        return None
-    walls = [
-        record["wall"]
-        for record in journal.read(path, keep_undone=True)
-        if record["restart"] < restart
-    ]
-    return max(walls, default=None)
+    """`SummaryWriter.add_hparams` would call every run a success, in a run of its own."""
+    *_, ended = hparams({}, {})
+    plugin = ended.value[0].metadata.plugin_data
+    data = HParamsPluginData.FromString(plugin.content)
+    data.session_end_info.status = Status.Value("STATUS_SUCCESS" if good else "STATUS_FAILURE")
+    data.session_end_info.end_time_secs = wall
+    plugin.content = data.SerializeToString()
+    return ended

@@ -89,7 +89,7 @@ class Run:
         restart = 0
         if self.is_chief:
             saved = None if restored is None else restored.meta["ledger"]
-            self.ledger, restart = journal.resumed(config.workdir, self.ledger, saved, self.clock)
+            restart = journal.resume(config.workdir, self.ledger, saved)
         hooks: list[Any] = []
         if self.is_chief:
             hooks = setup.observers(stack, config, self.ledger, self.clock, self.trainer.hooks)

@@ -93,7 +93,6 @@ def test_a_verdict_that_changes_nothing_is_not_said(clock):
 
 
 def test_a_terminal_gets_a_bar_that_ends(clock):
-    pytest.importorskip("rich", reason="rich is not installed")
     stream = Terminal()
     console = Console(clock, 4000.0, stream)
     console.on_fit_start(synthetic.fit_start())
@@ -103,7 +102,7 @@ def test_a_terminal_gets_a_bar_that_ends(clock):
     console.close()
     shown = stream.getvalue()
     assert "43%" in shown
-    assert "loss 0.7288" in shown
+    assert "loss 0.7288" in shown and "ETA 3 min 12 s" in shown
     assert "change: 64 -> " in shown
     assert "\x1b[?25h" in shown.split("\x1b[?25l")[-1], "the cursor must come back"
 

@@ -9,6 +9,7 @@ import synthetic
 import tensorboard_server
 
 from jaxgoodput.clock import FakeClock
+from jaxgoodput.observe import hooks
 from jaxgoodput.observe.badput import TimeLedger
 from jaxgoodput.observe.tags import charts_link
 from jaxgoodput.observe.tensorboard import Dashboard
@@ -52,7 +53,7 @@ def test_the_charts_are_drawn(tmp_path):
     for restart, start, end in ((0, 0, 400), (1, 400, 800)):
         dashboard = Dashboard(tmp_path / "run", clock=clock, ledger=TimeLedger(clock))
         state = synthetic.run(
-            lambda event, dashboard=dashboard: synthetic.send(dashboard, event),
+            lambda event, dashboard=dashboard: hooks.call([dashboard], event),
             clock,
             start_step=start,
             steps=end,

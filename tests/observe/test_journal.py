@@ -1,6 +1,7 @@
 """The journal: whatever was written is read back once, whenever the writer was killed."""
 
 import dataclasses
+import inspect
 import json
 import math
 
@@ -13,9 +14,11 @@ from hypothesis import strategies as st
 
 from jaxgoodput.clock import FakeClock
 from jaxgoodput.data.cursor import Cursor
-from jaxgoodput.observe import events, journal
-from jaxgoodput.observe.events import Checkpoint, EvalEnd, StepEnd
-from jaxgoodput.observe.journal import Journal, json_value
+from jaxgoodput.observe import hooks, journal
+from jaxgoodput.observe.badput import TimeLedger
+from jaxgoodput.observe.events import Checkpoint, EvalEnd, Event, StepEnd
+from jaxgoodput.observe.hooks import Hook
+from jaxgoodput.observe.journal import Journal, Recorder, json_value
 
 
 def step_end(step):
@@ -38,16 +41,11 @@ def test_every_record_reads_back(tmp_path, clock):
     sent = []
     synthetic.run(sent.append, clock, steps=200)
     sent.insert(1, step_end(1))
-    kinds = {type(record).__name__ for record in sent}
-    defined = {
-        name
-        for name, value in vars(events).items()
-        if dataclasses.is_dataclass(value) and value.__module__ == events.__name__
-    }
-    assert kinds == defined - {"Verdict"}, "a record that this test does not send"
+    kinds = {type(event) for event in sent}
+    assert kinds == set(Event.__subclasses__()), "an event that this test does not send"
     writer = Journal(tmp_path, clock=clock)
-    for record in sent:
-        writer.write(record)
+    for event in sent:
+        writer.write(event)
     writer.close()
     back = journal.read(tmp_path / journal.FILE_NAME)
     assert [record["event"] for record in back] == [type(r).__name__ for r in sent]
@@ -57,6 +55,91 @@ def test_every_record_reads_back(tmp_path, clock):
     assert tune["fit"]["params"]["compute_base"] == synthetic.PERF.compute_base
     assert tune["fit"]["params"]["inter_base"] is None
     assert "timings" not in tune
+
+
+def test_the_journal_takes_every_event_but_single_steps(tmp_path, clock):
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Moved(Event):
+        hook = "on_moved"
+        where: str
+
+    class Mover:
+        seen = None
+
+        def on_moved(self, event):
+            self.seen = event
+
+    writer, mover = Journal(tmp_path, clock=clock), Mover()
+    for event in (step_end(1), Moved(step=3, where="here")):
+        hooks.call([Recorder(writer), mover], event)
+    writer.close()
+    (line,) = journal.read(tmp_path / journal.FILE_NAME)
+    assert (line["event"], line["step"], line["where"]) == ("Moved", 3, "here")
+    assert mover.seen == Moved(step=3, where="here")
+
+
+def test_a_hook_hears_of_a_new_batch_too():
+    heard = []
+
+    class Listener(Hook):
+        def on_event(self, event, /):
+            heard.append("event")
+
+        def on_tune_end(self, event, /):
+            heard.append("tune")
+
+        def on_batch_size_change(self, event, /):
+            heard.append("change")
+
+    change = synthetic.tune_end(50, 10.0, synthetic.START)
+    assert change.switched
+    hooks.call([Listener()], change)
+    hooks.call([Listener()], dataclasses.replace(change, switched=False))
+    assert heard == ["event", "tune", "change", "event", "tune"]
+
+
+def test_a_hook_has_no_method_that_no_event_calls():
+    methods = {name for name, _ in inspect.getmembers(Hook, inspect.isfunction)}
+    called = {event.hook for event in Event.__subclasses__()}
+    assert methods <= called | {"on_event", "on_batch_size_change"}
+
+
+def test_a_resumed_ledger_books_the_wait_in_its_open_bucket(tmp_path, clock):
+    """The last steps before the loop, such as a barrier of half an hour, are not productive."""
+    writer, ledger = Journal(tmp_path, clock=clock), TimeLedger(clock)
+    writer.write(synthetic.fit_start())
+    clock.advance(20.0)
+    saved = ledger.to_json()
+    clock.advance(4.0)
+    writer.write(synthetic.window(10, 1.0, 640))  # killed here: 4 s are lost
+    writer.close()
+    clock.advance(600.0)  # nothing runs
+    ledger = TimeLedger(clock)
+    with ledger.bucket("training_prep"):
+        clock.advance(1.0)
+        assert journal.resume(tmp_path, ledger, saved) == 1
+        clock.advance(3.0)
+    clock.advance(5.0)
+    spent = {name: seconds for name, seconds in ledger.snapshot().items() if seconds}
+    wasted = {"wasted_progress_from_disruption": 4.0}
+    assert spent == {"training_prep": 4.0, "productive": 25.0} | wasted
+
+
+def test_without_a_checkpoint_the_latest_run_was_in_vain(tmp_path, clock):
+    ledger = TimeLedger(clock)
+    assert journal.resume(tmp_path, ledger, None) == 0
+    writer = Journal(tmp_path, clock=clock)
+    for restart in (0, 1):
+        clock.advance(100.0)
+        writer.write(synthetic.fit_start(restart=restart))
+        clock.advance(7.0)
+        writer.write(synthetic.window(10, 1.0, 640))
+    writer.close()
+    ledger = TimeLedger(clock)
+    assert journal.resume(tmp_path, ledger, None) == 2
+    assert ledger.snapshot()["wasted_progress_from_disruption"] == 7.0
+    assert sum(ledger.snapshot().values()) == 7.0
+    assert journal.earlier_runs(tmp_path, before=1).latest_start == clock.wall() - 114.0
 
 
 def test_json_values_are_plain():

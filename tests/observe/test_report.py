@@ -7,7 +7,7 @@ from jaxgoodput.goodput.search import BatchConfig
 from jaxgoodput.observe import journal
 from jaxgoodput.observe.events import Checkpoint, EvalEnd, FitEnd
 from jaxgoodput.observe.journal import Journal
-from jaxgoodput.observe.report import report, sparkline, table
+from jaxgoodput.observe.report import report, sparkline
 from jaxgoodput.text import compact
 
 
@@ -184,6 +184,10 @@ def test_a_sparkline_rises_with_its_values_and_keeps_its_width():
     assert sparkline([]) == ""
 
 
-def test_a_table_is_as_wide_as_its_widest_cells():
-    lines = table(("a", "b"), [("x" * 9, "1"), ("y", "2" * 5)]).splitlines()
-    assert [len(line) for line in lines] == [16] * 4
+def test_it_is_plain_text_wherever_it_goes(planted, monkeypatch):
+    text = report(planted[0])
+    for name, value in {"FORCE_COLOR": "1", "COLUMNS": "40", "TERM": "xterm-256color"}.items():
+        monkeypatch.setenv(name, value)
+    assert report(planted[0]) == text
+    assert "\x1b" not in text
+    assert max(map(len, text.splitlines())) < 140

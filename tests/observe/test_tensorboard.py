@@ -1,4 +1,5 @@
 """The dashboard: the promised tags, the layout, and no point lost or doubled by a restart."""
+# pyright: reportAttributeAccessIssue=false
 
 import json
 import math
@@ -10,20 +11,20 @@ import sys
 import urllib.parse
 
 import eventreader
-import numpy as np
 import pytest
 import synthetic
 import tensorboard_server
+from tensorboardX.proto import api_pb2, layout_pb2, plugin_hparams_pb2
 
 from jaxgoodput.clock import FakeClock, SystemClock
-from jaxgoodput.observe import eventfile
+from jaxgoodput.observe import eventfile, hooks
 from jaxgoodput.observe.badput import BUCKETS, TimeLedger
 from jaxgoodput.observe.events import Checkpoint, FitEnd, Preempt
 from jaxgoodput.observe.journal import Journal
-from jaxgoodput.observe.protos import HParamsPluginData, Layout, Status
-from jaxgoodput.observe.raster import encode_png
-from jaxgoodput.observe.tags import CHARTS, MARGINS, PINNED, TAGS, layout, pinned_link, tag_table
+from jaxgoodput.observe.tags import CHARTS, PINNED, TAGS, pinned_link, tag_table
 from jaxgoodput.observe.tensorboard import Dashboard
+
+MARGINS = [tags for charts in CHARTS.values() for kind, tags in charts.values() if kind == "Margin"]
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +32,7 @@ def finished(tmp_path_factory):
     """A workdir with a whole planted run, to read only."""
     workdir, clock = tmp_path_factory.mktemp("finished"), FakeClock()
     dashboard = Dashboard(workdir, clock=clock, ledger=TimeLedger(clock))
-    synthetic.run(lambda event: synthetic.send(dashboard, event), clock)
+    synthetic.run(lambda event: hooks.call([dashboard], event), clock)
     dashboard.close()
     return workdir
 
@@ -109,7 +110,7 @@ def test_a_margin_chart_has_its_three_curves_at_the_same_steps(tmp_path, clock):
     dashboard.on_window(synthetic.window(40, 1.0, 64))
     dashboard.close()
     run = eventreader.scalars(tmp_path / "tensorboard")
-    for (_, _, *names), expected in zip(MARGINS, ([30, 40], [20, 40]), strict=True):
+    for names, expected in zip(MARGINS, ([30, 40], [20, 40]), strict=True):
         for name in names:
             assert [step for step, _ in run[name]] == expected
 
@@ -134,9 +135,10 @@ def test_time_is_shown_as_shares_of_the_wall_time(tmp_path, clock):
 def test_layout_names_existing_tags_exactly(finished):
     ((_, value),) = eventreader.values(finished / "tensorboard", "custom_scalars__config__")
     assert value.metadata.plugin_data.plugin_name == "custom_scalars"
-    read = Layout.FromString(value.tensor.string_val[0])
-    assert read == layout()
-    assert [category.title for category in read.category] == [title for title, _ in CHARTS]
+    read = layout_pb2.Layout.FromString(value.tensor.string_val[0])
+    assert {c.title: [chart.title for chart in c.chart] for c in read.category} == {
+        title: list(charts) for title, charts in CHARTS.items()
+    }
     assert len(read.category) == 4
     written = set(eventreader.scalars(finished / "tensorboard")) | {"elastic/last_resize_s"}
     for category in read.category:
@@ -146,7 +148,7 @@ def test_layout_names_existing_tags_exactly(finished):
             assert len(chart.multiline.tag) <= 2, "all tags of one run have the same colour"
             for series in chart.margin.series:
                 assert {series.value, series.lower, series.upper} <= written
-    assert sum(len(c.chart) for c in read.category) == sum(len(c) for _, c in CHARTS) + len(MARGINS)
+    assert len(MARGINS) == 2
 
 
 def test_no_curve_has_two_points_at_one_step(finished):
@@ -192,6 +194,7 @@ def test_failed_checkpoints_and_skipped_steps_are_told(tmp_path, clock):
 
 
 def test_pictures_are_drawn_at_changes_and_at_the_end_but_not_all_the_time(tmp_path, clock):
+    pytest.importorskip("matplotlib")
     dashboard = Dashboard(tmp_path, clock=clock, figures_every_s=60.0)
     dashboard.on_fit_start(synthetic.fit_start())
     drawn_at = (10, 50)
@@ -210,6 +213,26 @@ def test_pictures_are_drawn_at_changes_and_at_the_end_but_not_all_the_time(tmp_p
             assert (value.image.width, value.image.height) == (720, 440)
 
 
+def test_without_matplotlib_one_line_says_how_to_get_pictures(tmp_path, clock, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.delitem(sys.modules, "jaxgoodput.observe.figures", raising=False)
+    monkeypatch.delattr("jaxgoodput.observe.figures", raising=False)
+    dashboard = Dashboard(tmp_path, clock=clock, figures_every_s=0.0)
+    dashboard.on_fit_start(synthetic.fit_start())
+    for step in (10, 20):
+        dashboard.on_tune_end(synthetic.tune_end(step, 300.0, synthetic.START))
+    dashboard.close()
+    folder = tmp_path / "tensorboard"
+    assert not eventreader.values(folder, "model/fit")
+    log = [
+        value.tensor.string_val[0].decode()
+        for _, value in eventreader.values(folder, "log/events/text_summary")
+    ]
+    assert [line for line in log if "picture" in line] == [
+        "**step 10** no pictures: they need matplotlib, pip install 'jaxgoodput[plots]'"
+    ]
+
+
 @pytest.mark.parametrize(("reason", "status"), [("done", 1), ("preempted", 1), ("OOM: 3 GB", 2)])
 def test_hparams_hold_the_settings_and_the_outcome(tmp_path, clock, reason, status):
     dashboard = Dashboard(tmp_path, clock=clock)
@@ -224,13 +247,17 @@ def test_hparams_hold_the_settings_and_the_outcome(tmp_path, clock, reason, stat
     dashboard.close()
     folder = tmp_path / "tensorboard"
     ((_, start),) = eventreader.values(folder, "_hparams_/session_start_info")
-    found = HParamsPluginData.FromString(start.metadata.plugin_data.content).session_start_info
+    found = plugin_hparams_pb2.HParamsPluginData.FromString(
+        start.metadata.plugin_data.content
+    ).session_start_info
     assert found.hparams["policy"].string_value == "goodput"
     assert found.hparams["batch.max"].number_value == 4096
     ((_, end),) = eventreader.values(folder, "_hparams_/session_end_info")
-    ended = HParamsPluginData.FromString(end.metadata.plugin_data.content).session_end_info
+    ended = plugin_hparams_pb2.HParamsPluginData.FromString(
+        end.metadata.plugin_data.content
+    ).session_end_info
     assert ended.status == status
-    assert Status.Name(status) == ("STATUS_SUCCESS" if status == 1 else "STATUS_FAILURE")
+    assert api_pb2.Status.Name(status) == ("STATUS_SUCCESS" if status == 1 else "STATUS_FAILURE")
     run = eventreader.scalars(folder)
     assert run["goodput_time/productive_pct"] == [(10, 75.0)]
     assert run["hparam/productive_pct"] == [(10, 75.0)]
@@ -316,6 +343,27 @@ def test_sigkill_loses_nothing_before_the_last_checkpoint(tmp_path):
     assert steps_of(tmp_path) == list(range(10, 501, 10))
 
 
+SAVED = """
+import os, signal, sys
+from tensorboardX import SummaryWriter
+writer = SummaryWriter({workdir!r}, purge_step=0)
+for step in range(10, 401, 10):
+    for number in range(45):
+        writer.add_scalar(f"perf/{{number}}", step, step)
+writer.flush()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.slow
+def test_a_summary_writer_would_lose_points_from_before_the_last_checkpoint(tmp_path):
+    """Why `eventfile.py` is there; where this fails, it can go."""
+    program = SAVED.format(workdir=str(tmp_path))
+    done = subprocess.run([sys.executable, "-c", program], check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert sum(map(len, eventreader.scalars(tmp_path).values())) < 45 * 40
+
+
 def test_the_time_between_runs_is_shown_once(tmp_path, clock):
     journal = Journal(tmp_path, clock=clock)
     journal.write(synthetic.fit_start())
@@ -384,7 +432,7 @@ def test_tensorboard_itself_shows_it(tmp_path, fast_reader):
         dashboard = Dashboard(tmp_path, clock=clock, ledger=TimeLedger(clock))
         state = None if not restart else (400.0, 25_600, synthetic.START)
         synthetic.run(
-            lambda event, dashboard=dashboard: synthetic.send(dashboard, event),
+            lambda event, dashboard=dashboard: hooks.call([dashboard], event),
             clock,
             start_step=start,
             steps=end,
@@ -396,7 +444,7 @@ def test_tensorboard_itself_shows_it(tmp_path, fast_reader):
     with tensorboard_server.serving(tmp_path / "tensorboard", fast_reader) as server:
         get = server.get
         shown = json.loads(get("/data/plugin/custom_scalars/layout"))
-        assert [category["title"] for category in shown["category"]] == [c for c, _ in CHARTS]
+        assert [category["title"] for category in shown["category"]] == list(CHARTS)
         for run, tag in ((".", "batch/global"), ("model", "perf/step_time_s")):
             query = urllib.parse.urlencode({"run": run, "tag": tag})
             points = json.loads(get(f"/data/plugin/scalars/scalars?{query}"))
@@ -408,11 +456,3 @@ def test_tensorboard_itself_shows_it(tmp_path, fast_reader):
         assert {"decisions/verdicts/text_summary", "log/events/text_summary"} <= set(texts)
         images = json.loads(get("/data/plugin/images/tags"))["."]
         assert {"model/goodput_surface", "model/goodput_curve", "model/fit"} <= set(images)
-
-
-def test_png_bytes_decode_to_the_same_pixels(rng):
-    image = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
-    import io
-
-    pixels = rng.integers(0, 256, (7, 5, 3), dtype=np.uint8)
-    assert np.array_equal(np.asarray(image.open(io.BytesIO(encode_png(pixels)))), pixels)

@@ -3,7 +3,7 @@
 import pathlib
 import struct
 
-from jaxgoodput.observe.protos import Event
+from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def read_file(path):

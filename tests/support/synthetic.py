@@ -221,20 +221,3 @@ def run(receive, clock, *, steps=600, start_step=0, restart=0, rng=None, state=N
             )
         )
     return progress, samples, config
-
-
-def send(target, event):
-    """Call `target.on_<event>` as the trainer does, where it has one."""
-    names = {
-        "FitStart": "on_fit_start",
-        "Window": "on_window",
-        "TuneEnd": "on_tune_end",
-        "Resharded": "on_reshard",
-        "EvalEnd": "on_eval_end",
-        "Checkpoint": "on_checkpoint",
-        "Preempt": "on_preempt",
-        "FitEnd": "on_fit_end",
-    }
-    method = getattr(target, names[type(event).__name__], None)
-    if method is not None:
-        method(event)
