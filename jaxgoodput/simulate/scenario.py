@@ -13,22 +13,23 @@ from typing import Literal
 
 from jaxgoodput.scheduler.policies.catalogue import Named
 from jaxgoodput.simulate import traces
-from jaxgoodput.simulate.gavel_jobs import GavelPhysics
+from jaxgoodput.simulate.gavel_jobs import GavelTruth
 from jaxgoodput.simulate.generator import (
     FAMILIES,
     synthetic_applications,
     synthetic_workload,
 )
-from jaxgoodput.simulate.model_jobs import ModelPhysics
+from jaxgoodput.simulate.job import Truth
+from jaxgoodput.simulate.model_jobs import ModelTruth
 from jaxgoodput.simulate.settings import (
-    Rules,
-    gavel_rules,
-    pollux_rules,
+    Settings,
+    gavel_settings,
+    pollux_settings,
     realistic,
     restart_by_state,
-    sia_rules,
+    sia_settings,
 )
-from jaxgoodput.simulate.table_jobs import Physics, TablePhysics
+from jaxgoodput.simulate.table_jobs import TableTruth
 from jaxgoodput.simulate.traces import TraceJob
 from jaxgoodput.specs import ClusterSpec, Node, from_json
 
@@ -52,7 +53,7 @@ STATE_BYTES: Mapping[str, float] = {
     "cifar10": 9e7, "imagenet": 2.05e8, "yolov3": 5e8, "deepspeech2": 3e8, "bert": 1.3e9, "ncf": 3.8e8,
     **{name: family.state_bytes for name, family in FAMILIES.items()},
 }  # fmt: skip
-RULES = ("own", "pollux", "sia", "gavel", "events", "realistic")
+SETTINGS = ("own", "pollux", "sia", "gavel", "events", "realistic")
 
 _PART = re.compile(r"(?:(?P<kind>[A-Za-z0-9_.-]+):)?(?P<nodes>[0-9]+)x(?P<each>[0-9]+)")
 _GAVEL_TABLES = ("simulation_throughputs.json", "tacc_throughputs.json")
@@ -66,7 +67,7 @@ class Scenario:
     layout: Layout
     jobs: tuple[TraceJob, ...]
     cluster: ClusterSpec
-    physics: Physics
+    truth: Truth
 
 
 def read_cluster(text: str, *, kind: str = "t4") -> ClusterSpec:
@@ -177,7 +178,7 @@ def _synthetic(
         layout="synthetic",
         jobs=jobs,
         cluster=spec,
-        physics=ModelPhysics(synthetic_applications(kinds)),
+        truth=ModelTruth(synthetic_applications(kinds)),
     )
 
 
@@ -228,7 +229,7 @@ def _measured(path: pathlib.Path, cluster: str | None) -> Scenario:
         layout=layout,
         jobs=jobs,
         cluster=spec,
-        physics=TablePhysics(applications),
+        truth=TableTruth(applications),
     )
 
 
@@ -254,19 +255,19 @@ def _gavel(path: pathlib.Path, cluster: str | None) -> Scenario:
         layout="gavel",
         jobs=traces.read_gavel_trace(path),
         cluster=spec,
-        physics=GavelPhysics({k: table for k, table in throughputs.items() if k in kinds}),
+        truth=GavelTruth({k: table for k, table in throughputs.items() if k in kinds}),
     )
 
 
-def read_rules(
+def read_settings(
     name: str,
     layout: Layout,
     *,
     restart_s: float | None = None,
     seed: int = 0,
     declared_progress: bool = False,
-) -> Rules:
-    """One of `RULES`: the published ones of an artifact, or those of the workload's own layout on events.
+) -> Settings:
+    """One of `SETTINGS`: the published ones of an artifact, or those of the workload's own layout on events.
 
     "own" = those of the workload's artifact; events for synthetic jobs. "events": decisions follow
     arrivals and ends, and jobs may be offered any size at once. "realistic": events, with noisy
@@ -276,32 +277,32 @@ def read_rules(
     """
     if restart_s is not None and not (restart_s >= 0 and math.isfinite(restart_s)):
         raise ValueError(f"--restart-s {restart_s}: must be at least 0 seconds, and finite.")
-    published = {"pollux": pollux_rules(), "sia": sia_rules(), "gavel": gavel_rules()}
-    own = published.get(layout, Rules())
+    published = {"pollux": pollux_settings(), "sia": sia_settings(), "gavel": gavel_settings()}
+    own = published.get(layout, Settings())
     if name == "own":
         name = layout if layout != "synthetic" else "events"
     if name in published:
-        rules = published[name]
+        settings = published[name]
     elif name in ("events", "realistic"):
         events = replace(own, round_s=None, growth=None, rounding=False)
-        rules = realistic(own) if name == "realistic" else events
+        settings = realistic(own) if name == "realistic" else events
     else:
-        raise ValueError(f"--rules {name!r}: expected one of {', '.join(RULES)}.")
+        raise ValueError(f"--rules {name!r}: expected one of {', '.join(SETTINGS)}.")
     if layout == "synthetic":  # other applications than the artifacts' have no numbers of their own
-        rules = replace(rules, restart_s=30.0, told_restart_s=None, slowdown={}, pins={})
+        settings = replace(settings, restart_s=30.0, told_restart_s=None, slowdown={}, pins={})
     if name == "realistic" and restart_s is None:
         if layout == "gavel":
             raise ValueError(
                 "--rules realistic: nobody knows how large the states of Gavel's jobs are, so nor what "
                 "their restarts cost; add --restart-s SECONDS."
             )
-        rules = replace(rules, restart_s=restart_by_state(STATE_BYTES), told_restart_s=None)
+        settings = replace(settings, restart_s=restart_by_state(STATE_BYTES), told_restart_s=None)
     if restart_s is not None:
-        rules = replace(rules, restart_s=restart_s, told_restart_s=None)
-    return replace(rules, seed=seed, declared_progress=declared_progress)
+        settings = replace(settings, restart_s=restart_s, told_restart_s=None)
+    return replace(settings, seed=seed, declared_progress=declared_progress)
 
 
-def check(scenario: Scenario, rules: Rules, name: str, named: Named) -> None:
+def check(scenario: Scenario, settings: Settings, name: str, named: Named) -> None:
     """Raises ValueError where a policy could not run the scenario to its end."""
     if not scenario.jobs:
         raise ValueError(f"--workload: {scenario.name} has no jobs; there is nothing to simulate.")
@@ -328,12 +329,12 @@ def check(scenario: Scenario, rules: Rules, name: str, named: Named) -> None:
                 f"--policy {name}: runs jobs of one device only, but {len(wide)} of "
                 f"{len(scenario.jobs)} jobs ask for more, such as {wide[0].id!r}. Leave it out."
             )
-    rules = replace(rules, mode=named.mode)
+    settings = replace(settings, mode=named.mode)
     for application in {job.application for job in scenario.jobs}:
-        rules.restart_of(application)
-        rules.told_restart_of(application)
+        settings.restart_of(application)
+        settings.told_restart_of(application)
     for index, trace in enumerate(scenario.jobs):
-        spec = scenario.physics.job(trace, rules, index).spec
+        spec = scenario.truth.job(trace, settings, index).spec
         most = max(sizes.get(kind, 0) for kind in spec.kinds or sizes)
         if spec.min_devices > most:
             raise ValueError(
