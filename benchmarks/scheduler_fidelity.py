@@ -53,7 +53,7 @@ def row(name, asked_s, tolerance, jobs, cluster, policy, truth, settings):
 def cost(workload):
     """CPU seconds of one simulation from its start, with nothing remembered from earlier ones."""
     scenario = read_scenario(workload)
-    settings = read_settings("own", scenario.layout)
+    settings = read_settings("own", scenario.origin)
     begun = time.process_time()
     result = simulate(
         scenario.jobs,

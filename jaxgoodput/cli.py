@@ -262,7 +262,7 @@ def _simulate(options, command: list[str], parser: argparse.ArgumentParser) -> i
         )
         settings = read_settings(
             options.rules,
-            scenario.layout,
+            scenario.origin,
             restart_s=options.restart_s,
             seed=options.seed,
             declared_progress=options.declared_progress,

@@ -61,11 +61,8 @@ class GavelJob:
         self._kind = ""
         self._ran = False
         self._offered: tuple[tuple[Shape, ...], Mapping[Shape, float]] = ((), {})
-        deadline_s = None
-        if (
-            trace.slo is not None
-        ):  # so many times its duration on the fastest kind, after its arrival
-            deadline_s = trace.submit_s + trace.slo * self._left / max(speeds.values())
+        shortest_s = self._left / max(speeds.values())
+        deadline_s = None if trace.slo is None else trace.submit_s + trace.slo * shortest_s
         self.application = trace.application
         self.spec = spec_of(trace, "rigid", trace.num_devices, speeds, deadline_s)
 

@@ -33,10 +33,10 @@ from jaxgoodput.simulate.table_jobs import TableTruth
 from jaxgoodput.simulate.traces import TraceJob
 from jaxgoodput.specs import ClusterSpec, Node, from_json
 
-Layout = Literal["synthetic", "pollux", "sia", "gavel"]
+Origin = Literal["synthetic", "pollux", "sia", "gavel"]
 
 # What the artifacts ran on, where the user does not say.
-CLUSTERS: Mapping[Layout, str] = {
+CLUSTERS: Mapping[Origin, str] = {
     "synthetic": "t4:16x4",
     "pollux": "t4:16x4",
     "sia": "aws:6x4,dgx-ext:2x8,rtx:3x8",
@@ -64,7 +64,7 @@ class Scenario:
     """Jobs, the truth about them, and the cluster that they run on."""
 
     name: str
-    layout: Layout
+    origin: Origin
     jobs: tuple[TraceJob, ...]
     cluster: ClusterSpec
     truth: Truth
@@ -175,7 +175,7 @@ def _synthetic(
     )
     return Scenario(
         name=f"{len(jobs)} synthetic jobs, seed {seed}",
-        layout="synthetic",
+        origin="synthetic",
         jobs=jobs,
         cluster=spec,
         truth=ModelTruth(synthetic_applications(kinds)),
@@ -204,11 +204,11 @@ def _measured(path: pathlib.Path, cluster: str | None) -> Scenario:
             f"--workload {path}: there is no folder traces/ beside or above it, where the artifacts "
             "of Pollux and Sia keep their measured tables."
         )
-    layout: Layout = "pollux" if any(tables.glob("*/placements.csv")) else "sia"
-    kind = "t4" if layout == "pollux" else "aws"
-    spec = read_cluster(cluster or CLUSTERS[layout], kind=kind)
+    origin: Origin = "pollux" if any(tables.glob("*/placements.csv")) else "sia"
+    kind = "t4" if origin == "pollux" else "aws"
+    spec = read_cluster(cluster or CLUSTERS[origin], kind=kind)
     kinds = sorted({node.kind for node in spec.nodes})
-    if layout == "sia":
+    if origin == "sia":
         for kind in kinds:
             if not any(tables.glob(f"*/placements-{kind}.csv")):
                 known = {p.stem.removeprefix("placements-") for p in tables.glob("*/placements-*")}
@@ -226,7 +226,7 @@ def _measured(path: pathlib.Path, cluster: str | None) -> Scenario:
     jobs = traces.read_sia_workload(path)
     return Scenario(
         name=f"{path.parent.name}/{path.stem}",
-        layout=layout,
+        origin=origin,
         jobs=jobs,
         cluster=spec,
         truth=TableTruth(applications),
@@ -252,7 +252,7 @@ def _gavel(path: pathlib.Path, cluster: str | None) -> Scenario:
     kinds = {node.kind for node in spec.nodes}
     return Scenario(
         name=path.stem,
-        layout="gavel",
+        origin="gavel",
         jobs=traces.read_gavel_trace(path),
         cluster=spec,
         truth=GavelTruth({k: table for k, table in throughputs.items() if k in kinds}),
@@ -261,13 +261,13 @@ def _gavel(path: pathlib.Path, cluster: str | None) -> Scenario:
 
 def read_settings(
     name: str,
-    layout: Layout,
+    origin: Origin,
     *,
     restart_s: float | None = None,
     seed: int = 0,
     declared_progress: bool = False,
 ) -> Settings:
-    """One of `SETTINGS`: the published ones of an artifact, or those of the workload's own layout on events.
+    """One of `SETTINGS`: the published ones of an artifact, or those of the workload's own on events.
 
     "own" = those of the workload's artifact; events for synthetic jobs. "events": decisions follow
     arrivals and ends, and jobs may be offered any size at once. "realistic": events, with noisy
@@ -278,9 +278,9 @@ def read_settings(
     if restart_s is not None and not (restart_s >= 0 and math.isfinite(restart_s)):
         raise ValueError(f"--restart-s {restart_s}: must be at least 0 seconds, and finite.")
     published = {"pollux": pollux_settings(), "sia": sia_settings(), "gavel": gavel_settings()}
-    own = published.get(layout, Settings())
+    own = published.get(origin, Settings())
     if name == "own":
-        name = layout if layout != "synthetic" else "events"
+        name = origin if origin != "synthetic" else "events"
     if name in published:
         settings = published[name]
     elif name in ("events", "realistic"):
@@ -288,10 +288,10 @@ def read_settings(
         settings = realistic(own) if name == "realistic" else events
     else:
         raise ValueError(f"--rules {name!r}: expected one of {', '.join(SETTINGS)}.")
-    if layout == "synthetic":  # other applications than the artifacts' have no numbers of their own
+    if origin == "synthetic":  # other applications than the artifacts' have no numbers of their own
         settings = replace(settings, restart_s=30.0, told_restart_s=None, slowdown={}, pins={})
     if name == "realistic" and restart_s is None:
-        if layout == "gavel":
+        if origin == "gavel":
             raise ValueError(
                 "--rules realistic: nobody knows how large the states of Gavel's jobs are, so nor what "
                 "their restarts cost; add --restart-s SECONDS."

@@ -172,7 +172,7 @@ def realistic(settings: Settings, **changes) -> Settings:
     Noise, interference and failures are assumptions, not measurements; a node breaks about once in 30
     days. Restarts cost what the settings say; `restart_by_state` gives measured ones.
     """
-    published = {
+    assumed = {
         "round_s": None,
         "growth": None,
         "rounding": False,
@@ -181,4 +181,4 @@ def realistic(settings: Settings, **changes) -> Settings:
         "interference": 0.1,
         "failures": Failures(mean_between_s=30 * 24 * 3600.0),
     }
-    return replace(settings, **{**published, **changes})
+    return replace(settings, **{**assumed, **changes})

@@ -33,7 +33,7 @@ class LinearProgram:
     rate: scipy.sparse.csr_matrix  # [jobs, variables]
     limits: (
         scipy.sparse.csr_matrix
-    )  # [jobs + kinds, variables]: time of each job, devices of each kind
+    )  # [jobs + kinds, variables]: each job's time, each kind's devices
 
     @classmethod
     def of(cls, problem: FractionProblem) -> "LinearProgram":

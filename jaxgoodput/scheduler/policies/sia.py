@@ -1,7 +1,7 @@
 """Sia: normalised goodput to a power, one integer program over all kinds of devices per round.
 
 Jayaram Subramanya et al., "Sia: Heterogeneity-aware, goodput-optimized ML-cluster scheduling", SOSP
-2023, section 3; with the details of its artifact that change the outcome (rounding, clipping).
+2023, section 3; with the details of its artifact that change the result (rounding, clipping).
 """
 
 from collections.abc import Sequence

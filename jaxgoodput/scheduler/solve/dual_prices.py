@@ -22,9 +22,8 @@ def dual_prices(
     bool, these take exactly one item.
     """
     start = np.flatnonzero(np.r_[True, np.diff(job) > 0])
-    position = np.cumsum(
-        np.r_[False, np.diff(job) > 0]
-    )  # of an item's job among those that have one
+    # Which of the jobs that have an item at all an item is of.
+    position = np.cumsum(np.r_[False, np.diff(job) > 0])
     idle = np.where(forced[job[start]], 0.0, 1.0)  # whether taking nothing is possible
     scale = float(np.mean(np.abs(value))) or 1.0
     prices = np.zeros(len(limit))
