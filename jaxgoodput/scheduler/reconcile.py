@@ -220,7 +220,12 @@ def check_decision(decision: Decision, views: Sequence[JobView], cluster: Cluste
                     wrong(id_, f"device {i} of node {name!r}, which it also gives to {other!r}")
         least, most = size_limits(spec)
         if not least <= allocation.num_devices <= most:
-            wrong(id_, f"{allocation.num_devices} devices, but it takes {least} to {most}")
+            takes = (
+                f"is rigid and takes {least}"
+                if spec.mode == "rigid"
+                else f"takes {least} to {most}"
+            )
+            wrong(id_, f"{allocation.num_devices} devices, but it {takes}")
         if spec.level is not None and len(allocation.devices) > 1:
             domains = {domain_of(nodes[name], spec.level) for name in allocation.devices}
             if len(domains) > 1:
