@@ -12,10 +12,7 @@ import time
 
 import numpy as np
 
-from jaxgoodput.scheduler.policies.goodput import Goodput
-from jaxgoodput.scheduler.policies.shape_choice import Problem
-from jaxgoodput.scheduler.policy import JobView
-from jaxgoodput.scheduler.shapes import shape_of, shapes
+from jaxgoodput.scheduler import Goodput, JobView, ShapeProblem, shape_of, shapes
 from jaxgoodput.specs import Allocation, ClusterSpec, JobSpec, Node
 
 ROW = "{:>8} {:>6} {:>6} {:>9} {:>11} {:>11} {:>11} {:>11} {:>9} {:>8}"
@@ -80,7 +77,7 @@ def measure(num_devices, num_jobs, num_kinds, rounds, policy):
     same, kept = 0, 0
     for turn in range(rounds + 2):
         begun = time.process_time()
-        Problem.of(jobs, cluster, now_s)
+        ShapeProblem.of(jobs, cluster, now_s)
         table_s = time.process_time() - begun
         begun, begun_wall = time.process_time(), time.perf_counter()
         decision = policy(jobs, cluster, now_s)

@@ -3,7 +3,7 @@
     PYTHONPATH=. python benchmarks/scheduler_fidelity.py ../shared/data [--workloads 1 2 3 4 6] [--no-sia]
 
 The folder holds `pollux` and `sia` as their artifacts ship them. Optimus and Tiresias follow the
-artifact's own rules exactly, so their averages must agree; Pollux's published averages come from a
+artifact's own settings exactly, so their averages must agree; Pollux's published averages come from a
 genetic algorithm and are printed beside ours, which is solved exactly, for comparison. Then, what a
 simulation of 160 jobs costs under `Goodput`: at most 60 s of CPU are asked.
 """
@@ -13,23 +13,30 @@ import json
 import pathlib
 import time
 
-from jaxgoodput.scheduler.policies.baselines import Optimus, Tiresias
-from jaxgoodput.scheduler.policies.goodput import Goodput
-from jaxgoodput.scheduler.policies.pollux import Pollux
-from jaxgoodput.scheduler.policies.sia import Sia
-from jaxgoodput.simulate import traces
-from jaxgoodput.simulate.scenario import CLUSTERS, read_cluster, read_rules, read_scenario
-from jaxgoodput.simulate.settings import pollux_rules, sia_rules
-from jaxgoodput.simulate.simulator import simulate, uniform_cluster
-from jaxgoodput.simulate.table_jobs import TablePhysics
+from jaxgoodput.scheduler import Goodput, Optimus, Pollux, Sia, Tiresias
+from jaxgoodput.simulate import (
+    TableTruth,
+    pollux_settings,
+    read_cluster,
+    read_pollux_applications,
+    read_pollux_workload,
+    read_scenario,
+    read_settings,
+    read_sia_applications,
+    read_sia_workload,
+    sia_settings,
+    simulate,
+    uniform_cluster,
+)
+from jaxgoodput.simulate.scenario import CLUSTERS
 
 SIA_AVERAGE_S = 0.542 * 3600  # Sia's artifact on philly/workload-1
 MOST_CPU_S = 60.0
 
 
-def row(name, asked_s, tolerance, jobs, cluster, policy, physics, rules):
+def row(name, asked_s, tolerance, jobs, cluster, policy, truth, settings):
     begun = time.process_time()
-    result = simulate(jobs, cluster, policy, physics, rules=rules)
+    result = simulate(jobs, cluster, policy, truth, settings=settings)
     cpu_s = time.process_time() - begun
     found = result.summary()
     off = found["average_jct_s"] / asked_s - 1
@@ -46,10 +53,15 @@ def row(name, asked_s, tolerance, jobs, cluster, policy, physics, rules):
 def cost(workload):
     """CPU seconds of one simulation from its start, with nothing remembered from earlier ones."""
     scenario = read_scenario(workload)
-    rules = read_rules("own", scenario.layout)
+    settings = read_settings("own", scenario.origin)
     begun = time.process_time()
     result = simulate(
-        scenario.jobs, scenario.cluster, Goodput(), scenario.physics, rules=rules, name="goodput"
+        scenario.jobs,
+        scenario.cluster,
+        Goodput(),
+        scenario.truth,
+        settings=settings,
+        name="goodput",
     )
     cpu_s = time.process_time() - begun
     print(
@@ -70,7 +82,7 @@ def main():
         f"{'':4s} {'p99':>9s} {'rst':>6s} {'ms/dec.':>8s} {'CPU s':>7s}"
     )
     folder = options.data / "pollux"
-    physics = TablePhysics(traces.read_pollux_applications(folder / "traces"))
+    truth = TableTruth(read_pollux_applications(folder / "traces"))
     cluster = uniform_cluster("t4", 16, 4)
     policies = (
         ("optimus", Optimus(), "elastic", 0.005),
@@ -78,21 +90,21 @@ def main():
         ("pollux", Pollux(), "adaptive", None),
     )
     for number in options.workloads:
-        jobs = traces.read_pollux_workload(folder / "workloads" / f"workload-{number}.csv")
+        jobs = read_pollux_workload(folder / "workloads" / f"workload-{number}.csv")
         for name, policy, mode, tolerance in policies:
             path = folder / "results-jobload" / f"{name}-1.0" / "summary.json"
             asked_s = json.loads(path.read_text())["avgs"][f"workload-{number}"]
-            rules = pollux_rules(mode=mode)
+            settings = pollux_settings(mode=mode)
             title = f"{name}, Pollux workload-{number}"
-            row(title, asked_s, tolerance, jobs, cluster, policy, physics, rules)
+            row(title, asked_s, tolerance, jobs, cluster, policy, truth, settings)
     if not options.no_sia:
         folder = options.data / "sia"
         cluster = read_cluster(CLUSTERS["sia"])
         kinds = sorted({node.kind for node in cluster.nodes})
-        physics = TablePhysics(traces.read_sia_applications(folder / "traces", kinds))
-        jobs = traces.read_sia_workload(folder / "workloads" / "philly" / "workload-1.csv")
+        truth = TableTruth(read_sia_applications(folder / "traces", kinds))
+        jobs = read_sia_workload(folder / "workloads" / "philly" / "workload-1.csv")
         title = "sia, philly/workload-1, 64 mixed"
-        row(title, SIA_AVERAGE_S, 0.05, jobs, cluster, Sia(), physics, sia_rules())
+        row(title, SIA_AVERAGE_S, 0.05, jobs, cluster, Sia(), truth, sia_settings())
     cost("synthetic:160")
     cost(str(options.data / "pollux" / "workloads" / "workload-1.csv"))
     cost(str(options.data / "sia" / "workloads" / "philly" / "workload-1.csv"))

@@ -3,7 +3,7 @@
     python benchmarks/scheduler_goodput.py ../shared/data [--workloads 1 2 3] [--held-out] [--sia]
         [--made-up DAYS]
 
-The folder holds `pollux` and `sia` as their artifacts ship them. On Pollux's workloads the rules are
+The folder holds `pollux` and `sia` as their artifacts ship them. On Pollux's workloads the settings are
 the artifact's own (rounds of 60 s, NeuMF pinned to one device, growth of at most twice what was
 profiled, nothing known about the work that is left), and every average is a ratio to the published
 one. `Goodput` was tuned on workloads 1-3; `--held-out` is 4 and 6, which it was not. `--sia` compares
@@ -20,19 +20,26 @@ import time
 
 import numpy as np
 
-from jaxgoodput.scheduler.policies.goodput import Goodput
-from jaxgoodput.scheduler.policies.sia import Sia
-from jaxgoodput.simulate import traces
-from jaxgoodput.simulate.generator import synthetic_workload
-from jaxgoodput.simulate.scenario import CLUSTERS, read_cluster
-from jaxgoodput.simulate.settings import pollux_rules, sia_rules
-from jaxgoodput.simulate.simulator import simulate, uniform_cluster
-from jaxgoodput.simulate.table_jobs import TablePhysics
-from jaxgoodput.simulate.traces import TraceJob
+from jaxgoodput.scheduler import Goodput, Sia
+from jaxgoodput.simulate import (
+    TableTruth,
+    TraceJob,
+    pollux_settings,
+    read_cluster,
+    read_pollux_applications,
+    read_pollux_workload,
+    read_sia_applications,
+    read_sia_workload,
+    sia_settings,
+    simulate,
+    synthetic_workload,
+    uniform_cluster,
+)
+from jaxgoodput.simulate.scenario import CLUSTERS
 
 HELD_OUT = (4, 6)
 EVENTS = {"round_s": None, "rounding": False}  # decisions follow arrivals, ends and measurements
-# title, rules, asked mean of the ratios, the most that one workload may have
+# title, settings, asked mean of the ratios, the most that one workload may have
 POLLUX = {
     "published": ("restart 30 s", {}, 0.95, 1.02),
     "fast": ("restart 5 s", {"restart_s": 5.0}, 0.85, None),
@@ -66,10 +73,10 @@ def made_up(seed):
     )
 
 
-def run(jobs, cluster, policy, physics, rules):
+def run(jobs, cluster, policy, truth, settings):
     """What a simulation found, and its CPU seconds."""
     begun = time.process_time()
-    found = simulate(jobs, cluster, policy, physics, rules=rules).summary()
+    found = simulate(jobs, cluster, policy, truth, settings=settings).summary()
     return found, time.process_time() - begun
 
 
@@ -81,7 +88,7 @@ def limit(asked):
     return "-" if asked is None else f"{asked:.2f}"
 
 
-def pollux(folder, physics, workloads, title, changes, asked, most):
+def pollux(folder, truth, workloads, title, changes, asked, most):
     published = json.loads((folder / "results-jobload" / "pollux-1.0" / "summary.json").read_text())
     cluster = uniform_cluster("t4", 16, 4)
     print(
@@ -91,8 +98,8 @@ def pollux(folder, physics, workloads, title, changes, asked, most):
     )
     ratios = []
     for number in workloads:
-        jobs = traces.read_pollux_workload(folder / "workloads" / f"workload-{number}.csv")
-        found, cpu_s = run(jobs, cluster, Goodput(), physics, pollux_rules(**changes))
+        jobs = read_pollux_workload(folder / "workloads" / f"workload-{number}.csv")
+        found, cpu_s = run(jobs, cluster, Goodput(), truth, pollux_settings(**changes))
         theirs = published["avgs"][f"workload-{number}"]
         ratios.append(found["average_jct_s"] / theirs)
         name = f"Pollux workload-{number}" + (", held out" if number in HELD_OUT else "")
@@ -114,7 +121,7 @@ def pollux(folder, physics, workloads, title, changes, asked, most):
 def sia(folder, title, changes, days):
     cluster = read_cluster(CLUSTERS["sia"])
     kinds = sorted({node.kind for node in cluster.nodes})
-    physics = TablePhysics(traces.read_sia_applications(folder / "traces", kinds))
+    truth = TableTruth(read_sia_applications(folder / "traces", kinds))
     print(
         f"\n{'Goodput against Sia, 3 kinds, ' + title:46s} {'Sia, h':>10s} {'ours, h':>10s} "
         f"{'average':>7s} {'median':>7s} {'p99':>6s} {'worst FTF':>9s} {'rst':>11s} {'CPU s':>12s}",
@@ -122,8 +129,8 @@ def sia(folder, title, changes, days):
     )
     ratios = {key: [] for _, key, _ in SIA}
     for name, jobs in days.items():
-        theirs, their_cpu_s = run(jobs, cluster, Sia(), physics, sia_rules(**changes))
-        ours, our_cpu_s = run(jobs, cluster, Goodput(), physics, sia_rules(**changes))
+        theirs, their_cpu_s = run(jobs, cluster, Sia(), truth, sia_settings(**changes))
+        ours, our_cpu_s = run(jobs, cluster, Goodput(), truth, sia_settings(**changes))
         found = {key: ours[key] / theirs[key] for key in theirs if theirs[key]}
         for key in ratios:
             ratios[key].append(found[key])
@@ -156,13 +163,13 @@ def main():
     options = parser.parse_args()
     workloads = [*options.workloads, *(HELD_OUT if options.held_out else ())]
     folder = options.data / "pollux"
-    physics = TablePhysics(traces.read_pollux_applications(folder / "traces"))
+    truth = TableTruth(read_pollux_applications(folder / "traces"))
     for name in options.rows if workloads else ():
-        pollux(folder, physics, workloads, *POLLUX[name])
+        pollux(folder, truth, workloads, *POLLUX[name])
     folder = options.data / "sia"
     if options.sia:
         days = {
-            f"{name}/workload-{number}": traces.read_sia_workload(
+            f"{name}/workload-{number}": read_sia_workload(
                 folder / "workloads" / name / f"workload-{number}.csv"
             )
             for name in ("philly", "saturn")

@@ -1,9 +1,10 @@
 """The command line: `jaxgoodput run | coordinate | report | simulate`; imports what a command needs, late."""
 
 import argparse
+import contextlib
 import pathlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 _DONE, _USAGE = 0, 2
@@ -236,10 +237,8 @@ def _report(options, command: list[str], parser: argparse.ArgumentParser) -> int
 
 
 def _simulate(options, command: list[str], parser: argparse.ArgumentParser) -> int:
-    from jaxgoodput.scheduler.policies.catalogue import catalogue
-    from jaxgoodput.simulate import compare as comparison
-    from jaxgoodput.simulate.scenario import read_rules, read_scenario
-    from jaxgoodput.simulate.simulator import Stalled
+    from jaxgoodput.scheduler import catalogue
+    from jaxgoodput.simulate import Stalled, compare, read_scenario, read_settings, table
 
     known = catalogue()
     if options.list:
@@ -261,23 +260,22 @@ def _simulate(options, command: list[str], parser: argparse.ArgumentParser) -> i
             hours=options.hours,
             speed=options.speed,
         )
-        rules = read_rules(
+        settings = read_settings(
             options.rules,
-            scenario.layout,
+            scenario.origin,
             restart_s=options.restart_s,
             seed=options.seed,
             declared_progress=options.declared_progress,
         )
         folder = _folder(options.out)
-        bar = _ProgressBar(sys.stderr)
-        policies = {name: known[name] for name in names}
-        results = comparison.compare(scenario, policies, rules, on_progress=bar)
-        bar.close()
+        with _progress() as on_progress:
+            policies = {name: known[name] for name in names}
+            results = compare(scenario, policies, settings, on_progress=on_progress)
         devices = sum(node.num_devices for node in scenario.cluster.nodes)
         print(f"{scenario.name}, {len(scenario.jobs)} jobs on {devices} devices\n")
-        print(comparison.table(results))
+        print(table(results))
         if folder is not None:
-            _write(folder, scenario, rules, results)
+            _write(folder, scenario, settings, results)
     except (ValueError, OSError, Stalled) as error:
         return _wrong(error)
     return _DONE
@@ -294,12 +292,12 @@ def _folder(path: str | None) -> pathlib.Path | None:
     return folder
 
 
-def _write(folder: pathlib.Path, scenario, rules, results) -> None:
-    from jaxgoodput.simulate import compare as comparison
+def _write(folder: pathlib.Path, scenario, settings, results) -> None:
     from jaxgoodput.simulate import pictures
+    from jaxgoodput.simulate.compare import to_json
 
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "results.json").write_text(comparison.to_json(scenario, rules, results))
+    (folder / "results.json").write_text(to_json(scenario, settings, results))
     if not pictures.has_matplotlib():
         print(f"\nwrote {folder}/results.json; for the pictures: pip install 'jaxgoodput[plots]'")
         return
@@ -313,30 +311,34 @@ def _write(folder: pathlib.Path, scenario, rules, results) -> None:
     print(f"\nwrote results.json, {', '.join(drawn)} into {folder}")
 
 
-class _ProgressBar:
-    """How many jobs of a policy are done, on one line of a terminal; elsewhere a line per policy."""
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable]:
+    """How many jobs of a policy are done: a bar that goes away on a terminal, elsewhere a line per policy."""
+    from rich import progress
+    from rich.console import Console
 
-    def __init__(self, stream):
-        self._stream, self._terminal = stream, stream.isatty()
-        self._last = ""
+    console = Console(stderr=True, highlight=False)
+    columns = (
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        progress.TextColumn("{task.completed}/{task.total} jobs, {task.fields[hours]:.1f} h"),
+    )
+    shown = progress.Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    )
+    tasks: dict[str, progress.TaskID] = {}
 
-    def __call__(self, name: str, progress) -> None:
-        done, jobs, hours = progress.num_done, progress.num_jobs, progress.now_s / 3600
-        filled = 30 * done // jobs
-        line = f"{name} [{'#' * filled}{'.' * (30 - filled)}] {done}/{jobs} jobs, {hours:.1f} h"
-        if self._terminal:
-            if line != self._last:
-                self._stream.write(f"\r\x1b[K{line}")
-                self._stream.flush()
-        elif done == jobs:
-            print(line, file=self._stream)
-        self._last = line
+    def on_progress(name: str, now) -> None:
+        hours = now.now_s / 3600
+        if console.is_terminal:
+            if name not in tasks:
+                tasks[name] = shown.add_task(name, total=now.num_jobs, hours=0.0)
+            shown.update(tasks[name], completed=now.num_done, hours=hours)
+        elif now.num_done == now.num_jobs:
+            print(f"{name}: {now.num_done}/{now.num_jobs} jobs, {hours:.1f} h", file=sys.stderr)
 
-    def close(self) -> None:
-        """Leave the line."""
-        if self._terminal:
-            self._stream.write("\r\x1b[K")
-            self._stream.flush()
+    with shown:
+        yield on_progress
 
 
 def _wrong(error: Exception) -> int:

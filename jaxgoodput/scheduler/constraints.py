@@ -12,25 +12,36 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxgoodput.scheduler.policy import JobView
-from jaxgoodput.scheduler.shapes import capacity, domain_of, node_size
+from jaxgoodput.scheduler.shapes import (
+    capacity,
+    domain_of,
+    no_shape_reason,
+    shape_in_words,
+    size_limits,
+)
 from jaxgoodput.specs import Allocation, ClusterSpec, Node, Shape
 
 Devices = dict[str, set[int]]  # node name -> local indices
 
 
 @dataclass(frozen=True, kw_only=True)
-class Situation:
-    """The present, tidied up."""
+class Constraints:
+    """What a policy may not change, and the jobs with what may be believed of them."""
 
-    views: Mapping[str, JobView]  # with what is left of each allocation, and usable tables only
-    held: Mapping[str, str]  # job id -> why it stays where it is
-    refused: Mapping[str, str]  # job id -> why it cannot run
-    remarks: Mapping[str, str]  # job id -> what else its user should know
-    reserved: Mapping[str | None, Devices]  # tenant (None: nobody) -> devices that are only his now
+    views: Mapping[str, JobView]
+    """By job id, with what is left of each allocation, and usable tables only."""
+    held: Mapping[str, str]
+    """Job id -> why it stays where it is."""
+    refused: Mapping[str, str]
+    """Job id -> why it cannot run."""
+    remarks: Mapping[str, str]
+    """Job id -> what else its user should know."""
+    reserved: Mapping[str | None, Devices]
+    """Tenant (None: nobody) -> devices that are only his now."""
 
 
-def situation(jobs: Sequence[JobView], cluster: ClusterSpec, now_s: float) -> Situation:
-    """Reads the present.
+def constraints_of(jobs: Sequence[JobView], cluster: ClusterSpec, now_s: float) -> Constraints:
+    """What holds at present for these jobs on this cluster.
 
     Raises ValueError where two jobs have one id, or hold one device without sharing it.
     """
@@ -57,13 +68,13 @@ def situation(jobs: Sequence[JobView], cluster: ClusterSpec, now_s: float) -> Si
         views[view.spec.id] = cleaned
     _check_disjoint(views.values())
     held = _held(views, nodes, now_s)
-    offer = _Offer.of(cluster)
+    empty = _EmptyCluster(cluster)
     refused = {
         id_: reason
         for id_, view in views.items()
-        if id_ not in held and (reason := offer.refusal(view)) is not None
+        if id_ not in held and (reason := empty.refusal(view)) is not None
     }
-    return Situation(
+    return Constraints(
         views=views,
         held=held,
         refused=refused,
@@ -92,6 +103,21 @@ def add_devices(into: Devices, more: Mapping[str, Iterable[int]]):
         into.setdefault(name, set()).update(local)
 
 
+def devices_by_tenant(
+    allocations: Mapping[str, Allocation], tenants: Mapping[str, str]
+) -> dict[str, int]:
+    """What counts against each quota; tenants: by job id. A share group counts once, for its first job."""
+    seen: set[str] = set()
+    used: dict[str, int] = {}
+    for id_ in sorted(allocations):
+        group = allocations[id_].share_group
+        if group not in seen:
+            used[tenants[id_]] = used.get(tenants[id_], 0) + allocations[id_].num_devices
+        if group is not None:
+            seen.add(group)
+    return used
+
+
 def _lost(allocation: Allocation, nodes: Mapping[str, Node]) -> str | None:
     """Why an allocation cannot go on."""
     for name, local in allocation.devices.items():
@@ -112,7 +138,7 @@ def _usable_entries(view: JobView) -> tuple[JobView, str | None]:
     if left is not None and not (left >= 0 and math.isfinite(left)):
         view = dataclasses.replace(view, remaining=None)
         said.append(
-            f"the work that it says is left, {left}, is no number of at least 0 and not used"
+            f"the work that it says is left, {left}, is no number of at least 0 and is not used"
         )
     values = np.fromiter(view.goodput.values(), dtype=float, count=len(view.goodput))
     good = np.isfinite(values) & (values > 0)
@@ -121,22 +147,10 @@ def _usable_entries(view: JobView) -> tuple[JobView, str | None]:
     table = {s: v for (s, v), ok in zip(view.goodput.items(), good, strict=True) if ok}
     shape, value = next((s, v) for s, v in view.goodput.items() if s not in table)
     said.append(
-        f"{int((~good).sum())} of {len(good)} entries of its goodput table are not positive numbers and"
-        " are not"
-        f" used, the first being {value} on {words(shape)}"
+        f"{int((~good).sum())} of {len(good)} entries of its goodput table are not positive numbers and are "
+        f"not used, the first being {value} on {shape_in_words(shape)}"
     )
     return dataclasses.replace(view, goodput=table), "; ".join(said)
-
-
-def words(shape: Shape) -> str:
-    """A shape in words.
-
-    >>> words(Shape("h200", 2, 16))
-    '16 h200 on 2 nodes'
-    """
-    return (
-        f"{shape.num_devices} {shape.kind} on {shape.num_nodes} node{'s' * (shape.num_nodes > 1)}"
-    )
 
 
 def _deadline(view: JobView, now_s: float) -> str | None:
@@ -149,8 +163,8 @@ def _deadline(view: JobView, now_s: float) -> str | None:
         least_s = view.remaining / max(view.goodput.values())
         if now_s + least_s > deadline:
             return (
-                f"its deadline cannot be met: it needs {least_s:.0f} s on its best shape,"
-                f" {deadline - now_s:.0f} s are left"
+                f"its deadline cannot be met: it needs {least_s:.0f} s on its best shape, "
+                f"{deadline - now_s:.0f} s are left"
             )
     return None
 
@@ -164,9 +178,8 @@ def _check_disjoint(views: Iterable[JobView]):
                 other = owner.setdefault((name, i), view)
                 if other is not view and (group is None or other.allocation.share_group != group):
                     raise ValueError(
-                        f"jobs {other.spec.id!r} and {view.spec.id!r} both hold device {i} of node"
-                        f" {name!r} without"
-                        " being of one share group; their allocations cannot both be true"
+                        f"jobs {other.spec.id!r} and {view.spec.id!r} both hold device {i} of node {name!r} "
+                        "without being of one share group; their allocations cannot both be true"
                     )
 
 
@@ -191,33 +204,26 @@ def _held(views: Mapping[str, JobView], nodes: Mapping[str, Node], now_s: float)
     return held
 
 
-@dataclass(frozen=True)
-class _Offer:
-    """What the cluster offers at most, for quick refusals."""
+class _EmptyCluster:
+    """What the cluster has room for while nothing runs there, for quick refusals."""
 
-    cluster: ClusterSpec
-    devices: Mapping[str, int]
-    most_on_a_node: Mapping[str, int]
-    node_size: Mapping[str, int]
-
-    @classmethod
-    def of(cls, cluster: ClusterSpec) -> "_Offer":
-        most: dict[str, int] = {}
-        for node in cluster.nodes:
-            if node.state == "up":
-                most[node.kind] = max(most.get(node.kind, 0), node.num_usable)
-        return cls(cluster, capacity(cluster), most, node_size(cluster))
+    def __init__(self, cluster: ClusterSpec):
+        self._nodes = [node for node in cluster.nodes if node.state == "up"]
+        self._devices = capacity(cluster)
+        self._most_on_a_node: dict[str, int] = {}
+        for node in self._nodes:
+            most = max(self._most_on_a_node.get(node.kind, 0), node.num_usable)
+            self._most_on_a_node[node.kind] = most
 
     def refusal(self, view: JobView) -> str | None:
         """Why the job could not run even if it were alone; None = it could."""
         spec = view.spec
-        least = spec.num_devices or 0 if spec.mode == "rigid" else spec.min_devices
-        most = least if spec.mode == "rigid" else spec.max_devices
+        least, most = size_limits(spec)
         for shape in view.goodput:
             if (
                 least <= shape.num_devices <= most
                 and (spec.kinds is None or shape.kind in spec.kinds)
-                and self._holds(shape)
+                and self._has_room(shape)
                 and (
                     spec.level is None
                     or shape.num_nodes == 1
@@ -225,50 +231,21 @@ class _Offer:
                 )
             ):
                 return None
-        offered = {k: n for k, n in self.devices.items() if spec.kinds is None or k in spec.kinds}
-        if not offered:
-            return (
-                f"it allows only devices of kind {list(spec.kinds or ())}, and the cluster has"
-                f" {sorted(self.devices)}"
-            )
-        if least > max(offered.values()):
-            return (
-                f"it needs at least {least} devices of one kind, and in service are"
-                f" {words_of(offered)}"
-            )
-        if not view.goodput:
-            return "its goodput table has no usable entry, so no shape is known to be of use to it"
-        if spec.level is not None and any(
-            least <= s.num_devices <= most and self._holds(s) for s in view.goodput
-        ):
-            return f"no domain of level {spec.level!r} is large enough for its {least} devices"
-        return (
-            f"its goodput table has no entry between {least} and {most} devices that the cluster has room for"
-            f" ({words_of(offered)} in service)"
-        )
+        return no_shape_reason(view, self._devices, self._has_room)
 
-    def _holds(self, shape: Shape) -> bool:
+    def _has_room(self, shape: Shape) -> bool:
         on_one = -(-shape.num_devices // shape.num_nodes)
-        return shape.num_devices <= self.devices.get(
+        return shape.num_devices <= self._devices.get(
             shape.kind, 0
-        ) and on_one <= self.most_on_a_node.get(shape.kind, 0)
+        ) and on_one <= self._most_on_a_node.get(shape.kind, 0)
 
     def _one_domain(self, shape: Shape, level: str) -> bool:
         room: dict[str, int] = {}
-        for node in self.cluster.nodes:
-            if node.kind == shape.kind and node.state == "up":
+        for node in self._nodes:
+            if node.kind == shape.kind:
                 domain = domain_of(node, level)
                 room[domain] = room.get(domain, 0) + node.num_usable
         return max(room.values(), default=0) >= shape.num_devices
-
-
-def words_of(devices: Mapping[str, int]) -> str:
-    """Numbers of devices by kind, in words.
-
-    >>> words_of({"h200": 8, "a100": 16})
-    '16 a100, 8 h200'
-    """
-    return ", ".join(f"{devices[kind]} {kind}" for kind in sorted(devices))
 
 
 def _reserved(
@@ -314,7 +291,7 @@ def _reserved(
 def next_change_s(
     jobs: Sequence[JobView], cluster: ClusterSpec, held: Mapping[str, str], now_s: float
 ) -> float:
-    """When the situation next changes by itself: a minimum run time ends, a reservation starts or ends."""
+    """When constraints next change by themselves: a minimum run time ends, a reservation starts or ends."""
     times = [t for r in cluster.reservations for t in (r.start_s, r.end_s)]
     times += [
         v.since_s + v.spec.min_run_s for v in jobs if v.spec.id in held and v.since_s is not None

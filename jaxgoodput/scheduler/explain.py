@@ -9,15 +9,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from jaxgoodput.scheduler.constraints import situation, words_of
+from jaxgoodput.scheduler.constraints import constraints_of
 from jaxgoodput.scheduler.policy import JobView, Plan, Policy
 from jaxgoodput.scheduler.reconcile import reconcile
 from jaxgoodput.scheduler.shapes import (
     capacity_rows,
+    devices_in_words,
     goodput_matrix,
     node_size,
     shape_of,
     shapes,
+    size_limits,
 )
 from jaxgoodput.specs import ClusterSpec, JobSpec, Node
 
@@ -67,16 +69,14 @@ def explain(
     """
     if job not in {view.spec.id for view in jobs}:
         raise ValueError(
-            f"there is no job {job!r} among the {len(jobs)} that were given; it may have finished, or its"
-            " id is"
-            " misspelt"
+            f"there is no job {job!r} among the {len(jobs)} that were given; it may have finished, or its id "
+            "is misspelt"
         )
     plan = plan or reconcile(jobs, cluster, policy, now_s)
     question = _Question(job, jobs, cluster, policy, now_s)
     if plan.allocations[job].devices:
         return Explanation(job=job, constraint="none", message=plan.reasons[job])
-    now = situation(jobs, cluster, now_s)
-    if job in now.refused:
+    if job in constraints_of(jobs, cluster, now_s).refused:
         changes = _changes_for_refused(question)
         return Explanation(
             job=job, constraint="refused", message=plan.reasons[job], changes=changes
@@ -257,7 +257,7 @@ def _smaller_minimum(question: _Question) -> int | None:
 def _more_devices(question: _Question) -> dict[str, int]:
     """For each kind that the job can use, the fewest more devices with which it runs."""
     spec = question.view.spec
-    wanted = sum(_least_devices(view.spec) for view in question.jobs)
+    wanted = sum(size_limits(view.spec)[0] for view in question.jobs)
     found: dict[str, int] = {}
     for kind in sorted({shape.kind for shape in question.view.goodput}):
         if spec.kinds is not None and kind not in spec.kinds:
@@ -271,10 +271,6 @@ def _more_devices(question: _Question) -> dict[str, int]:
         if count:
             found[kind] = count
     return found
-
-
-def _least_devices(spec: JobSpec) -> int:
-    return spec.num_devices or 1 if spec.mode == "rigid" else spec.min_devices
 
 
 def _least(runs: Callable[[int], bool], most: int) -> int | None:
@@ -296,7 +292,7 @@ def _has_room(question: _Question, plan: Plan) -> bool:
     cluster = question.cluster
     kind_of = {node.name: node.kind for node in cluster.nodes}
     offered = shapes(cluster, question.jobs)
-    matrix, _ = goodput_matrix([question.view], offered, cluster)
+    matrix = goodput_matrix([question.view], offered, cluster)
     rows = capacity_rows(cluster, offered)
     left = rows.limits.copy()
     column = {shape: i for i, shape in enumerate(offered)}
@@ -355,5 +351,5 @@ def _changes_for_refused(question: _Question) -> tuple[str, ...]:
             counts: dict[str, int] = {}
             for node in down:
                 counts[node.kind] = counts.get(node.kind, 0) + node.num_devices
-            changes.append(f"the return of nodes that are down ({words_of(counts)})")
+            changes.append(f"the return of nodes that are down ({devices_in_words(counts)})")
     return tuple(changes)

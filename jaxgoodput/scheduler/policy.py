@@ -16,26 +16,34 @@ class JobView:
     """What a policy may know about one job."""
 
     spec: JobSpec
-    allocation: Allocation = field(default_factory=Allocation)  # at present
-    # Useful samples (or any unit of the job's own) per second on each shape, packed on as few nodes as
-    # the shape says. A shape that is missing is unknown or not allowed. For an elastic or rigid job the
-    # batch is fixed, so this is its throughput.
+    allocation: Allocation = field(default_factory=Allocation)
+    """What it has at present."""
     goodput: Mapping[Shape, float] = field(default_factory=dict)
+    """Useful samples (or any unit of the job's own) per second on each shape, packed on as few nodes as the
+    shape says. A shape that is missing is unknown or not allowed. For an elastic or rigid job the batch is
+    fixed, so this is its throughput."""
     submitted_s: float = 0.0
-    since_s: float | None = None  # when the present allocation began; None = not running
-    restoring_until_s: float | None = None  # while it restarts, it is not worth moving again
+    since_s: float | None = None
+    """When the present allocation began; None = not running."""
+    restoring_until_s: float | None = None
+    """While it restarts, it is not worth moving again."""
     num_restarts: int = 0
-    restart_s: float = 30.0  # measured or estimated cost of one change
-    received_s: Mapping[str, float] = field(default_factory=dict)  # device-seconds by kind
-    fraction_received_s: Mapping[str, float] = field(default_factory=dict)  # wall seconds by kind
-    largest_profiled: int = 0  # devices; the largest size that its model has seen
-    remaining: float | None = None  # in units of goodput x seconds; None = not declared
-    rigid_shape_hint: int | None = None  # devices that its user would have picked
-    # What it does while it shares its devices with another job: (id of the other, shape) -> as goodput.
+    restart_s: float = 30.0
+    """Seconds that one change costs, measured or estimated."""
+    received_s: Mapping[str, float] = field(default_factory=dict)
+    """Device-seconds that it has had, by kind."""
+    fraction_received_s: Mapping[str, float] = field(default_factory=dict)
+    """Seconds that it has run, by kind."""
+    largest_profiled: int = 0
+    """The largest size, in devices, that its model has seen."""
+    remaining: float | None = None
+    """Work left, in units of goodput x seconds; None = not declared."""
+    rigid_shape_hint: int | None = None
+    """Devices that its user would have picked."""
     shared_goodput: Mapping[tuple[str, Shape], float] = field(default_factory=dict)
-    fractions_since_s: float | None = (
-        None  # when fraction_received_s began to count; None = submitted_s
-    )
+    """What it does while it shares its devices with another job: (id of the other, shape) -> as goodput."""
+    fractions_since_s: float | None = None
+    """When `fraction_received_s` began to count; None = `submitted_s`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,10 +83,15 @@ class Plan:
 
     allocations: Mapping[str, Allocation]
     start: tuple[str, ...]
-    resize: tuple[str, ...]  # other devices than before, or another number of them
+    resize: tuple[str, ...]
+    """Jobs that get other devices than before, or another number of them."""
     pause: tuple[str, ...]
-    reasons: Mapping[str, str]  # job id -> why; for every job
-    next_solve_s: float  # at the latest; an event asks for one sooner
-    solved_s: float | None = None  # when the policy was last asked
-    objective: float | None = None  # of the policy's last answer, and the bound on it
+    reasons: Mapping[str, str]
+    """Why, for every job id."""
+    next_solve_s: float
+    """When to ask again at the latest; an event asks sooner."""
+    solved_s: float | None = None
+    """When the policy was last asked."""
+    objective: float | None = None
+    """What the policy's last answer is worth; `bound` is the most that any could be."""
     bound: float | None = None

@@ -1,26 +1,27 @@
 """From jobs, cluster and policy to a plan: pure, deterministic, one for the service and the simulator.
 
-What a policy may not change (see `situation`) is taken out of its problem first and put back afterwards;
+What a policy may not change (see `constraints_of`) is taken out of its problem first and put back afterwards;
 what it answers is checked before it is believed.
 """
 
 import dataclasses
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from jaxgoodput.scheduler.constraints import (
+    Constraints,
     Devices,
-    Situation,
     add_devices,
+    constraints_of,
+    devices_by_tenant,
     next_change_s,
-    situation,
     withhold,
-    words_of,
 )
 from jaxgoodput.scheduler.placement.placement import allocation_of
 from jaxgoodput.scheduler.policy import Decision, JobView, Plan, Policy, SolverError
-from jaxgoodput.scheduler.shapes import domain_of
+from jaxgoodput.scheduler.shapes import devices_in_words, domain_of, size_limits
 from jaxgoodput.specs import Allocation, ClusterSpec
 
 
@@ -56,17 +57,17 @@ def reconcile(
         raise ValueError(
             f"min_gap_s={min_gap_s} and max_gap_s={max_gap_s}; needed is 0 <= min_gap_s <= max_gap_s"
         )
-    now = situation(jobs, cluster, now_s)
+    fixed = constraints_of(jobs, cluster, now_s)
     if last is not None and last.solved_s is not None and now_s < last.solved_s + min_gap_s:
         result = _unchanged(
-            now, f"decided {now_s - last.solved_s:.1f} s ago; the next look is soon"
+            fixed, f"decided {now_s - last.solved_s:.1f} s ago; the next look is soon"
         )
         result.objective, result.bound = last.objective, last.bound
-        return _plan(jobs, now, result, last.solved_s, last.solved_s + min_gap_s)
-    result = _solve(now, cluster, policy, now_s)
-    change_s = next_change_s(jobs, cluster, now.held, now_s)
+        return _plan(jobs, fixed, result, last.solved_s, last.solved_s + min_gap_s)
+    result = _solve(fixed, cluster, policy, now_s)
+    change_s = next_change_s(jobs, cluster, fixed.held, now_s)
     next_s = min(now_s + max_gap_s, max(now_s + min_gap_s, change_s))
-    return _plan(jobs, now, result, now_s, next_s)
+    return _plan(jobs, fixed, result, now_s, next_s)
 
 
 @dataclasses.dataclass
@@ -79,60 +80,43 @@ class _Result:
     bound: float | None = None
 
 
-def _unchanged(now: Situation, why: str) -> _Result:
+def _unchanged(fixed: Constraints, why: str) -> _Result:
     allocations = {
-        id_: view.allocation for id_, view in now.views.items() if id_ not in now.refused
+        id_: view.allocation for id_, view in fixed.views.items() if id_ not in fixed.refused
     }
     return _Result(allocations, {id_: why for id_ in allocations})
 
 
-def _solve(now: Situation, cluster: ClusterSpec, policy: Policy, now_s: float) -> _Result:
+def _solve(fixed: Constraints, cluster: ClusterSpec, policy: Policy, now_s: float) -> _Result:
     result = _Result({}, {})
     taken: Devices = {}  # by jobs that stay
-    used: dict[str, int] = {}  # devices of each tenant's quota
-    for id_, why in now.held.items():
-        result.allocations[id_] = now.views[id_].allocation
+    tenants = {id_: view.spec.tenant for id_, view in fixed.views.items()}
+    used: Counter[str] = Counter()  # devices of each tenant's quota
+    for id_, why in fixed.held.items():
+        result.allocations[id_] = fixed.views[id_].allocation
         result.reasons[id_] = f"keeps its devices: {why}"
-        add_devices(taken, now.views[id_].allocation.devices)
-    _count(used, now, result.allocations)
-    free = [id_ for id_ in now.views if id_ not in now.held and id_ not in now.refused]
-    for tenant in sorted(t for t in now.reserved if t is not None):
-        own = now.reserved[tenant]
+        add_devices(taken, fixed.views[id_].allocation.devices)
+    used.update(devices_by_tenant(result.allocations, tenants))
+    free = [id_ for id_ in fixed.views if id_ not in fixed.held and id_ not in fixed.refused]
+    for tenant in sorted(t for t in fixed.reserved if t is not None):
+        own = fixed.reserved[tenant]
         pool = [
             id_
             for id_ in free
-            if now.views[id_].spec.tenant == tenant and _within(now.views[id_].allocation, own)
+            if fixed.views[id_].spec.tenant == tenant and _within(fixed.views[id_].allocation, own)
         ]
         if not pool:
             continue
         others = {n.name: set(range(n.num_devices)) - own.get(n.name, set()) for n in cluster.nodes}
-        _ask(policy, pool, now, withhold(cluster, others, used), now_s, result)
+        _ask(policy, pool, fixed, withhold(cluster, others, used), now_s, result)
         placed = [id_ for id_ in pool if result.allocations[id_].devices]
-        _count(used, now, {id_: result.allocations[id_] for id_ in placed})
+        used.update(devices_by_tenant({id_: result.allocations[id_] for id_ in placed}, tenants))
         free = [id_ for id_ in free if id_ not in set(placed)]
-    for own in now.reserved.values():
+    for own in fixed.reserved.values():
         add_devices(taken, own)
     if free:
-        _ask(policy, free, now, withhold(cluster, taken, used), now_s, result)
+        _ask(policy, free, fixed, withhold(cluster, taken, used), now_s, result)
     return result
-
-
-def _count(used: dict[str, int], now: Situation, allocations: Mapping[str, Allocation]):
-    for id_, devices in _shares(allocations).items():
-        tenant = now.views[id_].spec.tenant
-        used[tenant] = used.get(tenant, 0) + devices
-
-
-def _shares(allocations: Mapping[str, Allocation]) -> dict[str, int]:
-    """Devices that count against each job's tenant: those of a share group count once, for its first job."""
-    seen: set[str] = set()
-    counts: dict[str, int] = {}
-    for id_ in sorted(allocations):
-        group = allocations[id_].share_group
-        counts[id_] = 0 if group in seen else allocations[id_].num_devices
-        if group is not None:
-            seen.add(group)
-    return counts
 
 
 def _within(allocation: Allocation, devices: Devices) -> bool:
@@ -143,13 +127,13 @@ def _within(allocation: Allocation, devices: Devices) -> bool:
 def _ask(
     policy: Policy,
     ids: Sequence[str],
-    now: Situation,
+    fixed: Constraints,
     cluster: ClusterSpec,
     now_s: float,
     result: _Result,
 ):
     """Adds the policy's answer for some jobs on some devices to the result."""
-    views = [now.views[id_] for id_ in ids]
+    views = [fixed.views[id_] for id_ in ids]
     try:
         decision = policy(views, cluster, now_s)
     except (SolverError, np.linalg.LinAlgError) as error:
@@ -162,8 +146,8 @@ def _ask(
             stays = _within(view.allocation, offered)
             result.allocations[view.spec.id] = view.allocation if stays else Allocation()
             result.reasons[view.spec.id] = (
-                f"{'unchanged' if stays else 'its devices are reserved for others'}:"
-                f" {type(policy).__name__} found no decision ({error})"
+                f"{'unchanged' if stays else 'its devices are reserved for others'}: "
+                f"{type(policy).__name__} found no decision ({error})"
             )
         return
     check_decision(decision, views, cluster, type(policy).__name__)
@@ -188,7 +172,7 @@ def _default_reason(
         for name, local in given.devices.items():
             counts[kind_of[name]] = counts.get(kind_of[name], 0) + len(local)
         same = given.devices == view.allocation.devices
-        return f"{'keeps' if same else 'gets'} {words_of(counts)} by {policy}"
+        return f"{'keeps' if same else 'gets'} {devices_in_words(counts)} by {policy}"
     return f"waits: {policy} gives the devices to others"
 
 
@@ -200,8 +184,8 @@ def check_decision(decision: Decision, views: Sequence[JobView], cluster: Cluste
 
     def wrong(id_: str, what: str):
         raise PlanError(
-            f"policy {policy} gives job {id_!r} {what}. This is a defect of the policy; the present plan"
-            " stands."
+            f"policy {policy} gives job {id_!r} {what}. This is a defect of the policy; the present plan "
+            "stands."
         )
 
     for id_ in sorted(decision.allocations):
@@ -234,25 +218,33 @@ def check_decision(decision: Decision, views: Sequence[JobView], cluster: Cluste
                     group is None or decision.allocations[other].share_group != group
                 ):
                     wrong(id_, f"device {i} of node {name!r}, which it also gives to {other!r}")
-        count = allocation.num_devices
-        if spec.mode == "rigid" and count != spec.num_devices:
-            wrong(id_, f"{count} devices, but it is rigid and takes {spec.num_devices}")
-        if spec.mode != "rigid" and not spec.min_devices <= count <= spec.max_devices:
-            wrong(id_, f"{count} devices, but it takes {spec.min_devices} to {spec.max_devices}")
+        least, most = size_limits(spec)
+        if not least <= allocation.num_devices <= most:
+            takes = (
+                f"is rigid and takes {least}"
+                if spec.mode == "rigid"
+                else f"takes {least} to {most}"
+            )
+            wrong(id_, f"{allocation.num_devices} devices, but it {takes}")
         if spec.level is not None and len(allocation.devices) > 1:
             domains = {domain_of(nodes[name], spec.level) for name in allocation.devices}
             if len(domains) > 1:
                 wrong(id_, f"nodes of several domains of level {spec.level!r}: {sorted(domains)}")
-    used: dict[str, int] = {}
-    for id_, count in _shares(decision.allocations).items():
-        tenant = known[id_].spec.tenant
-        used[tenant] = used.get(tenant, 0) + count
-        if used[tenant] > cluster.quota.get(tenant, used[tenant]):
-            wrong(id_, f"more than the quota of tenant {tenant!r}, {cluster.quota[tenant]} devices")
+    tenants = {id_: known[id_].spec.tenant for id_ in decision.allocations}
+    for tenant, count in devices_by_tenant(decision.allocations, tenants).items():
+        if count > cluster.quota.get(tenant, count):
+            wrong(
+                max(id_ for id_, whose in tenants.items() if whose == tenant),
+                f"more than the quota of tenant {tenant!r}, {cluster.quota[tenant]} devices",
+            )
 
 
 def _plan(
-    jobs: Sequence[JobView], now: Situation, result: _Result, solved_s: float, next_solve_s: float
+    jobs: Sequence[JobView],
+    fixed: Constraints,
+    result: _Result,
+    solved_s: float,
+    next_solve_s: float,
 ) -> Plan:
     allocations: dict[str, Allocation] = {}
     reasons: dict[str, str] = {}
@@ -265,8 +257,8 @@ def _plan(
         allocations[id_] = allocation_of(
             view.allocation, given.devices, given.share_group if given.devices else None
         )
-        said = f"refused: {now.refused[id_]}" if id_ in now.refused else result.reasons[id_]
-        reasons[id_] = f"{said}; {now.remarks[id_]}" if id_ in now.remarks else said
+        said = f"refused: {fixed.refused[id_]}" if id_ in fixed.refused else result.reasons[id_]
+        reasons[id_] = f"{said}; {fixed.remarks[id_]}" if id_ in fixed.remarks else said
         if given.devices == view.allocation.devices:
             continue
         moved = pause if not given.devices else resize if view.allocation.devices else start

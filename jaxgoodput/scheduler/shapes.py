@@ -8,7 +8,7 @@ size s, wherever the others went. A node whose size is no power of two behaves a
 its binary expansion (6 = 4 + 2).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -26,8 +26,10 @@ class CapacityRows(NamedTuple):
     """
 
     matrix: Float[np.ndarray, "rows shapes"]
-    limits: Float[np.ndarray, " rows"]  # devices
-    kinds: tuple[str, ...]  # of each row
+    limits: Float[np.ndarray, " rows"]
+    """Devices that each row has."""
+    kinds: tuple[str, ...]
+    """The kind of device that each row is of."""
 
 
 def capacity(cluster: ClusterSpec) -> dict[str, int]:
@@ -81,7 +83,7 @@ def shapes(
     size = node_size(cluster)
     whole = whole_nodes(cluster)
     every = sum(capacity(cluster).values()) <= all_up_to_devices
-    largest = max((_most(view.spec) for view in jobs), default=None)
+    largest = max((size_limits(view.spec)[1] for view in jobs), default=None)
     rigid = {v.spec.num_devices for v in jobs if v.spec.mode == "rigid" and v.spec.num_devices}
     present = {v.allocation.num_devices for v in jobs if v.allocation.num_nodes > 1}
     found: set[Shape] = set()
@@ -102,8 +104,11 @@ def shapes(
     return tuple(sorted(s for s in found if largest is None or s.num_devices <= largest))
 
 
-def _most(spec: JobSpec) -> int:
-    return spec.num_devices or 0 if spec.mode == "rigid" else spec.max_devices
+def size_limits(spec: JobSpec) -> tuple[int, int]:
+    """The fewest and the most devices that a job runs on."""
+    if spec.mode == "rigid" and spec.num_devices is not None:
+        return spec.num_devices, spec.num_devices
+    return spec.min_devices, spec.max_devices
 
 
 def _sparse(count: int, dense: int) -> list[int]:
@@ -124,11 +129,8 @@ def allowed(
     holds that many whole nodes. What is free at the moment plays no part.
     """
     num_devices = np.array([shape.num_devices for shape in shapes], dtype=np.int64)
-    rigid = np.array([view.spec.mode == "rigid" for view in jobs], dtype=bool)
-    exact = np.array([view.spec.num_devices or 0 for view in jobs], dtype=np.int64)
-    low = np.where(rigid, exact, [view.spec.min_devices for view in jobs])
-    high = np.where(rigid, exact, [view.spec.max_devices for view in jobs])
-    mask = (num_devices[None, :] >= low[:, None]) & (num_devices[None, :] <= high[:, None])
+    limits = np.array([size_limits(view.spec) for view in jobs], dtype=np.int64).reshape(-1, 2)
+    mask = (num_devices >= limits[:, :1]) & (num_devices <= limits[:, 1:])
     for row, view in enumerate(jobs):
         if view.spec.kinds is not None:
             mask[row] &= np.array([s.kind in view.spec.kinds for s in shapes], dtype=bool)
@@ -161,14 +163,9 @@ def _fits_a_domain(
 
 def goodput_matrix(
     jobs: Sequence[JobView], shapes: Sequence[Shape], cluster: ClusterSpec | None = None
-) -> tuple[Float[np.ndarray, "jobs shapes"], dict[str, str]]:
-    """Goodput [jobs, shapes] in each job's own units, 0 = not allowed; and what was wrong, by job id.
-
-    Entries of a table that are NaN, infinite, zero or negative are not used and are reported; so is a job
-    that is left without any shape.
-    """
+) -> Float[np.ndarray, "jobs shapes"]:
+    """Goodput [jobs, shapes] in each job's own units, 0 = unknown, not allowed or no positive number."""
     matrix = np.zeros((len(jobs), len(shapes)))
-    given = np.zeros(matrix.shape, dtype=bool)
     column: dict[Shape, int] = {shape: i for i, shape in enumerate(shapes)}
     # Tables of different jobs mostly share their Shape objects: known by identity, a look-up hashes no
     # strings (300,000 of them for 5,000 jobs). The jobs keep the objects alive, so ids stay unique.
@@ -184,54 +181,56 @@ def goodput_matrix(
         values = np.fromiter(view.goodput.values(), dtype=float, count=len(columns))
         known = where >= 0
         matrix[row, where[known]] = values[known]
-        given[row, where[known]] = True
-    may = allowed(jobs, shapes, cluster)
-    good = may & np.isfinite(matrix) & (matrix > 0)
-    bad = given & may & ~good
+    good = allowed(jobs, shapes, cluster) & np.isfinite(matrix) & (matrix > 0)
     matrix[~good] = 0.0
-    problems: dict[str, str] = {}
-    for row in np.flatnonzero(bad.any(axis=1)).tolist():
-        first = shapes[int(np.flatnonzero(bad[row])[0])]
-        problems[jobs[row].spec.id] = (
-            f"{int(bad[row].sum())} entries of its goodput table are not positive numbers and are not"
-            " used, the"
-            f" first for {first.num_devices} {first.kind} on {first.num_nodes} nodes:"
-            f" {jobs[row].goodput[first]}"
-        )
-    for row in np.flatnonzero(~good.any(axis=1)).tolist():
-        view = jobs[row]
-        problems.setdefault(view.spec.id, no_shape_reason(view, shapes))
-    return matrix, problems
+    return matrix
 
 
-def no_shape_reason(view: JobView, shapes: Sequence[Shape]) -> str:
-    """Why a job has no shape at all, in words: the first of its own limits that leaves none."""
+def no_shape_reason(
+    view: JobView, devices: Mapping[str, int], has_room: Callable[[Shape], bool]
+) -> str:
+    """Why a job has no shape at all: the first of its own limits that leaves none.
+
+    devices: in service, by kind. `has_room` says of a shape whether the cluster has room for it, whatever
+    its topology.
+    """
     spec = view.spec
-    least = (spec.num_devices or 0) if spec.mode == "rigid" else spec.min_devices
-    kinds = {shape.kind for shape in shapes}
-    of_kind = [s for s in shapes if spec.kinds is None or s.kind in spec.kinds]
-    if spec.kinds is not None and not kinds & set(spec.kinds):
-        return f"allows only devices of kind {list(spec.kinds)}; the cluster offers {sorted(kinds)}"
-    most = max((shape.num_devices for shape in of_kind), default=0)
-    if least > most:
-        return f"needs {least} devices of one kind; the largest shape that is offered has {most}"
+    least, most = size_limits(spec)
+    usable = {k: n for k, n in devices.items() if spec.kinds is None or k in spec.kinds}
+    if spec.kinds is not None and not usable:
+        return f"it allows only devices of kind {list(spec.kinds)}, and the cluster has {sorted(devices)}"
+    said = devices_in_words(usable) or "none"
+    if least > max(usable.values(), default=0):
+        return f"it needs at least {least} devices of one kind, and in service are {said}"
     if not view.goodput:
-        return "has an empty goodput table, so no shape is known to be of use"
-    if not any(_in_range(spec, s) for s in of_kind):
-        return f"no shape that is offered has between {least} and {_most(spec)} devices"
-    if not any(_in_range(spec, s) and s in view.goodput for s in of_kind):
-        return (
-            "its goodput table has no entry for any shape that it may take and the cluster offers"
-        )
-    if not any(_in_range(spec, s) and s in view.goodput and view.goodput[s] > 0 for s in of_kind):
-        return "its goodput table has no positive entry for any shape that it may take"
-    return f"no domain of level {spec.level!r} is large enough for its {least} devices"
+        return "its goodput table has no usable entry, so no shape is known to be of use to it"
+    if spec.level is not None and any(
+        s.kind in usable and least <= s.num_devices <= most and has_room(s) for s in view.goodput
+    ):
+        return f"no domain of level {spec.level!r} is large enough for its {least} devices"
+    return (
+        f"its goodput table has no entry between {least} and {most} devices that the cluster has room for "
+        f"({said} in service)"
+    )
 
 
-def _in_range(spec: JobSpec, shape: Shape) -> bool:
-    if spec.mode == "rigid":
-        return shape.num_devices == spec.num_devices
-    return spec.min_devices <= shape.num_devices <= spec.max_devices
+def shape_in_words(shape: Shape) -> str:
+    """A shape in words.
+
+    >>> shape_in_words(Shape("h200", 2, 16))
+    '16 h200 on 2 nodes'
+    """
+    nodes = "node" if shape.num_nodes == 1 else "nodes"
+    return f"{shape.num_devices} {shape.kind} on {shape.num_nodes} {nodes}"
+
+
+def devices_in_words(devices: Mapping[str, int]) -> str:
+    """Numbers of devices by kind, in words.
+
+    >>> devices_in_words({"h200": 8, "a100": 16})
+    '16 a100, 8 h200'
+    """
+    return ", ".join(f"{devices[kind]} {kind}" for kind in sorted(devices))
 
 
 def capacity_rows(cluster: ClusterSpec, shapes: Sequence[Shape]) -> CapacityRows:

@@ -1,6 +1,6 @@
 """Several policies on the same scenario, and what they are compared by: a table, and JSON."""
 
-import dataclasses
+import io
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -9,7 +9,7 @@ from jaxgoodput._serial import encode, pack
 from jaxgoodput.scheduler.policies.catalogue import Named
 from jaxgoodput.simulate.records import Result
 from jaxgoodput.simulate.scenario import Scenario, check
-from jaxgoodput.simulate.settings import Rules
+from jaxgoodput.simulate.settings import Settings
 from jaxgoodput.simulate.simulator import Progress, simulate
 
 # Heading (over two lines), key of `Result.summary`, divisor, digits behind the point.
@@ -30,7 +30,7 @@ _COLUMNS = (
 def compare(
     scenario: Scenario,
     policies: Mapping[str, Named],
-    rules: Rules,
+    settings: Settings,
     *,
     on_progress: Callable[[str, Progress], None] | None = None,
 ) -> tuple[Result, ...]:
@@ -39,7 +39,7 @@ def compare(
     `on_progress` gets the policy's name and how far it is.
     """
     for name, named in policies.items():
-        check(scenario, rules, name, named)
+        check(scenario, settings, name, named)
     results = []
     for name, named in policies.items():
 
@@ -52,8 +52,8 @@ def compare(
                 scenario.jobs,
                 scenario.cluster,
                 named.policy,
-                scenario.physics,
-                rules=dataclasses.replace(rules, mode=named.mode, sharing=named.sharing),
+                scenario.truth,
+                settings=dataclasses.replace(settings, mode=named.mode, sharing=named.sharing),
                 name=name,
                 on_progress=report,
             )
@@ -62,32 +62,38 @@ def compare(
 
 
 def table(results: Sequence[Result]) -> str:
-    """A line per policy; FTF is finish-time fairness, above 1 is unfair (see `records`)."""
-    rows = [["", *(c[0] for c in _COLUMNS)], ["policy", *(c[1] for c in _COLUMNS)]]
+    """A line per policy, as plain text; FTF is finish-time fairness, above 1 is unfair (see `records`)."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    blank, dashes = " " * 4, " -  "
+    plain = box.Box("\n".join([blank, blank, dashes, *[blank] * 5]) + "\n", ascii=True)
+    drawn = Table(box=plain, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    drawn.add_column("\npolicy", no_wrap=True)
+    for above, below, *_ in _COLUMNS:
+        drawn.add_column(f"{above}\n{below}", justify="right", no_wrap=True)
     for result in results:
         found = result.summary()
         cells = [_number(found[key] / divisor, digits) for _, _, key, divisor, digits in _COLUMNS]
-        rows.append([result.policy, *cells])
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    rows.insert(2, ["-" * width for width in widths])
-    lines = []
-    for row in rows:
-        cells = [row[0].ljust(widths[0])]
-        cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
+        drawn.add_row(result.policy, *cells)
+    text = io.StringIO()
+    Console(file=text, width=1000, color_system=None, force_terminal=False, markup=False).print(
+        drawn
+    )
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
 
 def _number(value: float, digits: int) -> str:
     return "-" if math.isnan(value) else f"{value:,.{digits}f}"
 
 
-def to_json(scenario: Scenario, rules: Rules, results: Sequence[Result]) -> str:
+def to_json(scenario: Scenario, settings: Settings, results: Sequence[Result]) -> str:
     """All that was found, and on what; `_serial.unpack` reads the cluster and each of `results`."""
     body = {
         "workload": scenario.name,
         "cluster": pack(scenario.cluster),
-        "rules": encode(rules),
+        "rules": encode(settings),
         "summaries": {result.policy: encode(result.summary()) for result in results},
         "results": [pack(result) for result in results],
     }

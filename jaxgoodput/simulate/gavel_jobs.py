@@ -9,20 +9,20 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from jaxgoodput.simulate.settings import Rules
-from jaxgoodput.simulate.table_jobs import SimulatedJob
+from jaxgoodput.simulate.job import SimulatedJob, spec_of
+from jaxgoodput.simulate.settings import Settings
 from jaxgoodput.simulate.tables import Counts
 from jaxgoodput.simulate.traces import Throughputs, TraceJob
-from jaxgoodput.specs import JobSpec, Shape
+from jaxgoodput.specs import Shape
 
 
 @dataclass(frozen=True)
-class GavelPhysics:
+class GavelTruth:
     """Makes rigid jobs whose speed is looked up by (job type, number of devices)."""
 
     throughputs: Throughputs
 
-    def job(self, trace: TraceJob, rules: Rules, index: int) -> "GavelJob":
+    def job(self, trace: TraceJob, settings: Settings, index: int) -> "GavelJob":
         """The job of one line of a trace.
 
         Raises ValueError where the tables have no speed of it on any kind, or the line has no steps.
@@ -42,51 +42,29 @@ class GavelPhysics:
                 f"job {trace.id!r}: no kind of device has a throughput of {trace.application!r} on "
                 f"{trace.num_devices} devices; the tables have {', '.join(self.throughputs)}."
             )
-        return GavelJob(trace, rules, speeds, self.throughputs)
+        return GavelJob(trace, settings, speeds, self.throughputs)
 
 
 class GavelJob:
-    """One job of `GavelPhysics`; see `SimulatedJob`."""
+    """One job of `GavelTruth`; see `SimulatedJob`."""
 
     def __init__(
         self,
         trace: TraceJob,
-        rules: Rules,
+        settings: Settings,
         speeds: Mapping[str, float],
         throughputs: Throughputs,
     ):
-        self._trace, self._rules = trace, rules
+        self._trace, self._settings = trace, settings
         self._speeds, self._throughputs = speeds, throughputs
         self._left = float(trace.num_steps or 0)
         self._kind = ""
         self._ran = False
         self._offered: tuple[tuple[Shape, ...], Mapping[Shape, float]] = ((), {})
-        self._spec = JobSpec(
-            id=trace.id,
-            mode="rigid",
-            min_devices=trace.num_devices,
-            max_devices=trace.num_devices,
-            num_devices=trace.num_devices,
-            weight=trace.weight,
-            kinds=tuple(speeds),
-            deadline_s=self._deadline_s(),
-        )
-
-    def _deadline_s(self) -> float | None:
-        """As many times its duration on the fastest kind as the trace says, after its arrival."""
-        if self._trace.slo is None:
-            return None
-        return self._trace.submit_s + self._trace.slo * self._left / max(self._speeds.values())
-
-    @property
-    def spec(self) -> JobSpec:
-        """What its user asked for."""
-        return self._spec
-
-    @property
-    def application(self) -> str:
-        """Its job type."""
-        return self._trace.application
+        shortest_s = self._left / max(speeds.values())
+        deadline_s = None if trace.slo is None else trace.submit_s + trace.slo * shortest_s
+        self.application = trace.application
+        self.spec = spec_of(trace, "rigid", trace.num_devices, speeds, deadline_s)
 
     @property
     def done(self) -> bool:
@@ -110,7 +88,7 @@ class GavelJob:
             self._left = 0.0
             return min(used, seconds)
         steps = rate * seconds
-        self._left -= math.floor(steps) if self._rules.rounding else steps
+        self._left -= math.floor(steps) if self._settings.rounding else steps
         return seconds
 
     def next_stop(self, seconds: float, speed: float = 1.0) -> float | None:

@@ -38,17 +38,27 @@ LONGEST = 20.0  # no job has more than so many times the median work of its fami
 class Family:
     """Jobs of one sort: how many there are, how long they are, how they scale."""
 
-    share: float  # of all jobs
-    median_h: float  # on one device of speed 1 at the base batch
-    spread: float  # standard deviation of the log of the work
+    share: float
+    """Of all jobs, how many are of it."""
+    median_h: float
+    """Its median length on one device of speed 1 at the base batch."""
+    spread: float
+    """Standard deviation of the log of the work."""
     limits: BatchLimits
-    noise: tuple[float, float]  # noise scale at the beginning and at the end, in base batches
-    fixed_s: float  # of a micro-batch, whatever its size
-    sample_s: float  # per sample
-    intra_s: float  # synchronisation on one node
-    inter_s: float  # synchronisation over several nodes
-    state_bytes: float  # parameters and optimizer, made up: what a restart writes and reads
-    input_bound: float = 0.0  # 0 = as fast as the device; 1 = no faster on a faster one
+    noise: tuple[float, float]
+    """Noise scale at the beginning and at the end, in base batches."""
+    fixed_s: float
+    """What a micro-batch takes, whatever its size."""
+    sample_s: float
+    """What each sample takes on top."""
+    intra_s: float
+    """Synchronisation on one node."""
+    inter_s: float
+    """Synchronisation over several nodes."""
+    state_bytes: float
+    """Parameters and optimizer, made up: what a restart writes and reads."""
+    input_bound: float = 0.0
+    """0 = as fast as the device; 1 = no faster on a faster one."""
 
 
 FAMILIES: Mapping[str, Family] = {
@@ -112,14 +122,14 @@ def synthetic_workload(
     names = list(FAMILIES)
     shares = np.array([family.share for family in FAMILIES.values()])
     drawn = rng.choice(len(names), num_jobs, p=shares / shares.sum())
-    settings = {name: _settings(FAMILIES[name], largest, per_node) for name in names}
+    asked_for = {name: _asked_for(FAMILIES[name], largest, per_node) for name in names}
     steps = {name: _median_steps(FAMILIES[name]) for name in names}
     jobs = []
     for i in range(num_jobs):
         name = names[int(drawn[i])]
         family = FAMILIES[name]
         longer = min(math.exp(family.spread * rng.standard_normal()), LONGEST)
-        devices, batch = settings[name][int(rng.integers(len(settings[name])))]
+        devices, batch = asked_for[name][int(rng.integers(len(asked_for[name])))]
         jobs.append(
             TraceJob(
                 id=f"{name}-{i:04d}",
@@ -182,7 +192,7 @@ def _median_steps(family: Family) -> int:
     return max(round(family.median_h * 3600.0 / seconds), 1)
 
 
-def _settings(family: Family, largest: int, per_node: int) -> list[tuple[int, int]]:
+def _asked_for(family: Family, largest: int, per_node: int) -> list[tuple[int, int]]:
     """(devices, batch) whose speedup, half-way through the training, is 50 to 80 % of perfect."""
     base, most = family.limits.base, family.limits.max
     middle = GradParams(sqr=1.0, var=math.sqrt(family.noise[0] * family.noise[1]))

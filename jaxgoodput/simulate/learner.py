@@ -44,7 +44,7 @@ def split(
 
 
 @dataclass(frozen=True)
-class Candidates:
+class Configurations:
     """The configurations to choose from on some placements; arrays `[placements, batches]`."""
 
     at: Placement  # num_nodes and num_replicas, [placements, 1]
@@ -54,14 +54,14 @@ class Candidates:
     allowed: np.ndarray  # bool
 
 
-def candidates(
+def configurations(
     nodes: Sequence[int],
     devices: Sequence[int],
     application: Application,
     limits: tuple[int, int],
     batch: int | None = None,
-) -> Candidates:
-    """AdaptDL's candidates on every placement; only the given global batch where it is fixed."""
+) -> Configurations:
+    """AdaptDL's configurations on every placement; only the given global batch where it is fixed."""
     base, most = application.base_batch, application.max_batch
     low, high = limits
     replicas = np.asarray(devices, np.int64)[:, None]
@@ -82,7 +82,7 @@ def candidates(
     total = replicas * micro * count
     allowed = fits & (micro >= low) & (micro <= high)
     at = Placement(num_nodes=np.asarray(nodes)[:, None], num_replicas=replicas)
-    return Candidates(at, micro, count, total, allowed)
+    return Configurations(at, micro, count, total, allowed)
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Learner:
     application: Application
     kind: str
     _fits: dict = field(default_factory=dict, repr=False, compare=False)
-    _candidates: dict = field(default_factory=dict, repr=False, compare=False)
+    _configurations: dict = field(default_factory=dict, repr=False, compare=False)
     _speeds: dict = field(default_factory=dict, repr=False, compare=False)
     _isolated: dict = field(default_factory=dict, repr=False, compare=False)
 
@@ -116,14 +116,18 @@ class Learner:
             self._fits[key] = fit_perf_params(timings, priors="adaptdl").params
         return self._fits[key]
 
-    def candidates(self, placements: tuple[tuple[int, int], ...], batch: int | None) -> Candidates:
-        """The candidates on (nodes, devices) pairs, for a fixed batch or for any."""
+    def configurations(
+        self, placements: tuple[tuple[int, int], ...], batch: int | None
+    ) -> Configurations:
+        """The configurations on (nodes, devices) pairs, for a fixed batch or for any."""
         key = placements, batch
-        if key not in self._candidates:
+        if key not in self._configurations:
             nodes, devices = zip(*placements, strict=True)
             limits = self.application.limits(self.kind)
-            self._candidates[key] = candidates(nodes, devices, self.application, limits, batch)
-        return self._candidates[key]
+            self._configurations[key] = configurations(
+                nodes, devices, self.application, limits, batch
+            )
+        return self._configurations[key]
 
     def goodput(
         self,
@@ -133,7 +137,7 @@ class Learner:
         batch: int | None,
     ) -> np.ndarray:
         """[placements, batches] useful samples/s by the model; 0 where not allowed."""
-        found = self.candidates(placements, batch)
+        found = self.configurations(placements, batch)
         key = id(perf), placements, batch
         if key not in self._speeds:
             seconds = step_time(perf, found.at, found.micro, found.count)
@@ -148,7 +152,7 @@ class Learner:
         """(samples per device and micro-batch, micro-batches) of the highest goodput."""
         place = ((nodes, devices),)
         best = int(np.argmax(self.goodput(perf, grad, place, None)[0]))
-        found = self.candidates(place, None)
+        found = self.configurations(place, None)
         micro, count = int(found.micro[0, best]), int(found.count[0, best])
         return min(micro, self.application.max_batch // (devices * count)), count
 
@@ -164,7 +168,7 @@ class Learner:
 
     def _alone(self, counts: Counts, batch: int | None) -> float:
         app, runs = self.application, self.application.runs
-        found = self.candidates(((len(counts), sum(counts)),), batch)
+        found = self.configurations(((len(counts), sum(counts)),), batch)
         micro, count, total = found.micro[0], found.count[0], found.batch[0]
         times = app.steps[self.kind].times_of_sizes(counts, micro.astype(float))
         seconds = times[:, 0] + (times[:, 0] - times[:, 1]) * (count - 1)

@@ -15,23 +15,28 @@ from jaxgoodput.goodput.efficiency import GradParams
 from jaxgoodput.goodput.model import GoodputModel
 from jaxgoodput.goodput.perf import PerfParams, Placement, step_time
 from jaxgoodput.goodput.search import BatchLimits, goodput_table
-from jaxgoodput.simulate.settings import Rules
-from jaxgoodput.simulate.table_jobs import SimulatedJob
+from jaxgoodput.simulate.job import SimulatedJob, mode_of, spec_of
+from jaxgoodput.simulate.settings import Settings
 from jaxgoodput.simulate.tables import Counts
 from jaxgoodput.simulate.traces import TraceJob
-from jaxgoodput.specs import JobSpec, Shape
+from jaxgoodput.specs import Shape
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelApplication:
     """One program: how fast it is on each kind of device, and how its gradient noise grows."""
 
-    perf: Mapping[str, PerfParams]  # by kind
+    perf: Mapping[str, PerfParams]
+    """How fast it is, by kind of device."""
     limits: BatchLimits
-    first: GradParams  # at the beginning
-    last: GradParams  # at the end
-    num_samples: float  # useful ones, until it is done, where the trace gives no number of steps
-    num_phases: int = 10  # the noise grows in so many steps
+    first: GradParams
+    """The gradient's moments at the beginning."""
+    last: GradParams
+    """The gradient's moments at the end."""
+    num_samples: float
+    """Useful samples until it is done, where the trace gives no number of steps."""
+    num_phases: int = 10
+    """The noise grows in so many equal parts of the work."""
 
     def model(self, kind: str, phase: int) -> GoodputModel:
         """The truth on a kind during a phase."""
@@ -58,7 +63,7 @@ def fixed_step_s(
 
 
 @dataclass(frozen=True)
-class ModelPhysics:
+class ModelTruth:
     """Makes jobs of `ModelApplication`s; adaptive ones know their own model once they have run.
 
     `TraceJob.num_steps` is the work of a job in base steps.
@@ -67,7 +72,7 @@ class ModelPhysics:
     applications: Mapping[str, ModelApplication]
     _known: dict = field(default_factory=dict, repr=False, compare=False)
 
-    def job(self, trace: TraceJob, rules: Rules, index: int) -> "ModelJob":
+    def job(self, trace: TraceJob, settings: Settings, index: int) -> "ModelJob":
         """The job of one line of a workload.
 
         Raises ValueError for an application without a model.
@@ -77,13 +82,8 @@ class ModelPhysics:
                 f"job {trace.id!r} runs {trace.application!r}, but there are models of "
                 f"{', '.join(sorted(self.applications))} only; add one."
             )
-        if (trace.mode or rules.mode) != "adaptive" and trace.global_batch_size is None:
-            raise ValueError(
-                f"job {trace.id!r} is {trace.mode or rules.mode}, which needs a global batch size, but "
-                "its line has none."
-            )
-        rng = np.random.default_rng([rules.seed, index])
-        return ModelJob(trace, rules, self, rng)
+        rng = np.random.default_rng([settings.seed, index])
+        return ModelJob(trace, settings, self, rng)
 
     def goodput(
         self,
@@ -111,44 +111,27 @@ class ModelPhysics:
 
 
 class ModelJob:
-    """One job of `ModelPhysics`; see `SimulatedJob`."""
+    """One job of `ModelTruth`; see `SimulatedJob`."""
 
     def __init__(
-        self, trace: TraceJob, rules: Rules, physics: ModelPhysics, rng: np.random.Generator
+        self, trace: TraceJob, settings: Settings, truth: ModelTruth, rng: np.random.Generator
     ):
-        self._trace, self._rules, self._physics = trace, rules, physics
-        self._app = physics.applications[trace.application]
-        self._noise = math.exp(rules.step_noise * rng.standard_normal()) if rules.step_noise else 1
+        self._settings, self._truth = settings, truth
+        self._app = truth.applications[trace.application]
+        self._noise = (
+            math.exp(settings.step_noise * rng.standard_normal()) if settings.step_noise else 1
+        )
         self._done = 0.0  # useful samples
-        base, mode = self._app.limits.base, trace.mode or rules.mode
+        base, mode = self._app.limits.base, mode_of(trace, settings)
         self._total = self._app.num_samples if trace.num_steps is None else base * trace.num_steps
         self._batch = None if mode == "adaptive" else trace.global_batch_size
         self._kind, self._counts = "", ()
         self._largest = 0
         self._offered: tuple[object, Mapping[Shape, float]] = (None, {})
-        rigid = mode == "rigid"
-        low = self._app.limits.span[0]
-        most = (self._app.limits.max if self._batch is None else self._batch) // low
-        most = trace.num_devices if rigid else max(1, min(rules.max_devices, most))
-        self._spec = JobSpec(
-            id=trace.id,
-            mode=mode,
-            min_devices=most if rigid else 1,
-            max_devices=most,
-            num_devices=most if rigid else None,
-            weight=trace.weight,
-            kinds=tuple(self._app.perf),
-        )
-
-    @property
-    def spec(self) -> JobSpec:
-        """What its user asked for."""
-        return self._spec
-
-    @property
-    def application(self) -> str:
-        """What it runs."""
-        return self._trace.application
+        widest = self._app.limits.max if self._batch is None else self._batch
+        largest = min(settings.max_devices, widest // self._app.limits.span[0])
+        self.application = trace.application
+        self.spec = spec_of(trace, mode, largest, self._app.perf)
 
     @property
     def done(self) -> bool:
@@ -173,14 +156,14 @@ class ModelJob:
     def _rate(self, phase: int) -> float:
         """Useful samples/s at present."""
         places = ((len(self._counts), sum(self._counts)),)
-        rate = self._physics.goodput(self.application, self._kind, phase, places, self._batch)[0]
+        rate = self._truth.goodput(self.application, self._kind, phase, places, self._batch)[0]
         if not rate > 0:
             raise ValueError(
-                f"job {self._trace.id!r} cannot run on {sum(self._counts)} devices of {self._kind!r} "
+                f"job {self.spec.id!r} cannot run on {sum(self._counts)} devices of {self._kind!r} "
                 f"over {len(self._counts)} nodes: its batch limits allow no batch there. The policy "
                 "gave it a shape that its goodput table does not have."
             )
-        return float(rate) / self._rules.slowdown.get(self.application, 1.0)
+        return float(rate) / self._settings.slowdown.get(self.application, 1.0)
 
     def advance(self, seconds: float, speed: float = 1.0) -> float:
         """Work for at most `seconds`, phase by phase."""
@@ -212,21 +195,21 @@ class ModelJob:
 
         Where its batch is fixed its user knows the truth, on every size.
         """
-        growth, most = self._rules.growth, self._spec.max_devices
+        growth, most = self._settings.growth, self.spec.max_devices
         growth = growth if self._batch is None else None
         limit = most if growth is None else min(most, max(int(growth * self._largest), 1))
         key = shapes, self._phase, limit
         if self._offered[0] != key:
             table: dict[Shape, float] = {}
             for kind in self._app.perf:
-                fewest = self._spec.min_devices
+                fewest = self.spec.min_devices
                 mine = tuple(
                     s for s in shapes if s.kind == kind and fewest <= s.num_devices <= most
                 )
                 if not mine:
                     continue
                 places = tuple((s.num_nodes, s.num_devices) for s in mine)
-                speeds = self._physics.goodput(
+                speeds = self._truth.goodput(
                     self.application, kind, self._phase, places, self._batch
                 )
                 known = {s: float(g) * self._noise for s, g in zip(mine, speeds, strict=True) if g}
@@ -238,8 +221,8 @@ class ModelJob:
         return self._offered[1]
 
     def remaining(self) -> float | None:
-        """Useful samples left, if the rules let it say so or its batch is fixed."""
-        declared = self._rules.declared_progress or self._batch is not None
+        """Useful samples left, if the settings let it say so or its batch is fixed."""
+        declared = self._settings.declared_progress or self._batch is not None
         return self._total - self._done if declared else None
 
     def save(self) -> float:
@@ -255,10 +238,10 @@ class ModelJob:
         places = ((len(counts), sum(counts)),)
         app, total = self._app, 0.0
         for phase in range(app.num_phases):
-            found = self._physics.goodput(self.application, kind, phase, places, self._batch)
+            found = self._truth.goodput(self.application, kind, phase, places, self._batch)
             rate = float(found[0])
             total += self._total / app.num_phases / rate if rate > 0 else math.inf
-        return total * self._rules.slowdown.get(self.application, 1.0)
+        return total * self._settings.slowdown.get(self.application, 1.0)
 
     def beside(self, other: SimulatedJob, kind: str) -> float | None:
         """Unknown: the model is of devices of one's own."""

@@ -24,7 +24,8 @@ class Interval:
     start_s: float
     end_s: float
     kind: str
-    devices: Mapping[str, tuple[int, ...]]  # node name -> local indices
+    devices: Mapping[str, tuple[int, ...]]
+    """Local indices by node name."""
 
     @property
     def num_devices(self) -> int:
@@ -39,12 +40,16 @@ class JobRecord:
     id: str
     application: str
     submit_s: float
-    start_s: float  # of its first allocation
+    start_s: float
+    """When its first allocation began."""
     finish_s: float
-    restarts: int  # changes of allocation after the first, pauses not counted
-    device_s: Mapping[str, float]  # by kind
+    restarts: int
+    """How often its allocation changed after the first; pauses do not count."""
+    device_s: Mapping[str, float]
+    """Device-seconds that it used, by kind."""
     intervals: tuple[Interval, ...]
-    rho: float | None = None  # finish-time fairness; None = the isolated time is unknown
+    rho: float | None = None
+    """Finish-time fairness; None = the isolated time is unknown."""
 
     @property
     def jct_s(self) -> float:
@@ -58,8 +63,10 @@ class Result:
 
     policy: str
     jobs: tuple[JobRecord, ...]
-    decision_s: tuple[float, ...]  # time that each decision took
-    num_failures: int = 0  # of nodes
+    decision_s: tuple[float, ...]
+    """Time that each decision took."""
+    num_failures: int = 0
+    """Of nodes."""
 
     def summary(self) -> dict[str, float]:
         """The numbers that schedulers are compared by, in seconds unless their name says otherwise."""

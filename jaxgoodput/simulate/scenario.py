@@ -14,29 +14,30 @@ from typing import Literal
 from jaxgoodput._serial import loads
 from jaxgoodput.scheduler.policies.catalogue import Named
 from jaxgoodput.simulate import traces
-from jaxgoodput.simulate.gavel_jobs import GavelPhysics
+from jaxgoodput.simulate.gavel_jobs import GavelTruth
 from jaxgoodput.simulate.generator import (
     FAMILIES,
     synthetic_applications,
     synthetic_workload,
 )
-from jaxgoodput.simulate.model_jobs import ModelPhysics
+from jaxgoodput.simulate.job import Truth
+from jaxgoodput.simulate.model_jobs import ModelTruth
 from jaxgoodput.simulate.settings import (
-    Rules,
-    gavel_rules,
-    pollux_rules,
+    Settings,
+    gavel_settings,
+    pollux_settings,
     realistic,
     restart_by_state,
-    sia_rules,
+    sia_settings,
 )
-from jaxgoodput.simulate.table_jobs import Physics, TablePhysics
+from jaxgoodput.simulate.table_jobs import TableTruth
 from jaxgoodput.simulate.traces import TraceJob
 from jaxgoodput.specs import ClusterSpec, Node
 
-Layout = Literal["synthetic", "pollux", "sia", "gavel"]
+Origin = Literal["synthetic", "pollux", "sia", "gavel"]
 
 # What the artifacts ran on, where the user does not say.
-CLUSTERS: Mapping[Layout, str] = {
+CLUSTERS: Mapping[Origin, str] = {
     "synthetic": "t4:16x4",
     "pollux": "t4:16x4",
     "sia": "aws:6x4,dgx-ext:2x8,rtx:3x8",
@@ -53,7 +54,7 @@ STATE_BYTES: Mapping[str, float] = {
     "cifar10": 9e7, "imagenet": 2.05e8, "yolov3": 5e8, "deepspeech2": 3e8, "bert": 1.3e9, "ncf": 3.8e8,
     **{name: family.state_bytes for name, family in FAMILIES.items()},
 }  # fmt: skip
-RULES = ("own", "pollux", "sia", "gavel", "events", "realistic")
+SETTINGS = ("own", "pollux", "sia", "gavel", "events", "realistic")
 
 _PART = re.compile(r"(?:(?P<kind>[A-Za-z0-9_.-]+):)?(?P<nodes>[0-9]+)x(?P<each>[0-9]+)")
 _GAVEL_TABLES = ("simulation_throughputs.json", "tacc_throughputs.json")
@@ -64,10 +65,10 @@ class Scenario:
     """Jobs, the truth about them, and the cluster that they run on."""
 
     name: str
-    layout: Layout
+    origin: Origin
     jobs: tuple[TraceJob, ...]
     cluster: ClusterSpec
-    physics: Physics
+    truth: Truth
 
 
 def read_cluster(text: str, *, kind: str = "t4") -> ClusterSpec:
@@ -175,10 +176,10 @@ def _synthetic(
     )
     return Scenario(
         name=f"{len(jobs)} synthetic jobs, seed {seed}",
-        layout="synthetic",
+        origin="synthetic",
         jobs=jobs,
         cluster=spec,
-        physics=ModelPhysics(synthetic_applications(kinds)),
+        truth=ModelTruth(synthetic_applications(kinds)),
     )
 
 
@@ -204,11 +205,11 @@ def _measured(path: pathlib.Path, cluster: str | None) -> Scenario:
             f"--workload {path}: there is no folder traces/ beside or above it, where the artifacts "
             "of Pollux and Sia keep their measured tables."
         )
-    layout: Layout = "pollux" if any(tables.glob("*/placements.csv")) else "sia"
-    kind = "t4" if layout == "pollux" else "aws"
-    spec = read_cluster(cluster or CLUSTERS[layout], kind=kind)
+    origin: Origin = "pollux" if any(tables.glob("*/placements.csv")) else "sia"
+    kind = "t4" if origin == "pollux" else "aws"
+    spec = read_cluster(cluster or CLUSTERS[origin], kind=kind)
     kinds = sorted({node.kind for node in spec.nodes})
-    if layout == "sia":
+    if origin == "sia":
         for kind in kinds:
             if not any(tables.glob(f"*/placements-{kind}.csv")):
                 known = {p.stem.removeprefix("placements-") for p in tables.glob("*/placements-*")}
@@ -226,10 +227,10 @@ def _measured(path: pathlib.Path, cluster: str | None) -> Scenario:
     jobs = traces.read_sia_workload(path)
     return Scenario(
         name=f"{path.parent.name}/{path.stem}",
-        layout=layout,
+        origin=origin,
         jobs=jobs,
         cluster=spec,
-        physics=TablePhysics(applications),
+        truth=TableTruth(applications),
     )
 
 
@@ -252,22 +253,22 @@ def _gavel(path: pathlib.Path, cluster: str | None) -> Scenario:
     kinds = {node.kind for node in spec.nodes}
     return Scenario(
         name=path.stem,
-        layout="gavel",
+        origin="gavel",
         jobs=traces.read_gavel_trace(path),
         cluster=spec,
-        physics=GavelPhysics({k: table for k, table in throughputs.items() if k in kinds}),
+        truth=GavelTruth({k: table for k, table in throughputs.items() if k in kinds}),
     )
 
 
-def read_rules(
+def read_settings(
     name: str,
-    layout: Layout,
+    origin: Origin,
     *,
     restart_s: float | None = None,
     seed: int = 0,
     declared_progress: bool = False,
-) -> Rules:
-    """One of `RULES`: the published ones of an artifact, or those of the workload's own layout on events.
+) -> Settings:
+    """One of `SETTINGS`: the published ones of an artifact, or those of the workload's own on events.
 
     "own" = those of the workload's artifact; events for synthetic jobs. "events": decisions follow
     arrivals and ends, and jobs may be offered any size at once. "realistic": events, with noisy
@@ -277,32 +278,32 @@ def read_rules(
     """
     if restart_s is not None and not (restart_s >= 0 and math.isfinite(restart_s)):
         raise ValueError(f"--restart-s {restart_s}: must be at least 0 seconds, and finite.")
-    published = {"pollux": pollux_rules(), "sia": sia_rules(), "gavel": gavel_rules()}
-    own = published.get(layout, Rules())
+    published = {"pollux": pollux_settings(), "sia": sia_settings(), "gavel": gavel_settings()}
+    own = published.get(origin, Settings())
     if name == "own":
-        name = layout if layout != "synthetic" else "events"
+        name = origin if origin != "synthetic" else "events"
     if name in published:
-        rules = published[name]
+        settings = published[name]
     elif name in ("events", "realistic"):
         events = replace(own, round_s=None, growth=None, rounding=False)
-        rules = realistic(own) if name == "realistic" else events
+        settings = realistic(own) if name == "realistic" else events
     else:
-        raise ValueError(f"--rules {name!r}: expected one of {', '.join(RULES)}.")
-    if layout == "synthetic":  # other applications than the artifacts' have no numbers of their own
-        rules = replace(rules, restart_s=30.0, told_restart_s=None, slowdown={}, pins={})
+        raise ValueError(f"--rules {name!r}: expected one of {', '.join(SETTINGS)}.")
+    if origin == "synthetic":  # other applications than the artifacts' have no numbers of their own
+        settings = replace(settings, restart_s=30.0, told_restart_s=None, slowdown={}, pins={})
     if name == "realistic" and restart_s is None:
-        if layout == "gavel":
+        if origin == "gavel":
             raise ValueError(
                 "--rules realistic: nobody knows how large the states of Gavel's jobs are, so nor what "
                 "their restarts cost; add --restart-s SECONDS."
             )
-        rules = replace(rules, restart_s=restart_by_state(STATE_BYTES), told_restart_s=None)
+        settings = replace(settings, restart_s=restart_by_state(STATE_BYTES), told_restart_s=None)
     if restart_s is not None:
-        rules = replace(rules, restart_s=restart_s, told_restart_s=None)
-    return replace(rules, seed=seed, declared_progress=declared_progress)
+        settings = replace(settings, restart_s=restart_s, told_restart_s=None)
+    return replace(settings, seed=seed, declared_progress=declared_progress)
 
 
-def check(scenario: Scenario, rules: Rules, name: str, named: Named) -> None:
+def check(scenario: Scenario, settings: Settings, name: str, named: Named) -> None:
     """Raises ValueError where a policy could not run the scenario to its end."""
     if not scenario.jobs:
         raise ValueError(f"--workload: {scenario.name} has no jobs; there is nothing to simulate.")
@@ -329,12 +330,12 @@ def check(scenario: Scenario, rules: Rules, name: str, named: Named) -> None:
                 f"--policy {name}: runs jobs of one device only, but {len(wide)} of "
                 f"{len(scenario.jobs)} jobs ask for more, such as {wide[0].id!r}. Leave it out."
             )
-    rules = replace(rules, mode=named.mode)
+    settings = replace(settings, mode=named.mode)
     for application in {job.application for job in scenario.jobs}:
-        rules.restart_of(application)
-        rules.told_restart_of(application)
+        settings.restart_of(application)
+        settings.told_restart_of(application)
     for index, trace in enumerate(scenario.jobs):
-        spec = scenario.physics.job(trace, rules, index).spec
+        spec = scenario.truth.job(trace, settings, index).spec
         most = max(sizes.get(kind, 0) for kind in spec.kinds or sizes)
         if spec.min_devices > most:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""The rules that a simulated cluster runs by: the published ones by default, realistic ones on request."""
+"""The settings that a simulated cluster runs by: the published ones by default, realistic ones on request."""
 
 import math
 from collections.abc import Mapping
@@ -8,6 +8,7 @@ from typing import Literal
 # benchmarks/restart_cost.py: from the signal to the first step of the next process.
 RESTART_BASE_S, RESTART_BYTES_PER_S = 2.2, 7.1e8
 
+Mode = Literal["adaptive", "elastic", "rigid"]
 Seconds = float | Mapping[str, float]  # for every application, or by application
 
 
@@ -23,42 +24,58 @@ class Pin:
 class Failures:
     """Nodes break, independently of each other, and come back."""
 
-    mean_between_s: float  # of one node, exponentially distributed
+    mean_between_s: float
+    """Seconds between two failures of one node, exponentially distributed."""
     repair_s: float = 1800.0
-    checkpoint_s: float = 600.0  # work since the last checkpoint is lost
+    checkpoint_s: float = 600.0
+    """Seconds between checkpoints; work since the last one is lost."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rules:
+class Settings:
     """What a simulation assumes. The defaults are those of Pollux's simulator.
 
     Raises ValueError for times and shares that cannot be.
     """
 
-    round_s: float | None = 60.0  # decide this often; None = on events, with the two gaps
-    min_gap_s: float = 5.0  # between two decisions
+    round_s: float | None = 60.0
+    """How often the policy is asked; None = on events, with the two gaps."""
+    min_gap_s: float = 5.0
+    """The least time between two decisions."""
     max_gap_s: float = 60.0
-    restart_s: Seconds = 30.0  # what a change of allocation costs
-    told_restart_s: Seconds | None = None  # what policies are told it costs; None = the truth
-    mode: Literal["adaptive", "elastic", "rigid"] = "adaptive"  # of jobs whose trace does not say
-    pins: Mapping[str, Pin] = field(
-        default_factory=dict
-    )  # by application; rigid jobs have their own
-    # A job is offered at most this many times the largest size it has run on; None = any size.
+    restart_s: Seconds = 30.0
+    """What a change of allocation costs."""
+    told_restart_s: Seconds | None = None
+    """What policies are told it costs; None = the truth."""
+    mode: Mode = "adaptive"
+    """How jobs run whose trace does not say."""
+    pins: Mapping[str, Pin] = field(default_factory=dict)
+    """Applications that do not adapt; rigid jobs have sizes of their own."""
     growth: float | None = 2.0
-    max_devices: int = 64  # of one job
-    declared_progress: bool = False  # whether adaptive jobs say how much work is left
-    # As published: the end of an epoch is rounded to whole seconds, and Gavel's rounds to whole steps.
+    """A job is offered at most this many times the largest size it has run on; None = any size."""
+    max_devices: int = 64
+    """The most devices of one job."""
+    declared_progress: bool = False
+    """Whether adaptive jobs say how much work is left."""
     rounding: bool = True
-    decide_at_start: bool = False  # with rounds: at time 0 already, not only after the first one
-    sharing: bool = False  # whether jobs may be packed onto the same devices
-    slowdown: Mapping[str, float] = field(default_factory=dict)  # by application, of all progress
-    interference: float = 0.0  # share lost by multi-node jobs that meet on a node
-    step_noise: float = 0.0  # standard deviation of the log of a measured time
-    gradient_noise: float = 0.0  # the same of the gradient's moments
-    observe_s: float = 5.0  # event-driven: from the start of a new size until it is measured
+    """Whether, as published, epochs end at whole seconds, and Gavel's rounds at whole steps."""
+    decide_at_start: bool = False
+    """Whether, with rounds, the policy is asked at time 0 already, not only after the first one."""
+    sharing: bool = False
+    """Whether jobs may be packed onto the same devices."""
+    slowdown: Mapping[str, float] = field(default_factory=dict)
+    """What all progress is divided by, by application."""
+    interference: float = 0.0
+    """The share of their speed that jobs of several nodes lose where they meet on a node."""
+    step_noise: float = 0.0
+    """Standard deviation of the log of a measured time."""
+    gradient_noise: float = 0.0
+    """Standard deviation of the log of a measured moment of the gradient."""
+    observe_s: float = 5.0
+    """Seconds, on events, from the start of a new size until it is measured."""
     failures: Failures | None = None
-    seed: int = 0  # of noise and failures
+    seed: int = 0
+    """What noise and failures are drawn from."""
 
     def __post_init__(self):
         positive = {"min_gap_s": self.min_gap_s, "max_gap_s": self.max_gap_s}
@@ -70,18 +87,18 @@ class Rules:
             positive["failures.checkpoint_s"] = self.failures.checkpoint_s
         for name, value in positive.items():
             if not (value > 0 and math.isfinite(value)):
-                raise ValueError(f"Rules.{name} must be above 0 and finite, got {value}.")
+                raise ValueError(f"Settings.{name} must be above 0 and finite, got {value}.")
         for name in ("step_noise", "gradient_noise", "observe_s"):
             if not getattr(self, name) >= 0:
-                raise ValueError(f"Rules.{name} must be at least 0, got {getattr(self, name)}.")
+                raise ValueError(f"Settings.{name} must be at least 0, got {getattr(self, name)}.")
         if not 0 <= self.interference < 1:
             raise ValueError(
-                f"Rules.interference must be a share of at least 0 and below 1, got "
+                f"Settings.interference must be a share of at least 0 and below 1, got "
                 f"{self.interference}: at 1 jobs that meet would never finish."
             )
         if self.min_gap_s > self.max_gap_s:
             raise ValueError(
-                f"Rules.min_gap_s={self.min_gap_s} is above max_gap_s={self.max_gap_s}; swap them."
+                f"Settings.min_gap_s={self.min_gap_s} is above max_gap_s={self.max_gap_s}; swap them."
             )
 
     def restart_of(self, application: str) -> float:
@@ -99,34 +116,34 @@ def _of(seconds: Seconds, application: str, name: str) -> float:
         return float(seconds)
     if application not in seconds:
         raise ValueError(
-            f"Rules.{name} has no entry for {application!r}; it has {', '.join(sorted(seconds))}. "
+            f"Settings.{name} has no entry for {application!r}; it has {', '.join(sorted(seconds))}. "
             "Add one, or give one number for all."
         )
     return float(seconds[application])
 
 
-def pollux_rules(**changes) -> Rules:
-    """The rules of Pollux's simulator: rounds of 60 s, restarts of 30 s, NeuMF pinned to one device."""
-    return Rules(**{"pins": {"ncf": Pin(1, 32768)}, **changes})
+def pollux_settings(**changes) -> Settings:
+    """Those of Pollux's simulator: rounds of 60 s, restarts of 30 s, NeuMF pinned to one device."""
+    return Settings(**{"pins": {"ncf": Pin(1, 32768)}, **changes})
 
 
-def sia_rules(**changes) -> Rules:
-    """The rules of Sia's simulator: restarts and slowdowns by application (artifact, aaf7a0d)."""
+def sia_settings(**changes) -> Settings:
+    """Those of Sia's simulator: restarts and slowdowns by application (artifact, aaf7a0d)."""
     applications = ("cifar10", "deepspeech2", "bert", "yolov3", "imagenet", "ncf")
-    settings = {
+    published = {
         "restart_s": dict(zip(applications, (50.0, 25.0, 120.0, 80.0, 250.0, 15.0), strict=True)),
         "told_restart_s": dict(
             zip(applications, (30.0, 25.0, 120.0, 45.0, 250.0, 30.0), strict=True)
         ),
         "slowdown": dict(zip(applications, (1.8, 1.2, 1.2, 1.2, 1.2, 1.5), strict=True)),
     }
-    return Rules(**{**settings, **changes})
+    return Settings(**{**published, **changes})
 
 
-def gavel_rules(**changes) -> Rules:
-    """The rules of Gavel's simulator: rounds of 360 s from time 0, rigid jobs, restarts that cost nothing."""
-    settings = {"round_s": 360.0, "restart_s": 0.0, "mode": "rigid", "decide_at_start": True}
-    return Rules(**{**settings, **changes})
+def gavel_settings(**changes) -> Settings:
+    """Those of Gavel's simulator: rounds of 360 s from time 0, rigid jobs, restarts that cost nothing."""
+    published = {"round_s": 360.0, "restart_s": 0.0, "mode": "rigid", "decide_at_start": True}
+    return Settings(**{**published, **changes})
 
 
 def restart_by_state(
@@ -149,13 +166,13 @@ def restart_by_state(
     return {name: base_s + 2.0 * size / bytes_per_s for name, size in state_bytes.items()}
 
 
-def realistic(rules: Rules, **changes) -> Rules:
+def realistic(settings: Settings, **changes) -> Settings:
     """The same applications on events instead of rounds, with noise, interference and nodes that break.
 
     Noise, interference and failures are assumptions, not measurements; a node breaks about once in 30
-    days. Restarts cost what the rules say; `restart_by_state` gives measured ones.
+    days. Restarts cost what the settings say; `restart_by_state` gives measured ones.
     """
-    settings = {
+    assumed = {
         "round_s": None,
         "growth": None,
         "rounding": False,
@@ -164,4 +181,4 @@ def realistic(rules: Rules, **changes) -> Rules:
         "interference": 0.1,
         "failures": Failures(mean_between_s=30 * 24 * 3600.0),
     }
-    return replace(rules, **{**settings, **changes})
+    return replace(settings, **{**assumed, **changes})

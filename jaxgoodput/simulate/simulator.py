@@ -1,9 +1,9 @@
 """A cluster in simulated time: discrete events around the same decisions that the service makes.
 
-Jobs advance as their physics says; the scheduler sees `JobView`s and answers with a plan, exactly as
-in the real service. With `Rules.round_s` time goes in rounds (Pollux's and Sia's simulators: every
-job advances a round, then the policy is asked); without, in events: arrivals, ends, failures and
-first measurements, kept apart by the rules' two gaps.
+Jobs advance as the truth about their applications says; the scheduler sees `JobView`s and answers with a
+plan, exactly as in the real service. With `Settings.round_s` time goes in rounds (Pollux's and Sia's
+simulators: every job advances a round, then the policy is asked); without, in events: arrivals, ends,
+failures and first measurements, kept apart by the settings' two gaps.
 """
 
 import math
@@ -18,9 +18,9 @@ from jaxgoodput.clock import Clock, SystemClock
 from jaxgoodput.scheduler.policy import JobView, Policy
 from jaxgoodput.scheduler.reconcile import reconcile
 from jaxgoodput.scheduler.shapes import shapes
+from jaxgoodput.simulate.job import SimulatedJob, Truth, every_size, packed
 from jaxgoodput.simulate.records import Interval, JobRecord, Result
-from jaxgoodput.simulate.settings import Rules
-from jaxgoodput.simulate.table_jobs import Physics, SimulatedJob, every_size, packed
+from jaxgoodput.simulate.settings import Settings
 from jaxgoodput.simulate.traces import TraceJob
 from jaxgoodput.specs import Allocation, ClusterSpec, Node, Shape
 
@@ -70,9 +70,9 @@ def simulate(
     jobs: Sequence[TraceJob],
     cluster: ClusterSpec,
     policy: Policy,
-    physics: Physics,
+    truth: Truth,
     *,
-    rules: Rules | None = None,
+    settings: Settings | None = None,
     name: str = "",
     clock: Clock | None = None,
     on_progress: Callable[[Progress], None] | None = None,
@@ -80,16 +80,18 @@ def simulate(
     """Run a workload to its end and say what happened to every job.
 
     `name` is what the result calls the policy; `clock` times the decisions. Raises ValueError where
-    the physics does not know a job, and Stalled where the policy leaves jobs waiting although
+    the truth does not know a job, and Stalled where the policy leaves jobs waiting although
     nothing will ever change.
     """
-    rules = Rules() if rules is None else rules
-    world = _World(jobs, cluster, policy, physics, rules, SystemClock() if clock is None else clock)
-    if rules.round_s is not None and rules.decide_at_start:
+    settings = Settings() if settings is None else settings
+    world = _World(
+        jobs, cluster, policy, truth, settings, SystemClock() if clock is None else clock
+    )
+    if settings.round_s is not None and settings.decide_at_start:
         world.decide()
     while world.waiting:
-        if rules.round_s is not None:
-            world.advance(rules.round_s)
+        if settings.round_s is not None:
+            world.advance(settings.round_s)
             world.decide()
         else:
             world.next_event()
@@ -108,10 +110,10 @@ def simulate(
 class _World:
     """The state of one simulation."""
 
-    def __init__(self, jobs, cluster, policy, physics, rules, clock):
-        self.rules: Rules = rules
+    def __init__(self, jobs, cluster, policy, truth, settings, clock):
+        self.settings: Settings = settings
         self.entries = [
-            _Entry(trace, physics.job(trace, rules, index)) for index, trace in enumerate(jobs)
+            _Entry(trace, truth.job(trace, settings, index)) for index, trace in enumerate(jobs)
         ]
         self.waiting = list(self.entries)  # not done, in the order of the workload
         self.now_s = 0.0
@@ -125,10 +127,10 @@ class _World:
         self._all_sizes = every_size(_kinds(cluster))
         self._few_sizes = shapes(cluster)
         self._last_solve_s = -math.inf
-        self._due_s = math.inf  # when the last plan wants to be looked at again
+        self._next_solve_s = math.inf  # when the last plan wants to be looked at again
         self._wanted = True  # an event asks for a decision
         self._next_change_s = 0.0
-        rng = np.random.default_rng([rules.seed, 0x6661696C])
+        rng = np.random.default_rng([settings.seed, 0x6661696C])
         self._rng = rng
         self._fails_at = {node.name: self._lifetime() for node in cluster.nodes}
 
@@ -167,15 +169,15 @@ class _World:
         return used
 
     def _speeds(self) -> dict[str, float]:
-        """Job id -> its speed relative to what its physics says, where others are in its way."""
+        """Job id -> its speed relative to what its tables or model say, where others are in its way."""
         speeds: dict[str, float] = {}
-        if self.rules.interference:
+        if self.settings.interference:
             wide = [e for e in self.waiting if e.running and e.allocation.num_nodes > 1]
             guests = Counter(node for e in wide for node in e.allocation.devices)
             for entry in wide:
                 if any(guests[node] > 1 for node in entry.allocation.devices):
-                    speeds[entry.trace.id] = 1.0 - self.rules.interference
-        if self.rules.sharing:
+                    speeds[entry.trace.id] = 1.0 - self.settings.interference
+        if self.settings.sharing:
             groups: dict[str, list[_Entry]] = {}
             for entry in self.waiting:
                 if entry.running and entry.allocation.share_group is not None:
@@ -192,10 +194,11 @@ class _World:
 
     def next_event(self) -> None:
         """Go to the next event, and decide where one asks for it or the largest gap is over."""
-        due = self._last_solve_s + self.rules.min_gap_s if self._wanted else self._due_s
         future = [e.trace.submit_s for e in self.waiting if e.trace.submit_s > self.now_s]
         measured = [e.measured_s for e in self.waiting if e.running]
-        until = min([max(due, self.now_s), self._next_failure_s(), *future, *measured])
+        until = min(
+            [max(self._decision_s(), self.now_s), self._next_failure_s(), *future, *measured]
+        )
         span = until - self.now_s
         speeds = self._speeds()
         for entry in self.waiting:
@@ -214,19 +217,22 @@ class _World:
                 self._wanted = True
                 entry.measured_s = math.inf
         self._fail_and_repair()
-        due = self._last_solve_s + self.rules.min_gap_s if self._wanted else self._due_s
-        if self.now_s >= due - EPSILON_S:
+        if self.now_s >= self._decision_s() - EPSILON_S:
             self.decide()
+
+    def _decision_s(self) -> float:
+        """When the policy is asked next: soon where an event wants it, else as the last plan says."""
+        return self._last_solve_s + self.settings.min_gap_s if self._wanted else self._next_solve_s
 
     # Decisions.
 
     def decide(self) -> None:
         """Ask the policy and act on its plan."""
-        if self.rules.round_s is not None:
+        if self.settings.round_s is not None:
             self._fail_and_repair()
         active = [e for e in self.waiting if e.trace.submit_s <= self.now_s]
         self._last_solve_s, self._wanted = self.now_s, False
-        self._due_s = math.inf
+        self._next_solve_s = math.inf
         if not active:
             return
         views = [self._view(entry, active) for entry in active]
@@ -238,11 +244,11 @@ class _World:
             cluster,
             self._policy,
             self.now_s,
-            min_gap_s=self.rules.min_gap_s,
-            max_gap_s=self.rules.max_gap_s,
+            min_gap_s=self.settings.min_gap_s,
+            max_gap_s=self.settings.max_gap_s,
         )
         self.decision_s.append(self._clock.now() - begun)
-        self._due_s = plan.next_solve_s
+        self._next_solve_s = plan.next_solve_s
         for entry in active:
             self._place(entry, plan.allocations[entry.trace.id])
         future = any(e.trace.submit_s > self.now_s for e in self.waiting)
@@ -268,13 +274,13 @@ class _World:
             since_s=entry.since_s,
             restoring_until_s=self.now_s + entry.restoring_s if restoring else None,
             num_restarts=entry.restarts,
-            restart_s=self.rules.told_restart_of(job.application),
+            restart_s=self.settings.told_restart_of(job.application),
             received_s=dict(entry.received),
             fraction_received_s=dict(entry.fraction),
             largest_profiled=job.largest_profiled,
             remaining=job.remaining(),
             rigid_shape_hint=entry.trace.num_devices,
-            shared_goodput=self._shared(entry, goodput, active) if self.rules.sharing else {},
+            shared_goodput=self._shared(entry, goodput, active) if self.settings.sharing else {},
         )
 
     def _shared(
@@ -307,10 +313,10 @@ class _World:
         entry.restarts += entry.start_s is not None
         entry.start_s = self.now_s if entry.start_s is None else entry.start_s
         entry.since_s = self.now_s
-        entry.restoring_s = self.rules.restart_of(entry.job.application)
+        entry.restoring_s = self.settings.restart_of(entry.job.application)
         if allocation.num_devices > entry.job.largest_profiled:
-            entry.measured_s = self.now_s + entry.restoring_s + self.rules.observe_s
-        if self.rules.failures is not None:
+            entry.measured_s = self.now_s + entry.restoring_s + self.settings.observe_s
+        if self.settings.failures is not None:
             entry.saved = self.now_s, entry.job.save()
         entry.job.place(entry.kind, tuple(map(len, allocation.devices.values())))
 
@@ -327,17 +333,17 @@ class _World:
     # Failures.
 
     def _lifetime(self) -> float:
-        if self.rules.failures is None:
+        if self.settings.failures is None:
             return math.inf
-        return self.now_s + float(self._rng.exponential(self.rules.failures.mean_between_s))
+        return self.now_s + float(self._rng.exponential(self.settings.failures.mean_between_s))
 
     def _next_failure_s(self) -> float:
-        if self.rules.failures is None:
+        if self.settings.failures is None:
             return math.inf
         return min([*self._fails_at.values(), *self._down_until.values()])
 
     def _fail_and_repair(self) -> None:
-        failures = self.rules.failures
+        failures = self.settings.failures
         if failures is None:
             return
         for entry in self.waiting:

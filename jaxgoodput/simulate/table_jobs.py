@@ -1,103 +1,27 @@
-"""How simulated jobs really advance, and what they tell the scheduler: applications from measured tables.
-
-A *physics* knows the truth of every application and makes simulated jobs of a workload's lines. The
-simulator places them, advances them, and asks what a policy may know; it never looks inside.
-"""
+"""Jobs that advance as measured tables say, and learn their own models from what they measure."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 
 from jaxgoodput.goodput.efficiency import GradParams
 from jaxgoodput.goodput.perf import PerfParams
+from jaxgoodput.simulate.job import SimulatedJob, mode_of, packed, spec_of
 from jaxgoodput.simulate.learner import Learner, split
-from jaxgoodput.simulate.settings import Pin, Rules
+from jaxgoodput.simulate.settings import Mode, Pin, Settings
 from jaxgoodput.simulate.tables import Application, Counts
 from jaxgoodput.simulate.traces import TraceJob
-from jaxgoodput.specs import JobSpec, Shape
+from jaxgoodput.specs import Shape
 
 # A later epoch, with a larger batch, is not this much faster than the present one.
 FASTER_YET = 8.0
 
 
-@runtime_checkable
-class SimulatedJob(Protocol):
-    """One job, its truth and what it has measured of it."""
-
-    @property
-    def spec(self) -> JobSpec:
-        """What its user asked for."""
-        ...
-
-    @property
-    def application(self) -> str:
-        """What it runs."""
-        ...
-
-    @property
-    def done(self) -> bool:
-        """Whether nothing is left to do."""
-        ...
-
-    @property
-    def largest_profiled(self) -> int:
-        """Devices of the largest size that it has measured."""
-        ...
-
-    def place(self, kind: str, counts: Counts) -> None:
-        """Go on with so many devices on each node; the work done so far is kept."""
-        ...
-
-    def advance(self, seconds: float, speed: float = 1.0) -> float:
-        """Work for at most `seconds`, and return how many; fewer only where it got done."""
-        ...
-
-    def next_stop(self, seconds: float, speed: float = 1.0) -> float | None:
-        """Seconds after which it may be done, at most `seconds`, or None; changes nothing.
-
-        Advancing it in such pieces finds its end exactly.
-        """
-        ...
-
-    def goodput(self, shapes: tuple[Shape, ...]) -> Mapping[Shape, float]:
-        """What it expects of each shape, as `JobView.goodput`; shapes it cannot use are left out."""
-        ...
-
-    def remaining(self) -> float | None:
-        """Work left in units of goodput x seconds; None where it does not say."""
-        ...
-
-    def save(self) -> Any:
-        """The work done so far, for `restore`."""
-        ...
-
-    def restore(self, saved: Any) -> None:
-        """Fall back to an earlier state of the work; what was learned is kept."""
-        ...
-
-    def isolated_s(self, kind: str, counts: Counts) -> float:
-        """Seconds that all of its work takes on that placement alone, at its best batch."""
-        ...
-
-    def beside(self, other: "SimulatedJob", kind: str) -> float | None:
-        """Its speed on devices that it shares with another job, relative to alone; None = unknown."""
-        ...
-
-
-@runtime_checkable
-class Physics(Protocol):
-    """Makes simulated jobs."""
-
-    def job(self, trace: TraceJob, rules: Rules, index: int) -> SimulatedJob:
-        """The job of one line of a workload; `index` tells its noise from that of the others."""
-        ...
-
-
 @dataclass(frozen=True)
-class TablePhysics:
+class TableTruth:
     """Jobs that advance as the measured tables of Pollux or Sia say.
 
     Raises ValueError for a job whose application has no tables.
@@ -106,7 +30,7 @@ class TablePhysics:
     applications: Mapping[str, Application]
     _learners: dict = field(default_factory=dict, repr=False, compare=False)
 
-    def job(self, trace: TraceJob, rules: Rules, index: int) -> "TableJob":
+    def job(self, trace: TraceJob, settings: Settings, index: int) -> "TableJob":
         """The job of one line of a workload."""
         if trace.application not in self.applications:
             raise ValueError(
@@ -114,61 +38,37 @@ class TablePhysics:
                 f"{', '.join(sorted(self.applications))} only; read the folder that has it."
             )
         application = self.applications[trace.application]
-        mode = trace.mode or rules.mode
-        pin = rules.pins.get(trace.application) if mode != "rigid" else None
-        if mode != "adaptive" and trace.global_batch_size is None:
-            raise ValueError(
-                f"job {trace.id!r} is {mode}, which needs a global batch size, but its line has none."
-            )
+        mode = mode_of(trace, settings)
+        pin = settings.pins.get(trace.application) if mode != "rigid" else None
         for kind in application.steps:
             self._learners.setdefault((trace.application, kind), Learner(application, kind))
         learners = {kind: self._learners[trace.application, kind] for kind in application.steps}
-        rng = np.random.default_rng([rules.seed, index])
-        return TableJob(
-            trace, rules, application, learners, _spec(trace, rules, application, pin), rng
-        )
-
-
-def _spec(trace: TraceJob, rules: Rules, application: Application, pin: Pin | None) -> JobSpec:
-    mode = trace.mode or rules.mode
-    low = min(application.limits(kind)[0] for kind in application.steps)
-    if pin is not None:
-        most = pin.num_devices
-    elif mode == "adaptive":
-        most = min(rules.max_devices, application.max_batch // low)
-    elif mode == "elastic":
-        most = min(rules.max_devices, (trace.global_batch_size or 1) // low)
-    else:
-        most = trace.num_devices
-    rigid = mode == "rigid"
-    return JobSpec(
-        id=trace.id,
-        mode=mode,
-        min_devices=most if rigid else 1,
-        max_devices=max(most, 1),
-        num_devices=trace.num_devices if rigid else None,
-        weight=trace.weight,
-        kinds=tuple(application.steps),
-    )
+        rng = np.random.default_rng([settings.seed, index])
+        return TableJob(trace, settings, application, learners, mode, pin, rng)
 
 
 class TableJob:
-    """One job of `TablePhysics`; see `SimulatedJob`."""
+    """One job of `TableTruth`; see `SimulatedJob`."""
 
     def __init__(
         self,
         trace: TraceJob,
-        rules: Rules,
+        settings: Settings,
         application: Application,
         learners: Mapping[str, Learner],
-        spec: JobSpec,
+        mode: Mode,
+        pin: Pin | None,
         rng: np.random.Generator,
     ):
-        self._trace, self._rules, self._app = trace, rules, application
-        self._learners, self._spec, self._rng = learners, spec, rng
-        pin = rules.pins.get(trace.application) if spec.mode != "rigid" else None
+        self._settings, self._app = settings, application
+        self._learners, self._rng = learners, rng
         fixed = trace.global_batch_size if pin is None else pin.global_batch_size
-        self._batch = fixed if pin is not None or spec.mode != "adaptive" else None
+        self._batch = fixed if pin is not None or mode != "adaptive" else None
+        widest = application.max_batch if self._batch is None else self._batch
+        low = min(application.limits(kind)[0] for kind in application.steps)
+        largest = min(settings.max_devices, widest // low) if pin is None else pin.num_devices
+        self.application = application.name
+        self.spec = spec_of(trace, mode, largest, application.steps)
         self._epoch, self._progress = 0, 0.0
         self._kind, self._counts = "", ()
         self._micro, self._count = 0, 1
@@ -177,16 +77,6 @@ class TableJob:
         self._grad: GradParams | None = None
         self._chosen: Any = None  # what the batch was last chosen from
         self._offered: tuple[Any, Mapping[Shape, float]] = (None, {})
-
-    @property
-    def spec(self) -> JobSpec:
-        """What its user asked for."""
-        return self._spec
-
-    @property
-    def application(self) -> str:
-        """What it runs."""
-        return self._app.name
 
     @property
     def done(self) -> bool:
@@ -240,7 +130,7 @@ class TableJob:
         sqr, var = self._app.runs.moments(batch, self._epoch)
         worth = (var + sqr) / (var * self._app.base_batch / batch + sqr)
         seconds = step + (step - sync) * (self._count - 1)
-        return worth / seconds / self._rules.slowdown.get(self._app.name, 1.0)
+        return worth / seconds / self._settings.slowdown.get(self.application, 1.0)
 
     def _observe(self) -> None:
         """Measure the present configuration: its times once, the gradient whenever it changed."""
@@ -248,11 +138,11 @@ class TableJob:
         profile = self._profiles.setdefault(self._kind, {})
         if key not in profile:
             step, sync = self._app.steps[self._kind].times(self._counts, self._micro)
-            noise = self._noise(self._rules.step_noise)
+            noise = self._noise(self._settings.step_noise)
             profile[key] = step * noise, sync * noise
             self._perf.pop(self._kind, None)
         sqr, var = self._app.runs.moments(self.global_batch_size, self._epoch)
-        noise = self._rules.gradient_noise
+        noise = self._settings.gradient_noise
         self._grad = GradParams(sqr=sqr * self._noise(noise), var=var * self._noise(noise))
 
     def _noise(self, deviation: float) -> float:
@@ -270,7 +160,7 @@ class TableJob:
                 left = 0.0
             else:
                 needed = (end - self._progress) / rate
-                needed = float(round(needed)) if self._rules.rounding else needed
+                needed = float(round(needed)) if self._settings.rounding else needed
                 self._epoch += 1
                 self._progress = end
                 left = max(left - needed, 0.0)
@@ -296,7 +186,7 @@ class TableJob:
         the samples/s of one device at the largest micro-batch (Sia's bootstrapping). Before the
         first run one device of each kind is worth 1, and nothing else is known.
         """
-        if self._spec.mode != "adaptive":
+        if self.spec.mode != "adaptive":
             return self._true_speeds(shapes)
         grad = self._grad
         models = {kind: id(self._model(kind)) for kind in self._profiles}
@@ -308,7 +198,7 @@ class TableJob:
 
     def _limit(self) -> int:
         """The largest size that it may be offered."""
-        growth, most = self._rules.growth, self._spec.max_devices
+        growth, most = self._settings.growth, self.spec.max_devices
         if growth is None:
             return most
         return min(most, max(int(growth * self.largest_profiled), 1))
@@ -339,7 +229,7 @@ class TableJob:
         return size / steps.times((1,), size)[0]
 
     def _true_speeds(self, shapes: tuple[Shape, ...]) -> Mapping[Shape, float]:
-        rigid, most = self._spec.num_devices, self._spec.max_devices
+        rigid, most = self.spec.num_devices, self.spec.max_devices
         if self._offered[0] != shapes:
             chosen = [s for s in shapes if s.kind in self._app.steps and s.num_devices <= most]
             # Devices of a full node: the largest size that is offered on one.
@@ -369,14 +259,14 @@ class TableJob:
         return float(rate) if rate > 0 else None
 
     def remaining(self) -> float | None:
-        """Steps left where the batch is fixed; else useful samples, if the rules let it say so."""
+        """Steps left where the batch is fixed; else useful samples, if the settings let it say so."""
         runs, batch = self._app.runs, self._batch
-        if self._spec.mode != "adaptive" and batch is not None:
+        if self.spec.mode != "adaptive" and batch is not None:
             last = runs.num_epochs - 1
             if self._epoch >= last:
                 return 1.0  # as published: the last epoch counts as one step
             return runs.iterations_at_end(batch, last) - runs.iterations_at_end(batch, self._epoch)
-        if not self._rules.declared_progress:
+        if not self._settings.declared_progress:
             return None
         return float(runs.epoch_ends[-1] - self._progress) * self._app.base_batch
 
@@ -392,33 +282,10 @@ class TableJob:
     def isolated_s(self, kind: str, counts: Counts) -> float:
         """Seconds that all of its work takes on that placement alone, at its best batch."""
         learner = self._learners[kind]
-        return learner.isolated_s(counts, self._batch) * self._rules.slowdown.get(
-            self._app.name, 1.0
+        return learner.isolated_s(counts, self._batch) * self._settings.slowdown.get(
+            self.application, 1.0
         )
 
     def beside(self, other: SimulatedJob, kind: str) -> float | None:
         """Unknown: nobody measured two of these applications on the same devices."""
         return None
-
-
-def packed(num_devices: int, per_node: int) -> Counts:
-    """Devices per node with all nodes but the last one full.
-
-    >>> packed(10, 4)
-    (4, 4, 2)
-    """
-    full, rest = divmod(num_devices, per_node)
-    return (per_node,) * full + ((rest,) if rest else ())
-
-
-def every_size(kinds: Sequence[tuple[str, int, int]]) -> tuple[Shape, ...]:
-    """All numbers of devices packed on as few nodes as hold them; kinds are (kind, nodes, devices each).
-
-    >>> [shape.num_nodes for shape in every_size([("t4", 2, 4)])]
-    [1, 1, 1, 1, 2, 2, 2, 2]
-    """
-    return tuple(
-        Shape(kind, -(-size // each), size)
-        for kind, nodes, each in kinds
-        for size in range(1, nodes * each + 1)
-    )

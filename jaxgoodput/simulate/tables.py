@@ -1,7 +1,7 @@
 """What an application really does, interpolated from what was measured on real devices.
 
 Two kinds of table: step and synchronisation times of one kind of device by placement and batch per
-device, and the course of whole training runs by global batch size and epoch. Source of the rules:
+device, and the course of whole training runs by global batch size and epoch. Source of the method:
 the simulator of Qiao et al., "Pollux", OSDI 2021.
 """
 
@@ -46,9 +46,12 @@ class StepTable:
     `points`.
     """
 
-    name: str  # for messages, such as "bert on aws"
-    curves: Mapping[Counts, Curve]  # by normalised placement
-    points: np.ndarray  # [rows, 5] nodes, devices, batch per device, step_s, sync_s: larger scales
+    name: str
+    """What messages call it, such as "bert on aws"."""
+    curves: Mapping[Counts, Curve]
+    """What was measured, by normalised placement."""
+    points: np.ndarray
+    """[rows, 5] nodes, devices, batch per device, step_s, sync_s, measured at larger scales."""
     _known: dict = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -160,9 +163,11 @@ class Application:
     """One program that users submit: how fast it is on each kind of device, and how it learns."""
 
     name: str
-    steps: Mapping[str, StepTable]  # by kind of device
+    steps: Mapping[str, StepTable]
+    """What was measured of its steps, by kind of device."""
     runs: Runs
-    micro: tuple[int, int]  # samples per device of one micro-batch, smallest and largest
+    micro: tuple[int, int]
+    """Samples per device of one micro-batch, smallest and largest."""
 
     @property
     def base_batch(self) -> int:

@@ -11,14 +11,13 @@ import math
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
+from jaxgoodput.simulate.settings import Mode
 from jaxgoodput.simulate.tables import Application, Curve, Runs, StepTable, normalised
 
 Path = str | pathlib.Path
-Mode = Literal["adaptive", "elastic", "rigid"]
 
 # Pollux measured larger micro-batches of it than its jobs may use.
 CAPPED_MICRO_BATCH = {"yolov3": 8}
@@ -40,12 +39,17 @@ class TraceJob:
     id: str
     submit_s: float
     application: str
-    num_devices: int = 1  # that its user would ask for
-    global_batch_size: int | None = None  # samples, that its user would pick
-    mode: Mode | None = None  # None = the simulation's rules say
-    num_steps: int | None = None  # Gavel: work, in steps over all devices
+    num_devices: int = 1
+    """What its user would ask for."""
+    global_batch_size: int | None = None
+    """What its user would pick, in samples."""
+    mode: Mode | None = None
+    """How it runs; None = as the simulation's settings say."""
+    num_steps: int | None = None
+    """Its work in steps over all devices, in Gavel's traces; in base steps for goodput models."""
     weight: float = 1.0
-    slo: float | None = None  # Gavel: deadline as a multiple of the isolated duration
+    slo: float | None = None
+    """Its deadline as a multiple of its isolated duration, in Gavel's traces."""
 
 
 def read_pollux_workload(path: Path) -> tuple[TraceJob, ...]:

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from jaxgoodput.scheduler.policies.baselines import Optimus, Static, Tiresias
 from jaxgoodput.scheduler.policy import JobView
 from jaxgoodput.scheduler.reconcile import check_decision
+from jaxgoodput.simulate.job import every_size
 from jaxgoodput.simulate.simulator import uniform_cluster
-from jaxgoodput.simulate.table_jobs import every_size
 from jaxgoodput.specs import Allocation, ClusterSpec, JobSpec, Node
 
 CLUSTER = uniform_cluster("a", 4, 4)

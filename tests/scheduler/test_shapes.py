@@ -12,6 +12,7 @@ from jaxgoodput.scheduler.shapes import (
     capacity,
     capacity_rows,
     goodput_matrix,
+    no_shape_reason,
     shapes,
     whole_nodes,
 )
@@ -161,13 +162,12 @@ def test_a_level_admits_what_one_domain_can_hold():
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 0.0, -2.0])
-def test_entries_that_are_not_positive_numbers_are_reported_and_not_used(bad):
+def test_entries_that_are_not_positive_numbers_are_not_used(bad):
     cluster = even(2)
     offered = shapes(cluster)
     good = JobView(spec=JobSpec(id="good"), goodput=table(cluster))
     half = JobView(spec=JobSpec(id="half"), goodput=table(cluster) | {offered[1]: bad})
-    matrix, problems = goodput_matrix([good, half], offered)
-    assert list(problems) == ["half"] and str(bad) in problems["half"]
+    matrix = goodput_matrix([good, half], offered)
     np.testing.assert_array_equal(matrix[0], list(table(cluster).values()))
     assert matrix[1, 1] == 0 and (np.delete(matrix[1], 1) > 0).all()
 
@@ -181,8 +181,7 @@ def test_tables_with_other_shape_objects_or_other_shapes_are_read_alike():
         JobView(spec=JobSpec(id=str(i)), goodput=t)
         for i, t in enumerate([table(cluster), same, more])
     ]
-    matrix, problems = goodput_matrix(jobs, offered)
-    assert not problems
+    matrix = goodput_matrix(jobs, offered)
     np.testing.assert_array_equal(matrix[0], matrix[1])
     np.testing.assert_array_equal(matrix[0], matrix[2])
 
@@ -191,17 +190,22 @@ def test_tables_with_other_shape_objects_or_other_shapes_are_read_alike():
     ("spec", "goodput", "words"),
     [
         (JobSpec(id="x", kinds=("b",)), True, "allows only devices of kind"),
-        (JobSpec(id="x", min_devices=32), True, "needs 32 devices of one kind"),
-        (JobSpec(id="x"), False, "empty goodput table"),
+        (
+            JobSpec(id="x", min_devices=32),
+            True,
+            "at least 32 devices of one kind, and in service are 16 a",
+        ),
+        (JobSpec(id="x"), False, "no usable entry"),
         (
             JobSpec(id="x", mode="rigid", num_devices=3),
             True,
-            "no shape that is offered has between 3 and 3",
+            "no entry between 3 and 3 devices",
         ),
     ],
 )
 def test_a_job_without_any_shape_is_reported(spec, goodput, words):
     cluster = even(2)
     view = JobView(spec=spec, goodput=table(cluster) if goodput else {})
-    _, problems = goodput_matrix([view], shapes(cluster), cluster)
-    assert words in problems["x"]
+    offered = shapes(cluster)
+    assert not goodput_matrix([view], offered, cluster).any()
+    assert words in no_shape_reason(view, capacity(cluster), set(offered).__contains__)

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from jaxgoodput.scheduler.policies.baselines import Static
 from jaxgoodput.scheduler.policies.goodput import Goodput
 from jaxgoodput.simulate.generator import FAMILIES, synthetic_applications, synthetic_workload
-from jaxgoodput.simulate.model_jobs import ModelPhysics
-from jaxgoodput.simulate.settings import Rules
+from jaxgoodput.simulate.model_jobs import ModelTruth
+from jaxgoodput.simulate.settings import Settings
 from jaxgoodput.simulate.simulator import simulate, uniform_cluster
 from jaxgoodput.simulate.traces import TraceJob
 from jaxgoodput.specs import Shape
@@ -56,30 +56,30 @@ def test_the_rate_swells_to_its_peak():
 
 def test_most_jobs_are_short_and_few_have_most_of_the_work():
     jobs = synthetic_workload(4000, seed=2)
-    physics = ModelPhysics(synthetic_applications({"t4": 1.0}))
-    rules = Rules()
-    alone = np.sort([physics.job(j, rules, i).isolated_s("t4", (1,)) for i, j in enumerate(jobs)])
+    truth = ModelTruth(synthetic_applications({"t4": 1.0}))
+    settings = Settings()
+    alone = np.sort([truth.job(j, settings, i).isolated_s("t4", (1,)) for i, j in enumerate(jobs)])
     assert np.median(alone) < 3600 < 24 * 3600 < alone[-1]
     assert alone[-len(alone) // 10 :].sum() > 0.6 * alone.sum()
 
 
 def test_users_ask_for_what_scales_half_well():
     """On what users ask for, at its best batch, no job is slower than on one device at its base batch."""
-    physics = ModelPhysics(synthetic_applications({"t4": 1.0}))
+    truth = ModelTruth(synthetic_applications({"t4": 1.0}))
     for job in synthetic_workload(200, seed=3):
-        rate = physics.goodput(
+        rate = truth.goodput(
             job.application, "t4", 5, ((-(-job.num_devices // 4), job.num_devices),)
         )[0]
         base = FAMILIES[job.application].limits.base
-        alone = physics.goodput(job.application, "t4", 5, ((1, 1),), base)[0]
+        alone = truth.goodput(job.application, "t4", 5, ((1, 1),), base)[0]
         assert rate >= alone
 
 
 def test_faster_kinds_are_faster_but_not_for_what_waits_for_its_input():
-    physics = ModelPhysics(synthetic_applications({"slow": 1.0, "fast": 4.0}))
+    truth = ModelTruth(synthetic_applications({"slow": 1.0, "fast": 4.0}))
 
     def ratio(name):
-        speed = [physics.goodput(name, kind, 5, ((1, 1),))[0] for kind in ("slow", "fast")]
+        speed = [truth.goodput(name, kind, 5, ((1, 1),))[0] for kind in ("slow", "fast")]
         return speed[1] / speed[0]
 
     assert ratio("language-tune") == pytest.approx(4.0, rel=0.02)
@@ -88,11 +88,11 @@ def test_faster_kinds_are_faster_but_not_for_what_waits_for_its_input():
 
 
 def test_the_steps_of_a_line_are_the_work_of_its_job():
-    physics = ModelPhysics(synthetic_applications({"t4": 1.0}))
+    truth = ModelTruth(synthetic_applications({"t4": 1.0}))
 
     def alone(steps, **line):
         trace = TraceJob(id="x", submit_s=0.0, application="speech", num_steps=steps, **line)
-        return physics.job(trace, Rules(), 0).isolated_s("t4", (2,))
+        return truth.job(trace, Settings(), 0).isolated_s("t4", (2,))
 
     assert alone(4000) == pytest.approx(2 * alone(2000))
     fixed = alone(2000, mode="elastic", global_batch_size=48)
@@ -100,13 +100,13 @@ def test_the_steps_of_a_line_are_the_work_of_its_job():
 
 
 def test_rigid_and_elastic_jobs_keep_size_and_batch():
-    physics = ModelPhysics(synthetic_applications({"t4": 1.0}))
+    truth = ModelTruth(synthetic_applications({"t4": 1.0}))
     shapes = tuple(Shape("t4", -(-k // 4), k) for k in range(1, 17))
     line = {"id": "x", "submit_s": 0.0, "application": "speech", "num_devices": 4}
-    rigid = physics.job(TraceJob(**line, mode="rigid", global_batch_size=96), Rules(), 0)
+    rigid = truth.job(TraceJob(**line, mode="rigid", global_batch_size=96), Settings(), 0)
     assert [s.num_devices for s in rigid.goodput(shapes)] == [4]
     assert rigid.spec.min_devices == rigid.spec.max_devices == 4 and (rigid.remaining() or 0) > 0
-    elastic = physics.job(TraceJob(**line, mode="elastic", global_batch_size=96), Rules(), 0)
+    elastic = truth.job(TraceJob(**line, mode="elastic", global_batch_size=96), Settings(), 0)
     offered = elastic.goodput(shapes)
     assert max(s.num_devices for s in offered) == 16 and elastic.spec.max_devices == 24
     elastic.place("t4", (4,))
@@ -114,16 +114,16 @@ def test_rigid_and_elastic_jobs_keep_size_and_batch():
     elastic.advance(10.0)
     assert before - (elastic.remaining() or 0.0) == pytest.approx(10 * offered[Shape("t4", 1, 4)])
     with pytest.raises(ValueError, match="needs a global batch size"):
-        physics.job(TraceJob(**line, mode="rigid"), Rules(), 0)
+        truth.job(TraceJob(**line, mode="rigid"), Settings(), 0)
 
 
 def test_a_made_up_day_runs_to_its_end():
     drawn = synthetic_workload(16, hours=0.5, seed=4)
     jobs = tuple(job for job in drawn if FAMILIES[job.application].median_h < 1)
-    physics = ModelPhysics(synthetic_applications({"t4": 1.0}))
+    truth = ModelTruth(synthetic_applications({"t4": 1.0}))
     cluster = uniform_cluster("t4", 4, 4)
-    ours = simulate(jobs, cluster, Goodput(), physics, rules=Rules(growth=None))
-    static = simulate(jobs, cluster, Static(), physics, rules=Rules(mode="rigid"))
+    ours = simulate(jobs, cluster, Goodput(), truth, settings=Settings(growth=None))
+    static = simulate(jobs, cluster, Static(), truth, settings=Settings(mode="rigid"))
     assert len(ours.jobs) == len(static.jobs) == len(jobs) > 5
     assert ours.summary()["average_jct_s"] < static.summary()["average_jct_s"]
 

@@ -4,11 +4,11 @@ import io
 
 import numpy as np
 import pytest
-from simulated import Shuffle, cluster, physics, workload
+from simulated import Shuffle, cluster, truth, workload
 
 from jaxgoodput.simulate.pictures import completion_png, gantt_png
 from jaxgoodput.simulate.records import Interval, JobRecord, Result
-from jaxgoodput.simulate.settings import Rules
+from jaxgoodput.simulate.settings import Settings
 from jaxgoodput.simulate.simulator import simulate, uniform_cluster
 
 image = pytest.importorskip("matplotlib.image")
@@ -62,7 +62,9 @@ def test_many_applications_share_the_last_colour():
 
 
 def test_a_simulation_is_drawn_the_same_twice():
-    found = simulate(workload(6), cluster(), Shuffle(), physics(), rules=Rules(), name="shuffle")
+    found = simulate(
+        workload(6), cluster(), Shuffle(), truth(), settings=Settings(), name="shuffle"
+    )
     first = gantt_png(found, cluster(), title="six jobs")
     assert first == gantt_png(found, cluster(), title="six jobs")
     assert pixels(first).shape == (744, 1320, 3)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxgoodput.scheduler.policy import Decision, JobView
-from jaxgoodput.simulate.table_jobs import TablePhysics
+from jaxgoodput.simulate.table_jobs import TableTruth
 from jaxgoodput.simulate.tables import Application, Curve, Runs, StepTable
 from jaxgoodput.simulate.traces import TraceJob
 from jaxgoodput.specs import Allocation, ClusterSpec, Node
@@ -39,8 +39,8 @@ def application(name: str = "toy", epochs: int = 5, noise: float = 8.0) -> Appli
     return Application(name, {"a": steps("a", 1.0), "b": steps("b", 0.4)}, runs, (4, 32))
 
 
-def physics() -> TablePhysics:
-    return TablePhysics({"toy": application(), "tiny": application("tiny", epochs=1, noise=0.5)})
+def truth() -> TableTruth:
+    return TableTruth({"toy": application(), "tiny": application("tiny", epochs=1, noise=0.5)})
 
 
 def cluster(kinds: str = "ab") -> ClusterSpec:

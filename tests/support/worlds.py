@@ -19,7 +19,7 @@ class Fifo:
 
     def __call__(self, jobs: Sequence[JobView], cluster: ClusterSpec, now_s: float) -> Decision:
         offered = shapes(cluster, jobs)
-        matrix, _ = goodput_matrix(jobs, offered, cluster)
+        matrix = goodput_matrix(jobs, offered, cluster)
         rows = capacity_rows(cluster, offered)
         left, quota = rows.limits.copy(), dict(cluster.quota)
         sizes = np.array([shape.num_devices for shape in offered], dtype=int)

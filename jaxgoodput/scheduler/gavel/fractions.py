@@ -17,8 +17,8 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Float, Int
 
-from jaxgoodput.scheduler import shapes
 from jaxgoodput.scheduler.policy import JobView
+from jaxgoodput.scheduler.shapes import capacity, node_size
 from jaxgoodput.specs import ClusterSpec, JobSpec, Shape
 
 
@@ -31,7 +31,8 @@ class FractionProblem:
     taken for what it has done so far on its own 1/m of the cluster (C_i of finish-time fairness).
     Speeds on kinds without devices, or of tenants with a quota of 0, count as 0 whatever is given.
     `held` is the kind that a job runs on at present, -1 = none. `pair_throughput[k, 0]` and `[k, 1]` are
-    the speeds of the two members of `pairs[k]` while they share devices.
+    the speeds of the two members of `pairs[k]` while they share devices. `price` is per device and hour,
+    `quota` devices at once by tenant (absent = any).
     """
 
     job_ids: tuple[str, ...]
@@ -42,7 +43,7 @@ class FractionProblem:
     weight: Float[np.ndarray, " jobs"]
     remaining_steps: Float[np.ndarray, " jobs"]
     since_arrival_s: Float[np.ndarray, " jobs"]
-    price: Float[np.ndarray, " kinds"]  # per device and hour
+    price: Float[np.ndarray, " kinds"]
     deadlines_s: Float[np.ndarray, " jobs"]
     isolated_s: Float[np.ndarray, " jobs"]
     held: Int[np.ndarray, " jobs"]
@@ -51,10 +52,7 @@ class FractionProblem:
     pair_throughput: Float[np.ndarray, "pairs 2 kinds"] = field(
         default_factory=lambda: np.zeros((0, 2, 0))
     )
-    quota: Mapping[str, int] = field(
-        default_factory=dict
-    )  # devices at once by tenant; absent = any
-    notes: Mapping[str, str] = field(default_factory=dict)  # job id -> what was wrong in its view
+    quota: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self):
         num_jobs, num_kinds = self.throughput.shape
@@ -144,12 +142,13 @@ class Fractions:
     """Fractions of wall-clock time, feasible by construction, with the objective that they reach."""
 
     alone: Float[np.ndarray, "jobs kinds"]
-    together: Float[np.ndarray, "pairs kinds"]  # rows are the problem's `pairs`
+    together: Float[np.ndarray, "pairs kinds"]
+    """Rows are the problem's `pairs`."""
     objective: float | None = None
-    reasons: Mapping[str, str] = field(
-        default_factory=dict
-    )  # where a job did not get what it asked
-    fills: bool = True  # may devices that are left over go to jobs with the fraction 0?
+    reasons: Mapping[str, str] = field(default_factory=dict)
+    """By job id, where it did not get what it asked."""
+    fills: bool = True
+    """Whether devices that are left over may go to jobs with the fraction 0."""
 
     def rate(self, problem: FractionProblem) -> np.ndarray:
         """[jobs] steps per second that the fractions give."""
@@ -229,7 +228,7 @@ def from_views(
     *,
     assumed_remaining_s: float = 3600.0,
 ) -> FractionProblem:
-    """The problem that job views pose, with impossible entries left out and noted by job.
+    """The problem that job views pose, without speeds that are no positive numbers.
 
     A gang that is larger than all devices of a kind cannot run there. A job that declares no remaining
     work is assumed to be half done (what it has left is what it has done, as of a heavy-tailed length),
@@ -237,14 +236,13 @@ def from_views(
     the time received by kind, so the isolated time of a job counts its steps done at the present
     isolated speed. Pairs of jobs are added by `packing.with_pairs_of_views`.
     """
-    free = shapes.capacity(cluster)
-    per_node = shapes.node_size(cluster)
+    free = capacity(cluster)
+    per_node = node_size(cluster)
     kinds = tuple(sorted(free))
     sizes = [gang_size(job.spec, job.rigid_shape_hint) for job in jobs]
     throughput = np.zeros((len(jobs), len(kinds)))
     held = np.full(len(jobs), -1)
     kind_of = {node.name: node.kind for node in cluster.nodes}
-    notes = {}
     for i, (job, size) in enumerate(zip(jobs, sizes, strict=True)):
         for j, kind in enumerate(kinds):
             if size > min(free[kind], cluster.quota.get(job.spec.tenant, size)):
@@ -254,9 +252,6 @@ def from_views(
             shape = gang_shape(job, kind, size, per_node.get(kind, 0))
             if shape is not None:
                 throughput[i, j] = job.goodput[shape]
-        wrong = [s for s, rate in job.goodput.items() if not (np.isfinite(rate) and rate >= 0)]
-        if wrong:
-            notes[job.spec.id] = f"left out of its table: {wrong[0]} = {job.goodput[wrong[0]]}"
         for name, local in job.allocation.devices.items():
             if local and kind_of.get(name) in kinds:
                 held[i] = kinds.index(kind_of[name])
@@ -283,7 +278,6 @@ def from_views(
         held=held,
         tenant=tuple(job.spec.tenant for job in jobs),
         quota=dict(cluster.quota),
-        notes=notes,
     )
     isolated = problem.isolated_rate()
     remaining = np.maximum(done, assumed_remaining_s * isolated)

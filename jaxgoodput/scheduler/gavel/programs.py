@@ -20,7 +20,7 @@ _TOLERANCE = 1e-10  # the smallest that HiGHS accepts
 
 
 @dataclass(frozen=True, eq=False)
-class Program:
+class LinearProgram:
     """The feasible set of a problem as sparse rows over the variables that can be of use.
 
     Variables are pairs of a combination of jobs (first every job alone, then the pairs) and a kind on
@@ -33,10 +33,10 @@ class Program:
     rate: scipy.sparse.csr_matrix  # [jobs, variables]
     limits: (
         scipy.sparse.csr_matrix
-    )  # [jobs + kinds, variables]: time of each job, devices of each kind
+    )  # [jobs + kinds, variables]: each job's time, each kind's devices
 
     @classmethod
-    def of(cls, problem: FractionProblem) -> "Program":
+    def of(cls, problem: FractionProblem) -> "LinearProgram":
         """Rows and variables of a problem."""
         num_jobs, num_kinds = problem.throughput.shape
         row, column = np.nonzero(problem.throughput)
@@ -113,7 +113,7 @@ class Gauge:
     quota_price: Float[np.ndarray, " quotas"]
 
 
-def gauge(program: Program, need: Float[np.ndarray, " jobs"]) -> Gauge:
+def gauge(program: LinearProgram, need: Float[np.ndarray, " jobs"]) -> Gauge:
     """max scale such that rate(x) >= scale * need; jobs that need 0 or can run nowhere ask nothing.
 
     Needs are in steps per second. No job that needs something: an infinite scale and x = 0.
@@ -147,7 +147,7 @@ def gauge(program: Program, need: Float[np.ndarray, " jobs"]) -> Gauge:
 
 
 def best_value(
-    program: Program,
+    program: LinearProgram,
     value: Float[np.ndarray, " variables"],
     *,
     need: Float[np.ndarray, " jobs"] | None = None,

@@ -4,14 +4,15 @@ It is stateless: what a job has received is in its view, and a lease is the time
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+from jaxtyping import Float, Int
 
-from jaxgoodput.scheduler import shapes
-from jaxgoodput.scheduler.constraints import Devices, add_devices, withhold
+from jaxgoodput.scheduler.constraints import Devices, add_devices, devices_by_tenant, withhold
 from jaxgoodput.scheduler.gavel.fractions import (
     FractionPolicy,
     FractionProblem,
@@ -21,14 +22,14 @@ from jaxgoodput.scheduler.gavel.fractions import (
     quota_use,
 )
 from jaxgoodput.scheduler.gavel.packing import with_pairs_of_views
-from jaxgoodput.scheduler.gavel.selection import Candidates, greedy, relaxed, several_kinds
 from jaxgoodput.scheduler.placement.placement import place
 from jaxgoodput.scheduler.policy import Decision, JobView
-from jaxgoodput.specs import Allocation, ClusterSpec, Shape
+from jaxgoodput.scheduler.shapes import capacity, node_size
+from jaxgoodput.scheduler.solve.multiple_choice import Knapsack, solve
+from jaxgoodput.specs import ClusterSpec, Shape
 
-_NEVER_YET = (
-    1e9  # stands for 1 / f where nothing was received: ahead of everybody who has something
-)
+_NEVER_YET = 1e9  # stands for 1 / f where nothing was received: ahead of all who have something
+_EXACT, _TIME_LIMIT_S = 1e-9, 10.0  # relative gap of the exact selection
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,10 +41,9 @@ class RoundScheduler:
     gangs of `fractions.gang_size` devices.
 
     `selection`: "greedy" takes them in order of priority, as Gavel does. "exact" is the set of greatest
-    total value, by a dynamic program over (jobs, devices of each kind) where its table has at most
-    `max_cells` cells, else by the linear program with rounding. There a gang of s devices counts s times
-    (`count_devices`): otherwise eight single devices on target outweigh a gang of eight that is seven times
-    behind, and shares do not converge.
+    total value, a multiple-choice knapsack. There a gang of s devices counts s times (`count_devices`):
+    otherwise eight single devices on target outweigh a gang of eight that is seven times behind, and
+    shares do not converge.
 
     A job keeps its devices for `round_s` from when it got them (its lease), while it restores, while its
     minimum run time lasts, and always if it cannot be preempted. Devices that are left over go to jobs with
@@ -57,14 +57,13 @@ class RoundScheduler:
     selection: Literal["greedy", "exact"] = "greedy"
     count_devices: bool = True
     share_devices: bool = False
-    max_cells: int = 20_000_000
 
     def __call__(self, jobs: Sequence[JobView], cluster: ClusterSpec, now_s: float, /) -> Decision:
         """Allocations for the next round."""
         if not jobs:
             return Decision(allocations={})
         problem = from_views(jobs, cluster, now_s)
-        per_node = shapes.node_size(cluster)
+        per_node = node_size(cluster)
         if self.share_devices:
             problem = with_pairs_of_views(problem, jobs, per_node)
         target = self.fraction_policy(problem)
@@ -77,7 +76,8 @@ class RoundScheduler:
         taken: Devices = {}
         for allocation in allocations.values():
             add_devices(taken, allocation.devices)
-        rest = withhold(cluster, taken, _quota_used(allocations, jobs, pinned))
+        tenants = {job.spec.id: job.spec.tenant for job in jobs}
+        rest = withhold(cluster, taken, devices_by_tenant(allocations, tenants))
         received = fraction_received(jobs, problem, now_s)
         urgency = priorities(problem, target, received)
         chosen = self._choose(problem, target, urgency, received, rest, set(pinned.values()))
@@ -128,24 +128,19 @@ class RoundScheduler:
         members = [_members(problem, row) for row in range(num_rows)]
         size = np.array([problem.scale_factor[m[0]] for m in members], dtype=int)
         open_row = np.array([not pinned & set(m) for m in members], dtype=bool)
-        free = shapes.capacity(rest)
+        free = capacity(rest)
         value = np.where(open_row[:, None], urgency, 0.0)
         exact = self.selection == "exact"
         if exact and self.count_devices:
             value = value * size[:, None]
-        candidates = Candidates(
+        round_problem = RoundProblem(
             value=value,
             size=size,
             capacity=np.array([free.get(kind, 0) for kind in problem.kinds], dtype=int),
             members=members,
             budgets=[(quota_use(problem, t) > 0, limit) for t, limit in rest.quota.items()],
         )
-        if not exact:
-            chosen = greedy(candidates)
-        elif candidates.independent and candidates.table_cells <= self.max_cells:
-            chosen = several_kinds(candidates, self.max_cells)
-        else:
-            chosen = relaxed(candidates)
+        chosen = best_rows(round_problem) if exact else greedy(round_problem)
         if not target.fills:
             return chosen
         # Idle devices help nobody: first whoever has received least, on the kind where it is fastest.
@@ -154,7 +149,7 @@ class RoundScheduler:
         filler = np.zeros_like(value)
         singles = slice(0, problem.num_jobs)
         filler[singles] = np.where(open_row[singles, None], starved[:, None] * relative, 0.0)
-        return greedy(dataclasses.replace(candidates, value=filler), chosen)
+        return greedy(dataclasses.replace(round_problem, value=filler), chosen)
 
     def _reason(self, i, job, problem, target, received, wanted, placed, pinned):
         name = job.spec.id
@@ -176,8 +171,86 @@ class RoundScheduler:
         else:
             said = "waits: others are further behind their shares"
         parts = [said, f"its shares of time: {shares}" if shares else "its share of time is 0"]
-        parts += [more[name] for more in (target.reasons, problem.notes) if name in more]
+        if name in target.reasons:
+            parts.append(target.reasons[name])
         return "; ".join(parts)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RoundProblem:
+    """What may run in a round: rows are jobs alone, then pairs of jobs on the same devices.
+
+    `value[row, kind]` is what running it there is worth, not positive = not there; `members[row]` are its
+    jobs, and each job runs in at most one row. `budgets` are quotas: rows that count against it, and how
+    many devices they may have at once.
+    """
+
+    value: Float[np.ndarray, "rows kinds"]
+    size: Int[np.ndarray, " rows"]
+    capacity: Int[np.ndarray, " kinds"]
+    members: Sequence[tuple[int, ...]]
+    budgets: Sequence[tuple[np.ndarray, int]] = ()
+
+
+def greedy(problem: RoundProblem, start: Int[np.ndarray, " rows"] | None = None) -> np.ndarray:
+    """Rows in order of value, each where it is worth most and still fits; [rows] kind, -1 = does not run.
+
+    Fills what `start` leaves free. Ties go to the earlier row and kind. This is Gavel's mechanism.
+    """
+    chosen = np.full(len(problem.size), -1) if start is None else start.copy()
+    free = problem.capacity.copy()
+    left = [limit for _, limit in problem.budgets]
+    taken: set[int] = set()
+
+    def take(row, kind):
+        chosen[row] = kind
+        free[kind] -= problem.size[row]
+        taken.update(problem.members[row])
+        for b, (rows, _) in enumerate(problem.budgets):
+            left[b] -= int(problem.size[row]) if rows[row] else 0
+
+    for row in np.flatnonzero(chosen >= 0).tolist():
+        take(row, int(chosen[row]))
+    rows, kinds = np.nonzero(problem.value > 0)
+    for at in np.argsort(-problem.value[rows, kinds], kind="stable").tolist():
+        row, kind = int(rows[at]), int(kinds[at])
+        size = int(problem.size[row])
+        within = all(not of[row] or size <= left[b] for b, (of, _) in enumerate(problem.budgets))
+        if size <= free[kind] and within and not taken & set(problem.members[row]):
+            take(row, kind)
+    return chosen
+
+
+def best_rows(problem: RoundProblem) -> np.ndarray:
+    """The rows of greatest total value and their kinds; [rows] kind, -1 = does not run.
+
+    A knapsack in which every row takes at most one kind. Quotas, and the jobs that are in several rows,
+    are further capacities.
+    """
+    row, kind = np.nonzero((problem.value > 0) & (problem.size[:, None] <= problem.capacity))
+    counts = Counter(job for members in problem.members for job in members)
+    capacities = [
+        (np.where(kind == k, problem.size[row], 0), n) for k, n in enumerate(problem.capacity)
+    ]
+    capacities += [(np.where(of[row], problem.size[row], 0), n) for of, n in problem.budgets]
+    for job in (job for job, count in counts.items() if count > 1):
+        capacities.append((np.array([job in problem.members[r] for r in row.tolist()], int), 1))
+    solution = solve(
+        Knapsack(
+            job=row,
+            value=problem.value[row, kind],
+            use=np.array([use for use, _ in capacities], float).T,
+            limit=np.array([limit for _, limit in capacities], float),
+            forced=np.zeros(len(problem.size), bool),
+        ),
+        _EXACT,
+        _TIME_LIMIT_S,
+    )
+    assert solution is not None, "running nothing is feasible"
+    chosen = np.full(len(problem.size), -1)
+    runs = solution.item >= 0
+    chosen[runs] = kind[solution.item[runs]]
+    return chosen
 
 
 def fraction_received(
@@ -214,19 +287,3 @@ def priorities(problem: FractionProblem, target: Fractions, received: np.ndarray
 
 def _members(problem: FractionProblem, row: int) -> tuple[int, ...]:
     return (row,) if row < problem.num_jobs else problem.pairs[row - problem.num_jobs]
-
-
-def _quota_used(
-    allocations: Mapping[str, Allocation], jobs: Sequence[JobView], rows: Mapping[str, int]
-) -> dict[str, int]:
-    """Devices by tenant; those of a share group count once, for its first job."""
-    used: dict[str, int] = {}
-    seen: set[str] = set()
-    for job in sorted(allocations):
-        group = allocations[job].share_group
-        if group is None or group not in seen:
-            tenant = jobs[rows[job]].spec.tenant
-            used[tenant] = used.get(tenant, 0) + allocations[job].num_devices
-        if group is not None:
-            seen.add(group)
-    return used

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxgoodput.scheduler.gavel.fractions import FractionProblem, Fractions
-from jaxgoodput.scheduler.gavel.programs import Program, best_value
+from jaxgoodput.scheduler.gavel.programs import LinearProgram, best_value
 from jaxgoodput.scheduler.policy import SolverError
 
 
@@ -29,7 +29,7 @@ class TotalThroughput:
 
     def __call__(self, problem: FractionProblem, /) -> Fractions:
         """Fractions of time for every job of the problem."""
-        program = Program.of(problem)
+        program = LinearProgram.of(problem)
         value = np.asarray(program.rate.sum(axis=0)).ravel()
         if self.per_price:
             price = problem.price[program.column]

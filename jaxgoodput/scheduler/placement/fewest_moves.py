@@ -1,7 +1,7 @@
 """Which jobs must give way so that all fit, at the least total price: a small integer program (HiGHS).
 
 Only jobs smaller than the largest that is waiting can be in the way, and where the others go does not matter
-(they fit largest first, see `buddy`); so the program decides who stays, and counts the slots of each size
+(they fit largest first, see `board`); so the program decides who stays, and counts the slots of each size
 that the nodes keep for the rest:
 
     max  sum_i price_i stay_i

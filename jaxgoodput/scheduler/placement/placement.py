@@ -2,7 +2,7 @@
 
 Three steps, each only where the one before did not place everybody: all that keep their shape stay and the
 rest fits around them; small jobs give way greedily; the cheapest set that gives way, by an integer program
-(`moves`). Kinds are independent of one another.
+(`fewest_moves`). Kinds are independent of one another.
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,9 +40,8 @@ def place(
     views = {view.spec.id: view for view in jobs}
     if unknown := sorted(wanted.keys() - views.keys()):
         raise ValueError(
-            f"a shape is wanted for {unknown[0]!r}, which is not among the {len(views)} jobs; pass every"
-            " job whose"
-            " shape is wanted"
+            f"a shape is wanted for {unknown[0]!r}, which is not among the {len(views)} jobs; pass every job "
+            "whose shape is wanted"
         )
     by_kind: dict[str, list[Node]] = {}
     for node in cluster.nodes:
@@ -90,9 +89,8 @@ def _request(
     shape = shapes[0]
     if any(other != shape for other in shapes):
         raise ValueError(
-            f"the jobs of a share group run on the same devices, but {[v.spec.id for v in views]} want the"
-            " shapes"
-            f" {shapes}; give all of them one shape"
+            f"the jobs of a share group run on the same devices, but {[v.spec.id for v in views]} want the "
+            f"shapes {shapes}; give all of them one shape"
         )
     previous: Mapping[str, tuple[int, ...]] = {}
     keeps = False

@@ -15,12 +15,16 @@ from jaxgoodput.scheduler.gavel.discrete import (
     Isolated,
     Proportional,
 )
-from jaxgoodput.scheduler.gavel.finish_time import FinishTimeFairness
+from jaxgoodput.scheduler.gavel.fairness import (
+    FinishTimeFairness,
+    Hierarchical,
+    Makespan,
+    MaxMinFairness,
+    WaterFilling,
+)
 from jaxgoodput.scheduler.gavel.fractions import FractionPolicy
-from jaxgoodput.scheduler.gavel.max_min import Makespan, MaxMinFairness
 from jaxgoodput.scheduler.gavel.rounds import RoundScheduler
 from jaxgoodput.scheduler.gavel.throughput import TotalThroughput
-from jaxgoodput.scheduler.gavel.water_filling import Hierarchical, WaterFilling
 from jaxgoodput.scheduler.policies.baselines import Optimus, Static, Tiresias
 from jaxgoodput.scheduler.policies.goodput import Goodput
 from jaxgoodput.scheduler.policies.pollux import Pollux
@@ -33,11 +37,16 @@ class Named:
     """A policy with its published settings, and what it asks of jobs and cluster."""
 
     policy: Policy
-    says: str  # one line
-    mode: Literal["adaptive", "elastic", "rigid"] = "rigid"  # what jobs are to it
-    one_kind: bool = False  # knows one kind of device only
-    largest_gang: int | None = None  # never starts a job that asks for more devices
-    sharing: bool = False  # may put two jobs on the same devices
+    says: str
+    """What it does, in one line."""
+    mode: Literal["adaptive", "elastic", "rigid"] = "rigid"
+    """What jobs are to it, whatever they could do."""
+    one_kind: bool = False
+    """Whether it knows one kind of device only."""
+    largest_gang: int | None = None
+    """It never starts a job that asks for more devices; None = any."""
+    sharing: bool = False
+    """Whether it may put two jobs on the same devices."""
 
 
 def _gavel(fractions: FractionPolicy, says: str, **needs) -> Named:

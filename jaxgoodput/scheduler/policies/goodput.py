@@ -6,33 +6,35 @@ A second of job i costs its user w_i, and others the price of the devices that i
 work costs at least c_i = min (w_i + price . k) / G_i(k), at its best shape k_i*, G_i*. What it does in a
 second, G_i, is worth c_i G_i: with a = 1 that is the objective; a little below 1, a gain counts less than
 proportionally, and fewer changes are worth their restart. The prices are those at which the jobs
-together want as many devices as there are (`clearing.py`), so jobs that scale well get more of them than
-a utility that is the same for all would give.
+together want as many devices as there are (`clearing_prices`), so jobs that scale well get more of them
+than a utility that is the same for all would give.
 
-A change costs the restart's share of the time until the next one (`stay.py`), nine tenths at most, so
-that nobody is frozen where he is. The weight falls with the device-seconds that a job has had (who has had
+A change costs the restart's share of the time until the next one (`expected_stay_s`), nine tenths at most,
+so that nobody is frozen where he is. The weight falls with the device-seconds that a job has had (who has had
 little probably needs little more, and leaves soon) and rises with its age, so that of two that are both
 large the earlier one is finished first; a job that declares its progress is weighed by what is left
-instead. One that has not run yet is offered the kinds at the ratios that others found (`newcomers.py`).
+instead. One that has not run yet is offered the kinds at the ratios that others found
+(`with_usual_kinds`).
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
-from jaxgoodput.scheduler.policies.clearing import clearing_prices
-from jaxgoodput.scheduler.policies.newcomers import with_usual_kinds
-from jaxgoodput.scheduler.policies.shape_choice import Problem
-from jaxgoodput.scheduler.policies.stay import expected_stay_s
+from jaxgoodput.scheduler.policies.shape_choice import ShapeProblem
 from jaxgoodput.scheduler.policy import Decision, JobView
 from jaxgoodput.scheduler.shapes import capacity
 from jaxgoodput.specs import ClusterSpec
 
-MOST_LOST = (
-    0.9  # 1 would stop a job on an empty cluster once its present shape is no longer offered
-)
+MOST_LOST = 0.9  # 1 would stop a job on an empty cluster once its present shape is not offered
+STEPS = 36  # of the search for prices; each is one pass over jobs and shapes
+SHRINK = 0.86  # of the step, so that the last ones change a price by less than 1 %
+HIGHEST = 10.0  # a price is at most so many times the mean weight: beyond, weights would not count
+STAY_SHARE = 0.8  # of the mean time between changes; tuned, see BUILD_NOTES.md
+BEFORE_S = 120.0  # what a job that came just now is taken to have lasted, beside two restarts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,15 +44,24 @@ class Goodput:
     Raises ValueError for settings that cannot be.
     """
 
-    diminishing: float = 0.85  # the power a above; 1 = every unit of work is worth the same
-    kind_change: float = 1.5  # restarts that another kind costs: what is known of it may be guessed
-    service_scale_s: float = 6000.0  # device-seconds at which a job's weight begins to fall
-    service_power: float = -0.75  # how fast it falls with service; 0 = all are alike
-    declared_power: float = -1.0  # the same with the device-seconds left, where they are declared
-    age_scale_s: float = 3600.0  # seconds since submission at which the weight begins to rise
-    age_power: float = 0.25  # how fast; those that came together do not all finish together
-    growth: float | None = None  # times the largest size a job has run on; None = trust its table
-    relative_gap: float = 1e-3  # of the objective; solved exactly up to about 100 devices anyway
+    diminishing: float = 0.85
+    """The power a above; 1 = every unit of work is worth the same."""
+    kind_change: float = 1.5
+    """Restarts that another kind costs: what is known of it may be guessed."""
+    service_scale_s: float = 6000.0
+    """Device-seconds at which a job's weight begins to fall."""
+    service_power: float = -0.75
+    """How fast it falls with service; 0 = all are alike."""
+    declared_power: float = -1.0
+    """The same with the device-seconds left, where they are declared."""
+    age_scale_s: float = 3600.0
+    """Seconds since submission at which the weight begins to rise."""
+    age_power: float = 0.25
+    """How fast it rises; those that came together do not all finish together."""
+    growth: float | None = None
+    """The most that is offered, in largest sizes that a job has run on; None = trust its table."""
+    relative_gap: float = 1e-3
+    """The gap to the best objective that is good enough; up to about 100 devices it is 0 anyway."""
     time_limit_s: float = 2.0
 
     def __post_init__(self):
@@ -72,7 +83,7 @@ class Goodput:
 
     def __call__(self, jobs: Sequence[JobView], cluster: ClusterSpec, now_s: float, /) -> Decision:
         """The choice of greatest weighted utility after switching prices; restarting jobs stay."""
-        problem = Problem.of(jobs, cluster, now_s, growth=self.growth)
+        problem = ShapeProblem.of(jobs, cluster, now_s, growth=self.growth)
         problem = replace(problem, goodput=with_usual_kinds(problem))
         each = capacity(cluster)
         market = clearing_prices(
@@ -92,7 +103,7 @@ class Goodput:
         )
         return problem.decide(choice)
 
-    def _lost(self, problem: Problem) -> np.ndarray:
+    def _lost(self, problem: ShapeProblem) -> np.ndarray:
         """[jobs, shapes] the share of a shape's worth that changing to it costs."""
         held = np.append(problem.kind, -1)[problem.present]  # -1 = none of these
         other = (held >= 0)[:, None] & (problem.kind != held[:, None])
@@ -100,7 +111,7 @@ class Goodput:
         lost = np.minimum(restart_s / expected_stay_s(problem)[:, None], MOST_LOST)
         return np.where(problem.changes, lost, 0.0)
 
-    def _weight(self, problem: Problem) -> np.ndarray:
+    def _weight(self, problem: ShapeProblem) -> np.ndarray:
         """[jobs] priority times what service or declared progress says about how much is left."""
         weight = np.array([view.spec.weight for view in problem.jobs], np.float64)
         guessed = (1.0 + problem.received_s() / self.service_scale_s) ** self.service_power
@@ -108,3 +119,104 @@ class Goodput:
         left_s = problem.declared_s()
         told = (1.0 + left_s / self.service_scale_s) ** self.declared_power
         return weight * np.where(np.isnan(left_s), guessed, told)
+
+
+class Market(NamedTuple):
+    """What devices cost, and what jobs make of that."""
+
+    prices: np.ndarray  # [kinds] of a device, in units of weight
+    cost: np.ndarray  # [jobs] the least cost of a unit of work; NaN = no shape is allowed
+    best: np.ndarray  # [jobs] the goodput of the shape that has it
+
+
+def clearing_prices(
+    goodput: np.ndarray,
+    weight: np.ndarray,
+    devices: np.ndarray,
+    kind: np.ndarray,
+    capacity: np.ndarray,
+) -> Market:
+    """The price of a device at which the jobs together want as many as there are.
+
+    A job of weight w that runs at goodput G on k devices costs, per unit of work, (w + price k) / G: it
+    keeps its user waiting, and it keeps k devices from others. Its best shape has the lowest cost, whatever
+    work is left. Prices rise where more devices are wanted than exist, and fall where fewer are; wants jump
+    where a job changes its shape, so that supply is met closely and not exactly.
+
+    goodput: [jobs, shapes], NaN = not allowed; weight: [jobs] > 0; devices, kind: [shapes]; capacity:
+    [kinds] devices.
+
+    >>> market = clearing_prices(np.array([[1.0, 1.8]] * 3), np.ones(3), np.array([1, 2]),
+    ...     np.array([0, 0]), np.array([4.0]))
+    >>> bool(3.9 < market.prices[0] < 4.1)
+    True
+    """
+    job, shape = np.nonzero(goodput > 0.0)
+    cost, best = np.full((2, len(goodput)), np.nan)
+    prices = np.zeros(len(capacity))
+    if not len(job):
+        return Market(prices, cost, best)
+    start = np.flatnonzero(np.r_[True, np.diff(job) > 0])
+    length = np.diff(np.r_[start, len(job)])
+    rate, need, of = goodput[job, shape], devices[shape].astype(np.float64), kind[shape]
+    own = weight[job]
+    log_highest = np.log(HIGHEST * weight[job[start]].mean())
+    log_prices = np.full(len(capacity), log_highest - np.log(10.0 * HIGHEST))
+    for step in range(STEPS):
+        worth = rate / (own + np.exp(log_prices)[of] * need)
+        chosen = worth >= np.repeat(np.maximum.reduceat(worth, start), length)
+        equal = np.repeat(np.add.reduceat(chosen.astype(np.int64), start), length)
+        taken = need[chosen] / equal[chosen]  # of shapes that are equally good, a part of each
+        wanted = np.bincount(of[chosen], taken, minlength=len(capacity))
+        over = np.log(np.maximum(wanted, 1e-9) / np.maximum(capacity, 1e-9))
+        log_prices += np.clip(20.0 * over, -1.0, 1.0) * SHRINK**step
+        log_prices = np.minimum(log_prices, log_highest)
+    prices = np.exp(log_prices)
+    worth = rate / (own + prices[of] * need)
+    most = np.maximum.reduceat(worth, start)
+    cost[job[start]] = 1.0 / most
+    # Of equals the fastest: where a device costs nothing, they differ in nothing else.
+    best[job[start]] = np.maximum.reduceat(
+        np.where(worth >= np.repeat(most, length), rate, 0.0), start
+    )
+    return Market(prices, cost, best)
+
+
+def expected_stay_s(problem: ShapeProblem) -> np.ndarray:
+    """[jobs] seconds, above 0, in which a change has to pay back its restart: how long the job stays.
+
+    stay = 0.8 (age + 2 restart + 120 s) / (restarts + 1): the mean time between its changes so far is the
+    estimate of the next one, as if it had lived a little longer than it has. A fixed horizon is too long
+    for a job whose devices others keep taking, and too short for one that is rarely disturbed: on made-up
+    days of three kinds with restarts of 25 to 250 s it led to 7.7 restarts per job where this leads to 4.
+    Sia's restart factor is built on the same mean, but can reach 0 and freeze the job.
+    """
+    lived_s = problem.age_s() + 2.0 * problem.restart_s() + BEFORE_S
+    return STAY_SHARE * lived_s / (problem.num_restarts() + 1.0)
+
+
+def with_usual_kinds(problem: ShapeProblem) -> np.ndarray:
+    """[jobs, shapes] goodput; rows of jobs that know nothing are scaled by kind, the others as they are.
+
+    An adaptive job without a measurement that says the same of all kinds knows none of them. To start it
+    on the wrong one costs a restart as soon as it has measured, so it begins with what the others found. A
+    kind's ratio is the geometric mean, over the jobs that know all kinds, of its goodput on one device
+    relative to the mean of the kinds. Without such jobs all stays as it is.
+    """
+    goodput = problem.goodput
+    new = np.array(
+        [v.largest_profiled == 0 and v.spec.mode == "adaptive" for v in problem.jobs], bool
+    )
+    new &= np.nanmax(goodput, 1, initial=-np.inf) == np.nanmin(goodput, 1, initial=np.inf)
+    single = [
+        np.flatnonzero((problem.kind == k) & (problem.devices == 1))
+        for k in range(len(problem.kinds))
+    ]
+    if not new.any() or len(single) < 2 or not all(map(len, single)):
+        return goodput
+    known = goodput[~new][:, [int(columns[0]) for columns in single]]
+    known = known[~np.isnan(known).any(1)]
+    if not len(known):
+        return goodput
+    ratio = np.exp(np.log(known / known.mean(1, keepdims=True)).mean(0))
+    return np.where(new[:, None], goodput * ratio[problem.kind], goodput)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxgoodput.scheduler.policies.shape_choice import Problem
+from jaxgoodput.scheduler.policies.shape_choice import ShapeProblem
 from jaxgoodput.scheduler.policy import Decision, JobView
 from jaxgoodput.scheduler.shapes import node_size
 from jaxgoodput.specs import ClusterSpec
@@ -41,31 +41,18 @@ def fair_devices(num_devices: int, num_jobs: int) -> int:
     return math.ceil(num_devices / max(num_jobs, 1))
 
 
-def power_mean_objective(
-    speedups: np.ndarray, factor: np.ndarray, *, power: float = -1.0, floor: float = FLOOR
-) -> float:
-    """The power mean over all jobs of speedup x factor + floor: Pollux's fitness, equation 14.
-
-    speedups: [jobs], 0 = waits; factor: [jobs], 1 where nothing changes. The artifact counts speedups
-    in nodes, so they are divided by the devices of a node first. AdaptDL's master version maximises
-    the sum instead: power 1, floor 0, times the number of jobs.
-    """
-    return float(np.mean((speedups * factor + floor) ** power) ** (1.0 / power))
-
-
-def cluster_utility(speedups: np.ndarray, num_devices: int) -> float:
-    """Speedup per device of the cluster: what autoscaling compares with its thresholds."""
-    return float(np.sum(speedups)) / num_devices
-
-
 @dataclass(frozen=True, kw_only=True)
 class Pollux:
     """The published policy: everybody's speedup over a fair share, as even as `power` says."""
 
-    power: float = -1.0  # below 0; the lower, the more even
-    growth: float | None = 2.0  # times the largest size a job has run on; new jobs start smallest
-    one_multi_node_job_per_node: bool = True  # Pollux's avoidance of interference
-    relative_gap: float = 1e-9  # of a sum in which every job that runs counts 1/floor
+    power: float = -1.0
+    """Below 0; the lower, the more even."""
+    growth: float | None = 2.0
+    """The most that is offered, in largest sizes that a job has run on; new jobs start smallest."""
+    one_multi_node_job_per_node: bool = True
+    """Whether interference is avoided, as Pollux does."""
+    relative_gap: float = 1e-9
+    """The gap that is good enough, of a sum in which every job that runs counts 1/floor."""
     time_limit_s: float = 10.0
 
     def __post_init__(self):
@@ -79,7 +66,7 @@ class Pollux:
         """The allocation of greatest power mean; `objective` is that mean."""
         if not jobs:
             return Decision(allocations={})
-        problem = Problem.of(jobs, cluster, now_s, growth=self.growth)
+        problem = ShapeProblem.of(jobs, cluster, now_s, growth=self.growth)
         speedup = problem.goodput / self._at_fair_share(problem)[:, None]
         factor = reallocation_factor(problem.age_s(), problem.num_restarts(), problem.restart_s())
         # As published, a first start is a change too: a row that was empty.
@@ -109,7 +96,7 @@ class Pollux:
     def _mean(self, total: float, weight: np.ndarray) -> float:
         return (max(total, 1e-12) / float(weight.sum())) ** (1.0 / self.power)
 
-    def _at_fair_share(self, problem: Problem) -> np.ndarray:
+    def _at_fair_share(self, problem: ShapeProblem) -> np.ndarray:
         """[jobs] goodput on the least shape of one node that holds a fair share, or the nearest."""
         if not problem.shapes:
             return np.ones(len(problem.jobs))

@@ -5,16 +5,23 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxgoodput.scheduler.constraints import words
 from jaxgoodput.scheduler.placement.placement import place
 from jaxgoodput.scheduler.policy import Decision, JobView
-from jaxgoodput.scheduler.shapes import capacity, capacity_rows, goodput_matrix, shape_of, shapes
+from jaxgoodput.scheduler.shapes import (
+    capacity,
+    capacity_rows,
+    goodput_matrix,
+    no_shape_reason,
+    shape_in_words,
+    shape_of,
+    shapes,
+)
 from jaxgoodput.scheduler.solve.assignment import Choice, Quota, allocate
 from jaxgoodput.specs import ClusterSpec, Shape
 
 
 @dataclass(frozen=True, kw_only=True)
-class Problem:
+class ShapeProblem:
     """Jobs against shapes; indices are those of `jobs`, `shapes` and `kinds`."""
 
     jobs: tuple[JobView, ...]
@@ -22,12 +29,16 @@ class Problem:
     now_s: float
     shapes: tuple[Shape, ...]
     kinds: tuple[str, ...]
-    goodput: np.ndarray  # [jobs, shapes]; NaN = not allowed or unknown
-    devices: np.ndarray  # [shapes]
-    kind: np.ndarray  # [shapes]
-    present: np.ndarray  # [jobs] the shape that a job has; -1 = none of these
-    running: np.ndarray  # [jobs] bool
-    faults: dict[str, str]  # job id -> what is wrong with its table
+    goodput: np.ndarray
+    """[jobs, shapes]; NaN = not allowed or unknown."""
+    devices: np.ndarray
+    """[shapes] how many it has."""
+    kind: np.ndarray
+    """[shapes] which of `kinds` it has."""
+    present: np.ndarray
+    """[jobs] the shape that a job has; -1 = none of these."""
+    running: np.ndarray
+    """[jobs] bool, whether it has devices."""
 
     @classmethod
     def of(
@@ -37,14 +48,14 @@ class Problem:
         now_s: float,
         *,
         growth: float | None = None,
-    ) -> "Problem":
+    ) -> "ShapeProblem":
         """Reads jobs and cluster.
 
         `growth`: a job that has not run yet starts at its smallest size, and no job is offered more
         than this many times the largest size that it has run on; None = no such limit.
         """
         offered = shapes(cluster, jobs)
-        goodput, faults = goodput_matrix(jobs, offered, cluster)
+        goodput = goodput_matrix(jobs, offered, cluster)
         goodput[goodput <= 0.0] = np.nan
         devices = np.array([shape.num_devices for shape in offered], np.int64)
         kinds = tuple(sorted({shape.kind for shape in offered}))
@@ -72,7 +83,6 @@ class Problem:
             kind=np.array([index[shape.kind] for shape in offered], np.int64),
             present=np.array([column.get(h, -1) if h else -1 for h in held], np.int64),
             running=np.array([h is not None for h in held], bool),
-            faults=faults,
         )
 
     @property
@@ -193,14 +203,14 @@ class Problem:
                 )
             elif id_ in wanted:
                 reasons[id_] = (
-                    f"waits: {words(wanted[id_])} do not fit beside the jobs placed first"
+                    f"waits: {shape_in_words(wanted[id_])} do not fit beside the jobs placed first"
                 )
             elif np.isnan(self.goodput[row]).all():
-                reasons[id_] = "waits: no shape is known to be of use to it"
+                reasons[id_] = (
+                    f"waits: {no_shape_reason(view, capacity(self.cluster), set(self.shapes).__contains__)}"
+                )
             else:
                 reasons[id_] = "waits: others make more of every device that it could use"
-            if id_ in self.faults:
-                reasons[id_] += f"; {self.faults[id_]}"
         return Decision(
             allocations=allocations,
             reasons=reasons,
@@ -209,7 +219,7 @@ class Problem:
         )
 
     def _why(self, row: int, shape: int, stays: bool) -> str:
-        said = words(self.shapes[shape])
+        said = shape_in_words(self.shapes[shape])
         if stays:
             return f"keeps {said}"
         before = int(self.present[row])

@@ -1,7 +1,7 @@
 """Sia: normalised goodput to a power, one integer program over all kinds of devices per round.
 
 Jayaram Subramanya et al., "Sia: Heterogeneity-aware, goodput-optimized ML-cluster scheduling", SOSP
-2023, section 3; with the details of its artifact that change the outcome (rounding, clipping).
+2023, section 3; with the details of its artifact that change the result (rounding, clipping).
 """
 
 from collections.abc import Sequence
@@ -10,9 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxgoodput.scheduler.policies.pollux import reallocation_factor
-from jaxgoodput.scheduler.policies.shape_choice import Problem, normalised
+from jaxgoodput.scheduler.policies.shape_choice import ShapeProblem, normalised
 from jaxgoodput.scheduler.policy import Decision, JobView
-from jaxgoodput.scheduler.solve.assignment import Choice, allocate
 from jaxgoodput.specs import ClusterSpec
 
 LARGEST = 3000.0  # the artifact clips G^power there
@@ -57,44 +56,9 @@ def sia_utility(terms: np.ndarray, *, power: float = -0.5, idle_penalty: float =
     """[jobs, shapes] what a shape gains over running nowhere, to be maximised.
 
     The published objective is sum A G^power + idle_penalty * (jobs that run nowhere), minimised where
-    the power is negative and maximised where it is positive; `sia_objective` gives it back.
+    the power is negative and maximised where it is positive.
     """
     return np.sign(power) * (terms - idle_penalty)
-
-
-def sia_objective(choice: Choice, *, power: float = -0.5, idle_penalty: float = 1.1) -> float:
-    """The published objective of a choice made with `sia_utility`."""
-    return idle_penalty * len(choice.shape) + float(np.sign(power)) * choice.objective
-
-
-def sia_choice(
-    goodput: np.ndarray,
-    factor: np.ndarray,
-    present: np.ndarray,
-    devices: np.ndarray,
-    kind: np.ndarray,
-    capacity: np.ndarray,
-    *,
-    pinned: np.ndarray,
-    power: float = -0.5,
-    idle_penalty: float = 1.1,
-    published: bool = True,
-) -> tuple[Choice, float]:
-    """Sia's choice for one round, exactly, and its published objective.
-
-    goodput: [jobs, shapes] normalised; pinned: [jobs] bool, these keep `present`; devices and kind:
-    [shapes]; capacity: [kinds].
-    """
-    terms = sia_terms(goodput, factor, present, power=power, published=published)
-    choice = allocate(
-        sia_utility(terms, power=power, idle_penalty=idle_penalty),
-        devices,
-        kind,
-        capacity,
-        pinned=np.where(pinned, present, -1),
-        relative_gap=0.0,
-    )
-    return choice, sia_objective(choice, power=power, idle_penalty=idle_penalty)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,17 +66,18 @@ class Sia:
     """The published policy: every job's goodput relative to its smallest shape, to the power -1/2."""
 
     power: float = -0.5
-    idle_penalty: float = (
-        1.1  # of a job that runs nowhere; above 1, and below 0 for a power above 0
-    )
-    published: bool = True  # round and clip as the artifact does
-    growth: float | None = 2.0  # times the largest size a job has run on; new jobs start smallest
+    idle_penalty: float = 1.1
+    """What a job that runs nowhere costs; above 1, and below 0 for a power above 0."""
+    published: bool = True
+    """Whether to round and clip as the artifact does."""
+    growth: float | None = 2.0
+    """The most that is offered, in largest sizes that a job has run on; new jobs start smallest."""
     relative_gap: float = 1e-4
     time_limit_s: float = 10.0
 
     def __call__(self, jobs: Sequence[JobView], cluster: ClusterSpec, now_s: float, /) -> Decision:
         """The choice of least sum of powers; jobs that are restarting stay."""
-        problem = Problem.of(jobs, cluster, now_s, growth=self.growth)
+        problem = ShapeProblem.of(jobs, cluster, now_s, growth=self.growth)
         least = np.array([view.spec.min_devices for view in jobs], np.float64)
         factor = restart_factor(problem.age_s(), problem.num_restarts(), problem.restart_s())
         terms = sia_terms(

@@ -5,8 +5,8 @@
                 sum_js demand[s] x[j, s] <= capacity    for every kind, and likewise for every quota
 
 The linear relaxation has a vertex at which at most (kinds + quotas) jobs are fractional, so its prices
-decide nearly every job. What they leave open (options whose reduced cost is below the gap) is a small
-exact problem: `knapsack.py`.
+decide nearly every job. What they leave open (items whose reduced cost is below the gap) is a small
+exact problem: `multiple_choice.py`.
 """
 
 from collections.abc import Sequence
@@ -14,31 +14,30 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxgoodput.scheduler.solve.multiple_choice import Options, Solution, solve
+from jaxgoodput.scheduler.solve.multiple_choice import Knapsack, Solution, solve
 
 
 @dataclass(frozen=True, kw_only=True)
 class Quota:
     """A limit on what some jobs use together, in devices or in any unit that grows with devices."""
 
-    jobs: np.ndarray  # [jobs] bool: whose use counts
+    jobs: np.ndarray
+    """[jobs] bool: whose use counts."""
     limit: float | int
-    per_device: np.ndarray | None = None  # [kinds] >= 0: units of one device; None = 1
+    per_device: np.ndarray | None = None
+    """[kinds] >= 0: units of one device; None = 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
     """A shape for every job, and the most that any choice could be worth."""
 
-    shape: np.ndarray  # [jobs] index of the shape; -1 = does not run
+    shape: np.ndarray
+    """[jobs] index of the shape; -1 = does not run."""
     objective: float
     bound: float
-    unserved: tuple[int, ...] = ()  # jobs that had to run and do not fit
-
-    @property
-    def gap(self) -> float:
-        """How far from the best it can be at most: (bound - objective) / |objective|."""
-        return max(0.0, self.bound - self.objective) / max(abs(self.objective), 1e-12)
+    unserved: tuple[int, ...] = ()
+    """Jobs that had to run and do not fit."""
 
 
 def allocate(
@@ -103,17 +102,17 @@ def allocate(
     job, shape = np.nonzero(_undominated(utility, demand, kind, forced) & (pinned < 0)[:, None])
     needs = use(job, shape)
     fits = (needs <= limit - used + 1e-9).all(1)
-    options = Options(
+    knapsack = Knapsack(
         job=job[fits],
         value=utility[job[fits], shape[fits]],
         use=needs[fits],
         limit=limit - used,
         forced=forced & (pinned < 0),
     )
-    solution, unserved = _solve_what_fits(options, relative_gap, time_limit_s)
+    solution, unserved = _solve_what_fits(knapsack, relative_gap, time_limit_s)
     chosen = pinned.copy()
-    taken = solution.option >= 0
-    chosen[taken] = shape[fits][solution.option[taken]]
+    taken = solution.item >= 0
+    chosen[taken] = shape[fits][solution.item[taken]]
     return Choice(
         shape=chosen,
         objective=solution.objective + kept,
@@ -142,26 +141,26 @@ def _undominated(
 
 
 def _solve_what_fits(
-    options: Options, relative_gap: float, time_limit_s: float
+    knapsack: Knapsack, relative_gap: float, time_limit_s: float
 ) -> tuple[Solution, tuple[int, ...]]:
     """The best choice, and the jobs that had to run and are left out because they cannot all fit."""
-    solution = solve(options, relative_gap, time_limit_s)
+    solution = solve(knapsack, relative_gap, time_limit_s)
     if solution is not None:
         return solution, ()
     # Serve as many of them as fit; of equally many, those that use the least.
-    share = (options.use / np.maximum(options.limit, 1.0)).sum(1)
-    among = options.forced[options.job]
-    count = options.replace(
+    share = (knapsack.use / np.maximum(knapsack.limit, 1.0)).sum(1)
+    among = knapsack.forced[knapsack.job]
+    count = knapsack.replace(
         value=np.where(among, 1.0 - 1e-4 * share / (1.0 + share.max(initial=0.0)), 0.0),
-        forced=np.zeros_like(options.forced),
+        forced=np.zeros_like(knapsack.forced),
     )
     most = solve(count, relative_gap=0.0, time_limit_s=time_limit_s)
-    served = options.forced & (most.option >= 0) if most else np.zeros_like(options.forced)
-    unserved = tuple(int(job) for job in np.flatnonzero(options.forced & ~served))
-    worth = options.value > 0.0
-    worth |= served[options.job]
+    served = knapsack.forced & (most.item >= 0) if most else np.zeros_like(knapsack.forced)
+    unserved = tuple(int(job) for job in np.flatnonzero(knapsack.forced & ~served))
+    worth = knapsack.value > 0.0
+    worth |= served[knapsack.job]
     solution = solve(
-        options.replace(forced=served, value=np.where(worth, options.value, -np.inf)),
+        knapsack.replace(forced=served, value=np.where(worth, knapsack.value, -np.inf)),
         relative_gap,
         time_limit_s,
     )

@@ -4,12 +4,12 @@
 
 is a bound on every choice, whatever the prices, and it has as few variables as there are rows. Its
 maxima are smoothed (softmax at a temperature that falls) and the sum is minimised by Newton steps, so
-that the cost is a few passes over the options however many jobs there are.
+that the cost is a few passes over the items however many jobs there are.
 """
 
 import numpy as np
 
-TEMPERATURES = (0.2, 0.04, 0.008, 1.6e-3, 3e-4)  # in units of the mean value of an option
+TEMPERATURES = (0.2, 0.04, 0.008, 1.6e-3, 3e-4)  # in units of the mean value of an item
 STEPS = 12  # Newton steps per temperature at most
 
 
@@ -18,13 +18,12 @@ def dual_prices(
 ) -> np.ndarray:
     """[rows] prices close to a minimiser of D.
 
-    value: [options]; use: [options, rows]; limit: [rows]; job: [options], sorted; forced: [jobs]
-    bool, these take exactly one option.
+    value: [items]; use: [items, rows]; limit: [rows]; job: [items], sorted; forced: [jobs]
+    bool, these take exactly one item.
     """
     start = np.flatnonzero(np.r_[True, np.diff(job) > 0])
-    position = np.cumsum(
-        np.r_[False, np.diff(job) > 0]
-    )  # of an option's job among those that have one
+    # Which of the jobs that have an item at all an item is of.
+    position = np.cumsum(np.r_[False, np.diff(job) > 0])
     idle = np.where(forced[job[start]], 0.0, 1.0)  # whether taking nothing is possible
     scale = float(np.mean(np.abs(value))) or 1.0
     prices = np.zeros(len(limit))

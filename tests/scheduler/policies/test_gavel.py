@@ -17,11 +17,15 @@ from jaxgoodput.scheduler.gavel.discrete import (
     Isolated,
     Proportional,
 )
-from jaxgoodput.scheduler.gavel.finish_time import FinishTimeFairness
-from jaxgoodput.scheduler.gavel.max_min import Makespan, MaxMinFairness
-from jaxgoodput.scheduler.gavel.programs import Program, gauge
+from jaxgoodput.scheduler.gavel.fairness import (
+    FinishTimeFairness,
+    Hierarchical,
+    Makespan,
+    MaxMinFairness,
+    WaterFilling,
+)
+from jaxgoodput.scheduler.gavel.programs import LinearProgram, gauge
 from jaxgoodput.scheduler.gavel.throughput import TotalThroughput
-from jaxgoodput.scheduler.gavel.water_filling import Hierarchical, WaterFilling
 
 BY_OBJECTIVE = {
     "max_min_fairness_perf": MaxMinFairness(),
@@ -126,7 +130,7 @@ def test_fractions_are_always_feasible(seed, num_jobs, crowd, limited):
     lawful = EVERY
     if limited:  # closed forms and discrete policies leave quotas to the round scheduler
         problem = dataclasses.replace(problem, quota={"a": int(rng.integers(0, 5)), "b": 3})
-        lawful = [p for p in EVERY if type(p).__module__.rsplit("_", 1)[1] != "discrete"]
+        lawful = [p for p in EVERY if type(p).__module__.rpartition(".")[2] != "discrete"]
     for policy in lawful:
         answer = policy(problem)
         assert answer.excess(problem) <= 1e-9, policy
@@ -139,7 +143,7 @@ def test_fractions_are_always_feasible(seed, num_jobs, crowd, limited):
 
 def bottleneck_levels(problem, unit):
     """The lexicographic optimum by the book: raise all, test each job alone, freeze, again."""
-    program = Program.of(problem)
+    program = LinearProgram.of(problem)
     num_jobs, num_variables = problem.num_jobs, len(program.row)
     share = (program.rate.multiply(1 / unit[:, None])).tocsr()
     rows = program.limits.toarray()
@@ -196,7 +200,7 @@ def test_finish_time_fairness_is_what_bisection_finds(seed, num_jobs, crowd):
         problem, throughput=np.where(problem.throughput > 0, problem.throughput, 0.01)
     )
     alone = problem.isolated_s + problem.remaining_steps / problem.isolated_rate()
-    program = Program.of(problem)
+    program = LinearProgram.of(problem)
     low, high = float((problem.since_arrival_s / alone).max()) * (1 + 1e-9) + 1e-9, 1e7
     for _ in range(60):
         ratio = np.sqrt(low * high)

@@ -9,7 +9,7 @@ from golden_problems import instances
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxgoodput.scheduler.gavel.water_filling import Hierarchical, WaterFilling
+from jaxgoodput.scheduler.gavel.fairness import Hierarchical, WaterFilling
 
 
 def levels(policy, problem):

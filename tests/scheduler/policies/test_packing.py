@@ -10,9 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxgoodput.scheduler.gavel.discrete import FirstInFirstOut, GandivaLike
-from jaxgoodput.scheduler.gavel.finish_time import FinishTimeFairness
+from jaxgoodput.scheduler.gavel.fairness import (
+    FinishTimeFairness,
+    Makespan,
+    MaxMinFairness,
+    WaterFilling,
+)
 from jaxgoodput.scheduler.gavel.fractions import from_views
-from jaxgoodput.scheduler.gavel.max_min import Makespan, MaxMinFairness
 from jaxgoodput.scheduler.gavel.packing import (
     best_partners,
     combined_speed,
@@ -21,7 +25,6 @@ from jaxgoodput.scheduler.gavel.packing import (
 )
 from jaxgoodput.scheduler.gavel.rounds import RoundScheduler
 from jaxgoodput.scheduler.gavel.throughput import TotalThroughput
-from jaxgoodput.scheduler.gavel.water_filling import WaterFilling
 from jaxgoodput.specs import Shape
 
 PACKED = {

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxgoodput.scheduler.policies.sia import Sia, restart_factor, sia_choice
+from jaxgoodput.scheduler.policies.sia import Sia, restart_factor, sia_terms, sia_utility
 from jaxgoodput.scheduler.policy import JobView
+from jaxgoodput.scheduler.solve.assignment import allocate
 from jaxgoodput.specs import Allocation, ClusterSpec, JobSpec, Node, Shape
 
 
@@ -19,7 +20,7 @@ def rounds(folder, pattern):
 
 
 def as_matrices(data):
-    """A recorded round as arguments of `sia_choice`: rigid jobs get shapes of their own size."""
+    """A recorded round as matrices: rigid jobs get shapes of their own size."""
     kinds = data["cluster_ordering"]
     adaptive, rigid = data["adaptive"], data["rigid"]
     shapes = [(kinds.index(kind), devices) for kind, _, devices in data["configs"]]
@@ -54,9 +55,19 @@ def as_matrices(data):
 def test_every_recorded_round_has_its_objective(golden, pattern):
     for data in rounds(golden, pattern):
         problem = as_matrices(data)
-        choice, objective = sia_choice(
-            **problem, power=data["p"], idle_penalty=data["lambda_n"], published=True
+        power, idle_penalty = data["p"], data["lambda_n"]
+        terms = sia_terms(
+            problem["goodput"], problem["factor"], problem["present"], power=power, published=True
         )
+        choice = allocate(
+            sia_utility(terms, power=power, idle_penalty=idle_penalty),
+            problem["devices"],
+            problem["kind"],
+            problem["capacity"],
+            pinned=np.where(problem["pinned"], problem["present"], -1),
+            relative_gap=0.0,
+        )
+        objective = idle_penalty * len(choice.shape) + np.sign(power) * choice.objective
         np.testing.assert_allclose(objective, data["reference_objective_highs"], rtol=1e-6)
         runs = choice.shape[choice.shape >= 0]
         used = np.bincount(

@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulated import application, cluster, physics, steps, sync_s, workload
+from simulated import application, cluster, steps, sync_s, truth, workload
 
 from jaxgoodput.goodput.efficiency import GradParams
 from jaxgoodput.goodput.perf import PerfParams
 from jaxgoodput.goodput.search import BatchLimits
 from jaxgoodput.scheduler.shapes import shapes
-from jaxgoodput.simulate.gavel_jobs import GavelPhysics
-from jaxgoodput.simulate.learner import Learner, candidates, split
-from jaxgoodput.simulate.model_jobs import ModelApplication, ModelPhysics
-from jaxgoodput.simulate.settings import Pin, Rules, gavel_rules
-from jaxgoodput.simulate.table_jobs import every_size, packed
+from jaxgoodput.simulate.gavel_jobs import GavelTruth
+from jaxgoodput.simulate.job import every_size, packed
+from jaxgoodput.simulate.learner import Learner, configurations, split
+from jaxgoodput.simulate.model_jobs import ModelApplication, ModelTruth
+from jaxgoodput.simulate.settings import Pin, Settings, gavel_settings
 from jaxgoodput.simulate.tables import Application, Runs
 from jaxgoodput.simulate.traces import TraceJob
 
@@ -26,11 +26,11 @@ EXACT: dict[str, Any] = {"rounding": False}
 SHAPES = shapes(cluster())
 
 
-def toy(rules=None, **changes):
+def toy(settings=None, **changes):
     trace = TraceJob(
         **{"id": "j", "submit_s": 0.0, "application": "toy", "global_batch_size": 64, **changes}
     )
-    return physics().job(trace, Rules(**EXACT) if rules is None else rules, 0)
+    return truth().job(trace, Settings(**EXACT) if settings is None else settings, 0)
 
 
 @given(st.integers(1, 10_000), st.integers(1, 64), st.integers(1, 128), st.integers(1, 64))
@@ -60,7 +60,7 @@ def test_the_search_finds_adaptdls_optimum(golden):
         zeros = np.ones((2, 1))
         app = Application("x", {}, Runs("x", (base, most), zeros, zeros, zeros, zeros), (low, high))
         nodes, devices = (np.atleast_1d(case[k]) for k in ("num_nodes", "num_replicas"))
-        found = candidates(nodes.tolist(), devices.tolist(), app, (low, high))
+        found = configurations(nodes.tolist(), devices.tolist(), app, (low, high))
         perf = PerfParams(
             compute_base=p["alpha_c"],
             compute_per_sample=p["beta_c"],
@@ -72,7 +72,7 @@ def test_the_search_finds_adaptdls_optimum(golden):
         )
         learner = Learner(app, "x")
         places = tuple(zip(map(int, nodes), map(int, devices), strict=True))
-        learner._candidates[places, None] = found
+        learner._configurations[places, None] = found
         grad = GradParams(**case["grad_params"])
         table = learner.goodput(perf, grad, places, None)
         # Where the least batch exceeds the largest allowed, the reference exceeds it; we offer nothing.
@@ -94,7 +94,7 @@ def test_packed_placements_fill_nodes(devices, each):
 
 
 def test_a_fixed_batch_advances_at_its_measured_speed():
-    job = toy(Rules(mode="elastic", **EXACT))
+    job = toy(Settings(mode="elastic", **EXACT))
     job.place("a", (2, 2))
     step = 0.02 + 16 / 64 + sync_s(2, 4)  # 64 samples over 4 devices
     times = 0.0
@@ -107,7 +107,7 @@ def test_a_fixed_batch_advances_at_its_measured_speed():
 
 
 def test_accumulation_costs_no_synchronisation():
-    job = toy(Rules(mode="rigid", **EXACT), num_devices=1, global_batch_size=128)
+    job = toy(Settings(mode="rigid", **EXACT), num_devices=1, global_batch_size=128)
     job.place("a", (1,))
     assert job.global_batch_size == 128
     sqr, var = 1.0, 8.0
@@ -120,7 +120,7 @@ def test_accumulation_costs_no_synchronisation():
 @given(st.lists(st.floats(0.5, 200), min_size=1, max_size=30), st.integers(0, 3))
 @settings(max_examples=30, deadline=None)
 def test_progress_only_grows_and_does_not_depend_on_how_time_is_cut(pieces, size):
-    whole, cut = (toy(Rules(mode="rigid", **EXACT), num_devices=1 << size) for _ in range(2))
+    whole, cut = (toy(Settings(mode="rigid", **EXACT), num_devices=1 << size) for _ in range(2))
     counts = (1 << size,) if size < 3 else (4, 4)
     for job in (whole, cut):
         job.place("b", counts)
@@ -135,7 +135,7 @@ def test_progress_only_grows_and_does_not_depend_on_how_time_is_cut(pieces, size
 
 
 def test_half_the_speed_takes_twice_the_time():
-    fast, slow = (toy(Rules(mode="elastic", **EXACT)) for _ in range(2))
+    fast, slow = (toy(Settings(mode="elastic", **EXACT)) for _ in range(2))
     for job in (fast, slow):
         job.place("a", (1,))
     assert slow.advance(1e9, 0.5) == pytest.approx(2 * fast.advance(1e9))
@@ -143,7 +143,7 @@ def test_half_the_speed_takes_twice_the_time():
 
 def test_next_stop_leads_to_the_exact_end():
     # A fixed batch: an adaptive job may choose another one whenever time is cut.
-    whole, pieces = (toy(Rules(mode="elastic", **EXACT)) for _ in range(2))
+    whole, pieces = (toy(Settings(mode="elastic", **EXACT)) for _ in range(2))
     for job in (whole, pieces):
         job.place("b", (4,))
     end, now = whole.advance(1e9), 0.0
@@ -170,7 +170,7 @@ def test_a_job_is_offered_at_most_twice_what_it_ran_on():
         offered = job.goodput(SHAPES)
         assert max(s.num_devices for s in offered) == largest
         assert all(math.isfinite(g) and g > 0 for g in offered.values())
-    unlimited = toy(Rules(growth=None, **EXACT))
+    unlimited = toy(Settings(growth=None, **EXACT))
     unlimited.place("a", (1,))
     unlimited.advance(1.0)
     assert max(s.num_devices for s in unlimited.goodput(SHAPES)) == 8
@@ -203,7 +203,7 @@ def test_the_learned_goodput_approaches_the_truth():
 
 
 def test_a_pinned_application_keeps_its_size_and_batch():
-    job = toy(Rules(pins={"toy": Pin(1, 512)}))
+    job = toy(Settings(pins={"toy": Pin(1, 512)}))
     assert job.spec.max_devices == 1
     job.place("a", (1,))
     job.advance(100.0)
@@ -212,7 +212,7 @@ def test_a_pinned_application_keeps_its_size_and_batch():
 
 
 def test_noise_changes_what_is_measured_and_not_what_is_true():
-    quiet, noisy = toy(), toy(Rules(step_noise=0.2, **EXACT))
+    quiet, noisy = toy(), toy(Settings(step_noise=0.2, **EXACT))
     for job in (quiet, noisy):
         job.place("a", (1,))
         job.advance(1.0)
@@ -221,7 +221,7 @@ def test_noise_changes_what_is_measured_and_not_what_is_true():
 
 
 def test_declared_progress_counts_useful_samples():
-    job = toy(Rules(declared_progress=True, **EXACT))
+    job = toy(Settings(declared_progress=True, **EXACT))
     assert job.remaining() == 2000 * 16
     job.place("a", (1,))
     job.advance(50.0)
@@ -229,12 +229,12 @@ def test_declared_progress_counts_useful_samples():
 
 
 def test_isolated_time_is_that_of_the_best_batch():
-    job = toy(Rules(mode="rigid", **EXACT))
+    job = toy(Settings(mode="rigid", **EXACT))
     fixed = job.isolated_s("a", (2,))
     job.place("a", (2,))
     assert fixed == pytest.approx(job.advance(1e9))
     assert toy().isolated_s("a", (2,)) <= fixed * (1 + 1e-9)
-    slow = toy(Rules(slowdown={"toy": 2.0}, **EXACT))
+    slow = toy(Settings(slowdown={"toy": 2.0}, **EXACT))
     assert slow.isolated_s("a", (2,)) == pytest.approx(2 * toy().isolated_s("a", (2,)))
 
 
@@ -242,7 +242,7 @@ def test_an_unknown_application_and_a_missing_batch_are_named():
     with pytest.raises(ValueError, match=r"'gpt'.* tiny, toy"):
         toy(application="gpt")
     with pytest.raises(ValueError, match="rigid, which needs a global batch size"):
-        toy(Rules(mode="rigid"), global_batch_size=None)
+        toy(Settings(mode="rigid"), global_batch_size=None)
 
 
 GAVEL = {
@@ -251,9 +251,9 @@ GAVEL = {
 }
 
 
-def gavel(rules=None, **changes):
+def gavel(settings=None, **changes):
     fields = {"id": "g", "submit_s": 10.0, "application": "LM", "num_steps": 1000, **changes}
-    return GavelPhysics(GAVEL).job(TraceJob(**fields), rules or gavel_rules(), 0)
+    return GavelTruth(GAVEL).job(TraceJob(**fields), settings or gavel_settings(), 0)
 
 
 def test_gavel_jobs_do_whole_steps():
@@ -261,7 +261,7 @@ def test_gavel_jobs_do_whole_steps():
     job.place("v100", (1,))
     assert job.advance(60.05) == 60.05 and job.remaining() == 400
     assert job.advance(60.0) == 40.0 and job.done
-    exact = gavel(gavel_rules(rounding=False))
+    exact = gavel(gavel_settings(rounding=False))
     exact.place("v100", (1,))
     exact.advance(60.05)
     assert exact.remaining() == pytest.approx(399.5)
@@ -284,8 +284,8 @@ def test_gavel_pairs_and_deadlines():
     job, other = gavel(slo=1.5), gavel()
     assert job.spec.deadline_s == pytest.approx(10 + 1.5 * 100)
     assert job.beside(other, "v100") is None
-    partner = GavelPhysics({**GAVEL, "v100": {**GAVEL["v100"], ("A3C", 1): {None: 5.0}}}).job(
-        TraceJob(id="p", submit_s=0.0, application="A3C", num_steps=5), gavel_rules(), 1
+    partner = GavelTruth({**GAVEL, "v100": {**GAVEL["v100"], ("A3C", 1): {None: 5.0}}}).job(
+        TraceJob(id="p", submit_s=0.0, application="A3C", num_steps=5), gavel_settings(), 1
     )
     assert job.beside(partner, "v100") == 0.6
 
@@ -308,12 +308,12 @@ def model_physics(noise=100.0):
         last=GradParams(sqr=1.0, var=noise),
         num_samples=1e5,
     )
-    return ModelPhysics({"m": app})
+    return ModelTruth({"m": app})
 
 
 def test_model_jobs_take_the_time_that_the_model_says():
     trace = TraceJob(id="m", submit_s=0.0, application="m")
-    job = model_physics().job(trace, Rules(**EXACT, declared_progress=True), 0)
+    job = model_physics().job(trace, Settings(**EXACT, declared_progress=True), 0)
     assert {g for g in job.goodput(SHAPES).values()} == {1.0}
     expected = job.isolated_s("a", (4,))
     job.place("a", (4,))
@@ -328,7 +328,7 @@ def test_model_jobs_take_the_time_that_the_model_says():
 def test_growing_noise_makes_large_shapes_worth_more():
     shape = {s.num_devices: s for s in SHAPES if s.kind == "a"}
     job = model_physics().job(
-        TraceJob(id="m", submit_s=0.0, application="m"), Rules(growth=None), 0
+        TraceJob(id="m", submit_s=0.0, application="m"), Settings(growth=None), 0
     )
     job.place("a", (4, 4))
     job.advance(1.0)
@@ -339,7 +339,7 @@ def test_growing_noise_makes_large_shapes_worth_more():
 
 
 def test_a_shape_that_the_limits_forbid_is_refused():
-    job = model_physics().job(TraceJob(id="m", submit_s=0.0, application="m"), Rules(), 0)
+    job = model_physics().job(TraceJob(id="m", submit_s=0.0, application="m"), Settings(), 0)
     job.place("a", (300,))
     with pytest.raises(ValueError, match="allow no batch"):
         job.advance(1.0)
