@@ -7,7 +7,8 @@
 A state of float32 parameters, two optimizer moments and small leaves goes from one strategy to another
 and is made anew for every turn. The four ways take turns, round by round; ratios are formed within a
 round; the table gives medians. Every way ends with the sources deleted and the targets ready. *Copy* is
-a jitted copy of the target state, so it writes the same bytes as the move has to write.
+a jitted copy of the target state, so it writes the same bytes as the move has to write. Rows of virtual
+CPU devices only inform: they share one memory, which no real devices do.
 """
 
 import math
