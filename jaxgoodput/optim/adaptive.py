@@ -28,11 +28,16 @@ Number = TypeVar("Number")
 class AdaptiveState(NamedTuple):
     """The state of `adaptive`: arrays only, checkpointed like any optax state."""
 
-    inner: Any  # the user's optimizer
-    noise: Any  # NoiseState
-    progress: Any  # base steps done; float, with
-    progress_rest: Any  # what rounding left out of it (Kahan), for runs of millions of steps
-    gain: Any  # [labels] the factor that the latest update was multiplied by
+    inner: Any
+    """The user's optimizer."""
+    noise: Any
+    """A `NoiseState`."""
+    progress: Any
+    """Base steps done, a float, but for what `progress_rest` holds."""
+    progress_rest: Any
+    """What rounding left out of `progress` (Kahan), for runs of millions of steps."""
+    gain: Any
+    """[labels] The factor that the latest update was multiplied by."""
 
 
 def adaptive(

@@ -44,22 +44,32 @@ class NoiseSample:
     A sample with fewer than two groups, or with anything not finite, is ignored by `update_noise`.
     """
 
-    small_sqr: Leaf  # [labels] L = sum_i p_i |P^-1 g_i|^2
-    large_sqr: Leaf  # [labels] T = |P^-1 g|^2
-    num_groups: Leaf  # scalar n: gradient groups with weight above zero
-    num_samples: Leaf  # scalar M: real samples of the whole batch
+    small_sqr: Leaf
+    """[labels] L = sum_i p_i |P^-1 g_i|^2."""
+    large_sqr: Leaf
+    """[labels] T = |P^-1 g|^2."""
+    num_groups: Leaf
+    """Scalar n: gradient groups with weight above zero."""
+    num_samples: Leaf
+    """Scalar M: real samples of the whole batch."""
 
 
 @struct
 class Averages:
     """Running averages of the unbiased pair; the last entry is all label groups together."""
 
-    sqr: Leaf  # [labels + 1]
-    var: Leaf  # [labels + 1] at the base batch size
-    sqr_deviation: Leaf  # [labels + 1] standard deviation of one sample
-    var_deviation: Leaf  # [labels + 1]
-    weight: Leaf  # scalar: sum of the samples' weights, 1 once the memory is full
-    heaviest: Leaf  # scalar: the largest weight of one sample
+    sqr: Leaf
+    """[labels + 1]."""
+    var: Leaf
+    """[labels + 1] at the base batch size."""
+    sqr_deviation: Leaf
+    """[labels + 1] standard deviation of one sample."""
+    var_deviation: Leaf
+    """[labels + 1]."""
+    weight: Leaf
+    """Scalar: sum of the samples' weights, 1 once the memory is full."""
+    heaviest: Leaf
+    """Scalar: the largest weight of one sample."""
 
 
 @struct
@@ -72,8 +82,11 @@ class NoiseState:
     """
 
     current: Averages
+    """The latest."""
     held: Averages
-    biased: Leaf  # bool: the latest sample was a differenced one
+    """The last that were trusted before them."""
+    biased: Leaf
+    """Bool: the latest sample was a differenced one."""
 
 
 def init_noise(num_label_groups: int = 1) -> NoiseState:

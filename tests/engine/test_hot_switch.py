@@ -13,6 +13,7 @@ import pytest
 import jaxgoodput as jg
 from jaxgoodput._jax import listen_for_compilations
 from jaxgoodput.engine.programs import SampleShape
+from jaxgoodput.engine.state import Sums
 from jaxgoodput.parallel.strategy import Strategy
 
 # Four layouts, each with its own samples per replica and window length.
@@ -127,7 +128,9 @@ def test_switching_back_and_forth_adds_up(batch):
         for i in order:
             rows, mask = ready[i]
             work = engine.accumulate(work, rows, mask, plans[i][0])
-        return engines.host(engine.reduce(work).grads)
+        sums = engine.reduce(work)
+        assert isinstance(sums, Sums)
+        return engines.host(sums.grads)
 
     # Every switch reduces what has been accumulated so far, and adds to it under the next layout.
     engines.assert_close(total([0, 1, 0, 2, 0]), total([0, 0, 0, 1, 2]), rtol=1e-4, atol=1e-4)
@@ -265,7 +268,8 @@ def test_padding_alone_changes_no_model_state():
     for layout in (engine.layout, other):
         rows, mask = jax.device_put(nothing, layout.batch_sharding)
         work = engine.accumulate(work, rows, mask, layout)
-    assert float(engine.reduce(work).model_state["mean"]) == 5.0
+    sums = engine.reduce(work)
+    assert isinstance(sums, Sums) and float(sums.model_state["mean"]) == 5.0
 
 
 def test_rows_that_do_not_divide_are_refused(batch):
