@@ -103,7 +103,8 @@ def main(argv):
     print(f"\n{'micro-batch':>11} {'predicted MiB':>14} {'measured peak MiB':>18}")
     for size in SIZES:
         engine.compile([size], accumulate=False)
-        engine.rehearse(size, engine.roles(accumulate=False))
+        engine.rehearse(size, accumulate=False)
+        engine.rehearse_measuring(size)
         stats = device.memory_stats() or {}
         peak = stats.get("peak_bytes_in_use")
         need = engine.bytes_of(size)

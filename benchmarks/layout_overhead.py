@@ -8,7 +8,7 @@ A byte LM with matrices that a device would really have, on 8 virtual devices. E
 its own. The engine's plain step and the step that measures the noise take turns, round by round; a ratio
 is formed within a round, the plain step timed before and after; of wall time, and of the process's CPU
 time, which a machine that is busy elsewhere disturbs less. Where a noise sample takes two steps
-(estimator.py: *difference*), the row gives the mean of the pair and the second step alone. Every step is
+(`needs_two_steps`), the row gives the mean of the pair and the second step alone. Every step is
 waited for. Flops and bytes are XLA's cost analysis per device; collectives are counted in the HLO, by
 kind and by the shapes that they carry.
 """
@@ -92,7 +92,7 @@ def build(degrees: dict[str, int], preconditioned: bool) -> tuple[Any, Any]:
     from models import ByteLm
 
     from jaxgoodput import BatchLimits, Config
-    from jaxgoodput.engine.engine import Engine
+    from jaxgoodput.engine.engine import Engines
     from jaxgoodput.engine.step import Problem
     from jaxgoodput.optim import learning_rate as rules
     from jaxgoodput.optim.adaptive import adaptive
@@ -116,7 +116,7 @@ def build(degrees: dict[str, int], preconditioned: bool) -> tuple[Any, Any]:
     )
     rows = {"tokens": trainer.dataset()["tokens"][:base]}
     sample = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), rows)
-    return Engine(problem, strategy.on(jax.devices()[:NUM_DEVICES]), sample), rows
+    return Engines(problem, sample).on(strategy.on(jax.devices()[:NUM_DEVICES])), rows
 
 
 def measure(degrees: dict[str, int], preconditioned: bool) -> dict[str, Any]:
@@ -124,27 +124,33 @@ def measure(degrees: dict[str, int], preconditioned: bool) -> dict[str, Any]:
     import jax
 
     engine, rows = build(degrees, preconditioned)
-    roles = ("step", *engine.measuring_roles)
-    for role in roles:
-        engine.compile_role(role, FLAGS.windows)
-    cost = {role: dict(engine.cost(role, FLAGS.windows)) for role in roles}
-    found = {role: collectives(engine.text(role, FLAGS.windows)) for role in roles}
+    # By what a step measures; "off" is the plain step.
+    programs = {
+        program.keywords["noise"].name.lower(): program
+        for program in (
+            *engine.training_programs(FLAGS.windows, accumulate=False),
+            *engine.measuring_programs(FLAGS.windows),
+        )
+    }
+    kinds = tuple(programs)
+    cost = {kind: dict(engine.cost(program)) for kind, program in programs.items()}
+    found = {kind: collectives(engine.text(program)) for kind, program in programs.items()}
     plain, measured = engine.bytes_of(FLAGS.windows), engine.measuring_bytes_of(FLAGS.windows)
     row = {
         "estimator": "difference" if engine.needs_two_steps else "groups",
-        "gflop": cost["step"]["flops"] / 1e9,
-        "flops": {role: cost[role]["flops"] / cost["step"]["flops"] for role in roles},
+        "gflop": cost["off"]["flops"] / 1e9,
+        "flops": {kind: cost[kind]["flops"] / cost["off"]["flops"] for kind in kinds},
         "bytes": {
-            role: cost[role]["bytes accessed"] / cost["step"]["bytes accessed"] for role in roles
+            kind: cost[kind]["bytes accessed"] / cost["off"]["bytes accessed"] for kind in kinds
         },
-        "collectives": {role: found[role].total() for role in roles},
+        "collectives": {kind: found[kind].total() for kind in kinds},
         "extra": {
-            role: [[*what, count] for what, count in (found[role] - found["step"]).items()]
-            for role in roles
+            kind: [[*what, count] for what, count in (found[kind] - found["off"]).items()]
+            for kind in kinds
         },
         "fewer": {
-            role: [[*what, count] for what, count in (found["step"] - found[role]).items()]
-            for role in roles
+            kind: [[*what, count] for what, count in (found["off"] - found[kind]).items()]
+            for kind in kinds
         },
         "peak_bytes": [plain.peak, measured.peak],
         "temporary_bytes": [plain.temporaries, measured.temporaries],
@@ -175,18 +181,18 @@ def measure(degrees: dict[str, int], preconditioned: bool) -> dict[str, Any]:
     def several(measured: bool) -> np.ndarray:
         return np.mean([timed(measured) for _ in range(FLAGS.steps)], axis=0)
 
-    rounds: dict[str, list[list[float]]] = {role: [] for role in roles}
+    rounds: dict[str, list[list[float]]] = {kind: [] for kind in kinds}
     for turn in range(FLAGS.rounds + 1):
-        took = {"step": several(False)}
+        took = {"off": several(False)}
         if engine.needs_two_steps:
             pairs = [(timed(True), timed(True)) for _ in range(FLAGS.steps)]
-            took |= zip(roles[1:], np.mean(pairs, axis=0), strict=True)
+            took |= zip(kinds[1:], np.mean(pairs, axis=0), strict=True)
         else:
-            took[roles[1]] = several(True)
-        took["step"] = (took["step"] + several(False)) / 2
+            took[kinds[1]] = several(True)
+        took["off"] = (took["off"] + several(False)) / 2
         if turn:  # the first turn warms everything up
-            for role, seconds in took.items():
-                rounds[role].append(seconds.tolist())
+            for kind, seconds in took.items():
+                rounds[kind].append(seconds.tolist())
     return {**row, "rounds": rounds}
 
 
@@ -242,33 +248,31 @@ def main(argv):
     for degrees, preconditioned in chosen:
         name = name_of(degrees, preconditioned)
         row = worker(name)
-        roles = [role for role in row["flops"] if role != "step"]
+        kinds = [kind for kind in row["flops"] if kind != "off"]
         rounds = row.get("rounds")
-        step_ms = (
-            statistics.median(wall for wall, _ in rounds["step"]) * 1e3 if rounds else math.nan
-        )
-        parts = {role: [role] for role in roles}
-        if len(roles) == 2:
-            parts["mean of the pair"] = roles
+        step_ms = statistics.median(wall for wall, _ in rounds["off"]) * 1e3 if rounds else math.nan
+        parts = {kind: [kind] for kind in kinds}
+        if len(kinds) == 2:
+            parts["mean of the pair"] = kinds
         for part, of in parts.items():
             times = f"{'-':22} {'-':22}"
             if rounds:
-                means = np.mean([rounds[role] for role in of], axis=0).tolist()
+                means = np.mean([rounds[kind] for kind in of], axis=0).tolist()
                 times = f"{ratio(means, rounds['step'], 0):22} {ratio(means, rounds['step'], 1):22}"
             flops, moved, colls = (
-                statistics.mean(row[what][role] for role in of)
+                statistics.mean(row[what][kind] for kind in of)
                 for what in ("flops", "bytes", "collectives")
             )
             lines.append(
                 f"{name:20} {part:16} {row['gflop']:7.1f} {step_ms:8.0f}  {times} {flops:7.4f} "
-                f"{moved:6.3f}  {row['collectives']['step']:>3}/{colls:<5g} "
+                f"{moved:6.3f}  {row['collectives']['off']:>3}/{colls:<5g} "
                 f"{row['peak_bytes'][1] / row['peak_bytes'][0]:6.3f}"
             )
             print(lines[-1], file=sys.stderr)
-        for role in roles:
-            remarks.append(f"{name:20} {role:16} more: {shown(row['extra'][role])}")
-            if row["fewer"][role]:
-                remarks.append(f"{'':37} less: {shown(row['fewer'][role])}")
+        for kind in kinds:
+            remarks.append(f"{name:20} {kind:16} more: {shown(row['extra'][kind])}")
+            if row["fewer"][kind]:
+                remarks.append(f"{'':37} less: {shown(row['fewer'][kind])}")
     print(
         f"{'layout:noise':20} {'step':16} {'GFLOP':>7} {'plain ms':>8}  {'wall / plain step':22} "
         f"{'CPU / plain step':22} {'flops':7} {'bytes':6}  collectives peak"

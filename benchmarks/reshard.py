@@ -7,7 +7,8 @@
 A state of float32 parameters, two optimizer moments and small leaves goes from one strategy to another
 and is made anew for every turn. The four ways take turns, round by round; ratios are formed within a
 round; the table gives medians. Every way ends with the sources deleted and the targets ready. *Copy* is
-a jitted copy of the target state, so it writes the same bytes as the move has to write.
+a jitted copy of the target state, so it writes the same bytes as the move has to write. Rows of virtual
+CPU devices only inform: they share one memory, which no real devices do.
 """
 
 import math
@@ -59,12 +60,12 @@ def measure() -> None:
         jax.config.update("jax_num_cpu_devices", 8)
     import jax.numpy as jnp
     import numpy as np
+    from jaxgoodput.train.pages import keep_freed_pages
 
     from jaxgoodput.parallel.move import Move
     from jaxgoodput.parallel.partition import param_specs
     from jaxgoodput.parallel.plan import GROUP_BYTES
     from jaxgoodput.parallel.strategy import Layout, Strategy
-    from jaxgoodput.train.pages import keep_freed_pages
 
     devices = jax.devices()
     keep_freed_pages(devices[0].platform)  # as every training run does

@@ -201,8 +201,8 @@ def measure(name: str, num_devices: int, per_device: int) -> dict:
             for part, seconds in took.items():
                 rounds[part].append(seconds)
 
-    measured = "step_difference" if engine.num_replicas == 1 else "step_measured"
-    mine, told = engine.cost(measured, per_device), hand.cost_analysis()
+    *_, measured = engine.measuring_programs(per_device)
+    mine, told = engine.cost(measured), hand.cost_analysis()
     theirs: Any = told[0] if isinstance(told, list) else told
 
     def collectives(text: str | None) -> int:
@@ -222,7 +222,7 @@ def measure(name: str, num_devices: int, per_device: int) -> dict:
         "bytes_ratio": mine["bytes accessed"] / theirs["bytes accessed"],
         "collectives": [
             collectives(hand.as_text()),
-            collectives(engine.text(measured, per_device)),
+            collectives(engine.text(measured)),
         ],
         "parameters": int(params_count),
         "cadence": cadences[-1] if cadences else 1,

@@ -45,9 +45,9 @@ from absl import app, flags
 import jaxgoodput as jg
 from jaxgoodput._jax import listen_for_compilations
 from jaxgoodput.data import lengths as by_length
-from jaxgoodput.engine.engine import Engine
-from jaxgoodput.engine.memory import StepBytes
-from jaxgoodput.engine.programs import Shape
+from jaxgoodput.engine.engine import Engine, Engines
+from jaxgoodput.engine.programs import SampleShape
+from jaxgoodput.goodput.memory import StepBytes
 
 _DOCUMENTS = flags.DEFINE_integer("documents", 48, "Functions per update.")
 _UPDATES = flags.DEFINE_integer("updates", 6, "Measured updates of each row.")
@@ -84,6 +84,12 @@ class Group:
     def num_rows(self) -> int:
         """Functions per micro-batch, over all replicas."""
         return self.strategy.num_replicas * self.micro_batch_size
+
+    @property
+    def shape(self) -> SampleShape:
+        """Of a micro-batch."""
+        sample = byte_model.sample(self.length)
+        return SampleShape.of(sample, micro_batch_size=self.micro_batch_size)
 
 
 @dataclass(frozen=True)
@@ -166,10 +172,7 @@ class Run:
         devices = list(engine.layout.mesh.devices.flat)
         self.layouts = {group: group.strategy.on(devices) for group in plan.groups}
         self.engine.compile_batches(
-            [
-                (layout, Shape.of(group.micro_batch_size, byte_model.sample(group.length)))
-                for group, layout in self.layouts.items()
-            ]
+            [(layout, group.shape) for group, layout in self.layouts.items()]
         )
         self.state = jax.tree.map(jnp.copy, state)  # updates donate it
         self.seconds: list[float] = []
@@ -183,7 +186,7 @@ class Run:
         jax.block_until_ready(pieces_arrays(pieces))
         seconds, metrics = self.timed(pieces)
         self.seconds.append(seconds)
-        self.losses.append(self.engine.read(metrics)["loss"])
+        self.losses.append(self.engine.read(metrics)[0].loss)
 
     def timed(self, pieces):
         """Seconds and metrics of one update."""
@@ -206,7 +209,7 @@ class RunWithoutSwitching(Run):
     def __init__(self, name: str, plan: Plan, engine: Engine, state: jg.TrainState):
         super().__init__(name, plan, engine, state)
         self.others = [x for x in dict.fromkeys(self.layouts.values()) if x != self.engine.layout]
-        self.engine.compile_moves(self.others)
+        self.engine.engines.compile_moves([self.engine.layout, *self.others])
         self._copy_state()
 
     def _copy_state(self) -> None:
@@ -277,8 +280,7 @@ def compare(devices: Sequence[Any]) -> None:
     strategies = strategies_for(len(devices))
     plans = plans_for(strategies, lengths, trials)
     model = byte_model.ByteModel(_DIM.value, _NUM_LAYERS.value, longest)
-    layout = strategies[0].on(devices)
-    family = Engine(model.problem(count), layout, byte_model.sample(longest))
+    family = Engines(model.problem(count), byte_model.sample(longest))
     engines = {strategy: family.on(strategy.on(devices)) for strategy in strategies}
     states = {home: engine.init(jax.random.key(0)) for home, engine in engines.items()}
     candidates = [Run(p.kind, p, engines[p.home], states[p.home]) for p in plans]
@@ -384,10 +386,11 @@ def train_larger(devices: Sequence[Any]) -> None:
         f"and Adam's moments: {_mib(state_bytes)}"
     )
     whole, cut = (s.on(devices) for s in (jg.Strategy(data=-1), jg.Strategy(fsdp=-1)))
-    engine = Engine(model.problem(len(devices)), cut, byte_model.sample(length))
+    engines = Engines(model.problem(len(devices)), byte_model.sample(length))
     for layout in (whole, cut):
-        engine.on(layout).compile_role("step", 1)
-        need = engine.on(layout).bytes_of(1)
+        (step,) = engines.on(layout).training_programs(1, accumulate=False)
+        engines.on(layout).compile_program(step)
+        need = engines.on(layout).bytes_of(1)
         assert need is not None
         verdict = "fits" if need.peak <= limit_bytes else "does not fit"
         print(f"{layout.strategy.name:>8}: a step needs {described(need)} per device: {verdict}")
@@ -397,6 +400,7 @@ def train_larger(devices: Sequence[Any]) -> None:
                 f"{_mib(limit_bytes)}. Use more devices, or another --memory_mib."
             )
 
+    engine = engines.on(cut)
     state = engine.init(jax.random.key(0))
     documents = corpora.functions(len(devices) * _STEPS.value, longest=length)
     batches = by_length.micro_batches(documents, length=length, num_rows=len(devices))
@@ -406,7 +410,7 @@ def train_larger(devices: Sequence[Any]) -> None:
         state, metrics, _ = engine.step(
             state, None, *byte_model.on_devices(rows, cut), measure=False
         )
-        loss = engine.read(metrics)["loss"]
+        loss = engine.read(metrics)[0].loss
         jax.block_until_ready(state)
         print(f"{i + 1:4d}  {loss:19.3f}  {time.perf_counter() - start:7.2f}")
 

@@ -64,6 +64,7 @@ class Engines:
         self.sample = sample
         self.world = world
         self.control_size = control_size
+        # Abstract, lying nowhere: what all layouts cut in their own way.
         self.state = jax.eval_shape(lambda: pure.init_state(problem, jax.random.key(0)))
         self.compiled = Compiled()
         self.moves = Moves(memory_bytes)
@@ -92,9 +93,9 @@ class Engines:
 
         Raises MoveDoesNotFit, and leaves the state alone, where it would need more memory than there is.
         """
-        return (
-            state if old == new else self.compiled(self.moves.state, *self._both(old, new))(state)
-        )
+        if old == new:
+            return state
+        return self.compiled(self.moves.state, *self._both(old, new))(state)
 
     def plan_move(self, old: Layout, new: Layout) -> MovePlan:
         """What moving a state would cost; nothing runs, nothing is compiled.

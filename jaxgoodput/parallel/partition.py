@@ -59,7 +59,9 @@ class ParamSpecs:
     """The spec of every parameter under a strategy, and of whatever has a parameter's path and shape."""
 
     layout: Layout
+    """The strategy, and its mesh."""
     table: Mapping[KeyPath, tuple[tuple[int, ...], PartitionSpec]]
+    """Shape and spec of each parameter."""
 
     def spec(self, path: KeyPath, shape: Sequence[int]) -> PartitionSpec:
         """The spec of a leaf: that of the parameter whose path ends its own; otherwise it is whole.

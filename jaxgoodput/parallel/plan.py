@@ -1,5 +1,10 @@
 """What a change of layout has to move, in which groups and with how much memory, before anything runs.
 
+A sharding gives every device a box: an interval per dimension. What a device needs and does not hold
+already comes from other devices, one *piece* per part that it lacks. Where several devices hold a part,
+the one that has the least to send so far sends it (greedy list scheduling of the send load; what has to
+be received is given).
+
 The plan is pure: shapes, dtypes and shardings go in, numbers and pieces come out. `bytes_moved` is a
 lower bound for every way of moving: what devices need and do not hold. Leaves move in *groups*, and the
 sources of a group are gone before the next group starts, so that a move needs the memory of one group
@@ -7,7 +12,6 @@ and not of a second state. How a group moves is its *route*:
 
 * "alias": every device holds its target already; the buffers change hands (a copy where the source
   stays);
-* "copies": devices share the host's memory (CPU), and pieces are copied straight into the target;
 * "direct": one jitted identity; XLA picks the collectives;
 * "hop": the same through a layout cut along one dimension, where XLA's direct way would build whole
   arrays on every device ("involuntary full rematerialization");
@@ -25,31 +29,52 @@ import numpy as np
 from jax.sharding import Sharding
 from jaxtyping import PyTree
 
-from jaxgoodput.parallel.pieces import (
-    Box,
-    Device,
-    Overlap,
-    Piece,
-    assigned,
-    boxes,
-    num_elements,
-    overlaps,
-)
-
-Route = Literal["alias", "copies", "direct", "hop", "pieces"]
+Box = tuple[tuple[int, int], ...]  # per dimension: first index, and one past the last
+Device = Any  # a jax.Device: hashed and compared, never used
+Route = Literal["alias", "direct", "hop", "pieces"]
 GROUP_BYTES = 32 * 2**20
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One part of an array that `receiver` needs and `sender` holds; the same device: it stays there."""
+
+    sender: Device
+    """One that holds it."""
+    receiver: Device
+    """The one that needs it."""
+    box: Box
+    """Of the whole array."""
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """What one receiver needs: parts of its target box, each with every device that holds it."""
+
+    receiver: Device
+    """Who needs it."""
+    local: Box | None
+    """What it holds already."""
+    lacking: tuple[tuple[Box, tuple[Device, ...]], ...]
+    """What it does not, and who does."""
 
 
 @dataclass(frozen=True)
 class LeafPlan:
     """How one leaf lies before and after, and the pieces that take it there."""
 
-    name: str  # its path, for errors
-    shape: tuple[int, ...]  # of the key data, for an array of PRNG keys
-    dtype: Any
+    name: str
+    """Its path, for errors."""
+    shape: tuple[int, ...]
+    """Of the key data, for an array of PRNG keys."""
+    dtype: np.dtype
+    """Of the key data, for an array of PRNG keys."""
     source: Sharding
+    """How it lies before."""
     target: Sharding
+    """How it lies afterwards."""
     pieces: tuple[Piece, ...]
+    """What every device needs, sent or held already."""
 
     @property
     def source_boxes(self) -> dict[Device, Box]:
@@ -66,13 +91,20 @@ class LeafPlan:
 class GroupPlan:
     """Leaves that move together, on one route. Bytes by device are of the whole group."""
 
-    leaves: tuple[int, ...]  # positions in the flattened tree
+    leaves: tuple[int, ...]
+    """Positions in the flattened tree."""
     route: Route
+    """How they go."""
     bytes_moved: int
-    whole_bytes: int  # of the leaves, each counted once
+    """What devices need and lack, summed."""
+    whole_bytes: int
+    """Of the leaves, each counted once."""
     source_bytes: Mapping[Device, int]
+    """By device, before."""
     target_bytes: Mapping[Device, int]
-    temporary_bytes: Mapping[Device, int] = field(default_factory=dict)  # beside source and target
+    """By device, afterwards."""
+    temporary_bytes: Mapping[Device, int] = field(default_factory=dict)
+    """By device, beside source and target."""
 
     @property
     def largest_bytes(self) -> int:
@@ -90,11 +122,17 @@ class MovePlan:
     """
 
     leaves: tuple[LeafPlan, ...]
+    """In the tree's order."""
     groups: tuple[GroupPlan, ...]
+    """In the order in which they run."""
     donate: bool
-    bytes_moved: int  # what devices need and lack, summed: no way of moving sends less
-    largest_send_bytes: int  # by one device, where the least loaded holder sends
-    largest_receive_bytes: int  # by one device
+    """Whether sources are deleted on the way."""
+    bytes_moved: int
+    """What devices need and lack, summed: no way of moving sends less."""
+    largest_send_bytes: int
+    """By one device, where the least loaded holder sends."""
+    largest_receive_bytes: int
+    """By one device."""
 
     @property
     def before_bytes(self) -> dict[Device, int]:
@@ -156,8 +194,8 @@ def plan_move(
     """Plan the move of `tree` (arrays, or shapes with a sharding) to `shardings` (same structure).
 
     Every group holds up to `group_bytes` on the device that holds most of it, or one leaf. Routes are
-    those that need no compilation to know: "alias", or "copies" among CPU devices, or "pieces";
-    `Move.compile` replaces them where XLA's analysis of a jitted move is as good.
+    those that need no compilation to know: "alias" or "pieces"; `Move.compile` replaces the latter where
+    XLA's analysis of a jitted move is as good.
 
     Raises ValueError where structures differ, a leaf has no sharding, or a target does not divide a
     leaf.
@@ -272,18 +310,16 @@ def _grouped(leaves: Sequence[LeafPlan], group_bytes: int) -> list[GroupPlan]:
             num_elements(p.box) * leaf.dtype.itemsize for p in leaf.pieces if p.sender != p.receiver
         )
         stays = before == after
-        on_cpu = all(device.platform == "cpu" for device in (*before, *after))
-        route: Route = "alias" if stays else "copies" if on_cpu else "pieces"
         one = GroupPlan(
             leaves=(position,),
-            route=route,
+            route="alias" if stays else "pieces",
             bytes_moved=moved,
             whole_bytes=math.prod(leaf.shape) * leaf.dtype.itemsize,
             source_bytes=shard_bytes(before, leaf.dtype.itemsize),
             target_bytes=shard_bytes(after, leaf.dtype.itemsize),
         )
         # Nothing to send is a kind of its own: XLA does it without a collective.
-        key = route, moved == 0, tuple(before), tuple(after)
+        key = stays, moved == 0, tuple(before), tuple(after)
         grown = _joined(open_groups[key], one) if key in open_groups else one
         # Buffers that change hands need no memory, however many there are.
         if grown is not one and not stays and grown.largest_bytes > group_bytes:
@@ -309,3 +345,88 @@ def _joined(one: GroupPlan, other: GroupPlan) -> GroupPlan:
 def _growth(group: GroupPlan) -> int:
     """What the fullest device gains by the group's move."""
     return max(size - group.source_bytes.get(d, 0) for d, size in group.target_bytes.items())
+
+
+# -- which device lacks which part, and who sends it: integer boxes, no device values ----------------
+
+
+def boxes(sharding: Sharding, shape: Sequence[int]) -> dict[Device, Box]:
+    """The box of every device, in the order of the sharding's devices.
+
+    >>> import jax
+    >>> from jaxgoodput.parallel.strategy import Strategy
+    >>> list(boxes(Strategy().on(jax.devices()[:1]).replicated, (2, 3)).values())
+    [((0, 2), (0, 3))]
+    """
+    found = {}
+    for device, index in sharding.devices_indices_map(tuple(shape)).items():
+        found[device] = tuple(
+            (cut.start or 0, length if cut.stop is None else cut.stop)
+            for cut, length in zip(index, shape, strict=True)
+        )
+    return found
+
+
+def num_elements(box: Box) -> int:
+    """Elements of a box; 1 for a scalar's.
+
+    >>> num_elements(((2, 4), (0, 3)))
+    6
+    """
+    return math.prod(stop - start for start, stop in box)
+
+
+def intersection(one: Box, other: Box) -> Box | None:
+    """The common part of two boxes of one array, None where there is none.
+
+    >>> intersection(((0, 4), (0, 2)), ((2, 6), (0, 8)))
+    ((2, 4), (0, 2))
+    """
+    common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
+    return common if all(start < stop for start, stop in common) else None
+
+
+def within(box: Box, outer: Box) -> tuple[slice, ...]:
+    """Where `box` lies in the shard that holds `outer`.
+
+    >>> within(((4, 6),), ((4, 8),))
+    (slice(0, 2, None),)
+    """
+    return tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(box, outer, strict=True))
+
+
+def overlaps(source: Mapping[Device, Box], target: Mapping[Device, Box]) -> tuple[Overlap, ...]:
+    """For every device of `target`, what it holds already and who holds the rest.
+
+    Shardings cut an array into boxes that are equal or disjoint, so the distinct source boxes, cut
+    to the target's, are the pieces.
+    """
+    owners: dict[Box, list[Device]] = {}
+    for device, box in source.items():
+        owners.setdefault(box, []).append(device)
+    found = []
+    for receiver, wanted in target.items():
+        own = source.get(receiver)
+        lacking = []
+        for box, senders in owners.items():
+            common = intersection(wanted, box) if box != own else None
+            if common is not None:
+                lacking.append((common, tuple(senders)))
+        local = None if own is None else intersection(wanted, own)
+        found.append(Overlap(receiver=receiver, local=local, lacking=tuple(lacking)))
+    return tuple(found)
+
+
+def assigned(
+    found: Sequence[Overlap], item_bytes: int, sent_bytes: dict[Device, int]
+) -> tuple[Piece, ...]:
+    """The pieces with a sender each; adds what each sends to `sent_bytes`, which spans many arrays."""
+    pieces = []
+    for overlap in found:
+        if overlap.local is not None:
+            pieces.append(Piece(overlap.receiver, overlap.receiver, overlap.local))
+        for box, senders in overlap.lacking:
+            sender = min(senders, key=lambda device: sent_bytes.get(device, 0))
+            sent_bytes[sender] = sent_bytes.get(sender, 0) + num_elements(box) * item_bytes
+            pieces.append(Piece(sender, overlap.receiver, box))
+    return tuple(pieces)

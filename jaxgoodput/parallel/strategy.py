@@ -32,7 +32,7 @@ class Strategy:
 
     `rules` are (regex, PartitionSpec): the first whose regex is found in a parameter's path, such as
     `layers/0/mlp/kernel`, says which dimension is cut over "fsdp" and which over "tensor". Parameters
-    without a rule follow the model's own partitioning metadata, or the defaults of `rules.py`. A spec
+    without a rule follow the model's own partitioning metadata, or the defaults of `partition.py`. A spec
     holds for every degree: an axis of degree 1 cuts nothing.
 
     >>> Strategy(data=2, fsdp=4).num_replicas
@@ -42,9 +42,13 @@ class Strategy:
     """
 
     data: int = 1
+    """Copies of the model."""
     fsdp: int = 1
+    """Parts of a copy, each whole only while it is used; every part computes samples of its own."""
     tensor: int = 1
+    """Devices that compute a part together."""
     rules: Sequence[Rule] = ()
+    """(regex, PartitionSpec), the first that is found in a parameter's path."""
 
     def __post_init__(self):
         """Refuse degrees that no mesh can have, and rules that cannot be followed."""
@@ -185,7 +189,9 @@ class Layout:
     """A strategy on real devices; passed to whoever needs a mesh, never kept globally."""
 
     strategy: Strategy
+    """Without -1."""
     mesh: Mesh
+    """Of the axes of `MESH_AXES`."""
 
     @property
     def num_replicas(self) -> int:

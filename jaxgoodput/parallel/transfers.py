@@ -14,8 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
-from jaxgoodput.parallel.pieces import Box, Device, Piece, num_elements, within
-from jaxgoodput.parallel.plan import LeafPlan
+from jaxgoodput.parallel.plan import Box, Device, LeafPlan, Piece, num_elements, within
 
 Program = Callable[..., Sequence[jax.Array]]
 Cut = tuple[int, Box]  # a leaf's position in the group, and the part
@@ -26,14 +25,19 @@ class Transfers:
     """A compiled group: a program per sender, the transfers, a program per receiver."""
 
     leaves: tuple[LeafPlan, ...]
-    senders: Mapping[Device, tuple[tuple[int, ...], Program]]  # leaves whose shards it cuts
-    sent: tuple[
-        tuple[Piece, int], ...
-    ]  # piece and leaf: what senders cut, in order, then whole shards
+    """The group's own."""
+    senders: Mapping[Device, tuple[tuple[int, ...], Program]]
+    """Leaves whose shards a device cuts, and how."""
+    sent: tuple[tuple[Piece, int], ...]
+    """Piece and leaf: what senders cut, in order, then whole shards."""
     num_cut: int
-    receivers: Mapping[Device, tuple[tuple[int, ...], Program]]  # leaves whose own shard it reads
-    finished: frozenset[tuple[Device, int]]  # receiver and leaf: what arrives is the target
+    """How many of them are cut."""
+    receivers: Mapping[Device, tuple[tuple[int, ...], Program]]
+    """Leaves whose own shard a device reads, and what puts its part together."""
+    finished: frozenset[tuple[Device, int]]
+    """Receiver and leaf: what arrives is the target."""
     temporary_bytes: Mapping[Device, int]
+    """By device, beside source and target."""
 
     def __call__(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
         """The group's leaves in their target layout; `arrays` stay, and nothing waits."""

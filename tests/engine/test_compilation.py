@@ -1,5 +1,6 @@
 """What was compiled ahead stays compiled, nothing crosses to the device unasked, and nothing is extra."""
 
+import concurrent.futures
 import re
 
 import jax
@@ -7,9 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from engines import DIM, cut, known, make, put, residual, samples, start
+from engines import DIM, cut, known, make, put, read, residual, samples, start
 
 from jaxgoodput._jax import listen_for_compilations
+from jaxgoodput.engine.compiled import Compiled
+from jaxgoodput.engine.programs import Noise
 
 SIZES = (1, 3)
 
@@ -43,9 +46,9 @@ def test_nothing_compiles_after_a_rehearsal_whatever_the_sizes_and_counts(
 ):
     engine = make(replicas=replicas, **kind)
     engine.compile(SIZES)
-    assert all(engine.is_ready(size, accumulate=True) for size in SIZES)
     for size in SIZES:
-        engine.rehearse(size, engine.roles(accumulate=True))
+        engine.rehearse(size, accumulate=True)
+        engine.rehearse_measuring(size)
     state, previous = start(engine, key), None
     steps = [(s, k, m) for s in SIZES for k in (1, 2, 3) for m in (True, False)] * 2
     rng.shuffle(steps)
@@ -59,7 +62,7 @@ def test_nothing_compiles_after_a_rehearsal_whatever_the_sizes_and_counts(
             state, metrics, previous = engine.step(
                 state, work, *placed[size], measure=measure, previous=previous
             )
-            assert np.isfinite(engine.read(metrics)["loss"])
+            assert np.isfinite(read(engine, metrics).loss)
     assert compiled == []
     assert int(state.step) == len(steps)
 
@@ -79,12 +82,40 @@ def test_apply_compiles_nothing_after_its_first_use(compiled, key, rng):
     assert compiled == []
 
 
-def test_a_size_that_was_not_compiled_is_not_ready():
+def test_what_a_size_needs_is_known_once_it_is_compiled():
     engine = make(replicas=2)
-    assert not engine.is_ready(4, accumulate=False) and engine.bytes_of(4) is None
-    engine.compile([4], accumulate=False)
-    assert engine.is_ready(4, accumulate=False) and not engine.is_ready(4, accumulate=True)
-    assert known(engine.bytes_of(4)).peak > 0
+    assert engine.bytes_of(4) is None and engine.measuring_bytes_of(4) is None
+    (step,) = engine.training_programs(4, accumulate=False)
+    engine.compile_program(step)
+    assert known(engine.bytes_of(4)).peak > 0 and engine.measuring_bytes_of(4) is None
+    (measuring,) = engine.measuring_programs(4)
+    engine.compile_program(measuring)
+    assert known(engine.measuring_bytes_of(4)).peak > 0
+
+
+def test_a_program_is_compiled_once_however_many_threads_ask(compiled):
+    engine = make(replicas=2)
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: engine.compiled(engine.programs.begin), range(4)))
+    assert all(one is found[0] for one in found)
+    assert len(compiled) == 1
+
+
+def test_a_program_that_does_not_compile_is_tried_again():
+    class Fails:
+        def compile(self):
+            raise RuntimeError("no memory")
+
+    compiled, tries = Compiled(), []
+
+    def build(size):
+        tries.append(size)
+        return Fails()
+
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="no memory"):
+            compiled(build, 3)
+    assert tries == [3, 3] and compiled.peek(build, 3) is None
 
 
 def test_a_batch_in_the_masters_precision_begins_without_a_copy_of_them(key):
@@ -135,19 +166,27 @@ def collectives(text):
 
 
 def test_accumulation_holds_no_collective(deep_engine):
-    for role in ("first", "more"):
-        text = deep_engine.text(role, SIZE)
+    for first in (True, False):
+        text = deep_engine.text(
+            deep_engine.programs.accumulate, deep_engine.shape(SIZE), first=first
+        )
         assert "HloModule" in text and collectives(text) == []
 
 
-@pytest.mark.parametrize("role", ["step", "step_measured", "step_after"])
-def test_a_step_is_one_all_reduce_with_statistics_or_without(deep_engine, role):
-    assert collectives(deep_engine.text(role, SIZE)) == ["all-reduce"]
+def test_a_step_is_one_all_reduce_with_statistics_or_without(deep_engine):
+    programs, shape = deep_engine.programs, deep_engine.shape(SIZE)
+    for noise in (Noise.OFF, Noise.MEASURED):
+        text = deep_engine.text(programs.step, shape, noise=noise)
+        assert collectives(text) == ["all-reduce"]
+    assert collectives(deep_engine.text(programs.step_after, shape)) == ["all-reduce"]
+
+
+def flops(engine, noise):
+    return engine.cost(engine.programs.step, engine.shape(SIZE), noise=noise)["flops"]
 
 
 def test_statistics_cost_at_most_a_hundredth_of_the_flops(deep_engine):
-    plain = deep_engine.cost("step", SIZE)["flops"]
-    measured = deep_engine.cost("step_measured", SIZE)["flops"]
+    plain, measured = flops(deep_engine, Noise.OFF), flops(deep_engine, Noise.MEASURED)
     real = 3 * 2 * SIZE * WIDTH * (WIDTH + 10)  # forward, and twice that backward
     assert plain > 0.8 * real, "XLA counts less than the products themselves"
     assert plain < measured <= 1.01 * plain
@@ -156,7 +195,7 @@ def test_statistics_cost_at_most_a_hundredth_of_the_flops(deep_engine):
 def test_pairs_cost_at_most_a_hundredth_of_the_flops():
     engine = make(deep, init=deep_init)
     plain, first, second = (
-        engine.cost(role, SIZE)["flops"] for role in ("step", "step_remember", "step_difference")
+        flops(engine, noise) for noise in (Noise.OFF, Noise.REMEMBER, Noise.DIFFERENCE)
     )
     assert plain <= first <= 1.001 * plain, "remembering is free"
     assert first < second <= 1.01 * plain

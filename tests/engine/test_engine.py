@@ -118,13 +118,13 @@ def test_any_cut_of_a_batch_is_one_plain_step_of_the_whole(
             state, metrics = run(engine, state, cut(batch, count))
             seen.append(metrics)
         assert_close(state.params, expected)
-        assert all(m["grad_norm"] > 0.5 for m in seen), "nothing was clipped"
-        np.testing.assert_allclose([m["loss"] for m in seen], losses, rtol=1e-5)
+        assert all(m.grad_norm > 0.5 for m in seen), "nothing was clipped"
+        np.testing.assert_allclose([m.loss for m in seen], losses, rtol=1e-5)
         for metrics in seen:
-            assert metrics["samples"] == TOTAL
+            assert metrics.num_samples == TOTAL
             # One replica with one micro-batch pairs its gradient with the one before.
-            assert metrics["groups"] == replicas * count
-            assert metrics["finite"] == 1 and metrics["skipped"] == 0
+            assert metrics.num_groups == replicas * count
+            assert metrics.is_finite == 1 and metrics.num_skipped == 0
 
 
 @pytest.mark.parametrize(("replicas", "count"), [(1, 4), (8, 2)])
@@ -135,9 +135,8 @@ def test_step_is_accumulate_and_apply(engines, key, rng, replicas, count):
         parts = cut(samples(rng, TOTAL), count)
         fused, one = run(engine, fused, parts)
         apart, other = run(engine, apart, parts, fused=False)
-        assert one.keys() == other.keys() >= {"loss", "grad_norm", "gain", "aux/rows"}
-        for name in one:
-            np.testing.assert_allclose(one[name], other[name], rtol=1e-4, err_msg=name)
+        assert set(one.aux) == {"rows"}
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4), one, other)
     assert_close(fused, apart)
     assert_same_bits(fused.step, apart.step)
 
@@ -150,14 +149,14 @@ def test_statistics_do_not_change_the_update(engines, key, rng):
         measured, metrics = run(engine, start(engine, key), [batch])
         assert_close(plain.params, measured.params, rtol=1e-6)
         assert adaptation.noise_state(plain.opt_state).current.weight == 0
-        assert (metrics["noise_samples"] > 0) == (replicas > 1), "a pair needs a gradient before"
+        assert (metrics.noise.num_samples > 0) == (replicas > 1), "a pair needs a gradient before"
 
 
 def test_auxiliary_numbers_are_averaged_over_samples(engines, key, rng):
     engine = engines("token weights", 8)
     batch = samples(rng, TOTAL)
     _, metrics = run(engine, start(engine, key), cut(batch, 3))
-    np.testing.assert_allclose(metrics["aux/rows"], batch["weight"].mean(), rtol=1e-6)
+    np.testing.assert_allclose(metrics.aux["rows"], batch["weight"].mean(), rtol=1e-6)
 
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf, 1e30])
@@ -176,7 +175,7 @@ def test_padding_may_hold_anything(engines, key, rng, name, poison):
     expected, _ = by_hand(name, kept, [real])
     one, metrics = run(engine, start(engine, key), [(bad, mask)])
     other, _ = run(engine, start(engine, key), [(clean, mask)])
-    assert metrics["samples"] == mask.sum() and metrics["finite"] == 1
+    assert metrics.num_samples == mask.sum() and metrics.is_finite == 1
     assert_same_bits(one, other)
     assert_close(one.params, expected)
 
@@ -234,9 +233,9 @@ def check_uneven(engine, key, seed, counts, partial):
     before = host(state.params)
     state, metrics = run(engine, state, list(zip(rows, masks, strict=True)), fused=False)
     gradient, small, large, n, num_samples = formulas(before, rows, masks)
-    assert metrics["groups"] == n == sum(counts)
-    assert metrics["samples"] == num_samples
-    np.testing.assert_allclose(metrics["grad_norm"], np.linalg.norm(gradient), rtol=1e-4)
+    assert metrics.num_groups == n == sum(counts)
+    assert metrics.num_samples == num_samples
+    np.testing.assert_allclose(metrics.grad_norm, np.linalg.norm(gradient), rtol=1e-4)
     expected = {"b": before["b"] - 0.1 * gradient[0], "w": before["w"] - 0.1 * gradient[1:]}
     assert_close(state.params, expected, rtol=1e-4, atol=1e-5)
     averages = host(adaptation.noise_state(state.opt_state).current)

@@ -13,7 +13,8 @@ import pytest
 
 import jaxgoodput as jg
 from jaxgoodput._jax import listen_for_compilations
-from jaxgoodput.engine.programs import Shape
+from jaxgoodput.engine.programs import SampleShape
+from jaxgoodput.engine.state import Sums
 from jaxgoodput.parallel.strategy import Strategy
 
 # Four layouts, each with its own samples per replica and window length.
@@ -71,7 +72,7 @@ def under_one_layout(batch):
             for rows in batch:
                 work = alone.accumulate(work, *placed(alone, rows))
             state, metrics = alone.apply(state, work)
-        return engines.host(state), alone.read(engines.known(metrics))
+        return engines.host(state), engines.read(alone, engines.known(metrics))
 
     return after_two_steps
 
@@ -84,7 +85,10 @@ def at_home():
 
 def compiled_ahead(home):
     devices = jax.devices()
-    plans = [(s.on(devices), Shape.of(size, layouts.sample(n))) for s, size, n in PARTS]
+    plans = [
+        (s.on(devices), SampleShape.of(layouts.sample(n), micro_batch_size=size))
+        for s, size, n in PARTS
+    ]
     home.compile_batches(plans)
     return plans
 
@@ -129,11 +133,11 @@ def test_a_batch_under_four_layouts_is_the_batch_under_one(batch, under_one_layo
     paths = jax.tree_util.tree_leaves_with_path(engines.host(state.params))
     for (path, a), b in zip(paths, jax.tree.leaves(expected.params), strict=True):
         assert np.linalg.norm(a - b) <= tolerance * np.linalg.norm(b), path
-    found = engine.read(engines.known(metrics))
-    np.testing.assert_allclose(found["loss"], told["loss"], rtol=1e-5 if dtype is None else 1e-2)
-    assert found["samples"] == told["samples"] == sum(len(rows["codes"]) for rows in batch)
+    found = engines.read(engine, engines.known(metrics))
+    np.testing.assert_allclose(found.loss, told.loss, rtol=1e-5 if dtype is None else 1e-2)
+    assert found.num_samples == told.num_samples == sum(len(rows["codes"]) for rows in batch)
     # Every replica of every layout was a group of its own.
-    assert found["groups"] == sum(strategy.num_replicas for strategy, *_ in PARTS)
+    assert found.num_groups == sum(strategy.num_replicas for strategy, *_ in PARTS)
 
 
 def test_switching_back_and_forth_adds_up(batch, at_home):
@@ -149,7 +153,9 @@ def test_switching_back_and_forth_adds_up(batch, at_home):
         for i in order:
             rows, mask = ready[i]
             work = engine.accumulate(work, rows, mask, plans[i][0])
-        return engines.host(engine.reduce(work).grads)
+        sums = engine.reduce(work)
+        assert isinstance(sums, Sums)
+        return engines.host(sums.grads)
 
     # Every switch reduces what has been accumulated so far, and adds to it under the next layout.
     engines.assert_close(total([0, 1, 0, 2, 0]), total([0, 0, 0, 1, 2]), rtol=1e-4, atol=1e-4)
@@ -231,7 +237,7 @@ def test_a_work_that_moved_on_is_refused(batch, at_home):
     with pytest.raises(ValueError, match="consumed already"):
         engine.accumulate(first, *placed(engine, batch[0]))
     _, metrics = engine.apply(state, second)
-    assert engine.read(metrics)["samples"] == 2 * len(batch[0]["codes"])
+    assert engines.read(engine, metrics).num_samples == 2 * len(batch[0]["codes"])
 
 
 def test_an_empty_work_moves_too(batch):
@@ -287,7 +293,8 @@ def test_padding_alone_changes_no_model_state():
     for layout in (engine.layout, other):
         rows, mask = jax.device_put(nothing, layout.batch_sharding)
         work = engine.accumulate(work, rows, mask, layout)
-    assert float(engine.reduce(work).model_state["mean"]) == 5.0
+    sums = engine.reduce(work)
+    assert isinstance(sums, Sums) and float(sums.model_state["mean"]) == 5.0
 
 
 def test_rows_that_do_not_divide_are_refused(batch, at_home):

@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxgoodput.engine.noise_groups import estimator
+from jaxgoodput.engine.noise_groups import noise_groups
 from jaxgoodput.parallel.strategy import Strategy
 
 DIM, SPREAD, STEPS = 2048, 3.0, 150
@@ -43,8 +43,8 @@ def moments(strategy, *, preconditioned):
             state, None, *engines.put(one, {"x": x}), previous=previous
         )
         jax.block_until_ready(metrics)  # too many steps under way are more than XLA:CPU can take
-    found = one.read(engines.known(metrics))
-    return found["grad_sqr"], found["grad_var"]
+    found = engines.read(one, engines.known(metrics)).noise
+    return found.sqr, found.var
 
 
 STRATEGIES = (
@@ -68,7 +68,7 @@ def test_copies_and_differences_agree_with_replicas_after_adams_division():
     expected = moments(Strategy(data=8), preconditioned=True)
     kinds = set()
     for strategy in STRATEGIES[1:]:
-        kinds.add(estimator(strategy, preconditioned=True))
+        kinds.add(noise_groups(strategy, preconditioned=True))
         found = moments(strategy, preconditioned=True)
         np.testing.assert_allclose(found, expected, rtol=0.07, err_msg=strategy.name)
     assert {k.group for k in kinds} == {"copy", "replica"}

@@ -15,6 +15,7 @@ from engines import (
     host,
     make,
     put,
+    read,
     residual,
     run,
     samples,
@@ -22,7 +23,7 @@ from engines import (
 )
 
 from jaxgoodput.engine import step as pure
-from jaxgoodput.engine.state import Loss, Variables, combine, split
+from jaxgoodput.engine.state import Loss, StepMetrics, Variables, combine, split
 from jaxgoodput.optim import adaptive as adaptation
 from jaxgoodput.optim import learning_rate as rules
 
@@ -85,15 +86,15 @@ def test_an_update_that_is_not_finite_never_happened(guarded, key, rng, what, fu
     before = host(state)
     for in_a_row in (1, 2):
         state, metrics = go(state, bad)
-        assert metrics["finite"] == 0
-        assert (metrics["skipped"], metrics["skipped_in_a_row"]) == (in_a_row, in_a_row)
+        assert metrics.is_finite == 0
+        assert (metrics.num_skipped, metrics.skipped_in_a_row) == (in_a_row, in_a_row)
         if what.startswith("nan gradient"):
-            assert np.isfinite(metrics["loss"])
+            assert np.isfinite(metrics.loss)
     for field in ("params", "opt_state", "model_state", "key"):
         assert_same_bits(getattr(state, field), getattr(before, field))
     assert state.step == before.step + 2
     state, metrics = go(state, good[1])
-    assert (metrics["skipped"], metrics["skipped_in_a_row"]) == (2, 0)
+    assert (metrics.num_skipped, metrics.skipped_in_a_row) == (2, 0)
     # As if the bad batches had never been.
     other = start(guarded, key)
     for rows in good[:2]:
@@ -111,10 +112,10 @@ def test_a_pair_is_never_made_of_a_gradient_that_is_not_finite(key, rng):
         remembered = previous is not None
         state, metrics, previous = engine.step(state, None, *put(engine, rows), previous=previous)
         assert remembered == (previous is None), "a pair is two steps, and shares none"
-        counts.append(engine.read(metrics)["noise_samples"])
+        counts.append(read(engine, metrics).noise.num_samples)
     # Only the third pair is of two finite gradients.
     assert counts[:5] == [0] * 5 and counts[5] > 0 and counts[5:] == [counts[5]] * 3
-    skipped = engine.read(metrics)["skipped"]
+    skipped = read(engine, metrics).num_skipped
     assert skipped == 3
 
 
@@ -141,7 +142,7 @@ def test_schedules_follow_progress_and_the_gain_multiplies_what_comes_out(key, r
         after = host(state)
         wanted = size / BASE
         last = float(before.opt_state.gain[0])
-        gain = metrics["gain"]
+        gain = metrics.gain
         np.testing.assert_allclose(gain, min(wanted, max(last, 1) / 0.9), rtol=1e-5)
         g = gradient(before.params, rows)
         rate = (
@@ -152,7 +153,7 @@ def test_schedules_follow_progress_and_the_gain_multiplies_what_comes_out(key, r
         assert_close(after.params, expected, rtol=1e-4, atol=1e-6)
     # Fewer than MIN_SAMPLES of statistics: a base step per step, and half of one for half the batch.
     np.testing.assert_allclose(counts, [0, 0, 1, 1, 2, 3, 4], atol=1e-3)
-    np.testing.assert_allclose(metrics["progress"], 5.0)
+    np.testing.assert_allclose(metrics.progress, 5.0)
     assert adaptation.progress(state.opt_state) == 5.0
 
 
@@ -258,6 +259,38 @@ def test_noise_statistics_recover_a_planted_quadratic(
         assert error < 0.15 * value, "too noisy to tell anything"
 
 
+def test_metrics_come_off_the_wire_as_numbers_with_what_rides_along():
+    noise = adaptation.NoiseReadout(
+        sqr=1.5,
+        var=2.5,
+        cautious_sqr=jnp.nan,
+        cautious_var=jnp.nan,
+        num_samples=3,
+        newest_samples=2,
+    )
+    sent = StepMetrics(
+        loss=jnp.float32(0.1),
+        grad_norm=4.0,
+        is_finite=jnp.asarray(True),
+        num_skipped=jnp.int32(7),
+        skipped_in_a_row=0,
+        num_samples=64.0,
+        num_groups=8.0,
+        progress=12.25,
+        gain=1.0,
+        noise=noise,
+        aux={"b": 2.0, "a": 1.0},
+    )
+    vector = np.concatenate([sent.packed(), [5.0, 6.0]])
+    got, rest = StepMetrics.unpacked(vector, ("a", "b"))
+    assert rest.tolist() == [5.0, 6.0]
+    assert got.is_finite is True and got.loss == np.float32(0.1) and got.aux == {"a": 1.0, "b": 2.0}
+    counts = (got.num_skipped, got.skipped_in_a_row, got.num_samples, got.num_groups)
+    assert counts == (7, 0, 64, 8) and all(type(n) is int for n in counts)
+    assert (got.progress, got.noise.num_samples, got.noise.newest_samples) == (12.25, 3.0, 2.0)
+    assert got.noise.plain.var == 2.5 and not got.noise.is_known
+
+
 # -- the pure functions ------------------------------------------------------------------------------
 
 
@@ -272,7 +305,7 @@ def test_split_and_combine_are_inverse():
 
 def kind_of(loss):
     engine = make(loss)
-    return engine.loss_kind()
+    return engine.engines.loss_kind()
 
 
 @pytest.mark.parametrize(

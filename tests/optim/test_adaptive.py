@@ -298,10 +298,11 @@ def test_readers_read():
     _, state = run(tx, 30, 2 * BASE)
     grad = adaptation.grad_params(state)
     np.testing.assert_allclose([grad.sqr, grad.var], [1.0, 3.0], rtol=1e-4)
-    values = adaptation.readout(state)
-    assert all(v.shape == () for v in values.values())
-    np.testing.assert_allclose(values["noise_samples"], 30, rtol=0.05)
-    np.testing.assert_allclose(values["cautious_var"], 3.0, rtol=1e-3)
+    noise = adaptation.readout(state)
+    assert all(v.shape == () for v in jax.tree.leaves(noise))
+    np.testing.assert_allclose(noise.num_samples, 30, rtol=0.05)
+    np.testing.assert_allclose(noise.cautious.var, 3.0, rtol=1e-3)
+    np.testing.assert_allclose([noise.plain.sqr, noise.plain.var], [1.0, 3.0], rtol=1e-4)
 
 
 def test_mistakes_are_named():

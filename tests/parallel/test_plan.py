@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxgoodput.parallel.pieces import boxes, num_elements
-from jaxgoodput.parallel.plan import plan_move
+from jaxgoodput.parallel.plan import boxes, num_elements, plan_move
 from jaxgoodput.parallel.strategy import Strategy, candidates
 
 SPEC = P("fsdp", "tensor")
@@ -63,7 +62,7 @@ def test_the_load_is_spread_over_leaves_too():
 def test_nothing_moves_where_every_device_has_its_part():
     before, after = Strategy(data=8), Strategy(tensor=8)
     plan = plan_move([leaf((8, 8), before)], [leaf((8, 8), after).sharding])
-    assert (plan.bytes_moved, plan.largest_send_bytes, plan.groups[0].route) == (0, 0, "copies")
+    assert (plan.bytes_moved, plan.largest_send_bytes, plan.groups[0].route) == (0, 0, "pieces")
     same = plan_move([leaf((8, 8), before)], [leaf((8, 8), Strategy(fsdp=8), P()).sharding])
     assert (same.bytes_moved, same.groups[0].route, same.peak_extra_bytes) == (0, "alias", 0)
 
@@ -144,4 +143,4 @@ def test_a_plan_says_what_it_does_in_a_line():
     state = [leaf((1024, 1024), Strategy(fsdp=8))]
     text = str(plan_move(state, [leaf((1024, 1024), Strategy(tensor=8)).sharding]))
     assert text.startswith("3.5 MiB moved, 0.4 MiB by the largest sender, 0.5 MiB extra")
-    assert text.endswith("copies x 1")
+    assert text.endswith("pieces x 1")

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxgoodput.engine.engine import Engine
+from jaxgoodput.engine.engine import Engines
 from jaxgoodput.engine.step import Problem, init_state
 from jaxgoodput.optim import learning_rate as rules
 from jaxgoodput.optim.adaptive import adaptive
@@ -59,7 +59,7 @@ def make(
     def stateless(params, model_state, batch, key):
         return loss(params, batch, key), model_state
 
-    return Engine(
+    engines = Engines(
         Problem(
             init=init,
             loss_and_state=loss_and_state or stateless,
@@ -75,9 +75,9 @@ def make(
             labels=labels,
             **problem,
         ),
-        strategy.on(jax.devices()[: strategy.num_devices]),
         sample or SAMPLE,
     )
+    return engines.on(strategy.on(jax.devices()[: strategy.num_devices]))
 
 
 @functools.cache
@@ -115,8 +115,13 @@ def cut(rows, parts):
     return [jax.tree.unflatten(structure, piece) for piece in zip(*pieces, strict=True)]
 
 
+def read(engine, packed):
+    """What a step reports."""
+    return engine.read(packed)[0]
+
+
 def run(engine, state, micro_batches, *, fused=True, previous=None, measure=True):
-    """One step over (rows, mask) pairs; the new state and the metrics by name."""
+    """One step over (rows, mask) pairs; the new state and what it reports."""
     placed = [put(engine, *m) if isinstance(m, tuple) else put(engine, m) for m in micro_batches]
     work = None
     if not fused or len(placed) > 1:
@@ -129,7 +134,7 @@ def run(engine, state, micro_batches, *, fused=True, previous=None, measure=True
         )
     else:
         state, metrics = engine.apply(state, work)
-    return state, engine.read(metrics)
+    return state, read(engine, metrics)
 
 
 def known(value: T | None) -> T:

@@ -5,9 +5,9 @@ import sys
 import textwrap
 
 import pytest
+from jaxgoodput.train.pages import keep_freed_pages
 
 from jaxgoodput.train import pages
-from jaxgoodput.train.pages import keep_freed_pages
 
 # In a process of its own, because the C library has no way back.
 FAULTS = """
