@@ -210,10 +210,12 @@ def _cells(axes: Axes, percent: np.ndarray) -> None:
     """A heat map with its numbers, row 0 at the bottom; NaN is grey."""
     # From the least to the most that is there: a surface is often flat near its best.
     colours = matplotlib.colormaps["viridis"].with_extremes(bad=PALE)
-    image = axes.imshow(np.ma.masked_invalid(percent), cmap=colours, origin="lower", aspect="auto")
+    known = percent[np.isfinite(percent)]
+    bright = known.min() + 0.6 * np.ptp(known) if known.size else math.inf
+    axes.imshow(np.ma.masked_invalid(percent), cmap=colours, origin="lower", aspect="auto")
     for (row, column), value in np.ndenumerate(percent):
         if math.isfinite(value):
-            colour = "black" if float(image.norm(value)) > 0.6 else "white"
+            colour = "black" if value > bright else "white"
             where = {"ha": "center", "va": "center", "fontsize": 8}
             axes.text(column, row, f"{value:.0f}", color=colour, **where)
 

@@ -447,7 +447,9 @@ def test_tensorboard_itself_shows_it(tmp_path, fast_reader):
         assert [category["title"] for category in shown["category"]] == list(CHARTS)
         for run, tag in ((".", "batch/global"), ("model", "perf/step_time_s")):
             query = urllib.parse.urlencode({"run": run, "tag": tag})
-            points = json.loads(get(f"/data/plugin/scalars/scalars?{query}"))
+            points = server.get_until(
+                f"/data/plugin/scalars/scalars?{query}", lambda found: found[-1][1] == 600
+            )
             known_from = 10 if run == "." else 30
             assert [step for _, step, _ in points] == list(range(known_from, 601, 10))
         tags = json.loads(get("/data/plugin/scalars/tags"))["."]

@@ -1,5 +1,6 @@
 """Starts TensorBoard itself on a local port, for tests that look at what it shows."""
 
+import json
 import os
 import signal
 import socket
@@ -27,20 +28,29 @@ class serving:
         with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=20) as reply:
             return reply.read().decode()
 
+    def get_until(self, path, loaded):
+        """The JSON at `path` once `loaded(json)`: runs are read one by one, beside the server."""
+        for _ in range(240):
+            try:
+                if loaded(found := json.loads(self.get(path))):
+                    return found
+            except OSError:
+                assert self.process.poll() is None, "tensorboard did not start"
+            self.clock.sleep(0.25)
+        raise AssertionError("tensorboard did not load the events within a minute")
+
     def __enter__(self):
         quiet = subprocess.DEVNULL
         self.process = subprocess.Popen(
             self.command, stdout=quiet, stderr=quiet, start_new_session=True
         )
-        for _ in range(240):
-            try:
-                if "progress/eta_s" in self.get("/data/plugin/scalars/tags"):
-                    return self
-            except OSError:
-                assert self.process.poll() is None, "tensorboard did not start"
-            self.clock.sleep(0.25)
-        self.__exit__()
-        raise AssertionError("tensorboard did not load the events within a minute")
+        try:
+            last = "hparam/mean_goodput"
+            self.get_until("/data/plugin/scalars/tags", lambda tags: last in tags.get(".", ()))
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
 
     def __exit__(self, *_):
         # The whole group: the fast reader is a process of its own.
