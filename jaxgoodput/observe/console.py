@@ -59,7 +59,7 @@ class Console:
                 self._bar.update(
                     self._task,
                     completed=event.progress,
-                    description=_facts(event, short=True),
+                    description=_beside_the_bar(event),
                     refresh=True,
                 )
             return
@@ -111,24 +111,27 @@ def progress_line(event: Window, total_base_steps: float | None) -> str:
     if total_base_steps:
         # The last update may pass the goal.
         facts.append(f"{min(100.0 * event.progress / total_base_steps, 100.0):.1f} %")
-    facts.append(f"batch {describe(event.config)}")
-    return " | ".join([*facts, _facts(event)])
+    facts += [f"batch {describe(event.config)}", *_facts(event)]
+    if not math.isnan(event.noise_scale):
+        facts.append(f"noise scale {compact(event.noise_scale)}")
+    return " | ".join([*facts, f"ETA {seconds(event.eta_s)}"])
 
 
-def _facts(event: Window, *, short: bool = False) -> str:
-    facts = [f"batch {event.config.global_batch_size}"] if short else []
+def _beside_the_bar(event: Window) -> str:
+    # What a narrow terminal cuts off comes last.
+    facts = [f"ETA {seconds(event.eta_s)}", f"batch {event.config.global_batch_size}"]
+    return " | ".join([*facts, *_facts(event)])
+
+
+def _facts(event: Window) -> list[str]:
     loss = event.metrics.get("loss")
-    if loss is not None:
-        facts.append(f"loss {loss:.4g}")
+    facts = [] if loss is None else [f"loss {loss:.4g}"]
     facts.append(f"{compact(event.throughput)} samples/s")
     if math.isfinite(event.goodput_measured):
         facts.append(f"goodput {compact(event.goodput_measured)}")
-    if not math.isnan(event.noise_scale) and not short:
-        facts.append(f"noise scale {compact(event.noise_scale)}")
     if event.skipped_steps:
         facts.append(f"{event.skipped_steps} skipped")
-    facts.append(f"ETA {seconds(event.eta_s)}")
-    return " | ".join(facts)
+    return facts
 
 
 def _bar(stream: Any) -> Any:

@@ -83,7 +83,7 @@ def sparkline(values: Sequence[float], *, width: int = _WIDTH, log: bool = False
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[RenderableType]]) -> str:
     """Columns aligned: the first to the left, the others to the right."""
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     for number, name in enumerate(header):
         table.add_column(name, justify="right" if number else "left")
     for row in rows:

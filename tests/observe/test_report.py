@@ -190,4 +190,4 @@ def test_it_is_plain_text_wherever_it_goes(planted, monkeypatch):
         monkeypatch.setenv(name, value)
     assert report(planted[0]) == text
     assert "\x1b" not in text
-    assert max(map(len, text.splitlines())) < 140
+    assert max(map(len, text.splitlines())) < 120
