@@ -138,9 +138,10 @@ def _bar(stream: Any) -> Any:
     # Slow to import for a run whose output is read by nobody.
     from rich.console import Console as RichConsole
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+    from rich.table import Column
 
     return Progress(
-        BarColumn(bar_width=24),
+        BarColumn(bar_width=24, table_column=Column(min_width=12)),
         TaskProgressColumn(),
         TextColumn("{task.description}", markup=False),
         console=RichConsole(file=stream),
