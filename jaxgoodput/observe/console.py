@@ -35,13 +35,11 @@ class Console:
         self._given = stream is not None
         self._every_s = every_s
         self._last_s = -math.inf
-        self._start_s = clock.now()
         self._bar = _bar(self._stream) if self._stream.isatty() else None
         self._task: Any = None
 
     def on_fit_start(self, event: FitStart) -> None:
         """Say on what the run runs, and where to watch it."""
-        self._start_s = self._clock.now()
         resumed = f", resumed at step {event.step}" if event.restart else ""
         self._line(
             f"{event.num_devices} x {event.device_kind}, batch {describe(event.config)}{resumed}"
