@@ -5,6 +5,12 @@ A name is loaded when it is first used; importing the package loads neither JAX 
 Training:
   Trainer               Subclass it, write `init`, `loss`, `optimizer` and `dataset`, and call `fit()`
   Config                What `Trainer` needs to know besides the model
+  Tuning                When the batch and the strategy are looked at again
+  Statistics            How the gradient noise is measured
+  Execution             How steps are compiled, and how much memory they may take
+  Evaluation            How often the model is evaluated
+  Saving                How often the run is saved, and how many checkpoints stay
+  Reporting             What a run tells while it runs
   with_overrides        `config` with `name=value` changes, values as JSON
   BatchLimits           What the user allows, in samples; no configuration ever leaves it
   TrainState            Everything that training needs to go on, as device values
@@ -29,7 +35,9 @@ Layouts:
   candidates            Every strategy that uses all of `num_devices`; plain data parallelism first
   Layout                A strategy on real devices; passed to whoever needs a mesh, never kept globally
   Problem               What is trained: the user's functions and how their gradient is measured
-  Engine                Executables of one problem on one layout
+  SampleShape           What a micro-batch looks like: samples per replica
+  Engines               One problem on any number of layouts: an engine for each
+  Engine                One problem on one layout
 An optax loop of your own:
   adaptive              The optimizer `tx`, tuned at `base_batch_size`, for batches of any size
   rules                 Learning-rate rules: by what factor a batch of another size multiplies
@@ -65,7 +73,8 @@ _NAMES = {
     "data.cursor": "Cursor",
     "data.loader": "Loader",
     "data.sources": "Source",
-    "engine.engine": "Engine",
+    "engine.engine": "Engine Engines",
+    "engine.programs": "SampleShape",
     "engine.state": "Loss TrainState Variables",
     "engine.step": "Problem",
     "goodput.efficiency": "GradParams noise_scale",

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from jaxgoodput._serial import decode, dumps, encode, loads
 from jaxgoodput.data.cursor import Cursor
 from jaxgoodput.goodput.search import BatchConfig
-from jaxgoodput.simulate.settings import Pin, Rules
+from jaxgoodput.simulate.settings import Pin, Settings
 
 NAN = float("nan")
 
@@ -61,10 +61,10 @@ def test_what_was_written_is_read_back(value):
 
 @pytest.mark.parametrize(
     "rules",
-    [Rules(), Rules(restart_s={"a": 2.0}, pins={"a": Pin(1, 2)}), Rules(round_s=None, growth=None)],
+    [Settings(), Settings(restart_s={"a": 2.0}, pins={"a": Pin(1, 2)}), Settings(round_s=None, growth=None)],
 )
 def test_each_type_of_a_union_is_read_back(rules):
-    assert loads(dumps(rules), Rules) == rules
+    assert loads(dumps(rules), Settings) == rules
 
 
 @pytest.mark.parametrize(

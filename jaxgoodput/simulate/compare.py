@@ -1,5 +1,6 @@
 """Several policies on the same scenario, and what they are compared by: a table, and JSON."""
 
+import dataclasses
 import io
 import json
 import math
