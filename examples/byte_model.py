@@ -7,9 +7,6 @@ import jax.numpy as jnp
 import optax
 
 import jaxgoodput as jg
-from jaxgoodput.data.lengths import PaddedRows
-from jaxgoodput.engine.step import Problem
-from jaxgoodput.parallel.strategy import Layout
 
 NUM_HEADS, LEARNING_RATE = 4, 1e-3
 
@@ -73,10 +70,10 @@ class ByteModel:
         weight = is_real.sum(axis=1).astype(jnp.float32)
         return jg.Loss.of(jnp.where(is_real, nats, 0.0).sum(axis=1), weight), model_state
 
-    def problem(self, base_batch_size: int) -> Problem:
+    def problem(self, base_batch_size: int) -> jg.Problem:
         """What the engine trains, with Adam; the learning rate does not follow the batch."""
         tx = jg.adaptive(optax.adam(LEARNING_RATE), jg.rules.none, base_batch_size=base_batch_size)
-        return Problem(
+        return jg.Problem(
             init=self.init,
             loss_and_state=self.loss,
             tx=tx,
@@ -109,7 +106,7 @@ def sample(length: int):
     return {"codes": codes, "num_bytes": jax.ShapeDtypeStruct((), jnp.int32)}
 
 
-def on_devices(rows: PaddedRows, layout: Layout):
+def on_devices(rows: jg.lengths.PaddedRows, layout: jg.Layout):
     """A micro-batch and its mask."""
     batch = {"codes": rows.tokens, "num_bytes": rows.num_tokens}
     return jax.device_put((batch, rows.mask), layout.batch_sharding)

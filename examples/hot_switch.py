@@ -43,11 +43,6 @@ import numpy as np
 from absl import app, flags
 
 import jaxgoodput as jg
-from jaxgoodput._jax import listen_for_compilations
-from jaxgoodput.data import lengths as by_length
-from jaxgoodput.engine.engine import Engine, Engines
-from jaxgoodput.engine.programs import SampleShape
-from jaxgoodput.goodput.memory import StepBytes
 
 _DOCUMENTS = flags.DEFINE_integer("documents", 48, "Functions per update.")
 _UPDATES = flags.DEFINE_integer("updates", 6, "Measured updates of each row.")
@@ -86,10 +81,10 @@ class Group:
         return self.strategy.num_replicas * self.micro_batch_size
 
     @property
-    def shape(self) -> SampleShape:
+    def shape(self) -> jg.SampleShape:
         """Of a micro-batch."""
         sample = byte_model.sample(self.length)
-        return SampleShape.of(sample, micro_batch_size=self.micro_batch_size)
+        return jg.SampleShape.of(sample, micro_batch_size=self.micro_batch_size)
 
 
 @dataclass(frozen=True)
@@ -109,14 +104,14 @@ class Plan:
         names = [f"<={length} {strategy}" for strategy, length in longest.items()]
         return ", ".join(names) if self.kind == MIXED else self.home.name
 
-    def micro_batches(self, documents: Documents) -> list[tuple[Group, by_length.PaddedRows]]:
+    def micro_batches(self, documents: Documents) -> list[tuple[Group, jg.lengths.PaddedRows]]:
         """The functions of one update, split and padded."""
         sizes = [len(document) for document in documents]
-        split = by_length.split_by_length(sizes, [group.length for group in self.groups])
+        split = jg.lengths.split_by_length(sizes, [group.length for group in self.groups])
         return [
             (group, rows)
             for group, indices in zip(self.groups, split, strict=True)
-            for rows in by_length.micro_batches(
+            for rows in jg.lengths.micro_batches(
                 [documents[i] for i in indices], length=group.length, num_rows=group.num_rows
             )
         ]
@@ -141,13 +136,13 @@ def plans_for(
     """Every strategy padded and grouped; and the first one mixed with each other for the longest."""
 
     def groups(chosen: Sequence[jg.Strategy], lengths: Sequence[int]) -> tuple[Group, ...]:
-        splits = [by_length.split_by_length([len(d) for d in u], lengths) for u in updates]
+        splits = [jg.lengths.split_by_length([len(d) for d in u], lengths) for u in updates]
         found = []
         for i, (strategy, length) in enumerate(zip(chosen, lengths, strict=True)):
             # A device holds the activations of at most one function of the longest length, or of as
             # many shorter ones; tensor parallelism shares them.
             largest = lengths[-1] * strategy.tensor // length
-            size = by_length.rows_per_replica(
+            size = jg.lengths.rows_per_replica(
                 [len(split[i]) for split in splits], strategy.num_replicas, largest=largest
             )
             found.append(Group(length, strategy, size))
@@ -167,7 +162,7 @@ def plans_for(
 class Run:
     """One plan's own training: its state, and what each update took and lost."""
 
-    def __init__(self, name: str, plan: Plan, engine: Engine, state: jg.TrainState):
+    def __init__(self, name: str, plan: Plan, engine: jg.Engine, state: jg.TrainState):
         self.name, self.plan, self.engine = name, plan, engine
         devices = list(engine.layout.mesh.devices.flat)
         self.layouts = {group: group.strategy.on(devices) for group in plan.groups}
@@ -206,7 +201,7 @@ class Run:
 class RunWithoutSwitching(Run):
     """The same updates from copies of the state on every layout; the clock stands still for moves."""
 
-    def __init__(self, name: str, plan: Plan, engine: Engine, state: jg.TrainState):
+    def __init__(self, name: str, plan: Plan, engine: jg.Engine, state: jg.TrainState):
         super().__init__(name, plan, engine, state)
         self.others = [x for x in dict.fromkeys(self.layouts.values()) if x != self.engine.layout]
         self.engine.engines.compile_moves([self.engine.layout, *self.others])
@@ -270,7 +265,7 @@ def compare(devices: Sequence[Any]) -> None:
     updates = [every[i : i + count] for i in range(0, len(every), count)]
     trials, measured = updates[:TRIAL_UPDATES], updates[TRIAL_UPDATES:]
     sizes = [len(document) for document in every]
-    lengths = by_length.best_lengths(sizes, _NUM_GROUPS.value, multiple_of=math.gcd(64, longest))
+    lengths = jg.lengths.best_lengths(sizes, _NUM_GROUPS.value, multiple_of=math.gcd(64, longest))
     print(
         f"{len(devices)} {devices[0].device_kind} devices; {count} functions of {min(sizes)} to "
         f"{max(sizes)} bytes per update; groups of up to {', '.join(map(str, lengths))} bytes"
@@ -280,7 +275,7 @@ def compare(devices: Sequence[Any]) -> None:
     strategies = strategies_for(len(devices))
     plans = plans_for(strategies, lengths, trials)
     model = byte_model.ByteModel(_DIM.value, _NUM_LAYERS.value, longest)
-    family = Engines(model.problem(count), byte_model.sample(longest))
+    family = jg.Engines(model.problem(count), byte_model.sample(longest))
     engines = {strategy: family.on(strategy.on(devices)) for strategy in strategies}
     states = {home: engine.init(jax.random.key(0)) for home, engine in engines.items()}
     candidates = [Run(p.kind, p, engines[p.home], states[p.home]) for p in plans]
@@ -313,7 +308,7 @@ def compare(devices: Sequence[Any]) -> None:
         run.update(trials[0])
         run.forget()
     compilations = []
-    stop = listen_for_compilations(compilations.append)
+    stop = jg.listen_for_compilations(compilations.append)
     try:
         for i, documents in enumerate(measured):
             first = i % len(runs)
@@ -386,7 +381,7 @@ def train_larger(devices: Sequence[Any]) -> None:
         f"and Adam's moments: {_mib(state_bytes)}"
     )
     whole, cut = (s.on(devices) for s in (jg.Strategy(data=-1), jg.Strategy(fsdp=-1)))
-    engines = Engines(model.problem(len(devices)), byte_model.sample(length))
+    engines = jg.Engines(model.problem(len(devices)), byte_model.sample(length))
     for layout in (whole, cut):
         (step,) = engines.on(layout).training_programs(1, accumulate=False)
         engines.on(layout).compile_program(step)
@@ -403,7 +398,7 @@ def train_larger(devices: Sequence[Any]) -> None:
     engine = engines.on(cut)
     state = engine.init(jax.random.key(0))
     documents = corpora.functions(len(devices) * _STEPS.value, longest=length)
-    batches = by_length.micro_batches(documents, length=length, num_rows=len(devices))
+    batches = jg.lengths.micro_batches(documents, length=length, num_rows=len(devices))
     print("step  loss, nats per byte  seconds")
     for i, rows in enumerate(batches):
         start = time.perf_counter()
@@ -415,7 +410,7 @@ def train_larger(devices: Sequence[Any]) -> None:
         print(f"{i + 1:4d}  {loss:19.3f}  {time.perf_counter() - start:7.2f}")
 
 
-def described(need: StepBytes) -> str:
+def described(need: jg.StepBytes) -> str:
     return (
         f"{_mib(need.peak)} (state and batch {_mib(need.arguments)}, temporary "
         f"{_mib(need.temporaries + need.outputs)})"

@@ -38,6 +38,8 @@ Layouts:
   SampleShape           What a micro-batch looks like: samples per replica
   Engines               One problem on any number of layouts: an engine for each
   Engine                One problem on one layout
+  StepBytes             Bytes per device that one execution needs
+  listen_for_compilations  Call `callback` after every backend compilation
 An optax loop of your own:
   adaptive              The optimizer `tx`, tuned at `base_batch_size`, for batches of any size
   rules                 Learning-rate rules: by what factor a batch of another size multiplies
@@ -70,6 +72,7 @@ __version__ = "0.1.0"
 
 # Where each name comes from. Type checkers and editors read `__init__.pyi` instead; a test compares.
 _NAMES = {
+    "_jax": "listen_for_compilations",
     "data.cursor": "Cursor",
     "data.loader": "Loader",
     "data.sources": "Source",
@@ -79,6 +82,7 @@ _NAMES = {
     "engine.step": "Problem",
     "goodput.efficiency": "GradParams noise_scale",
     "goodput.fit": "PerfFit StepTimings fit_perf_params",
+    "goodput.memory": "StepBytes",
     "goodput.model": "GoodputModel",
     "goodput.perf": "PerfParams Placement",
     "goodput.search": "BatchConfig BatchLimits best_batch goodput_table",

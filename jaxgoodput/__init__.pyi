@@ -1,5 +1,6 @@
 from jaxgoodput import scheduler as scheduler
 from jaxgoodput import simulate as simulate
+from jaxgoodput._jax import listen_for_compilations as listen_for_compilations
 from jaxgoodput.data import lengths as lengths
 from jaxgoodput.data.cursor import Cursor as Cursor
 from jaxgoodput.data.loader import Loader as Loader
@@ -16,6 +17,7 @@ from jaxgoodput.goodput.efficiency import noise_scale as noise_scale
 from jaxgoodput.goodput.fit import PerfFit as PerfFit
 from jaxgoodput.goodput.fit import StepTimings as StepTimings
 from jaxgoodput.goodput.fit import fit_perf_params as fit_perf_params
+from jaxgoodput.goodput.memory import StepBytes as StepBytes
 from jaxgoodput.goodput.model import GoodputModel as GoodputModel
 from jaxgoodput.goodput.perf import PerfParams as PerfParams
 from jaxgoodput.goodput.perf import Placement as Placement

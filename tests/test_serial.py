@@ -61,7 +61,11 @@ def test_what_was_written_is_read_back(value):
 
 @pytest.mark.parametrize(
     "rules",
-    [Settings(), Settings(restart_s={"a": 2.0}, pins={"a": Pin(1, 2)}), Settings(round_s=None, growth=None)],
+    [
+        Settings(),
+        Settings(restart_s={"a": 2.0}, pins={"a": Pin(1, 2)}),
+        Settings(round_s=None, growth=None),
+    ],
 )
 def test_each_type_of_a_union_is_read_back(rules):
     assert loads(dumps(rules), Settings) == rules

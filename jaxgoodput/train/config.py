@@ -180,11 +180,17 @@ class Config:
     """Updates that are not finite, before training stops."""
 
     tuning: Tuning = field(default_factory=Tuning)
+    """When the batch changes."""
     statistics: Statistics = field(default_factory=Statistics)
+    """How the noise is measured."""
     execution: Execution = field(default_factory=Execution)
+    """Compiling and memory."""
     evaluation: Evaluation = field(default_factory=Evaluation)
+    """How often to evaluate."""
     saving: Saving = field(default_factory=Saving)
+    """Checkpoints."""
     reporting: Reporting = field(default_factory=Reporting)
+    """Dashboard and terminal."""
 
     def __post_init__(self):
         """Refuse what cannot work, naming what to change."""
