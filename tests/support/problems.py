@@ -2,7 +2,6 @@
 
 import atexit
 import functools
-import json
 import shutil
 import tempfile
 import threading
@@ -14,8 +13,8 @@ import optax
 
 from jaxgoodput.goodput.search import BatchLimits
 from jaxgoodput.optim import learning_rate as rules
-from jaxgoodput.train.config import Config, with_overrides
-from jaxgoodput.train.loop import Run
+from jaxgoodput.train.config import Config
+from jaxgoodput.train.loop import Loop
 from jaxgoodput.train.trainer import Trainer
 
 NUM_SAMPLES = 96
@@ -31,10 +30,7 @@ def compilations():
 
 
 def config(workdir, **settings):
-    """A quiet run of a fixed batch of 16, compiled once, without accumulation.
-
-    Settings of a group by their whole names: `**{"saving.at_end": False}`.
-    """
+    """A quiet run of a fixed batch of 16, compiled once, without accumulation."""
     settings.setdefault("batch", BatchLimits(base=16, max=64, micro=(1, 64)))
     quiet = {
         "policy": "fixed",
@@ -47,14 +43,7 @@ def config(workdir, **settings):
     }
     if settings.keys().isdisjoint({"epochs", "base_steps"}):
         quiet["epochs"] = 2
-    return configured(workdir=str(workdir), **{**quiet, **settings})
-
-
-def configured(**settings):
-    """A `Config` of settings by name; "saving.at_end" reaches in."""
-    plain = {k: v for k, v in settings.items() if "." not in k}
-    inner = {k: v for k, v in settings.items() if "." in k}
-    return with_overrides(Config(**plain), [f"{k}={json.dumps(v)}" for k, v in inner.items()])
+    return Config(workdir=str(workdir), **{**quiet, **settings})
 
 
 def rows(num_samples=NUM_SAMPLES, *, offset=3.0, seed=1):
@@ -182,19 +171,27 @@ def _is_key(x):
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
-def in_step(monkeypatch):
-    """Makes the loop wait for its hooks before every step.
+class InStep(Loop):
+    """A loop that waits for its hooks before every step.
 
     What a hook asks for at the end of step n then holds for step n + 1.
     """
-    obey, start = Run._obey, {}
 
-    def wait_and_obey(run, result):
-        watcher = run.watcher
-        if result is not None or run.state is not start.setdefault(run, run.state):
-            with watcher._done:
-                watcher._done.wait_for(lambda: run.step in watcher._results or watcher.error)
-        run.analyst.flush()
-        return obey(run, result)
+    def __init__(self, *arguments, **named):
+        self._told = threading.Condition()
+        self._newest = 0  # step of which the analyst knows
+        super().__init__(*arguments, **named)
 
-    monkeypatch.setattr(Run, "_obey", wait_and_obey)
+    def _on_result(self, result):
+        super()._on_result(result)
+        with self._told:
+            self._newest = result.ticket.step
+            self._told.notify_all()
+
+    def _obey(self, result):
+        if self.step > self.start.step:
+            with self._told:
+                while self._newest < self.step and self.watcher.error is None:
+                    self._told.wait(0.1)  # nobody tells of an error
+        self.analyst.flush()
+        return super()._obey(result)

@@ -7,30 +7,30 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jaxgoodput.train.outcome import Diverged
+from absl import logging
 from problems import (
     NUM_SAMPLES,
     Counting,
     Evaluated,
+    InStep,
     Mean,
     Recorder,
     config,
     counting_config,
-    in_step,
     rows,
 )
 
 from jaxgoodput.engine.state import Loss
 from jaxgoodput.goodput.search import BatchLimits
 from jaxgoodput.observe.events import Checkpoint, FitEnd, StepEnd, Window
-from jaxgoodput.train import setup
+from jaxgoodput.train.control import Diverged
 
 
 @pytest.fixture
 def told(monkeypatch):
     """What users are warned of while a run is set up."""
     said = []
-    monkeypatch.setattr(setup.logging, "warning", lambda m, *values: said.append(m % values))
+    monkeypatch.setattr(logging, "warning", lambda m, *values: said.append(m % values))
     return said
 
 
@@ -254,13 +254,12 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted_and_shown(tmp_path, tr
     np.testing.assert_allclose(state.params["w"], w, rtol=2e-6)
 
 
-def test_too_many_in_a_row_stop_training_with_the_last_good_checkpoint_kept(tmp_path, monkeypatch):
-    in_step(monkeypatch)
+def test_too_many_in_a_row_stop_training_with_the_last_good_checkpoint_kept(tmp_path):
     data = rows()
     data["x"][64:] = np.nan  # from the fifth batch on
     seen = Recorder(lambda e: trainer.request_save() if e.step == 3 else None)
     settings = config(tmp_path, shuffle=False, base_steps=1e6, max_skipped_in_a_row=2)
-    trainer = Mean(settings, data=data, hooks=[seen])
+    trainer = Mean(settings, data=data, hooks=[seen], loop=InStep)
     with pytest.raises(Diverged, match="2 updates in a row .* the last at step 6") as stopped:
         trainer.fit()
     assert "Lower the learning rate" in str(stopped.value)

@@ -9,14 +9,13 @@ import textwrap
 import threading
 import time
 
-import compilations
 import jax
 import numpy as np
 import pytest
-from jaxgoodput.train.outcome import Preempted
-from problems import Counting, Evaluated, Recorder, counting_config, in_step
+from problems import Counting, Evaluated, InStep, Recorder, counting_config
 
 from jaxgoodput.observe.events import Checkpoint, FitEnd, FitStart, Preempt, StepEnd
+from jaxgoodput.train.control import Preempted
 
 LIMIT_S = 120.0
 
@@ -53,7 +52,6 @@ def started(workdir):
     return subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(SCRIPT), str(workdir)],
         cwd=pathlib.Path(__file__).parents[1] / "support",
-        env={**os.environ, **compilations.JOBS},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -116,11 +114,10 @@ def given_back(own_handlers):
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_between_steps_is_heard_at_the_next(tmp_path, monkeypatch, own_handlers, signum):
-    in_step(monkeypatch)
+def test_a_signal_between_steps_is_heard_at_the_next(tmp_path, own_handlers, signum):
     seen = Recorder(lambda e: send(signum) if e.step == 3 else None)
     with pytest.raises(Preempted) as stopped:
-        Counting(counting_config(tmp_path), hooks=[seen]).fit()
+        Counting(counting_config(tmp_path), hooks=[seen], loop=InStep).fit()
     assert given_back(own_handlers)
     assert stopped.value.code == 143
     # The signal may reach the main thread just after it looked.
@@ -160,13 +157,10 @@ class Signalled(Evaluated):
         return super().summarize(outputs)
 
 
-def test_a_signal_during_an_evaluation_is_heard_at_the_next_step(
-    tmp_path, monkeypatch, own_handlers
-):
-    in_step(monkeypatch)
+def test_a_signal_during_an_evaluation_is_heard_at_the_next_step(tmp_path, own_handlers):
     settings = counting_config(tmp_path, eval_every_base_steps=4.0)
     with pytest.raises(Preempted) as stopped:
-        Signalled(settings, signal.SIGTERM).fit()
+        Signalled(settings, signal.SIGTERM, loop=InStep).fit()
     assert given_back(own_handlers)
     assert stopped.value.step == 6  # the evaluation was due after step 5
     seen = Recorder()
@@ -195,7 +189,7 @@ def test_handlers_are_given_back_after_an_error(tmp_path, own_handlers):
     assert given_back(own_handlers)
 
 
-def test_a_run_beside_the_main_thread_leaves_signals_alone(tmp_path, monkeypatch, own_handlers):
+def test_a_run_beside_the_main_thread_leaves_signals_alone(tmp_path, own_handlers):
     found = []
 
     def look(event):

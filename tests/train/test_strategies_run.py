@@ -8,9 +8,8 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec
-from problems import Recorder, config, in_step, rows
+from problems import InStep, Recorder, config, rows
 
-from jaxgoodput.engine.engine import Engine
 from jaxgoodput.goodput.search import BatchLimits
 from jaxgoodput.observe.events import FitEnd, Resharded, StepEnd, TuneEnd
 from jaxgoodput.observe.hooks import Hook
@@ -68,9 +67,9 @@ class Wander(Hook):
 LIMITS = BatchLimits(base=16, max=16, micro=(1, 16), max_micro_batches=1)
 
 
-def run(workdir, strategies, *, hooks=(), **settings):
+def run(workdir, strategies, *, hooks=(), loop=InStep, **settings):
     made = config(workdir, batch=LIMITS, strategies=strategies, preconditioned=False, **settings)
-    trainer = Network(made, hooks=hooks)
+    trainer = Network(made, hooks=hooks, loop=loop)
     for hook in hooks:
         if isinstance(hook, Wander):
             hook.trainer = trainer
@@ -78,8 +77,7 @@ def run(workdir, strategies, *, hooks=(), **settings):
 
 
 @pytest.mark.slow
-def test_a_run_that_changes_its_strategy_is_the_run_that_does_not(tmp_path, monkeypatch):
-    in_step(monkeypatch)
+def test_a_run_that_changes_its_strategy_is_the_run_that_does_not(tmp_path):
     alone, _ = run(tmp_path / "alone", (STRATEGIES[0],), epochs=4)
     seen = Recorder()
     moved, trainer = run(
@@ -102,8 +100,7 @@ def test_a_run_that_changes_its_strategy_is_the_run_that_does_not(tmp_path, monk
 
 
 @pytest.mark.slow
-def test_the_tuner_tries_every_strategy_once_and_says_why(tmp_path, monkeypatch):
-    in_step(monkeypatch)
+def test_the_tuner_tries_every_strategy_once_and_says_why(tmp_path):
     seen = Recorder()
     run(
         tmp_path,
@@ -146,15 +143,13 @@ def test_a_misspelt_strategy_is_refused_where_it_is_asked_for(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_refused_move_leaves_training_as_it_was(tmp_path, monkeypatch):
-    in_step(monkeypatch)
+def test_a_refused_move_leaves_training_as_it_was(tmp_path):
+    class Refused(InStep):
+        def _move(self, strategy):
+            raise MoveDoesNotFit("the move needs 9 MiB more")
 
-    def refuse(engine, state, layout):
-        raise MoveDoesNotFit("the move needs 9 MiB more")
-
-    monkeypatch.setattr(Engine, "move", refuse)
     seen = Recorder()
-    run(tmp_path, STRATEGIES, hooks=[seen, Wander(5)], epochs=2)
+    run(tmp_path, STRATEGIES, hooks=[seen, Wander(5)], loop=Refused, epochs=2)
     assert not seen.of(Resharded)
     assert {s.config.strategy for s in seen.of(StepEnd)} == {"data8"}
     assert seen.of(FitEnd)[0].reason == "done"
