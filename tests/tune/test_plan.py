@@ -26,37 +26,45 @@ def linear(state, per_sample):
 NOTHING = linear(0, 0)
 
 
-@st.composite
-def allowed(draw):
-    """Limits that a user may write, with replicas that can divide the base."""
-    num_replicas = draw(st.sampled_from([1, 2, 4, 8]))
-    base = num_replicas * draw(st.integers(1, 64))
-    largest = base * draw(st.integers(1, 16))
-    micro = None
-    if draw(st.booleans()):
-        low = draw(st.integers(1, 8))
-        micro = (low, low + draw(st.integers(0, 512)))
-    floor = draw(st.none() | st.integers(1, base))
-    count = draw(st.sampled_from([1, 2, 16, 1024]))
-    limits = BatchLimits(
-        base=base, max=largest, micro=micro, min_global=floor, max_micro_batches=count
+# Limits that a user may write, with replicas that can divide the base; as numbers, made in the tests.
+allowances = st.fixed_dictionaries(
+    {
+        "num_replicas": st.sampled_from([1, 2, 4, 8]),
+        "share": st.integers(1, 64),  # of a replica in the base batch
+        "growth": st.integers(1, 16),
+        "low": st.none() | st.integers(1, 8),
+        "span": st.integers(0, 512),
+        "floor": st.none() | st.floats(0, 1),  # of the base
+        "max_micro_batches": st.sampled_from([1, 2, 16]),
+    }
+)
+
+
+def limits_of(allowance):
+    base = allowance["num_replicas"] * allowance["share"]
+    low, floor = allowance["low"], allowance["floor"]
+    return BatchLimits(
+        base=base,
+        max=base * allowance["growth"],
+        micro=None if low is None else (low, low + allowance["span"]),
+        min_global=None if floor is None else max(int(floor * base), 1),
+        max_micro_batches=allowance["max_micro_batches"],
     )
-    return limits, num_replicas
 
 
 needs = st.builds(linear, st.integers(0, 10**6), st.integers(0, 10**4))
 
 
 @given(
-    what=allowed(),
+    allowance=allowances,
     num_samples=st.integers(1, 20_000),
     needs=needs,
     budget=st.integers(0, 10**7),
     accumulate=st.booleans(),
     fixed=st.booleans(),
 )
-def test_a_plan_never_leaves_its_limits(what, num_samples, needs, budget, accumulate, fixed):
-    limits, num_replicas = what
+def test_a_plan_never_leaves_its_limits(allowance, num_samples, needs, budget, accumulate, fixed):
+    limits, num_replicas = limits_of(allowance), allowance["num_replicas"]
     asked = {}
 
     def noted(size, several):
@@ -93,9 +101,9 @@ def test_a_plan_never_leaves_its_limits(what, num_samples, needs, budget, accumu
             assert limits.smallest <= batch.global_batch_size <= min(limits.max, num_samples)
 
 
-@given(what=allowed(), needs=needs, low=st.integers(0, 10**7), more=st.integers(0, 10**7))
-def test_more_memory_never_takes_more_micro_batches(what, needs, low, more):
-    limits, num_replicas = what
+@given(allowance=allowances, needs=needs, low=st.integers(0, 10**7), more=st.integers(0, 10**7))
+def test_more_memory_never_takes_more_micro_batches(allowance, needs, low, more):
+    limits, num_replicas = limits_of(allowance), allowance["num_replicas"]
 
     def start(budget):
         try:
@@ -164,23 +172,34 @@ def test_a_fixed_batch_has_one_size_and_may_miss_its_base_by_the_tolerance():
 # -- a run that goes on ------------------------------------------------------------------------------
 
 
-@st.composite
-def resumptions(draw):
-    """A plan, and a batch of the same limits saved on some other number of replicas."""
-    limits, num_replicas = draw(allowed())
-    plan = batch_plan(limits, num_replicas, MANY, budget=MANY, needs=NOTHING, strategy="fsdp8")
+# A batch saved on some number of replicas, of the size at a place among those of the plan.
+saves = st.fixed_dictionaries(
+    {
+        "place": st.integers(0, 100),
+        "num_micro_batches": st.integers(1, 4),
+        "num_replicas": st.sampled_from([1, 2, 4, 8]),
+    }
+)
+
+
+def resumption(allowance, save):
+    """A plan, and a batch that was saved under the same limits."""
+    limits = dataclasses.replace(limits_of(allowance), micro=None)
+    plan = batch_plan(
+        limits, allowance["num_replicas"], MANY, budget=MANY, needs=NOTHING, strategy="fsdp8"
+    )
     saved = BatchConfig(
-        micro_batch_size=draw(st.sampled_from(plan.sizes)),
-        num_micro_batches=draw(st.integers(1, 4)),
-        num_replicas=draw(st.sampled_from([1, 2, 4, 8])),
+        micro_batch_size=plan.sizes[save["place"] % len(plan.sizes)],
+        num_micro_batches=save["num_micro_batches"],
+        num_replicas=save["num_replicas"],
         strategy="data8",
     )
     return plan, saved
 
 
-@given(case=resumptions(), room=st.integers(1, 2048))
-def test_a_resumed_run_goes_on_with_the_same_batch_where_it_can(case, room):
-    plan, saved = case
+@given(allowance=allowances, save=saves, room=st.integers(1, 2048))
+def test_a_resumed_run_goes_on_with_the_same_batch_where_it_can(allowance, save, room):
+    plan, saved = resumption(allowance, save)
     found = plan.resumed(saved, lambda size: size <= room)
     assert found.strategy == "fsdp8" and found.num_replicas == plan.start.num_replicas
     assert found == plan.start or found.micro_batch_size <= room
@@ -208,17 +227,16 @@ def test_a_run_saved_with_more_memory_resumes_with_what_fits(room, micro):
     assert found.global_batch_size == min(128, micro * 4 * 2), "the nearest batch that can be made"
 
 
-@given(case=resumptions(), wanted=st.integers(1, 10**6))
-def test_the_nearest_batch_of_a_size_is_the_nearest_of_those_allowed(case, wanted):
-    plan, saved = case
+@given(allowance=allowances, save=saves, wanted=st.integers(1, 10**6))
+def test_the_nearest_batch_of_a_size_is_the_nearest_of_those_allowed(allowance, save, wanted):
+    plan, saved = resumption(allowance, save)
     options = plan.batches([saved.micro_batch_size])
     found = plan.nearest(saved.micro_batch_size, wanted)
     if found is None:
         assert not options
         return
-    assert found in options
 
     def ratio(batch):
         return max(batch.global_batch_size / wanted, wanted / batch.global_batch_size)
 
-    assert ratio(found) == pytest.approx(min(map(ratio, options)))
+    assert found in options and ratio(found) == pytest.approx(min(map(ratio, options)))
