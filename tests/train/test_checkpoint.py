@@ -148,7 +148,7 @@ def test_timings_statistics_batch_and_ledger_come_back(tmp_path):
     settings = counting_config(
         tmp_path, policy="goodput", batch=limits, epochs=4, warm_up_steps=10**9
     )
-    four = {"devices": jax.devices()[:4]}
+    four: Any = {"devices": jax.devices()[:4]}
     trainer = Counting(settings, hooks=[Recorder(grow)], loop=First, **four)
     trainer.fit()
     saved = restored(tmp_path, trainer=trainer, count=4).meta

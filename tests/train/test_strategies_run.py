@@ -171,7 +171,7 @@ def test_a_rule_that_does_not_fit_costs_no_checkpoint(tmp_path):
 def test_a_model_that_must_be_cut_resumes_on_fewer_devices(tmp_path):
     both = (Strategy(data=-1), Strategy(fsdp=-1))
     # Three copies of two matrices: 98 KiB whole, so that data parallelism does not fit.
-    tight = {"memory_bytes": 110_000}
+    tight: Any = {"memory_bytes": 110_000}
     first, _ = run(tmp_path, both, epochs=1, **tight)
     assert first.params["up"]["kernel"].sharding.mesh.shape["fsdp"] == 8
     seen = Recorder()
