@@ -1,9 +1,6 @@
 """Trainers small enough that a whole run takes a second, and hooks that remember what they saw."""
 
-import atexit
-import functools
-import shutil
-import tempfile
+import json
 import threading
 
 import jax
@@ -13,7 +10,7 @@ import optax
 
 from jaxgoodput.goodput.search import BatchLimits
 from jaxgoodput.optim import learning_rate as rules
-from jaxgoodput.train.config import Config
+from jaxgoodput.train.config import Config, with_overrides
 from jaxgoodput.train.loop import Loop
 from jaxgoodput.train.trainer import Trainer
 
@@ -21,29 +18,30 @@ NUM_SAMPLES = 96
 WIDTH = 4
 
 
-@functools.cache
-def compilations():
-    """One folder of compiled steps for all runs of the session: most of them are the same."""
-    folder = tempfile.mkdtemp()
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return folder
-
-
 def config(workdir, **settings):
-    """A quiet run of a fixed batch of 16, compiled once, without accumulation."""
+    """A quiet run of a fixed batch of 16, compiled once, without accumulation.
+
+    A setting of a group goes by both names: `saving__at_end=False`.
+    """
     settings.setdefault("batch", BatchLimits(base=16, max=64, micro=(1, 64)))
     quiet = {
         "policy": "fixed",
-        "accumulate": False,
-        "background_compile": False,
-        "tensorboard": False,
-        "progress": False,
-        "compilation_cache": compilations(),
-        "statistics_every": 1,
+        "tuning__accumulate": False,
+        "execution__background_compile": False,
+        "reporting__tensorboard": False,
+        "reporting__progress": False,
+        "statistics__every_steps": 1,
     }
     if settings.keys().isdisjoint({"epochs", "base_steps"}):
         quiet["epochs"] = 2
-    return Config(workdir=str(workdir), **{**quiet, **settings})
+    return configured(workdir=str(workdir), **{**quiet, **settings})
+
+
+def configured(**settings):
+    """A `Config` of settings by name, as in `config`."""
+    plain = {k: v for k, v in settings.items() if "__" not in k}
+    inner = {k.replace("__", "."): json.dumps(v) for k, v in settings.items() if "__" in k}
+    return with_overrides(Config(**plain), [f"{k}={v}" for k, v in inner.items()])
 
 
 def rows(num_samples=NUM_SAMPLES, *, offset=3.0, seed=1):

@@ -91,9 +91,9 @@ def test_limits_in_the_wrong_order(limits, what):
         ({"epochs": None, "base_steps": None}, "exactly one of base_steps and epochs"),
         ({"epochs": 1, "base_steps": 10.0}, "exactly one of base_steps and epochs"),
         ({"epochs": 0}, "epochs must be positive; got 0"),
-        ({"checkpoint_every_s": 0.0}, "checkpoint_every_s must be positive"),
+        ({"saving__every_s": 0.0}, "Saving.every_s must be positive"),
         ({"policy": "greedy"}, "policy must be one of .* got 'greedy'"),
-        ({"max_growth": 1.0}, 'policy="fixed"'),
+        ({"tuning__max_growth": 1.0}, 'policy="fixed"'),
     ],
 )
 def test_settings_that_cannot_work(tmp_path, settings, what):
@@ -103,7 +103,7 @@ def test_settings_that_cannot_work(tmp_path, settings, what):
 
 def test_a_batch_that_does_not_fit_into_memory(tmp_path):
     with pytest.raises(ValueError, match="a step with .* samples per replica needs .* MiB"):
-        Mean(config(tmp_path, memory_bytes=1000)).fit()
+        Mean(config(tmp_path, execution__memory_bytes=1000)).fit()
 
 
 # -- what the user's methods return ------------------------------------------------------------------
@@ -202,7 +202,7 @@ def test_evaluations_that_cannot_work(tmp_path, trainer, error, what, up_front):
     """Before training where evaluations are due in it, else when one is asked for."""
     seen = Recorder()
     if up_front:
-        broken = trainer(config(tmp_path, eval_every_base_steps=2.0), hooks=[seen])
+        broken = trainer(config(tmp_path, evaluation__every_base_steps=2.0), hooks=[seen])
         with pytest.raises(error, match=what):
             broken.fit()
         assert not seen.of(StepEnd)

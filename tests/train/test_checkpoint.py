@@ -3,6 +3,7 @@
 import dataclasses
 import gc
 import json
+import os
 import pathlib
 import shutil
 import subprocess
@@ -10,6 +11,7 @@ import sys
 import textwrap
 from typing import Any
 
+import compilations
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -146,7 +148,7 @@ def test_timings_statistics_batch_and_ledger_come_back(tmp_path):
 
     limits = BatchLimits(base=16, max=64, micro=(2, 8), sizes=(2, 4, 8))
     settings = counting_config(
-        tmp_path, policy="goodput", batch=limits, epochs=4, warm_up_steps=10**9
+        tmp_path, policy="goodput", batch=limits, epochs=4, tuning__warm_up_steps=10**9
     )
     four: Any = {"devices": jax.devices()[:4]}
     trainer = Counting(settings, hooks=[Recorder(grow)], loop=First, **four)
@@ -183,8 +185,8 @@ def test_the_saved_batch_is_kept_on_other_devices_where_it_can_be(tmp_path, coun
         policy="goodput",
         batch=limits,
         epochs=20,
-        warm_up_steps=10**9,
-        background_compile=True,
+        tuning__warm_up_steps=10**9,
+        execution__background_compile=True,
     )
     trainer = Counting(settings, hooks=[Recorder(grow)], devices=jax.devices()[:2])
     trainer.fit()
@@ -197,7 +199,7 @@ def test_the_saved_batch_is_kept_on_other_devices_where_it_can_be(tmp_path, coun
 
 def test_saves_are_periodic_by_time(tmp_path, clock):
     seen = Recorder(lambda e: clock.advance(10.0))
-    settings = config(tmp_path, checkpoint_every_s=30.0, keep_checkpoints=2, save_at_end=False)
+    settings = config(tmp_path, saving__every_s=30.0, saving__keep=2, saving__at_end=False)
     Mean(settings, clock=clock, hooks=[seen], loop=InStep).fit()
     assert [c.step for c in seen.of(Checkpoint)] == [3, 6, 9, 12][: len(seen.of(Checkpoint))]
     assert len(seen.of(Checkpoint)) >= 3
@@ -497,6 +499,7 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(small_disk):
     ended = subprocess.run(
         [sys.executable, "-c", script, str(small_disk)],
         cwd=pathlib.Path(__file__).parents[1] / "support",
+        env={**os.environ, **compilations.JOBS},
         capture_output=True,
         text=True,
         timeout=120,

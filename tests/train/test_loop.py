@@ -151,7 +151,7 @@ def test_the_loop_never_asks_for_a_value(tmp_path, pulls, count, statistics_ever
             super()._dispatch(batch)
             marks.append(len(pulls))
 
-    settings = config(tmp_path, epochs=6, statistics_every=statistics_every)
+    settings = config(tmp_path, epochs=6, statistics__every_steps=statistics_every)
     Mean(settings, devices=devices(count), loop=Marked).fit()
     steady = pulls[marks[0] : marks[-1]]
     own = [what for thread, what in steady if thread == threading.get_ident()]
@@ -201,8 +201,13 @@ def switching(tmp_path, sizes, **settings):
                 trainer.request_batch(size)
 
     seen = Recorder(ask)
-    usual = {"policy": "goodput", "batch": LIMITS, "base_steps": 1e6, "warm_up_steps": 10**9}
-    usual |= {"compilation_cache": None, "save_at_end": False}
+    usual = {
+        "policy": "goodput",
+        "batch": LIMITS,
+        "base_steps": 1e6,
+        "tuning__warm_up_steps": 10**9,
+    }
+    usual |= {"execution__compilation_cache": None, "saving__at_end": False}
     whole = config(tmp_path, **{**usual, **settings})
     trainer = Mean(whole, hooks=[seen], devices=devices(8), loop=Counted)
     trainer.fit()
@@ -210,7 +215,7 @@ def switching(tmp_path, sizes, **settings):
 
 
 def test_nothing_compiles_on_the_loops_thread_while_sizes_switch(tmp_path):
-    seen, found = switching(tmp_path, [4, 8, 2, 8, 4, 2], background_compile=True)
+    seen, found = switching(tmp_path, [4, 8, 2, 8, 4, 2], execution__background_compile=True)
     used = [s.config.micro_batch_size for s in seen.of(StepEnd)]
     assert [size for size, after in zip(used, used[1:], strict=False) if size != after] == [
         2, 4, 8, 2, 8, 4,
@@ -229,8 +234,8 @@ def test_other_sizes_are_compiled_where_the_time_left_can_repay_it(tmp_path, bas
             self.strategies.start = lambda: starts.append(self.step)
 
     seen = Recorder(lambda e: trainer.finish() if e.step == 50 else None)
-    usual = {"policy": "goodput", "batch": LIMITS, "save_at_end": False, "min_gain": 0.0}
-    settings = config(tmp_path, base_steps=base_steps, background_compile=True, **usual)
+    usual = {"policy": "goodput", "batch": LIMITS, "saving__at_end": False, "tuning__min_gain": 0.0}
+    settings = config(tmp_path, base_steps=base_steps, execution__background_compile=True, **usual)
     noise = rows(offset=0.0)
     trainer = Mean(settings, data=noise, hooks=[seen], devices=devices(8), loop=Noted)
     trainer.fit()
@@ -239,7 +244,7 @@ def test_other_sizes_are_compiled_where_the_time_left_can_repay_it(tmp_path, bas
 
 def test_a_size_that_is_not_ready_would_be_seen(tmp_path):
     """The check above can fail: an unknown size compiles on the loop's thread, and is counted."""
-    _, found = switching(tmp_path, [5], background_compile=False)
+    _, found = switching(tmp_path, [5], execution__background_compile=False)
     assert found["loop"]
 
 
@@ -278,9 +283,9 @@ def growing(tmp_path):
         policy="goodput",
         batch=LIMITS,
         base_steps=1e6,
-        background_compile=True,
-        warm_up_steps=1,
-        tune_every_steps=1,
+        execution__background_compile=True,
+        tuning__warm_up_steps=1,
+        tuning__every_steps=1,
     )
 
 

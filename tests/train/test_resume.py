@@ -1,5 +1,6 @@
 """A run that ends and is started again is the run that never ended: to the bit, and to the sample."""
 
+import dataclasses
 import importlib.util
 import itertools
 import json
@@ -47,7 +48,7 @@ class Noisy(Mean):
 @pytest.mark.parametrize("count, statistics_every", [(1, 5), (8, 1), (8, 5)])
 def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(tmp_path, count, statistics_every):
     options = {"devices": devices(count), "tx": optax.adam(0.05)}
-    settings = {"statistics_every": statistics_every, "epochs": 3}
+    settings = {"statistics__every_steps": statistics_every, "epochs": 3}
     whole = Noisy(config(tmp_path / "whole", **settings), **options).fit()
     for step in (4, 11):
         stopped_at(Noisy, config(tmp_path / "parts", **settings), step, **options)
@@ -167,7 +168,9 @@ def logged(num_samples, batch, total, kills):
         step += 1
         before, after = cursors[step - 1], cursors[step]
         count = after.num_samples(num_samples) - before.num_samples(num_samples)
-        lines.append({"step": step, "before": before.to_json(), "num_samples": count, "batch": 1})
+        lines.append(
+            {"step": step, "before": dataclasses.asdict(before), "num_samples": count, "batch": 1}
+        )
     return [json.dumps(line).encode() for line in lines]
 
 

@@ -9,6 +9,7 @@ import textwrap
 import threading
 import time
 
+import compilations
 import jax
 import numpy as np
 import pytest
@@ -52,6 +53,7 @@ def started(workdir):
     return subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(SCRIPT), str(workdir)],
         cwd=pathlib.Path(__file__).parents[1] / "support",
+        env={**os.environ, **compilations.JOBS},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -158,7 +160,7 @@ class Signalled(Evaluated):
 
 
 def test_a_signal_during_an_evaluation_is_heard_at_the_next_step(tmp_path, own_handlers):
-    settings = counting_config(tmp_path, eval_every_base_steps=4.0)
+    settings = counting_config(tmp_path, evaluation__every_base_steps=4.0)
     with pytest.raises(Preempted) as stopped:
         Signalled(settings, signal.SIGTERM, loop=InStep).fit()
     assert given_back(own_handlers)
@@ -169,7 +171,7 @@ def test_a_signal_during_an_evaluation_is_heard_at_the_next_step(tmp_path, own_h
 
 
 def test_a_second_sigint_interrupts_at_once(tmp_path, own_handlers):
-    settings = counting_config(tmp_path, eval_every_base_steps=4.0)
+    settings = counting_config(tmp_path, evaluation__every_base_steps=4.0)
     with pytest.raises(KeyboardInterrupt):
         Signalled(settings, signal.SIGINT, signal.SIGINT).fit()
     assert given_back(own_handlers)
@@ -177,7 +179,7 @@ def test_a_second_sigint_interrupts_at_once(tmp_path, own_handlers):
 
 def test_a_second_sigterm_does_not_hurry(tmp_path, own_handlers):
     # Schedulers repeat themselves; what is being saved must not be cut off by it.
-    settings = counting_config(tmp_path, eval_every_base_steps=4.0)
+    settings = counting_config(tmp_path, evaluation__every_base_steps=4.0)
     with pytest.raises(Preempted):
         Signalled(settings, signal.SIGTERM, signal.SIGTERM).fit()
     assert given_back(own_handlers)

@@ -68,7 +68,9 @@ LIMITS = BatchLimits(base=16, max=16, micro=(1, 16), max_micro_batches=1)
 
 
 def run(workdir, strategies, *, hooks=(), loop=InStep, **settings):
-    made = config(workdir, batch=LIMITS, strategies=strategies, preconditioned=False, **settings)
+    made = config(
+        workdir, batch=LIMITS, strategies=strategies, statistics__preconditioned=False, **settings
+    )
     trainer = Network(made, hooks=hooks, loop=loop)
     for hook in hooks:
         if isinstance(hook, Wander):
@@ -81,7 +83,11 @@ def test_a_run_that_changes_its_strategy_is_the_run_that_does_not(tmp_path):
     alone, _ = run(tmp_path / "alone", (STRATEGIES[0],), epochs=4)
     seen = Recorder()
     moved, trainer = run(
-        tmp_path / "moved", STRATEGIES, hooks=[seen, Wander(5)], epochs=4, eval_every_base_steps=8.0
+        tmp_path / "moved",
+        STRATEGIES,
+        hooks=[seen, Wander(5)],
+        epochs=4,
+        evaluation__every_base_steps=8.0,
     )
     switches = seen.of(Resharded)
     assert len(switches) >= 5 and {s.after for s in switches} == set(NAMES)
@@ -107,11 +113,11 @@ def test_the_tuner_tries_every_strategy_once_and_says_why(tmp_path):
         STRATEGIES,
         hooks=[seen],
         epochs=60,
-        min_gain=0.5,  # so that a trial is worth its price in a run of seconds
+        tuning__min_gain=0.5,  # so that a trial is worth its price in a run of seconds
         policy="goodput",
-        warm_up_steps=20,
-        dwell_steps=10,
-        tune_every_steps=20,
+        tuning__warm_up_steps=20,
+        tuning__dwell_steps=10,
+        tuning__every_steps=20,
     )
     verdicts = [t.verdict for t in seen.of(TuneEnd)]
     reasons = [v.reason for v in verdicts]
@@ -171,12 +177,12 @@ def test_a_rule_that_does_not_fit_costs_no_checkpoint(tmp_path):
 def test_a_model_that_must_be_cut_resumes_on_fewer_devices(tmp_path):
     both = (Strategy(data=-1), Strategy(fsdp=-1))
     # Three copies of two matrices: 98 KiB whole, so that data parallelism does not fit.
-    tight: Any = {"memory_bytes": 110_000}
+    tight: Any = {"execution__memory_bytes": 110_000}
     first, _ = run(tmp_path, both, epochs=1, **tight)
     assert first.params["up"]["kernel"].sharding.mesh.shape["fsdp"] == 8
     seen = Recorder()
     settings = config(
-        tmp_path, batch=LIMITS, strategies=both, preconditioned=False, epochs=2, **tight
+        tmp_path, batch=LIMITS, strategies=both, statistics__preconditioned=False, epochs=2, **tight
     )
     second = Network(settings, hooks=[seen], devices=jax.devices()[:4]).fit()
     assert second.params["up"]["kernel"].sharding.mesh.shape["fsdp"] == 4

@@ -19,6 +19,7 @@ from problems import (
     rows,
 )
 
+from jaxgoodput._jax import listen_for_compilations
 from jaxgoodput.data.cursor import Cursor, take
 from jaxgoodput.goodput.fit import fit_perf_params
 from jaxgoodput.goodput.perf import PerfParams
@@ -33,6 +34,7 @@ from jaxgoodput.observe.events import (
     Window,
 )
 from jaxgoodput.observe.hooks import Every
+from jaxgoodput.train.config import Saving
 from jaxgoodput.train.control import Preempted
 from jaxgoodput.train.loop import Loop
 from jaxgoodput.tune.batch import tune
@@ -50,7 +52,7 @@ def test_loss_falls_and_every_step_is_reported_in_order(tmp_path, count, backgro
     seen = Recorder()
     limits = BatchLimits(base=16, max=64, micro=(1, 64), sizes=(2, 4, 16, 32))
     settings = config(
-        tmp_path, epochs=8, background_compile=background, policy="goodput", batch=limits
+        tmp_path, epochs=8, execution__background_compile=background, policy="goodput", batch=limits
     )
     state = Mean(settings, devices=devices(count), hooks=[seen]).fit()
 
@@ -100,7 +102,11 @@ def test_a_fixed_policy_keeps_the_global_batch_and_still_learns_the_model(tmp_pa
     seen = Recorder()
     done = Every(lambda e: trainer.finish() if seen.of(TuneEnd) else None, steps=10)
     settings = config(
-        tmp_path, base_steps=LONG, warm_up_steps=1, tune_every_steps=5, tune_every_s=1e9
+        tmp_path,
+        base_steps=LONG,
+        tuning__warm_up_steps=1,
+        tuning__every_steps=5,
+        tuning__every_s=1e9,
     )
     trainer = Mean(settings, data=rows(offset=0.0), hooks=[seen, done])
     trainer.fit()
@@ -121,7 +127,7 @@ def test_a_switch_asked_for_from_a_hook_happens_at_the_next_step_and_loses_no_sa
     limits = BatchLimits(base=16, max=64, micro=(8, 64), min_global=8, sizes=(8, 16, 32))
     seen = Recorder(ask)
     settings = counting_config(
-        tmp_path, epochs=7, policy="goodput", batch=limits, warm_up_steps=10**9
+        tmp_path, epochs=7, policy="goodput", batch=limits, tuning__warm_up_steps=10**9
     )
     trainer = Counting(settings, devices=devices(1), hooks=[seen], loop=InStep)
     state = trainer.fit()
@@ -145,9 +151,9 @@ def test_accumulation_asked_for_from_a_hook_loses_no_sample(tmp_path):
         epochs=2,
         policy="goodput",
         batch=limits,
-        accumulate=True,
-        warm_up_steps=10**9,
-        tune_every_s=1e9,
+        tuning__accumulate=True,
+        tuning__warm_up_steps=10**9,
+        tuning__every_s=1e9,
     )
     trainer = Counting(settings, devices=devices(8), hooks=[seen], loop=InStep)
     state = trainer.fit()
@@ -206,11 +212,11 @@ def test_the_batch_adapts_to_planted_times_and_noise(tmp_path, times, offset, ex
         base_steps=LONG,
         policy="goodput",
         batch=BatchLimits(base=16, max=64, micro=(1, 64), sizes=(2, 4, 8, 16, 32, 64)),
-        warm_up_steps=1,
-        tune_every_steps=4,
-        tune_every_s=1e9,
-        dwell_steps=2,
-        window_s=1e9,
+        tuning__warm_up_steps=1,
+        tuning__every_steps=4,
+        tuning__every_s=1e9,
+        tuning__dwell_steps=2,
+        reporting__window_s=1e9,
     )
     trainer = Mean(
         settings,
@@ -229,6 +235,32 @@ def test_the_batch_adapts_to_planted_times_and_noise(tmp_path, times, offset, ex
     for verdict in seen.of(TuneEnd):
         assert verdict.verdict.config.global_batch_size <= 64
         assert verdict.verdict.reason
+
+
+@pytest.mark.parametrize("chosen", [False, True], ids=["workdir", "chosen"])
+def test_a_run_finds_the_programs_of_the_one_before_and_leaves_jax_as_it_was(
+    tmp_path, uncached, chosen
+):
+    folder = tmp_path / "programs" if chosen else tmp_path / "run" / "compilation_cache"
+    before = dict(jax.config.values)
+    # Without a checkpoint, so that the second run is the first one again.
+    settings = config(
+        tmp_path / "run",
+        execution__compilation_cache=str(folder) if chosen else "",
+        saving__at_end=False,
+    )
+
+    def compilations():
+        found = []
+        undo = listen_for_compilations(found.append)
+        Mean(settings).fit()
+        undo()
+        return found
+
+    assert {c.cached for c in compilations()} >= {False} and list(folder.iterdir())
+    again = compilations()
+    assert again and all(c.cached for c in again), again
+    assert jax.config.values == before
 
 
 def test_hooks_are_called_in_the_order_given(tmp_path):
@@ -278,12 +310,12 @@ LAST = 2 * NUM_SAMPLES // 16
     ],
 )
 def test_an_exception_in_a_hook_is_raised_after_a_checkpoint(tmp_path, method, at):
-    settings = counting_config(tmp_path, save_at_end=method == "on_checkpoint")
+    settings = counting_config(tmp_path, saving__at_end=method == "on_checkpoint")
     with pytest.raises(ZeroDivisionError, match="own mistake"):
         Counting(settings, hooks=[Broken(method, at)]).fit()
 
     seen = Recorder()
-    state = Counting(dataclasses.replace(settings, save_at_end=True), hooks=[seen]).fit()
+    state = Counting(dataclasses.replace(settings, saving=Saving()), hooks=[seen]).fit()
     start = seen.of(FitStart)[0].step
     if method == "on_step_end":
         assert at <= start <= LAST
@@ -321,7 +353,7 @@ def test_request_stop_saves_and_raises_with_exit_code_143(tmp_path):
 
 def test_request_save_saves_and_goes_on(tmp_path):
     seen = Recorder(lambda e: trainer.request_save() if e.step == 3 else None)
-    trainer = Mean(config(tmp_path, save_at_end=False), hooks=[seen], loop=InStep)
+    trainer = Mean(config(tmp_path, saving__at_end=False), hooks=[seen], loop=InStep)
     trainer.fit()
     (saved,) = seen.of(Checkpoint)
     assert saved.step == 3 and saved.error is None

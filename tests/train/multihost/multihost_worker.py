@@ -34,7 +34,7 @@ from jaxgoodput.goodput.search import BatchLimits
 from jaxgoodput.observe.events import Checkpoint, EvalEnd, FitEnd, FitStart, StepEnd
 from jaxgoodput.optim import learning_rate as rules
 from jaxgoodput.train import prepare
-from jaxgoodput.train.config import Config
+from jaxgoodput.train.config import Config, with_overrides
 from jaxgoodput.train.control import Control, Preempted
 from jaxgoodput.train.trainer import Trainer
 
@@ -49,15 +49,17 @@ def config(out, section, **settings):
     """A quiet run whose tuner never speaks, in a folder of its own under `out`."""
     quiet = {
         "policy": "fixed",
-        "accumulate": False,
-        "background_compile": False,
-        "statistics_every": 1,
-        "warm_up_steps": 1_000_000,
-        "tensorboard": False,
-        "progress": False,
-        "compilation_cache": str(out.parent / "compilations"),
+        "tuning.accumulate": False,
+        "tuning.warm_up_steps": 1_000_000,
+        "statistics.every_steps": 1,
+        "execution.background_compile": False,
+        "reporting.tensorboard": False,
+        "reporting.progress": False,
     }
-    return Config(workdir=str(out / section), **{**quiet, **settings})
+    given = {**quiet, **settings}
+    plain = {k: v for k, v in given.items() if "." not in k}
+    inner = [f"{k}={json.dumps(v)}" for k, v in given.items() if "." in k]
+    return with_overrides(Config(workdir=str(out / section), **plain), inner)
 
 
 class Noisy(Trainer):
@@ -198,8 +200,8 @@ class Watch:
             step=event.step,
             samples=event.samples,
             num_samples=event.num_samples,
-            before=event.before.to_json(),
-            after=event.after.to_json(),
+            before=dataclasses.asdict(event.before),
+            after=dataclasses.asdict(event.after),
             config=vars(event.config),
             metrics=dict(event.metrics),
         )
@@ -279,8 +281,12 @@ def noisy(out, section, **options):
     """The trainer of the sections that are compared with one process."""
     small = {"batch": BatchLimits(base=16, max=48, micro=(1, 4)), "epochs": 2}
     settings = {
-        "sgd": {**small, "eval_every_base_steps": 2.0},
-        "adam": {**small, "batch": BatchLimits(base=16, max=48, micro=(1, 2)), "accumulate": True},
+        "sgd": {**small, "evaluation.every_base_steps": 2.0},
+        "adam": {
+            **small,
+            "batch": BatchLimits(base=16, max=48, micro=(1, 2)),
+            "tuning.accumulate": True,
+        },
     }
     transformations = {
         "sgd": optax.sgd(optax.cosine_decay_schedule(0.05, 20), momentum=0.9),
@@ -328,7 +334,7 @@ def run_verdicts(out, section):
             micro, count = wanted[event.step]
             ask(watch, micro, count)
 
-    trainer = Counting(config(out, section, **counting_settings(accumulate=True)))
+    trainer = Counting(config(out, section, **counting_settings(**{"tuning.accumulate": True})))
     Watch(trainer, _lines_of(out, section), on_step=on_step).fit()
 
 
@@ -368,9 +374,9 @@ def run_ready(out, section):
 
     settings = counting_settings(
         batch=BatchLimits(base=24, max=96, micro=(6, 24)),
-        background_compile=True,
         epochs=None,
         base_steps=1e4,
+        **{"execution.background_compile": True},
     )
     trainer = Counting(config(out, section, **settings))
     watch = Watch(trainer, _lines_of(out, section), on_step=on_step, before_step=before_step)
