@@ -184,7 +184,7 @@ def switching(tmp_path, sizes, **settings):
     class Counted(InStep):
         def run(self):
             found["start"] = self.compilations.num
-            if self.config.background_compile:
+            if self.config.execution.background_compile:
                 self.strategies.start()
                 assert self.sizes.wait(LIMIT_S)
             try:
