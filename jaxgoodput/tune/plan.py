@@ -59,7 +59,7 @@ class BatchPlan:
         while True:
             near = self._nearest_to(saved, sizes)
             size = near.micro_batch_size
-            if near == self.start or fits(size):
+            if size == self.start.micro_batch_size or fits(size):
                 return near
             logging.warning(
                 "the run was saved with micro-batches of %d samples per replica, or is closest to it with "

@@ -1,10 +1,6 @@
 """Trainers small enough that a whole run takes a second, and hooks that remember what they saw."""
 
-import atexit
-import functools
 import json
-import shutil
-import tempfile
 import threading
 
 import jax
@@ -15,35 +11,26 @@ import optax
 from jaxgoodput.goodput.search import BatchLimits
 from jaxgoodput.optim import learning_rate as rules
 from jaxgoodput.train.config import Config, with_overrides
-from jaxgoodput.train.loop import Run
+from jaxgoodput.train.loop import Loop
 from jaxgoodput.train.trainer import Trainer
 
 NUM_SAMPLES = 96
 WIDTH = 4
 
 
-@functools.cache
-def compilations():
-    """One folder of compiled steps for all runs of the session: most of them are the same."""
-    folder = tempfile.mkdtemp()
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return folder
-
-
 def config(workdir, **settings):
     """A quiet run of a fixed batch of 16, compiled once, without accumulation.
 
-    Settings of a group by their whole names: `**{"saving.at_end": False}`.
+    A setting of a group goes by both names: `saving__at_end=False`.
     """
     settings.setdefault("batch", BatchLimits(base=16, max=64, micro=(1, 64)))
     quiet = {
         "policy": "fixed",
-        "accumulate": False,
-        "background_compile": False,
-        "tensorboard": False,
-        "progress": False,
-        "compilation_cache": compilations(),
-        "statistics_every": 1,
+        "tuning__accumulate": False,
+        "execution__background_compile": False,
+        "reporting__tensorboard": False,
+        "reporting__progress": False,
+        "statistics__every_steps": 1,
     }
     if settings.keys().isdisjoint({"epochs", "base_steps"}):
         quiet["epochs"] = 2
@@ -51,10 +38,10 @@ def config(workdir, **settings):
 
 
 def configured(**settings):
-    """A `Config` of settings by name; "saving.at_end" reaches in."""
-    plain = {k: v for k, v in settings.items() if "." not in k}
-    inner = {k: v for k, v in settings.items() if "." in k}
-    return with_overrides(Config(**plain), [f"{k}={json.dumps(v)}" for k, v in inner.items()])
+    """A `Config` of settings by name, as in `config`."""
+    plain = {k: v for k, v in settings.items() if "__" not in k}
+    inner = {k.replace("__", "."): json.dumps(v) for k, v in settings.items() if "__" in k}
+    return with_overrides(Config(**plain), [f"{k}={v}" for k, v in inner.items()])
 
 
 def rows(num_samples=NUM_SAMPLES, *, offset=3.0, seed=1):
@@ -182,19 +169,27 @@ def _is_key(x):
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
-def in_step(monkeypatch):
-    """Makes the loop wait for its hooks before every step.
+class InStep(Loop):
+    """A loop that waits for its hooks before every step.
 
     What a hook asks for at the end of step n then holds for step n + 1.
     """
-    obey, start = Run._obey, {}
 
-    def wait_and_obey(run, result):
-        watcher = run.watcher
-        if result is not None or run.state is not start.setdefault(run, run.state):
-            with watcher._done:
-                watcher._done.wait_for(lambda: run.step in watcher._results or watcher.error)
-        run.analyst.flush()
-        return obey(run, result)
+    def __init__(self, *arguments, **named):
+        self._told = threading.Condition()
+        self._newest = 0  # step of which the analyst knows
+        super().__init__(*arguments, **named)
 
-    monkeypatch.setattr(Run, "_obey", wait_and_obey)
+    def _on_result(self, result):
+        super()._on_result(result)
+        with self._told:
+            self._newest = result.ticket.step
+            self._told.notify_all()
+
+    def _obey(self, result):
+        if self.step > self.start.step:
+            with self._told:
+                while self._newest < self.step and self.watcher.error is None:
+                    self._told.wait(0.1)  # nobody tells of an error
+        self.analyst.flush()
+        return super()._obey(result)

@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from problems import configured
 
 from jaxgoodput.clock import FakeClock
 from jaxgoodput.data.cursor import Cursor
@@ -11,11 +12,10 @@ from jaxgoodput.goodput.search import BatchConfig, BatchLimits
 from jaxgoodput.observe.hooks import Hook
 from jaxgoodput.optim.adaptive import NoiseReadout
 from jaxgoodput.train.analyst import CALM_STEPS, Analyst
-from jaxgoodput.train.config import Config
 from jaxgoodput.train.control import Requests
 from jaxgoodput.train.watcher import Result, Ticket
 from jaxgoodput.tune.timings import Parts
-from jaxgoodput.tune.tuner import answer
+from jaxgoodput.tune.tuner import Tuner, answer
 from jaxgoodput.tune.verdict import PROBE_STEPS
 
 SIZES = (512, 2048, 8192, 16384)
@@ -24,16 +24,19 @@ STEP_S = {512: 0.0093, 2048: 0.0120, 8192: 0.0225, 16384: 0.0560}
 BESIDE_COMPILATION = 2.0  # times as long
 
 
-class AtOnce:
+class AtOnce(Tuner):
     """A tuner that answers on the asker's thread."""
-
-    is_busy = False
 
     def __init__(self, on_answer, on_error):
         self._on_answer = on_answer
 
+    @property
+    def is_busy(self):
+        return False
+
     def ask(self, situation):
         self._on_answer(answer(situation))
+        return True
 
     def close(self):
         pass
@@ -84,13 +87,14 @@ class Course:
         self.clock, self.requests, self.heard = FakeClock(), Requests(), Listener()
         self.ready, self.errors, self.step = ready, [], 0
         self.config = BatchConfig(micro_batch_size=start, num_micro_batches=1, num_replicas=1)
-        config = Config(
+        usual = {"tuning__dwell_steps": 10, "tuning__every_steps": 4, "tuning__warm_up_steps": 4}
+        config = configured(
             workdir=str(tmp_path),
             batch=BatchLimits(
                 base=512, max=16384, micro=(512, 16384), sizes=SIZES, max_micro_batches=1
             ),
             base_steps=1e6,
-            **{"dwell_steps": 10, "tune_every_steps": 4, "warm_up_steps": 4, **settings},
+            **{**usual, **settings},
         )
         self.analyst = Analyst(
             config,

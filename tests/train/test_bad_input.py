@@ -7,30 +7,30 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jaxgoodput.train.outcome import Diverged
+from absl import logging
 from problems import (
     NUM_SAMPLES,
     Counting,
     Evaluated,
+    InStep,
     Mean,
     Recorder,
     config,
     counting_config,
-    in_step,
     rows,
 )
 
 from jaxgoodput.engine.state import Loss
 from jaxgoodput.goodput.search import BatchLimits
 from jaxgoodput.observe.events import Checkpoint, FitEnd, StepEnd, Window
-from jaxgoodput.train import setup
+from jaxgoodput.train.control import Diverged
 
 
 @pytest.fixture
 def told(monkeypatch):
     """What users are warned of while a run is set up."""
     said = []
-    monkeypatch.setattr(setup.logging, "warning", lambda m, *values: said.append(m % values))
+    monkeypatch.setattr(logging, "warning", lambda m, *values: said.append(m % values))
     return said
 
 
@@ -91,9 +91,9 @@ def test_limits_in_the_wrong_order(limits, what):
         ({"epochs": None, "base_steps": None}, "exactly one of base_steps and epochs"),
         ({"epochs": 1, "base_steps": 10.0}, "exactly one of base_steps and epochs"),
         ({"epochs": 0}, "epochs must be positive; got 0"),
-        ({"checkpoint_every_s": 0.0}, "checkpoint_every_s must be positive"),
+        ({"saving__every_s": 0.0}, "Saving.every_s must be positive"),
         ({"policy": "greedy"}, "policy must be one of .* got 'greedy'"),
-        ({"max_growth": 1.0}, 'policy="fixed"'),
+        ({"tuning__max_growth": 1.0}, 'policy="fixed"'),
     ],
 )
 def test_settings_that_cannot_work(tmp_path, settings, what):
@@ -103,7 +103,7 @@ def test_settings_that_cannot_work(tmp_path, settings, what):
 
 def test_a_batch_that_does_not_fit_into_memory(tmp_path):
     with pytest.raises(ValueError, match="a step with .* samples per replica needs .* MiB"):
-        Mean(config(tmp_path, memory_bytes=1000)).fit()
+        Mean(config(tmp_path, execution__memory_bytes=1000)).fit()
 
 
 # -- what the user's methods return ------------------------------------------------------------------
@@ -202,7 +202,7 @@ def test_evaluations_that_cannot_work(tmp_path, trainer, error, what, up_front):
     """Before training where evaluations are due in it, else when one is asked for."""
     seen = Recorder()
     if up_front:
-        broken = trainer(config(tmp_path, eval_every_base_steps=2.0), hooks=[seen])
+        broken = trainer(config(tmp_path, evaluation__every_base_steps=2.0), hooks=[seen])
         with pytest.raises(error, match=what):
             broken.fit()
         assert not seen.of(StepEnd)
@@ -254,13 +254,12 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted_and_shown(tmp_path, tr
     np.testing.assert_allclose(state.params["w"], w, rtol=2e-6)
 
 
-def test_too_many_in_a_row_stop_training_with_the_last_good_checkpoint_kept(tmp_path, monkeypatch):
-    in_step(monkeypatch)
+def test_too_many_in_a_row_stop_training_with_the_last_good_checkpoint_kept(tmp_path):
     data = rows()
     data["x"][64:] = np.nan  # from the fifth batch on
     seen = Recorder(lambda e: trainer.request_save() if e.step == 3 else None)
     settings = config(tmp_path, shuffle=False, base_steps=1e6, max_skipped_in_a_row=2)
-    trainer = Mean(settings, data=data, hooks=[seen])
+    trainer = Mean(settings, data=data, hooks=[seen], loop=InStep)
     with pytest.raises(Diverged, match="2 updates in a row .* the last at step 6") as stopped:
         trainer.fit()
     assert "Lower the learning rate" in str(stopped.value)

@@ -17,16 +17,24 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from problems import Counting, Mean, Recorder, config, counting_config, in_step, same
+from absl import logging
+from hypothesis import given
+from hypothesis import strategies as st
+from problems import Counting, InStep, Mean, Recorder, config, counting_config, same
 
 from jaxgoodput.data.cursor import Cursor
-from jaxgoodput.data.sources import as_source
-from jaxgoodput.goodput.search import BatchLimits
+from jaxgoodput.data.sources import abstract_sample, as_source
+from jaxgoodput.engine.engine import Engines
+from jaxgoodput.goodput.search import BatchConfig, BatchLimits
 from jaxgoodput.observe.events import Checkpoint, FitStart, StepEnd
-from jaxgoodput.parallel.strategy import Strategy
-from jaxgoodput.train import checkpoint, setup
-from jaxgoodput.train.checkpoint import Checkpoints, WrongWorkdirError, differences
-from jaxgoodput.train.loop import Run
+from jaxgoodput.train.checkpoint import (
+    VERSION,
+    CheckpointMeta,
+    Checkpoints,
+    WrongWorkdirError,
+    differences,
+)
+from jaxgoodput.train.prepare import place, problem_of
 
 STEPS = 12  # of two epochs of 96 samples in batches of 16
 
@@ -40,7 +48,7 @@ def told(monkeypatch):
         if "cannot be read" in message:  # Orbax says a thing or two of its own
             said.append(message % values)
 
-    monkeypatch.setattr(checkpoint.logging, "warning", warning)
+    monkeypatch.setattr(logging, "warning", warning)
     return said
 
 
@@ -48,24 +56,19 @@ def steps_in(workdir):
     return sorted(int(p.name) for p in (pathlib.Path(workdir) / "checkpoints").iterdir())
 
 
-def layout(count=1):
-    return Strategy(data=count).on(jax.devices()[:count])
-
-
-def trained(workdir, every=3, count=1, trainer=Counting, **settings):
-    """A run with a checkpoint at every third step; returns its last state and its recorder."""
-    seen = Recorder(lambda e: run.request_save() if e.step % every == 0 else None)
-    run = trainer(counting_config(workdir, **settings), hooks=[seen], devices=jax.devices()[:count])
-    return run.fit(), seen
+def trained(workdir, count=1):
+    """A run with a checkpoint at every third step; returns its last state."""
+    hook = Recorder(lambda e: trainer.request_save() if e.step % 3 == 0 else None)
+    devices = jax.devices()[:count]
+    trainer = Counting(counting_config(workdir), hooks=[hook], devices=devices, loop=InStep)
+    return trainer.fit()
 
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory):
     """A workdir with checkpoints at steps 6, 9 and 12, and the state that the run returned."""
     workdir = tmp_path_factory.mktemp("original")
-    with pytest.MonkeyPatch.context() as patch:
-        in_step(patch)
-        state, _ = trained(workdir)
+    state = trained(workdir)
     assert steps_in(workdir) == [6, 9, 12]
     return workdir, state
 
@@ -79,26 +82,29 @@ def workdir(original, tmp_path):
 def restored(workdir, count=1, trainer=None):
     """What a run in this workdir would start from."""
     trainer = trainer or Counting(counting_config(workdir), devices=jax.devices()[:count])
-    engine = setup.engine(trainer, as_source(trainer.dataset()), setup.place(trainer.devices))
+    engines = Engines(
+        problem_of(trainer, trainer.config), abstract_sample(as_source(trainer.dataset()))
+    )
+    abstract = engines.on(place(trainer.devices).layout).abstract_state()
     found = Checkpoints(str(workdir), keep=3)
     try:
-        return found.restore(lambda meta: engine.abstract_state())
+        return found.restore(lambda meta: abstract)
     finally:
         found.close()
 
 
 def test_the_last_few_are_kept_and_hold_the_state_to_the_bit(original, workdir):
     found = restored(workdir)
-    assert found.step == STEPS
+    assert found.meta.step == STEPS
     assert same(found.state, original[1])
     assert int(found.state.step) == STEPS
-    assert found.meta["samples"] == 2 * 96
-    assert Cursor(**found.meta["cursor"]) == Cursor(seed=0, epoch=2)
+    assert found.meta.samples == 2 * 96
+    assert found.meta.cursor == Cursor(seed=0, epoch=2)
 
 
 @pytest.mark.parametrize("before, after", [(8, 4), (4, 1), (1, 8)])
 def test_a_state_moves_to_another_number_of_devices(tmp_path, before, after):
-    state, _ = trained(tmp_path, count=before)
+    state = trained(tmp_path, count=before)
     found = restored(tmp_path, count=after)
     assert same(found.state, state)
     for leaf in jax.tree.leaves(found.state):
@@ -113,8 +119,28 @@ def test_a_state_moves_to_another_number_of_devices(tmp_path, before, after):
     np.testing.assert_array_equal(more.params["count"], 3)
 
 
-def test_timings_statistics_batch_and_ledger_come_back(tmp_path, monkeypatch):
-    in_step(monkeypatch)
+class Kept(InStep):
+    """Keeps what is in its books when it begins and when it ends."""
+
+    books: list[tuple[dict[str, Any], float]] = []
+
+    def run(self):
+        self._note()
+        try:
+            return super().run()
+        finally:
+            self._note()
+
+    def _note(self):
+        self.books.append((self.analyst.timings(), sum(self.ledger.snapshot().values())))
+
+
+def test_timings_statistics_batch_and_ledger_come_back(tmp_path):
+    class First(Kept):
+        books = []
+
+    class Again(Kept):
+        books = []
 
     def grow(event):
         if event.step == 10:
@@ -122,46 +148,24 @@ def test_timings_statistics_batch_and_ledger_come_back(tmp_path, monkeypatch):
 
     limits = BatchLimits(base=16, max=64, micro=(2, 8), sizes=(2, 4, 8))
     settings = counting_config(
-        tmp_path, policy="goodput", batch=limits, epochs=4, warm_up_steps=10**9
+        tmp_path, policy="goodput", batch=limits, epochs=4, tuning__warm_up_steps=10**9
     )
-    trainer = Counting(settings, hooks=[Recorder(grow)], devices=jax.devices()[:4])
-    first_run = {}
-    train = Run._train
-
-    def keep_books(run):
-        try:
-            return train(run)
-        finally:
-            first_run.setdefault("books", run.analyst.to_json())
-            first_run.setdefault("wall", sum(run.ledger.snapshot().values()))
-
-    monkeypatch.setattr(Run, "_train", keep_books)
+    four: Any = {"devices": jax.devices()[:4]}
+    trainer = Counting(settings, hooks=[Recorder(grow)], loop=First, **four)
     trainer.fit()
     saved = restored(tmp_path, trainer=trainer, count=4).meta
-    batch = {"micro_batch_size": 8, "num_micro_batches": 1, "num_replicas": 4, "strategy": ""}
-    assert saved["batch"] == batch
-    assert saved["analyst"]["timings"] == json.loads(json.dumps(first_run["books"]["timings"]))
-    rows = saved["analyst"]["timings"][""]  # of the one strategy, which has no name
+    assert saved.batch == BatchConfig(micro_batch_size=8, num_micro_batches=1, num_replicas=4)
+    timings, wall_s = First.books[-1]
+    assert saved.timings == json.loads(json.dumps(timings))
+    rows = saved.timings[""]  # of the one strategy, which has no name
     assert {row["key"]["micro_batch_size"] for row in rows} == {4, 8}
-    assert 0 < saved["ledger"]["wall_s"] <= first_run["wall"]
+    assert 0 < saved.ledger["wall_s"] <= wall_s
 
     seen = Recorder()
-    again = Counting(
-        dataclasses.replace(settings, epochs=6), hooks=[seen], devices=jax.devices()[:4]
-    )
-    books = {}
-
-    def look(run):
-        books["timings"], books["wall"] = (
-            run.analyst.to_json()["timings"],
-            sum(run.ledger.snapshot().values()),
-        )
-        return train(run)
-
-    monkeypatch.setattr(Run, "_train", look)
-    again.fit()
-    assert books["timings"] == saved["analyst"]["timings"]
-    assert books["wall"] >= saved["ledger"]["wall_s"]
+    Counting(dataclasses.replace(settings, epochs=6), hooks=[seen], loop=Again, **four).fit()
+    timings, wall_s = Again.books[0]
+    assert timings == saved.timings
+    assert wall_s >= saved.ledger["wall_s"]
     assert seen.of(FitStart)[0].restart == 1
     assert seen.of(StepEnd)[0].config.global_batch_size == 32
     # The noise statistics are part of the state: nobody starts over.
@@ -181,8 +185,8 @@ def test_the_saved_batch_is_kept_on_other_devices_where_it_can_be(tmp_path, coun
         policy="goodput",
         batch=limits,
         epochs=20,
-        warm_up_steps=10**9,
-        background_compile=True,
+        tuning__warm_up_steps=10**9,
+        execution__background_compile=True,
     )
     trainer = Counting(settings, hooks=[Recorder(grow)], devices=jax.devices()[:2])
     trainer.fit()
@@ -193,11 +197,10 @@ def test_the_saved_batch_is_kept_on_other_devices_where_it_can_be(tmp_path, coun
     assert seen.of(StepEnd)[0].config.num_replicas == count
 
 
-def test_saves_are_periodic_by_time(tmp_path, monkeypatch, clock):
-    in_step(monkeypatch)
+def test_saves_are_periodic_by_time(tmp_path, clock):
     seen = Recorder(lambda e: clock.advance(10.0))
-    settings = config(tmp_path, checkpoint_every_s=30.0, keep_checkpoints=2, save_at_end=False)
-    Mean(settings, clock=clock, hooks=[seen]).fit()
+    settings = config(tmp_path, saving__every_s=30.0, saving__keep=2, saving__at_end=False)
+    Mean(settings, clock=clock, hooks=[seen], loop=InStep).fit()
     assert [c.step for c in seen.of(Checkpoint)] == [3, 6, 9, 12][: len(seen.of(Checkpoint))]
     assert len(seen.of(Checkpoint)) >= 3
     assert all(c.error is None for c in seen.of(Checkpoint))
@@ -272,7 +275,7 @@ def test_a_damaged_newest_is_named_and_set_aside_and_the_one_before_is_used(work
     damage(workdir / "checkpoints" / "12")
     found = restored(workdir)
     gc.collect()
-    assert found.step == 9
+    assert found.meta.step == 9
     (warning,) = told
     assert str(workdir / "checkpoints" / "12") in warning and "one before it" in warning
     assert steps_in(workdir) == [6, 9]
@@ -298,7 +301,7 @@ def test_a_write_that_was_cut_off_is_not_a_checkpoint(workdir, told):
     # What a killed process leaves: the folder has its final name only once it is complete.
     newest = workdir / "checkpoints" / "12"
     newest.rename(workdir / "checkpoints" / "12.orbax-checkpoint-tmp")
-    assert restored(workdir).step == 9
+    assert restored(workdir).meta.step == 9
     assert not told
 
 
@@ -330,6 +333,77 @@ def test_another_model_is_refused_naming_the_leaf_and_both_shapes(workdir):
 def test_another_optimizer_is_refused_naming_what_it_lacks(workdir):
     with pytest.raises(WrongWorkdirError, match=r"trace.*not in the checkpoint"):
         Counting(counting_config(workdir), tx=optax.sgd(0.05, momentum=0.9)).fit()
+
+
+# -- what the host saves -----------------------------------------------------------------------------
+
+counts = st.integers(0, 10**9)
+seconds = st.floats(0, 1e9)
+batches = st.builds(
+    BatchConfig,
+    micro_batch_size=st.integers(1, 10**6),
+    num_micro_batches=st.integers(1, 1024),
+    num_replicas=st.integers(1, 1024),
+    strategy=st.sampled_from(["", "data8", "fsdp4.tensor2"]),
+)
+tables = st.lists(
+    st.fixed_dictionaries(
+        {
+            "key": st.dictionaries(st.text(max_size=8), counts | st.booleans(), max_size=3),
+            "last": counts,
+            "clean": st.lists(st.lists(st.none() | seconds, max_size=4), max_size=3),
+        }
+    ),
+    max_size=3,
+)
+metas = st.builds(
+    CheckpointMeta,
+    step=counts,
+    samples=counts,
+    cursor=st.builds(Cursor, seed=counts, epoch=counts, offset=counts),
+    batch=batches,
+    timings=st.dictionaries(st.sampled_from(["", "data8", "fsdp8"]), tables, max_size=2),
+    statistics_every=st.integers(1, 64),
+    ledger=st.fixed_dictionaries(
+        {"wall_s": seconds, "saved_at": seconds, "seconds": st.dictionaries(st.text(), seconds)}
+    ),
+    leaves=st.dictionaries(
+        st.text(), st.tuples(st.lists(counts, max_size=3), st.just("float32")).map(list), max_size=3
+    ),
+)
+
+
+@given(meta=metas)
+def test_what_the_host_saved_comes_back_through_json(meta):
+    assert CheckpointMeta.from_json(json.loads(json.dumps(meta.to_json()))) == meta
+
+
+@given(meta=metas, num_tables=st.sampled_from([1, None]))
+def test_what_was_written_before_there_were_versions_is_read(meta, num_tables):
+    """By commit c380d9c; a run of one strategy without a name may have had its table without one."""
+    now = meta.to_json()
+    timings = now["timings"] if num_tables is None else now["timings"].get("", [])
+    before = {
+        name: now[name] for name in ("step", "samples", "cursor", "batch", "ledger", "leaves")
+    }
+    before["progress"] = 12.5
+    before["analyst"] = {
+        "timings": timings,
+        "fits": {"": None},
+        "statistics_every": meta.statistics_every,
+    }
+    expected = meta
+    if num_tables is not None:
+        expected = dataclasses.replace(meta, timings={"": timings})
+    assert CheckpointMeta.from_json(json.loads(json.dumps(before))) == expected
+
+
+@given(meta=metas, ahead=st.integers(1, 100))
+def test_a_version_from_the_future_is_refused_by_its_name(meta, ahead):
+    saved = {**meta.to_json(), "version": VERSION + ahead, "news": "of that time"}
+    told = f"version {VERSION + ahead}, this program reads up to {VERSION}: .* a newer one"
+    with pytest.raises(ValueError, match=told):
+        CheckpointMeta.from_json(saved)
 
 
 def test_differences_say_what_is_missing_on_which_side():
@@ -393,17 +467,18 @@ FULL = """
 
         def on_checkpoint(self, event):
             print("checkpoint", event.step, event.error)
-            trainer._run.checkpoints._manager.wait_until_finished() if event.step == 5 else None
+
+    class Patient(problems.InStep):
+        def _save(self, *, wait=False):
+            super()._save(wait=wait or self.step == 5)
 
     class Slow(problems.Mean):
         def init(self, key):
             return {**super().init(key), "ballast": jax.numpy.zeros(100_000)}
 
     settings = problems.config(workdir, base_steps=1e6)
-    trainer = Slow(settings, hooks=[Filler()])
-    with __import__("pytest").MonkeyPatch.context() as patch:
-        problems.in_step(patch)
-        trainer.fit()
+    trainer = Slow(settings, hooks=[Filler()], loop=Patient)
+    trainer.fit()
 """
 
 

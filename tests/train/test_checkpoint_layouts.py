@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 from layouts import engine, windows
 
+from jaxgoodput.data.cursor import Cursor
+from jaxgoodput.goodput.search import BatchConfig
 from jaxgoodput.parallel.strategy import Strategy
-from jaxgoodput.train.checkpoint import Checkpoints
+from jaxgoodput.train.checkpoint import CheckpointMeta, Checkpoints
 
 SAVED_ON = (Strategy(fsdp=8), Strategy(fsdp=4, tensor=2), Strategy())
 RESTORED_ON = (
@@ -42,7 +44,16 @@ def save(workdir, strategy):
     """A checkpoint of such a state, and the state on the host."""
     state = filled(engine(strategy).abstract_state())
     checkpoints = Checkpoints(str(workdir), keep=1)
-    assert checkpoints.save(state, {"step": 1}) is None
+    meta = CheckpointMeta(
+        step=1,
+        samples=8,
+        cursor=Cursor(seed=0, offset=8),
+        batch=BatchConfig(micro_batch_size=1, num_micro_batches=1, num_replicas=8),
+        timings={},
+        statistics_every=1,
+        ledger={},
+    )
+    assert checkpoints.save(state, meta) is None
     checkpoints.close()
     return engines.host(state)
 

@@ -33,20 +33,20 @@ class Scripted(Engine):
         self.may_go.set()
         self.entered = threading.Event()
 
-    def measuring_programs(self, size: Any):
+    def measuring_programs(self, size: Any) -> Any:
         return (partial(self._program, "step_measured", size),)
 
-    def training_programs(self, size: Any, *, accumulate):
+    def training_programs(self, size: Any, *, accumulate) -> Any:
         names = ("step", "first", "more") if accumulate else ("step",)
         return tuple(partial(self._program, name, size) for name in names)
 
-    def shared_programs(self, *, accumulate):
+    def shared_programs(self, *, accumulate) -> Any:
         return (partial(self._program, "begin", None),)
 
     def _program(self, name, size):
         raise AssertionError("a fake has no programs")
 
-    def compile_program(self, program):
+    def compile_program(self, program: Any):
         name, size = program.args
         if name == "begin":
             self.shared += 1

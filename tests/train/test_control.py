@@ -57,6 +57,28 @@ def test_the_sum_over_processes_is_what_anyone_wished_and_what_process_0_decided
     assert agreed.num_ready == sum(c.num_ready for c in everyone)
 
 
+@given(first=controls, later=controls)
+def test_two_wishes_are_both_and_of_two_batches_or_cadences_the_later_one(first, later):
+    both = first.also(later)
+    for name in ("stop", "finish", "save", "evaluate"):
+        assert getattr(both, name) == (getattr(first, name) or getattr(later, name))
+    for name in ("batch", "statistics_every"):
+        wanted = getattr(later, name)
+        assert getattr(both, name) == (getattr(first, name) if wanted is None else wanted)
+    assert both.num_ready == first.num_ready + later.num_ready
+
+
+@given(wishes=st.lists(controls, min_size=3, max_size=3))
+def test_it_does_not_matter_when_the_mailbox_is_looked_into(wishes):
+    one, two, three = wishes
+    assert one.also(two).also(three) == one.also(two.also(three))
+    assert Control().also(one) == one.also(Control()) == one
+    requests = Requests()
+    for wish in wishes:
+        requests.post(wish)
+    assert requests.take() == one.also(two).also(three)
+
+
 def test_no_wish_is_no_change():
     assert Requests().take() == Control() == decode(np.zeros(CONTROL_SIZE), NOW)
 

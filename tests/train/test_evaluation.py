@@ -6,13 +6,13 @@ import jax.numpy as jnp
 import layouts
 import numpy as np
 import pytest
-from problems import Evaluated, Recorder, config, in_step, rows
+from problems import Evaluated, InStep, Recorder, config, rows
 
 from jaxgoodput.data.sources import as_source
 from jaxgoodput.observe.events import EvalEnd, StepEnd
 from jaxgoodput.parallel.strategy import Strategy
 from jaxgoodput.train.evaluation import Evaluator
-from jaxgoodput.train.loop import Run
+from jaxgoodput.train.loop import Loop
 
 HELD_OUT = rows(37, seed=2)["x"]
 
@@ -31,7 +31,7 @@ class Everything(Evaluated):
 @pytest.mark.parametrize("count", [1, 8])
 @pytest.mark.parametrize("rows_at_once", [None, 1, 3, 37, 64])
 def test_every_sample_once_and_in_order(tmp_path, count, rows_at_once):
-    settings = config(tmp_path, epochs=1, eval_micro_batch_size=rows_at_once)
+    settings = config(tmp_path, epochs=1, evaluation__micro_batch_size=rows_at_once)
     trainer = Everything(settings, devices=jax.devices()[:count])
     state = trainer.fit()
     found = trainer.evaluate(state)
@@ -51,11 +51,10 @@ def test_the_mean_of_each_output_unless_overridden(tmp_path):
     assert found["first"] == pytest.approx(HELD_OUT[:, 0].astype(np.float64).mean(), rel=1e-6)
 
 
-def test_evaluations_by_base_steps_and_at_the_end(tmp_path, monkeypatch):
-    in_step(monkeypatch)
+def test_evaluations_by_base_steps_and_at_the_end(tmp_path):
     seen = Recorder()
-    settings = config(tmp_path, eval_every_base_steps=4.0)
-    trainer = Evaluated(settings, hooks=[seen])
+    settings = config(tmp_path, evaluation__every_base_steps=4.0)
+    trainer = Evaluated(settings, hooks=[seen], loop=InStep)
     state = trainer.fit()
     # The loop looks one step behind, so that it never waits for the one in flight.
     assert [e.step for e in seen.of(EvalEnd)] == [5, 9, 12]
@@ -67,15 +66,14 @@ def test_evaluations_by_base_steps_and_at_the_end(tmp_path, monkeypatch):
     ]
 
 
-def test_evaluations_by_time(tmp_path, monkeypatch, clock):
-    in_step(monkeypatch)
+def test_evaluations_by_time(tmp_path, clock):
     seen = Recorder(lambda e: clock.advance(10.0))
-    settings = config(tmp_path, eval_every_s=50.0)
-    Evaluated(settings, clock=clock, hooks=[seen]).fit()
+    settings = config(tmp_path, evaluation__every_s=50.0)
+    Evaluated(settings, clock=clock, hooks=[seen], loop=InStep).fit()
     assert [e.step for e in seen.of(EvalEnd)] == [5, 10, 12]
 
 
-def test_time_in_an_evaluation_is_no_training_time(tmp_path, monkeypatch, clock):
+def test_time_in_an_evaluation_is_no_training_time(tmp_path, clock):
     ledgers = []
 
     class Slow(Evaluated):
@@ -83,15 +81,13 @@ def test_time_in_an_evaluation_is_no_training_time(tmp_path, monkeypatch, clock)
             clock.advance(7.0)
             return super().summarize(outputs)
 
-    finish = Run._finish
+    class Kept(Loop):
+        def _finish(self, reason):
+            ledgers.append(self.ledger)
+            super()._finish(reason)
 
-    def keep(run, *arguments):
-        ledgers.append(run.ledger)
-        finish(run, *arguments)
-
-    monkeypatch.setattr(Run, "_finish", keep)
-    seen = Recorder()
-    Slow(config(tmp_path, eval_every_base_steps=100.0), clock=clock, hooks=[seen]).fit()
+    seen, settings = Recorder(), config(tmp_path, evaluation__every_base_steps=100.0)
+    Slow(settings, clock=clock, hooks=[seen], loop=Kept).fit()
     assert ledgers[0].snapshot()["evaluation"] == pytest.approx(7.0 * len(seen.of(EvalEnd)))
     assert seen.of(EvalEnd)[-1].seconds == pytest.approx(7.0)
 

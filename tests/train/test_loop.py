@@ -1,5 +1,7 @@
 """The loop's thread dispatches and never waits for a step in flight, compiles, or moves data unasked."""
 
+import dataclasses
+import functools
 import threading
 from typing import Any
 
@@ -7,18 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jaxgoodput.train.rungs import Rungs
-from problems import Mean, Recorder, config, in_step, rows
+from problems import InStep, Mean, Recorder, config, rows
 
-from jaxgoodput.engine.engine import Engine
+from jaxgoodput.engine.programs import SampleShape
 from jaxgoodput.goodput.search import BatchLimits
 from jaxgoodput.observe.events import StepEnd, TuneEnd
 from jaxgoodput.train.control import DEPTH
-from jaxgoodput.train.loop import Run
-from jaxgoodput.train.watcher import Watcher
-from jaxgoodput.tune import tuner
-from jaxgoodput.tune.tuner import Answer
-from jaxgoodput.tune.verdict import Verdict
+from jaxgoodput.train.loop import Loop
+from jaxgoodput.tune.tuner import Answer, Tuner
 
 LIMIT_S = 60.0  # after which something hangs
 
@@ -27,38 +25,50 @@ def devices(count):
     return jax.devices()[:count]
 
 
+class Submitting(Loop):
+    """Shows every ticket to `look` before the watcher has it."""
+
+    def __init__(self, *arguments, **named):
+        super().__init__(*arguments, **named)
+        submit = self.watcher.submit
+
+        def look_and_submit(ticket):
+            self.look(ticket)
+            submit(ticket)
+
+        self.watcher.submit = look_and_submit
+
+    def look(self, ticket):
+        raise NotImplementedError
+
+
 @pytest.mark.parametrize("count", [1, 8])
-def test_a_step_is_dispatched_while_the_one_before_runs_and_no_further(
-    tmp_path, monkeypatch, count
-):
+def test_a_step_is_dispatched_while_the_one_before_runs_and_no_further(tmp_path, count):
     """The results of three steps are held back until the step behind each was dispatched."""
     lock = threading.Condition()
     submitted, published = [], []
-    submit, on_result = Watcher.submit, Run._on_result
     held = {4, 5, 9}
     impatient = []
 
-    def note(watcher, ticket):
-        with lock:
-            # Never more than DEPTH steps whose results nobody has seen.
-            if ticket.step > DEPTH and ticket.step - DEPTH not in published:
-                impatient.append(ticket.step)
-            submitted.append(ticket.step)
-            lock.notify_all()
-        submit(watcher, ticket)
+    class Held(Submitting):
+        def look(self, ticket):
+            with lock:
+                # Never more than DEPTH steps whose results nobody has seen.
+                if ticket.step > DEPTH and ticket.step - DEPTH not in published:
+                    impatient.append(ticket.step)
+                submitted.append(ticket.step)
+                lock.notify_all()
 
-    def hold(run, result):
-        step = result.ticket.step
-        with lock:
-            if step in held:
-                assert lock.wait_for(lambda: step + 1 in submitted, LIMIT_S)
-                assert step + DEPTH not in submitted
-            published.append(step)
-        on_result(run, result)
+        def _on_result(self, result):
+            step = result.ticket.step
+            with lock:
+                if step in held:
+                    assert lock.wait_for(lambda: step + 1 in submitted, LIMIT_S)
+                    assert step + DEPTH not in submitted
+                published.append(step)
+            super()._on_result(result)
 
-    monkeypatch.setattr(Watcher, "submit", note)
-    monkeypatch.setattr(Run, "_on_result", hold)
-    Mean(config(tmp_path), devices=devices(count)).fit()
+    Mean(config(tmp_path), devices=devices(count), loop=Held).fit()
     assert submitted == published == list(range(1, 13))
     assert not impatient
 
@@ -74,17 +84,15 @@ class Heavy(Mean):
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_dispatching_does_not_wait_for_the_device(tmp_path, monkeypatch, count):
+def test_dispatching_does_not_wait_for_the_device(tmp_path, count):
     running, latest = [], []
-    submit = Watcher.submit
 
-    def look(watcher, ticket):
-        running.append([m.is_ready() for m in (*latest[-1:], ticket.metrics)])
-        latest.append(ticket.metrics)
-        submit(watcher, ticket)
+    class Noted(Submitting):
+        def look(self, ticket):
+            running.append([m.is_ready() for m in (*latest[-1:], ticket.metrics)])
+            latest.append(ticket.metrics)
 
-    monkeypatch.setattr(Watcher, "submit", look)
-    Heavy(config(tmp_path), devices=devices(count)).fit()
+    Heavy(config(tmp_path), devices=devices(count), loop=Noted).fit()
     both = [pair for pair in running if pair == [False, False]]
     # One runs, one waits behind it. A busy machine may let the loop sleep through a step or two.
     assert len(both) >= len(running) // 2
@@ -135,17 +143,16 @@ def test_the_instrument_sees_every_way_to_wait(pulls):
 
 @pytest.mark.parametrize("count", [1, 8])
 @pytest.mark.parametrize("statistics_every", [1, 3])
-def test_the_loop_never_asks_for_a_value(tmp_path, monkeypatch, pulls, count, statistics_every):
+def test_the_loop_never_asks_for_a_value(tmp_path, pulls, count, statistics_every):
     marks = []
-    dispatch = Run._dispatch
 
-    def mark(run, batch):
-        dispatch(run, batch)
-        marks.append(len(pulls))
+    class Marked(Loop):
+        def _dispatch(self, batch):
+            super()._dispatch(batch)
+            marks.append(len(pulls))
 
-    monkeypatch.setattr(Run, "_dispatch", mark)
-    settings = config(tmp_path, epochs=6, statistics_every=statistics_every)
-    Mean(settings, devices=devices(count)).fit()
+    settings = config(tmp_path, epochs=6, statistics__every_steps=statistics_every)
+    Mean(settings, devices=devices(count), loop=Marked).fit()
     steady = pulls[marks[0] : marks[-1]]
     own = [what for thread, what in steady if thread == threading.get_ident()]
     assert len(marks) == 36 and not own
@@ -153,42 +160,37 @@ def test_the_loop_never_asks_for_a_value(tmp_path, monkeypatch, pulls, count, st
     assert steady
 
 
-def test_the_loop_refuses_transfers_that_nobody_asked_for(tmp_path, monkeypatch):
-    take = Run._next_batch
+def test_the_loop_refuses_transfers_that_nobody_asked_for(tmp_path):
+    class Careless(Loop):
+        def _next_batch(self):
+            batch = super()._next_batch()
+            if self.step == 3:
+                batch.micro_batches[0].mask + np.ones(16, np.float32)
+            return batch
 
-    def careless(run):
-        batch = take(run)
-        if run.step == 3:
-            batch.micro_batches[0].mask + np.ones(16, np.float32)
-        return batch
-
-    monkeypatch.setattr(Run, "_next_batch", careless)
     with pytest.raises(Exception, match="[Dd]isallowed host-to-device transfer"):
-        Mean(config(tmp_path), devices=devices(1)).fit()
+        Mean(config(tmp_path), devices=devices(1), loop=Careless).fit()
 
 
 SIZES = (2, 4, 8)
 LIMITS = BatchLimits(base=16, max=64, micro=(2, 8), sizes=SIZES)
 
 
-def switching(tmp_path, sizes, monkeypatch, **settings):
-    """A run that is told to use these sizes in turn, four steps each; also its compilations."""
-    in_step(monkeypatch)
+def switching(tmp_path, sizes, **settings):
+    """A run that is told to use these sizes in turn, four steps each; also how much it compiled."""
     found = {}
     wanted = iter(sizes)
-    train = Run._train
 
-    def count(run):
-        before = len(run.compilations)
-        if run.config.background_compile:
-            run.rungs.start()
-        try:
-            return train(run)
-        finally:
-            found["loop"] = run.compilations[before:]
-            found["start"] = run.compilations[:before]
-
-    monkeypatch.setattr(Run, "_train", count)
+    class Counted(InStep):
+        def run(self):
+            found["start"] = self.compilations.num
+            if self.config.execution.background_compile:
+                self.strategies.start()
+                assert self.sizes.wait(LIMIT_S)
+            try:
+                return super().run()
+            finally:
+                found["loop"] = self.compilations.num - found["start"]
 
     def ask(event):
         if event.step % 4 == 0:
@@ -199,22 +201,21 @@ def switching(tmp_path, sizes, monkeypatch, **settings):
                 trainer.request_batch(size)
 
     seen = Recorder(ask)
-    usual = {"policy": "goodput", "batch": LIMITS, "base_steps": 1e6, "warm_up_steps": 10**9}
-    usual |= {"compilation_cache": None, "save_at_end": False}
-    trainer = Mean(config(tmp_path, **{**usual, **settings}), hooks=[seen], devices=devices(8))
+    usual = {
+        "policy": "goodput",
+        "batch": LIMITS,
+        "base_steps": 1e6,
+        "tuning__warm_up_steps": 10**9,
+    }
+    usual |= {"execution__compilation_cache": None, "saving__at_end": False}
+    whole = config(tmp_path, **{**usual, **settings})
+    trainer = Mean(whole, hooks=[seen], devices=devices(8), loop=Counted)
     trainer.fit()
     return seen, found
 
 
-def test_nothing_compiles_on_the_loops_thread_while_sizes_switch(tmp_path, monkeypatch):
-    start = Rungs.start
-
-    def start_and_wait(rungs):
-        start(rungs)
-        assert rungs.wait(LIMIT_S)
-
-    monkeypatch.setattr(Rungs, "start", start_and_wait)
-    seen, found = switching(tmp_path, [4, 8, 2, 8, 4, 2], monkeypatch, background_compile=True)
+def test_nothing_compiles_on_the_loops_thread_while_sizes_switch(tmp_path):
+    seen, found = switching(tmp_path, [4, 8, 2, 8, 4, 2], execution__background_compile=True)
     used = [s.config.micro_batch_size for s in seen.of(StepEnd)]
     assert [size for size, after in zip(used, used[1:], strict=False) if size != after] == [
         2, 4, 8, 2, 8, 4,
@@ -224,56 +225,78 @@ def test_nothing_compiles_on_the_loops_thread_while_sizes_switch(tmp_path, monke
 
 
 @pytest.mark.parametrize("base_steps, compiles", [(1e6, True), (60.0, False)])
-def test_other_sizes_are_compiled_where_the_time_left_can_repay_it(
-    tmp_path, monkeypatch, base_steps, compiles
-):
-    in_step(monkeypatch)
+def test_other_sizes_are_compiled_where_the_time_left_can_repay_it(tmp_path, base_steps, compiles):
     starts = []
-    monkeypatch.setattr(Rungs, "start", lambda rungs: starts.append(seen.of(StepEnd)[-1].step))
+
+    class Noted(InStep):
+        def __init__(self, *arguments, **named):
+            super().__init__(*arguments, **named)
+            self.strategies.start = lambda: starts.append(self.step)
+
     seen = Recorder(lambda e: trainer.finish() if e.step == 50 else None)
-    usual = {"policy": "goodput", "batch": LIMITS, "save_at_end": False, "min_gain": 0.0}
-    settings = config(tmp_path, base_steps=base_steps, background_compile=True, **usual)
+    usual = {"policy": "goodput", "batch": LIMITS, "saving__at_end": False, "tuning__min_gain": 0.0}
+    settings = config(tmp_path, base_steps=base_steps, execution__background_compile=True, **usual)
     noise = rows(offset=0.0)
-    trainer = Mean(settings, data=noise, hooks=[seen], devices=devices(8))
+    trainer = Mean(settings, data=noise, hooks=[seen], devices=devices(8), loop=Noted)
     trainer.fit()
     assert len(starts) == compiles
 
 
-def test_a_size_that_is_not_ready_would_be_seen(tmp_path, monkeypatch):
+def test_a_size_that_is_not_ready_would_be_seen(tmp_path):
     """The check above can fail: an unknown size compiles on the loop's thread, and is counted."""
-    _, found = switching(tmp_path, [5], monkeypatch, background_compile=False)
+    _, found = switching(tmp_path, [5], execution__background_compile=False)
     assert found["loop"]
 
 
-@pytest.fixture
-def eager(monkeypatch):
-    """Verdicts always want the largest size that they are told is ready."""
-
-    def answer(question, last_fit):
-        size = max(question.ready, default=question.current.micro_batch_size)
-        config = type(question.current)(
-            micro_batch_size=max(size, question.current.micro_batch_size),
-            num_micro_batches=1,
-            num_replicas=question.current.num_replicas,
-        )
-        verdict = Verdict(config=config, goodput=1.0, gain=1.0, reason="as large as can be")
-        return Answer(question=question, verdict=verdict, fit=None, residuals=())
-
-    monkeypatch.setattr(tuner, "answer", answer)
+def largest(situation):
+    """The answer that always wants the largest size that it is told is ready."""
+    current = situation.current
+    size = max([*situation.here.ready, current.micro_batch_size])
+    wanted = dataclasses.replace(current, micro_batch_size=size, num_micro_batches=1)
+    verdict = situation.change(wanted, "as large as can be", goodput=1.0)
+    return Answer(situation=situation, verdict=verdict)
 
 
-def test_a_size_is_used_only_once_it_is_ready(tmp_path, monkeypatch, eager):
+class Greedy(Loop):
+    """Wants the largest size that is ready; shows every size above 2 to `look` before it is compiled."""
+
+    def __init__(self, *arguments, **named):
+        super().__init__(*arguments, **named, tuner=functools.partial(Tuner, answer=largest))
+        compile_program = self.engine.compile_program
+
+        def look_and_compile(program):
+            shapes = [x for x in program.args if isinstance(x, SampleShape)]
+            if any(shape.micro_batch_size > 2 for shape in shapes):
+                self.look()
+            compile_program(program)
+
+        self.engine.compile_program = look_and_compile
+
+    def look(self):
+        raise NotImplementedError
+
+
+def growing(tmp_path):
+    """Settings under which verdicts come at once and often."""
+    return config(
+        tmp_path,
+        policy="goodput",
+        batch=LIMITS,
+        base_steps=1e6,
+        execution__background_compile=True,
+        tuning__warm_up_steps=1,
+        tuning__every_steps=1,
+    )
+
+
+def test_a_size_is_used_only_once_it_is_ready(tmp_path):
     """Compilation of the larger sizes is held up; verdicts come and go; nobody uses them meanwhile."""
-    build, gate, early = Engine.compile_role, threading.Event(), []
-    loop = threading.get_ident()
+    gate, early, main = threading.Event(), [], threading.get_ident()
 
-    def held_up(engine, role, size):
-        if size > 2:
-            assert threading.get_ident() != loop
+    class HeldUp(Greedy):
+        def look(self):
+            assert threading.get_ident() != main
             assert gate.wait(LIMIT_S)
-        build(engine, role, size)
-
-    monkeypatch.setattr(Engine, "compile_role", held_up)
 
     def watch(event):
         verdicts = len(seen.of(TuneEnd))
@@ -285,38 +308,17 @@ def test_a_size_is_used_only_once_it_is_ready(tmp_path, monkeypatch, eager):
             trainer.finish()
 
     seen = Recorder(watch)
-    settings = config(
-        tmp_path,
-        policy="goodput",
-        batch=LIMITS,
-        base_steps=1e6,
-        background_compile=True,
-        warm_up_steps=1,
-        tune_every_steps=1,
-    )
-    trainer = Mean(settings, data=rows(960), hooks=[seen], devices=devices(8))
+    settings, data = growing(tmp_path), rows(960)
+    trainer = Mean(settings, data=data, hooks=[seen], devices=devices(8), loop=HeldUp)
     trainer.fit()
     assert set(early) == {2}
     assert seen.of(StepEnd)[-1].config.micro_batch_size == max(SIZES)
 
 
-def test_a_compilation_that_fails_in_the_background_stops_the_run(tmp_path, monkeypatch, eager):
-    build = Engine.compile_role
-
-    def broken(engine, role, size):
-        if size > 2:
+def test_a_compilation_that_fails_in_the_background_stops_the_run(tmp_path):
+    class Broken(Greedy):
+        def look(self):
             raise RuntimeError("the compiler gave up")
-        build(engine, role, size)
 
-    monkeypatch.setattr(Engine, "compile_role", broken)
-    settings = config(
-        tmp_path,
-        policy="goodput",
-        batch=LIMITS,
-        base_steps=1e6,
-        background_compile=True,
-        warm_up_steps=1,
-        tune_every_steps=1,
-    )
     with pytest.raises(RuntimeError, match="the compiler gave up"):
-        Mean(settings, devices=devices(8)).fit()
+        Mean(growing(tmp_path), devices=devices(8), loop=Broken).fit()

@@ -69,7 +69,7 @@ def test_bfloat16_computes_over_float32_masters(key, rng):
 
     def trained(**kind):
         engine = make(loss, tx=optax.sgd(0.05, momentum=0.9), replicas=2, **kind)
-        state, metrics = start(engine, key), {}
+        state, metrics = start(engine, key), None
         for seed in range(4):
             rows = samples(np.random.default_rng(seed), 32)
             state, metrics = run(engine, state, cut(rows, 1 + seed % 2))
@@ -84,7 +84,7 @@ def test_bfloat16_computes_over_float32_masters(key, rng):
         assert leaf.dtype != jnp.bfloat16
     assert_close(mixed.params, full.params, rtol=0.02, atol=0.01)
     assert not np.array_equal(mixed.params["w"], full.params["w"])
-    np.testing.assert_allclose(metrics["loss"], full_metrics["loss"], rtol=0.05)
+    np.testing.assert_allclose(metrics.loss, full_metrics.loss, rtol=0.05)
 
 
 def test_small_updates_are_not_lost_in_bfloat16(key, rng):
@@ -170,7 +170,7 @@ def test_running_averages_are_the_mean_over_replicas_weighted_by_samples(
     dense = before[0]["Dense_0"]
     activations = [row["x"].astype(np.float64) @ dense["kernel"] + dense["bias"] for row in rows]
     expected = running(before[1]["batch_stats"]["BatchNorm_0"], activations, counts)
-    assert metrics["samples"] == sum(counts) * ROWS
+    assert metrics.num_samples == sum(counts) * ROWS
     assert_close(
         dict(state.model_state["batch_stats"]["BatchNorm_0"]), expected, rtol=1e-4, atol=1e-5
     )

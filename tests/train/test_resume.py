@@ -15,11 +15,11 @@ import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jaxgoodput.train.outcome import Preempted
-from problems import Counting, Mean, Recorder, config, counting_config, in_step, same
+from problems import Counting, InStep, Mean, Recorder, config, counting_config, same
 
 from jaxgoodput.data.cursor import Cursor, take
 from jaxgoodput.observe.events import FitEnd, FitStart, StepEnd
+from jaxgoodput.train.control import Preempted
 
 BENCHMARK = pathlib.Path(__file__).resolve().parents[2] / "benchmarks" / "resume.py"
 
@@ -31,7 +31,7 @@ def devices(count):
 def stopped_at(trainer_class, settings, step, **options):
     """A run that is asked to stop once `step` is done."""
     seen = Recorder(lambda e: trainer.request_stop() if e.step == step else None)
-    trainer = trainer_class(settings, hooks=[seen], **options)
+    trainer = trainer_class(settings, hooks=[seen], loop=InStep, **options)
     with pytest.raises(Preempted):
         trainer.fit()
     return seen
@@ -46,12 +46,9 @@ class Noisy(Mean):
 
 
 @pytest.mark.parametrize("count, statistics_every", [(1, 5), (8, 1), (8, 5)])
-def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(
-    tmp_path, monkeypatch, count, statistics_every
-):
-    in_step(monkeypatch)
+def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(tmp_path, count, statistics_every):
     options = {"devices": devices(count), "tx": optax.adam(0.05)}
-    settings = {"statistics_every": statistics_every, "epochs": 3}
+    settings = {"statistics__every_steps": statistics_every, "epochs": 3}
     whole = Noisy(config(tmp_path / "whole", **settings), **options).fit()
     for step in (4, 11):
         stopped_at(Noisy, config(tmp_path / "parts", **settings), step, **options)
@@ -66,8 +63,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(
 
 
 @pytest.mark.parametrize("count", [1, 8])
-def test_a_restart_goes_on_at_the_next_sample_with_the_same_books(tmp_path, monkeypatch, count):
-    in_step(monkeypatch)
+def test_a_restart_goes_on_at_the_next_sample_with_the_same_books(tmp_path, count):
     settings = counting_config(tmp_path, epochs=3)
     first = stopped_at(Counting, settings, 7, devices=devices(count))
     second = Recorder()
@@ -86,6 +82,25 @@ def test_a_restart_goes_on_at_the_next_sample_with_the_same_books(tmp_path, monk
     np.testing.assert_array_equal(state.params["count"], 3)
 
 
+def test_what_a_resumed_run_waits_for_before_its_first_step_is_not_productive(tmp_path, clock):
+    """The ledger of the run before is taken over while a bucket is open, which goes on."""
+    wait_s, step_s = 1000.0, 100.0  # beside which it is nothing that compiling takes real time
+
+    class Waiting(InStep):
+        def announce(self):
+            super().announce()
+            clock.advance(wait_s)  # as for the other processes
+
+    settings = counting_config(tmp_path)
+    stopped_at(Counting, settings, 4, clock=clock)
+    seen = Recorder(lambda e: clock.advance(step_s))
+    Counting(settings, clock=clock, hooks=[seen], loop=Waiting).fit()
+    booked = seen.of(FitEnd)[0].buckets_s
+    assert len(seen.of(StepEnd)) == 8
+    assert booked["training_prep"] == pytest.approx(wait_s, rel=0.05)
+    assert booked["productive"] == pytest.approx(8 * step_s, rel=0.05)
+
+
 @pytest.mark.parametrize("length", [{"epochs": 2}, {"base_steps": 7.0}])
 def test_a_run_that_is_complete_stays_complete(tmp_path, length):
     first = Mean(config(tmp_path, **length)).fit()
@@ -98,8 +113,7 @@ def test_a_run_that_is_complete_stays_complete(tmp_path, length):
         assert seen.of(FitEnd)[0].progress == seen.of(FitStart)[0].progress
 
 
-def test_every_number_of_devices_carries_the_run_on(tmp_path, monkeypatch):
-    in_step(monkeypatch)
+def test_every_number_of_devices_carries_the_run_on(tmp_path):
     settings = counting_config(tmp_path, epochs=4)
     for step, count in ((3, 8), (10, 4), (17, 1)):
         stopped_at(Counting, settings, step, devices=devices(count))
@@ -113,8 +127,7 @@ def test_every_number_of_devices_carries_the_run_on(tmp_path, monkeypatch):
     np.testing.assert_allclose(state.params["w"], w, rtol=5e-6)
 
 
-def test_another_seed_starts_elsewhere_but_a_restart_keeps_its_own(tmp_path, monkeypatch):
-    in_step(monkeypatch)
+def test_another_seed_starts_elsewhere_but_a_restart_keeps_its_own(tmp_path):
     stopped_at(Counting, counting_config(tmp_path, seed=5), 2)
     seen = Recorder()
     # The order of the samples belongs to the run, not to the call.

@@ -13,10 +13,10 @@ import compilations
 import jax
 import numpy as np
 import pytest
-from jaxgoodput.train.outcome import Preempted
-from problems import Counting, Evaluated, Recorder, counting_config, in_step
+from problems import Counting, Evaluated, InStep, Recorder, counting_config
 
 from jaxgoodput.observe.events import Checkpoint, FitEnd, FitStart, Preempt, StepEnd
+from jaxgoodput.train.control import Preempted
 
 LIMIT_S = 120.0
 
@@ -116,11 +116,10 @@ def given_back(own_handlers):
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_between_steps_is_heard_at_the_next(tmp_path, monkeypatch, own_handlers, signum):
-    in_step(monkeypatch)
+def test_a_signal_between_steps_is_heard_at_the_next(tmp_path, own_handlers, signum):
     seen = Recorder(lambda e: send(signum) if e.step == 3 else None)
     with pytest.raises(Preempted) as stopped:
-        Counting(counting_config(tmp_path), hooks=[seen]).fit()
+        Counting(counting_config(tmp_path), hooks=[seen], loop=InStep).fit()
     assert given_back(own_handlers)
     assert stopped.value.code == 143
     # The signal may reach the main thread just after it looked.
@@ -160,13 +159,10 @@ class Signalled(Evaluated):
         return super().summarize(outputs)
 
 
-def test_a_signal_during_an_evaluation_is_heard_at_the_next_step(
-    tmp_path, monkeypatch, own_handlers
-):
-    in_step(monkeypatch)
-    settings = counting_config(tmp_path, eval_every_base_steps=4.0)
+def test_a_signal_during_an_evaluation_is_heard_at_the_next_step(tmp_path, own_handlers):
+    settings = counting_config(tmp_path, evaluation__every_base_steps=4.0)
     with pytest.raises(Preempted) as stopped:
-        Signalled(settings, signal.SIGTERM).fit()
+        Signalled(settings, signal.SIGTERM, loop=InStep).fit()
     assert given_back(own_handlers)
     assert stopped.value.step == 6  # the evaluation was due after step 5
     seen = Recorder()
@@ -175,7 +171,7 @@ def test_a_signal_during_an_evaluation_is_heard_at_the_next_step(
 
 
 def test_a_second_sigint_interrupts_at_once(tmp_path, own_handlers):
-    settings = counting_config(tmp_path, eval_every_base_steps=4.0)
+    settings = counting_config(tmp_path, evaluation__every_base_steps=4.0)
     with pytest.raises(KeyboardInterrupt):
         Signalled(settings, signal.SIGINT, signal.SIGINT).fit()
     assert given_back(own_handlers)
@@ -183,7 +179,7 @@ def test_a_second_sigint_interrupts_at_once(tmp_path, own_handlers):
 
 def test_a_second_sigterm_does_not_hurry(tmp_path, own_handlers):
     # Schedulers repeat themselves; what is being saved must not be cut off by it.
-    settings = counting_config(tmp_path, eval_every_base_steps=4.0)
+    settings = counting_config(tmp_path, evaluation__every_base_steps=4.0)
     with pytest.raises(Preempted):
         Signalled(settings, signal.SIGTERM, signal.SIGTERM).fit()
     assert given_back(own_handlers)
@@ -195,7 +191,7 @@ def test_handlers_are_given_back_after_an_error(tmp_path, own_handlers):
     assert given_back(own_handlers)
 
 
-def test_a_run_beside_the_main_thread_leaves_signals_alone(tmp_path, monkeypatch, own_handlers):
+def test_a_run_beside_the_main_thread_leaves_signals_alone(tmp_path, own_handlers):
     found = []
 
     def look(event):

@@ -8,9 +8,8 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec
-from problems import Recorder, config, in_step, rows
+from problems import InStep, Recorder, config, rows
 
-from jaxgoodput.engine.engine import Engine
 from jaxgoodput.goodput.search import BatchLimits
 from jaxgoodput.observe.events import FitEnd, Resharded, StepEnd, TuneEnd
 from jaxgoodput.observe.hooks import Hook
@@ -68,9 +67,11 @@ class Wander(Hook):
 LIMITS = BatchLimits(base=16, max=16, micro=(1, 16), max_micro_batches=1)
 
 
-def run(workdir, strategies, *, hooks=(), **settings):
-    made = config(workdir, batch=LIMITS, strategies=strategies, preconditioned=False, **settings)
-    trainer = Network(made, hooks=hooks)
+def run(workdir, strategies, *, hooks=(), loop=InStep, **settings):
+    made = config(
+        workdir, batch=LIMITS, strategies=strategies, statistics__preconditioned=False, **settings
+    )
+    trainer = Network(made, hooks=hooks, loop=loop)
     for hook in hooks:
         if isinstance(hook, Wander):
             hook.trainer = trainer
@@ -78,12 +79,15 @@ def run(workdir, strategies, *, hooks=(), **settings):
 
 
 @pytest.mark.slow
-def test_a_run_that_changes_its_strategy_is_the_run_that_does_not(tmp_path, monkeypatch):
-    in_step(monkeypatch)
+def test_a_run_that_changes_its_strategy_is_the_run_that_does_not(tmp_path):
     alone, _ = run(tmp_path / "alone", (STRATEGIES[0],), epochs=4)
     seen = Recorder()
     moved, trainer = run(
-        tmp_path / "moved", STRATEGIES, hooks=[seen, Wander(5)], epochs=4, eval_every_base_steps=8.0
+        tmp_path / "moved",
+        STRATEGIES,
+        hooks=[seen, Wander(5)],
+        epochs=4,
+        evaluation__every_base_steps=8.0,
     )
     switches = seen.of(Resharded)
     assert len(switches) >= 5 and {s.after for s in switches} == set(NAMES)
@@ -102,19 +106,18 @@ def test_a_run_that_changes_its_strategy_is_the_run_that_does_not(tmp_path, monk
 
 
 @pytest.mark.slow
-def test_the_tuner_tries_every_strategy_once_and_says_why(tmp_path, monkeypatch):
-    in_step(monkeypatch)
+def test_the_tuner_tries_every_strategy_once_and_says_why(tmp_path):
     seen = Recorder()
     run(
         tmp_path,
         STRATEGIES,
         hooks=[seen],
         epochs=60,
-        min_gain=0.5,  # so that a trial is worth its price in a run of seconds
+        tuning__min_gain=0.5,  # so that a trial is worth its price in a run of seconds
         policy="goodput",
-        warm_up_steps=20,
-        dwell_steps=10,
-        tune_every_steps=20,
+        tuning__warm_up_steps=20,
+        tuning__dwell_steps=10,
+        tuning__every_steps=20,
     )
     verdicts = [t.verdict for t in seen.of(TuneEnd)]
     reasons = [v.reason for v in verdicts]
@@ -146,15 +149,13 @@ def test_a_misspelt_strategy_is_refused_where_it_is_asked_for(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_refused_move_leaves_training_as_it_was(tmp_path, monkeypatch):
-    in_step(monkeypatch)
+def test_a_refused_move_leaves_training_as_it_was(tmp_path):
+    class Refused(InStep):
+        def _move(self, strategy):
+            raise MoveDoesNotFit("the move needs 9 MiB more")
 
-    def refuse(engine, state, layout):
-        raise MoveDoesNotFit("the move needs 9 MiB more")
-
-    monkeypatch.setattr(Engine, "move", refuse)
     seen = Recorder()
-    run(tmp_path, STRATEGIES, hooks=[seen, Wander(5)], epochs=2)
+    run(tmp_path, STRATEGIES, hooks=[seen, Wander(5)], loop=Refused, epochs=2)
     assert not seen.of(Resharded)
     assert {s.config.strategy for s in seen.of(StepEnd)} == {"data8"}
     assert seen.of(FitEnd)[0].reason == "done"
@@ -176,12 +177,12 @@ def test_a_rule_that_does_not_fit_costs_no_checkpoint(tmp_path):
 def test_a_model_that_must_be_cut_resumes_on_fewer_devices(tmp_path):
     both = (Strategy(data=-1), Strategy(fsdp=-1))
     # Three copies of two matrices: 98 KiB whole, so that data parallelism does not fit.
-    tight = {"memory_bytes": 110_000}
+    tight: Any = {"execution__memory_bytes": 110_000}
     first, _ = run(tmp_path, both, epochs=1, **tight)
     assert first.params["up"]["kernel"].sharding.mesh.shape["fsdp"] == 8
     seen = Recorder()
     settings = config(
-        tmp_path, batch=LIMITS, strategies=both, preconditioned=False, epochs=2, **tight
+        tmp_path, batch=LIMITS, strategies=both, statistics__preconditioned=False, epochs=2, **tight
     )
     second = Network(settings, hooks=[seen], devices=jax.devices()[:4]).fit()
     assert second.params["up"]["kernel"].sharding.mesh.shape["fsdp"] == 4

@@ -1,27 +1,27 @@
 """A whole run: it learns, ends where it should, keeps or adapts the batch, and tells its hooks."""
 
 import dataclasses
+import functools
 import threading
 
 import jax
 import numpy as np
 import optax
 import pytest
-from jaxgoodput.train.outcome import Preempted
 from problems import (
     NUM_SAMPLES,
     Counting,
+    InStep,
     Mean,
     Recorder,
     config,
     counting_config,
-    in_step,
     rows,
 )
 
 from jaxgoodput._jax import listen_for_compilations
 from jaxgoodput.data.cursor import Cursor, take
-from jaxgoodput.goodput.fit import PerfFit
+from jaxgoodput.goodput.fit import fit_perf_params
 from jaxgoodput.goodput.perf import PerfParams
 from jaxgoodput.goodput.search import BatchLimits
 from jaxgoodput.observe.events import (
@@ -34,7 +34,11 @@ from jaxgoodput.observe.events import (
     Window,
 )
 from jaxgoodput.observe.hooks import Every
-from jaxgoodput.tune import tuner
+from jaxgoodput.train.config import Saving
+from jaxgoodput.train.control import Preempted
+from jaxgoodput.train.loop import Loop
+from jaxgoodput.tune.batch import tune
+from jaxgoodput.tune.tuner import Answer, Tuner
 
 LONG = 1e5  # base steps: a run that something else must end
 
@@ -48,7 +52,7 @@ def test_loss_falls_and_every_step_is_reported_in_order(tmp_path, count, backgro
     seen = Recorder()
     limits = BatchLimits(base=16, max=64, micro=(1, 64), sizes=(2, 4, 16, 32))
     settings = config(
-        tmp_path, epochs=8, background_compile=background, policy="goodput", batch=limits
+        tmp_path, epochs=8, execution__background_compile=background, policy="goodput", batch=limits
     )
     state = Mean(settings, devices=devices(count), hooks=[seen]).fit()
 
@@ -98,7 +102,11 @@ def test_a_fixed_policy_keeps_the_global_batch_and_still_learns_the_model(tmp_pa
     seen = Recorder()
     done = Every(lambda e: trainer.finish() if seen.of(TuneEnd) else None, steps=10)
     settings = config(
-        tmp_path, base_steps=LONG, warm_up_steps=1, tune_every_steps=5, tune_every_s=1e9
+        tmp_path,
+        base_steps=LONG,
+        tuning__warm_up_steps=1,
+        tuning__every_steps=5,
+        tuning__every_s=1e9,
     )
     trainer = Mean(settings, data=rows(offset=0.0), hooks=[seen, done])
     trainer.fit()
@@ -108,9 +116,8 @@ def test_a_fixed_policy_keeps_the_global_batch_and_still_learns_the_model(tmp_pa
 
 
 def test_a_switch_asked_for_from_a_hook_happens_at_the_next_step_and_loses_no_sample(
-    tmp_path, monkeypatch
+    tmp_path,
 ):
-    in_step(monkeypatch)
     sizes = iter([32, 8, 32, 16])
 
     def ask(event):
@@ -120,9 +127,9 @@ def test_a_switch_asked_for_from_a_hook_happens_at_the_next_step_and_loses_no_sa
     limits = BatchLimits(base=16, max=64, micro=(8, 64), min_global=8, sizes=(8, 16, 32))
     seen = Recorder(ask)
     settings = counting_config(
-        tmp_path, epochs=7, policy="goodput", batch=limits, warm_up_steps=10**9
+        tmp_path, epochs=7, policy="goodput", batch=limits, tuning__warm_up_steps=10**9
     )
-    trainer = Counting(settings, devices=devices(1), hooks=[seen])
+    trainer = Counting(settings, devices=devices(1), hooks=[seen], loop=InStep)
     state = trainer.fit()
 
     used = [s.config.global_batch_size for s in seen.of(StepEnd)]
@@ -132,9 +139,7 @@ def test_a_switch_asked_for_from_a_hook_happens_at_the_next_step_and_loses_no_sa
     np.testing.assert_array_equal(state.params["count"], 7)
 
 
-def test_accumulation_asked_for_from_a_hook_loses_no_sample(tmp_path, monkeypatch):
-    in_step(monkeypatch)
-
+def test_accumulation_asked_for_from_a_hook_loses_no_sample(tmp_path):
     def ask(event):
         if event.step == 2:
             trainer.request_batch(2, 3)
@@ -146,31 +151,37 @@ def test_accumulation_asked_for_from_a_hook_loses_no_sample(tmp_path, monkeypatc
         epochs=2,
         policy="goodput",
         batch=limits,
-        accumulate=True,
-        warm_up_steps=10**9,
-        tune_every_s=1e9,
+        tuning__accumulate=True,
+        tuning__warm_up_steps=10**9,
+        tuning__every_s=1e9,
     )
-    trainer = Counting(settings, devices=devices(8), hooks=[seen])
+    trainer = Counting(settings, devices=devices(8), hooks=[seen], loop=InStep)
     state = trainer.fit()
     used = [(s.config.micro_batch_size, s.config.num_micro_batches) for s in seen.of(StepEnd)]
     assert used[0] == (2, 1) and used[2:5] == [(2, 3)] * 3
     np.testing.assert_array_equal(state.params["count"], 2)
 
 
-def planted(monkeypatch, **times):
-    """Every fit of the time model gives these parameters, whatever was measured."""
+def planted(**times):
+    """A loop for which every fit of the time model gives these parameters, whatever was measured."""
     usual = {"compute_base": 0.0, "compute_per_sample": 0.0, "intra_base": 1e-9}
     usual |= {"intra_per_replica": 0.0, "inter_base": 0.0, "inter_per_replica": 0.0}
     params = PerfParams(**{**usual, "overlap": 1.0, "update_s": 0.0, **times})
-    fit = tuner.fit_perf_params
 
-    def as_planted(timings, *, start=None):
-        found = fit(timings)
-        assert isinstance(found, PerfFit)
-        return dataclasses.replace(found, params=params, error=0.0, unidentified=())
+    def answer(situation):
+        if situation.timings is not None:
+            found = fit_perf_params(situation.timings)
+            fit = dataclasses.replace(found, params=params, error=0.0, unidentified=())
+            # Without residuals: the real times do not count.
+            here = dataclasses.replace(situation.here, fit=fit, residuals=())
+            situation = dataclasses.replace(situation, here=here)
+        return Answer(situation=situation, verdict=tune(situation))
 
-    monkeypatch.setattr(tuner, "fit_perf_params", as_planted)
-    monkeypatch.setattr(tuner, "residuals_of", lambda *_: ())  # the real times do not count
+    class Planted(Loop):
+        def __init__(self, *arguments, **named):
+            super().__init__(*arguments, **named, tuner=functools.partial(Tuner, answer=answer))
+
+    return Planted
 
 
 @pytest.mark.parametrize(
@@ -186,10 +197,7 @@ def planted(monkeypatch, **times):
     ],
 )
 @pytest.mark.parametrize("count", [1, 8])
-def test_the_batch_adapts_to_planted_times_and_noise(
-    tmp_path, monkeypatch, times, offset, expected, count
-):
-    planted(monkeypatch, **times)
+def test_the_batch_adapts_to_planted_times_and_noise(tmp_path, times, offset, expected, count):
     seen = Recorder()
 
     def final():
@@ -204,17 +212,18 @@ def test_the_batch_adapts_to_planted_times_and_noise(
         base_steps=LONG,
         policy="goodput",
         batch=BatchLimits(base=16, max=64, micro=(1, 64), sizes=(2, 4, 8, 16, 32, 64)),
-        warm_up_steps=1,
-        tune_every_steps=4,
-        tune_every_s=1e9,
-        dwell_steps=2,
-        window_s=1e9,
+        tuning__warm_up_steps=1,
+        tuning__every_steps=4,
+        tuning__every_s=1e9,
+        tuning__dwell_steps=2,
+        reporting__window_s=1e9,
     )
     trainer = Mean(
         settings,
         data=rows(offset=offset),
         tx=optax.sgd(0.0),  # stays where the signal is what was planted
         devices=devices(count),
+        loop=planted(**times),
         hooks=[
             seen,
             Every(lambda e: trainer.finish() if final() or e.step > 5000 else None, steps=5),
@@ -234,13 +243,17 @@ def test_a_run_finds_the_programs_of_the_one_before_and_leaves_jax_as_it_was(
 ):
     folder = tmp_path / "programs" if chosen else tmp_path / "run" / "compilation_cache"
     before = dict(jax.config.values)
+    # Without a checkpoint, so that the second run is the first one again.
+    settings = config(
+        tmp_path / "run",
+        execution__compilation_cache=str(folder) if chosen else "",
+        saving__at_end=False,
+    )
 
     def compilations():
         found = []
         undo = listen_for_compilations(found.append)
-        own = str(folder) if chosen else ""
-        # Without a checkpoint, so that the second run is the first one again.
-        Mean(config(tmp_path / "run", compilation_cache=own, save_at_end=False)).fit()
+        Mean(settings).fit()
         undo()
         return found
 
@@ -297,12 +310,12 @@ LAST = 2 * NUM_SAMPLES // 16
     ],
 )
 def test_an_exception_in_a_hook_is_raised_after_a_checkpoint(tmp_path, method, at):
-    settings = counting_config(tmp_path, save_at_end=method == "on_checkpoint")
+    settings = counting_config(tmp_path, saving__at_end=method == "on_checkpoint")
     with pytest.raises(ZeroDivisionError, match="own mistake"):
         Counting(settings, hooks=[Broken(method, at)]).fit()
 
     seen = Recorder()
-    state = Counting(dataclasses.replace(settings, save_at_end=True), hooks=[seen]).fit()
+    state = Counting(dataclasses.replace(settings, saving=Saving()), hooks=[seen]).fit()
     start = seen.of(FitStart)[0].step
     if method == "on_step_end":
         assert at <= start <= LAST
@@ -311,20 +324,18 @@ def test_an_exception_in_a_hook_is_raised_after_a_checkpoint(tmp_path, method, a
     np.testing.assert_array_equal(state.params["count"], 2)
 
 
-def test_finish_ends_as_if_complete(tmp_path, monkeypatch):
-    in_step(monkeypatch)
+def test_finish_ends_as_if_complete(tmp_path):
     seen = Recorder(lambda e: trainer.finish() if e.step == 3 else None)
-    trainer = Mean(config(tmp_path, base_steps=LONG), hooks=[seen])
+    trainer = Mean(config(tmp_path, base_steps=LONG), hooks=[seen], loop=InStep)
     state = trainer.fit()
     assert int(state.step) == 3
     assert seen.of(FitEnd)[0].reason == "done"
     assert seen.of(Checkpoint)[-1].step == int(state.step)
 
 
-def test_request_stop_saves_and_raises_with_exit_code_143(tmp_path, monkeypatch):
-    in_step(monkeypatch)
+def test_request_stop_saves_and_raises_with_exit_code_143(tmp_path):
     seen = Recorder(lambda e: trainer.request_stop() if e.step == 3 else None)
-    trainer = Counting(counting_config(tmp_path), hooks=[seen])
+    trainer = Counting(counting_config(tmp_path), hooks=[seen], loop=InStep)
     with pytest.raises(Preempted) as stopped:
         trainer.fit()
     assert stopped.value.code == 143
@@ -340,10 +351,9 @@ def test_request_stop_saves_and_raises_with_exit_code_143(tmp_path, monkeypatch)
     np.testing.assert_array_equal(state.params["count"], 2)
 
 
-def test_request_save_saves_and_goes_on(tmp_path, monkeypatch):
-    in_step(monkeypatch)
+def test_request_save_saves_and_goes_on(tmp_path):
     seen = Recorder(lambda e: trainer.request_save() if e.step == 3 else None)
-    trainer = Mean(config(tmp_path, save_at_end=False), hooks=[seen])
+    trainer = Mean(config(tmp_path, saving__at_end=False), hooks=[seen], loop=InStep)
     trainer.fit()
     (saved,) = seen.of(Checkpoint)
     assert saved.step == 3 and saved.error is None

@@ -22,19 +22,20 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
-from jaxgoodput.train.outcome import Preempted
 
 from jaxgoodput._jax import listen_for_compilations
 from jaxgoodput.data.loader import Loader
 from jaxgoodput.data.sources import ArraySource
 from jaxgoodput.engine import engine as engine_module
 from jaxgoodput.engine import memory
+from jaxgoodput.engine.programs import SampleShape
 from jaxgoodput.engine.state import Variables
 from jaxgoodput.goodput.search import BatchLimits
 from jaxgoodput.observe.events import Checkpoint, EvalEnd, FitEnd, FitStart, StepEnd
 from jaxgoodput.optim import learning_rate as rules
-from jaxgoodput.train import prepare as start_module
+from jaxgoodput.train import prepare
 from jaxgoodput.train.config import Config, with_overrides
+from jaxgoodput.train.control import Control, Preempted
 from jaxgoodput.train.trainer import Trainer
 
 NUM_SAMPLES = 50
@@ -48,12 +49,12 @@ def config(out, section, **settings):
     """A quiet run whose tuner never speaks, in a folder of its own under `out`."""
     quiet = {
         "policy": "fixed",
-        "accumulate": False,
-        "background_compile": False,
-        "statistics_every": 1,
-        "warm_up_steps": 1_000_000,
-        "tensorboard": False,
-        "progress": False,
+        "tuning.accumulate": False,
+        "tuning.warm_up_steps": 1_000_000,
+        "statistics.every_steps": 1,
+        "execution.background_compile": False,
+        "reporting.tensorboard": False,
+        "reporting.progress": False,
     }
     given = {**quiet, **settings}
     plain = {k: v for k, v in given.items() if "." not in k}
@@ -187,7 +188,7 @@ class Watch:
 
     @property
     def run(self):
-        return self.trainer._run
+        return self.trainer._loop
 
     def on_fit_start(self, event: FitStart):
         self.last_step = event.step
@@ -245,7 +246,7 @@ class Watch:
             self.write("compiled", name=found.name, cached=found.cached)
 
         undo = listen_for_compilations(compiled)
-        with unittest.mock.patch.object(start_module, "Loader", Noted):
+        with unittest.mock.patch.object(prepare, "Loader", Noted):
             yield
         undo()
 
@@ -280,8 +281,12 @@ def noisy(out, section, **options):
     """The trainer of the sections that are compared with one process."""
     small = {"batch": BatchLimits(base=16, max=48, micro=(1, 4)), "epochs": 2}
     settings = {
-        "sgd": {**small, "eval_every_base_steps": 2.0},
-        "adam": {**small, "batch": BatchLimits(base=16, max=48, micro=(1, 2)), "accumulate": True},
+        "sgd": {**small, "evaluation.every_base_steps": 2.0},
+        "adam": {
+            **small,
+            "batch": BatchLimits(base=16, max=48, micro=(1, 2)),
+            "tuning.accumulate": True,
+        },
     }
     transformations = {
         "sgd": optax.sgd(optax.cosine_decay_schedule(0.05, 20), momentum=0.9),
@@ -315,8 +320,9 @@ def counting_settings(**settings):
     return {**usual, **settings}
 
 
-def ask(watch, **wishes):
-    watch.run.requests.post(**wishes)
+def ask(watch, micro_batch_size, num_micro_batches):
+    batch = watch.run.batch_of(micro_batch_size, num_micro_batches, None)
+    watch.run.requests.post(Control(batch=batch))
 
 
 def run_verdicts(out, section):
@@ -326,9 +332,9 @@ def run_verdicts(out, section):
     def on_step(watch, event):
         if event.step in wanted:
             micro, count = wanted[event.step]
-            ask(watch, micro_batch_size=micro, num_micro_batches=count)
+            ask(watch, micro, count)
 
-    trainer = Counting(config(out, section, **counting_settings(accumulate=True)))
+    trainer = Counting(config(out, section, **counting_settings(**{"tuning.accumulate": True})))
     Watch(trainer, _lines_of(out, section), on_step=on_step).fit()
 
 
@@ -338,12 +344,13 @@ def run_ready(out, section):
     Of the sizes, 24 is refused for its memory, by the budget of process 1 alone.
     """
     release = out / f"{section}.release"
-    compile_role, bytes_of = engine_module.Engine.compile_role, engine_module.Engine.bytes_of
+    compile_program, bytes_of = engine_module.Engine.compile_program, engine_module.Engine.bytes_of
 
-    def slowly(self, role, size):
-        if jax.process_index() == 1 and size != 6:
+    def slowly(self, program):
+        sizes = {x.micro_batch_size for x in program.args if isinstance(x, SampleShape)}
+        if jax.process_index() == 1 and sizes - {6}:
             _wait_until(release.exists)
-        return compile_role(self, role, size)
+        return compile_program(self, program)
 
     def large(self, size):
         found = bytes_of(self, size)
@@ -353,12 +360,12 @@ def run_ready(out, section):
         return 2**30 if jax.process_index() == 1 else 2**40
 
     def on_step(watch, event):
-        ready, own = watch.run.ladders.ready(""), watch.run.rungs.ready()
+        ready, own = watch.run.strategies.ready(""), watch.run.sizes.ready()
         watch.write("ready", step=event.step, sizes=list(ready), own=list(own))
-        if event.step >= 4 and not watch.run.rungs.is_busy:
+        if event.step >= 4 and not watch.run.sizes.is_busy:
             release.touch()
         if ready:
-            ask(watch, micro_batch_size=max(ready), num_micro_batches=1)
+            ask(watch, max(ready), 1)
         if event.config.micro_batch_size == 16 and len(ready) == 4:
             watch.trainer.finish()
 
@@ -367,14 +374,14 @@ def run_ready(out, section):
 
     settings = counting_settings(
         batch=BatchLimits(base=24, max=96, micro=(6, 24)),
-        background_compile=True,
         epochs=None,
         base_steps=1e4,
+        **{"execution.background_compile": True},
     )
     trainer = Counting(config(out, section, **settings))
     watch = Watch(trainer, _lines_of(out, section), on_step=on_step, before_step=before_step)
     with (
-        unittest.mock.patch.object(engine_module.Engine, "compile_role", slowly),
+        unittest.mock.patch.object(engine_module.Engine, "compile_program", slowly),
         unittest.mock.patch.object(engine_module.Engine, "bytes_of", large),
         unittest.mock.patch.object(memory, "device_budget", budget),
     ):
@@ -422,7 +429,7 @@ def run_terminated(out, section):
 
     def on_step(watch, event):
         if event.step == 3:
-            ask(watch, micro_batch_size=12, num_micro_batches=1)
+            ask(watch, 12, 1)
 
     def before_step(watch, step):
         if step == 8 and jax.process_index() == 1:
