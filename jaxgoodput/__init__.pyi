@@ -57,3 +57,4 @@ from jaxgoodput.train.trainer import Trainer as Trainer
 rules = _learning_rate  # an import under another name is no promise of a stub's
 
 __version__: str
+__all__: list[str]
