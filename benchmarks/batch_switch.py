@@ -17,8 +17,9 @@ from absl import app, flags
 from models import made
 
 import jaxgoodput as jg
-from jaxgoodput.data.sources import as_source
-from jaxgoodput.train import setup
+from jaxgoodput.data.sources import abstract_sample, as_source
+from jaxgoodput.engine.engine import Engines
+from jaxgoodput.train.prepare import problem_of
 
 FLAGS = flags.FLAGS
 flags.DEFINE_integer("switches", 30, "Changes of the batch.")
@@ -43,7 +44,7 @@ class Mover(jg.Hook):
     def on_step_end(self, event, /):
         now, size = time.perf_counter(), event.config.micro_batch_size
         assert self.trainer is not None
-        run = self.trainer._run
+        run = self.trainer._loop
         assert run is not None
         if self._last is not None:
             self._since = 0 if size != self._last[1] else self._since + 1
@@ -52,13 +53,13 @@ class Mover(jg.Hook):
         self._last = (now, size)
         if self.compiled_before is None:
             self.trainer.compile_sizes()  # whatever the noise of random data promises
-            if set(SIZES) <= set(run.rungs.ready()) and not run.rungs.is_busy:
-                self.compiled_before = len(run.compilations)
+            if set(SIZES) <= set(run.sizes.ready()) and not run.sizes.is_busy:
+                self.compiled_before = run.compilations.num
                 self._since = 0
             return
         if self._since == FLAGS.stay:
             if self._switches == FLAGS.switches:
-                self.compiled = len(run.compilations) - self.compiled_before
+                self.compiled = run.compilations.num - self.compiled_before
                 self.trainer.finish()
                 return
             self._switches += 1
@@ -98,7 +99,8 @@ def main(argv):
             f"{statistics.median(first):>12.2f} (at most {max(first):.2f})"
         )
     source = as_source(trainer.dataset())
-    engine = setup.engine(trainer, source, setup.place(jax.devices()[:1]))
+    engines = Engines(problem_of(trainer, trainer.config), abstract_sample(source))
+    engine = engines.on(jg.Strategy().on(jax.devices()[:1]))
     device = jax.devices()[0]
     print(f"\n{'micro-batch':>11} {'predicted MiB':>14} {'measured peak MiB':>18}")
     for size in SIZES:

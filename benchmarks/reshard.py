@@ -12,6 +12,7 @@ CPU devices only inform: they share one memory, which no real devices do.
 """
 
 import math
+import os
 import statistics
 import subprocess
 import sys
@@ -20,6 +21,8 @@ from collections.abc import Callable
 from typing import Any
 
 from absl import app, flags
+
+from jaxgoodput.launcher.local import keep_freed_pages
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("only", "", "One pair, 'from>to', as the table names it.")
@@ -60,7 +63,6 @@ def measure() -> None:
         jax.config.update("jax_num_cpu_devices", 8)
     import jax.numpy as jnp
     import numpy as np
-    from jaxgoodput.train.pages import keep_freed_pages
 
     from jaxgoodput.parallel.move import Move
     from jaxgoodput.parallel.partition import param_specs
@@ -68,7 +70,6 @@ def measure() -> None:
     from jaxgoodput.parallel.strategy import Layout, Strategy
 
     devices = jax.devices()
-    keep_freed_pages(devices[0].platform)  # as every training run does
     count = len(devices)
     block = 8 * WIDTH * WIDTH  # elements: two matrices
     num_blocks = max(round(FLAGS.mebibytes * 2**20 / (3 * 4 * block)), 1)
@@ -257,7 +258,11 @@ def main(argv):
     if FLAGS.worker:
         measure()
         return
-    subprocess.run([sys.executable, __file__, *sys.argv[1:], "--worker"], check=True)
+    environ = dict(os.environ)
+    if FLAGS.devices == "cpu":
+        environ |= keep_freed_pages({**environ, "JAX_PLATFORMS": "cpu"})  # as the launcher sets it
+    command = [sys.executable, __file__, *sys.argv[1:], "--worker"]
+    subprocess.run(command, check=True, env=environ)
 
 
 if __name__ == "__main__":

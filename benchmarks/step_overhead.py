@@ -11,6 +11,7 @@ their median and range. XLA's cost analysis compares flops, and the HLO text col
 
 import json
 import math
+import os
 import statistics
 import subprocess
 import sys
@@ -19,6 +20,8 @@ import time
 from typing import Any
 
 from absl import app, flags
+
+from jaxgoodput.launcher.local import keep_freed_pages
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("only", "", "One row, 'model:devices'.")
@@ -46,7 +49,6 @@ def measure(name: str, num_devices: int, per_device: int) -> dict:
     import jax.numpy as jnp
     import numpy as np
     import optax
-    from jaxgoodput.train.pages import keep_freed_pages
     from models import made
 
     from jaxgoodput import (
@@ -56,11 +58,13 @@ def measure(name: str, num_devices: int, per_device: int) -> dict:
         Reporting,
         Saving,
         Statistics,
+        Strategy,
         Tuning,
         with_overrides,
     )
-    from jaxgoodput.data.sources import as_source
-    from jaxgoodput.train import setup
+    from jaxgoodput.data.sources import abstract_sample, as_source
+    from jaxgoodput.engine.engine import Engines
+    from jaxgoodput.train.prepare import problem_of
 
     devices = jax.devices()[:num_devices]
     base = per_device * num_devices
@@ -81,13 +85,12 @@ def measure(name: str, num_devices: int, per_device: int) -> dict:
 
     trainer = made(name, config("/tmp"), devices=devices)
     source = as_source(trainer.dataset())
-    where = setup.place(devices)
-    keep_freed_pages(devices[0].platform)  # for the hand-written loop too
-    engine = setup.engine(trainer, source, where)
+    engines = Engines(problem_of(trainer, trainer.config), abstract_sample(source))
+    engine = engines.on(Strategy(data=num_devices).on(devices))
     engine.compile([per_device], accumulate=False)
     rng = np.random.default_rng(0)
     batches = [source.batch(rng.integers(0, len(source), base)) for _ in range(8)]
-    mask = jax.device_put(np.ones(base, np.float32), where.layout.batch_sharding)
+    mask = jax.device_put(np.ones(base, np.float32), engine.layout.batch_sharding)
     tx = trainer.optimizer()
 
     # The loop a careful user would write: one jitted step, donated, batches put ahead of use.
@@ -96,7 +99,7 @@ def measure(name: str, num_devices: int, per_device: int) -> dict:
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, loss
 
-    replicated, sharded = where.layout.replicated, where.layout.batch_sharding
+    replicated, sharded = engine.layout.replicated, engine.layout.batch_sharding
     params = jax.jit(trainer.init, out_shardings=replicated)(jax.random.key(0))
     opt_state = jax.jit(tx.init, out_shardings=replicated)(params)
     hand = (
@@ -258,6 +261,8 @@ def main(argv):
             stdout=subprocess.PIPE,
             text=True,
             check=True,
+            # As the launcher sets it; for the hand-written loop too.
+            env={**os.environ, **keep_freed_pages(os.environ)},
         )
         row = json.loads(done.stdout.splitlines()[-1])
         rounds = row["rounds"]
