@@ -132,7 +132,9 @@ def test_memory_never_leads_beyond_the_limits():
     two = dataclasses.replace(limits, max_micro_batches=2)
     with pytest.raises(Indivisible, match="at most 2 of at most .*max_micro_batches"):
         batch_plan(two, 1, 300, budget=3000, needs=needs)
-    with pytest.raises(TooLarge, match="a step with .* samples per replica needs .* Raise memory"):
+    with pytest.raises(
+        TooLarge, match="a step with .* samples per replica needs .* Raise execution.memory"
+    ):
         batch_plan(limits, 1, 300, budget=100, needs=needs)
     with pytest.raises(TooLarge, match="allow accumulation"):
         batch_plan(limits, 1, 300, budget=3000, needs=needs, accumulate=False)
