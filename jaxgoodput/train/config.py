@@ -86,6 +86,12 @@ class Execution:
     compilation_cache: str | None = ""
     """Folder of compiled programs; "": under the workdir; None: JAX's own setting is left alone."""
 
+    keep_freed_pages: bool = False
+    """On CPU: have glibc keep the memory that steps free, in this process and for good.
+
+    `jaxgoodput run` does so by itself, through the environment of its workers.
+    """
+
     def __post_init__(self):
         """Refuse what cannot work, naming what to change."""
         _check_positive(self, "memory_bytes")

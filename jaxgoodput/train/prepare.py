@@ -40,6 +40,7 @@ from jaxgoodput.train.compile_ahead import StrategyCompiler
 from jaxgoodput.train.config import Config
 from jaxgoodput.train.control import CONTROL_SIZE
 from jaxgoodput.train.evaluation import Evaluator
+from jaxgoodput.train.process import keep_freed_pages
 from jaxgoodput.train.task import Task
 from jaxgoodput.tune.plan import BatchPlan, Indivisible, batch_plan
 
@@ -146,6 +147,8 @@ def prepare(
     checkpoints = Checkpoints(config.workdir, keep=config.saving.keep, world=where.world)
     stack.callback(checkpoints.close)
     source = as_source(task.dataset())
+    if config.execution.keep_freed_pages:
+        keep_freed_pages(where.layout.mesh.devices.flat[0].platform)
     budget = _budget(config, where)
     engines = Engines(
         problem_of(task, config),

@@ -1,6 +1,7 @@
 """What a run changes in the user's process, and puts back: signals, the compilation cache, logs, threads."""
 
 import contextlib
+import ctypes
 import logging as std_logging
 import os
 import signal
@@ -17,6 +18,10 @@ from jaxgoodput._jax import Compilation, listen_for_compilations
 from jaxgoodput.observe.badput import TimeLedger
 from jaxgoodput.train.config import Config
 from jaxgoodput.train.control import Requests
+
+# <malloc.h>
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
+LARGEST_BLOCKS = (1 << 30, 1 << 25)  # to keep, bytes; older versions refuse more than 32 MiB
 
 
 @contextlib.contextmanager
@@ -47,6 +52,25 @@ class Compilations:
         if compilation.thread_id == self._thread_id:
             self.num += 1
             self._ledger.add("compilation", compilation.seconds)
+
+
+def keep_freed_pages(platform: str) -> bool:
+    """Have the C library keep what steps on the CPU free, for the next step; True where it will.
+
+    glibc gives large blocks back to the kernel, so every step of XLA:CPU gets fresh pages, each zeroed at its
+    first touch. For the whole process and for good: glibc has no way back to its own moving threshold. Left
+    alone where `platform` is another, and where the C library is not glibc.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if platform != "cpu" or mallopt is None:  # musl has none
+        return False
+    # The threshold first: without it, the others would only freeze it where it is.
+    if not any(mallopt(M_MMAP_THRESHOLD, size) == 1 for size in LARGEST_BLOCKS):
+        logging.info("the C library does not keep freed memory; steps will take fresh pages")
+        return False
+    mallopt(M_TRIM_THRESHOLD, (1 << 31) - 1)
+    mallopt(M_TOP_PAD, 1 << 26)
+    return True
 
 
 @contextlib.contextmanager
