@@ -46,6 +46,8 @@ def default_config(workdir: str) -> jg.Config:
             every_s=0.25,  # the whole run takes seconds
             dwell_steps=10,
         ),
+        # On the CPU, half of the time of its steps would go into fresh pages.
+        execution=jg.Execution(keep_freed_pages=True),
         evaluation=jg.Evaluation(every_base_steps=500, micro_batch_size=8192),
     )
 
