@@ -7,7 +7,7 @@ second.
 import contextlib
 import threading
 from collections.abc import Iterator, Mapping
-from typing import Any
+from dataclasses import dataclass, field
 
 from jaxgoodput.clock import Clock
 
@@ -29,11 +29,23 @@ BUCKETS: Mapping[str, str] = {
 PRODUCTIVE = "productive"
 
 
+@dataclass(frozen=True, kw_only=True)
+class SavedLedger:
+    """What a checkpoint keeps of a ledger."""
+
+    saved_at: float
+    """Unix seconds."""
+    wall_s: float = 0.0
+    """Wall time covered: that run until then and all before it."""
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """By bucket."""
+
+
 class TimeLedger:
     """Every second of wall time lies in exactly one bucket; what no bucket claims is productive.
 
     `bucket` is for one thread (the loop's); everything else may be called from any thread. The
-    ledger rides in a checkpoint (`to_json`), and that of the next run goes on from there
+    ledger rides in a checkpoint (`saved`), and that of the next run goes on from there
     (`continue_from`); time while nothing ran is not counted.
 
     >>> from jaxgoodput.clock import FakeClock
@@ -89,20 +101,20 @@ class TimeLedger:
             if self._open and self._open[-1].thread_id == threading.get_ident():
                 self._open[-1].inner_s += seconds
 
-    def continue_from(self, saved: Mapping[str, Any], last_seen: float | None = None) -> None:
-        """Add the seconds of earlier runs, as `to_json` saved them; buckets may be open meanwhile.
+    def continue_from(self, saved: SavedLedger, last_seen: float | None = None) -> None:
+        """Add the seconds of earlier runs, as `saved` gave them; buckets may be open meanwhile.
 
         `last_seen` (Unix seconds) is the last sign of life of the run that died, such as its last
         journal record: the time between the checkpoint and it was spent on steps that are undone,
         so it is booked as wasted_progress_from_disruption.
         """
-        lost_s = 0.0 if last_seen is None else max(last_seen - float(saved["saved_at"]), 0.0)
+        lost_s = 0.0 if last_seen is None else max(last_seen - saved.saved_at, 0.0)
         with self._lock:
-            self._start_s -= float(saved["wall_s"]) + lost_s
+            self._start_s -= saved.wall_s + lost_s
             self._seconds["wasted_progress_from_disruption"] += lost_s
-            for name, seconds in saved["seconds"].items():
+            for name, seconds in saved.seconds.items():
                 # A bucket of another version of this package must not stop a run from resuming.
-                self._seconds[name if name in BUCKETS else "other"] += float(seconds)
+                self._seconds[name if name in BUCKETS else "other"] += seconds
 
     def snapshot(self) -> dict[str, float]:
         """Seconds by bucket, and under 'productive' the rest; together the wall time of all runs.
@@ -116,15 +128,15 @@ class TimeLedger:
             seconds[PRODUCTIVE] = max(now_s - self._start_s - sum(seconds.values()), 0.0)
             return seconds
 
-    def to_json(self) -> dict[str, Any]:
-        """The ledger as JSON values, for a checkpoint."""
+    def saved(self) -> SavedLedger:
+        """What a checkpoint keeps."""
         with self._lock:
             now_s = self._clock.now()
-            return {
-                "wall_s": now_s - self._start_s,
-                "saved_at": self._clock.wall(),  # Unix seconds
-                "seconds": self._booked(now_s),
-            }
+            return SavedLedger(
+                wall_s=now_s - self._start_s,
+                saved_at=self._clock.wall(),
+                seconds=self._booked(now_s),
+            )
 
     def _booked(self, now_s: float) -> dict[str, float]:
         seconds = dict(self._seconds)

@@ -9,14 +9,14 @@ import dataclasses
 import json
 import os
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from absl import logging
 
 from jaxgoodput._serial import encode
 from jaxgoodput.clock import Clock
-from jaxgoodput.observe.badput import TimeLedger
+from jaxgoodput.observe.badput import SavedLedger, TimeLedger
 from jaxgoodput.observe.events import Event, FitStart
 
 FILE_NAME = "goodput.jsonl"
@@ -172,16 +172,14 @@ def earlier_runs(workdir: str | os.PathLike[str], *, before: int | None = None) 
     return EarlierRuns(len(starts), max(r["wall"] for r in records), starts[-1])
 
 
-def resume(
-    workdir: str | os.PathLike[str], ledger: TimeLedger, saved: Mapping[str, Any] | None
-) -> int:
+def resume(workdir: str | os.PathLike[str], ledger: TimeLedger, saved: SavedLedger | None) -> int:
     """Let `ledger` go on from those of the runs before in this workdir; how many there were.
 
     `saved` is the ledger of the checkpoint, None where there is none: then all the time of the
     latest run was lost with it. Buckets of `ledger` may be open meanwhile.
     """
     runs = earlier_runs(workdir)
-    if runs.num_runs:
-        nothing = {"wall_s": 0.0, "saved_at": runs.latest_start, "seconds": {}}
+    if runs.latest_start is not None:
+        nothing = SavedLedger(saved_at=runs.latest_start)
         ledger.continue_from(nothing if saved is None else saved, runs.last_seen)
     return runs.num_runs

@@ -30,7 +30,13 @@ from jaxgoodput.train.control import DEPTH, Control, Requests
 from jaxgoodput.train.watcher import Result
 from jaxgoodput.train.window import UNKNOWN, window_of
 from jaxgoodput.tune.batch import hoped_gain, statistics_cadence
-from jaxgoodput.tune.timings import MIN_COUNT, StrategyTimings, TimingKey, TimingTable
+from jaxgoodput.tune.timings import (
+    MIN_COUNT,
+    StrategyTimings,
+    TimingKey,
+    TimingRow,
+    TimingTable,
+)
 from jaxgoodput.tune.tuner import Answer, Tuner
 from jaxgoodput.tune.verdict import PROBE_STEPS, Alternative, Caution, Situation
 
@@ -114,12 +120,12 @@ class Analyst:
         """Pass an event on to the hooks, after everything that came before it."""
         self._queue.put(event)
 
-    def timings(self) -> dict[str, list[dict[str, Any]]]:
-        """Step times by strategy, as JSON values: they must survive a restart, and so must the cadence."""
+    def timings(self) -> dict[str, tuple[TimingRow, ...]]:
+        """Step times by strategy: they must survive a restart, and so must the cadence."""
         with self._lock:
-            return self._timings.to_json()
+            return self._timings.rows()
 
-    def restore(self, timings: Mapping[str, Any], statistics_every: int) -> None:
+    def restore(self, timings: Mapping[str, Sequence[TimingRow]], statistics_every: int) -> None:
         """Go on with these. Fits are made again from the timings."""
         with self._lock:
             self._timings.restore(timings)

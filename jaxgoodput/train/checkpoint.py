@@ -25,12 +25,15 @@ import numpy as np
 import orbax.checkpoint as ocp
 from absl import logging
 from jax.experimental import multihost_utils
+from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from jaxgoodput._serial import decode, encode
 from jaxgoodput.data.cursor import Cursor
 from jaxgoodput.engine.state import TrainState
 from jaxgoodput.goodput.search import BatchConfig
+from jaxgoodput.observe.badput import SavedLedger
+from jaxgoodput.tune.timings import Parts, TimingRow
 
 T = TypeVar("T")
 
@@ -40,6 +43,17 @@ VERSION = 1  # of the metadata
 
 class WrongWorkdirError(ValueError):
     """The workdir holds checkpoints of another model."""
+
+
+@dataclass(frozen=True)
+class LeafKind:
+    """What a leaf of the state is."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{self.shape}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,14 +68,14 @@ class CheckpointMeta:
     """Where in the data to go on."""
     batch: BatchConfig
     """In use when it was saved."""
-    timings: Mapping[str, Any]
-    """Step times by strategy: `StrategyTimings.to_json`."""
+    timings: Mapping[str, tuple[TimingRow, ...]]
+    """Step times by strategy."""
     statistics_every: int
     """Steps between two noise measurements, as last decided."""
-    ledger: Mapping[str, Any]
-    """Where the time went: `TimeLedger.to_json`."""
-    leaves: Mapping[str, Any] = field(default_factory=dict)
-    """Path -> [shape, dtype] of every leaf of the state."""
+    ledger: SavedLedger
+    """Where the time went."""
+    leaves: Mapping[str, LeafKind] = field(default_factory=dict)
+    """What every leaf of the state is, by its path."""
     version: int = VERSION
     """Of this form."""
 
@@ -73,25 +87,45 @@ class CheckpointMeta:
     def from_json(cls, saved: Mapping[str, Any]) -> "CheckpointMeta":
         """What `to_json` wrote, or a version of this package before there were versions.
 
-        Raises KeyError, TypeError or ValueError where it is neither.
+        Raises WrongWorkdirError for a later version, KeyError, TypeError or ValueError where it is neither.
         """
         saved = dict(saved)
         version = saved.get("version", 0)
         if version > VERSION:
-            raise ValueError(
-                f"its metadata has version {version}, this program reads up to {VERSION}: resume with the "
-                "version of jaxgoodput that wrote it, or a newer one"
+            raise WrongWorkdirError(
+                f"the checkpoint's metadata has version {version}, this program reads up to {VERSION}. "
+                "Resume with the version of jaxgoodput that wrote it, or a newer one."
             )
-        if version == 0:
-            analyst = saved.pop("analyst")
-            timings = analyst["timings"]
-            # A run from before there were strategies has one table.
-            saved["timings"] = timings if isinstance(timings, Mapping) else {"": timings}
-            saved["statistics_every"] = analyst["statistics_every"]
-            saved.pop("progress", None)
         if "leaves" not in saved:
             raise KeyError("its metadata does not say which leaves it holds")
+        if version == 0:
+            saved = _from_before_versions(saved)
         return decode({**saved, "version": VERSION}, cls, "checkpoint")
+
+
+def _from_before_versions(saved: dict[str, Any]) -> dict[str, Any]:
+    """Metadata of version 0 in the form of version 1."""
+    analyst = saved.pop("analyst")
+    tables = analyst["timings"]
+    # A run from before there were strategies has one table.
+    tables = tables if isinstance(tables, Mapping) else {"": tables}
+    names = [f.name for f in dataclasses.fields(Parts)]
+
+    def named(parts: list[list[float | None]]) -> list[dict[str, float | None]]:
+        return [dict(zip(names, values, strict=True)) for values in parts]
+
+    saved["timings"] = {
+        strategy: [
+            {**row, "clean": named(row["clean"]), "busy": named(row["busy"])} for row in rows
+        ]
+        for strategy, rows in tables.items()
+    }
+    saved["statistics_every"] = analyst["statistics_every"]
+    saved["leaves"] = {
+        path: {"shape": shape, "dtype": dtype} for path, (shape, dtype) in saved["leaves"].items()
+    }
+    saved.pop("progress", None)
+    return saved
 
 
 @dataclass(frozen=True)
@@ -105,7 +139,7 @@ class Restored:
 class Checkpoints:
     """The checkpoints of one workdir. `world` is the mesh of all processes, None where there is one."""
 
-    def __init__(self, workdir: str, *, keep: int, world: Any = None):
+    def __init__(self, workdir: str, *, keep: int, world: Mesh | None = None):
         self._root = pathlib.Path(workdir).resolve()
         self._directory = self._root / "checkpoints"
         self._keep = keep
@@ -170,6 +204,8 @@ class Checkpoints:
         """
         for step in self._agreed(sorted(self._manager.all_steps(), reverse=True)):
             meta, failure = _attempt(lambda step=step: self._read_meta(step))
+            if isinstance(failure, WrongWorkdirError):
+                raise failure  # it is sound, and not for this program
             if not self._everywhere(failure is None):
                 self._set_aside(step, failure)
                 continue
@@ -306,23 +342,25 @@ def _attempt(read: Callable[[], T]) -> tuple[T | None, Exception | None]:
         return None, error
 
 
-def describe(state: PyTree) -> dict[str, list[Any]]:
-    """Path -> [shape, dtype] of every leaf: what tells one model's state from another's."""
+def describe(state: PyTree) -> dict[str, LeafKind]:
+    """What every leaf is, by its path: tells one model's state from another's."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(state)
-    return {jax.tree_util.keystr(path): [list(x.shape), str(x.dtype)] for path, x in leaves}
+    return {
+        jax.tree_util.keystr(path): LeafKind(tuple(x.shape), str(x.dtype)) for path, x in leaves
+    }
 
 
-def differences(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
+def differences(saved: Mapping[str, LeafKind], wanted: Mapping[str, LeafKind]) -> list[str]:
     """How two descriptions differ, one sentence a leaf."""
     found = []
     for path in sorted(saved.keys() | wanted.keys()):
         a, b = saved.get(path), wanted.get(path)
         if a is None:
-            found.append(f"{path} is not in the checkpoint, the model has {_shown(b)}")
+            found.append(f"{path} is not in the checkpoint, the model has {b}")
         elif b is None:
-            found.append(f"{path} is {_shown(a)} in the checkpoint, the model has no such leaf")
-        elif list(a) != list(b):
-            found.append(f"{path} is {_shown(a)} in the checkpoint, {_shown(b)} in the model")
+            found.append(f"{path} is {a} in the checkpoint, the model has no such leaf")
+        elif a != b:
+            found.append(f"{path} is {a} in the checkpoint, {b} in the model")
     return found
 
 
@@ -382,11 +420,6 @@ def _is_key(x: Any) -> bool:
 
 def _key_like(x: Any) -> Any:
     return x if isinstance(x, jax.Array) else jax.random.key(0)
-
-
-def _shown(described: Any) -> str:
-    shape, dtype = described
-    return f"{dtype}{tuple(shape)}"
 
 
 def _told(failure: Exception) -> str:

@@ -396,7 +396,7 @@ class Loop:
                 batch=self.batch,
                 timings=self.analyst.timings(),
                 statistics_every=self.analyst.statistics_every,
-                ledger=self.ledger.to_json(),
+                ledger=self.ledger.saved(),
             )
             error = self.checkpoints.save(self.state, meta)
             if wait:

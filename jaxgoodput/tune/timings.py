@@ -12,7 +12,6 @@ import statistics
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -47,6 +46,20 @@ class Parts:
     update_s: float = float("nan")
 
 
+@dataclass(frozen=True, kw_only=True)
+class TimingRow:
+    """What the table holds of one configuration."""
+
+    key: TimingKey
+    """Which one."""
+    last: int
+    """The step at which it was used last."""
+    clean: tuple[Parts, ...]
+    """Its latest undisturbed steps."""
+    busy: tuple[Parts, ...]
+    """Its latest steps beside a compilation."""
+
+
 def interval(previous_ready_s: float | None, dispatched_s: float, ready_s: float) -> float:
     """Seconds that the device spent on a step: from the later of its dispatch and the step before.
 
@@ -60,7 +73,7 @@ def interval(previous_ready_s: float | None, dispatched_s: float, ready_s: float
 
 
 class TimingTable:
-    """Recent step times by configuration. Used by one thread; `to_json` rides in a checkpoint."""
+    """Recent step times by configuration. Used by one thread; `rows` ride in a checkpoint."""
 
     def __init__(self, *, half_life_steps: float = 2000.0):
         self._half_life_steps = half_life_steps
@@ -175,32 +188,31 @@ class TimingTable:
         clean, others = (len(self._clean.get(k, ())) >= MIN_COUNT for k in (key, other))
         return others > clean or (others == clean and key.measured)
 
-    def to_json(self) -> list[dict[str, Any]]:
-        """The table as JSON values."""
-        return [
-            {
-                "key": vars(key),
-                "last": last,
-                "clean": [_plain(p) for p in self._clean.get(key, ())],
-                "busy": [_plain(p) for p in self._busy.get(key, ())],
-            }
+    def rows(self) -> tuple[TimingRow, ...]:
+        """The whole table, for a checkpoint."""
+        return tuple(
+            TimingRow(
+                key=key,
+                last=last,
+                clean=tuple(self._clean.get(key, ())),
+                busy=tuple(self._busy.get(key, ())),
+            )
             for key, last in self._last.items()
-        ]
+        )
 
-    def restore(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Take over a table written by `to_json`."""
+    def restore(self, rows: Iterable[TimingRow]) -> None:
+        """Take over what `rows` gave."""
         for row in rows:
-            key = TimingKey(**row["key"])
-            for target, name in ((self._clean, "clean"), (self._busy, "busy")):
-                if row[name]:
-                    target[key] = deque((_parts(p) for p in row[name]), maxlen=KEEP)
-            self._last[key] = row["last"]
+            for target, parts in ((self._clean, row.clean), (self._busy, row.busy)):
+                if parts:
+                    target[row.key] = deque(parts, maxlen=KEEP)
+            self._last[row.key] = row.last
 
 
 class StrategyTimings:
     """A table of step times and a fit for each strategy: another layout is another program.
 
-    Used by one thread; `to_json` rides in a checkpoint.
+    Used by one thread; `rows` ride in a checkpoint.
     """
 
     def __init__(self, num_nodes: int):
@@ -241,13 +253,13 @@ class StrategyTimings:
         residuals = residuals_of(fit.params, there.placement, timings, timed)
         return dataclasses.replace(there, timed=timed, fit=fit, residuals=residuals)
 
-    def to_json(self) -> dict[str, list[dict[str, Any]]]:
-        """Timings by strategy."""
+    def rows(self) -> dict[str, tuple[TimingRow, ...]]:
+        """The whole tables by strategy, for a checkpoint."""
         # Of a copy: a save may come while a strategy is seen for the first time.
-        return {name: table.to_json() for name, table in list(self._tables.items())}
+        return {name: table.rows() for name, table in list(self._tables.items())}
 
-    def restore(self, saved: Mapping[str, Any]) -> None:
-        """Take over what `to_json` wrote. Fits are made again from the timings."""
+    def restore(self, saved: Mapping[str, Sequence[TimingRow]]) -> None:
+        """Take over what `rows` gave. Fits are made again from the timings."""
         for strategy, rows in saved.items():
             self.table(strategy).restore(rows)
 
@@ -268,15 +280,6 @@ def residuals_of(
     ratios = np.asarray(timings.step_s)[here] / step_time(perf, placement, sizes)
     known = np.isfinite(ratios)
     return tuple(sorted(zip(sizes[known].tolist(), ratios[known].tolist(), strict=True)))
-
-
-def _plain(parts: Parts) -> list[float | None]:
-    values = (parts.step_s, parts.accumulate_s, parts.reduce_s, parts.update_s)
-    return [v if v == v else None for v in values]
-
-
-def _parts(values: Sequence[float | None]) -> Parts:
-    return Parts(*(float("nan") if v is None else v for v in values))
 
 
 @dataclass(frozen=True)

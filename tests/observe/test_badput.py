@@ -1,14 +1,14 @@
 """The time ledger: every second lies in one bucket, through nesting, threads and restarts."""
 
-import json
 import threading
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxgoodput import _serial
 from jaxgoodput.clock import FakeClock
-from jaxgoodput.observe.badput import BUCKETS, PRODUCTIVE, TimeLedger
+from jaxgoodput.observe.badput import BUCKETS, PRODUCTIVE, SavedLedger, TimeLedger
 
 NAMES = st.sampled_from(sorted(BUCKETS))
 # A script: wait, open a bucket with a script inside, or book seconds that have just passed.
@@ -40,7 +40,7 @@ def play(script, ledger, clock, expected, inside=PRODUCTIVE):
             with ledger.bucket(rest[0]):
                 play(rest[1], ledger, clock, expected, rest[0])
         assert ledger.snapshot() == pytest.approx(expected)
-        assert ledger.to_json()["wall_s"] == pytest.approx(sum(expected.values()))
+        assert ledger.saved().wall_s == pytest.approx(sum(expected.values()))
 
 
 @given(SCRIPTS)
@@ -54,7 +54,7 @@ def test_a_ledger_continues_after_a_restart(first, second):
     clock, expected = FakeClock(5.0), dict.fromkeys([*BUCKETS, PRODUCTIVE], 0.0)
     ledger = TimeLedger(clock)
     play(first, ledger, clock, expected)
-    saved = json.loads(json.dumps(ledger.to_json()))
+    saved = _serial.loads(_serial.dumps(ledger.saved()), SavedLedger)
     clock.advance(1000.0)  # nothing runs
     ledger = TimeLedger(clock)
     ledger.continue_from(saved)
@@ -65,7 +65,7 @@ def test_a_ledger_continues_after_a_restart(first, second):
 def test_steps_lost_since_the_checkpoint_are_wasted_progress(clock):
     ledger = TimeLedger(clock)
     clock.advance(10.0)
-    saved = ledger.to_json()
+    saved = ledger.saved()
     clock.advance(4.0)
     died = clock.wall()
     clock.advance(60.0)
@@ -77,7 +77,7 @@ def test_steps_lost_since_the_checkpoint_are_wasted_progress(clock):
 
 
 def test_a_bucket_of_an_unknown_version_does_not_stop_a_resume(clock):
-    saved = {"wall_s": 5.0, "saved_at": 0.0, "seconds": {"a_new_bucket": 2.0, "other": 1.0}}
+    saved = SavedLedger(saved_at=0.0, wall_s=5.0, seconds={"a_new_bucket": 2.0, "other": 1.0})
     ledger = TimeLedger(clock)
     ledger.continue_from(saved)
     assert ledger.snapshot()["other"] == 3.0

@@ -106,7 +106,7 @@ def test_a_resumed_ledger_books_the_wait_in_its_open_bucket(tmp_path, clock):
     writer, ledger = Journal(tmp_path, clock=clock), TimeLedger(clock)
     writer.write(synthetic.fit_start())
     clock.advance(20.0)
-    saved = ledger.to_json()
+    saved = ledger.saved()
     clock.advance(4.0)
     writer.write(synthetic.window(10, 1.0, 640))  # killed here: 4 s are lost
     writer.close()

@@ -9,6 +9,7 @@ from layouts import engine, windows
 
 from jaxgoodput.data.cursor import Cursor
 from jaxgoodput.goodput.search import BatchConfig
+from jaxgoodput.observe.badput import SavedLedger
 from jaxgoodput.parallel.strategy import Strategy
 from jaxgoodput.train.checkpoint import CheckpointMeta, Checkpoints
 
@@ -51,7 +52,7 @@ def save(workdir, strategy):
         batch=BatchConfig(micro_batch_size=1, num_micro_batches=1, num_replicas=8),
         timings={},
         statistics_every=1,
-        ledger={},
+        ledger=SavedLedger(saved_at=0.0),
     )
     assert checkpoints.save(state, meta) is None
     checkpoints.close()
