@@ -236,7 +236,7 @@ class Watch:
                     "taken",
                     step=run.step + 1,
                     config=vars(config),
-                    compiled=run.engine.is_ready(config.micro_batch_size, accumulate=False),
+                    compiled=run.engine.bytes_of(config.micro_batch_size) is not None,
                     indices=None if batch is None else batch.indices.tolist(),
                     samples=run.samples,
                 )
