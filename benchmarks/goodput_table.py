@@ -32,8 +32,8 @@ NUM_CONFIGURATIONS = 65_000
 
 
 def main() -> int:
-    rungs = len(LIMITS.ladder()) + 3
-    num_placements = -(-NUM_CONFIGURATIONS // (rungs * LIMITS.max_micro_batches))
+    sizes = len(LIMITS.ladder()) + 3
+    num_placements = -(-NUM_CONFIGURATIONS // (sizes * LIMITS.max_micro_batches))
     replicas = np.arange(1, num_placements + 1)
     placements = Placement(num_nodes=-(-replicas // 8), num_replicas=replicas)
     goodput_table(MODEL, LIMITS, placements)
@@ -44,12 +44,12 @@ def main() -> int:
         elapsed_ms.append((time.perf_counter() - start_s) * 1e3)
         cpu_ms.append((time.thread_time() - start_cpu_s) * 1e3)
     print(
-        f"{'placements':>10} {'rungs':>6} {'micro-batches':>13} {'configurations':>14} "
+        f"{'placements':>10} {'sizes':>6} {'micro-batches':>13} {'configurations':>14} "
         f"{'median ms':>10} {'p90 ms':>8} {'median CPU ms':>14}"
     )
     print(
-        f"{num_placements:10} {rungs:6} {LIMITS.max_micro_batches:13} "
-        f"{num_placements * rungs * LIMITS.max_micro_batches:14} "
+        f"{num_placements:10} {sizes:6} {LIMITS.max_micro_batches:13} "
+        f"{num_placements * sizes * LIMITS.max_micro_batches:14} "
         f"{np.median(elapsed_ms):10.2f} {np.quantile(elapsed_ms, 0.9):8.2f} {np.median(cpu_ms):14.2f}"
     )
     return 0

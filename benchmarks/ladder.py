@@ -30,7 +30,7 @@ Row = tuple[float, int, int, int, BatchConfig, BatchConfig, int]
 
 
 def losses(path: pathlib.Path) -> list[Row]:
-    """(loss, case, nodes, replicas, ladder's choice, best of all, rungs), the worst first."""
+    """(loss, case, nodes, replicas, ladder's choice, best of all, sizes), the worst first."""
     rows = []
     for case in json.loads(path.read_text())["cases"]:
         if case["tag"].startswith("EDGE"):
@@ -59,8 +59,8 @@ def losses(path: pathlib.Path) -> list[Row]:
             every = range(low, high + 1)
             exact, best = best_batch(model, at, limits, micro_batch_sizes=every)
             chosen, reached = best_batch(model, at, limits)
-            rungs = len(limits.ladder(replicas))
-            rows.append((1 - reached / best, case["id"], nodes, replicas, chosen, exact, rungs))
+            sizes = len(limits.ladder(replicas))
+            rows.append((1 - reached / best, case["id"], nodes, replicas, chosen, exact, sizes))
     return sorted(rows, key=lambda row: -row[0])
 
 
@@ -76,7 +76,7 @@ def main() -> int:
     rows = losses(path)
     print(
         f"{len(rows)} searches; goodput lost to the ladder: worst {rows[0][0]:.2%}, mean "
-        f"{np.mean([row[0] for row in rows]):.3%}; rungs: {max(row[-1] for row in rows)} at most"
+        f"{np.mean([row[0] for row in rows]):.3%}; sizes: {max(row[-1] for row in rows)} at most"
     )
     print(f"{'lost':>6} {'case':>5} {'nodes':>6} {'replicas':>8} {'ladder':>10} {'integers':>10}")
     for loss, case, nodes, replicas, chosen, exact, _ in rows[:5]:

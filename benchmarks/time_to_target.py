@@ -284,7 +284,9 @@ def run(
         config = dataclasses.replace(
             config,
             seed=seed,
-            execution=dataclasses.replace(config.execution, compilation_cache=cache),
+            execution=dataclasses.replace(
+                config.execution, compilation_cache=cache, keep_freed_pages=True
+            ),
             evaluation=dataclasses.replace(
                 config.evaluation, every_s=workload.every_s, every_base_steps=None
             ),

@@ -33,7 +33,6 @@ from jaxgoodput.engine.programs import Noise, Program, Programs, SampleShape
 from jaxgoodput.engine.programs_multiprocess import MultiprocessPrograms
 from jaxgoodput.engine.state import Previous, StepMetrics, Sums, TrainState, Work, delete
 from jaxgoodput.goodput.memory import StepBytes
-from jaxgoodput.parallel.partition import ParamSpecs
 from jaxgoodput.parallel.plan import MovePlan, plan_move
 from jaxgoodput.parallel.strategy import Layout
 
@@ -169,11 +168,6 @@ class Engine:
     def needs_two_steps(self) -> bool:
         """Whether a batch of one micro-batch is a single group, so that two make a noise sample."""
         return self.world is None and self.programs.noise_groups.needs_two_steps
-
-    @property
-    def param_specs(self) -> ParamSpecs:
-        """How parameters, and what follows them, are cut."""
-        return self.programs.param_specs
 
     def shape(self, size: Size) -> SampleShape:
         """The shape of a micro-batch; a number is of the engine's own samples."""
@@ -483,7 +477,8 @@ class Engine:
         return self.engines.plan_move(self.layout, layout)
 
     def _pace(self, work: Work) -> None:
-        if self._is_paced or self.on(work.layout)._is_paced:
+        there = self if work.layout == self.layout else self.on(work.layout)
+        if self._is_paced or there._is_paced:
             jax.block_until_ready(work.sums)
 
     def _here(self, work: Work) -> Work:

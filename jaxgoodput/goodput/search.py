@@ -15,8 +15,8 @@ from jaxgoodput.goodput.efficiency import efficiency
 from jaxgoodput.goodput.model import GoodputModel
 from jaxgoodput.goodput.perf import Placement, compute_time, last_micro_batch_time
 
-MAX_RUNGS = 13  # of the common ladder; a placement adds at most three of its own
-RATIO = 1.42  # between rungs: half of it off the optimum costs less than 1 % (log-concave goodput)
+MAX_SIZES = 13  # of the common ladder; a placement adds at most three of its own
+RATIO = 1.42  # between sizes: half of it off the optimum costs less than 1 % (log-concave goodput)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,9 +125,9 @@ class BatchLimits:
         (8, 12, 16, 24, 32, 48, 64)
         """
         if num_replicas is None:
-            return _common_rungs(self)
-        rungs = {*_common_rungs(self), *_own_rungs(self, num_replicas)}
-        return tuple(sorted(b for b in rungs if _feasible(self, num_replicas, b)))
+            return _common_sizes(self)
+        sizes = {*_common_sizes(self), *_own_sizes(self, num_replicas)}
+        return tuple(sorted(b for b in sizes if _feasible(self, num_replicas, b)))
 
     def base_config(
         self, num_replicas: int, micro_batch_sizes: Sequence[int] | None = None
@@ -222,7 +222,7 @@ def goodput_table(model: GoodputModel, limits: BatchLimits, placements: Placemen
             f"placements needs two arrays of one length, but num_nodes has shape {nodes.shape} and "
             f"num_replicas {replicas.shape}."
         )
-    common = np.array(_common_rungs(limits), np.int64)
+    common = np.array(_common_sizes(limits), np.int64)
     sizes = np.concatenate(
         [np.broadcast_to(common, (len(nodes), len(common))), _own_rung_table(limits, replicas)], 1
     )
@@ -261,14 +261,14 @@ def _goodput(
     return np.where(allowed, batches / seconds * worth, -np.inf)
 
 
-def _common_rungs(limits: BatchLimits) -> tuple[int, ...]:
-    """The rungs that do not depend on the number of replicas."""
+def _common_sizes(limits: BatchLimits) -> tuple[int, ...]:
+    """The sizes that do not depend on the number of replicas."""
     if limits.sizes is not None:
         return limits.sizes
     low, high = limits.span
     high = max(low, min(high, limits.max))  # one replica never computes more than the whole batch
-    num_rungs = min(MAX_RUNGS, 1 + math.ceil(math.log(high / low) / math.log(RATIO)))
-    inner = np.geomspace(low, high, num_rungs)[1:-1]
+    num_sizes = min(MAX_SIZES, 1 + math.ceil(math.log(high / low) / math.log(RATIO)))
+    inner = np.geomspace(low, high, num_sizes)[1:-1]
     rounded = (b for b in map(_round, inner) if low < b < high)
     return tuple(sorted({low, high, *rounded}))
 
@@ -299,8 +299,8 @@ def _own_rung_table(limits: BatchLimits, replicas: np.ndarray) -> np.ndarray:
     return np.where((own >= low) & (own <= high), own, 0)
 
 
-def _own_rungs(limits: BatchLimits, num_replicas: int) -> tuple[int, ...]:
-    """The rungs that one number of replicas adds."""
+def _own_sizes(limits: BatchLimits, num_replicas: int) -> tuple[int, ...]:
+    """The sizes that one number of replicas adds."""
     own = _own_rung_table(limits, np.array([num_replicas]))[0]
     return tuple(int(b) for b in own if b)
 

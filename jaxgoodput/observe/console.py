@@ -44,7 +44,7 @@ class Console:
         self._line(
             f"{event.num_devices} x {event.device_kind}, batch {describe(event.config)}{resumed}"
         )
-        if event.settings.get("tensorboard") and "workdir" in event.settings:
+        if event.settings.get("reporting", {}).get("tensorboard") and "workdir" in event.settings:
             self._line(how_to_look(str(event.settings["workdir"])))
         if self._bar is not None:
             self._bar.start()

@@ -105,7 +105,8 @@ class Analyst:
         self._tried_from: BatchConfig | None = None  # before the probe
         self._tried: set[str] = set()  # strategies that have had their trial
         self._pending = 0  # the step until which a posted change may still be on its way
-        self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Result | Answer | Event | threading.Event | None]
+        self._queue = queue.SimpleQueue()
         self._tuner = tuner(self._queue.put, on_error)
         self._thread = threading.Thread(target=self._run, name="jaxgoodput-analyst", daemon=True)
         self._thread.start()
@@ -440,19 +441,22 @@ class Analyst:
         )
 
 
+# Of a step's metrics, what an event says elsewhere; and names that hooks know.
+_SAID_ELSEWHERE = {"is_finite", "skipped_in_a_row", "num_samples", "num_groups", "progress"}
+_TOLD_AS = {
+    "num_skipped": "skipped",
+    "sqr": "grad_sqr",
+    "var": "grad_var",
+    "num_samples": "noise_samples",
+    "newest_samples": "newest_noise_samples",
+}
+
+
 def _told(metrics: StepMetrics[float]) -> dict[str, float]:
-    """What hooks hear of a step, by name."""
-    noise = metrics.noise
-    return {
-        "loss": metrics.loss,
-        "grad_norm": metrics.grad_norm,
-        "gain": metrics.gain,
-        "skipped": metrics.num_skipped,
-        "grad_sqr": noise.sqr,
-        "grad_var": noise.var,
-        "cautious_sqr": noise.cautious_sqr,
-        "cautious_var": noise.cautious_var,
-        "noise_samples": noise.num_samples,
-        "newest_noise_samples": noise.newest_samples,
-        **{f"aux/{name}": value for name, value in metrics.aux.items()},
-    }
+    """What hooks hear of a step, by name: every field but those of `_SAID_ELSEWHERE`."""
+    own = {f.name: getattr(metrics, f.name) for f in dataclasses.fields(metrics)}
+    noise, aux = own.pop("noise"), own.pop("aux")
+    told = {name: value for name, value in own.items() if name not in _SAID_ELSEWHERE}
+    told |= {f.name: getattr(noise, f.name) for f in dataclasses.fields(noise)}
+    told = {_TOLD_AS.get(name, name): value for name, value in told.items()}
+    return told | {f"aux/{name}": value for name, value in aux.items()}

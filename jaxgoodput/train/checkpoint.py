@@ -149,10 +149,6 @@ class Checkpoints:
         self._manager = self._open()
         self._writing = 0  # the step that was handed to the writer last
 
-    def latest(self) -> int | None:
-        """The newest complete step, None where there is none."""
-        return self._manager.latest_step()
-
     def save(self, state: TrainState, meta: CheckpointMeta) -> str | None:
         """Hand the state to the writer; returns once the values are copied off the devices.
 

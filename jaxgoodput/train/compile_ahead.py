@@ -108,14 +108,12 @@ class SizeCompiler:
         accumulate: bool,
         budget: int,
         reach: float = 4.0,
-        rehearse: bool = True,
     ):
         self._engine = engine
         self._sizes = tuple(sizes)
         self._accumulate = accumulate
         self._budget = budget
         self._reach = reach
-        self._rehearse = rehearse
         self._changed = threading.Condition()
         self._order: list[int] = []
         self._next = 0  # index into the order
@@ -194,12 +192,6 @@ class SizeCompiler:
         with self._changed:
             known = dict(self._known)
         return largest_that_fits(self._sizes, known, self._budget) if known else 0
-
-    @property
-    def known(self) -> dict[int, StepBytes]:
-        """XLA's analysis of the sizes compiled so far."""
-        with self._changed:
-            return dict(self._known)
 
     @property
     def is_busy(self) -> bool:
@@ -330,7 +322,7 @@ class SizeCompiler:
             )
             return
         # A rehearsal holds a second copy of everything.
-        rehearsable = self._rehearse and need.peak * 2 <= self._budget
+        rehearsable = need.peak * 2 <= self._budget
         if rehearsable:
             engine.rehearse(size, accumulate=self._accumulate)
         with self._changed:

@@ -89,7 +89,8 @@ class Execution:
     keep_freed_pages: bool = False
     """On CPU: have glibc keep the memory that steps free, in this process and for good.
 
-    `jaxgoodput run` does so by itself, through the environment of its workers.
+    Goes before glibc's own variables. `jaxgoodput run` does so by itself, through the environment of its
+    workers, where none of these is set.
     """
 
     def __post_init__(self):

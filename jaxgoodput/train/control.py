@@ -34,6 +34,15 @@ class Diverged(RuntimeError):
 
 
 @dataclass(frozen=True, kw_only=True)
+class BatchWish:
+    """A batch by its numbers, as a user asks for it; the loop knows the rest."""
+
+    micro_batch_size: int
+    num_micro_batches: int
+    strategy: str | None = None  # the one in use when it is taken up
+
+
+@dataclass(frozen=True, kw_only=True)
 class Control:
     """What to do before the next step."""
 
@@ -41,7 +50,9 @@ class Control:
     finish: bool = False  # end as if complete
     save: bool = False
     evaluate: bool = False
-    batch: BatchConfig | None = None  # to use from now on; another strategy in one process only
+    batch: BatchConfig | BatchWish | None = (
+        None  # to use from now on; another strategy in one process only
+    )
     statistics_every: int | None = None
     num_ready: int = 0  # sizes compiled or refused, summed over processes
 

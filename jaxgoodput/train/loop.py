@@ -30,6 +30,7 @@ from jaxgoodput.train.compile_ahead import SizeCompiler
 from jaxgoodput.train.config import Config
 from jaxgoodput.train.control import (
     DEPTH,
+    BatchWish,
     Control,
     Diverged,
     Due,
@@ -89,7 +90,7 @@ class Loop:
         self._stayed = 0  # steps of the present batch
         self._outcome: str | None = None  # what ended the run before its end
         self._hook_error: BaseException | None = None
-        self._began_s = clock.now()
+        self._began_s = clock.now()  # made anew at the first step
         self._due = Due(config, self._began_s, start.progress)
         if self.where.process_count > 1:
             self.strategies.settled_everywhere = 0
@@ -140,21 +141,6 @@ class Loop:
     def sizes(self) -> SizeCompiler:
         """What compiles the sizes of the strategy in use."""
         return self.strategies.compiler(self.batch.strategy)
-
-    def batch_of(
-        self, micro_batch_size: int, num_micro_batches: int, strategy: str | None
-    ) -> BatchConfig:
-        """A batch by its numbers, under a strategy of this run (None: the one in use).
-
-        Raises ValueError where the run has no such strategy.
-        """
-        name = self.batch.strategy if strategy is None else strategy
-        return BatchConfig(
-            micro_batch_size=micro_batch_size,
-            num_micro_batches=num_micro_batches,
-            num_replicas=self.strategies.engine(name).num_replicas,
-            strategy=name,
-        )
 
     # -- the loop --------------------------------------------------------------------------------
 
@@ -233,7 +219,14 @@ class Loop:
             self._take_up(control.batch)
         return True
 
-    def _take_up(self, batch: BatchConfig) -> None:
+    def _take_up(self, wish: BatchConfig | BatchWish) -> None:
+        strategy = self.batch.strategy if wish.strategy is None else wish.strategy
+        batch = BatchConfig(
+            micro_batch_size=wish.micro_batch_size,
+            num_micro_batches=wish.num_micro_batches,
+            num_replicas=self.strategies.engine(strategy).num_replicas,
+            strategy=strategy,
+        )
         if batch.strategy != self.batch.strategy and not self._switch(batch.strategy):
             return  # the batch asked for belongs to the other strategy
         self.batch = batch

@@ -8,7 +8,7 @@ from jaxgoodput.clock import Clock, SystemClock
 from jaxgoodput.engine.state import TrainState
 from jaxgoodput.observe.badput import TimeLedger
 from jaxgoodput.train.config import Config
-from jaxgoodput.train.control import Control, Requests
+from jaxgoodput.train.control import BatchWish, Control, Requests
 from jaxgoodput.train.evaluation import Evaluator
 from jaxgoodput.train.loop import Loop
 from jaxgoodput.train.prepare import evaluator, place, prepare
@@ -134,8 +134,14 @@ class Trainer(Task):
                 f"a batch needs at least one micro-batch of one sample; got micro_batch_size="
                 f"{micro_batch_size}, num_micro_batches={num_micro_batches}."
             )
-        batch = self._running().batch_of(micro_batch_size, num_micro_batches, strategy)
-        self._request(Control(batch=batch))
+        if strategy is not None:
+            self._running().strategies.engine(strategy)  # is there one?
+        wish = BatchWish(
+            micro_batch_size=micro_batch_size,
+            num_micro_batches=num_micro_batches,
+            strategy=strategy,
+        )
+        self._request(Control(batch=wish))
 
     def _request(self, wish: Control) -> None:
         if self._requests is None:

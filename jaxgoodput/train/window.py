@@ -95,6 +95,6 @@ def _eta_s(
 def _means(results: Sequence[Result]) -> dict[str, float]:
     """Means over the steps that were applied; the user's own numbers by their names."""
     applied = [r.metrics for r in results if r.metrics.is_finite]
-    shown = [{"loss": m.loss, "grad_norm": m.grad_norm, **m.aux} for m in applied]
+    shown = [{**m.aux, "loss": m.loss, "grad_norm": m.grad_norm} for m in applied]
     names = ["loss", "grad_norm", *results[-1].metrics.aux]
     return {name: float(np.mean([m[name] for m in shown])) if shown else UNKNOWN for name in names}

@@ -135,7 +135,8 @@ def batch_plan(
             raise TooLarge(
                 f"a step with {micro} samples per replica needs {need.peak / 2**20:.0f} MiB "
                 f"({need.arguments / 2**20:.0f} of it state and batch), and there are "
-                f"{budget / 2**20:.0f} MiB. Raise execution.memory_bytes if wrong, allow accumulation, "
+                f"{budget / 2**20:.0f} MiB. Raise execution.memory_bytes if that is wrong, allow "
+                "accumulation, "
                 "cut the model over devices with Config.strategies (fsdp), or use a smaller model or "
                 "base batch."
             )

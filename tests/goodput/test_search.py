@@ -100,10 +100,10 @@ def test_the_table_says_what_the_search_finds(replicas, problem):
 @given(problems())
 def test_the_ladder_is_short_increasing_and_has_both_ends(problem):
     _, at, limits = built(problem)
-    rungs = list(limits.ladder())
-    assert rungs == sorted(set(rungs)) and len(rungs) <= 16
-    assert rungs[0] == limits.span[0]
-    assert rungs[-1] == max(limits.span[0], min(limits.span[1], limits.max))
+    sizes = list(limits.ladder())
+    assert sizes == sorted(set(sizes)) and len(sizes) <= 16
+    assert sizes[0] == limits.span[0]
+    assert sizes[-1] == max(limits.span[0], min(limits.span[1], limits.max))
     own = limits.ladder(at.num_replicas)
     assert list(own) == sorted(set(own)) and len(own) <= 16
     for size in own:
@@ -142,13 +142,13 @@ def test_the_search_is_at_least_as_good_as_the_published_one(golden):
             # AdaptDL rounds up past its own maximum; the comparison grants us the same batch.
             left_the_limits += reached > largest
             limit = max(largest, reached)
-            rungs = (low or 1, min(high or limit, limit))
+            sizes = (low or 1, min(high or limit, limit))
             limits = BatchLimits(
                 base=case["init_batch_size"],
                 max=limit,
-                micro=rungs,
+                micro=sizes,
                 max_micro_batches=64 if case["accumulation"] else 1,
-                sizes=tuple(range(rungs[0], rungs[1] + 1)),
+                sizes=tuple(range(sizes[0], sizes[1] + 1)),
             )
             at = Placement(num_nodes=nodes, num_replicas=replicas)
             assert best_batch(model_of(case), at, limits)[1] >= goodput * (1 - 1e-9), case["id"]
@@ -272,6 +272,6 @@ def test_a_configuration_counts_from_one():
 def test_without_bounds_any_micro_batch_up_to_the_largest_batch_is_allowed():
     limits = BatchLimits(base=64, max=1000)
     assert limits.span == (1, 1000)
-    rungs = limits.ladder()
-    assert rungs[0] == 1 and rungs[-1] == 1000 and len(rungs) <= 16
+    sizes = limits.ladder()
+    assert sizes[0] == 1 and sizes[-1] == 1000 and len(sizes) <= 16
     assert limits.base_config(8).micro_batch_size == 8

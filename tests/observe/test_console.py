@@ -7,10 +7,13 @@ import pytest
 import synthetic
 from absl import logging
 
+from jaxgoodput._serial import encode
+from jaxgoodput.goodput.search import BatchLimits
 from jaxgoodput.observe.console import Console, progress_line
 from jaxgoodput.observe.events import EvalEnd, FitEnd, Preempt
 from jaxgoodput.observe.tags import pinned_link
 from jaxgoodput.text import compact, seconds
+from jaxgoodput.train.config import Config, Reporting
 
 
 class Terminal(io.StringIO):
@@ -74,12 +77,13 @@ def test_what_happens_is_said_at_once(clock):
 def test_the_start_says_where_to_watch(clock):
     stream = io.StringIO()
     start = synthetic.fit_start()
-    settings = {"workdir": "/runs/a/", "tensorboard": True}
+    config = Config(workdir="/runs/a/", batch=BatchLimits(base=64, max=64), epochs=1)
+    settings = encode(config)
     Console(clock, None, stream).on_fit_start(dataclasses.replace(start, settings=settings))
     assert "--logdir /runs/a/tensorboard\n" in stream.getvalue()
     assert pinned_link() in stream.getvalue()
     stream = io.StringIO()
-    off = settings | {"tensorboard": False}
+    off = encode(dataclasses.replace(config, reporting=Reporting(tensorboard=False)))
     Console(clock, None, stream).on_fit_start(dataclasses.replace(start, settings=off))
     assert "--logdir" not in stream.getvalue()
 

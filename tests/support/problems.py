@@ -142,17 +142,13 @@ class Recorder:
         """The events of one class."""
         return [e for e in self.events if isinstance(e, kind)]
 
-    def _keep(self, event):
+    def on_event(self, event):
         self.events.append(event)
         self.threads.add(threading.get_ident())
 
     def on_step_end(self, event):
-        self._keep(event)
         if self._then is not None:
             self._then(event)
-
-    on_fit_start = on_window = on_tune_end = on_eval_end = _keep
-    on_reshard = on_checkpoint = on_preempt = on_fit_end = _keep
 
 
 def same(a, b):

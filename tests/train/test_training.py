@@ -333,6 +333,20 @@ def test_finish_ends_as_if_complete(tmp_path):
     assert seen.of(Checkpoint)[-1].step == int(state.step)
 
 
+def test_a_batch_that_is_asked_for_while_a_run_is_prepared_is_used_from_its_first_step(tmp_path):
+    class Asking(Mean):
+        def dataset(self):
+            self.request_batch(2, 2)
+            return super().dataset()
+
+    seen = Recorder()
+    limits = BatchLimits(base=16, max=64, micro=(1, 16))
+    Asking(config(tmp_path, batch=limits, epochs=1), hooks=[seen], devices=devices(1)).fit()
+    assert {(s.config.micro_batch_size, s.config.num_micro_batches) for s in seen.of(StepEnd)} == {
+        (2, 2)
+    }
+
+
 def test_request_stop_saves_and_raises_with_exit_code_143(tmp_path):
     seen = Recorder(lambda e: trainer.request_stop() if e.step == 3 else None)
     trainer = Counting(counting_config(tmp_path), hooks=[seen], loop=InStep)
