@@ -35,7 +35,7 @@ from jaxgoodput.observe.events import Checkpoint, EvalEnd, FitEnd, FitStart, Ste
 from jaxgoodput.optim import learning_rate as rules
 from jaxgoodput.train import prepare
 from jaxgoodput.train.config import Config, with_overrides
-from jaxgoodput.train.control import Control, Preempted
+from jaxgoodput.train.control import Preempted
 from jaxgoodput.train.trainer import Trainer
 
 NUM_SAMPLES = 50
@@ -321,8 +321,7 @@ def counting_settings(**settings):
 
 
 def ask(watch, micro_batch_size, num_micro_batches):
-    batch = watch.run.batch_of(micro_batch_size, num_micro_batches, None)
-    watch.run.requests.post(Control(batch=batch))
+    watch.trainer.request_batch(micro_batch_size, num_micro_batches)
 
 
 def run_verdicts(out, section):
