@@ -104,7 +104,8 @@ class Analyst:
         self._probing = False
         self._tried_from: BatchConfig | None = None  # before the probe
         self._tried: set[str] = set()  # strategies that have had their trial
-        self._pending = 0  # the step until which a posted change may still be on its way
+        self._wanted = 0  # the number of the last change that was posted
+        self._taken_at: int | None = -DEPTH  # the step at which the loop took it; None: not yet
         self._queue: queue.SimpleQueue[Result | Answer | Event | threading.Event | None]
         self._queue = queue.SimpleQueue()
         self._tuner = tuner(self._queue.put, on_error)
@@ -175,12 +176,14 @@ class Analyst:
         ticket, metrics = result.ticket, result.metrics
         finite = bool(metrics.is_finite)
         if ticket.config != self._current:
-            self._current, self._changed_at, self._pending = ticket.config, ticket.step, 0
+            self._current, self._changed_at = ticket.config, ticket.step
             self._switches_s = self._switches_s[-8:]
         plain = self._table.count(self._timings.key(ticket.config, measured=False))
         known = metrics.noise.is_known
         if self._config.statistics.every_steps is None and self._every == 1 and known and plain < 3:
             self._set_cadence(FIRST_CADENCE)
+        if self._taken_at is None and ticket.num_batches_taken >= self._wanted:
+            self._taken_at = ticket.step
         key = self._timings.key(ticket.config, measured=ticket.measured)
         if ticket.timed and finite:
             with self._lock:
@@ -252,8 +255,9 @@ class Analyst:
     def _is_tune_due(self, now: float, step: int) -> bool:
         if self._steps_seen < self._config.tuning.warm_up_steps or self._tuner.is_busy:
             return False
-        if step < self._pending:
-            return False  # the loop has not taken up the last change yet
+        # The loop may be far ahead of this thread, and processes agree on a change a few steps later.
+        if self._taken_at is None or self._taken_at <= step < self._taken_at + DEPTH:
+            return False
         if 0 < self._calm < CALM_STEPS:
             return False  # soon it is known how long a step really takes
         assert self._latest is not None
@@ -366,7 +370,7 @@ class Analyst:
             )
             self._tried_from = current if self._probing else None
             self._tried.add(verdict.config.strategy)
-            self._pending = self._steps_ahead()
+            self._wanted, self._taken_at = self._requests.num_batches, None
             logging.info("step %d: %s", situation.step, verdict.reason)
         elif current == self._current:
             self._probing = False
@@ -390,10 +394,6 @@ class Analyst:
                 switched=switched,
             ),
         )
-
-    def _steps_ahead(self) -> int:
-        assert self._latest is not None
-        return self._latest.ticket.step + 10 * DEPTH
 
     def _set_cadence(self, every: int) -> None:
         with self._lock:

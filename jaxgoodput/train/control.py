@@ -76,11 +76,14 @@ class Requests:
         self._lock = threading.Lock()
         self._wish = Control()
         self.signal: str | None = None  # what asked to stop, for the record
+        self.num_batches = 0  # wishes for a batch that were posted
+        self.num_batches_taken = 0
 
     def post(self, wish: Control) -> None:
         """Ask for something."""
         with self._lock:
             self._wish = self._wish.also(wish)
+            self.num_batches += wish.batch is not None
 
     def interrupt(self, signal: str) -> None:
         """Ask to save and stop. Safe inside a signal handler: takes no lock."""
@@ -90,6 +93,7 @@ class Requests:
         """All wishes since the last call."""
         with self._lock:
             wish, self._wish = self._wish, Control()
+            self.num_batches_taken = self.num_batches
         return wish if self.signal is None else dataclasses.replace(wish, stop=True)
 
 

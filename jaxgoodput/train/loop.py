@@ -338,6 +338,7 @@ class Loop:
                 busy=self.strategies.is_busy,
                 num_samples=batch.num_samples,
                 samples=self.samples,
+                num_batches_taken=self.requests.num_batches_taken,
                 before=batch.before,
                 after=batch.after,
                 metrics=metrics,

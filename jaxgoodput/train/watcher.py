@@ -33,6 +33,7 @@ class Ticket:
     busy: bool  # something else, such as a compilation, competed for the processors
     num_samples: int
     samples: int
+    num_batches_taken: int  # wishes for a batch that the loop had taken when it dispatched this
     before: Cursor
     after: Cursor
     metrics: Array

@@ -85,7 +85,7 @@ class Course:
 
     def __init__(self, tmp_path, *, start, ready=SIZES, **settings):
         self.clock, self.requests, self.heard = FakeClock(), Requests(), Listener()
-        self.ready, self.errors, self.step = ready, [], 0
+        self.ready, self.errors, self.step, self.num_taken = ready, [], 0, 0
         self.config = BatchConfig(micro_batch_size=start, num_micro_batches=1, num_replicas=1)
         usual = {"tuning__dwell_steps": 10, "tuning__every_steps": 4, "tuning__warm_up_steps": 4}
         config = configured(
@@ -112,14 +112,14 @@ class Course:
             tuner=AtOnce,
         )
 
-    def go(self, steps, *, compiling=False):
-        """Sizes used by the next `steps` steps, whose verdicts take effect two steps later."""
+    def go(self, steps, *, compiling=False, ahead=2):
+        """Sizes used by the next `steps` steps, of a loop that many steps ahead of the analyst."""
         used, delayed = [], []
         for _ in range(steps):
-            delayed.append(self.requests.take())
-            wish = delayed.pop(0) if len(delayed) > 2 else None
-            if wish is not None and wish.batch is not None:
-                self.config = wish.batch
+            delayed.append((self.requests.take(), self.requests.num_batches_taken))
+            if len(delayed) > ahead:
+                wish, self.num_taken = delayed.pop(0)
+                self.config = wish.batch or self.config
             self.step += 1
             size = self.config.micro_batch_size
             seconds = STEP_S[size] * (BESIDE_COMPILATION if compiling else 1.0)
@@ -141,6 +141,7 @@ class Course:
             busy=compiling,
             num_samples=size,
             samples=size * self.step,
+            num_batches_taken=self.num_taken,
             before=here,
             after=here,
             metrics=jnp.zeros(()),
@@ -197,6 +198,17 @@ def test_a_size_that_the_model_hopes_for_is_tried_once_and_left(course):
     assert trial == list(range(trial[0], trial[-1] + 1)), "and not again"
     (back,) = [e for e in run.heard.verdicts if e.verdict.reason.startswith("return")]
     assert "8192 samples is the best" in back.verdict.reason
+
+
+def test_nothing_more_is_asked_of_a_loop_that_has_not_taken_the_last_change(course):
+    run = course(start=2048)
+    run.go(400, ahead=40)
+    changes = [e for e in run.heard.verdicts if e.switched]
+    assert [e.before.micro_batch_size for e in changes[1:]] == [
+        e.verdict.config.micro_batch_size for e in changes[:-1]
+    ], "each verdict is on what the last one asked for"
+    assert len({e.verdict.reason for e in changes}) == len(changes) >= 2
+    assert run.config.micro_batch_size == 8192
 
 
 def test_beside_a_compilation_only_a_doubling_is_believed_and_then_times_are_taken_anew(course):
