@@ -1,4 +1,5 @@
-"""The only file with private JAX calls: our own coordination service, a raw client, cache mends.
+"""The only file with private JAX calls: our own coordination service, a raw client, cache mends, and the
+order in which the partitioner follows shardings.
 
 Each of them has a test in `tests/test_jax_private.py` that fails when a JAX version changes what is
 used here. Supported: jax 0.10 and 0.11.
@@ -14,7 +15,7 @@ import socket
 import sys
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import jax
@@ -22,6 +23,8 @@ import jax.extend.backend
 from jax._src import cache_key, compiler, distributed, lru_cache, xla_bridge
 from jax._src.lib import _jax as runtime  # pyright: ignore[reportPrivateImportUsage]
 from jax._src.lib import utils as runtime_utils  # pyright: ignore[reportPrivateImportUsage]
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import sdy
 
 from jaxgoodput.clock import Clock, SystemClock
 
@@ -397,3 +400,46 @@ def listen_for_compilations(callback: Callable[[Compilation], None]) -> Callable
         jax.monitoring.unregister_event_duration_listener(on_duration)
 
     return undo
+
+
+def set_priorities(lowered: jax.stages.Lowered, priorities: Mapping[str, int], first: str) -> None:
+    """Let the partitioner follow the arguments' and results' shardings over some axes later than others.
+
+    Shardy propagates what has no priority first, then 1, 2 and so on (its "user priorities", which were made
+    for batches before tensor parallelism before ZeRO); JAX has no name for them yet. A dimension has the
+    priority of its axes, and none where it is cut over `first`. Constraints inside the program have none.
+    With another partitioner nothing is changed.
+    """
+    if not jax.config.values["jax_use_shardy_partitioner"]:
+        return
+    module: ir.Module = lowered.compiler_ir("stablehlo")
+    with module.context:
+        main = next(
+            op for op in module.body.operations if op.attributes["sym_name"].value == "main"
+        )
+        for kind in ("arg_attrs", "res_attrs"):
+            if kind in main.attributes:
+                told = [
+                    ir.DictAttr.get(
+                        {
+                            one.name: _with_priorities(one.attr, priorities, first)
+                            if one.name == "sdy.sharding"
+                            else one.attr
+                            for one in each
+                        }
+                    )
+                    for each in main.attributes[kind]
+                ]
+                main.attributes[kind] = ir.ArrayAttr.get(told)
+
+
+def _with_priorities(attribute: ir.Attribute, priorities: Mapping[str, int], first: str):
+    sharding = sdy.TensorShardingAttr(attribute)
+    dims = []
+    for each in sharding.dimension_shardings:
+        dim = sdy.DimensionShardingAttr(each)
+        names = [sdy.AxisRefAttr(axis).name for axis in dim.axes]
+        order = max((priorities.get(name, 0) for name in names), default=0)
+        order = None if first in names or not order else order
+        dims.append(sdy.DimensionShardingAttr.get(dim.axes, dim.is_closed, order))
+    return sdy.TensorShardingAttr.get(sharding.mesh_or_ref, dims, sharding.replicated_axes)

@@ -5,9 +5,9 @@ state, passes between layouts in memory: a batch may be accumulated under one la
 sequences under data parallelism, long ones under tensor parallelism) and applied at home.
 
 `accumulate` holds no collective under data parallelism and does not depend on how many processes there
-are. `apply` is `reduce` (over the replicas, nothing donated, so that the state outlives a peer that dies)
-and then `update` (donating). `step` is the fused form for one process: the last micro-batch and `apply`
-in a single executable, so that a step of one micro-batch is one executable.
+are. `apply` is `reduce` (over the replicas, nothing donated, so that the state of an elastic job outlives
+a peer that dies) and then `update` (donating). `step` is the fused form of any other job: the last
+micro-batch and `apply` in a single executable, so that a step of one micro-batch is one executable.
 
 Every program and every move is compiled ahead, from abstract values only; one that is missing is
 compiled on the thread that calls it.
@@ -17,7 +17,7 @@ import dataclasses
 import itertools
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Literal, ParamSpec
 
 import jax
@@ -29,8 +29,16 @@ from jaxtyping import Array, PyTree
 from jaxgoodput.engine import step as pure
 from jaxgoodput.engine.compiled import Compiled, Moves
 from jaxgoodput.engine.memory import step_bytes
-from jaxgoodput.engine.programs import Noise, Program, Programs, SampleShape
-from jaxgoodput.engine.programs_multiprocess import MultiprocessPrograms
+from jaxgoodput.engine.programs import (
+    GlobalPrograms,
+    Noise,
+    Program,
+    Programs,
+    SampleShape,
+    SeparatePrograms,
+    has_constraints,
+)
+from jaxgoodput.engine.programs_elastic import ElasticPrograms
 from jaxgoodput.engine.state import Previous, StepMetrics, Sums, TrainState, Work, delete
 from jaxgoodput.goodput.memory import StepBytes
 from jaxgoodput.parallel.plan import MovePlan, plan_move
@@ -39,15 +47,18 @@ from jaxgoodput.parallel.strategy import Layout
 P = ParamSpec("P")
 # Samples per replica of the engine's own data set, or a micro-batch of any other shape.
 Size = int | SampleShape
+# How a loss runs: as `programs.py` says, or "auto", whichever a layout and the model ask for.
+LossKind = Literal["auto", "global", "separate"]
 
 
 class Engines:
     """One problem on any number of layouts: an engine for each, and the moves between them.
 
-    Layouts cover this process's devices; `world` is the mesh over the devices of all processes (None:
-    this process is alone), and `control_size` the length of the vector that rides along with its
-    reductions. `sample` is the abstract value of one sample, without a batch axis. `memory_bytes` bounds
-    what a move between layouts may hold on a device (None: the device's own limit, where it tells one).
+    A layout covers the devices of all processes of the job. In an elastic job it covers this process's
+    own, and `world` is the mesh over those of all processes. `control_size` is the length of the vector
+    with which processes agree: the sum of all rides along with every step. `sample` is the abstract value
+    of one sample, without a batch axis. `memory_bytes` bounds what a move between layouts may hold on a
+    device (None: the device's own limit, where it tells one).
     """
 
     def __init__(
@@ -58,8 +69,10 @@ class Engines:
         world: Mesh | None = None,
         control_size: int = 0,
         memory_bytes: int | None = None,
+        loss: LossKind = "auto",
     ):
         self.problem = problem
+        self.loss = loss
         self.sample = sample
         self.world = world
         self.control_size = control_size
@@ -86,6 +99,27 @@ class Engines:
                     )
                 self._engines[layout] = found
         return found
+
+    def is_global(self, layout: Layout) -> bool:
+        """Whether the loss runs over all rows at once under a layout.
+
+        Raises ValueError where it has to and "separate" was asked for.
+        """
+        has_to = layout.strategy.is_cut or self._has_constraints
+        if has_to and self.loss == "separate":
+            why = "the loss constrains shardings"
+            if layout.strategy.is_cut:
+                why = f"{layout.strategy.name} cuts the model"
+            raise ValueError(
+                f'Config.loss is "separate", a gradient for each whole copy of the model, and {why}. Leave '
+                'it at "auto".'
+            )
+        return has_to or self.loss == "global" or layout.num_devices == 1
+
+    @cached_property
+    def _has_constraints(self) -> bool:
+        shape = SampleShape.of(self.sample, micro_batch_size=2)
+        return has_constraints(self.problem, self.state, shape)
 
     def move(self, state: TrainState, old: Layout, new: Layout) -> TrainState:
         """The state, which is on `old`, on another layout; the old one is deleted on the way.
@@ -132,27 +166,21 @@ class Engine:
         world = engines.world
         self.world = world if world is not None and world.size > layout.mesh.size else None
         shape = SampleShape.of(engines.sample, micro_batch_size=1)
-        first = 0
-        if self.world is None:
-            self.programs = Programs(self.problem, layout, state=engines.state, shape=shape)
-        else:
-            if layout.strategy.is_cut:
+        size = engines.control_size
+        made: dict[str, Any] = {"state": engines.state, "shape": shape, "control_size": size}
+        self.programs: Programs
+        if self.world is not None:
+            if engines.is_global(layout):
                 raise ValueError(
-                    f"several processes train with data parallelism only; got {layout.strategy.name}. "
-                    "Use Strategy(data=-1), or one process."
+                    f"an elastic job trains with data parallelism only, each copy of the model by itself; "
+                    f"got {layout.strategy.name}. Use Strategy(data=-1) and a loss without sharding "
+                    "constraints, or a job that is not elastic."
                 )
-            self.programs = MultiprocessPrograms(
-                self.problem,
-                layout,
-                state=engines.state,
-                shape=shape,
-                world=self.world,
-                control_size=engines.control_size,
-            )
-            mine = layout.mesh.devices.flat[0]
-            first = [d.id for d in self.world.devices.flat].index(mine.id)
-        ids = np.arange(first, first + layout.num_replicas, dtype=np.int32)
-        self._replicas = jax.device_put(ids, layout.batch_sharding)
+            self.programs = ElasticPrograms(self.problem, layout, world=self.world, **made)
+        elif engines.is_global(layout):
+            self.programs = GlobalPrograms(self.problem, layout, **made)
+        else:
+            self.programs = SeparatePrograms(self.problem, layout, **made)
         # XLA:CPU runs out of threads, and hangs, where many executables with collectives wait at once.
         on_cpu = layout.mesh.devices.flat[0].platform == "cpu"
         self._is_paced = on_cpu and layout.strategy.is_cut
@@ -167,7 +195,7 @@ class Engine:
     @property
     def needs_two_steps(self) -> bool:
         """Whether a batch of one micro-batch is a single group, so that two make a noise sample."""
-        return self.world is None and self.programs.noise_groups.needs_two_steps
+        return self.world is None and self.programs.needs_two_steps
 
     def shape(self, size: Size) -> SampleShape:
         """The shape of a micro-batch; a number is of the engine's own samples."""
@@ -214,7 +242,7 @@ class Engine:
         """What all sizes share."""
         programs = self.programs
         found = []
-        if isinstance(programs, MultiprocessPrograms):
+        if isinstance(programs, ElasticPrograms):
             found += [partial(programs.pack), partial(programs.reduce), partial(programs.update)]
         if programs.has_begin and (accumulate or self.world is not None):
             found.append(partial(programs.begin))
@@ -248,8 +276,9 @@ class Engine:
         layouts = dict.fromkeys([self.layout, *(layout for layout, _ in plans)])
         every = [self.on(layout) for layout in layouts]
         for engine in every:
-            self.compiled(engine.programs.reduce)
-            self.compiled(engine.programs.spread)
+            if isinstance(engine.programs, SeparatePrograms):
+                self.compiled(engine.programs.reduce)
+                self.compiled(engine.programs.spread)
         moves = self.engines.moves
         for old, new in itertools.permutations(every, 2):
             # Masters that serve as compute parameters belong to the state, at home.
@@ -357,10 +386,10 @@ class Engine:
             return self.on(layout).accumulate(work, batch, mask)
         work = self._here(work)
         shape = self._shape_of(batch, mask)
-        fixed = (work.params, work.scale, work.model_state, work.key, work.step, self._replicas)
+        begun = (work.params, work.scale, work.model_state, work.key, work.step)
         old = () if work.sums is None else (work.sums,)
         run = self.compiled(self.programs.accumulate, shape, first=work.sums is None)
-        sums = run(*fixed, batch, mask, *old)
+        sums = run(*begun, batch, mask, *self._numbers, *old)
         return dataclasses.replace(work, sums=sums)
 
     def step(
@@ -372,21 +401,23 @@ class Engine:
         *,
         measure: bool = True,
         previous: Previous | None = None,
+        control: np.ndarray | None = None,
     ) -> tuple[TrainState, Array, Previous | None]:
-        """The last micro-batch and the update, in one executable; for one process.
+        """The last micro-batch and the update, in one executable; for a job that is not elastic.
 
-        Returns the new state and the metrics vector. For one replica with one micro-batch, a noise
-        sample takes two measured steps: the first returns the gradient to be remembered, which the
-        second must be given as `previous`; otherwise the third value is None. Donates the state.
+        Returns the new state and the metrics vector, with the sum of every process's `control` behind it.
+        Where a batch is one noise group (`needs_two_steps`), a noise sample takes two measured steps: the
+        first returns the gradient to be remembered, which the second must be given as `previous`;
+        otherwise the third value is None. Donates the state.
         """
         if self.world is not None:
             raise ValueError(
-                "step() is the fused form for one process, and this engine spans several. "
-                "Use accumulate() and apply()."
+                "step() is the fused form, and this engine's job is elastic: its state has to outlive a "
+                "peer. Use accumulate() and apply()."
             )
         state.require_alive()
         shape = self._shape_of(batch, mask)
-        inputs = (self._replicas, batch, mask)
+        inputs = (batch, mask, *self._numbers, *self._control_rows(control))
         if work is not None:
             if work.sums is None:
                 raise ValueError(
@@ -437,7 +468,9 @@ class Engine:
             move = self.compiled(self.engines.moves.sums, there.programs, self.programs)
             return move(there.reduce(work))
         programs = self.programs
-        if not isinstance(programs, MultiprocessPrograms):
+        if not isinstance(programs, SeparatePrograms):
+            return work.sums
+        if not isinstance(programs, ElasticPrograms):
             return self.compiled(programs.reduce)(work.sums)
         rows = np.zeros((self.layout.num_replicas, self.engines.control_size), np.float32)
         if control is not None:
@@ -497,9 +530,13 @@ class Engine:
             one.require_room()
         sums = None
         if work.sums is not None:
-            reduced = self.compiled(there.programs.reduce)(work.sums)
-            delete(work.sums)
-            sums = self.compiled(self.programs.spread)(move_sums(reduced))
+            reduced = work.sums
+            if isinstance(there.programs, SeparatePrograms):
+                reduced = self.compiled(there.programs.reduce)(work.sums)
+                delete(work.sums)
+            sums = move_sums(reduced)
+            if isinstance(self.programs, SeparatePrograms):
+                sums = self.compiled(self.programs.spread)(sums)
         params, scale = move((work.params, work.scale))
         model_state, key, step = fixed((work.model_state, work.key, work.step))
         moved = Work(
@@ -526,8 +563,37 @@ class Engine:
             )
         return SampleShape.of_batch(batch, micro_batch_size=rows // replicas)
 
+    @cached_property
+    def _numbers(self) -> tuple[Array, ...]:
+        """The number of each replica, where each has a gradient of its own."""
+        if not isinstance(self.programs, SeparatePrograms):
+            return ()
+        first = 0
+        if self.world is not None:
+            mine = self.layout.mesh.devices.flat[0]
+            first = [d.id for d in self.world.devices.flat].index(mine.id)
+        numbers = np.arange(first, first + self.layout.num_replicas, dtype=np.int32)
+        return (self._on_devices(numbers, self.layout.batch_sharding),)
+
+    def _control_rows(self, control: np.ndarray | None) -> tuple[Array, ...]:
+        """The control vectors of all devices: this process's on the first of its own, 0 on the others."""
+        if not self.programs.control_size:
+            return ()
+        devices = list(self.layout.mesh.devices.flat)
+        rows = np.zeros((len(devices), self.programs.control_size), np.float32)
+        if control is not None:
+            mine = jax.process_index(devices[0].client)
+            rows[[d.process_index for d in devices].index(mine)] = control
+        return (self._on_devices(rows, self.layout.row_per_device),)
+
+    def _on_devices(self, value: np.ndarray, sharding: NamedSharding) -> Array:
+        """A value that every process knows its own part of, cut over the devices of all of them."""
+        if sharding.is_fully_addressable:
+            return jax.device_put(value, sharding)
+        return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
+
     def _zero_batch(self, shape: SampleShape) -> tuple[PyTree, Array]:
-        _, batch, mask = self.programs.abstract_batch(shape)
+        batch, mask, *_ = self.programs.abstract_batch(shape)
         zeros = jax.jit(
             lambda: (
                 jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), batch),

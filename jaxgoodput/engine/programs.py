@@ -5,31 +5,47 @@ measures; `step_after` fuses the last of several micro-batches with the update. 
 micro-batches of one shape. Without a shape: `init`, `begin`, `zeros` (a throw-away state), `reduce`,
 `spread` (reduced sums back in partial form) and `update`.
 
-A replica's part of a step is manual over the replica axes, so that gradients stay its own; "tensor" is
-left to the compiler, and so is the update, which sees whole values whatever the layout.
+A loss runs in one of two ways. *separate* (`SeparatePrograms`): every replica holds the whole model and
+computes a gradient of its own, so that `accumulate` needs no collective and a batch of one micro-batch has
+a noise group per replica. *global* (`GlobalPrograms`): the loss of all rows of a micro-batch under plain
+`jit` with the mesh set; the compiler cuts it as parameters and the model's own constraints say, and a
+micro-batch is one noise group. The update sees whole values in both.
 """
 
+import abc
+import dataclasses
 import enum
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from flax.core.spmd import logical_axis_rules
+from jax.extend.core import Jaxpr, jaxprs_in_params
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.typing import ArrayLike
 from jaxtyping import Array, PyTree
 
+from jaxgoodput._jax import set_priorities
 from jaxgoodput.engine import step as pure
-from jaxgoodput.engine.fsdp_parts import FsdpParts
-from jaxgoodput.engine.noise_groups import noise_groups
 from jaxgoodput.engine.state import Previous, StepMetrics, Sums, TrainState, cast, split
 from jaxgoodput.optim import noise as noises
 from jaxgoodput.parallel import partition as rules
-from jaxgoodput.parallel.gather import Collectives, manual
-from jaxgoodput.parallel.strategy import DATA_AXIS, REPLICA_AXES, Layout
+from jaxgoodput.parallel.strategy import (
+    DATA_AXIS,
+    FSDP_AXIS,
+    MESH_AXES,
+    MODEL_AXES,
+    Layout,
+    Strategy,
+)
 
-ROWS = PartitionSpec(REPLICA_AXES)
+# The order in which the partitioner follows shardings: batches, then these. (Rows are cut over DATA_AXIS.)
+PRIORITIES = {axis: 1 for axis in MODEL_AXES} | {FSDP_AXIS: 2}
+ROWS = PartitionSpec(DATA_AXIS)
 WHOLE = PartitionSpec()
 
 
@@ -93,33 +109,58 @@ class Program:
     out: PyTree
     """Shardings, a prefix of the results."""
 
+    def lower(self) -> jax.stages.Lowered:
+        """The program for the compiler, which is to follow the batch before it follows the parameters.
+
+        Otherwise it may compute all samples on every device's part of the features, and sum activations,
+        where it should gather a layer: 5 times the bytes, for a transformer on fsdp 8.
+        """
+        jitted = jax.jit(self.function, donate_argnums=self.donate, out_shardings=self.out)
+        lowered = jitted.trace(*self.arguments).lower()
+        set_priorities(lowered, PRIORITIES, first=DATA_AXIS)
+        return lowered
+
     def compile(self) -> jax.stages.Compiled:
         """The executable, compiled on this thread."""
-        jitted = jax.jit(self.function, donate_argnums=self.donate, out_shardings=self.out)
-        return jitted.trace(*self.arguments).lower().compile()
+        return self.lower().compile()
 
 
-class Programs:
+class Programs(abc.ABC):
     """The programs of one problem on one layout; holds no executables and no device values.
 
     `state` is the problem's abstract state. `shape` is that of the micro-batches which what has no shape
-    of its own is made for.
+    of its own is made for. `control_size` numbers of each device are added up and ride behind the metrics
+    of every fused step (0: one process decides alone).
     """
 
     def __init__(
-        self, problem: pure.Problem, layout: Layout, *, state: TrainState, shape: SampleShape
+        self,
+        problem: pure.Problem,
+        layout: Layout,
+        *,
+        state: TrainState,
+        shape: SampleShape,
+        control_size: int = 0,
     ):
         self.problem = problem
         self.layout = layout
         self.shape = shape
         self.state = state
+        self.control_size = control_size
         self.param_specs = rules.param_specs(layout, state.params, pure.own_specs(problem))
-        self.noise_groups = noise_groups(layout.strategy, preconditioned=problem.preconditioned)
-        self._collectives = Collectives(layout.strategy)
-        kept, rest = split(state.params, problem.mask(state.params))
-        self._kept = kept
-        self._kept_specs = self.param_specs.specs(kept)
-        self._rest_specs = self.param_specs.specs(rest)
+        self._kept, _ = split(state.params, problem.mask(state.params))
+
+    @property
+    @abc.abstractmethod
+    def num_groups(self) -> int:
+        """Noise groups of one micro-batch on every replica."""
+
+    @property
+    def needs_two_steps(self) -> bool:
+        """Whether a batch of one micro-batch is one group, so that its noise shows only in the difference
+        of two updates' gradients: biased by what the parameters moved between them, which adds to it.
+        """
+        return self.num_groups == 1
 
     @property
     def has_begin(self) -> bool:
@@ -145,15 +186,19 @@ class Programs:
         params = state.params if params == () else self.param_specs.placed(params)
         return params, self.param_specs.placed(scale), state.model_state, state.key, state.step
 
-    def abstract_batch(self, shape: SampleShape) -> tuple[PyTree, PyTree, PyTree]:
-        """(replica indices, batch, mask) of one micro-batch on every replica."""
-        replicas, sharding = self.layout.num_replicas, self.layout.batch_sharding
-        rows = replicas * shape.micro_batch_size
-        return (
-            jax.ShapeDtypeStruct((replicas,), jnp.int32, sharding=sharding),
-            self.placed(shape.batch(rows), sharding),
-            jax.ShapeDtypeStruct((rows,), jnp.float32, sharding=sharding),
-        )
+    def abstract_batch(self, shape: SampleShape) -> tuple[PyTree, ...]:
+        """(batch, mask) of one micro-batch on every replica, and what else `inputs` of it are."""
+        sharding = self.layout.batch_sharding
+        rows = self.layout.num_replicas * shape.micro_batch_size
+        mask = jax.ShapeDtypeStruct((rows,), jnp.float32, sharding=sharding)
+        return self.placed(shape.batch(rows), sharding), mask
+
+    def abstract_control(self) -> tuple[PyTree, ...]:
+        """The control vectors of all devices `[devices, control_size]`; nothing where there are none."""
+        if not self.control_size:
+            return ()
+        shape = self.layout.num_devices, self.control_size
+        return (jax.ShapeDtypeStruct(shape, jnp.float32, sharding=self.layout.row_per_device),)
 
     def reduced_sums(self) -> Sums:
         """The sums of a whole batch, abstract, with this layout's shardings."""
@@ -161,25 +206,9 @@ class Programs:
         whole = self.placed(sums, self.layout.replicated)
         return whole.with_grads(self.param_specs.placed(sums.grads))
 
+    @abc.abstractmethod
     def partial_sums(self) -> Sums:
-        """Sums in partial form, abstract, with shardings: see `Sums`."""
-        sums, replicas = self._local_sums, self.layout.num_replicas
-        rows = jax.tree.map(
-            lambda s: jax.ShapeDtypeStruct(
-                (replicas, *s.shape), s.dtype, sharding=self.layout.batch_sharding
-            ),
-            sums,
-        )
-        grads = jax.tree.map(
-            lambda s, spec: jax.ShapeDtypeStruct(
-                (self.layout.strategy.data, *s.shape),
-                s.dtype,
-                sharding=self.layout.sharding(PartitionSpec(DATA_AXIS, *spec)),
-            ),
-            sums.grads,
-            self._kept_specs,
-        )
-        return rows.with_grads(grads)
+        """Sums as `accumulate` returns them, abstract, with shardings."""
 
     def placed(self, tree: PyTree, sharding: NamedSharding) -> PyTree:
         """Abstract values with a sharding."""
@@ -189,15 +218,13 @@ class Programs:
 
     @cached_property
     def _local_sums(self) -> Sums:
-        """One replica's sums as whole values, abstract, without shardings."""
+        """The sums of one sample as whole values, abstract, without shardings."""
         params, scale, model_state, key, step = jax.tree.map(
             lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype), self.abstract_work
         )
         del key, step
         return jax.eval_shape(
-            lambda p, s, m, b, w: pure.local_sums(
-                self.problem, p, s, m, b, w, jax.random.key(0), measure=True
-            ),
+            lambda p, s, m, b, w: pure.local_sums(self.problem, p, s, m, b, w, jax.random.key(0)),
             params,
             scale,
             model_state,
@@ -205,72 +232,55 @@ class Programs:
             jax.ShapeDtypeStruct((1,), jnp.float32),
         )
 
-    # -- a replica's part ------------------------------------------------------------------------
+    # -- what the two ways differ in -------------------------------------------------------------
 
-    def _replicas_map(
-        self, function: Callable[..., PyTree], in_specs: PyTree, out_specs: PyTree
-    ) -> Callable[..., PyTree]:
-        return jax.shard_map(
-            function,
-            mesh=self.layout.mesh,
-            in_specs=in_specs,
-            out_specs=out_specs,
-            # "tensor" is the compiler's, unless it cuts nothing.
-            axis_names=set(REPLICA_AXES) if self.layout.strategy.tensor > 1 else set(),
-            check_vma=False,  # gradients stay local, and users' scans need no `pcast`
-        )
+    @abc.abstractmethod
+    def _accumulate(
+        self, begun: Sequence[PyTree], inputs: Sequence[PyTree], old: Sums | None
+    ) -> Sums:
+        """Sums with one more micro-batch, as `partial_sums`; arguments are as in `abstract_work` and
+        `abstract_batch`.
+        """
 
-    def _work_specs(self) -> tuple[PyTree, ...]:
-        """Manual specs of (params, scale, model_state, key, step)."""
-        params, scale, *_ = self.abstract_work
-        specs = [jax.tree.map(lambda x: manual(x.sharding.spec), tree) for tree in (params, scale)]
-        return (*specs, WHOLE, WHOLE, WHOLE)
-
-    def _sums_specs(self, *, partial: bool) -> Sums:
-        """Manual specs of sums, in partial form or reduced."""
-        sums = self._local_sums
-        lead = (DATA_AXIS,) if partial else ()
-        grads = jax.tree.map(lambda spec: PartitionSpec(*lead, *manual(spec)), self._kept_specs)
-        rest = jax.tree.map(lambda _: ROWS if partial else WHOLE, sums)
-        return rest.with_grads(grads)
-
-    def _one_replica(
+    @abc.abstractmethod
+    def _whole(
         self,
         begun: Sequence[PyTree],
-        replica: Array,
+        inputs: Sequence[PyTree],
+        old: Sums | None,
+        *,
+        measure: bool,
+    ) -> Sums:
+        """The reduced sums of `old` and a last micro-batch."""
+
+    def _merged(
+        self,
+        begun: Sequence[PyTree],
+        replica: ArrayLike,
         batch: PyTree,
         mask: Array,
         old: Sums | None,
         *,
         measure: bool = True,
+        blocks: int = 1,
     ) -> Sums:
-        """A replica's sums after one more micro-batch; `begun` is as in `abstract_work`."""
+        """The sums after one more micro-batch, of one replica or of all."""
         params, scale, model_state, key, step = begun
         # One stream of random numbers per (step, replica, micro-batch).
         count = 0 if old is None else old.calls
         key = jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(key, step), replica), count)
-        state = model_state if old is None else old.model_state
-        parts = None
-        if self.layout.strategy.fsdp > 1:
-            parts = FsdpParts(
-                self._collectives,
-                (self._kept_specs, self._rest_specs),
-                taps=self.noise_groups.group == "replica",
-            )
         new = pure.local_sums(
-            self.problem, params, scale, state, batch, mask, key, measure=measure, parts=parts
+            self.problem,
+            params,
+            scale,
+            model_state if old is None else old.model_state,
+            batch,
+            mask,
+            key,
+            measure=measure,
+            blocks=blocks,
         )
         return new if old is None else old.merged(new)
-
-    def _total(self, sums: Sums) -> Sums:
-        """The whole batch, from one replica's sums; the collectives of a step."""
-
-        def add_others(tree: PyTree) -> PyTree:
-            return self._collectives.sum(tree, jax.tree.map(lambda _: WHOLE, tree), REPLICA_AXES)
-
-        return sums.reduced(
-            lambda grads: self._collectives.sum(grads, self._kept_specs, (DATA_AXIS,)), add_others
-        )
 
     # -- programs without a shape ----------------------------------------------------------------
 
@@ -298,33 +308,6 @@ class Programs:
         out = (() if self.problem.compute_dtype is None else params, scale)
         return Program(self._begin, (), (state.params, state.opt_state), _shardings(out))
 
-    def reduce(self) -> Program:
-        """The sums of the whole batch, from those of the replicas; nothing is donated."""
-        run = self._replicas_map(
-            lambda sums: self._total(_first_row(sums)),
-            (self._sums_specs(partial=True),),
-            self._sums_specs(partial=False),
-        )
-        return Program(run, (), (self.partial_sums(),), _shardings(self.reduced_sums()))
-
-    def spread(self) -> Program:
-        """Reduced sums in partial form, so that a batch goes on from them."""
-
-        def body(sums: Sums) -> Sums:
-            replica = jax.lax.axis_index(REPLICA_AXES)
-            part = sums.part_of(
-                replica,
-                self.layout.num_replicas,
-                holds_rest=replica == 0,
-                holds_grads=jax.lax.axis_index(DATA_AXIS) == 0,
-            )
-            return _as_row(part)
-
-        run = self._replicas_map(
-            body, (self._sums_specs(partial=False),), self._sums_specs(partial=True)
-        )
-        return Program(run, (), (self.reduced_sums(),), _shardings(self.partial_sums()))
-
     def update(self) -> Program:
         """(state, packed metrics), from (state, reduced sums); donates the state."""
         state = self.abstract_state()
@@ -350,12 +333,10 @@ class Programs:
     def _update(
         self, state: TrainState, total: Sums, *, measure: bool, previous: Previous | None = None
     ) -> tuple[TrainState, StepMetrics[Array]]:
-        shardings = _shardings(self.param_specs.placed(total.grads))
-        grads = jax.lax.with_sharding_constraint(total.grads, shardings)
         return pure.update(
             self.problem,
             state,
-            total.with_grads(grads),
+            total,
             measure=measure,
             previous=previous,
             cut=self.layout.strategy.is_cut,
@@ -364,94 +345,88 @@ class Programs:
     # -- programs for micro-batches of a shape ---------------------------------------------------
 
     def accumulate(self, shape: SampleShape, *, first: bool) -> Program:
-        """Sums with one more micro-batch, in partial form; the old ones are donated.
+        """Sums with one more micro-batch, as `partial_sums`; the old ones are donated.
 
         From what `abstract_work` and `abstract_batch` say and, but for the `first`, the old sums.
         """
+        sums, fixed = self.partial_sums(), (*self.abstract_work, *self.abstract_batch(shape))
 
-        def body(*arguments: PyTree) -> Sums:
-            begun, (replica, batch, mask, *old) = arguments[:5], arguments[5:]
-            before = _first_row(old[0]) if old else None
-            return _as_row(self._one_replica(begun, replica[0], batch, mask, before))
+        def run(*arguments: PyTree) -> Sums:
+            old = None if first else arguments[-1]
+            return self._accumulate(arguments[:5], arguments[5 : len(fixed)], old)
 
-        sums, sums_specs = self.partial_sums(), self._sums_specs(partial=True)
-        specs = (*self._work_specs(), ROWS, ROWS, ROWS)
-        arguments = (*self.abstract_work, *self.abstract_batch(shape))
         if first:
-            return Program(
-                self._replicas_map(body, specs, sums_specs), (), arguments, _shardings(sums)
-            )
-        run = self._replicas_map(body, (*specs, sums_specs), sums_specs)
-        return Program(run, (len(arguments),), (*arguments, sums), _shardings(sums))
+            return Program(run, (), fixed, _shardings(sums))
+        return Program(run, (len(fixed),), (*fixed, sums), _shardings(sums))
 
     def step(self, shape: SampleShape, *, noise: Noise) -> Program:
-        """A whole step of one micro-batch, from (state, replica indices, batch, mask); donates the state.
+        """A whole step of one micro-batch, from (state, batch, mask, and control); donates the state.
 
         Returns (state, packed metrics). REMEMBER returns a `Previous` besides, which DIFFERENCE takes
         after the state.
         """
-        state, inputs = self.abstract_state(), self.abstract_batch(shape)
-        out = (_shardings(state), self.layout.replicated)
+        state, out = self.abstract_state(), self._out()
+        arguments = (state, *self.abstract_batch(shape), *self.abstract_control())
         measure = noise is Noise.MEASURED
         if noise is Noise.DIFFERENCE:
 
             def second(state: TrainState, previous: Previous, *inputs: PyTree):
                 total = self._fused(state, inputs, None, measure=False)
                 state, metrics = self._update(state, total, measure=False, previous=previous)
-                return state, metrics.packed()
+                return state, self._packed(metrics, inputs)
 
-            return Program(second, (0,), (state, self._abstract_previous(), *inputs), out)
+            arguments = (state, self._abstract_previous(), *arguments[1:])
+            return Program(second, (0,), arguments, out)
 
         def run(state: TrainState, *inputs: PyTree):
             total = self._fused(state, inputs, None, measure=measure)
             state, metrics = self._update(state, total, measure=measure)
             if noise is Noise.REMEMBER:
-                return state, metrics.packed(), pure.remember(total, metrics.is_finite)
-            return state, metrics.packed()
+                previous = pure.remember(total, metrics.is_finite)
+                return state, self._packed(metrics, inputs), previous
+            return state, self._packed(metrics, inputs)
 
         if noise is Noise.REMEMBER:
             out = (*out, _shardings(self._abstract_previous()))
-        return Program(run, (0,), (state, *inputs), out)
+        return Program(run, (0,), arguments, out)
 
     def step_after(self, shape: SampleShape) -> Program:
-        """The last of several micro-batches and the update, from (state, sums so far, replica indices,
-        batch, mask) to (state, packed metrics); donates the state.
+        """The last of several micro-batches and the update, from (state, sums so far, batch, mask, and
+        control) to (state, packed metrics); donates the state.
         """
-        state = self.abstract_state()
 
         def run(state: TrainState, sums: Sums, *inputs: PyTree):
             total = self._fused(state, inputs, sums, measure=True)
             state, metrics = self._update(state, total, measure=True)
-            return state, metrics.packed()
+            return state, self._packed(metrics, inputs)
 
         # The sums are not donated: no output has their shape.
-        arguments = (state, self.partial_sums(), *self.abstract_batch(shape))
-        return Program(run, (0,), arguments, (_shardings(state), self.layout.replicated))
+        inputs = (*self.abstract_batch(shape), *self.abstract_control())
+        return Program(
+            run, (0,), (self.abstract_state(), self.partial_sums(), *inputs), self._out()
+        )
+
+    def _out(self) -> tuple[PyTree, NamedSharding]:
+        return _shardings(self.abstract_state()), self.layout.replicated
 
     def _fused(
         self, state: TrainState, inputs: Sequence[PyTree], sums: Sums | None, *, measure: bool
     ) -> Sums:
         """The whole batch, of `sums` so far and the last micro-batch."""
+        params = cast(state.params, self.problem.compute_dtype)
+        scale = self._scale(state.params, state.opt_state) if measure else ()
+        begun = (params, scale, state.model_state, state.key, state.step)
+        return self._whole(begun, self._split(inputs)[0], sums, measure=measure)
 
-        def body(*arguments: PyTree) -> Sums:
-            begun, (replica, batch, mask, *old) = arguments[:5], arguments[5:]
-            before = _first_row(old[0]) if old else None
-            return self._total(
-                self._one_replica(begun, replica[0], batch, mask, before, measure=measure)
-            )
+    def _split(self, inputs: Sequence[PyTree]) -> tuple[Sequence[PyTree], Sequence[Array]]:
+        """What belongs to the batch, and the control vectors, if any."""
+        end = len(inputs) - bool(self.control_size)
+        return inputs[:end], inputs[end:]
 
-        params, scale, *others = self._work_specs()
-        specs = (params, scale if measure else (), *others, ROWS, ROWS, ROWS)
-        begun = (
-            cast(state.params, self.problem.compute_dtype),
-            self._scale(state.params, state.opt_state) if measure else (),
-            state.model_state,
-            state.key,
-            state.step,
-        )
-        old, old_specs = ((), ()) if sums is None else ((sums,), (self._sums_specs(partial=True),))
-        run = self._replicas_map(body, (*specs, *old_specs), self._sums_specs(partial=False))
-        return run(*begun, *inputs, *old)
+    def _packed(self, metrics: StepMetrics[Array], inputs: Sequence[PyTree]) -> Array:
+        """The metrics, and behind them the sum of all control vectors."""
+        control = [jnp.sum(rows, axis=0) for rows in self._split(inputs)[1]]
+        return jnp.concatenate([metrics.packed(), *control])
 
     def _abstract_previous(self) -> Previous:
         scalar = jax.ShapeDtypeStruct((), jnp.float32, sharding=self.layout.replicated)
@@ -459,6 +434,180 @@ class Programs:
             jax.tree.map(lambda k: jax.ShapeDtypeStruct(k.shape, jnp.float32), self._kept)
         )
         return Previous(grads=grads, weight=scalar, num_samples=scalar)
+
+
+class GlobalPrograms(Programs):
+    """The loss of all rows of a micro-batch, cut by the compiler; any layout, any number of processes.
+
+    The loss is traced with the layout's mesh set and the strategy's logical names known, so that
+    constraints inside the model hold under every layout. Sums are reduced from the first micro-batch on.
+    """
+
+    num_groups = 1
+
+    def __init__(self, problem: pure.Problem, layout: Layout, **kwargs: Any):
+        loss = in_mesh(problem.loss_and_state, layout.mesh.abstract_mesh, layout.strategy)
+        super().__init__(dataclasses.replace(problem, loss_and_state=loss), layout, **kwargs)
+
+    def partial_sums(self) -> Sums:
+        """The reduced sums: there are no others."""
+        return self.reduced_sums()
+
+    def _accumulate(
+        self, begun: Sequence[PyTree], inputs: Sequence[PyTree], old: Sums | None
+    ) -> Sums:
+        return self._whole(begun, inputs, old, measure=True)
+
+    def _whole(
+        self,
+        begun: Sequence[PyTree],
+        inputs: Sequence[PyTree],
+        old: Sums | None,
+        *,
+        measure: bool,
+    ) -> Sums:
+        blocks = self.layout.num_replicas
+        return self._merged(begun, 0, *inputs, old, measure=measure, blocks=blocks)
+
+
+class SeparatePrograms(Programs):
+    """A gradient for each replica, under pure data parallelism: manual over the copies of the model.
+
+    Sums have a leading axis over the replicas until they are reduced (`spread` is the way back).
+    """
+
+    @property
+    def num_groups(self) -> int:
+        """A group for each replica."""
+        return self.layout.num_replicas
+
+    def partial_sums(self) -> Sums:
+        """A row for each replica."""
+        replicas, sharding = self.layout.num_replicas, self.layout.batch_sharding
+        return jax.tree.map(
+            lambda s: jax.ShapeDtypeStruct((replicas, *s.shape), s.dtype, sharding=sharding),
+            self._local_sums,
+        )
+
+    def reduce(self) -> Program:
+        """The sums of the whole batch, from those of the replicas; nothing is donated."""
+        run = self._replicas_map(lambda sums: self._total(_first_row(sums)), (ROWS,), WHOLE)
+        return Program(run, (), (self.partial_sums(),), _shardings(self.reduced_sums()))
+
+    def spread(self) -> Program:
+        """Reduced sums in partial form, so that a batch goes on from them."""
+
+        def body(sums: Sums) -> Sums:
+            replica = jax.lax.axis_index(DATA_AXIS)
+            return _as_row(sums.part_of(replica, self.layout.num_replicas))
+
+        run = self._replicas_map(body, (WHOLE,), ROWS)
+        return Program(run, (), (self.reduced_sums(),), _shardings(self.partial_sums()))
+
+    def abstract_batch(self, shape: SampleShape) -> tuple[PyTree, ...]:
+        """(batch, mask, the number of each replica among those of all processes)."""
+        replicas, sharding = self.layout.num_replicas, self.layout.batch_sharding
+        numbers = jax.ShapeDtypeStruct((replicas,), jnp.int32, sharding=sharding)
+        return *super().abstract_batch(shape), numbers
+
+    def _accumulate(
+        self, begun: Sequence[PyTree], inputs: Sequence[PyTree], old: Sums | None
+    ) -> Sums:
+        def body(*arguments: PyTree) -> Sums:
+            return _as_row(self._one_replica(*arguments))
+
+        return self._on_replicas(body, begun, inputs, old, out=ROWS)
+
+    def _whole(
+        self,
+        begun: Sequence[PyTree],
+        inputs: Sequence[PyTree],
+        old: Sums | None,
+        *,
+        measure: bool,
+    ) -> Sums:
+        def body(*arguments: PyTree) -> Sums:
+            return self._total(self._one_replica(*arguments, measure=measure))
+
+        return self._on_replicas(body, begun, inputs, old, out=WHOLE)
+
+    def _on_replicas(
+        self,
+        body: Callable[..., Sums],
+        begun: Sequence[PyTree],
+        inputs: Sequence[PyTree],
+        old: Sums | None,
+        *,
+        out: PartitionSpec,
+    ) -> Sums:
+        rows = (*inputs, *(() if old is None else (old,)))
+        run = self._replicas_map(body, (WHOLE, *(ROWS for _ in rows)), out)
+        return run(tuple(begun), *rows)
+
+    def _one_replica(
+        self,
+        begun: Sequence[PyTree],
+        batch: PyTree,
+        mask: Array,
+        numbers: Array,
+        *old: Sums,
+        measure: bool = True,
+    ) -> Sums:
+        before = _first_row(old[0]) if old else None
+        return self._merged(begun, numbers[0], batch, mask, before, measure=measure)
+
+    def _total(self, sums: Sums) -> Sums:
+        """The whole batch, from one replica's sums; the collectives of a step."""
+
+        def add_others(tree: PyTree) -> PyTree:
+            return jax.lax.psum(tree, DATA_AXIS) if self.layout.num_replicas > 1 else tree
+
+        return sums.reduced(add_others, add_others)
+
+    def _replicas_map(
+        self, function: Callable[..., PyTree], in_specs: PyTree, out_specs: PyTree
+    ) -> Callable[..., PyTree]:
+        # Gradients stay local, and users' scans need no `pcast`.
+        return jax.shard_map(
+            function,
+            mesh=self.layout.mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            check_vma=False,
+        )
+
+
+def in_mesh(loss: pure.LossAndState, mesh: AbstractMesh, strategy: Strategy) -> pure.LossAndState:
+    """The loss, traced with `mesh` set and the strategy's logical names of axes known to flax."""
+
+    def run(params: PyTree, model_state: PyTree, batch: PyTree, key: Array):
+        with jax.sharding.use_abstract_mesh(mesh), logical_axis_rules(strategy.logical_rules):
+            return loss(params, model_state, batch, key)
+
+    return run
+
+
+def has_constraints(problem: pure.Problem, state: TrainState, shape: SampleShape) -> bool:
+    """Whether the loss constrains how anything in it is cut; `state` is abstract."""
+    mesh = AbstractMesh((1,) * len(MESH_AXES), MESH_AXES)
+    loss = in_mesh(problem.loss_and_state, mesh, Strategy())
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    batch = shape.batch(shape.micro_batch_size)
+    traced = jax.make_jaxpr(loss)(
+        jax.eval_shape(lambda p: cast(p, problem.compute_dtype), state.params),
+        state.model_state,
+        batch,
+        key,
+    )
+
+    def holds(jaxpr: Jaxpr) -> bool:
+        return any(
+            one.primitive.name == "sharding_constraint"
+            or any(map(holds, jaxprs_in_params(one.params)))
+            for one in jaxpr.eqns
+        )
+
+    return holds(traced.jaxpr)
 
 
 def _shardings(tree: PyTree) -> PyTree:

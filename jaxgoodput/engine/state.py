@@ -110,9 +110,9 @@ class Previous:
 class Sums:
     """One replica's part of a batch.
 
-    In an engine they are in their layout's partial form: with a leading axis, over the copies of the
-    model for gradients (summed within a copy, and cut like the parameters), over the replicas for all
-    else. Reduced sums have no such axis. Which fields add up, and how, is known here alone.
+    Where replicas compute separate gradients they have a leading axis over the replicas until they are
+    reduced; of a global loss they are reduced from the start, and cut like the parameters. Which fields add
+    up, and how, is known here alone.
     """
 
     grads: PyTree
@@ -179,26 +179,16 @@ class Sums:
         total = {**add_others(tree), "grads": grads}
         return Sums.of_exchanged(total, calls=self.calls, model_state=self.model_state)
 
-    def part_of(
-        self, replica: Array, num_replicas: int, *, holds_rest: Array, holds_grads: Array
-    ) -> "Sums":
+    def part_of(self, replica: Array, num_replicas: int) -> "Sums":
         """One replica's part of reduced sums, so that the parts add up to them.
 
-        Gradients stay where `holds_grads`, other sums where `holds_rest`, and are 0 elsewhere. Every
-        replica goes on from the model state with its share of the weight, in whole samples, and with new
-        streams of random numbers.
+        The first holds them. Every replica goes on from the model state with its share of the weight, in
+        whole samples, and with new streams of random numbers.
         """
-
-        def kept(tree: PyTree, here: Array) -> PyTree:
-            return jax.tree.map(lambda x: jnp.where(here, x, jnp.zeros_like(x)), tree)
-
         share = jnp.floor(self.samples / num_replicas)
         share += replica < self.samples - share * num_replicas
-        added = {
-            **kept(self._added(), holds_rest),
-            "grads": kept(self.grads, holds_grads),
-            "samples": share,
-        }
+        held = jax.tree.map(lambda x: jnp.where(replica == 0, x, jnp.zeros_like(x)), self._added())
+        added = {**held, "samples": share}
         return Sums(**added, calls=self.calls, model_state=self.model_state)
 
     def with_grads(self, grads: PyTree) -> "Sums":

@@ -1,8 +1,9 @@
 """A training step as pure functions: the sums of one micro-batch, and the update.
 
-Nothing here knows of devices or meshes. `local_sums` runs on one replica; sums of micro-batches and
-of replicas are added (`Sums` knows how); `update` turns the total into the next state. Gradient
-accumulation, uneven counts of micro-batches and padding are all the same addition with other weights.
+Nothing here knows of devices or meshes. `local_sums` runs on one replica, or on all rows at once; sums
+of micro-batches and of replicas are added (`Sums` knows how); `update` turns the total into the next
+state. Gradient accumulation, uneven counts of micro-batches and padding are all the same addition with
+other weights.
 
 Noise moments of n groups (micro-batches on replicas) with shares p_i of the loss weight:
 L = sum p_i |g_i|^2 and T = |g|^2 give `trace = M (L - T) / (n - 1)` per sample and
@@ -20,7 +21,6 @@ from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, PyTree
 
-from jaxgoodput.engine.fsdp_parts import FsdpParts
 from jaxgoodput.engine.state import (
     Guard,
     Loss,
@@ -155,16 +155,21 @@ def _weighted(out: Array | Loss, mask: Array) -> tuple[Array, Array, dict[str, A
     return total(out), samples, {}
 
 
-def _without_padding(batch: PyTree, mask: Array) -> PyTree:
+def _without_padding(batch: PyTree, mask: Array, blocks: int) -> PyTree:
     """The batch with a real sample in place of padding, which may hold anything.
 
     Leaving a padded loss out of the sum is not enough: its gradient is 0 times whatever the padding
-    makes of the backward pass, and 0 * inf is not 0.
+    makes of the backward pass, and 0 * inf is not 0. The sample is one of the same block of rows (those
+    of a replica), so that nothing is sent; a block of padding alone stays as it is.
     """
-    real = jnp.argmax(mask)
+    rows = mask.reshape(blocks, -1)
+    real = jnp.argmax(rows, axis=1)
 
     def fill(x: Array) -> Array:
-        return jnp.where(mask.reshape(-1, *(1,) * (x.ndim - 1)) > 0, x, x[real][None])
+        split = x.reshape(*rows.shape, *x.shape[1:])
+        chosen = jax.vmap(lambda block, row: block[row])(split, real)[:, None]
+        found = jnp.where(rows.reshape(*rows.shape, *(1,) * (x.ndim - 1)) > 0, split, chosen)
+        return found.reshape(x.shape)
 
     return jax.tree.map(fill, batch)
 
@@ -179,53 +184,38 @@ def local_sums(
     key: Array,
     *,
     measure: bool = True,
-    parts: FsdpParts | None = None,
+    blocks: int = 1,
 ) -> Sums:
-    """One micro-batch on one replica: gradient sum, loss sum, weight, and |gradient|^2.
+    """One micro-batch, of one replica or of all: gradient sum, loss sum, weight, and |gradient|^2.
 
-    `params` are in compute precision, `mask` is 1 for real samples and 0 for padding, `[batch]`.
-    `measure=False` leaves the noise moment at 0 and saves one pass over the gradient. Where the replica
-    holds only `parts` of the parameters, gradients are summed over the replicas that share them.
+    `params` are in compute precision, `mask` is 1 for real samples and 0 for padding, `[batch]`; rows
+    come from `blocks` replicas. `measure=False` leaves the noise moment at 0 and saves one pass over the
+    gradient.
     """
     kept, rest = split(params, problem.mask(params))
-    batch = _without_padding(batch, mask)
+    batch = _without_padding(batch, mask, blocks)
 
-    def objective(kept: PyTree, rest: PyTree):
+    def objective(kept: PyTree):
         out, new_state = problem.loss_and_state(combine(kept, rest), model_state, batch, key)
         total, weight, aux = _weighted(out, mask)
         return total, (weight, aux, new_state)
 
-    if parts is None:
-        (total, others), grads = jax.value_and_grad(objective, has_aux=True)(kept, rest)
-        grads, norms = cast(grads, jnp.float32), None
-    else:
-        (total, others), grads, norms = parts.value_and_grad(
-            objective, kept, rest, labels=problem.labels, measure=measure
-        )
+    (total, others), grads = jax.value_and_grad(objective, has_aux=True)(kept)
+    grads = cast(grads, jnp.float32)
     weight, aux, new_state = others
     weight = jax.lax.stop_gradient(weight)
-    groups, of_group = (weight > 0).astype(jnp.float32), weight
-    if not measure:
-        norms = jnp.zeros((problem.num_labels(kept),), jnp.float32)
-    else:
+    norms = jnp.zeros((problem.num_labels(kept),), jnp.float32)
+    if measure:
         preconditioner = None if isinstance(scale, tuple) and not scale else scale
-        if norms is None and parts is not None:
-            # Of the copy's gradient, each replica has a part, and the parts' squares add up.
-            of_group = parts.sum_over_copy(weight)
-            groups = (of_group > 0).astype(jnp.float32) * parts.is_first
-            grads_of = parts.counted_once(grads)
-        else:
-            grads_of = grads
-        if norms is None:
-            norms = noise.squared_norms(grads_of, problem.labels, preconditioner)
-        norms = jnp.where(of_group > 0, norms / jnp.where(of_group > 0, of_group, 1.0), 0.0)
+        norms = noise.squared_norms(grads, problem.labels, preconditioner)
+        norms = jnp.where(weight > 0, norms / jnp.where(weight > 0, weight, 1.0), 0.0)
     samples = jnp.sum(mask)
     return Sums(
         grads=grads,
         loss=total,
         weight=weight,
         samples=samples,
-        groups=groups,
+        groups=(weight > 0).astype(jnp.float32),
         norms=norms,
         calls=jnp.ones((), jnp.int32),
         aux=aux,

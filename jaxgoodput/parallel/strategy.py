@@ -83,6 +83,11 @@ class Strategy:
         return {DATA_AXIS: self.data, FSDP_AXIS: self.fsdp, TENSOR_AXIS: self.tensor}
 
     @property
+    def logical_rules(self) -> tuple[tuple[str, Any], ...]:
+        """Placeholder."""
+        return ()
+
+    @property
     def is_cut(self) -> bool:
         """Whether a device holds only a part of the model."""
         return self.num_devices > self.data
@@ -212,6 +217,11 @@ class Layout:
     def batch_sharding(self) -> NamedSharding:
         """The leading axis is cut over the replicas: batches, and sums per replica."""
         return NamedSharding(self.mesh, PartitionSpec(REPLICA_AXES))
+
+    @property
+    def row_per_device(self) -> NamedSharding:
+        """The leading axis is cut over all devices."""
+        return NamedSharding(self.mesh, PartitionSpec(self.mesh.axis_names))
 
     def sharding(self, spec: PartitionSpec) -> NamedSharding:
         """A partition on this mesh."""

@@ -1,10 +1,7 @@
 """Evaluation: per-sample outputs of the user's `metrics` over a whole data set, exactly once each.
 
 It runs wherever the state lies, which may change from one evaluation to the next: batches go to the
-state's own mesh, and each way of cutting parameters has an executable of its own. As in a step, what
-"fsdp" cuts is put together where it is used. Left to itself the compiler gathers the batch instead, and
-every device computes all samples on its part of the features: 7 times the temporaries of data
-parallelism for a byte LM on fsdp 8 (4 windows of 64 a replica), and sums of activations in every layer.
+state's own mesh, and each way of cutting parameters has an executable of its own.
 """
 
 import math
@@ -15,15 +12,14 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 from jaxtyping import PyTree
 
 from jaxgoodput.data.rows import narrow
 from jaxgoodput.data.sources import Source, abstract_sample
 from jaxgoodput.engine.memory import StepBytes, step_bytes
+from jaxgoodput.engine.programs import Program
 from jaxgoodput.engine.state import TrainState, cast
-from jaxgoodput.parallel.gather import automatic, is_cut
-from jaxgoodput.parallel.late import Part, call_late
 from jaxgoodput.parallel.strategy import DATA_AXIS, REPLICA_AXES, Layout
 
 Metrics = Callable[[PyTree, PyTree, PyTree], Mapping[str, Any]]
@@ -95,15 +91,10 @@ class Evaluator:
             lambda x: jax.ShapeDtypeStruct((num_rows, *x.shape), x.dtype, sharding=sharding),
             abstract_sample(self._source),
         )
-        shardings = [x.sharding for x in jax.tree.leaves(abstract.params)]
 
         def run(params: PyTree, model_state: PyTree, batch: PyTree) -> Mapping[str, Any]:
-            leaves, structure = jax.tree.flatten(cast(params, self._compute_dtype))
-            parts = jax.tree.unflatten(structure, map(_part, leaves, shardings))
-            whole = jax.tree.unflatten(structure, leaves)  # in shape: nothing is manual here
-            return call_late(
-                self._metrics, (parts, model_state, batch), (whole, model_state, batch)
-            )
+            params = cast(params, self._compute_dtype)
+            return self._metrics(params, model_state, batch)
 
         shapes = jax.eval_shape(run, abstract.params, abstract.model_state, batch)
         for name, out in shapes.items():
@@ -121,9 +112,8 @@ class Evaluator:
             # runs out of threads, and hangs, where many executables with collectives wait at once.
             options["xla_cpu_scheduler_type"] = "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"
             depth = 1
-        lowered = jax.jit(run, out_shardings=sharding).lower(
-            abstract.params, abstract.model_state, batch
-        )
+        arguments = (abstract.params, abstract.model_state, batch)
+        lowered = Program(run, (), arguments, sharding).lower()
         return _Placed(
             run=lowered.compile(compiler_options=options),
             num_rows=num_rows,
@@ -168,18 +158,6 @@ def _placement(state: TrainState) -> tuple[Any, ...]:
     """Where parameters and model state lie; with their shapes, all that an executable depends on."""
     tree = (state.params, state.model_state, state.step)
     return tuple(x.sharding for x in jax.tree.leaves(tree))
-
-
-def _part(x: Any, sharding: Any) -> Part | Any:
-    """A parameter that "fsdp" cuts, to be whole in its replica where it is used; others as they are."""
-    if not isinstance(sharding, NamedSharding) or not is_cut(sharding.spec):
-        return x
-
-    def gather(values: tuple[Any, ...], spec: PartitionSpec) -> Any:
-        whole = NamedSharding(sharding.mesh, automatic(spec))
-        return jax.lax.with_sharding_constraint(values[0], whole)
-
-    return Part((x,), (True,), sharding.spec, gather)
 
 
 def _abstract(x: Any) -> Any:

@@ -38,13 +38,13 @@ def test_one_step_is_the_same_under_every_layout(strategy, alone):
     assert jax.tree.map(lambda x: x.sharding, state) == jax.tree.map(lambda x: x.sharding, wanted)
 
 
-@pytest.mark.parametrize("strategy", [s for s in STRATEGIES if s.num_replicas == 8], ids=named)
-def test_taps_measure_what_whole_gradients_say(strategy, alone):
+@pytest.mark.parametrize("strategy", STRATEGIES[:4], ids=named)
+def test_what_a_step_reports_is_the_same_under_every_layout(strategy, alone):
     rows, _, expected = alone
     other = engine(strategy, preconditioned=False)
     _, metrics = engines.run(other, engines.start(other, jax.random.key(0)), [rows])
-    for name in ("grad_norm", "loss", "num_groups"):
+    for name in ("grad_norm", "loss", "num_samples"):
         found, wanted = getattr(metrics, name), getattr(expected, name)
         np.testing.assert_allclose(found, wanted, rtol=2e-5, err_msg=name)
-    found, wanted = metrics.noise.plain, expected.noise.plain
-    np.testing.assert_allclose([found.sqr, found.var], [wanted.sqr, wanted.var], rtol=2e-5)
+    # Each copy of the model is a group of its own where it is whole; else all rows are one.
+    assert metrics.num_groups == (8 if strategy == Strategy(data=8) else 1)

@@ -1,4 +1,4 @@
-"""The programs of an engine that spans processes: one flat buffer, one all-reduce.
+"""The programs of an elastic job of several processes: one flat buffer, one all-reduce.
 
 Every process has its own layout of pure data parallelism; `pack` flattens the sums of each replica,
 `reduce` adds them up over all replicas of all processes (the only collective, nothing donated: where it
@@ -12,12 +12,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
 from jaxgoodput.engine import step as pure
-from jaxgoodput.engine.programs import ROWS, WHOLE, Program, Programs, SampleShape
+from jaxgoodput.engine.programs import ROWS, WHOLE, Program, SampleShape, SeparatePrograms
 from jaxgoodput.engine.state import Sums, TrainState
 from jaxgoodput.parallel.strategy import Layout
 
 
-class MultiprocessPrograms(Programs):
+class ElasticPrograms(SeparatePrograms):
     """Programs whose batch is reduced over `world`, a mesh of one axis over the devices of all processes.
 
     `control_size` numbers of each replica are added up along with its sums.
@@ -35,7 +35,7 @@ class MultiprocessPrograms(Programs):
     ):
         super().__init__(problem, layout, state=state, shape=shape)
         self.world = world
-        self._control_size = control_size
+        self._num_numbers = control_size
 
     def pack(self) -> Program:
         """Sums and control vectors of the replicas as rows of one flat buffer."""
@@ -45,7 +45,7 @@ class MultiprocessPrograms(Programs):
             return jnp.concatenate([jnp.ravel(x) for x in jax.tree.leaves(tree)])[None]
 
         control = jax.ShapeDtypeStruct(
-            (self.layout.num_replicas, self._control_size),
+            (self.layout.num_replicas, self._num_numbers),
             jnp.float32,
             sharding=self.layout.batch_sharding,
         )
@@ -94,7 +94,7 @@ class MultiprocessPrograms(Programs):
 
     @property
     def _reduced_tree(self) -> PyTree:
-        control = jax.ShapeDtypeStruct((self._control_size,), jnp.float32)
+        control = jax.ShapeDtypeStruct((self._num_numbers,), jnp.float32)
         return jax.eval_shape(_with_control, self._local_sums, control)
 
     @property
