@@ -182,9 +182,9 @@ def suitable(
     "stage", and whose part of the state alone is more than `memory_bytes`, bytes of one device.
     Activations, gradients and copies in `compute_dtype` (None: the parameters' own) come on top of it.
 
-    The order is an estimate (rings over parameters and gradients). What "tensor", "context", "expert" and "stage" send
-    depends on activations, which are not known here: the fewer devices they take, the earlier. ValueError
-    for a degree of -1.
+    The order is an estimate, of rings over parameters and gradients. What "tensor", "context", "expert" and
+    "stage" send depends on activations, which are not known here: the fewer devices they take, the earlier.
+    ValueError for a degree of -1.
     """
     kept: list[tuple[tuple[float, ...], Strategy]] = []
     left_out: list[tuple[Strategy, str]] = []
@@ -248,9 +248,9 @@ def _collective_bytes(
     return total
 
 
-def num_parts(entries: Any, strategy: Strategy) -> int:
-    """Into how many parts a spec, or one entry of it, cuts what it is the spec of."""
-    return math.prod(strategy.degrees[axis] for e in axes_of(entries) for axis in axes_of(e))
+def num_parts(spec: Iterable[Any], strategy: Strategy) -> int:
+    """Into how many parts a spec cuts what it is the spec of."""
+    return math.prod(strategy.degrees[axis] for entry in spec for axis in axes_of(entry))
 
 
 def default_spec(name: str, shape: Sequence[int], strategy: Strategy) -> PartitionSpec:
@@ -370,7 +370,7 @@ def _checked(
             f"Shorten the spec, or put {exact} before it."
         )
     for dim, entry in enumerate(spec):
-        degree = num_parts(entry, strategy)
+        degree = num_parts([entry], strategy)
         if shape[dim] % degree:
             works = [n for n in range(1, shape[dim] + 1) if shape[dim] % n == 0]
             below = max(n for n in works if n < degree)

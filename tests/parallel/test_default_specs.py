@@ -82,7 +82,8 @@ OF_STACKS = {
     ("layers/MoeBlock_0/wo", (6, 8, 256, 64)): P("stage", "expert", "tensor", "fsdp"),
     ("moe/experts/gate/kernel", (8, 64, 256)): P("expert", "fsdp", "tensor"),
     ("moe/wi", (7, 64, 256)): P(None, "fsdp", "tensor"),
-    ("moe/router/kernel", (64, 32)): P("fsdp", "tensor"),
+    ("moe/router/kernel", (64, 32)): P("tensor", "fsdp"),
+    ("layers/moe/router/kernel", (6, 64, 32)): P("stage", "tensor", "fsdp"),
     ("layers/moe/gate/kernel", (6, 64, 32)): P("stage", "fsdp", "tensor"),
     ("layers/shared_experts/up/kernel", (6, 64, 256)): P("stage", "fsdp", "tensor"),
     # Stacks of layers; vectors too, however small.
