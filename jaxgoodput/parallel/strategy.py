@@ -329,7 +329,7 @@ def candidates(
         TENSOR_AXIS: max_tensor,
         FSDP_AXIS: num_devices,
     }
-    found: list[dict[str, int]] = [{}]
+    found: list[dict[str, Any]] = [{}]
     for axis, limit in limits.items():
         found = [
             {**degrees, axis: degree}

@@ -100,10 +100,11 @@ OF_STACKS = {
 
 @pytest.mark.parametrize("leaf, spec", OF_STACKS.items(), ids=lambda x: str(x))
 def test_experts_and_stacked_layers_are_cut_over_axes_of_their_own(leaf, spec):
-    assert default_spec(*leaf, ALL) == spec
-    without = default_spec(*leaf, Strategy(fsdp=2, tensor=2))
+    name, shape = leaf
+    assert default_spec(name, shape, ALL) == spec
+    without = default_spec(name, shape, Strategy(fsdp=2, tensor=2))
     assert [e if e in ("fsdp", "tensor") else None for e in spec] == list(without) or not without
-    assert default_spec(*leaf, Strategy(context=8)) in (P(), P(*[None] * len(leaf[1])))
+    assert default_spec(name, shape, Strategy(context=8)) in (P(), P(*[None] * len(shape)))
 
 
 class Linen(nn.Module):

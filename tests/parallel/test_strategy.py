@@ -5,11 +5,12 @@ import importlib.util
 import itertools
 import math
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax.linen import logical_axis_rules
+from flax.linen.spmd import logical_to_mesh_axes, with_logical_constraint
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.experimental import topologies
@@ -259,15 +260,15 @@ def test_logical_names_follow_the_strategy_first_then_the_defaults():
     assert rules[:2] == strategy.activations and rules[2:] == DEFAULT_ACTIVATIONS
 
     def spec(*names):
-        return nn.logical_to_mesh_axes(names, rules)
+        return logical_to_mesh_axes(names, rules)
 
     assert spec("batch", "length", "embed") == P(REPLICA_AXES, "context", None)
     assert spec("activation_batch", "activation_length", "heads", "kv") == P(
         REPLICA_AXES, "context", "tensor", None
     )
     assert spec("mlp", "mine", "exp", "stage") == P(None, "fsdp", "expert", "stage")
-    with jax.set_mesh(strategy.on(jax.devices()).mesh), nn.logical_axis_rules(rules):
-        cut = jax.jit(lambda x: nn.with_logical_constraint(x, ("batch", "length", "vocab")))(
+    with jax.set_mesh(strategy.on(jax.devices()).mesh), logical_axis_rules(rules):
+        cut = jax.jit(lambda x: with_logical_constraint(x, ("batch", "length", "vocab")))(
             jnp.zeros((2, 2, 2))
         )
     assert {shard.data.shape for shard in cut.addressable_shards} == {(1, 1, 1)}
