@@ -83,7 +83,9 @@ def pipeline(
         """The way back."""
         split = leaf.reshape(num_stages, num_columns, num_replicas, -1, *like.shape[1:])
         split = _cut(jnp.moveaxis(split, 2, 0), rows, STAGE_AXIS)
-        return _cut(split.reshape(like.shape), (*rows, STAGE_AXIS) if rows is not ANY else ANY)
+        return _cut(
+            split.reshape(like.shape), (*rows, STAGE_AXIS) if isinstance(rows, tuple) else ANY
+        )
 
     def own_layers(leaf: Array) -> Array:
         return _cut(leaf.reshape(num_stages, -1, *leaf.shape[1:]), STAGE_AXIS)
