@@ -5,8 +5,10 @@ model's own partitioning metadata, the defaults. The defaults cut layers as Mega
 et al. 2019): a projection that widens is cut over its outputs, one that narrows again over its inputs,
 attention over its heads, so that each pair needs one sum. What a layer is, names tell where they are
 known, otherwise its shape. "fsdp" takes a dimension that does not depend on the degrees as long as they
-divide it, so that a switch of strategies moves little. A wrong guess is slow, never wrong. Where a
-default does not divide a dimension, the dimension stays whole; where a rule does not, that is an error.
+divide it, so that a switch of strategies moves little. "expert" takes the experts of a mixture's weights,
+"stage" the layers of a stack; "context" cuts no parameter. A wrong guess is slow, never wrong. Where a
+default does not divide a dimension, the dimension stays whole; where a rule or metadata does not, that is
+an error, by which `suitable` leaves a strategy out.
 """
 
 import math
@@ -19,11 +21,24 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from jaxgoodput.parallel.strategy import FSDP_AXIS, TENSOR_AXIS, Layout, Strategy, check_axes
+from jaxgoodput.parallel.strategy import (
+    CONTEXT_AXIS,
+    EXPERT_AXIS,
+    FSDP_AXIS,
+    REPLICA_AXES,
+    STAGE_AXIS,
+    TENSOR_AXIS,
+    Layout,
+    Strategy,
+    axes_of,
+    check_axes,
+)
 
 KeyPath = tuple[Any, ...]
 # A model's own metadata: path -> spec.
 OwnSpecs = Sequence[tuple[str, PartitionSpec]]
+# Shape and spec of each parameter.
+Table = Mapping[KeyPath, tuple[tuple[int, ...], PartitionSpec]]
 
 # Smaller leaves are not worth a collective of their own.
 MIN_ELEMENTS = 2**10
@@ -43,6 +58,11 @@ _WIDENING = re.compile(
 _NARROWING = re.compile(
     r"(^|_)(o|out|output|down)(_proj)?$|^(proj_out|wo|w2|c_proj|fc_?2|lin_?2|linear_?2|dense_4h_to_h)$"
 )
+# Experts are stacked: [experts, inputs, outputs]. A router is not, nor is an expert that all tokens share.
+_EXPERTS = re.compile(r"(^|[/._])(moe|experts?)([/._\d]|$)|MoE|Moe|Expert")
+_ONE_FOR_ALL = re.compile(r"router|shared|^(?!.*[eE]xpert).*\bgate[/.](kernel|weight|w)$")
+# Layers that are scanned over are stacked too; in a list of layers a number follows.
+_STACK = re.compile(r"(^|[/.])(layers|blocks|stack|stages|h|Scan\w+_\d+)(?![/.]\d+([/.]|$))[/.]")
 
 
 def path_name(path: KeyPath) -> str:
@@ -60,7 +80,7 @@ class ParamSpecs:
 
     layout: Layout
     """The strategy, and its mesh."""
-    table: Mapping[KeyPath, tuple[tuple[int, ...], PartitionSpec]]
+    table: Table
     """Shape and spec of each parameter."""
 
     def spec(self, path: KeyPath, shape: Sequence[int]) -> PartitionSpec:
@@ -69,11 +89,7 @@ class ParamSpecs:
         The longest such path counts, and the shape must be the parameter's: factored moments, counts
         and statistics are whole.
         """
-        for start in range(len(path) + 1):
-            found = self.table.get(tuple(path[start:]))
-            if found is not None and found[0] == tuple(shape):
-                return found[1]
-        return PartitionSpec()
+        return _found(self.table, path, shape)
 
     def specs(self, tree: PyTree) -> PyTree:
         """The specs of a tree's leaves: parameters, gradients, optimizer state, a training state."""
@@ -98,6 +114,14 @@ class ParamSpecs:
         return jax.tree.map(one, tree, self.shardings(tree))
 
 
+def _found(table: Table, path: KeyPath, shape: Sequence[int]) -> PartitionSpec:
+    for start in range(len(path) + 1):
+        found = table.get(tuple(path[start:]))
+        if found is not None and found[0] == tuple(shape):
+            return found[1]
+    return PartitionSpec()
+
+
 def param_specs(layout: Layout, params: PyTree, own: OwnSpecs = ()) -> ParamSpecs:
     """The specs of `params` (shapes suffice) under a layout's strategy; axes of degree 1 left out.
 
@@ -105,7 +129,10 @@ def param_specs(layout: Layout, params: PyTree, own: OwnSpecs = ()) -> ParamSpec
     Raises ValueError where a rule or metadata matches no parameter, has more dimensions than one it
     matches, or cuts a dimension that its degree does not divide.
     """
-    strategy = layout.strategy
+    return ParamSpecs(layout=layout, table=_table(layout.strategy, params, own))
+
+
+def _table(strategy: Strategy, params: PyTree, own: OwnSpecs) -> Table:
     leaves = jax.tree_util.tree_flatten_with_path(params)[0]
     names = [path_name(path) for path, _ in leaves]
     shown = ", ".join(name or "'' (a bare array)" for name in names[:8])
@@ -136,8 +163,94 @@ def param_specs(layout: Layout, params: PyTree, own: OwnSpecs = ()) -> ParamSpec
         specs[name] = shape, _without_whole(spec, strategy)
     for name in guessed:
         specs[name] = specs[name][0], _beside_its_matrix(name, specs)
-    table = {tuple(path): specs[name] for name, (path, _) in zip(names, leaves, strict=True)}
-    return ParamSpecs(layout=layout, table=table)
+    return {tuple(path): specs[name] for name, (path, _) in zip(names, leaves, strict=True)}
+
+
+def suitable(
+    strategies: Iterable[Strategy],
+    state: PyTree,
+    params: PyTree,
+    own: OwnSpecs = (),
+    *,
+    memory_bytes: int | None = None,
+    compute_dtype: Any = None,
+) -> tuple[tuple[Strategy, ...], tuple[tuple[Strategy, str], ...]]:
+    """Those strategies that a model can follow, the cheapest to communicate first; the others, and why.
+
+    `state` is all that is kept between steps, `params` the parameters in it; shapes and dtypes suffice. Left
+    out are strategies whose rules or metadata do not divide, that cut no parameter over their "expert" or
+    "stage", and whose part of the state alone is more than `memory_bytes`, bytes of one device.
+    Activations, gradients and copies in `compute_dtype` (None: the parameters' own) come on top of it.
+
+    The order is an estimate, of rings over parameters and gradients. What "tensor", "context", "expert" and
+    "stage" send depends on activations, which are not known here: the fewer devices they take, the earlier.
+    ValueError for a degree of -1.
+    """
+    kept: list[tuple[tuple[float, ...], Strategy]] = []
+    left_out: list[tuple[Strategy, str]] = []
+    for strategy in strategies:
+        degrees, num_devices = strategy.degrees, strategy.num_devices
+        try:
+            table = _table(strategy, params, own)
+        except ValueError as error:
+            left_out.append((strategy, str(error)))
+            continue
+        cut = {axis for _, spec in table.values() for entry in spec for axis in axes_of(entry)}
+        idle = [axis for axis in (EXPERT_AXIS, STAGE_AXIS) if degrees[axis] > 1 and axis not in cut]
+        need = _bytes_per_device(strategy, table, state)
+        if idle:
+            left_out.append((strategy, f"no parameter is cut over {idle[0]}={degrees[idle[0]]}"))
+        elif memory_bytes is not None and need > memory_bytes:
+            sizes = (
+                f"{need / 2**30:.1f} GiB of state per device, {memory_bytes / 2**30:.1f} GiB are"
+            )
+            left_out.append((strategy, f"needs {sizes} there"))
+        else:
+            by_activations = num_devices // (strategy.data * strategy.fsdp)
+            sent = _collective_bytes(strategy, table, params, compute_dtype)
+            kept.append(((by_activations, sent), strategy))
+    return tuple(s for _, s in sorted(kept, key=lambda pair: pair[0])), tuple(left_out)
+
+
+def state_bytes(specs: ParamSpecs, tree: PyTree) -> int:
+    """Bytes of one device's part of a tree, exactly: a parameter's part, of other leaves the whole."""
+    return _bytes_per_device(specs.layout.strategy, specs.table, tree)
+
+
+def _bytes_per_device(strategy: Strategy, table: Table, tree: PyTree) -> int:
+    return sum(
+        math.prod(x.shape) * x.dtype.itemsize // num_parts(_found(table, path, x.shape), strategy)
+        for path, x in jax.tree_util.tree_leaves_with_path(tree)
+    )
+
+
+def _collective_bytes(
+    strategy: Strategy, table: Table, params: PyTree, compute_dtype: Any = None
+) -> float:
+    """Bytes that a device sends for its parameters in a step of one micro-batch: an estimate.
+
+    Rings: what "fsdp" cuts is gathered forward and backward and its gradient scattered, 3 (f - 1) / f of the
+    leaf; gradients of what replicas and parts of sequences hold in common are summed, 2 (n - 1) / n.
+    Activations and the overlap with computing are left out.
+    """
+    total = 0.0
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        spec = _found(table, path, leaf.shape)
+        cut = {axis for entry in spec for axis in axes_of(entry)}
+        itemsize = (
+            leaf.dtype if compute_dtype is None else jax.numpy.dtype(compute_dtype)
+        ).itemsize
+        part = math.prod(leaf.shape) * itemsize / num_parts(spec, strategy)
+        num_gathered = strategy.fsdp if FSDP_AXIS in cut else 1
+        summed = {*REPLICA_AXES, CONTEXT_AXIS} - cut
+        num_summed = math.prod(strategy.degrees[axis] for axis in summed)
+        total += part * (3 * (num_gathered - 1) + 2 * (num_summed - 1) / num_summed)
+    return total
+
+
+def num_parts(spec: Iterable[Any], strategy: Strategy) -> int:
+    """Into how many parts a spec cuts what it is the spec of."""
+    return math.prod(strategy.degrees[axis] for entry in spec for axis in axes_of(entry))
 
 
 def default_spec(name: str, shape: Sequence[int], strategy: Strategy) -> PartitionSpec:
@@ -148,13 +261,22 @@ def default_spec(name: str, shape: Sequence[int], strategy: Strategy) -> Partiti
     >>> default_spec("mlp/down/kernel", (256, 64), Strategy(fsdp=2, tensor=4))
     P('tensor', 'fsdp')
     """
-    if not shape or math.prod(shape) < MIN_ELEMENTS:
+    if not shape:
         return PartitionSpec()
     num_own, preferred = _layer(name, shape)
     entries: list[str | None] = [None] * len(shape)
-    if preferred is not None and strategy.tensor > 1 and shape[preferred] % strategy.tensor == 0:
-        entries[preferred] = TENSOR_AXIS
     first_own = len(shape) - num_own
+    is_expert = len(shape) >= 3 and _EXPERTS.search(name) and not _ONE_FOR_ALL.search(name)
+    num_stacked = first_own - bool(is_expert)
+    # However small: a stage that holds its own layers' vectors needs no collective for them.
+    if num_stacked > 0 and _STACK.search(name) and _cuts(shape[0], strategy.stage):
+        entries[0] = STAGE_AXIS
+    if math.prod(shape) < MIN_ELEMENTS:
+        return PartitionSpec(*entries) if any(entries) else PartitionSpec()
+    if is_expert and first_own > 0 and _cuts(shape[first_own - 1], strategy.expert):
+        entries[first_own - 1] = EXPERT_AXIS
+    if preferred is not None and _cuts(shape[preferred], strategy.tensor):
+        entries[preferred] = TENSOR_AXIS
 
     def reluctance(dim: int) -> tuple[bool, bool, int, int]:
         # Layers that are scanned over are stacked in front: cut there, the whole stack would have to
@@ -162,10 +284,14 @@ def default_spec(name: str, shape: Sequence[int], strategy: Strategy) -> Partiti
         return dim < first_own, dim == preferred, -shape[dim], -dim
 
     for dim in sorted(range(len(shape)), key=reluctance):
-        if entries[dim] is None and strategy.fsdp > 1 and shape[dim] % strategy.fsdp == 0:
+        if entries[dim] is None and _cuts(shape[dim], strategy.fsdp):
             entries[dim] = FSDP_AXIS
             break
     return PartitionSpec(*entries)
+
+
+def _cuts(length: int, degree: int) -> bool:
+    return degree > 1 and length % degree == 0
 
 
 def _layer(name: str, shape: Sequence[int]) -> tuple[int, int | None]:
@@ -211,9 +337,10 @@ def _beside_its_matrix(
         matrix, cut = specs.get(f"{parent}/{beside}" if parent else beside, ((), ()))
         # Behind a stack, [layers, inputs, outputs], the bias is [layers, outputs].
         outputs = shape if matrix[-len(shape) :] == shape else shape[1:]
-        if TENSOR_AXIS not in tuple(cut) or not outputs or matrix[-len(outputs) :] != outputs:
+        dims = [dim for dim, entry in enumerate(cut) if TENSOR_AXIS in axes_of(entry)]
+        if not dims or not outputs or matrix[-len(outputs) :] != outputs:
             continue
-        back = len(matrix) - tuple(cut).index(TENSOR_AXIS)
+        back = len(matrix) - dims[0]
         if back <= len(outputs):
             entries = [*spec, *[None] * (len(shape) - len(spec))]
             entries[-back] = TENSOR_AXIS
@@ -224,7 +351,9 @@ def _beside_its_matrix(
 def _without_whole(spec: Iterable[Any], strategy: Strategy) -> PartitionSpec:
     """The spec without axes of degree 1 and without trailing Nones."""
     degrees = strategy.degrees
-    entries = [axis if axis is not None and degrees[axis] > 1 else None for axis in spec]
+    entries = [
+        tuple(axis for axis in axes_of(entry) if degrees[axis] > 1) or None for entry in spec
+    ]
     while entries and entries[-1] is None:
         entries.pop()
     return PartitionSpec(*entries)
@@ -240,15 +369,16 @@ def _checked(
             f"{source} gives {name} the spec {spec} with {len(spec)} dimensions; it has shape {shape}. "
             f"Shorten the spec, or put {exact} before it."
         )
-    for dim, axis in enumerate(spec):
-        degree = 1 if axis is None else strategy.degrees[axis]
+    for dim, entry in enumerate(spec):
+        degree = num_parts([entry], strategy)
         if shape[dim] % degree:
             works = [n for n in range(1, shape[dim] + 1) if shape[dim] % n == 0]
             below = max(n for n in works if n < degree)
             above = min((n for n in works if n > degree), default=None)
             nearest = f"{below}" if above is None else f"{below} and {above}"
+            over = " x ".join(f"{axis}={strategy.degrees[axis]}" for axis in axes_of(entry))
             raise ValueError(
-                f"{source} cuts dimension {dim} of {name}, of length {shape[dim]}, over {axis}={degree}, "
+                f"{source} cuts dimension {dim} of {name}, of length {shape[dim]}, over {over}, "
                 f"which does not divide it. The nearest degrees that work are {nearest}; or put {exact} "
                 "before it."
             )

@@ -1,9 +1,12 @@
 """A strategy is a plan for placing a model; on real devices it becomes a layout.
 
-Three degrees: `data` copies of the model, each cut into `fsdp` parts that are put together only while
-they are used (ZeRO-3), each part cut again over `tensor` devices that compute it together. Every
-(data, fsdp) pair is a *replica*: it computes micro-batches of its own. The plan is hashable, JSON-able
-and free of devices; `on` is the one place where a mesh is made.
+Six degrees. `data` copies of the model, each cut into `fsdp` parts that are put together only while they
+are used (ZeRO-3), each part cut again over `tensor` devices that compute it together. `context` cuts
+sequences and no parameter; `expert` cuts the experts of a mixture, and rows besides; `stage` cuts a stack
+of layers into the stages of a pipeline (`pipeline.py`). Every (fsdp, expert, data) triple is a
+*replica*: it computes micro-batches of its own. The plan is hashable, JSON-able and free of devices; `on`
+is the one place where a mesh is made. Its mesh has all six axes, so that a model's own constraints may
+name any of them: an axis of degree 1 cuts nothing.
 """
 
 import math
@@ -13,17 +16,55 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 DATA_AXIS, FSDP_AXIS, TENSOR_AXIS = "data", "fsdp", "tensor"
+CONTEXT_AXIS, EXPERT_AXIS, STAGE_AXIS = "context", "expert", "stage"
 # The copies vary fastest: a device that holds a part under one strategy then holds a part of that
 # part, or all of it, under most others, and need not receive it (benchmarks/reshard.py has the bytes).
-MESH_AXES = (FSDP_AXIS, TENSOR_AXIS, DATA_AXIS)
-REPLICA_AXES = (FSDP_AXIS, DATA_AXIS)
-MODEL_AXES = (FSDP_AXIS, TENSOR_AXIS)  # those that a parameter may be cut over
+MESH_AXES = (STAGE_AXIS, FSDP_AXIS, EXPERT_AXIS, CONTEXT_AXIS, TENSOR_AXIS, DATA_AXIS)
+REPLICA_AXES = (FSDP_AXIS, EXPERT_AXIS, DATA_AXIS)
+# Those that a parameter may be cut over.
+MODEL_AXES = (FSDP_AXIS, TENSOR_AXIS, EXPERT_AXIS, STAGE_AXIS)
+# Over several hosts what sends most varies fastest instead: it stays within a host.
+BY_TRAFFIC = (DATA_AXIS, STAGE_AXIS, FSDP_AXIS, EXPERT_AXIS, CONTEXT_AXIS, TENSOR_AXIS)
 WHAT_IS_LEFT = -1
 
 Rule = tuple[str, PartitionSpec]
+Activation = tuple[str, str | tuple[str, ...] | None]
+
+# What logical names of activations stand for, as flax, T5X and MaxText call them.
+DEFAULT_ACTIVATIONS: tuple[Activation, ...] = (
+    *((name, REPLICA_AXES) for name in ("batch", "activation_batch")),
+    *(
+        (name, CONTEXT_AXIS)
+        for name in ("length", "activation_length", "activation_norm_length", "sequence")
+    ),
+    *(
+        (name, TENSOR_AXIS)
+        for name in (
+            *("heads", "activation_heads", "q_heads", "kv_heads", "activation_kv_heads"),
+            *("mlp", "activation_mlp", "vocab", "activation_vocab", "joined_kv"),
+        )
+    ),
+    *((name, EXPERT_AXIS) for name in ("exp", "expert", "activation_exp")),
+    *((name, STAGE_AXIS) for name in ("stage", "activation_stage")),
+    *(
+        (name, None)
+        for name in (
+            *(
+                "embed",
+                "activation_embed",
+                "kv",
+                "activation_kv",
+                "kv_length",
+                "activation_kv_length",
+            ),
+            *("relpos_buckets", "abspos_buckets", "layers", "stack", "norm"),
+        )
+    ),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,14 +72,14 @@ class Strategy:
     """How a model is copied and cut over devices. One degree may be -1: what is left of the devices.
 
     `rules` are (regex, PartitionSpec): the first whose regex is found in a parameter's path, such as
-    `layers/0/mlp/kernel`, says which dimension is cut over "fsdp" and which over "tensor". Parameters
-    without a rule follow the model's own partitioning metadata, or the defaults of `partition.py`. A spec
-    holds for every degree: an axis of degree 1 cuts nothing.
+    `layers/0/mlp/kernel`, says which dimension is cut over which of "fsdp", "tensor", "expert", "stage",
+    or a tuple of them. Parameters without a rule follow the model's own partitioning metadata, or the
+    defaults of `partition.py`. A spec holds for every degree: an axis of degree 1 cuts nothing.
 
     >>> Strategy(data=2, fsdp=4).num_replicas
     8
-    >>> Strategy(data=-1, tensor=2).resolved(8)
-    Strategy(data=4, fsdp=1, tensor=2, rules=())
+    >>> Strategy(data=-1, tensor=2).resolved(8).name
+    'data4.tensor2'
     """
 
     data: int = 1
@@ -47,8 +88,18 @@ class Strategy:
     """Parts of a copy, each whole only while it is used; every part computes samples of its own."""
     tensor: int = 1
     """Devices that compute a part together."""
+    context: int = 1
+    """Parts of a sequence; parameters are whole in each."""
+    expert: int = 1
+    """Parts of the experts; every part computes samples of its own."""
+    stage: int = 1
+    """Parts of a stack of layers, each computed by devices of its own (`pipeline`)."""
     rules: Sequence[Rule] = ()
     """(regex, PartitionSpec), the first that is found in a parameter's path."""
+    activations: Sequence[Activation] = ()
+    """(logical name, mesh axis, tuple of axes or None), before `DEFAULT_ACTIVATIONS`."""
+    title: str = ""
+    """The name, instead of one made of the degrees: for two strategies that differ in rules only."""
 
     def __post_init__(self):
         """Refuse degrees that no mesh can have, and rules that cannot be followed."""
@@ -61,7 +112,8 @@ class Strategy:
                 )
         if list(self.degrees.values()).count(WHAT_IS_LEFT) > 1:
             raise ValueError(
-                f"only one degree of a Strategy can be -1, what is left of the devices; got {self.name}. "
+                f"only one degree of a Strategy can be -1, what is left of the devices; got "
+                f"{self._computed_name}. "
                 "Give the others a number; 1 cuts nothing."
             )
         for pattern, spec in self.rules:
@@ -73,14 +125,40 @@ class Strategy:
                     "It is searched for in paths such as 'layers/0/mlp/kernel'."
                 ) from error
             check_axes(spec, f"the rule ({pattern!r}, {spec})")
+        for logical, entry in self.activations:
+            axes = axes_of(entry)
+            if not logical or not set(axes) <= set(MESH_AXES) or len(set(axes)) < len(axes):
+                raise ValueError(
+                    f"Strategy.activations gives {logical!r} the axes {entry!r}; they must be None, one of "
+                    f"{', '.join(MESH_AXES)}, or a tuple of those, each once. Correct the axes, or leave "
+                    "the name to DEFAULT_ACTIVATIONS."
+                )
+        if self.title and not re.fullmatch(r"[A-Za-z0-9_.-]+", self.title):
+            raise ValueError(
+                f"Strategy.title is {self.title!r}; it names files and charts and may have letters, digits "
+                "and _ . - only. Shorten it, or leave it empty for a name made of the degrees."
+            )
         # A list, or a plain tuple for a spec, is understood; the plan itself must be hashable.
         rules = tuple((pattern, PartitionSpec(*spec)) for pattern, spec in self.rules)
         object.__setattr__(self, "rules", rules)
+        activations = tuple(
+            (n, tuple(a) if isinstance(a, list) else a) for n, a in self.activations
+        )
+        object.__setattr__(self, "activations", activations)
 
     @property
     def degrees(self) -> dict[str, int]:
-        """Axis name -> degree."""
-        return {DATA_AXIS: self.data, FSDP_AXIS: self.fsdp, TENSOR_AXIS: self.tensor}
+        """Axis name -> degree, in the order of names."""
+        axes = (DATA_AXIS, FSDP_AXIS, TENSOR_AXIS, CONTEXT_AXIS, EXPERT_AXIS, STAGE_AXIS)
+        return {axis: getattr(self, axis) for axis in axes}
+
+    @property
+    def logical_rules(self) -> tuple[Activation, ...]:
+        """What `flax.linen.logical_axis_rules` takes: the strategy's own activations, then the defaults.
+
+        flax takes the first rule of a name whose axes are free. Axes of degree 1 stay in: they cut nothing.
+        """
+        return (*self.activations, *DEFAULT_ACTIVATIONS)
 
     @property
     def logical_rules(self) -> tuple[tuple[str, Any], ...]:
@@ -94,11 +172,15 @@ class Strategy:
 
     @property
     def name(self) -> str:
-        """Short, for tables and charts.
+        """Short, for tables and charts: the title, or the degrees other than 1.
 
-        >>> Strategy(fsdp=4, tensor=2).name, Strategy().name
-        ('fsdp4.tensor2', 'single')
+        >>> Strategy(fsdp=4, tensor=2).name, Strategy(stage=4, data=2).name, Strategy().name
+        ('fsdp4.tensor2', 'data2.stage4', 'single')
         """
+        return self.title or self._computed_name
+
+    @property
+    def _computed_name(self) -> str:
         parts = [f"{axis}{degree}" for axis, degree in self.degrees.items() if degree != 1]
         return ".".join(parts) or "single"
 
@@ -109,14 +191,14 @@ class Strategy:
 
     @property
     def num_replicas(self) -> int:
-        """Computers of micro-batches of their own: data x fsdp."""
+        """Computers of micro-batches of their own: data x fsdp x expert."""
         known = self._known()
-        return known[DATA_AXIS] * known[FSDP_AXIS]
+        return math.prod(known[axis] for axis in REPLICA_AXES)
 
     def _known(self) -> dict[str, int]:
         if WHAT_IS_LEFT in self.degrees.values():
             raise ValueError(
-                f"{self.name} has a degree of -1, which only a number of devices resolves. Use "
+                f"{self._computed_name} has a degree of -1, which only a number of devices resolves. Use "
                 ".resolved(num_devices) or .on(devices)."
             )
         return self.degrees
@@ -132,7 +214,7 @@ class Strategy:
         needs = f"a multiple of {taken}" if open_axes else f"{taken}"
         remedy = "Pass exactly that many"
         if num_devices > 0:
-            simple = (self.fsdp, self.tensor) == (1, 1)
+            simple = all(degree == 1 for axis, degree in self.degrees.items() if axis != DATA_AXIS)
             other = (
                 f"Strategy(data={num_devices})" if simple else f"one of candidates({num_devices})"
             )
@@ -142,47 +224,128 @@ class Strategy:
         )
 
     def on(self, devices: Sequence[Any]) -> "Layout":
-        """The plan on `devices`, in their order; their number must be `num_devices`."""
+        """The plan on `devices`, whose number must be `num_devices`.
+
+        Their order is kept where they belong to one process. Devices of several hosts are laid out so that
+        what sends most stays within a host, TPUs so that it stays among neighbours (`device_grid`).
+        """
         strategy = self.resolved(len(devices))
-        shape = [strategy.degrees[axis] for axis in MESH_AXES]
-        grid = np.asarray(devices).reshape(shape)
-        mesh = Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+        mesh = Mesh(
+            device_grid(strategy, devices), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES)
+        )
         return Layout(strategy=strategy, mesh=mesh)
+
+
+def device_grid(strategy: Strategy, devices: Sequence[Any]) -> np.ndarray:
+    """`devices` as an array of the axes of `MESH_AXES`, each where its traffic is cheap.
+
+    One process without TPUs: their order. Several: by slice and process, then `BY_TRAFFIC`. TPUs: by their
+    torus, with "data" over slices; ValueError where that does not go.
+    """
+    hosts = [(getattr(d, "slice_index", 0) or 0, getattr(d, "process_index", 0)) for d in devices]
+    is_tpu = bool(devices) and getattr(devices[0], "platform", "") == "tpu"
+    if not is_tpu and len(set(hosts)) == 1:
+        return _array(devices).reshape([strategy.degrees[axis] for axis in MESH_AXES])
+    shape = [strategy.degrees[axis] for axis in BY_TRAFFIC]
+    ordered = [devices[i] for i in sorted(range(len(devices)), key=hosts.__getitem__)]
+    grid = _array(ordered).reshape(shape)
+    if is_tpu:
+        slices = [index for index, _ in hosts]
+        num_slices = len(set(slices))
+        if strategy.data % num_slices or len({slices.count(index) for index in slices}) > 1:
+            raise ValueError(
+                f"Strategy({strategy.name}) has data={strategy.data} copies on {num_slices} slices of TPUs; "
+                "slices must be of one size and each must hold whole copies, for only copies send little "
+                f"enough for the network between slices. Make data a multiple of {num_slices}, or use one "
+                "slice."
+            )
+        grid = _on_torus(shape, num_slices, ordered, grid)
+    return grid.transpose([BY_TRAFFIC.index(axis) for axis in MESH_AXES])
+
+
+def _array(devices: Sequence[Any]) -> np.ndarray:
+    found = np.empty(len(devices), dtype=object)
+    found[:] = devices
+    return found
+
+
+def _on_torus(
+    shape: Sequence[int], num_slices: int, devices: Sequence[Any], otherwise: np.ndarray
+) -> np.ndarray:
+    """TPUs by their coordinates; `otherwise` where they are no full box, such as part of a slice."""
+    within = [shape[0] // num_slices, *shape[1:]]
+    across = [num_slices, *(1 for _ in shape[1:])]
+    try:
+        if num_slices == 1:
+            return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+        return mesh_utils.create_hybrid_device_mesh(
+            within, across, devices, allow_split_physical_axes=True
+        )
+    except (AssertionError, NotImplementedError, ValueError):
+        return otherwise
+
+
+def axes_of(entry: Any) -> tuple[Any, ...]:
+    """The mesh axes of one entry of a PartitionSpec.
+
+    >>> axes_of(None), axes_of("fsdp"), axes_of(("fsdp", "tensor"))
+    ((), ('fsdp',), ('fsdp', 'tensor'))
+    """
+    return () if entry is None else tuple(entry) if isinstance(entry, tuple | list) else (entry,)
 
 
 def check_axes(spec: Iterable[Any], source: str) -> None:
     """Raise ValueError, beginning with `source`, where a spec cannot be followed by parameters."""
-    cut = [axis for axis in spec if axis is not None]
+    cut = [axis for entry in spec for axis in axes_of(entry)]
     if any(axis not in MODEL_AXES for axis in cut) or len(set(cut)) < len(cut):
         raise ValueError(
-            f"{source} must name for each dimension None, 'fsdp' or 'tensor', each axis once and one "
-            f"axis per dimension; got {tuple(spec)}. Copies over 'data' are whole: to cut parameters over "
-            "those devices, raise fsdp instead."
+            f"{source} must name for each dimension None, 'fsdp', 'tensor', 'expert', 'stage' or a tuple of "
+            f"those, each axis once; got {tuple(spec)}. Copies over 'data' and 'context' are whole: to cut "
+            "parameters over those devices, raise fsdp instead."
         )
 
 
 def candidates(
-    num_devices: int, *, max_tensor: int = 8, rules: Sequence[Rule] = ()
+    num_devices: int,
+    *,
+    max_tensor: int = 8,
+    max_context: int = 1,
+    max_expert: int = 1,
+    max_stage: int = 1,
+    rules: Sequence[Rule] = (),
 ) -> tuple[Strategy, ...]:
     """Every strategy that uses all of `num_devices`; plain data parallelism first.
 
-    Not every one of them suits every model: `param_specs` refuses those whose rules do not divide.
+    Not every one of them suits every model: `partition.suitable` tells which do.
 
     >>> [s.name for s in candidates(4)]
     ['data4', 'data2.fsdp2', 'fsdp4', 'data2.tensor2', 'fsdp2.tensor2', 'tensor4']
+    >>> [s.name for s in candidates(2, max_stage=2)]
+    ['data2', 'fsdp2', 'tensor2', 'stage2']
     """
     if num_devices < 1:
         raise ValueError(
             f"num_devices must be at least 1; got {num_devices}. Pass the number of devices to use."
         )
-    found = []
-    for tensor in _divisors(num_devices):
-        if tensor > max_tensor:
-            continue
-        for fsdp in _divisors(num_devices // tensor):
-            data = num_devices // tensor // fsdp
-            found.append(Strategy(data=data, fsdp=fsdp, tensor=tensor, rules=rules))
-    return tuple(found)
+    limits = {
+        STAGE_AXIS: max_stage,
+        EXPERT_AXIS: max_expert,
+        CONTEXT_AXIS: max_context,
+        TENSOR_AXIS: max_tensor,
+        FSDP_AXIS: num_devices,
+    }
+    found: list[dict[str, Any]] = [{}]
+    for axis, limit in limits.items():
+        found = [
+            {**degrees, axis: degree}
+            for degrees in found
+            for degree in _divisors(num_devices // math.prod(degrees.values()))
+            if degree <= limit
+        ]
+    return tuple(
+        Strategy(data=num_devices // math.prod(degrees.values()), **degrees, rules=rules)
+        for degrees in found
+    )
 
 
 def _divisors(number: int) -> list[int]:

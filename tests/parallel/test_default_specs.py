@@ -74,6 +74,39 @@ def test_fsdp_takes_the_same_dimension_whatever_the_degrees(name, shape):
     assert len(found) <= 1
 
 
+ALL = Strategy(fsdp=2, tensor=2, expert=2, stage=2, context=2)
+OF_STACKS = {
+    # Mixtures of experts, alone and in a stack; what all tokens pass is no expert.
+    ("moe/wi", (8, 64, 256)): P("expert", "fsdp", "tensor"),
+    ("layers/3/experts/down/kernel", (8, 256, 64)): P("expert", "tensor", "fsdp"),
+    ("layers/MoeBlock_0/wo", (6, 8, 256, 64)): P("stage", "expert", "tensor", "fsdp"),
+    ("moe/experts/gate/kernel", (8, 64, 256)): P("expert", "fsdp", "tensor"),
+    ("moe/wi", (7, 64, 256)): P(None, "fsdp", "tensor"),
+    ("moe/router/kernel", (64, 32)): P("tensor", "fsdp"),
+    ("layers/moe/router/kernel", (6, 64, 32)): P("stage", "tensor", "fsdp"),
+    ("layers/moe/gate/kernel", (6, 64, 32)): P("stage", "fsdp", "tensor"),
+    ("layers/shared_experts/up/kernel", (6, 64, 256)): P("stage", "fsdp", "tensor"),
+    # Stacks of layers; vectors too, however small.
+    ("layers/up/kernel", (6, 64, 256)): P("stage", "fsdp", "tensor"),
+    ("layers/up/kernel", (7, 64, 256)): P(None, "fsdp", "tensor"),
+    ("decoder/blocks/att/query/kernel", (6, 64, 4, 16)): P("stage", "fsdp", "tensor", None),
+    ("layers/norm/scale", (6, 64)): P("stage", None),
+    ("ScanBlock_0/norm/scale", (6, 768)): P("stage", "fsdp"),
+    ("layers/3/up/kernel", (64, 256)): P("fsdp", "tensor"),
+    ("layers/3/Conv_0/kernel", (4, 4, 64, 128)): P(None, None, "fsdp", "tensor"),
+    ("stem/up/kernel", (6, 64, 256)): P(None, "fsdp", "tensor"),
+}
+
+
+@pytest.mark.parametrize("leaf, spec", OF_STACKS.items(), ids=lambda x: str(x))
+def test_experts_and_stacked_layers_are_cut_over_axes_of_their_own(leaf, spec):
+    name, shape = leaf
+    assert default_spec(name, shape, ALL) == spec
+    without = default_spec(name, shape, Strategy(fsdp=2, tensor=2))
+    assert [e if e in ("fsdp", "tensor") else None for e in spec] == list(without) or not without
+    assert default_spec(name, shape, Strategy(context=8)) in (P(), P(*[None] * len(shape)))
+
+
 class Linen(nn.Module):
     @nn.compact
     def __call__(self, tokens):

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from partitions import DIM, EVERY, params, specs_of
 
-from jaxgoodput.parallel.partition import param_specs
+from jaxgoodput.parallel.partition import param_specs, state_bytes, suitable
 from jaxgoodput.parallel.strategy import Strategy, candidates
 
 
@@ -155,3 +155,65 @@ def test_the_parameters_may_be_one_array():
     ]
     with pytest.raises(ValueError, match="Paths are '' .a bare array"):
         specs_of(bare, Strategy(rules=(("kernel", P()),)))
+
+
+def test_a_dimension_may_be_cut_over_several_axes():
+    rules = (("up/kernel$", P(None, ("fsdp", "tensor"))),)
+    found = {
+        s.name: specs_of(params(), s)["layers/0/up/kernel"]
+        for s in (Strategy(fsdp=2, tensor=2, rules=rules), Strategy(data=2, fsdp=2, rules=rules))
+    }
+    assert found["fsdp2.tensor2"] == P(None, ("fsdp", "tensor"))
+    assert found["data2.fsdp2"] == P(None, "fsdp")
+    biases = specs_of(params(), Strategy(fsdp=2, tensor=2, rules=rules))["layers/0/up/bias"]
+    assert biases == P("tensor")
+    wrong = (("odd", P(("fsdp", "tensor"))),)
+    with pytest.raises(ValueError, match="length 35, over fsdp=4 x tensor=2.*are 7 and 35"):
+        specs_of(params(), Strategy(fsdp=4, tensor=2, rules=wrong))
+
+
+# -- what suits a model ----------------------------------------------------------------------------
+
+
+def stacked():
+    return {"layers": {"up": {"kernel": jnp.zeros((4, DIM, 256))}}, "moe": jnp.zeros((4, DIM, DIM))}
+
+
+@pytest.mark.parametrize(
+    "strategy", candidates(8, max_expert=2, max_context=2, max_stage=4), ids=lambda s: s.name
+)
+def test_the_bytes_of_a_state_are_those_that_a_device_holds(strategy):
+    tree = {"embed": jnp.zeros((256, DIM), jnp.bfloat16), **stacked()}
+    state = {"params": tree, "opt": optax.adamw(0.1).init(tree), "key": jax.random.key(0)}
+    found = param_specs(strategy.on(jax.devices()), tree)
+    placed = jax.device_put(state, found.shardings(state))
+    held = bytes_per_device({**placed, "key": jax.random.key_data(placed["key"])})
+    assert set(held.values()) == {state_bytes(found, jax.eval_shape(lambda: state))}
+
+
+def test_what_does_not_suit_is_left_out_with_the_reason():
+    tree = jax.eval_shape(stacked)
+    state = {"params": tree, "opt": jax.eval_shape(optax.adam(0.1).init, tree)}
+    plans = candidates(8, max_expert=8, max_stage=4)
+    own = (("layers/up/kernel", P("stage", None, "fsdp")),)
+    whole = 3 * 4 * 4 * (DIM * 256 + DIM * DIM)
+    kept, left_out = suitable(plans, state, tree, own, memory_bytes=whole // 4)
+    assert set(kept) | {s for s, _ in left_out} == set(plans) and kept
+    assert {s for s in kept} & {s for s, _ in left_out} == set()
+    reasons = {s.name: reason for s, reason in left_out}
+    assert reasons["expert8"] == "no parameter is cut over expert=8"
+    assert "GiB of state per device, 0.0 GiB are there" in reasons["data8"]
+    assert all(param_specs(s.on(jax.devices()), tree, own) for s in kept)
+    odd = Strategy(fsdp=8, rules=(("moe", P("fsdp")),))
+    ((_, reason),) = suitable([odd], state, tree)[1]
+    assert "cuts dimension 0 of moe, of length 4, over fsdp=8" in reason
+    with pytest.raises(ValueError, match="only a number of devices resolves"):
+        suitable([Strategy(data=-1)], state, tree)
+
+
+def test_what_sends_less_for_its_parameters_comes_first():
+    tree = jax.eval_shape(stacked)
+    plans = candidates(4, max_stage=2)[::-1]
+    names = [s.name for s in suitable(plans, tree, tree)[0]]
+    assert names[:3] == ["data4", "data2.fsdp2", "fsdp4"], "gathers are paid twice, sums once"
+    assert names.index("tensor4") > names.index("data2.tensor2")
