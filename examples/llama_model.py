@@ -1,4 +1,4 @@
-"""The decoder of Llama from its papers, as pure functions: RMSNorm, rotary positions, grouped queries, SwiGLU.
+"""The decoder of Llama, as pure functions: RMSNorm, rotary positions, grouped queries, SwiGLU.
 
 Touvron et al. 2023 (arXiv 2302.13971 and 2307.09288), Su et al. 2021, Ainslie et al. 2023, Shazeer 2020.
 Layers are stacked and scanned over, each recomputed in the backward pass. Nothing here names a device: a

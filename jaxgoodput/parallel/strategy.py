@@ -161,11 +161,6 @@ class Strategy:
         return (*self.activations, *DEFAULT_ACTIVATIONS)
 
     @property
-    def logical_rules(self) -> tuple[tuple[str, Any], ...]:
-        """Placeholder."""
-        return ()
-
-    @property
     def is_cut(self) -> bool:
         """Whether a device holds only a part of the model."""
         return self.num_devices > self.data

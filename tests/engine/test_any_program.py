@@ -9,8 +9,6 @@ import optax
 import pytest
 
 import jaxgoodput as jg
-from jaxgoodput.engine.memory import step_bytes
-from jaxgoodput.engine.programs import Noise
 from jaxgoodput.parallel.strategy import Strategy
 
 DIM, WIDE, LAYERS = 64, 128, 4
