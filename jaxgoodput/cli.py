@@ -1,4 +1,4 @@
-"""The command line: `jaxgoodput run | coordinate | report | simulate`; imports what a command needs, late."""
+"""The command line: `jaxgoodput run | coordinate | plan | report | simulate`; it imports late."""
 
 import argparse
 import contextlib
@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments, command = arguments[:position], arguments[position + 1 :]
     parser = _parser()
     options = parser.parse_args(arguments)
-    if command and options.action not in (_run, _coordinate):
+    if command and options.action not in (_run, _coordinate, _plan):
         parser.error(f"{options.name} takes no command after --")
     return options.action(options, command, parser)
 
@@ -111,6 +111,19 @@ def _parser() -> argparse.ArgumentParser:
             metavar="S",
             help="seconds between a stop signal and SIGKILL, for saving (default: 60)",
         )
+    _plan_options(
+        add(
+            "plan",
+            _plan,
+            "say what each strategy would do on devices that need not be there",
+            "jaxgoodput plan SCRIPT (--topology v5e:16x16 | --devices N) [options] [-- args ...]",
+            "Run a script up to its Trainer.fit(), compile the step for each of Config.strategies (none:\n"
+            "all that suit the model), and print what fits, what a device holds at its peak, what is\n"
+            "sent, and the step time that a roofline of the chip gives, best first. Nothing is trained.\n\n"
+            "examples: jaxgoodput plan train.py --topology v5e:16x16 -- --workdir /tmp/run\n"
+            "          jaxgoodput plan train.py --devices 8 -- --workdir /tmp/run",
+        )
+    )
     report = add(
         "report",
         _report,
@@ -178,6 +191,38 @@ def _simulate_options(simulate: argparse.ArgumentParser) -> None:
     simulate.add_argument("--list", action="store_true", help="name all policies and stop")
 
 
+def _plan_options(plan: argparse.ArgumentParser) -> None:
+    plan.add_argument("script", metavar="SCRIPT", help="the script that trains")
+    where = plan.add_mutually_exclusive_group(required=True)
+    where.add_argument(
+        "--topology",
+        metavar="KIND:SHAPE",
+        help="TPUs that need not be there, such as v5e:16x16, v6e:4x4 or v5p:4x4x4 (needs libtpu)",
+    )
+    where.add_argument(
+        "--devices", type=_at_least(1), metavar="N", help="devices at hand; virtual ones on CPU"
+    )
+    plan.add_argument(
+        "--num-slices",
+        type=_at_least(1),
+        default=1,
+        metavar="S",
+        help="of that topology (default: 1)",
+    )
+    plan.add_argument(
+        "--micro-batch-size",
+        type=_at_least(1),
+        metavar="M",
+        help="samples per replica (default: the base batch over the replicas, less where it does not fit)",
+    )
+    plan.add_argument(
+        "--memory-gib",
+        type=_at_least(0.0),
+        metavar="G",
+        help="what a step may use on a device (default: the chip's memory less execution.memory_margin)",
+    )
+
+
 def _at_least(least: Number) -> Callable[[str], Number]:
     kind = type(least)
 
@@ -224,6 +269,20 @@ def _coordinate(options, command: list[str], parser: argparse.ArgumentParser) ->
         )
     except UsageError as error:
         return _wrong(error)
+
+
+def _plan(options, command: list[str], parser: argparse.ArgumentParser) -> int:
+    from jaxgoodput.launcher.plan import plan
+
+    given = {
+        "--topology": options.topology,
+        "--devices": options.devices,
+        "--num-slices": options.num_slices,
+        "--micro-batch-size": options.micro_batch_size,
+        "--memory-gib": options.memory_gib,
+    }
+    flags = [f"{name}={value}" for name, value in given.items() if value is not None]
+    return plan([*flags, options.script, *command], num_devices=options.devices)
 
 
 def _report(options, command: list[str], parser: argparse.ArgumentParser) -> int:

@@ -1,0 +1,161 @@
+"""What a compiled program does, read from it before it ever ran: arithmetic, collectives, memory.
+
+XLA's cost analysis counts the body of a loop once and mixes traffic with memory. So arithmetic is counted in
+the traced program, where a scan knows its length, and traffic in the optimised HLO, where each collective
+names its result and its groups, times the trips of the loops around it.
+"""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import jax
+from jax.extend.core import Jaxpr, jaxprs_in_params
+
+from jaxgoodput.engine.memory import step_bytes
+from jaxgoodput.engine.programs import Program
+from jaxgoodput.goodput.memory import StepBytes
+from jaxgoodput.parallel.move import received_bytes
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """What one run of a program costs on each device."""
+
+    bytes: StepBytes
+    """Memory."""
+    flops: float
+    """Multiplications and additions of matrix products and convolutions, of all devices together."""
+    traffic: Mapping[str, float]
+    """Bytes that arrive at a device, by kind of collective."""
+    num_collectives: int
+    """In the text, loops counted once."""
+    num_asynchronous: int
+    """Of them, those that are started and awaited apart, so that computing goes on meanwhile."""
+
+
+def analyse(program: Program, executable: jax.stages.Compiled, num_devices: int) -> Analysis:
+    """What `executable`, which `program` was compiled to, does on each of `num_devices`."""
+    text = executable.as_text() or ""
+    traffic = received_by_kind(text, num_devices)
+    kinds = re.findall(rf" ({_KINDS}|async)(-start)?\(", text)
+    started = sum(bool(start) for _, start in kinds)
+    return Analysis(
+        bytes=step_bytes(executable),
+        flops=matrix_flops(jax.make_jaxpr(program.function)(*program.arguments).jaxpr),
+        traffic={kind: total / num_devices for kind, total in traffic.items()},
+        num_collectives=sum(kind != "async" or bool(start) for kind, start in kinds),
+        num_asynchronous=started,
+    )
+
+
+# -- arithmetic --------------------------------------------------------------------------------------
+
+
+def matrix_flops(jaxpr: Jaxpr) -> float:
+    """Flops of the matrix products and convolutions of a traced program, scans times their length.
+
+    Of branches the largest counts, of a `while` one round.
+    """
+    total = 0.0
+    for one in jaxpr.eqns:
+        name, inner = one.primitive.name, [matrix_flops(j) for j in jaxprs_in_params(one.params)]
+        if name == "scan":
+            total += one.params["length"] * sum(inner)
+        elif name == "cond":
+            total += max(inner, default=0.0)
+        elif inner:
+            total += sum(inner)
+        elif name == "dot_general":
+            left, ((summed, _), _) = one.invars[0].aval, one.params["dimension_numbers"]
+            length = math.prod(left.shape[i] for i in summed)
+            total += 2 * math.prod(one.outvars[0].aval.shape) * length
+        elif name.startswith("ragged_dot"):
+            # Every row meets the matrix of one group, whichever dimension is summed over.
+            total += 2 * math.prod(one.invars[0].aval.shape) * one.outvars[0].aval.shape[-1]
+        elif name == "conv_general_dilated":
+            kernel, dims = one.invars[1].aval, one.params["dimension_numbers"]
+            per_output = math.prod(kernel.shape) / kernel.shape[dims.rhs_spec[0]]
+            total += 2 * math.prod(one.outvars[0].aval.shape) * per_output
+    return total
+
+
+# -- traffic -----------------------------------------------------------------------------------------
+
+_KINDS = (
+    "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute|ragged-all-to-all|"
+    "collective-broadcast"
+)
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
+_CALLED = re.compile(
+    r"(body|condition|calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)"
+)
+_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+_CHANNEL = re.compile(r"channel_id=(\d+)")
+_TRIPS = re.compile(r'known_trip_count"?:\{"n":"(\d+)"')
+_LENGTH = re.compile(r"[su]32\[\]\S* constant\((\d+)\)")
+
+
+def received_by_kind(hlo_text: str, num_devices: int) -> dict[str, float]:
+    """Bytes that arrive on all devices together in one run, by kind of collective.
+
+    A loop counts as often as it runs, where its trip count can be read; else once. Raises ValueError for a
+    collective that is not known here.
+    """
+    bodies, entry = _computations(hlo_text)
+    times = _times(bodies, entry)
+    # A TPU's asynchronous collective is there several times, in the fusions that start, carry and end it.
+    found: dict[tuple[str, str], float] = {}
+    for name, lines in bodies.items():
+        for number, line in enumerate(lines):
+            kind = re.search(rf" ({_KINDS})(-start)?\(", line)
+            if kind and times[name]:
+                channel = _CHANNEL.search(line)
+                key = kind[1], channel[1] if channel else f"{name}:{number}"
+                received = times[name] * received_bytes(line, num_devices)
+                found[key] = max(found.get(key, 0.0), float(received))
+    totals: Counter[str] = Counter()
+    for (kind, _), received in found.items():
+        totals[kind] += received
+    return dict(totals)
+
+
+def _computations(text: str) -> tuple[dict[str, list[str]], str]:
+    """The lines of each computation by name, and the name of the one that is run."""
+    bodies: dict[str, list[str]] = {}
+    entry, lines = "", []
+    for line in text.splitlines():
+        opened = _COMPUTATION.match(line)
+        if opened:
+            lines = bodies.setdefault(opened[2], [])
+            entry = opened[2] if opened[1] else entry
+        else:
+            lines.append(line)
+    return bodies, entry
+
+
+def _times(bodies: Mapping[str, list[str]], entry: str) -> Counter[str]:
+    """How often each computation runs."""
+    times: Counter[str] = Counter()
+
+    def visit(name: str, count: int) -> None:
+        times[name] += count
+        for line in bodies.get(name, ()):
+            called = dict(_CALLED.findall(line))
+            trips = _trips(bodies, line, called.get("condition", "")) if "body" in called else 1
+            branches = [b.strip(" %") for b in "".join(_BRANCHES.findall(line)).split(",") if b]
+            for inner in (*called.values(), *branches):
+                visit(inner, count * trips)
+
+    visit(entry, 1)
+    return times
+
+
+def _trips(bodies: Mapping[str, list[str]], line: str, condition: str) -> int:
+    told = _TRIPS.search(line)
+    if told:
+        return int(told[1])
+    # A counting loop compares its counter with a constant.
+    return max(map(int, _LENGTH.findall("\n".join(bodies.get(condition, ())))), default=1)

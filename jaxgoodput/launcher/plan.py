@@ -1,0 +1,204 @@
+"""`jaxgoodput plan`: a user's script up to its `fit()`, and what each strategy would do with its trainer.
+
+    python -m jaxgoodput.launcher.plan --topology v5e:16x16 train.py --workdir /tmp/run
+
+runs in a process of its own, because the TPU compiler reads its settings before JAX is loaded: `plan`
+starts it.
+"""
+
+import argparse
+import os
+import runpy
+import subprocess
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxgoodput.launcher.supervise import UsageError
+
+# With these libtpu compiles on a machine that has no TPU.
+_WITHOUT_CHIPS = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-8",
+    "JAX_PLATFORMS": "cpu",
+}
+
+
+class _Found(BaseException):
+    """The script has come to its `fit()`."""
+
+    def __init__(self, trainer: Any):
+        super().__init__()
+        self.trainer = trainer
+
+
+def plan(
+    arguments: Sequence[str], *, num_devices: int | None, environ: Mapping[str, str] | None = None
+) -> int:
+    """Run this file in a process of its own and return its exit code."""
+    environ = dict(os.environ if environ is None else environ)
+    environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # the partitioner's warnings are in the table
+    if num_devices is None:
+        environ |= _WITHOUT_CHIPS
+    else:
+        environ.setdefault("JAX_PLATFORMS", "cpu")
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxgoodput.launcher.plan", *arguments], env=environ
+    )
+    return done.returncode
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """In that process."""
+    parser = argparse.ArgumentParser(prog="jaxgoodput plan")
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--topology")
+    where.add_argument("--devices", type=int)
+    parser.add_argument("--num-slices", type=int, default=1)
+    parser.add_argument("--micro-batch-size", type=int)
+    parser.add_argument("--memory-gib", type=float)
+    parser.add_argument("script")
+    parser.add_argument("rest", nargs=argparse.REMAINDER)
+    options = parser.parse_args(arguments)
+    try:
+        devices = _devices(options.topology, options.num_slices, options.devices)
+        trainer = trainer_of(options.script, options.rest)
+        _print(trainer, devices, options)
+    except UsageError as error:
+        print(f"jaxgoodput plan: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def trainer_of(script: str, arguments: Sequence[str]) -> Any:
+    """The trainer whose `fit()` a script calls first; the script goes no further.
+
+    Raises UsageError where it ends without.
+    """
+    from jaxgoodput.train.trainer import Trainer
+
+    def found(trainer: Any) -> Any:
+        raise _Found(trainer)
+
+    original, Trainer.fit = Trainer.fit, found  # pyright: ignore[reportAttributeAccessIssue]
+    before, sys.argv = sys.argv, [script, *arguments]
+    sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except _Found as reached:
+        return reached.trainer
+    except OSError as error:
+        raise UsageError(f"{script} cannot be run: {error}.") from error
+    except SystemExit as ended:
+        why = f"ended with {ended.code!r}"
+    else:
+        why = "ended"
+    finally:
+        Trainer.fit, sys.argv = original, before
+        sys.path.pop(0)
+    raise UsageError(
+        f"{script} {why} before any Trainer.fit() was called. Name the script that trains, with its "
+        "arguments behind it."
+    )
+
+
+def _devices(topology: str | None, num_slices: int, num_devices: int | None) -> Sequence[Any]:
+    import jax
+
+    if num_devices is not None:
+        if jax.config.values["jax_platforms"] == "cpu":
+            jax.config.update("jax_num_cpu_devices", num_devices)
+        devices = jax.devices()
+        if len(devices) < num_devices:
+            raise UsageError(f"--devices {num_devices}: there are {len(devices)}.")
+        return devices[:num_devices]
+    from jax.experimental import topologies
+
+    several = {} if num_slices == 1 else {"num_slices": num_slices}
+    try:
+        found = topologies.get_topology_desc(platform="tpu", topology_name=str(topology), **several)
+    except Exception as error:  # of no common type: libtpu is missing, or does not know the name
+        raise UsageError(
+            f"the topology {topology!r} cannot be had: {str(error).splitlines()[0][:200]}. It is named as "
+            "v5e:16x16, v6e:4x4 or v5p:4x4x4, and needs the TPU compiler: pip install 'jaxgoodput[tpu]'."
+        ) from error
+    return list(found.devices)
+
+
+def _print(trainer: Any, devices: Sequence[Any], options: argparse.Namespace) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from jaxgoodput.engine.memory import device_budget
+    from jaxgoodput.train import outlook as looking
+
+    config, console = trainer.config, Console()
+    if not console.is_terminal:
+        console = Console(width=160)
+    chip = looking.CHIPS.get(getattr(devices[0], "device_kind", ""))
+    margin = config.execution.memory_margin
+    if options.memory_gib is not None:
+        budget = options.memory_gib * looking.GIB
+    elif chip is not None:
+        budget = chip.memory_bytes * (1 - margin)
+    else:
+        budget = device_budget(
+            devices[0],
+            num_local_devices=len(devices),
+            stated=config.execution.memory_bytes,
+            margin=margin,
+        )
+    name = options.topology or f"{len(devices)} x {devices[0].device_kind}"
+    kept, left_out = looking.candidates_for(trainer, config, len(devices), memory_bytes=budget)
+    found, others = [], list(left_out)
+    with console.status("compiling", spinner="dots") as status, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for one in looking.outlooks(
+            trainer,
+            config,
+            devices,
+            kept,
+            budget=budget,
+            micro_batch_size=options.micro_batch_size,
+        ):
+            (found if isinstance(one, looking.Outlook) else others).append(one)
+            status.update(f"compiled {len(found)} of {len(kept)}: {one.strategy.name}")
+    title = f"{type(trainer).__name__} on {name}, {budget / looking.GIB:.1f} GiB a device to use"
+    table = Table(title=title, title_justify="left")
+    best = looking.by_throughput(found)
+    rows = [_row(one, len(devices)) for one in best]
+    for column in rows[0] if rows else ():
+        table.add_column(column, justify="left" if column in ("strategy", "fits") else "right")
+    for row in rows:
+        table.add_row(*row.values())
+    console.print(table)
+    for one in others:
+        console.print(f"left out: {one.strategy.name}: {one.reason}", highlight=False)
+
+
+def _row(one: Any, num_devices: int) -> dict[str, str]:
+    """A line of the table by column; without a roofline where the chip is not known."""
+    facts, step_s, bounds = one.analysis, one.step_s, one.rooflines_s
+    times = f" x {one.num_micro_batches}" if one.num_micro_batches > 1 else ""
+    row = {
+        "strategy": one.strategy.name,
+        "fits": "yes" if one.fits else "no",
+        "peak MiB": f"{facts.bytes.peak / 2**20:,.0f}",
+        "micro-batch": f"{one.micro_batch_size}{times}",
+        "largest": f"{one.largest_micro_batch_size:,}",
+        "batch": f"{one.global_batch_size}",
+        "GFLOP": f"{facts.flops * one.num_micro_batches / num_devices / 1e9:,.4g}",
+        "sent MiB": f"{sum(facts.traffic.values()) * one.num_micro_batches / 2**20:,.1f}",
+        "async": f"{facts.num_asynchronous} of {facts.num_collectives}",
+    }
+    if bounds:
+        row["step ms"] = f"{step_s * 1e3:,.1f}"
+        row["bound by"] = max(bounds, key=bounds.__getitem__)
+        row["samples/s"] = f"{one.global_batch_size / step_s:,.0f}"
+    return {**row, "compiled in s": f"{one.compile_s:.1f}"}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

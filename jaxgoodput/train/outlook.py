@@ -1,0 +1,194 @@
+"""What each strategy would do with a task, on devices that need not be there: compiled, never run.
+
+The engine's own step is compiled for each strategy from abstract values. What fits, what a chip holds at its
+peak, what is sent and how much of it beside the computation are read from the executable; the step time is
+what a roofline of the chip gives (Williams et al. 2009): the slowest of arithmetic, memory and network, each
+at its peak rate. No program reaches it; what it is good for is the order.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jaxgoodput.data.sources import abstract_sample, as_source
+from jaxgoodput.engine.analysis import Analysis, analyse
+from jaxgoodput.engine.engine import Engine, Engines
+from jaxgoodput.engine.programs import Noise
+from jaxgoodput.engine.step import own_specs
+from jaxgoodput.goodput.memory import largest_that_fits
+from jaxgoodput.parallel.partition import suitable
+from jaxgoodput.parallel.strategy import Strategy, candidates
+from jaxgoodput.train.config import Config
+from jaxgoodput.train.prepare import problem_of
+from jaxgoodput.train.task import Task
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Chip:
+    """Peak rates of one chip, as its maker states them."""
+
+    flops: float
+    """Per second, in bfloat16."""
+    memory_bytes: float
+    memory_bandwidth: float
+    """Bytes per second."""
+    network_bandwidth: float
+    """Bytes per second that arrive over all of its links to other chips of a slice."""
+
+
+# By `Device.device_kind`; cloud.google.com/tpu/docs, the pages of each version (2025).
+CHIPS = {
+    "TPU v4": Chip(275e12, 32 * GIB, 1228e9, 300e9),
+    "TPU v5 lite": Chip(197e12, 16 * GIB, 819e9, 200e9),
+    "TPU v5": Chip(459e12, 95 * GIB, 2765e9, 600e9),
+    "TPU v6 lite": Chip(918e12, 32 * GIB, 1640e9, 448e9),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outlook:
+    """What to expect of one strategy."""
+
+    strategy: Strategy
+    micro_batch_size: int
+    """Samples per replica that were compiled."""
+    num_micro_batches: int
+    """Of a global batch of the base size, or one more sample per replica than nothing."""
+    largest_micro_batch_size: int
+    """That fits, extrapolated from what was compiled; 0: none."""
+    budget: float
+    """Bytes that a step may use on a device."""
+    analysis: Analysis
+    """Of the step of one micro-batch."""
+    rooflines_s: dict[str, float]
+    """Seconds of a step by what bounds it; empty for a chip that is not known."""
+    compile_s: float
+    """What compiling took here."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether the step that was compiled does."""
+        return self.analysis.bytes.peak <= self.budget
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples of a step."""
+        return self.micro_batch_size * self.num_micro_batches * self.strategy.num_replicas
+
+    @property
+    def step_s(self) -> float:
+        """By the roofline, of all micro-batches; NaN for a chip that is not known."""
+        return max(self.rooflines_s.values(), default=float("nan")) * self.num_micro_batches
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A strategy that cannot be followed, and why."""
+
+    strategy: Strategy
+    reason: str
+
+
+def candidates_for(
+    task: Task, config: Config, num_devices: int, *, memory_bytes: float | None
+) -> tuple[tuple[Strategy, ...], tuple[LeftOut, ...]]:
+    """The strategies of the configuration, or every one that suits the model; those left out."""
+    asked = config.strategies or candidates(num_devices)
+    resolved = dict.fromkeys(strategy.resolved(num_devices) for strategy in asked)
+    problem = problem_of(task, config)
+    state = Engines(problem, None).state
+    kept, others = suitable(
+        resolved,
+        state,
+        state.params,
+        own_specs(problem),
+        memory_bytes=None if memory_bytes is None else int(memory_bytes),
+        compute_dtype=problem.compute_dtype,
+    )
+    return kept, tuple(LeftOut(strategy, reason) for strategy, reason in others)
+
+
+def outlooks(
+    task: Task,
+    config: Config,
+    devices: Sequence[Any],
+    strategies: Sequence[Strategy],
+    *,
+    budget: float,
+    micro_batch_size: int | None = None,
+) -> Iterator[Outlook | LeftOut]:
+    """One after the other, as they are compiled; `devices` may be a topology's.
+
+    Samples per replica are `micro_batch_size`, or those of the base batch, halved until they fit.
+    """
+    engines = Engines(
+        problem_of(task, config),
+        abstract_sample(as_source(task.dataset())),
+        memory_bytes=int(budget),
+        loss=config.loss,
+    )
+    chip = CHIPS.get(getattr(devices[0], "device_kind", ""))
+    for strategy in strategies:
+        try:
+            engine = engines.on(strategy.on(devices))
+        except ValueError as error:
+            yield LeftOut(strategy, str(error))
+            continue
+        yield _outlook(engine, strategy, config.batch.base, micro_batch_size, budget, chip)
+
+
+def _outlook(
+    engine: Engine,
+    strategy: Strategy,
+    base: int,
+    micro_batch_size: int | None,
+    budget: float,
+    chip: Chip | None,
+) -> Outlook:
+    start_s = time.perf_counter()  # of this machine, said beside the table only
+    known = {}
+    size = micro_batch_size or max(base // engine.num_replicas, 1)
+    while True:
+        program = engine.programs.step(engine.shape(size), noise=Noise.OFF)
+        found = analyse(program, program.compile(), engine.layout.num_devices)
+        known[size] = found.bytes
+        if found.bytes.peak <= budget or micro_batch_size is not None or size == 1:
+            break
+        size = max(largest_that_fits(range(1, size), known, int(budget)), 1)
+    sizes = [size * k // 4 for k in range(1, 1025) if size * k // 4] + [1]
+    return Outlook(
+        strategy=strategy,
+        micro_batch_size=size,
+        num_micro_batches=1
+        if micro_batch_size is not None
+        else max(round(base / (size * engine.num_replicas)), 1),
+        largest_micro_batch_size=largest_that_fits(sizes, known, int(budget)),
+        budget=budget,
+        analysis=found,
+        rooflines_s={} if chip is None else _rooflines(found, chip, engine.layout.num_devices),
+        compile_s=time.perf_counter() - start_s,
+    )
+
+
+def _rooflines(found: Analysis, chip: Chip, num_devices: int) -> dict[str, float]:
+    need = found.bytes
+    return {
+        "arithmetic": found.flops / num_devices / chip.flops,
+        # State is read and written, what lies between is written and read.
+        "memory": 2 * (need.arguments + need.temporaries) / chip.memory_bandwidth,
+        "network": sum(found.traffic.values()) / chip.network_bandwidth,
+    }
+
+
+def by_throughput(found: Sequence[Outlook]) -> list[Outlook]:
+    """Best first: what fits, then by samples per second of the roofline, without one by bytes sent."""
+
+    def order(one: Outlook) -> tuple[Any, ...]:
+        sent = sum(one.analysis.traffic.values()) * one.num_micro_batches
+        pace = one.step_s / one.global_batch_size
+        return not one.fits, pace if pace == pace else 0.0, sent / one.global_batch_size
+
+    return sorted(found, key=order)
