@@ -17,6 +17,7 @@ import threading
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.extend.backend
@@ -412,7 +413,9 @@ def set_priorities(lowered: jax.stages.Lowered, priorities: Mapping[str, int], f
     """
     if not jax.config.values["jax_use_shardy_partitioner"]:
         return
-    module: ir.Module = lowered.compiler_ir("stablehlo")
+    module: Any = lowered.compiler_ir(
+        "stablehlo"
+    )  # changed in place; compile() takes it as it is then
     with module.context:
         main = next(
             op for op in module.body.operations if op.attributes["sym_name"].value == "main"
@@ -433,8 +436,8 @@ def set_priorities(lowered: jax.stages.Lowered, priorities: Mapping[str, int], f
                 main.attributes[kind] = ir.ArrayAttr.get(told)
 
 
-def _with_priorities(attribute: ir.Attribute, priorities: Mapping[str, int], first: str):
-    sharding = sdy.TensorShardingAttr(attribute)
+def _with_priorities(attribute: Any, priorities: Mapping[str, int], first: str) -> Any:
+    sharding: Any = sdy.TensorShardingAttr(attribute)
     dims = []
     for each in sharding.dimension_shardings:
         dim = sdy.DimensionShardingAttr(each)

@@ -62,6 +62,8 @@ def matrix_flops(jaxpr: Jaxpr) -> float:
     total = 0.0
     for one in jaxpr.eqns:
         name, inner = one.primitive.name, [matrix_flops(j) for j in jaxprs_in_params(one.params)]
+        shapes: list[tuple[int, ...]]
+        shapes = [getattr(x.aval, "shape", ()) for x in (*one.invars, *one.outvars)]
         if name == "scan":
             total += one.params["length"] * sum(inner)
         elif name == "cond":
@@ -69,16 +71,16 @@ def matrix_flops(jaxpr: Jaxpr) -> float:
         elif inner:
             total += sum(inner)
         elif name == "dot_general":
-            left, ((summed, _), _) = one.invars[0].aval, one.params["dimension_numbers"]
-            length = math.prod(left.shape[i] for i in summed)
-            total += 2 * math.prod(one.outvars[0].aval.shape) * length
+            ((summed, _), _) = one.params["dimension_numbers"]
+            length = math.prod(shapes[0][i] for i in summed)
+            total += 2 * math.prod(shapes[-1]) * length
         elif name.startswith("ragged_dot"):
             # Every row meets the matrix of one group, whichever dimension is summed over.
-            total += 2 * math.prod(one.invars[0].aval.shape) * one.outvars[0].aval.shape[-1]
+            total += 2 * math.prod(shapes[0]) * shapes[-1][-1]
         elif name == "conv_general_dilated":
-            kernel, dims = one.invars[1].aval, one.params["dimension_numbers"]
-            per_output = math.prod(kernel.shape) / kernel.shape[dims.rhs_spec[0]]
-            total += 2 * math.prod(one.outvars[0].aval.shape) * per_output
+            _, kernel, *_, result = shapes
+            outputs = kernel[one.params["dimension_numbers"].rhs_spec[0]]
+            total += 2 * math.prod(result) * math.prod(kernel) / outputs
     return total
 
 
@@ -116,10 +118,10 @@ def received_by_kind(hlo_text: str, num_devices: int) -> dict[str, float]:
                 key = kind[1], channel[1] if channel else f"{name}:{number}"
                 received = times[name] * received_bytes(line, num_devices)
                 found[key] = max(found.get(key, 0.0), float(received))
-    totals: Counter[str] = Counter()
+    totals: dict[str, float] = {}
     for (kind, _), received in found.items():
-        totals[kind] += received
-    return dict(totals)
+        totals[kind] = totals.get(kind, 0.0) + received
+    return totals
 
 
 def _computations(text: str) -> tuple[dict[str, list[str]], str]:

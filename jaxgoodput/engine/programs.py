@@ -443,11 +443,14 @@ class GlobalPrograms(Programs):
     constraints inside the model hold under every layout. Sums are reduced from the first micro-batch on.
     """
 
-    num_groups = 1
-
     def __init__(self, problem: pure.Problem, layout: Layout, **kwargs: Any):
         loss = in_mesh(problem.loss_and_state, layout.mesh.abstract_mesh, layout.strategy)
         super().__init__(dataclasses.replace(problem, loss_and_state=loss), layout, **kwargs)
+
+    @property
+    def num_groups(self) -> int:
+        """One: rows of all replicas are added up at once."""
+        return 1
 
     def partial_sums(self) -> Sums:
         """The reduced sums: there are no others."""
@@ -466,8 +469,9 @@ class GlobalPrograms(Programs):
         *,
         measure: bool,
     ) -> Sums:
+        batch, mask = inputs
         blocks = self.layout.num_replicas
-        return self._merged(begun, 0, *inputs, old, measure=measure, blocks=blocks)
+        return self._merged(begun, 0, batch, mask, old, measure=measure, blocks=blocks)
 
 
 class SeparatePrograms(Programs):

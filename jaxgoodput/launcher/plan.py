@@ -82,7 +82,8 @@ def trainer_of(script: str, arguments: Sequence[str]) -> Any:
     def found(trainer: Any) -> Any:
         raise _Found(trainer)
 
-    original, Trainer.fit = Trainer.fit, found  # pyright: ignore[reportAttributeAccessIssue]
+    kind: Any = Trainer
+    original, kind.fit = kind.fit, found
     before, sys.argv = sys.argv, [script, *arguments]
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
     try:
@@ -96,7 +97,7 @@ def trainer_of(script: str, arguments: Sequence[str]) -> Any:
     else:
         why = "ended"
     finally:
-        Trainer.fit, sys.argv = original, before
+        kind.fit, sys.argv = original, before
         sys.path.pop(0)
     raise UsageError(
         f"{script} {why} before any Trainer.fit() was called. Name the script that trains, with its "
@@ -163,7 +164,10 @@ def _print(trainer: Any, devices: Sequence[Any], options: argparse.Namespace) ->
             budget=budget,
             micro_batch_size=options.micro_batch_size,
         ):
-            (found if isinstance(one, looking.Outlook) else others).append(one)
+            if isinstance(one, looking.LeftOut):
+                others.append(one)
+                continue
+            found.append(one)
             status.update(f"compiled {len(found)} of {len(kept)}: {one.strategy.name}")
     title = f"{type(trainer).__name__} on {name}, {budget / looking.GIB:.1f} GiB a device to use"
     table = Table(title=title, title_justify="left")

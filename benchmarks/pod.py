@@ -1,0 +1,192 @@
+"""The engine's step compiled for TPU pods that are not there, against a hand-written `jit` of the same.
+
+    pip install 'jaxgoodput[tpu]'
+    python benchmarks/pod.py                                  # all rows, half an hour on two cores
+    python benchmarks/pod.py --only "1b v5e:2x4 fsdp8"
+
+The model is Llama's architecture (examples/llama_model.py), bfloat16 over float32 masters, Adam, 2,048 tokens
+a chip. By hand means: shardings of the same specs, the batch constrained behind the embedding and behind
+every layer, which is what a user of `jit` has to know. "plain" is the same without those constraints. The
+engine's model has none. Expect peak bytes and bytes of collectives of at most 1.02 of those by hand, as
+many asynchronous collectives, no gather of parameters in float32, and nothing but scalars more with
+statistics. A row takes one to three minutes.
+"""
+
+import collections
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from typing import Any
+
+from absl import app, flags
+
+FLAGS = flags.FLAGS
+flags.DEFINE_string("only", "", "One row, as the table names it; empty: all.")
+flags.DEFINE_bool("plain", False, "Compile the step by hand without constraints, too.")
+flags.DEFINE_bool("statistics", True, "Compile the steps that measure the noise, too.")
+flags.DEFINE_bool("worker", False, "Internal: one row as JSON.")
+
+LENGTH = 2048
+# Size, topology, slices, degrees.
+ROWS = (
+    ("1b", "v5e:2x4", 1, {"fsdp": 8}),
+    ("1b", "v5e:2x4", 1, {"fsdp": 4, "tensor": 2}),
+    ("1b", "v6e:4x4", 1, {"fsdp": 16}),
+    ("1b", "v5p:4x4x4", 1, {"fsdp": 32, "tensor": 2}),
+    ("1b", "v5e:2x4", 2, {"data": 2, "fsdp": 8}),
+    ("7b", "v5e:16x16", 1, {"fsdp": 256}),
+    ("7b", "v5e:16x16", 1, {"fsdp": 64, "tensor": 4}),
+)
+
+
+def name_of(size: str, topology: str, slices: int, degrees: dict[str, int]) -> str:
+    """How the table names a row."""
+    strategy = ".".join(f"{axis}{degree}" for axis, degree in degrees.items())
+    return f"{size} {f'{slices} x ' if slices > 1 else ''}{topology} {strategy}"
+
+
+def measure(size: str, topology: str, slices: int, degrees: dict[str, int]) -> dict[str, Any]:
+    """One row, in this process."""
+    import jax
+    import jax.numpy as jnp
+    import llama_model
+    import optax
+    from jax.experimental import topologies
+
+    from jaxgoodput import Engines, Problem, Strategy, adaptive, rules
+    from jaxgoodput.engine.analysis import analyse
+    from jaxgoodput.engine.programs import Noise, Program
+
+    several = {} if slices == 1 else {"num_slices": slices}
+    found = topologies.get_topology_desc(platform="tpu", topology_name=topology, **several)
+    shape = llama_model.SHAPES[size]
+    strategy = Strategy(**degrees)
+    layout = strategy.on(list(found.devices))
+    rows = max(layout.num_devices // layout.num_replicas, 1)  # 2,048 tokens a chip
+
+    def losses(params: Any, tokens: Any, constrain: Any = lambda x: x) -> Any:
+        def body(x: Any, layer: Any) -> tuple[Any, None]:
+            return constrain(llama_model.decoder_layer(layer, x, shape)), None
+
+        x = constrain(params["embedding"][tokens[:, :-1]])
+        x, _ = jax.lax.scan(jax.checkpoint(body), x, params["layers"])
+        logits = llama_model.rms_norm(x, params["norm"]) @ params["head"]["kernel"]
+        logits = logits.astype(jnp.float32)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean(-1)
+
+    tx = optax.adam(3e-4)
+    problem = Problem(
+        init=lambda key: llama_model.init(key, shape),
+        loss_and_state=lambda params, state, batch, key: (losses(params, batch["tokens"]), state),
+        tx=adaptive(tx, rules.adam_scale, base_batch_size=rows * layout.num_replicas),
+        base_batch_size=rows * layout.num_replicas,
+        compute_dtype=jnp.bfloat16,
+    )
+    sample = {"tokens": jax.ShapeDtypeStruct((LENGTH + 1,), jnp.int32)}
+    engine = Engines(problem, sample, memory_bytes=1).on(layout)
+    kinds = {"engine": Noise.OFF}
+    if FLAGS.statistics:
+        kinds |= {"remember": Noise.REMEMBER, "difference": Noise.DIFFERENCE}
+    programs = {
+        kind: engine.programs.step(engine.shape(rows), noise=noise) for kind, noise in kinds.items()
+    }
+
+    def by_hand(constrain: Any) -> Program:
+        state = engine.abstract_state()
+        params = state.params
+        opt_state = engine.programs.param_specs.placed(jax.eval_shape(tx.init, params))
+
+        def step(params: Any, opt_state: Any, tokens: Any) -> Any:
+            def mean(params: Any) -> Any:
+                params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+                return losses(params, tokens, constrain).mean()
+
+            loss, grads = jax.value_and_grad(mean)(params)
+            updates, opt_state = tx.update(grads, opt_state, params)
+            return optax.apply_updates(params, updates), opt_state, loss
+
+        tokens = jax.ShapeDtypeStruct(
+            (rows * layout.num_replicas, LENGTH + 1), jnp.int32, sharding=layout.batch_sharding
+        )
+        out = jax.tree.map(lambda x: x.sharding, (params, opt_state))
+        return Program(step, (0, 1), (params, opt_state, tokens), (*out, layout.replicated))
+
+    programs["by hand"] = by_hand(
+        lambda x: jax.lax.with_sharding_constraint(x, layout.batch_sharding)
+    )
+    if FLAGS.plain:
+        programs["plain"] = by_hand(lambda x: x)
+    row: dict[str, Any] = {}
+    for kind, program in programs.items():
+        # What is written by hand goes to the compiler as JAX would send it.
+        hand = kind in ("by hand", "plain")
+        jitted = jax.jit(program.function, donate_argnums=program.donate, out_shardings=program.out)
+        executable = jitted.lower(*program.arguments).compile() if hand else program.compile()
+        told = analyse(program, executable, layout.num_devices)
+        text = executable.as_text() or ""
+        wide = [
+            dims
+            for dims in re.findall(r"f32\[([\d,]+)\]\S* all-gather\(", text)
+            if math.prod(map(int, dims.split(","))) >= 2**16
+        ]
+        row[kind] = {
+            "peak MiB": told.bytes.peak / 2**20,
+            "sent MiB": sum(told.traffic.values()) / 2**20,
+            "kinds": {kind: round(sent / 2**20) for kind, sent in told.traffic.items()},
+            "async": [told.num_asynchronous, told.num_collectives],
+            "TFLOP": told.flops / layout.num_devices / 1e12,
+            "f32 gathers": dict(collections.Counter(wide)),
+        }
+    return row
+
+
+def main(_: list[str]) -> None:
+    if FLAGS.worker:
+        (row,) = [r for r in ROWS if name_of(*r) == FLAGS.only]
+        print(json.dumps(measure(*row)))
+        return
+    print(
+        f"{'':36}{'peak MiB':>10}{'/ hand':>8}{'sent MiB':>10}{'/ hand':>8}{'async':>10}  by kind, MiB"
+    )
+    for row in ROWS:
+        name = name_of(*row)
+        if FLAGS.only not in ("", name):
+            continue
+        # libtpu reads these before JAX is loaded, and compiles for chips that are not there.
+        environ = {
+            **os.environ,
+            "TPU_SKIP_MDS_QUERY": "1",
+            "TPU_WORKER_HOSTNAMES": "localhost",
+            "TPU_ACCELERATOR_TYPE": "v5litepod-8",
+            "JAX_PLATFORMS": "cpu",
+            "PYTHONPATH": os.pathsep.join(
+                [
+                    os.path.join(os.path.dirname(__file__), "..", "examples"),
+                    os.environ.get("PYTHONPATH", ""),
+                ]
+            ),
+        }
+        command = [sys.executable, __file__, f"--only={name}", "--worker"]
+        command += [f"--plain={FLAGS.plain}", f"--statistics={FLAGS.statistics}"]
+        done = subprocess.run(command, env=environ, capture_output=True, text=True)
+        if done.returncode:
+            print(f"{name}: {done.stderr.splitlines()[-1]}")
+            continue
+        found = json.loads(done.stdout.splitlines()[-1])
+        hand = found["by hand"]
+        for kind, told in found.items():
+            print(
+                f"{name if kind == 'engine' else '':24}{kind:12}"
+                f"{told['peak MiB']:10.0f}{told['peak MiB'] / hand['peak MiB']:8.3f}"
+                f"{told['sent MiB']:10.0f}{told['sent MiB'] / hand['sent MiB']:8.3f}"
+                f"{told['async'][0]:6d}/{told['async'][1]:<4d} {told['kinds']}"
+                + (f", gathered in float32: {told['f32 gathers']}" if told["f32 gathers"] else ""),
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    app.run(main)
