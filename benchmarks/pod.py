@@ -13,6 +13,7 @@ statistics. A row takes one to three minutes.
 """
 
 import collections
+import dataclasses
 import json
 import math
 import os
@@ -63,7 +64,7 @@ def measure(size: str, topology: str, slices: int, degrees: dict[str, int]) -> d
     several = {} if slices == 1 else {"num_slices": slices}
     found = topologies.get_topology_desc(platform="tpu", topology_name=topology, **several)
     shape = llama_model.SHAPES[size]
-    strategy = Strategy(**degrees)
+    strategy = dataclasses.replace(Strategy(), **degrees)
     layout = strategy.on(list(found.devices))
     rows = max(layout.num_devices // layout.num_replicas, 1)  # 2,048 tokens a chip
 
