@@ -20,9 +20,11 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from flax.linen.spmd import with_logical_constraint
 from jax.sharding import PartitionSpec as P
 
 import jaxgoodput as jg
+from jaxgoodput.engine.engine import LossKind
 from jaxgoodput.parallel.pipeline import pipeline
 from jaxgoodput.parallel.strategy import Strategy
 
@@ -92,15 +94,15 @@ class LinenBlock(nn.Module):
         def heads(name):
             init = named("embed", "heads", "kv")
             y = nn.DenseGeneral((HEADS, HEAD), kernel_init=init, name=name)(h)
-            return nn.with_logical_constraint(y, ("batch", "length", "heads", "kv"))
+            return with_logical_constraint(y, ("batch", "length", "heads", "kv"))
 
-        x = nn.with_logical_constraint(x, ("batch", "length", "embed"))
+        x = with_logical_constraint(x, ("batch", "length", "embed"))
         h = nn.LayerNorm(name="norm")(x)
         y = attended(heads("query"), heads("key"), heads("value"))
         init = named("heads", "kv", "embed")
         x = x + nn.DenseGeneral(WIDTH, axis=(-2, -1), kernel_init=init, name="out")(y)
         y = nn.Dense(HIDDEN, kernel_init=named("embed", "mlp"), name="up")(nn.LayerNorm()(x))
-        y = nn.with_logical_constraint(nn.gelu(y), ("batch", "length", "mlp"))
+        y = with_logical_constraint(nn.gelu(y), ("batch", "length", "mlp"))
         y = nn.Dense(WIDTH, kernel_init=named("mlp", "embed"), name="down")(y)
         return x + nn.Dropout(0.1, deterministic=True)(y), None
 
@@ -153,7 +155,7 @@ class NnxBlock(nnx.Module):
         self.down = nnx.Param(down, out_sharding=("mlp", "embed"))
 
     def __call__(self, x):
-        x = nn.with_logical_constraint(x, ("batch", "length", "embed"))
+        x = with_logical_constraint(x, ("batch", "length", "embed"))
         h = self.norm(x)
         x = x + self.out(attended(self.query(h), self.key(h), self.value(h)))
         return x + jax.nn.gelu(self.up(x)) @ self.down[...]
@@ -322,7 +324,7 @@ def rows_of(sample, step):
 
 
 @functools.cache
-def after_five_steps(name, strategy, loss_kind="auto"):
+def after_five_steps(name, strategy, loss_kind: LossKind = "auto"):
     """Parameters and model state, on the host, and the engine."""
     model = MODELS[name]()
     engine = engines.make(

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxgoodput.engine.engine import Engines
+from jaxgoodput.engine.engine import Engines, LossKind
 from jaxgoodput.engine.step import Problem, init_state
 from jaxgoodput.optim import learning_rate as rules
 from jaxgoodput.optim.adaptive import adaptive
@@ -51,7 +51,7 @@ def make(
     labels=None,
     base=BASE,
     num_std_errors=1.0,
-    loss_kind="auto",
+    loss_kind: LossKind = "auto",
     **problem,
 ):
     """An engine over `replicas` virtual devices, or those of another strategy.
