@@ -47,6 +47,8 @@ from jaxgoodput.parallel.strategy import (
 PRIORITIES = {axis: 1 for axis in MODEL_AXES} | {FSDP_AXIS: 2}
 ROWS = PartitionSpec(DATA_AXIS)
 WHOLE = PartitionSpec()
+# A mesh of all axes, over nothing: constraints mean something in it, and cut nothing.
+UNCUT = AbstractMesh((1,) * len(MESH_AXES), MESH_AXES)
 
 
 class Noise(enum.Enum):
@@ -149,6 +151,8 @@ class Programs(abc.ABC):
         self.control_size = control_size
         self.param_specs = rules.param_specs(layout, state.params, pure.own_specs(problem))
         self._kept, _ = split(state.params, problem.mask(state.params))
+        # For shapes alone: one sample fills no pipeline.
+        self._uncut_problem = problem
 
     @property
     @abc.abstractmethod
@@ -219,12 +223,13 @@ class Programs(abc.ABC):
     @cached_property
     def _local_sums(self) -> Sums:
         """The sums of one sample as whole values, abstract, without shardings."""
+        problem = self._uncut_problem
         params, scale, model_state, key, step = jax.tree.map(
             lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype), self.abstract_work
         )
         del key, step
         return jax.eval_shape(
-            lambda p, s, m, b, w: pure.local_sums(self.problem, p, s, m, b, w, jax.random.key(0)),
+            lambda p, s, m, b, w: pure.local_sums(problem, p, s, m, b, w, jax.random.key(0)),
             params,
             scale,
             model_state,
@@ -446,6 +451,8 @@ class GlobalPrograms(Programs):
     def __init__(self, problem: pure.Problem, layout: Layout, **kwargs: Any):
         loss = in_mesh(problem.loss_and_state, layout.mesh.abstract_mesh, layout.strategy)
         super().__init__(dataclasses.replace(problem, loss_and_state=loss), layout, **kwargs)
+        uncut = in_mesh(problem.loss_and_state, UNCUT, layout.strategy)
+        self._uncut_problem = dataclasses.replace(problem, loss_and_state=uncut)
 
     @property
     def num_groups(self) -> int:
@@ -593,8 +600,7 @@ def in_mesh(loss: pure.LossAndState, mesh: AbstractMesh, strategy: Strategy) -> 
 
 def has_constraints(problem: pure.Problem, state: TrainState, shape: SampleShape) -> bool:
     """Whether the loss constrains how anything in it is cut; `state` is abstract."""
-    mesh = AbstractMesh((1,) * len(MESH_AXES), MESH_AXES)
-    loss = in_mesh(problem.loss_and_state, mesh, Strategy())
+    loss = in_mesh(problem.loss_and_state, UNCUT, Strategy())
     key = jax.eval_shape(lambda: jax.random.key(0))
     batch = shape.batch(shape.micro_batch_size)
     traced = jax.make_jaxpr(loss)(

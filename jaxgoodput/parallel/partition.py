@@ -25,6 +25,7 @@ from jaxgoodput.parallel.strategy import (
     CONTEXT_AXIS,
     EXPERT_AXIS,
     FSDP_AXIS,
+    MODEL_AXES,
     REPLICA_AXES,
     STAGE_AXIS,
     TENSOR_AXIS,
@@ -42,6 +43,8 @@ Table = Mapping[KeyPath, tuple[tuple[int, ...], PartitionSpec]]
 
 # Smaller leaves are not worth a collective of their own.
 MIN_ELEMENTS = 2**10
+# Smaller leaves, in bytes and as a part of the model, are not worth a word where they stay whole.
+WORTH_A_WORD = 2**20, 0.01
 
 # What a layer calls its array: the name before it says what the layer is for.
 _ARRAY = re.compile(r"^(kernel|weight|w|embedding|table)$")
@@ -215,6 +218,34 @@ def suitable(
 def state_bytes(specs: ParamSpecs, tree: PyTree) -> int:
     """Bytes of one device's part of a tree, exactly: a parameter's part, of other leaves the whole."""
     return _bytes_per_device(specs.layout.strategy, specs.table, tree)
+
+
+def whole_leaves(specs: ParamSpecs, params: PyTree) -> tuple[str, ...]:
+    """Sentences on the large parameters that every device holds whole although the strategy cuts, and why.
+
+    Large is more than 1 MiB and 1 % of the model. Left out are those that a rule of the strategy speaks of:
+    they were chosen. `params` may be shapes; the largest comes first.
+    """
+    strategy = specs.layout.strategy
+    degrees = {axis: strategy.degrees[axis] for axis in MODEL_AXES if strategy.degrees[axis] > 1}
+    over = ", ".join(f"{axis}={degree}" for axis, degree in degrees.items())
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    sizes = [math.prod(leaf.shape) * leaf.dtype.itemsize for _, leaf in leaves]
+    found = []
+    for (path, leaf), size in zip(leaves, sizes, strict=True):
+        name = path_name(path)
+        is_chosen = any(re.search(pattern, name) for pattern, _ in strategy.rules)
+        if is_chosen or not degrees or any(specs.spec(path, leaf.shape)):
+            continue
+        least, share = WORTH_A_WORD
+        if size <= least or size <= share * sum(sizes):
+            continue
+        shape = " x ".join(map(str, leaf.shape))
+        why = f"neither metadata nor a default cuts {shape} over {over}"
+        if not any(_cuts(n, degree) for n in leaf.shape for degree in degrees.values()):
+            why = f"{shape} is divisible by none of {over}"
+        found.append((-size, f"{name}, {size / 2**20:.0f} MiB, stays whole because {why}."))
+    return tuple(sentence for _, sentence in sorted(found))
 
 
 def _bytes_per_device(strategy: Strategy, table: Table, tree: PyTree) -> int:

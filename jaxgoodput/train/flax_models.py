@@ -21,7 +21,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
 from jaxgoodput.engine.state import Variables
@@ -66,24 +66,27 @@ def from_linen(
 
     def init(key: Array, *inputs: Any) -> Variables:
         first, rest = jax.random.split(key)
-        variables = module.init({"params": first, **keys(rest)}, *inputs, **in_prediction)
+        with nn.intercept_methods(_dense_without_mesh):
+            variables = module.init({"params": first, **keys(rest)}, *inputs, **in_prediction)
         specs = _linen_specs(variables["params"], known)
         variables = dict(nn.unbox(variables))
         params = variables.pop("params")
         return Variables(params=params, model_state=variables, specs=specs)
 
     def train(params: PyTree, model_state: PyTree, key: Array, *inputs: Any) -> tuple[Any, PyTree]:
-        out, updated = module.apply(
-            {"params": params, **model_state},
-            *inputs,
-            **in_training,
-            rngs=keys(key),
-            mutable=list(model_state),
-        )
+        with nn.intercept_methods(_dense_without_mesh):
+            out, updated = module.apply(
+                {"params": params, **model_state},
+                *inputs,
+                **in_training,
+                rngs=keys(key),
+                mutable=list(model_state),
+            )
         return out, {**model_state, **updated}
 
     def predict(params: PyTree, model_state: PyTree, *inputs: Any) -> Any:
-        return module.apply({"params": params, **model_state}, *inputs, **in_prediction)
+        with nn.intercept_methods(_dense_without_mesh):
+            return module.apply({"params": params, **model_state}, *inputs, **in_prediction)
 
     return Model(init=init, train=train, predict=predict)
 
@@ -146,6 +149,20 @@ def from_nnx(
         return model(*inputs)
 
     return Model(init=init, train=train, predict=predict)
+
+
+def _dense_without_mesh(call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
+    """Interceptor of linen's methods: a `DenseGeneral` sees no mesh; all others are left alone.
+
+    On every call, flax evaluates the shape that a parameter's initializer would make. That of a
+    `DenseGeneral` makes a flattened kernel and unboxes it before it is given its real dimensions; where a
+    mesh is set, unboxing constrains it by the metadata, of another rank: an error (flax issue 3676). Its
+    own call needs no mesh: it multiplies, and what is around it constrains the result.
+    """
+    if isinstance(context.module, nn.DenseGeneral):
+        with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+            return call(*args, **kwargs)
+    return call(*args, **kwargs)
 
 
 def _linen_specs(params: PyTree, axes: Axes) -> Specs:

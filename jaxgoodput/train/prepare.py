@@ -34,6 +34,7 @@ from jaxgoodput.observe.tensorboard import Dashboard
 from jaxgoodput.optim import adaptive as adaptation
 from jaxgoodput.optim import learning_rate as rules
 from jaxgoodput.optim.preconditioner import is_adam_like
+from jaxgoodput.parallel.partition import whole_leaves
 from jaxgoodput.parallel.strategy import DATA_AXIS, Layout, Strategy
 from jaxgoodput.train.checkpoint import CheckpointMeta, Checkpoints, saveable
 from jaxgoodput.train.compile_ahead import StrategyCompiler
@@ -347,6 +348,8 @@ def _plan(
 ) -> BatchPlan:
     """The batch plan of a strategy; compiles the starting size to know its bytes."""
     engine = engines[strategy]
+    for sentence in whole_leaves(engine.programs.param_specs, engine.engines.state.params):
+        logging.warning("under %s, %s", engine.layout.strategy.name, sentence)
 
     def needs(micro_batch_size: int, accumulate: bool) -> StepBytes:
         engine.compile([micro_batch_size], accumulate=accumulate)

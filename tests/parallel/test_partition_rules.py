@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from partitions import DIM, EVERY, params, specs_of
 
-from jaxgoodput.parallel.partition import param_specs, state_bytes, suitable
+from jaxgoodput.parallel.partition import param_specs, state_bytes, suitable, whole_leaves
 from jaxgoodput.parallel.strategy import Strategy, candidates
 
 
@@ -217,3 +217,37 @@ def test_what_sends_less_for_its_parameters_comes_first():
     names = [s.name for s in suitable(plans, tree, tree)[0]]
     assert names[:3] == ["data4", "data2.fsdp2", "fsdp4"], "gathers are paid twice, sums once"
     assert names.index("tensor4") > names.index("data2.tensor2")
+
+
+def test_a_large_leaf_that_stays_whole_is_named_with_the_reason():
+    def told(*, own=(), **degrees):
+        strategy = Strategy(**degrees)
+        found = param_specs(strategy.on(jax.devices()[: strategy.num_devices]), tree, own)
+        return whole_leaves(found, tree)
+
+    shapes = {
+        "up": (1024, 4096),
+        "layers": {"kernel": (3, 5, 7 * 2**14 + 7)},
+        "wpe": (1024, 512),
+        "small": (33, 35),
+    }
+    tree = {
+        "small_part": jax.ShapeDtypeStruct((2**18 - 1,), jnp.float32),
+        **jax.tree.map(
+            lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32),
+            shapes,
+            is_leaf=lambda x: isinstance(x, tuple),
+        ),
+    }
+    odd = "layers/kernel, 7 MiB, stays whole because 3 x 5 x 114695 is divisible by none of"
+    positions = (
+        "wpe, 2 MiB, stays whole because neither metadata nor a default cuts 1024 x 512 over"
+    )
+    assert told(fsdp=8) == (f"{odd} fsdp=8.",)
+    assert told(fsdp=4, tensor=2) == (f"{odd} fsdp=4, tensor=2.",)
+    assert told(tensor=8) == (f"{odd} tensor=8.", f"{positions} tensor=8.")
+    assert told(tensor=8, own=(("wpe", P("tensor")),)) == (f"{odd} tensor=8.",)
+    assert told(tensor=8, rules=((r"wpe|layers", P()),)) == (), (
+        "what a rule leaves whole was chosen"
+    )
+    assert told(data=8) == told(data=2, context=4) == ()

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxgoodput.engine.engine import Engines
+from jaxgoodput.engine.engine import Engines, LossKind
 from jaxgoodput.engine.step import Problem, init_state
 from jaxgoodput.optim import learning_rate as rules
 from jaxgoodput.optim.adaptive import adaptive
@@ -51,9 +51,13 @@ def make(
     labels=None,
     base=BASE,
     num_std_errors=1.0,
+    loss_kind: LossKind = "auto",
     **problem,
 ):
-    """An engine over `replicas` virtual devices, or those of another strategy."""
+    """An engine over `replicas` virtual devices, or those of another strategy.
+
+    `loss_kind` is the `loss` of `Engines`: whether it runs globally or separately.
+    """
     strategy = strategy or Strategy(data=replicas)
 
     def stateless(params, model_state, batch, key):
@@ -76,6 +80,7 @@ def make(
             **problem,
         ),
         sample or SAMPLE,
+        loss=loss_kind,
     )
     return engines.on(strategy.on(jax.devices()[: strategy.num_devices]))
 

@@ -23,6 +23,7 @@ from problems import (
 from jaxgoodput.engine.state import Loss
 from jaxgoodput.goodput.search import BatchLimits
 from jaxgoodput.observe.events import Checkpoint, FitEnd, StepEnd, Window
+from jaxgoodput.parallel.strategy import Strategy
 from jaxgoodput.train.control import Diverged
 
 
@@ -55,6 +56,19 @@ def test_a_dataset_smaller_than_the_largest_batch(tmp_path, told):
     Mean(settings, hooks=[seen]).fit()
     assert f"stop at its {NUM_SAMPLES} samples" in told[0] and "512" in told[0]
     assert seen.events[0].limits.max == NUM_SAMPLES
+
+
+def test_a_strategy_that_cannot_cut_a_large_leaf(tmp_path, told):
+    class Odd(Mean):
+        def init(self, key):
+            return {**super().init(key), "odd": jnp.zeros((7, 2**16 + 1))}
+
+    settings = config(tmp_path, strategies=(Strategy(fsdp=8),), base_steps=1.0)
+    Odd(settings).fit()
+    (sentence,) = told
+    assert sentence == (
+        "under fsdp8, odd, 2 MiB, stays whole because 7 x 65537 is divisible by none of fsdp=8."
+    )
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from flax.linen.spmd import with_logical_constraint
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -322,3 +323,58 @@ def test_an_axis_that_no_mesh_has_is_refused(net):
         ValueError, match="maps 'mlp' to 'model'; it must be 'fsdp', 'tensor' or None"
     ):
         net(axes={"mlp": "model"})
+
+
+class Heads(nn.Module):
+    """A projection into heads and back, as attention has it, with metadata of the real dimensions."""
+
+    @nn.compact
+    def __call__(self, x):
+        into = nn.with_logical_partitioning(KERNEL, ("embed", "heads", "kv"))
+        y = nn.DenseGeneral((2, 3), kernel_init=into)(x)
+        y = with_logical_constraint(jnp.tanh(y), ("batch", "heads", "kv"))
+        out = nn.with_partitioning(KERNEL, ("tensor", None, "fsdp"))
+        return nn.DenseGeneral(FEATURES, axis=(-2, -1), kernel_init=out)(y)
+
+
+def in_mesh(run, *arguments):
+    """What `run` makes of the arguments where a mesh is set, and its program."""
+    layout = Strategy(fsdp=2, tensor=2).on(jax.devices()[:4])
+
+    @jax.jit
+    def traced(*arguments):
+        rules = nn.logical_axis_rules(layout.strategy.logical_rules)
+        with jax.sharding.use_abstract_mesh(layout.mesh.abstract_mesh), rules:
+            return run(*arguments)
+
+    arguments = jax.device_put(arguments, layout.replicated)
+    return traced(*arguments), traced.lower(*arguments).as_text()
+
+
+def test_a_dense_general_with_metadata_under_a_mesh(key, x):
+    model = from_linen(Heads(), axes={"embed": "fsdp", "heads": "tensor", "kv": None})
+    made = model.init(key, x)
+    expected: Any = Heads().apply({"params": made.params}, x)
+    for run in (lambda p, x: model.train(p, {}, key, x)[0], lambda p, x: model.predict(p, {}, x)):
+        found, text = in_mesh(run, made.params, x)
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+        # The module's own constraint is kept, and metadata adds none.
+        assert text.count("sharding_constraint") == 1
+
+
+def test_flax_still_needs_a_dense_general_without_a_mesh(key, x):
+    """Where this fails, flax issue 3676 is solved: remove `_dense_without_mesh`."""
+    params = nn.unbox(Heads().init(key, x))
+    with pytest.raises(ValueError, match="incompatible with its sharding annotation"):
+        in_mesh(Heads().apply, params, x)
+
+
+@pytest.mark.parametrize("stack", [NO_STACK, "layers"])
+def test_metadata_of_nnx_constrains_nothing_under_a_mesh(key, x, stack):
+    """It says where parameters lie; a constraint would have the loss run globally everywhere."""
+    model = nnx_net(stack=stack, **STACKED)
+    made = model.init(key)
+    found, text = in_mesh(lambda p, x: model.train(p, made.model_state, key, x)[0], made.params, x)
+    expected = model.predict(made.params, made.model_state, x)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    assert "sharding_constraint" not in text
