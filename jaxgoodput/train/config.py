@@ -7,7 +7,7 @@ import json
 import typing
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import jax.numpy as jnp
 
@@ -17,6 +17,7 @@ from jaxgoodput.optim.learning_rate import Rule
 from jaxgoodput.parallel.strategy import Strategy
 
 POLICIES = ("goodput", "fixed")
+LOSSES = ("auto", "global", "separate")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,6 +174,10 @@ class Config:
     The first that fits into memory is the start; where there are several, the one of highest goodput is
     found while training.
     """
+    loss: Literal["auto", "global", "separate"] = "auto"
+    """"global": `loss` sees the rows of all replicas, as one program that the compiler cuts; "separate": those
+    of one whole copy of the model. "auto": separate where every device holds a whole copy and the model
+    constrains no sharding."""
     rule: Rule | None = None
     """Learning-rate gain; None: adam_scale for Adam-like optimizers, else adascale."""
     policy: str = "goodput"
@@ -209,6 +214,8 @@ class Config:
             )
         if self.policy not in POLICIES:
             raise ValueError(f"Config.policy must be one of {POLICIES}; got {self.policy!r}.")
+        if self.loss not in LOSSES:
+            raise ValueError(f"Config.loss must be one of {LOSSES}; got {self.loss!r}.")
         _check_positive(self, "base_steps", "epochs", "max_skipped_in_a_row")
         if self.compute_dtype is not None and not _is_floating(self.compute_dtype):
             raise ValueError(
