@@ -95,10 +95,11 @@ class Loader:
     """Hands out every sample in the cursor's order exactly once, in batches of any configuration.
 
     `sharding` places a batch, of all processes where its mesh has devices of all, else this process's
-    part `[rows / process_count, ...]`. `max_samples` is how many samples this loader hands out in total, over all processes; None is without end.
-    `prefetch` is how many step batches wait on the devices (beside those in use); 0 reads on the
-    caller's thread. Arguments other than `process_index` and `sharding` must be equal on all
-    processes. Close it, or use it as a context manager; reading starts with the first `next`.
+    part `[rows / process_count, ...]`. `max_samples` is how many samples this loader hands out in total,
+    over all processes; None is without end. `prefetch` is how many step batches wait on the devices
+    (beside those in use); 0 reads on the caller's thread. Arguments other than `process_index` and
+    `sharding` must be equal on all processes. Close it, or use it as a context manager; reading starts
+    with the first `next`.
 
     Raises:
       ValueError: an argument is out of range, or the source is empty.

@@ -36,6 +36,7 @@ from jaxgoodput.engine.programs import (
     Programs,
     SampleShape,
     SeparatePrograms,
+    anywhere,
     has_constraints,
 )
 from jaxgoodput.engine.programs_elastic import ElasticPrograms
@@ -150,7 +151,8 @@ class Engines:
     def loss_kind(self) -> Literal["sample", "mean"]:
         """'sample' or 'mean': whether the loss can leave padded samples out."""
         batch = SampleShape.of(self.sample, micro_batch_size=2).batch(2)
-        return pure.loss_kind(self.problem, self.state, batch, 2)
+        problem = dataclasses.replace(self.problem, loss_and_state=anywhere(self.problem))
+        return pure.loss_kind(problem, self.state, batch, 2)
 
     def _both(self, old: Layout, new: Layout) -> tuple[Programs, Programs]:
         return self.on(old).programs, self.on(new).programs

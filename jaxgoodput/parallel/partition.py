@@ -34,6 +34,7 @@ from jaxgoodput.parallel.strategy import (
     check_axes,
 )
 
+
 class CannotDivide(ValueError):
     """A rule, the model's metadata or the model itself cuts what the degrees do not divide."""
 

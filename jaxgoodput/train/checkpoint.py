@@ -150,6 +150,7 @@ class Checkpoints:
         self._directory.mkdir(exist_ok=True)
         self._num_opened = 0
         self._together = False  # whether the manager is one of all processes
+        self._has_failed = False  # the manager of all processes, in this one
         self._manager = self._open()
         self._writing = 0  # the step that was handed to the writer last
 
@@ -245,10 +246,14 @@ class Checkpoints:
 
     def _error_anywhere(self) -> str | None:
         """What went wrong with the save before this one, in any process; a new writer after that."""
-        error, together = self.error(), self._together
-        if not self._everywhere(error is None):
-            error = error or self._failed(RuntimeError(ELSEWHERE))
-        if not together:
+        error = self.error()
+        if not self._everywhere(not self._has_failed):
+            # Where nothing has failed yet, it waits for the process in which something has: left to itself.
+            error = error or f"step {self._writing}: {ELSEWHERE}"
+            self._has_failed = False
+            self._remove_leftovers()
+            self._manager = self._open()
+        if not self._together:
             self._manager.close()
             self._together = True
             self._manager = self._open()
@@ -265,7 +270,7 @@ class Checkpoints:
                 create=False,
                 multiprocessing_options=ocp.options.MultiprocessingOptions(
                     primary_host=0,
-                    # One that failed is left behind with whatever its barriers still wait for.
+                    # One that failed is left behind, with whatever its barriers still wait for.
                     barrier_sync_key_prefix=f"opened{self._num_opened}",
                 )
                 if self._together
@@ -316,7 +321,10 @@ class Checkpoints:
         return bool(np.all(multihost_utils.process_allgather(np.float32(holds))))
 
     def _failed(self, failure: Exception) -> str:
-        self._reopen()
+        if self._together:  # they open a new one at the next save
+            self._has_failed = True
+        else:
+            self._reopen()
         return f"step {self._writing}: {_told(failure)}"
 
     def _reopen(self) -> None:
@@ -325,10 +333,13 @@ class Checkpoints:
             self._manager.close()
         except Exception as failure:
             logging.info("closing the failed checkpoint writer: %s", failure)
+        self._remove_leftovers()
+        self._manager = self._open()
+
+    def _remove_leftovers(self) -> None:
         if jax.process_index() == 0:
             for leftover in self._directory.glob("*.orbax-checkpoint-tmp*"):
                 shutil.rmtree(leftover, ignore_errors=True)
-        self._manager = self._open()
 
     def _set_aside(self, step: int, failure: Exception | None) -> None:
         damaged = self._root / "damaged_checkpoints"

@@ -18,7 +18,7 @@ from jaxtyping import PyTree
 from jaxgoodput.data.rows import held_rows, narrow, put_rows
 from jaxgoodput.data.sources import Source, abstract_sample
 from jaxgoodput.engine.memory import StepBytes, step_bytes
-from jaxgoodput.engine.programs import Program
+from jaxgoodput.engine.programs import Program, in_mesh
 from jaxgoodput.engine.state import TrainState, cast
 from jaxgoodput.parallel.strategy import DATA_AXIS, REPLICA_AXES, Layout
 
@@ -100,9 +100,10 @@ class Evaluator:
             abstract_sample(self._source),
         )
 
+        metrics = in_mesh(self._metrics, mesh.abstract_mesh, self._layout.strategy)
+
         def run(params: PyTree, model_state: PyTree, batch: PyTree) -> Mapping[str, Any]:
-            params = cast(params, self._compute_dtype)
-            return self._metrics(params, model_state, batch)
+            return metrics(cast(params, self._compute_dtype), model_state, batch)
 
         shapes = jax.eval_shape(run, abstract.params, abstract.model_state, batch)
         for name, out in shapes.items():
