@@ -6,9 +6,8 @@ that the door is open on the hot path too.
 """
 
 import functools
-import threading
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 import jax
@@ -16,6 +15,7 @@ from jaxtyping import PyTree
 
 from jaxgoodput.engine.programs import Programs
 from jaxgoodput.parallel.move import Move
+from jaxgoodput.parallel.once import Once
 
 P = ParamSpec("P")
 T_co = TypeVar("T_co", covariant=True)
@@ -36,9 +36,7 @@ class Compiled:
     """
 
     def __init__(self):
-        self._found: dict[Hashable, Any] = {}
-        self._turns: dict[Hashable, threading.Lock] = {}
-        self._lock = threading.Lock()
+        self._once = Once()
 
     def __call__(
         self, build: Callable[P, Compilable[T_co]], *args: P.args, **kwargs: P.kwargs
@@ -47,26 +45,13 @@ class Compiled:
 
         Where compiling raises, nothing is kept.
         """
-        key = _key(build, args, kwargs)
-        with self._lock:
-            if key in self._found:
-                return self._found[key]
-            turn = self._turns.setdefault(key, threading.Lock())
-        with turn:
-            with self._lock:
-                if key in self._found:
-                    return self._found[key]
-            value = build(*args, **kwargs).compile()
-            with self._lock:
-                self._found[key] = value
-        return value
+        return self._once(_key(build, args, kwargs), lambda: build(*args, **kwargs).compile())
 
     def peek(
         self, build: Callable[P, Compilable[T_co]], *args: P.args, **kwargs: P.kwargs
     ) -> T_co | None:
         """What is compiled already; None before."""
-        with self._lock:
-            return self._found.get(_key(build, args, kwargs))
+        return self._once.peek(_key(build, args, kwargs))
 
 
 def _key(build: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
@@ -83,11 +68,16 @@ class LayoutMove:
     shardings: PyTree
     donate: bool
     memory_bytes: int | None
+    programs: Once
 
     def compile(self) -> Move:
         """The move, planned and compiled."""
         return Move.compile(
-            self.tree, self.shardings, donate=self.donate, memory_bytes=self.memory_bytes
+            self.tree,
+            self.shardings,
+            donate=self.donate,
+            memory_bytes=self.memory_bytes,
+            programs=self.programs,
         )
 
 
@@ -100,6 +90,8 @@ class Moves:
 
     memory_bytes: int | None
     """The most that a device may hold of what is moved; None: the device's own limit."""
+    programs: Once = field(default_factory=Once)
+    """Shared by the moves: equal groups of leaves run the same one."""
 
     def state(self, old: Programs, new: Programs) -> LayoutMove:
         """A whole training state; the source is deleted."""
@@ -119,4 +111,4 @@ class Moves:
 
     def _move(self, old: PyTree, new: PyTree, *, donate: bool) -> LayoutMove:
         shardings = jax.tree.map(lambda x: x.sharding, new)
-        return LayoutMove(old, shardings, donate, self.memory_bytes)
+        return LayoutMove(old, shardings, donate, self.memory_bytes, self.programs)

@@ -290,9 +290,9 @@ class Engine:
                 self.compiled(engine.programs.spread)
         moves = self.engines.moves
         for old, new in itertools.permutations(every, 2):
-            # Masters that serve as compute parameters belong to the state, at home.
-            owned = self.problem.compute_dtype is not None or old is not self
-            self.compiled(moves.work, old.programs, new.programs, donate=owned)
+            # Masters that serve as compute parameters belong to the state until a batch has left home.
+            for donate in {True, self.problem.compute_dtype is not None or old is not self}:
+                self.compiled(moves.work, old.programs, new.programs, donate=donate)
             self.compiled(moves.fixed, old.programs, new.programs)
             self.compiled(moves.sums, old.programs, new.programs)
 

@@ -1,25 +1,29 @@
 """Live state from one layout to another, in memory: planned and compiled ahead, run without compiling.
 
 `Move.compile` does everything that takes time or can be refused; calling the move runs group after
-group and deletes each group's sources before the next one starts. One process: every device of both
-layouts must be this process's own.
+group and deletes each group's sources before the next one starts. Equal groups run one program, inside
+a move and between the moves that are given the same `Once`. Over several processes all of them compile
+and call the same moves in the same order, and both layouts have the same devices in the same order.
 
 Which way a group of leaves goes is read from XLA's memory analysis and the bytes in the program's
 collectives, never timed, so that every process and every run picks the same.
 """
 
+import collections
 import math
 import re
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from absl import logging
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxtyping import PyTree
 
+from jaxgoodput.parallel.once import Once
 from jaxgoodput.parallel.plan import (
     GROUP_BYTES,
     Device,
@@ -28,10 +32,19 @@ from jaxgoodput.parallel.plan import (
     MovePlan,
     Route,
     as_data,
+    boxes,
     mebibytes,
     plan_move,
+    shard_bytes,
+    total,
 )
-from jaxgoodput.parallel.transfers import compile_transfers, only_relocates
+from jaxgoodput.parallel.transfers import (
+    compile_locally,
+    compile_transfers,
+    only_relocates,
+    same_everywhere,
+    shards,
+)
 
 ALL_ROUTES: tuple[Route, ...] = ("alias", "direct", "hop", "pieces")
 # A jitted move is taken where its temporaries on a device are at most this part of the group's leaves,
@@ -39,6 +52,9 @@ ALL_ROUTES: tuple[Route, ...] = ("alias", "direct", "hop", "pieces")
 # well within both or build whole arrays on every device, so the limits are not delicate.
 MAX_TEMPORARY_RATIO = 0.5
 MAX_EXCESS_TRAFFIC = 2.0
+# A group that occurs once, of so few leaves and so small a part of what moves, is not worth a program of
+# its own: it takes two that moves from or to other layouts run too.
+FEW_LEAVES, SMALL_PART = 16, 1 / 8
 
 
 class MoveDoesNotFit(MemoryError):
@@ -84,34 +100,41 @@ class Move:
         memory_bytes: int | None = None,
         donate: bool = True,
         routes: Collection[Route] = ALL_ROUTES,
+        programs: Once | None = None,
     ) -> "Move":
         """Plan and compile the move of `tree` (arrays, or shapes with shardings) to `shardings`.
 
         `memory_bytes` is the most that any device may hold of this state during the move, source,
         target and temporaries together; None takes the device's own limit, where it reports one.
-        `routes` leaves out ways that shall not be used.
+        `routes` leaves out ways that shall not be used. `programs` is shared by moves that may have
+        groups in common.
 
         Raises:
             MoveDoesNotFit: the move needs more memory than there is.
-            ValueError: structures differ, a target does not divide a leaf, devices of other
-                processes, or no allowed route.
+            ValueError: structures differ, a target does not divide a leaf, over several processes
+                other devices, or no allowed route.
         """
         plan = plan_move(tree, shardings, group_bytes=group_bytes, donate=donate)
-        for leaf in plan.leaves:
-            if not (leaf.source.is_fully_addressable and leaf.target.is_fully_addressable):
-                raise ValueError(
-                    f"{leaf.name} lies on devices of other processes. Moves work inside one process: "
-                    "between processes, save and restore a checkpoint."
-                )
-        groups = tuple(
+        programs = Once() if programs is None else programs
+        leaves = [[plan.leaves[i] for i in group.leaves] for group in plan.groups]
+        times = collections.Counter(map(_kinds, leaves))
+        most = SMALL_PART * sum(g.whole_bytes for g in plan.groups if g.route != "alias")
+        groups = [
             compile_group(
-                group, [plan.leaves[i] for i in group.leaves], donate=donate, allowed=routes
+                group,
+                own,
+                donate=donate,
+                allowed=routes,
+                programs=programs,
+                is_rest=times[_kinds(own)] == 1
+                and len(own) <= FEW_LEAVES
+                and group.whole_bytes < most,
             )
-            for group in plan.groups
-        )
+            for group, own in zip(plan.groups, leaves, strict=True)
+        ]
         plan = plan.with_groups([group.plan for group in groups])
         _require_limit(plan, memory_bytes)
-        return cls(plan=plan, groups=groups, structure=jax.tree.structure(tree))
+        return cls(plan=plan, groups=tuple(groups), structure=jax.tree.structure(tree))
 
     def __call__(self, tree: PyTree) -> PyTree:
         """The same values in the target layout. Compiles nothing.
@@ -230,33 +253,83 @@ def _require_room(plan: MovePlan) -> None:
 
 
 def _reported(device: Device, name: str) -> int | None:
+    if device.process_index != jax.process_index():
+        return None  # its own process asks
     return (device.memory_stats() or {}).get(name)
 
 
 # -- the ways a group can go -------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Jitted:
+    """One identity for leaves of certain kinds, whichever leaves of a state they are."""
+
+    program: Callable[..., Sequence[jax.Array]]
+    """The executable."""
+    leaves: tuple[LeafPlan, ...]
+    """Those that it was compiled for."""
+    temporary_bytes: int | None
+    """Per device; None where the backend does not tell."""
+    sent_bytes: int | None
+    """By its collectives; None where they cannot be read."""
+    problem: str = ""
+    """Why one of both is not known."""
+
+
+def _kinds(leaves: Sequence[LeafPlan]) -> Hashable:
+    return tuple(leaves[0].source_boxes), tuple(leaf.kind for leaf in leaves)
+
+
 def compile_group(
-    group: GroupPlan, leaves: Sequence[LeafPlan], *, donate: bool, allowed: Collection[Route]
+    group: GroupPlan,
+    leaves: Sequence[LeafPlan],
+    *,
+    donate: bool,
+    allowed: Collection[Route],
+    programs: Once,
+    is_rest: bool = False,
 ) -> CompiledGroup:
     """Compile the ways that may be best for `group`, in order of preference, and keep the first good one.
 
-    `leaves` are the group's own. Raises ValueError where no allowed route can take the group.
+    `leaves` are the group's own. `is_rest` takes a hop in two programs, which many moves share. Otherwise
+    "hop" is for where "pieces" are not allowed: those send less and need less memory. Raises ValueError
+    where no allowed route can take the group.
     """
     if group.route == "alias":
-        return _compile_alias(group, leaves, donate)
-    same_devices = _same_devices(leaves)
-    # The runtime has to do no more than one copy of each shard where shards only change devices.
-    relocates = "pieces" in allowed and only_relocates(leaves)
+        return _compile_alias(group, leaves, donate, programs)
+    same_devices = all(tuple(x.source_boxes) == tuple(x.target_boxes) for x in leaves)
+    if all(x.source.is_fully_addressable and x.target.is_fully_addressable for x in leaves):
+        pieces = "pieces" in allowed
+    elif same_devices:
+        pieces = False
+    else:
+        raise ValueError(
+            f"{leaves[0].name} would go from {leaves[0].source} to {leaves[0].target}, to other devices or "
+            "another order of them. Between processes a move keeps both: save and restore a checkpoint."
+        )
     tried: list[CompiledGroup] = []
-    for route in ("direct", "hop"):
-        if route in allowed and same_devices and not relocates:
-            jitted = _compile_jitted(group, leaves, hop=route == "hop")
-            if is_good(jitted):
-                return jitted
-            tried.append(jitted)
-    if "pieces" in allowed:
-        transfers = compile_transfers(leaves)
+    # The runtime has to do no more than one copy of each shard where shards only change devices.
+    if same_devices and not (pieces and only_relocates(leaves)):
+        if is_rest and {"direct", "hop"} <= set(allowed):
+            return _compile_rest(group, leaves, programs)
+        for route in ("direct", "hop"):
+            if route not in allowed or (route == "hop" and pieces):
+                continue
+            jitted = _jitted(leaves, programs, hop=route == "hop")
+            found = _jitted_group(group, leaves, jitted, route)
+            if not jitted.problem and is_good(found):
+                return found
+            tried.append(found)
+            if jitted.problem:
+                way = '"pieces"' if pieces else "the program that needs the least memory"
+                logging.warning(
+                    "The move of %s and %d more leaves is left to %s: %s",
+                    *(leaves[0].name, len(leaves) - 1, way, jitted.problem),
+                )
+                break
+    if pieces:
+        transfers = compile_transfers(leaves, programs)
         plan = replace(group, route="pieces", temporary_bytes=transfers.temporary_bytes)
         return CompiledGroup(plan, transfers)
     if not tried:
@@ -264,7 +337,7 @@ def compile_group(
             f"none of the routes {sorted(allowed)} can take {leaves[0].name} from {leaves[0].source} to "
             f'{leaves[0].target}: other devices need "pieces".'
         )
-    return min(tried, key=lambda one: (one.xla_temporary_bytes, one.collective_bytes))
+    return min(tried, key=lambda one: (one.xla_temporary_bytes, one.collective_bytes or 0))
 
 
 def is_good(jitted: CompiledGroup) -> bool:
@@ -276,36 +349,44 @@ def is_good(jitted: CompiledGroup) -> bool:
     )
 
 
-def _compile_alias(group: GroupPlan, leaves: Sequence[LeafPlan], donate: bool) -> CompiledGroup:
+def _compile_alias(
+    group: GroupPlan, leaves: Sequence[LeafPlan], donate: bool, programs: Once
+) -> CompiledGroup:
     """An identity whose outputs are its inputs' buffers; copies of them where the sources stay."""
 
     def same(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         return arrays if donate else tuple(jnp.copy(x) for x in arrays)
 
-    numbers = tuple(range(len(leaves))) if donate else ()
-    sources = tuple(leaf.source for leaf in leaves)
-    jitted = jax.jit(same, donate_argnums=numbers, out_shardings=sources)
-    program = jitted.lower(*(_abstract(leaf) for leaf in leaves)).compile()
+    shapes = [(leaf.source.shard_shape(leaf.shape), leaf.dtype) for leaf in leaves]
+    devices = tuple(leaves[0].source_boxes)
+    program = programs(
+        ("alias", donate, devices, tuple((shape, str(dtype)) for shape, dtype in shapes)),
+        lambda: compile_locally(same, shapes, devices, donate=donate),
+    )
 
     def run(arrays: Sequence[jax.Array]) -> list[jax.Array]:
-        outputs = program(*arrays)
-        return [_under(x, leaf.target) for x, leaf in zip(outputs, leaves, strict=True)]
+        outputs = program(*(same_everywhere(shards(x), devices) for x in arrays))
+        return [_under(x, leaf.target, leaf) for x, leaf in zip(outputs, leaves, strict=True)]
 
     return CompiledGroup(group, run)
 
 
-def _under(array: jax.Array, target: Sharding) -> jax.Array:
+def _under(array: jax.Array, sharding: Sharding, leaf: LeafPlan) -> jax.Array:
     """The same buffers under another name for the same boxes."""
-    if array.sharding == target:
+    if array.sharding == sharding and array.shape == leaf.shape:
         return array
-    shards = {s.device: s.data for s in array.addressable_shards}
-    order = target.devices_indices_map(array.shape)
+    held = shards(array)
+    order = [device for device in sharding.devices_indices_map(leaf.shape) if device in held]
     return jax.make_array_from_single_device_arrays(
-        array.shape, target, [shards[device] for device in order]
+        leaf.shape, sharding, [held[device] for device in order]
     )
 
 
-def _compile_jitted(group: GroupPlan, leaves: Sequence[LeafPlan], *, hop: bool) -> CompiledGroup:
+def _jitted(leaves: Sequence[LeafPlan], programs: Once, *, hop: bool = False) -> Jitted:
+    return programs((hop, _kinds(leaves)), lambda: _compile_jitted(leaves, hop=hop))
+
+
+def _compile_jitted(leaves: Sequence[LeafPlan], *, hop: bool) -> Jitted:
     """One identity for the whole group, directly or through a layout cut along one dimension."""
 
     def moved(*arrays: jax.Array) -> tuple[jax.Array, ...]:
@@ -317,65 +398,83 @@ def _compile_jitted(group: GroupPlan, leaves: Sequence[LeafPlan], *, hop: bool) 
         )
 
     jitted = jax.jit(moved, out_shardings=tuple(leaf.target for leaf in leaves))
-    program = jitted.lower(*(_abstract(leaf) for leaf in leaves)).compile()
-    temporary = int(_analysis(program).temp_size_in_bytes)
-    devices: Sequence[Device] = tuple(leaves[0].target_boxes)
-    plan = replace(
-        group,
-        route="hop" if hop else "direct",
-        temporary_bytes={device: temporary for device in devices},
-    )
-    sent = received_bytes(program.as_text() or "", len(devices))
+    abstract = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.source) for x in leaves]
+    program = jitted.lower(*abstract).compile()
+    stats: Any = program.memory_analysis()
+    problem = ""
+    if stats is None:
+        problem = "this backend does not tell how much memory a program needs."
+    sent = None
+    try:
+        sent = received_bytes(program.as_text() or "", len(leaves[0].target_boxes))
+    except ValueError as error:
+        problem = str(error)
+    temporary = None if stats is None else int(stats.temp_size_in_bytes)
+    return Jitted(program, tuple(leaves), temporary, sent, problem)
+
+
+def _jitted_group(
+    group: GroupPlan, leaves: Sequence[LeafPlan], jitted: Jitted, route: Route
+) -> CompiledGroup:
+    devices = tuple(leaves[0].target_boxes)
+    # What is not known is taken for the most that there can be.
+    temporary = group.whole_bytes if jitted.temporary_bytes is None else jitted.temporary_bytes
     # XLA:CPU runs the collectives of several programs on one pool of threads, where they can wait for
     # each other for ever.
-    waits = sent > 0 and _all_cpu(leaves)
+    waits = jitted.sent_bytes != 0 and all(device.platform == "cpu" for device in devices)
 
     def run(arrays: Sequence[jax.Array]) -> list[jax.Array]:
-        outputs = list(program(*arrays))
-        return jax.block_until_ready(outputs) if waits else outputs
+        named = zip(arrays, jitted.leaves, strict=True)
+        outputs = list(jitted.program(*(_under(x, leaf.source, leaf) for x, leaf in named)))
+        if waits:
+            jax.block_until_ready(outputs)
+        return [_under(x, leaf.target, leaf) for x, leaf in zip(outputs, leaves, strict=True)]
 
-    return CompiledGroup(
-        plan,
-        run,
-        collective_bytes=sent,
-        xla_temporary_bytes=temporary,
+    plan = replace(group, route=route, temporary_bytes=dict.fromkeys(devices, temporary))
+    return CompiledGroup(plan, run, jitted.sent_bytes, temporary)
+
+
+def _compile_rest(group: GroupPlan, leaves: Sequence[LeafPlan], programs: Once) -> CompiledGroup:
+    """A hop in two programs: with n layouts there are 2 n of them, and n (n - 1) pairs."""
+    devices = tuple(leaves[0].source_boxes)
+    whole = NamedSharding(_flat(leaves[0]), PartitionSpec())
+    middle = [one_dimensional(leaf) or whole for leaf in leaves]
+    held = [boxes(m, leaf.shape) for m, leaf in zip(middle, leaves, strict=True)]
+    there = [
+        replace(leaf, target=m, target_boxes=box)
+        for leaf, m, box in zip(leaves, middle, held, strict=True)
+    ]
+    on = [
+        replace(leaf, source=m, source_boxes=box)
+        for leaf, m, box in zip(leaves, middle, held, strict=True)
+    ]
+    steps = [_jitted_group(group, half, _jitted(half, programs), "hop") for half in (there, on)]
+
+    def run(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+        return steps[1].run(steps[0].run(arrays))
+
+    between = total(
+        shard_bytes(box, leaf.dtype.itemsize) for box, leaf in zip(held, leaves, strict=True)
     )
+    temporary = max(step.xla_temporary_bytes for step in steps)
+    plan = replace(
+        group, route="hop", temporary_bytes=total([between, dict.fromkeys(devices, temporary)])
+    )
+    return CompiledGroup(plan, run, sum(step.collective_bytes or 0 for step in steps), temporary)
+
+
+def _flat(leaf: LeafPlan) -> Mesh:
+    return Mesh(np.array(list(leaf.source_boxes)), ("device",))
 
 
 def one_dimensional(leaf: LeafPlan) -> NamedSharding | None:
-    """A layout that cuts one dimension over all devices; None where none is divisible, or no mesh."""
-    if not isinstance(leaf.target, NamedSharding):
-        return None
-    mesh = leaf.target.mesh
+    """A layout that cuts one dimension over all devices; None where none is divisible."""
+    mesh = _flat(leaf)
     fits = [dim for dim, length in enumerate(leaf.shape) if length and length % mesh.size == 0]
     if not fits:
         return None
     dim = max(fits, key=lambda d: (leaf.shape[d], -d))
-    return NamedSharding(mesh, PartitionSpec(*([None] * dim), mesh.axis_names))
-
-
-def _analysis(program: Any) -> Any:
-    stats = program.memory_analysis()
-    if stats is None:
-        raise RuntimeError(
-            "this backend does not tell how much memory a program needs, so a jitted move cannot be "
-            'judged. Use Move.compile(..., routes=("alias", "pieces")).'
-        )
-    return stats
-
-
-def _abstract(leaf: LeafPlan) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.source)
-
-
-def _same_devices(leaves: Sequence[LeafPlan]) -> bool:
-    """A jitted program runs on one set of devices in one order."""
-    return all(tuple(leaf.source_boxes) == tuple(leaf.target_boxes) for leaf in leaves)
-
-
-def _all_cpu(leaves: Sequence[LeafPlan]) -> bool:
-    devices: Mapping[Device, Any] = {**leaves[0].source_boxes, **leaves[0].target_boxes}
-    return all(device.platform == "cpu" for device in devices)
+    return NamedSharding(mesh, PartitionSpec(*([None] * dim), "device"))
 
 
 # -- what a compiled program sends -------------------------------------------------------------------

@@ -19,7 +19,7 @@ and not of a second state. How a group moves is its *route*:
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -33,6 +33,9 @@ Box = tuple[tuple[int, int], ...]  # per dimension: first index, and one past th
 Device = Any  # a jax.Device: hashed and compared, never used
 Route = Literal["alias", "direct", "hop", "pieces"]
 GROUP_BYTES = 32 * 2**20
+GROUP_LEAVES = 64  # a program of more takes long to compile
+# Buffers that change hands do so by so many leaves of one kind at a time: few programs, few calls.
+ALIASED = (64, 8, 1)
 
 
 @dataclass(frozen=True)
@@ -75,16 +78,16 @@ class LeafPlan:
     """How it lies afterwards."""
     pieces: tuple[Piece, ...]
     """What every device needs, sent or held already."""
+    source_boxes: Mapping[Device, Box] = field(repr=False)
+    """Device -> what it holds before."""
+    target_boxes: Mapping[Device, Box] = field(repr=False)
+    """Device -> what it holds afterwards."""
 
     @property
-    def source_boxes(self) -> dict[Device, Box]:
-        """Device -> what it holds before."""
-        return boxes(self.source, self.shape)
-
-    @property
-    def target_boxes(self) -> dict[Device, Box]:
-        """Device -> what it holds afterwards."""
-        return boxes(self.target, self.shape)
+    def kind(self) -> Hashable:
+        """The same for leaves that one program can move, whatever their shardings are called."""
+        held, wanted = tuple(self.source_boxes.values()), tuple(self.target_boxes.values())
+        return self.shape, self.dtype.str, str(self.dtype), held, wanted
 
 
 @dataclass(frozen=True)
@@ -131,8 +134,6 @@ class MovePlan:
     """What devices need and lack, summed: no way of moving sends less."""
     largest_send_bytes: int
     """By one device, where the least loaded holder sends."""
-    largest_receive_bytes: int
-    """By one device."""
 
     @property
     def before_bytes(self) -> dict[Device, int]:
@@ -193,9 +194,10 @@ def plan_move(
 ) -> MovePlan:
     """Plan the move of `tree` (arrays, or shapes with a sharding) to `shardings` (same structure).
 
-    Every group holds up to `group_bytes` on the device that holds most of it, or one leaf. Routes are
-    those that need no compilation to know: "alias" or "pieces"; `Move.compile` replaces the latter where
-    XLA's analysis of a jitted move is as good.
+    Every group holds up to `group_bytes` on the device that holds most of it, or one leaf. Leaves are
+    dealt out evenly by kind, so that most groups are equal and share their programs. Routes are those
+    that need no compilation to know: "alias" or "pieces"; `Move.compile` replaces the latter where XLA's
+    analysis of a jitted move is as good.
 
     Raises ValueError where structures differ, a leaf has no sharding, or a target does not divide a
     leaf.
@@ -203,28 +205,24 @@ def plan_move(
     if group_bytes < 1:
         raise ValueError(f"group_bytes must be at least 1; got {group_bytes}.")
     sent: dict[Device, int] = {}
-    received: dict[Device, int] = {}
-    known: dict[Any, tuple[Overlap, ...]] = {}
+    known: dict[Any, tuple[dict[Device, Box], dict[Device, Box], tuple[Overlap, ...]]] = {}
     leaves = []
     for name, value, sharding in _paired(tree, shardings):
         shape, dtype, source, target = as_data(name, value, sharding)
         key = shape, source, target
         if key not in known:
-            known[key] = overlaps(boxes(source, shape), _divided(name, shape, target))
-        pieces = assigned(known[key], dtype.itemsize, sent)
-        for piece in pieces:
-            if piece.sender != piece.receiver:
-                size = num_elements(piece.box) * dtype.itemsize
-                received[piece.receiver] = received.get(piece.receiver, 0) + size
-        leaves.append(LeafPlan(name, shape, dtype, source, target, pieces))
+            held, wanted = boxes(source, shape), _divided(name, shape, target)
+            known[key] = held, wanted, overlaps(held, wanted)
+        held, wanted, found = known[key]
+        pieces = assigned(found, dtype.itemsize, sent)
+        leaves.append(LeafPlan(name, shape, dtype, source, target, pieces, held, wanted))
     groups = _grouped(leaves, group_bytes)
     return MovePlan(
         leaves=tuple(leaves),
         groups=tuple(groups),
         donate=donate,
-        bytes_moved=sum(received.values()),
+        bytes_moved=sum(sent.values()),
         largest_send_bytes=max(sent.values(), default=0),
-        largest_receive_bytes=max(received.values(), default=0),
     )
 
 
@@ -301,44 +299,79 @@ def shard_bytes(boxes_held: Mapping[Device, Box], item_bytes: int) -> dict[Devic
 
 
 def _grouped(leaves: Sequence[LeafPlan], group_bytes: int) -> list[GroupPlan]:
-    """Leaves with the same devices and the same kind of move, in the tree's order, then by what they free."""
-    open_groups: dict[Any, GroupPlan] = {}
-    closed: list[GroupPlan] = []
+    """Leaves on the same devices, those that stay apart from those that move, by what they free."""
+    kinds: dict[Any, dict[Any, list[int]]] = {}
     for position, leaf in enumerate(leaves):
-        before, after = leaf.source_boxes, leaf.target_boxes
-        moved = sum(
-            num_elements(p.box) * leaf.dtype.itemsize for p in leaf.pieces if p.sender != p.receiver
-        )
-        stays = before == after
-        one = GroupPlan(
-            leaves=(position,),
-            route="alias" if stays else "pieces",
-            bytes_moved=moved,
-            whole_bytes=math.prod(leaf.shape) * leaf.dtype.itemsize,
-            source_bytes=shard_bytes(before, leaf.dtype.itemsize),
-            target_bytes=shard_bytes(after, leaf.dtype.itemsize),
-        )
-        # Nothing to send is a kind of its own: XLA does it without a collective.
-        key = stays, moved == 0, tuple(before), tuple(after)
-        grown = _joined(open_groups[key], one) if key in open_groups else one
-        # Buffers that change hands need no memory, however many there are.
-        if grown is not one and not stays and grown.largest_bytes > group_bytes:
-            closed.append(open_groups[key])
-            grown = one
-        open_groups[key] = grown
-    closed += open_groups.values()
+        held, wanted = leaf.source_boxes, leaf.target_boxes
+        where = held == wanted, tuple(held), tuple(wanted)
+        kinds.setdefault(where, {}).setdefault(leaf.kind, []).append(position)
+    groups: list[GroupPlan] = []
+    for (stays, *_), found in kinds.items():
+        # In an order that does not depend on the tree: equal groups are then equal programs.
+        by_kind = [found[kind] for kind in sorted(found)]
+        if stays:
+            dealt = [part for kind in by_kind for part in _aliased(kind)]
+        else:
+            dealt = _dealt([(kind, _cost(leaves[kind[0]])) for kind in by_kind], group_bytes)
+        groups += [_group(positions, [leaves[i] for i in positions], stays) for positions in dealt]
     # Those that free the most come first: the later ones find room.
-    return sorted(closed, key=_growth)
+    return sorted(groups, key=_growth)
 
 
-def _joined(one: GroupPlan, other: GroupPlan) -> GroupPlan:
-    return replace(
-        one,
-        leaves=one.leaves + other.leaves,
-        bytes_moved=one.bytes_moved + other.bytes_moved,
-        whole_bytes=one.whole_bytes + other.whole_bytes,
-        source_bytes=total([one.source_bytes, other.source_bytes]),
-        target_bytes=total([one.target_bytes, other.target_bytes]),
+def _aliased(positions: Sequence[int]) -> Iterable[list[int]]:
+    for size in ALIASED:
+        while len(positions) >= size:
+            yield list(positions[:size])
+            positions = positions[size:]
+
+
+def _dealt(kinds: Sequence[tuple[Sequence[int], int]], group_bytes: int) -> list[list[int]]:
+    """Groups of leaves of several kinds, (positions, bytes of one): as many equal ones as can be.
+
+    Every group of `count` gets as many of a kind as every other; what is left over is dealt again.
+
+    >>> _dealt([([0, 1, 2, 3, 4, 5, 6], 1), ([7, 8, 9], 2)], 4)
+    [[0, 1, 7], [2, 3, 8], [4, 5, 9], [6]]
+    """
+    kinds = [(positions, size) for positions, size in kinds if positions]
+    if not kinds:
+        return []
+    needed = -(-sum(len(positions) * size for positions, size in kinds) // group_bytes)
+    needed = max(needed, -(-sum(len(positions) for positions, _ in kinds) // GROUP_LEAVES))
+    most = max(len(positions) for positions, _ in kinds)
+    if needed > most and len(kinds) > 1:
+        return [group for kind in kinds for group in _dealt([kind], group_bytes)]
+    counts = range(min(needed, most), min(2 * needed, most) + 1)
+    count = min(counts, key=lambda n: sum(len(positions) % n for positions, _ in kinds))
+    groups: list[list[int]] = [[] for _ in range(count)]
+    rest = []
+    for positions, size in kinds:
+        each = len(positions) // count
+        for i, group in enumerate(groups):
+            group += positions[i * each : (i + 1) * each]
+        rest.append((positions[each * count :], size))
+    return groups + _dealt(rest, group_bytes)
+
+
+def _cost(leaf: LeafPlan) -> int:
+    """What one device holds of the leaf at most, before or after."""
+    held = [*leaf.source_boxes.values(), *leaf.target_boxes.values()]
+    return max(map(num_elements, held)) * leaf.dtype.itemsize
+
+
+def _group(positions: Sequence[int], leaves: Sequence[LeafPlan], stays: bool) -> GroupPlan:
+    return GroupPlan(
+        leaves=tuple(positions),
+        route="alias" if stays else "pieces",
+        bytes_moved=sum(
+            num_elements(p.box) * leaf.dtype.itemsize
+            for leaf in leaves
+            for p in leaf.pieces
+            if p.sender != p.receiver
+        ),
+        whole_bytes=sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves),
+        source_bytes=total(shard_bytes(x.source_boxes, x.dtype.itemsize) for x in leaves),
+        target_bytes=total(shard_bytes(x.target_boxes, x.dtype.itemsize) for x in leaves),
     )
 
 

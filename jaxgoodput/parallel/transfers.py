@@ -1,75 +1,152 @@
 """Pieces sent one by one between devices: the way to other devices, and where collectives are too dear.
 
-Each sender cuts its pieces in one program, all transfers are handed to the runtime in one call, and
-each receiver puts its pieces together in one program. What is held beside source and target are the
-pieces themselves: cut on the sender, and received. A shard that is needed whole is sent as it is, and
-where it is all that the receiver needs, it is the target.
+Shards are split into *tiles*, the largest boxes that divide the shards of both layouts alike. One program
+over all senders splits a group, all tiles that others need are handed to the runtime in one call, and
+one program over all receivers joins the group. A shard that is a tile is sent as it is; a tile
+that is a shard of the target is the target. What is held beside source and target are the tiles.
+
+Split and join depend on shapes alone, not on who sends what: equal groups share them.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import SingleDeviceSharding
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from jaxgoodput.parallel.plan import Box, Device, LeafPlan, Piece, num_elements, within
+from jaxgoodput.parallel.once import Once
+from jaxgoodput.parallel.plan import Box, Device, LeafPlan, intersection, total
 
 Program = Callable[..., Sequence[jax.Array]]
-Cut = tuple[int, Box]  # a leaf's position in the group, and the part
+Shards = Mapping[Device, jax.Array]
+# A function, and the shapes and types of its arguments.
+Built = tuple[Callable[..., list[jax.Array]], list[tuple[tuple[int, ...], Any]]]
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """How one leaf goes."""
+
+    leaf: LeafPlan
+    """Where from, where to."""
+    is_split: bool
+    """Whether a shard is more than a tile."""
+    is_joined: bool
+    """Whether a shard of the target is made of tiles, or must be a copy of one."""
+    tiles: Mapping[Device, tuple[tuple[Device, int], ...]]
+    """Receiver -> the sender of each of its tiles, and which of the sender's tiles it is."""
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        """The shape of a shard before."""
+        return _shape(self.leaf.source_boxes)
+
+    @property
+    def wanted(self) -> tuple[int, ...]:
+        """The shape of a shard afterwards."""
+        return _shape(self.leaf.target_boxes)
+
+    @property
+    def tile(self) -> tuple[int, ...]:
+        """The shape of a tile."""
+        return _tile(self.leaf)
 
 
 @dataclass(frozen=True)
 class Transfers:
-    """A compiled group: a program per sender, the transfers, a program per receiver."""
+    """A compiled group."""
 
-    leaves: tuple[LeafPlan, ...]
+    leaves: tuple[Transfer, ...]
     """The group's own."""
-    senders: Mapping[Device, tuple[tuple[int, ...], Program]]
-    """Leaves whose shards a device cuts, and how."""
-    sent: tuple[tuple[Piece, int], ...]
-    """Piece and leaf: what senders cut, in order, then whole shards."""
-    num_cut: int
-    """How many of them are cut."""
-    receivers: Mapping[Device, tuple[tuple[int, ...], Program]]
-    """Leaves whose own shard a device reads, and what puts its part together."""
-    finished: frozenset[tuple[Device, int]]
-    """Receiver and leaf: what arrives is the target."""
+    split: Program | None
+    """From the shards of all senders to their tiles, of the leaves that are split."""
+    join: Program | None
+    """From tiles to the shards of all receivers, of the leaves that are joined."""
     temporary_bytes: Mapping[Device, int]
     """By device, beside source and target."""
 
     def __call__(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
         """The group's leaves in their target layout; `arrays` stay, and nothing waits."""
-        shards = [{s.device: s.data for s in x.addressable_shards} for x in arrays]
-        parts: list[jax.Array] = []
-        for device, (leaves, program) in self.senders.items():
-            parts += program(*(shards[leaf][device] for leaf in leaves))
-        parts += [shards[leaf][piece.sender] for piece, leaf in self.sent[self.num_cut :]]
-        places = [SingleDeviceSharding(piece.receiver) for piece, _ in self.sent]
-        arrived = jax.device_put(parts, places) if parts else []
-        del parts
-        inbox: dict[Device, list[jax.Array]] = {device: [] for device in self.receivers}
-        outputs: dict[tuple[Device, int], jax.Array] = {}
-        for (piece, leaf), part in zip(self.sent, arrived, strict=True):
-            if (piece.receiver, leaf) in self.finished:
-                outputs[piece.receiver, leaf] = part
-            else:
-                inbox[piece.receiver].append(part)
-        del arrived
-        for device, (own, program) in self.receivers.items():
-            made_here = program(*inbox.pop(device), *(shards[leaf][device] for leaf in own))
-            missing = self._assembled(device)
-            outputs |= {(device, leaf): x for leaf, x in zip(missing, made_here, strict=True)}
-        made = []
-        for position, leaf in enumerate(self.leaves):
-            shares = [outputs[device, position] for device in leaf.target_boxes]
-            made.append(jax.make_array_from_single_device_arrays(leaf.shape, leaf.target, shares))
-        return made
+        leaves = [one.leaf for one in self.leaves]
+        senders, receivers = tuple(leaves[0].source_boxes), tuple(leaves[0].target_boxes)
+        held = [[shards(array)] for array in arrays]
+        if self.split is not None:
+            chosen = [i for i, one in enumerate(self.leaves) if one.is_split]
+            found = iter(self.split(*(same_everywhere(held[i][0], senders) for i in chosen)))
+            for i in chosen:
+                count = len(_slices(self.leaves[i].held, self.leaves[i].tile))
+                held[i] = [shards(tile) for tile in itertools.islice(found, count)]
+        remote = [
+            (tiles[number][sender], SingleDeviceSharding(receiver))
+            for one, tiles in zip(self.leaves, held, strict=True)
+            for receiver, wanted in one.tiles.items()
+            for sender, number in wanted
+            if sender != receiver
+        ]
+        sent, places = zip(*remote, strict=True) if remote else ((), ())
+        arrived = iter(jax.device_put(list(sent), list(places)) if sent else [])
+        del remote, sent
+        inbox = [
+            [
+                [
+                    tiles[number][sender] if sender == receiver else next(arrived)
+                    for sender, number in wanted
+                ]
+                for receiver, wanted in one.tiles.items()
+            ]
+            for one, tiles in zip(self.leaves, held, strict=True)
+        ]
+        del held
+        shares = [[tiles[0] for tiles in got] if got[0] else [] for got in inbox]
+        if self.join is not None:
+            chosen = [i for i, one in enumerate(self.leaves) if one.is_joined]
+            columns = [c for i in chosen for c in zip(*inbox[i], strict=True)]
+            parts = [dict(zip(receivers, column, strict=True)) for column in columns]
+            made = self.join(*(same_everywhere(part, receivers) for part in parts))
+            for i, joined in zip(chosen, map(shards, made), strict=True):
+                shares[i] = [joined[device] for device in receivers]
+        return [
+            jax.make_array_from_single_device_arrays(leaf.shape, leaf.target, parts)
+            for leaf, parts in zip(leaves, shares, strict=True)
+        ]
 
-    def _assembled(self, device: Device) -> list[int]:
-        """The leaves that the device's program puts together."""
-        return [i for i in range(len(self.leaves)) if (device, i) not in self.finished]
+
+def shards(array: jax.Array) -> dict[Device, jax.Array]:
+    """Device -> what it holds."""
+    return {shard.device: shard.data for shard in array.addressable_shards}
+
+
+def same_everywhere(parts: Shards, devices: tuple[Device, ...]) -> jax.Array:
+    """Arrays of one shape, one on each of `devices` that is this process's, as one array.
+
+    It passes for replicated, though every device holds something else: a program without collectives
+    reads nothing but its own.
+    """
+    mine = [parts[device] for device in devices if device in parts]
+    return jax.make_array_from_single_device_arrays(mine[0].shape, _whole(devices), mine)
+
+
+def _whole(devices: tuple[Device, ...]) -> NamedSharding:
+    return NamedSharding(Mesh(np.array(devices), ("device",)), PartitionSpec())
+
+
+def compile_locally(
+    function: Callable[..., Any],
+    arguments: Sequence[tuple[tuple[int, ...], Any]],
+    devices: tuple[Device, ...],
+    *,
+    donate: bool = False,
+) -> Program:
+    """One program for all `devices`, each of which runs `function` on what it holds: (shape, dtype) each."""
+    here = _whole(devices)
+    abstract = [jax.ShapeDtypeStruct(shape, dtype, sharding=here) for shape, dtype in arguments]
+    numbers = tuple(range(len(arguments))) if donate else ()
+    return jax.jit(function, out_shardings=here, donate_argnums=numbers).lower(*abstract).compile()
 
 
 def only_relocates(leaves: Sequence[LeafPlan]) -> bool:
@@ -83,116 +160,123 @@ def only_relocates(leaves: Sequence[LeafPlan]) -> bool:
     )
 
 
-def compile_transfers(leaves: Sequence[LeafPlan]) -> Transfers:
-    """Compile the programs of every sender and receiver; all leaves have the same devices."""
-    remote = [
-        (piece, position)
-        for position, leaf in enumerate(leaves)
-        for piece in leaf.pieces
-        if piece.sender != piece.receiver
-    ]
-    held = [leaf.source_boxes for leaf in leaves]
-    order = {device: i for i, device in enumerate(held[0])}
-    cut = [(piece, i) for piece, i in remote if piece.box != held[i][piece.sender]]
-    cut.sort(key=lambda item: order[item[0].sender])
-    whole = [(piece, i) for piece, i in remote if piece.box == held[i][piece.sender]]
-    sent = [*cut, *whole]
-    wanted = [leaf.target_boxes for leaf in leaves]
-    finished = frozenset(
-        (piece.receiver, i) for piece, i in sent if piece.box == wanted[i][piece.receiver]
-    )
+def compile_transfers(leaves: Sequence[LeafPlan], programs: Once) -> Transfers:
+    """Compile what `programs` does not hold yet; all leaves have the same devices."""
+    transfers = [_transfer(leaf) for leaf in leaves]
+    splitting = [one for one in transfers if one.is_split]
+    joining = [one for one in transfers if one.is_joined]
     temporary: dict[Device, int] = {}
-    for piece, i in sent:
-        size = num_elements(piece.box) * leaves[i].dtype.itemsize
-        if piece.box != held[i][piece.sender]:
-            temporary[piece.sender] = temporary.get(piece.sender, 0) + size
-        if (piece.receiver, i) not in finished:
-            temporary[piece.receiver] = temporary.get(piece.receiver, 0) + size
-    senders = {}
-    for device in order:
-        mine: list[Cut] = [(leaf, piece.box) for piece, leaf in cut if piece.sender == device]
-        if mine:
-            senders[device] = _sender(leaves, device, mine)
-    receivers = {}
-    for device in wanted[0]:
-        assembled = [i for i in range(len(leaves)) if (device, i) not in finished]
-        inbox: list[Cut] = [
-            (leaf, piece.box)
-            for piece, leaf in sent
-            if piece.receiver == device and (device, leaf) not in finished
-        ]
-        if assembled:
-            receivers[device] = _receiver(leaves, device, assembled, inbox)
+    for one in transfers:
+        if one.is_split:
+            size = math.prod(one.held) * one.leaf.dtype.itemsize
+            temporary = total([temporary, dict.fromkeys(one.leaf.source_boxes, size)])
+        if one.is_joined:
+            size = math.prod(one.tile) * one.leaf.dtype.itemsize
+            received = {r: sum(s != r for s, _ in found) for r, found in one.tiles.items()}
+            temporary = total([temporary, {r: size * count for r, count in received.items()}])
+
+    def compiled(
+        build: Callable[[Sequence[Transfer]], Built],
+        ones: list[Transfer],
+        devices: tuple[Device, ...],
+    ) -> Program | None:
+        if not ones:
+            return None
+        shapes = tuple((x.held, x.wanted, str(x.leaf.dtype)) for x in ones)
+        function, arguments = build(ones)
+        return programs(
+            (build, shapes, devices), lambda: compile_locally(function, arguments, devices)
+        )
+
     return Transfers(
-        leaves=tuple(leaves),
-        senders=senders,
-        sent=tuple(sent),
-        num_cut=len(cut),
-        receivers=receivers,
-        finished=finished,
+        leaves=tuple(transfers),
+        split=compiled(_split, splitting, tuple(leaves[0].source_boxes)),
+        join=compiled(_join, joining, tuple(leaves[0].target_boxes)),
         temporary_bytes=temporary,
     )
 
 
-def _sender(
-    leaves: Sequence[LeafPlan], device: Device, cuts: Sequence[Cut]
-) -> tuple[tuple[int, ...], Program]:
-    """A program from the device's shards to the pieces that it sends."""
-    used = sorted({leaf for leaf, _ in cuts})
-    held = {leaf: leaves[leaf].source_boxes[device] for leaf in used}
+def _split(transfers: Sequence[Transfer]) -> Built:
+    """From shards to tiles: the function, and the shapes and types of its arguments."""
 
-    def cut(*shards: jax.Array) -> list[jax.Array]:
-        by_leaf = dict(zip(used, shards, strict=True))
-        return [jnp.copy(by_leaf[leaf][within(box, held[leaf])]) for leaf, box in cuts]
+    def split(*held: jax.Array) -> list[jax.Array]:
+        return [
+            shard[cut]
+            for one, shard in zip(transfers, held, strict=True)
+            for cut in _slices(one.held, one.tile)
+        ]
 
-    arguments = [_abstract(leaves[i], held[i], device) for i in used]
-    return tuple(used), _compiled(cut, arguments, device)
+    return split, [(one.held, one.leaf.dtype) for one in transfers]
 
 
-def _receiver(
-    leaves: Sequence[LeafPlan], device: Device, assembled: Sequence[int], inbox: Sequence[Cut]
-) -> tuple[tuple[int, ...], Program]:
-    """A program from received pieces and the device's own shards to its part of `assembled` leaves."""
-    local = {
-        position: piece.box
-        for position in assembled
-        for piece in leaves[position].pieces
-        if piece.sender == piece.receiver == device
+def _join(transfers: Sequence[Transfer]) -> Built:
+    """From tiles to shards in memory of their own."""
+
+    def join(*tiles: jax.Array) -> list[jax.Array]:
+        rest = iter(tiles)
+        return [joined(one, rest) for one in transfers]
+
+    def joined(one: Transfer, rest: Iterator[jax.Array]) -> jax.Array:
+        if one.wanted == one.tile and math.prod(one.tile):
+            return jnp.copy(next(rest))
+        whole = jax.lax.empty(one.wanted, one.leaf.dtype)
+        for cut in _slices(one.wanted, one.tile):
+            whole = jax.lax.dynamic_update_slice(whole, next(rest), tuple(c.start for c in cut))
+        return whole
+
+    return join, [
+        (one.tile, one.leaf.dtype) for one in transfers for _ in _slices(one.wanted, one.tile)
+    ]
+
+
+def _shape(held: Mapping[Device, Box]) -> tuple[int, ...]:
+    """Of one shard; all have the same."""
+    return tuple(stop - start for start, stop in next(iter(held.values())))
+
+
+def _tile(leaf: LeafPlan) -> tuple[int, ...]:
+    return tuple(map(math.gcd, _shape(leaf.source_boxes), _shape(leaf.target_boxes)))
+
+
+def _boxes(box: Box, tile: tuple[int, ...]) -> list[Box]:
+    """The tiles of a box, row by row; none of an empty one.
+
+    >>> _boxes(((0, 2), (4, 8)), (2, 2))
+    [((0, 2), (4, 6)), ((0, 2), (6, 8))]
+    """
+    cuts = [
+        [(at, at + step) for at in range(start, stop, max(step, 1))]
+        for (start, stop), step in zip(box, tile, strict=True)
+    ]
+    return list(itertools.product(*cuts))
+
+
+def _slices(shape: tuple[int, ...], tile: tuple[int, ...]) -> list[tuple[slice, ...]]:
+    boxes = _boxes(tuple((0, length) for length in shape), tile)
+    return [tuple(slice(*cut) for cut in box) for box in boxes]
+
+
+def _transfer(leaf: LeafPlan) -> Transfer:
+    tile, wanted = _tile(leaf), _shape(leaf.target_boxes)
+    numbers = {
+        sender: {box: number for number, box in enumerate(_boxes(held, tile))}
+        for sender, held in leaf.source_boxes.items()
     }
-    own = sorted(local)
-    held = {leaf: leaves[leaf].source_boxes[device] for leaf in own}
-    wanted = {leaf: leaves[leaf].target_boxes[device] for leaf in assembled}
+    tiles = {
+        receiver: tuple(
+            (sender, numbers[sender][box])
+            for box in _boxes(target, tile)
+            for sender in [
+                p.sender
+                for p in leaf.pieces
+                if p.receiver == receiver and intersection(p.box, box) == box
+            ]
+        )
+        for receiver, target in leaf.target_boxes.items()
+    }
 
-    def assemble(*values: jax.Array) -> list[jax.Array]:
-        parts: dict[int, list[tuple[Box, jax.Array]]] = {leaf: [] for leaf in assembled}
-        for (leaf, box), value in zip(inbox, values[: len(inbox)], strict=True):
-            parts[leaf].append((box, value))
-        for leaf, shard in zip(own, values[len(inbox) :], strict=True):
-            parts[leaf].append((local[leaf], shard[within(local[leaf], held[leaf])]))
-        return [_joined(parts[leaf], wanted[leaf], leaves[leaf].dtype) for leaf in assembled]
-
-    arguments = [_abstract(leaves[leaf], box, device) for leaf, box in inbox]
-    arguments += [_abstract(leaves[leaf], held[leaf], device) for leaf in own]
-    return tuple(own), _compiled(assemble, arguments, device)
-
-
-def _joined(parts: Sequence[tuple[Box, jax.Array]], wanted: Box, dtype: Any) -> jax.Array:
-    """One array of the parts that tile `wanted`, in memory of its own; none of them where it is empty."""
-    if len(parts) == 1:
-        return jnp.copy(parts[0][1])
-    whole = jax.lax.empty(tuple(b - a for a, b in wanted), dtype)
-    for box, part in parts:
-        starts = tuple(cut.start for cut in within(box, wanted))
-        whole = jax.lax.dynamic_update_slice(whole, part, starts)
-    return whole
-
-
-def _abstract(leaf: LeafPlan, box: Box, device: Device) -> jax.ShapeDtypeStruct:
-    shape = tuple(b - a for a, b in box)
-    return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=SingleDeviceSharding(device))
-
-
-def _compiled(function: Callable[..., Any], arguments: Sequence[Any], device: Device) -> Program:
-    # A program for empty leaves has no argument that would say where it runs.
-    here = SingleDeviceSharding(device)
-    return jax.jit(function, out_shardings=here).lower(*arguments).compile()
+    is_split = tile != _shape(leaf.source_boxes)
+    # A tile that stays is a part of the source, which the move deletes, unless it was cut out of it.
+    stays = any(sender == receiver for receiver, found in tiles.items() for sender, _ in found)
+    is_joined = tile != wanted or not math.prod(wanted) or (stays and not is_split)
+    return Transfer(leaf, is_split, is_joined, tiles)

@@ -48,7 +48,7 @@ def test_local_parts_are_not_sent_and_replicas_share_the_sending():
     state = leaf((8, 8), Strategy(data=4), devices=four)
     plan = plan_move([state], [leaf((8, 8), Strategy(data=8), devices=eight).sharding])
     assert plan.bytes_moved == 4 * 8 * 8 * 4, "four new devices need one whole array each"
-    assert plan.largest_send_bytes == plan.largest_receive_bytes == 8 * 8 * 4
+    assert plan.largest_send_bytes == 8 * 8 * 4
 
 
 def test_the_load_is_spread_over_leaves_too():
@@ -56,7 +56,7 @@ def test_the_load_is_spread_over_leaves_too():
     state = [leaf((4, 4), Strategy(data=2), devices=holders) for _ in range(6)]
     target = leaf((4, 4), Strategy(), devices=receiver).sharding
     plan = plan_move(state, [target] * 6)
-    assert (plan.largest_send_bytes, plan.largest_receive_bytes) == (3 * 64, 6 * 64)
+    assert plan.largest_send_bytes == 3 * 64
 
 
 def test_nothing_moves_where_every_device_has_its_part():
@@ -71,9 +71,9 @@ def test_groups_hold_up_to_the_limit_and_the_extra_memory_is_one_group():
     state = [leaf((256, 256), Strategy(fsdp=8)) for _ in range(10)]  # 256 KiB, 32 KiB a device
     shardings = [leaf((256, 256), Strategy(tensor=8)).sharding] * 10
     plan = plan_move(state, shardings, group_bytes=96 * 2**10)
-    assert [len(group.leaves) for group in plan.groups] == [3, 3, 3, 1]
+    assert [len(group.leaves) for group in plan.groups] == [2] * 5, "all are equal"
     assert sorted(i for group in plan.groups for i in group.leaves) == list(range(10))
-    assert plan.peak_extra_bytes == 96 * 2**10
+    assert plan.peak_extra_bytes == 64 * 2**10
     kept = plan_move(state, shardings, group_bytes=96 * 2**10, donate=False)
     device = jax.devices()[0]
     assert kept.peak_bytes[device] == kept.after_bytes[device] == 2 * 320 * 2**10
@@ -89,7 +89,7 @@ def test_a_leaf_larger_than_the_limit_is_a_group_of_its_own():
 def test_what_frees_memory_moves_first():
     grows = leaf((64, 64), Strategy(fsdp=8)), leaf((64, 64), Strategy(data=8)).sharding
     shrinks = leaf((64, 64), Strategy(data=8)), leaf((64, 64), Strategy(fsdp=8)).sharding
-    plan = plan_move([grows[0], shrinks[0]], [grows[1], shrinks[1]])
+    plan = plan_move([grows[0], shrinks[0]], [grows[1], shrinks[1]], group_bytes=1)
     assert [group.leaves for group in plan.groups] == [(1,), (0,)]
     shard, whole = 64 * 64 * 4 // 8, 64 * 64 * 4
     assert max(plan.peak_bytes.values()) == whole + 2 * shard
