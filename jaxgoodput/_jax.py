@@ -402,12 +402,6 @@ def listen_for_compilations(callback: Callable[[Compilation], None]) -> Callable
     return undo
 
 
-def is_indivisible(error: ValueError) -> bool:
-    """Whether JAX refused a sharding because its degrees do not divide a dimension; it has no type for that."""
-    text = str(error)
-    return "should be divisible by" in text and "sharding" in text
-
-
 def set_priorities(lowered: jax.stages.Lowered, priorities: Mapping[str, int], first: str) -> None:
     """Let the partitioner follow the arguments' and results' shardings over some axes later than others.
 

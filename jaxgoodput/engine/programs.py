@@ -29,7 +29,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 from jaxtyping import Array, PyTree
 
-from jaxgoodput._jax import is_indivisible, set_priorities
+from jaxgoodput._jax import set_priorities
 from jaxgoodput.engine import step as pure
 from jaxgoodput.engine.state import Previous, StepMetrics, Sums, TrainState, cast, split
 from jaxgoodput.optim import noise as noises
@@ -580,21 +580,11 @@ class SeparatePrograms(Programs):
 
 
 def in_mesh(function: Callable[P, T], mesh: AbstractMesh, strategy: Strategy) -> Callable[P, T]:
-    """A function of the model, traced with `mesh` set and the strategy's logical names known to flax.
-
-    Raises CannotDivide where the model cuts what the degrees do not divide.
-    """
+    """A function of the model, traced with `mesh` set and the strategy's logical names known to flax."""
 
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
         with jax.sharding.use_abstract_mesh(mesh), logical_axis_rules(strategy.logical_rules):
-            try:
-                return function(*args, **kwargs)
-            except ValueError as error:
-                if is_indivisible(error):
-                    raise rules.CannotDivide(
-                        f"the model constrains a sharding that {strategy.name} does not divide: {error}"
-                    ) from error
-                raise
+            return function(*args, **kwargs)
 
     return run
 

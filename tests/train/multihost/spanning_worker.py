@@ -110,18 +110,14 @@ def run_constrained(out, section, **options):
 
 def run_switched(out, section, **options):
     """Two changes of strategy, by request."""
-    wanted = {2: (2, "fsdp8"), 5: (4, "fsdp4.tensor2")}
+    wanted = {1: (2, "data2.fsdp4"), 4: (4, "fsdp4.tensor2")}
 
     def on_step(watch, event):
         if event.step in wanted:
             micro, strategy = wanted[event.step]
             watch.trainer.request_batch(micro, strategy=strategy)
 
-    given = settings(
-        strategies=(*STRATEGIES["fsdp4.tensor2"], *STRATEGIES["fsdp8"]),
-        policy="goodput",
-        epochs=2,
-    )
+    given = settings(strategies=(*STRATEGIES["fsdp4.tensor2"], *STRATEGIES["data2.fsdp4"]))
     trainer = Cut(config(out, section, **given), **options)
     Watch(trainer, worker.lines_of(out, section), on_step=on_step).fit()
 
