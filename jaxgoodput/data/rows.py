@@ -116,7 +116,7 @@ def put_rows(
         return jax.device_put(tree, sharding)
 
     def one(rows: np.ndarray) -> jax.Array:
-        def part(index: tuple[slice, ...]) -> np.ndarray:
+        def part(index: Any) -> np.ndarray:
             first, last, _ = index[0].indices(num_rows)
             start = int(np.searchsorted(held, first))
             return rows[start : start + last - first]

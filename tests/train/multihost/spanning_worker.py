@@ -2,7 +2,9 @@
 
 import sys
 import unittest.mock
+from collections.abc import Hashable
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -56,7 +58,10 @@ class Cut(Counting):
         return error + jax.lax.stop_gradient(own) - own
 
     def optimizer(self):
-        parts = {"model": optax.sgd(0.5, momentum=0.9), "count": worker.times_seen()}
+        parts: dict[Hashable, Any] = {
+            "model": optax.sgd(0.5, momentum=0.9),
+            "count": worker.times_seen(),
+        }
         return optax.multi_transform(parts, {"up": "model", "down": "model", "count": "count"})
 
     def dataset(self):

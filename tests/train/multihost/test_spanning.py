@@ -58,12 +58,15 @@ def one(folder):
 def test_a_layout_over_two_processes_gives_the_updates_of_one(two, one, section):
     expected, got = seen(one, "fsdp8", "applied"), seen(two, section, "applied")
     assert len(got) == len(expected) == 8
+    names = ["loss", "grad_norm"]
+    if section != "switched":  # a gradient that was remembered does not outlive a move
+        names += ["grad_sqr", "grad_var"]
     assert got[-1]["num_samples"] == 8  # half of it is padding
     for a, b in zip(expected, got, strict=True):
         same = ("step", "samples", "num_samples", "before", "after")
         assert [a[k] for k in same] == [b[k] for k in same]
         assert a["metrics"].keys() == b["metrics"].keys()
-        for name in ("loss", "grad_norm", "grad_sqr", "grad_var"):
+        for name in names:
             np.testing.assert_allclose(
                 b["metrics"][name], a["metrics"][name], rtol=2e-5, atol=1e-6, err_msg=name
             )
