@@ -8,8 +8,9 @@ micro-batch is a run of consecutive places of the global order, so a change of `
 alone drops nothing.
 
 The global micro-batch is the next `num_replicas * micro_batch_size` samples, reshaped to
-`[num_replicas, micro_batch_size]`; process p of P feeds the replicas from `p * R / P` up to
-`(p + 1) * R / P`. Every process computes this from the same cursor, so none has to ask another.
+`[num_replicas, micro_batch_size]`. Each process reads the rows that its own devices hold, and every one
+computes this from the same cursor, so that none has to ask another. In an elastic job, where each has a
+mesh of its own, process p of P feeds the replicas from `p * R / P` up to `(p + 1) * R / P`.
 """
 
 import threading
@@ -25,7 +26,7 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from jaxgoodput.clock import Clock
 from jaxgoodput.data.cursor import Cursor, Permutations, take
-from jaxgoodput.data.rows import check_same_kind, narrow
+from jaxgoodput.data.rows import check_same_kind, held_rows, narrow, put_rows
 from jaxgoodput.data.sources import Source
 from jaxgoodput.goodput.search import BatchConfig
 
@@ -34,11 +35,11 @@ CLOSE_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What this process's replicas compute at once, on its devices, cut over the axis of replicas."""
+    """What the replicas of a mesh compute at once, cut over the axis of replicas."""
 
     data: PyTree[jax.Array]
-    """Leaves `[local_batch, ...]`."""
-    mask: Float[Array, " local_batch"]
+    """Leaves `[rows, ...]`, of all replicas of the loader's mesh."""
+    mask: Float[Array, " rows"]
     """1 on real samples, 0 on padding, which repeats a real sample, so that a masked loss is finite."""
 
 
@@ -72,7 +73,7 @@ class _Position:
 
 @dataclass(frozen=True)
 class _Portion:
-    """A global micro-batch, of which `micro_batch` is this process's part."""
+    """A global micro-batch; of an elastic job, `micro_batch` is this process's part of it."""
 
     micro_batch: MicroBatch
     indices: np.ndarray  # of the real samples, all processes
@@ -93,11 +94,12 @@ class _End:
 class Loader:
     """Hands out every sample in the cursor's order exactly once, in batches of any configuration.
 
-    `sharding` places a local batch `[local_batch, ...]` on this process's devices. `max_samples` is
-    how many samples this loader hands out in total, over all processes; None is without end.
-    `prefetch` is how many step batches wait on the devices (beside those in use); 0 reads on the
-    caller's thread. Arguments other than `process_index` and `sharding` must be equal on all
-    processes. Close it, or use it as a context manager; reading starts with the first `next`.
+    `sharding` places a batch, of all processes where its mesh has devices of all, else this process's
+    part `[rows / process_count, ...]`. `max_samples` is how many samples this loader hands out in total,
+    over all processes; None is without end. `prefetch` is how many step batches wait on the devices
+    (beside those in use); 0 reads on the caller's thread. Arguments other than `process_index` and
+    `sharding` must be equal on all processes. Close it, or use it as a context manager; reading starts
+    with the first `next`.
 
     Raises:
       ValueError: an argument is out of range, or the source is empty.
@@ -273,21 +275,26 @@ class Loader:
                 raise ValueError(
                     f"{name}={getattr(config, name)}: a batch needs at least 1 of each."
                 )
-        if config.num_replicas % self._process_count:
+        num_parts = self._num_parts(self._sharding)
+        if config.num_replicas % num_parts:
             raise ValueError(
                 f"num_replicas={config.num_replicas} cannot be split evenly over "
-                f"{self._process_count} processes. Use a multiple of {self._process_count}: every "
+                f"{num_parts} processes. Use a multiple of {num_parts}: every "
                 f"process feeds as many replicas as it has devices."
             )
-        local_replicas = config.num_replicas // self._process_count
+        local_replicas = config.num_replicas // num_parts
         try:
             self._sharding.shard_shape((local_replicas,))
         except ValueError as error:
             raise ValueError(
-                f"num_replicas={config.num_replicas} over {self._process_count} processes gives "
+                f"num_replicas={config.num_replicas} over {num_parts} processes gives "
                 f"{local_replicas} replicas here, which cannot be cut over the devices of "
                 f"{self._sharding}. Use a multiple of the number of devices on that axis."
             ) from error
+
+    def _num_parts(self, sharding: NamedSharding) -> int:
+        """How many meshes share a batch: one where `sharding` spans all processes."""
+        return self._process_count if sharding.is_fully_addressable else 1
 
     def _step_batch(
         self, portions: list[_Portion], config: BatchConfig, before: Cursor, wait_s: float
@@ -377,10 +384,12 @@ class Loader:
     def _read(
         self, indices: Int[np.ndarray, " real"], config: BatchConfig, sharding: NamedSharding
     ) -> MicroBatch:
-        local_batch = config.num_replicas // self._process_count * config.micro_batch_size
-        start = self._process_index * local_batch
-        mine = indices[start : start + local_batch]
-        num_padded = local_batch - len(mine)
+        num_parts = self._num_parts(sharding)
+        num_rows = config.num_replicas // num_parts * config.micro_batch_size
+        held = held_rows(sharding, num_rows)
+        places = held + (self._process_index * num_rows if num_parts > 1 else 0)
+        mine = indices[places[places < len(indices)]]
+        num_padded = len(places) - len(mine)
         rows = self._source.batch(np.append(mine, indices[:1]) if num_padded else mine)
         self._kind = check_same_kind(rows, self._kind, len(mine) + bool(num_padded))
         rows = narrow(rows)
@@ -389,9 +398,9 @@ class Loader:
             rows = jax.tree.map(
                 lambda x: np.concatenate([x, x[-1:].repeat(num_padded - 1, 0)]), rows
             )
-        mask = np.zeros(local_batch, np.float32)
+        mask = np.zeros(len(places), np.float32)
         mask[: len(mine)] = 1
-        data, mask = jax.device_put((rows, mask), sharding)
+        data, mask = put_rows((rows, mask), held, sharding, num_rows=num_rows)
         return MicroBatch(data=data, mask=mask)
 
 

@@ -1,7 +1,8 @@
 """What a stacked batch must be: numeric arrays, one row per sample, the same kind every time.
 
 Checked on the host, before a wrong width, shape or structure becomes a wrapped integer, a silent
-recompilation or an error that names no leaf.
+recompilation or an error that names no leaf. And which of its rows a process needs, to put them on its
+devices.
 """
 
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import PyTree
+from jax.sharding import NamedSharding
+from jaxtyping import Int, PyTree
 
 
 def check_same_kind(
@@ -85,6 +87,44 @@ def narrow(rows: PyTree[np.ndarray]) -> PyTree[np.ndarray]:
         return array.astype(dtype)
 
     return jax.tree_util.tree_map_with_path(convert, rows)
+
+
+def held_rows(sharding: NamedSharding, num_rows: int) -> Int[np.ndarray, " held"]:
+    """The rows of a batch that this process's devices hold, ascending; all, where there is one process.
+
+    Where a copy of the model lies on devices of several processes, each of them holds its rows.
+
+    Raises ValueError where the rows cannot be cut evenly over the devices.
+    """
+    rows = np.arange(num_rows)
+    places = sharding.addressable_devices_indices_map((num_rows,)).values()
+    return np.unique(np.concatenate([rows[place] for place in places]))
+
+
+def put_rows(
+    tree: PyTree[np.ndarray],
+    held: Int[np.ndarray, " held"],
+    sharding: NamedSharding,
+    *,
+    num_rows: int,
+) -> PyTree[jax.Array]:
+    """A batch of `num_rows` rows on the devices of `sharding`, from those that `held_rows` says.
+
+    Where the devices are of several processes, all of them come here, each with its own rows.
+    """
+    if sharding.is_fully_addressable:
+        return jax.device_put(tree, sharding)
+
+    def one(rows: np.ndarray) -> jax.Array:
+        def part(index: Any) -> np.ndarray:
+            first, last, _ = index[0].indices(num_rows)
+            start = int(np.searchsorted(held, first))
+            return rows[start : start + last - first]
+
+        with jax.transfer_guard("allow"):  # it is meant
+            return jax.make_array_from_callback((num_rows, *rows.shape[1:]), sharding, part)
+
+    return jax.tree.map(one, tree)
 
 
 def check_numeric(path: Any, dtype: np.dtype) -> None:

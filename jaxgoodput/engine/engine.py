@@ -36,6 +36,7 @@ from jaxgoodput.engine.programs import (
     Programs,
     SampleShape,
     SeparatePrograms,
+    anywhere,
     has_constraints,
 )
 from jaxgoodput.engine.programs_elastic import ElasticPrograms
@@ -114,7 +115,8 @@ class Engines:
                 f'Config.loss is "separate", a gradient for each whole copy of the model, and {why}. Leave '
                 'it at "auto".'
             )
-        return has_to or self.loss == "global" or layout.num_devices == 1
+        alone = layout.num_devices == 1 and self.world is None
+        return has_to or self.loss == "global" or alone
 
     @cached_property
     def _has_constraints(self) -> bool:
@@ -149,7 +151,8 @@ class Engines:
     def loss_kind(self) -> Literal["sample", "mean"]:
         """'sample' or 'mean': whether the loss can leave padded samples out."""
         batch = SampleShape.of(self.sample, micro_batch_size=2).batch(2)
-        return pure.loss_kind(self.problem, self.state, batch, 2)
+        problem = dataclasses.replace(self.problem, loss_and_state=anywhere(self.problem))
+        return pure.loss_kind(problem, self.state, batch, 2)
 
     def _both(self, old: Layout, new: Layout) -> tuple[Programs, Programs]:
         return self.on(old).programs, self.on(new).programs
@@ -183,7 +186,8 @@ class Engine:
             self.programs = SeparatePrograms(self.problem, layout, **made)
         # XLA:CPU runs out of threads, and hangs, where many executables with collectives wait at once.
         on_cpu = layout.mesh.devices.flat[0].platform == "cpu"
-        self._is_paced = on_cpu and layout.strategy.is_cut
+        sums = isinstance(self.programs, GlobalPrograms) and layout.num_devices > 1
+        self._is_paced = on_cpu and sums
 
     # -- what there is ---------------------------------------------------------------------------
 
@@ -196,6 +200,11 @@ class Engine:
     def needs_two_steps(self) -> bool:
         """Whether a batch of one micro-batch is a single group, so that two make a noise sample."""
         return self.world is None and self.programs.needs_two_steps
+
+    @property
+    def spans(self) -> bool:
+        """Whether the state lies on devices of several processes, which run every program together."""
+        return self.layout.mesh.is_multi_process
 
     def shape(self, size: Size) -> SampleShape:
         """The shape of a micro-batch; a number is of the engine's own samples."""
@@ -290,8 +299,11 @@ class Engine:
     def rehearse(self, size: Size, *, accumulate: bool) -> None:
         """Run the training programs once on throw-away zeros, because a first run is slow.
 
-        Collectives over processes are left out: they would have to be run by all at once.
+        Collectives over processes are left out: they would have to be run by all at once. Where the state
+        spans processes, that is everything.
         """
+        if self.spans:
+            return
         state = self.compiled(self.programs.zeros)()
         batch, mask = self._zero_batch(self.shape(size))
         if self.world is None:
@@ -305,7 +317,7 @@ class Engine:
 
     def rehearse_measuring(self, size: Size) -> None:
         """Run the measuring programs once on throw-away zeros."""
-        if self.world is not None:
+        if self.world is not None or self.spans:
             return
         state = self.compiled(self.programs.zeros)()
         batch, mask = self._zero_batch(self.shape(size))
@@ -348,7 +360,13 @@ class Engine:
 
     def init(self, key: Array) -> TrainState:
         """A fresh state on this layout; no device ever holds more than its part of it."""
-        return self.compiled(self.programs.init)(jax.device_put(key, self.layout.replicated))
+        everywhere = self.layout.replicated
+        if self.spans:
+            data = self._on_devices(np.asarray(jax.random.key_data(key)), everywhere)
+            key = jax.random.wrap_key_data(data, impl=jax.random.key_impl(key))
+        else:
+            key = jax.device_put(key, everywhere)
+        return self.compiled(self.programs.init)(key)
 
     def begin(self, state: TrainState) -> Work:
         """An empty batch for this state: compute-precision parameters, no gradient yet.
@@ -590,7 +608,8 @@ class Engine:
         """A value that every process knows its own part of, cut over the devices of all of them."""
         if sharding.is_fully_addressable:
             return jax.device_put(value, sharding)
-        return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
+        with jax.transfer_guard("allow"):  # it is meant
+            return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
 
     def _zero_batch(self, shape: SampleShape) -> tuple[PyTree, Array]:
         batch, mask, *_ = self.programs.abstract_batch(shape)

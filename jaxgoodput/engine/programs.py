@@ -18,7 +18,7 @@ import enum
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -45,6 +45,8 @@ from jaxgoodput.parallel.strategy import (
 
 # The order in which the partitioner follows shardings: batches, then these. (Rows are cut over DATA_AXIS.)
 PRIORITIES = {axis: 1 for axis in MODEL_AXES} | {FSDP_AXIS: 2}
+P = ParamSpec("P")
+T = TypeVar("T")
 ROWS = PartitionSpec(DATA_AXIS)
 WHOLE = PartitionSpec()
 # A mesh of all axes, over nothing: constraints mean something in it, and cut nothing.
@@ -588,19 +590,24 @@ class SeparatePrograms(Programs):
         )
 
 
-def in_mesh(loss: pure.LossAndState, mesh: AbstractMesh, strategy: Strategy) -> pure.LossAndState:
-    """The loss, traced with `mesh` set and the strategy's logical names of axes known to flax."""
+def in_mesh(function: Callable[P, T], mesh: AbstractMesh, strategy: Strategy) -> Callable[P, T]:
+    """A function of the model, traced with `mesh` set and the strategy's logical names known to flax."""
 
-    def run(params: PyTree, model_state: PyTree, batch: PyTree, key: Array):
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
         with jax.sharding.use_abstract_mesh(mesh), logical_axis_rules(strategy.logical_rules):
-            return loss(params, model_state, batch, key)
+            return function(*args, **kwargs)
 
     return run
 
 
+def anywhere(problem: pure.Problem) -> pure.LossAndState:
+    """The loss for looking at, traced under a mesh of all axes that cuts nothing."""
+    return in_mesh(problem.loss_and_state, UNCUT, Strategy())
+
+
 def has_constraints(problem: pure.Problem, state: TrainState, shape: SampleShape) -> bool:
     """Whether the loss constrains how anything in it is cut; `state` is abstract."""
-    loss = in_mesh(problem.loss_and_state, UNCUT, Strategy())
+    loss = anywhere(problem)
     key = jax.eval_shape(lambda: jax.random.key(0))
     batch = shape.batch(shape.micro_batch_size)
     traced = jax.make_jaxpr(loss)(

@@ -35,6 +35,11 @@ from jaxgoodput.parallel.strategy import (
     check_axes,
 )
 
+
+class CannotDivide(ValueError):
+    """A rule, the model's metadata or the model itself cuts what the degrees do not divide."""
+
+
 KeyPath = tuple[Any, ...]
 # A model's own metadata: path -> spec.
 OwnSpecs = Sequence[tuple[str, PartitionSpec]]
@@ -130,7 +135,7 @@ def param_specs(layout: Layout, params: PyTree, own: OwnSpecs = ()) -> ParamSpec
 
     `params` are all parameters, frozen ones too; `own` is the model's metadata (`Variables.specs`).
     Raises ValueError where a rule or metadata matches no parameter, has more dimensions than one it
-    matches, or cuts a dimension that its degree does not divide.
+    matches; CannotDivide where it cuts a dimension that its degree does not divide.
     """
     return ParamSpecs(layout=layout, table=_table(layout.strategy, params, own))
 
@@ -408,7 +413,7 @@ def _checked(
             above = min((n for n in works if n > degree), default=None)
             nearest = f"{below}" if above is None else f"{below} and {above}"
             over = " x ".join(f"{axis}={strategy.degrees[axis]}" for axis in axes_of(entry))
-            raise ValueError(
+            raise CannotDivide(
                 f"{source} cuts dimension {dim} of {name}, of length {shape[dim]}, over {over}, "
                 f"which does not divide it. The nearest degrees that work are {nearest}; or put {exact} "
                 "before it."

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, PyTree
 
+from jaxgoodput.parallel.partition import CannotDivide
 from jaxgoodput.parallel.strategy import REPLICA_AXES, STAGE_AXIS
 
 ANY = PartitionSpec.UNCONSTRAINED
@@ -42,7 +43,8 @@ def pipeline(
     While a pipeline fills and drains its stages compute on rows that are not theirs; these results are
     dropped, and their gradients are 0.
 
-    Raises ValueError where stages do not divide the layers, or micro-batches the rows.
+    Raises CannotDivide where stages do not divide the layers, ValueError where micro-batches do not divide
+    the rows.
     """
     if num_micro_batches < 1:
         raise ValueError(
@@ -55,7 +57,7 @@ def pipeline(
         return _scanned(layer, stacked_params, x)
     num_layers, batch = (jax.tree.leaves(tree)[0].shape[0] for tree in (stacked_params, x))
     if num_layers % num_stages:
-        raise ValueError(
+        raise CannotDivide(
             f"a stack of {num_layers} layers cannot be cut into {num_stages} stages of as many layers each. "
             f"Use a Strategy whose stage divides {num_layers}."
         )

@@ -225,9 +225,12 @@ class Strategy:
         what sends most stays within a host, TPUs so that it stays among neighbours (`device_grid`).
         """
         strategy = self.resolved(len(devices))
-        mesh = Mesh(
-            device_grid(strategy, devices), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES)
-        )
+        grid, axes = device_grid(strategy, devices), MESH_AXES
+        if len({getattr(d, "process_index", 0) for d in devices}) > 1:
+            # One program moves a state between two layouts, if both have the devices in one order.
+            axes = BY_TRAFFIC
+            grid = grid.transpose([MESH_AXES.index(axis) for axis in axes])
+        mesh = Mesh(grid, axes, axis_types=(AxisType.Auto,) * len(axes))
         return Layout(strategy=strategy, mesh=mesh)
 
 

@@ -8,8 +8,10 @@ read is named, set aside, and the one before it is used.
 The abstract state that `restore` is given says where every leaf goes: each device reads its own part,
 and none ever holds more, besides one leaf at a time.
 
-The state is the same in every process: process 0 writes, everyone reads for itself, and no process
-ever waits inside Orbax for another, which may have failed.
+A state that spans processes is written by all of them together, each value once, and is complete when the
+last of them is done. Otherwise it is the same in every process, and process 0 writes. Everyone reads for
+itself, its own devices' parts, and agrees with the others on what was read: no reader ever waits inside
+Orbax for another, which may have failed.
 """
 
 import dataclasses
@@ -25,7 +27,6 @@ import numpy as np
 import orbax.checkpoint as ocp
 from absl import logging
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from jaxgoodput._serial import decode, encode
@@ -39,6 +40,7 @@ T = TypeVar("T")
 
 
 VERSION = 1  # of the metadata
+ELSEWHERE = "another process could not"
 
 
 class WrongWorkdirError(ValueError):
@@ -137,26 +139,33 @@ class Restored:
 
 
 class Checkpoints:
-    """The checkpoints of one workdir. `world` is the mesh of all processes, None where there is one."""
+    """The checkpoints of one workdir. `spans`: the states lie on devices of several processes."""
 
-    def __init__(self, workdir: str, *, keep: int, world: Mesh | None = None):
+    def __init__(self, workdir: str, *, keep: int, spans: bool = False):
         self._root = pathlib.Path(workdir).resolve()
         self._directory = self._root / "checkpoints"
         self._keep = keep
-        self._world = world
+        self._spans = spans
         _check_writable(self._root)
         self._directory.mkdir(exist_ok=True)
+        self._num_opened = 0
+        self._together = False  # whether the manager is one of all processes
+        self._has_failed = False  # the manager of all processes, in this one
         self._manager = self._open()
         self._writing = 0  # the step that was handed to the writer last
 
     def save(self, state: TrainState, meta: CheckpointMeta) -> str | None:
         """Hand the state to the writer; returns once the values are copied off the devices.
 
-        Returns None, or what went wrong with this save or the one before it.
+        Returns None, or what went wrong with this save or the one before it. Where the state spans processes,
+        all come here together.
         """
-        if jax.process_index() != 0:
+        if self._spans:
+            error = self._error_anywhere()
+        elif jax.process_index() != 0:
             return None
-        error = self.error()
+        else:
+            error = self.error()
         step = self._writing = meta.step
         if self._manager.latest_step() == step:
             return error
@@ -186,7 +195,8 @@ class Checkpoints:
         All processes come here together, and none goes on before the one that writes is done.
         """
         error = self._finish()
-        self._everywhere(True)
+        if not self._everywhere(error is None) and self._spans:
+            error = error or ELSEWHERE
         return error
 
     def restore(self, abstract_for: Callable[[CheckpointMeta], TrainState]) -> Restored | None:
@@ -234,8 +244,24 @@ class Checkpoints:
             logging.warning("the last checkpoint was not written (%s). Older ones stay.", error)
         self._manager.close()
 
+    def _error_anywhere(self) -> str | None:
+        """What went wrong with the save before this one, in any process; a new writer after that."""
+        error = self.error()
+        if not self._everywhere(not self._has_failed):
+            # Where nothing has failed yet, it waits for the process in which something has: left to itself.
+            error = error or f"step {self._writing}: {ELSEWHERE}"
+            self._has_failed = False
+            self._remove_leftovers()
+            self._manager = self._open()
+        if not self._together:
+            self._manager.close()
+            self._together = True
+            self._manager = self._open()
+        return error
+
     def _open(self) -> ocp.CheckpointManager:
         here = jax.process_index()
+        self._num_opened += 1
         return ocp.CheckpointManager(
             self._directory,
             options=ocp.CheckpointManagerOptions(
@@ -243,6 +269,12 @@ class Checkpoints:
                 enable_async_checkpointing=True,
                 create=False,
                 multiprocessing_options=ocp.options.MultiprocessingOptions(
+                    primary_host=0,
+                    # One that failed is left behind, with whatever its barriers still wait for.
+                    barrier_sync_key_prefix=f"opened{self._num_opened}",
+                )
+                if self._together
+                else ocp.options.MultiprocessingOptions(
                     primary_host=here,
                     active_processes={here},
                     barrier_sync_key_prefix=f"process{here}",
@@ -276,7 +308,7 @@ class Checkpoints:
 
     def _agreed(self, steps: list[int]) -> list[int]:
         """The steps that process 0 sees, in every process."""
-        if self._world is None:
+        if jax.process_count() == 1:
             return steps
         count = int(multihost_utils.broadcast_one_to_all(np.int32(len(steps))))
         padded = np.resize(np.asarray(steps or [0], np.int32), count)
@@ -284,12 +316,15 @@ class Checkpoints:
 
     def _everywhere(self, holds: bool) -> bool:
         """Whether it holds in every process; they come here together."""
-        if self._world is None:
+        if jax.process_count() == 1:
             return holds
         return bool(np.all(multihost_utils.process_allgather(np.float32(holds))))
 
     def _failed(self, failure: Exception) -> str:
-        self._reopen()
+        if self._together:  # they open a new one at the next save
+            self._has_failed = True
+        else:
+            self._reopen()
         return f"step {self._writing}: {_told(failure)}"
 
     def _reopen(self) -> None:
@@ -298,10 +333,13 @@ class Checkpoints:
             self._manager.close()
         except Exception as failure:
             logging.info("closing the failed checkpoint writer: %s", failure)
+        self._remove_leftovers()
+        self._manager = self._open()
+
+    def _remove_leftovers(self) -> None:
         if jax.process_index() == 0:
             for leftover in self._directory.glob("*.orbax-checkpoint-tmp*"):
                 shutil.rmtree(leftover, ignore_errors=True)
-        self._manager = self._open()
 
     def _set_aside(self, step: int, failure: Exception | None) -> None:
         damaged = self._root / "damaged_checkpoints"
@@ -309,7 +347,7 @@ class Checkpoints:
         logging.warning(
             "the checkpoint %s cannot be read (%s). It is moved to %s and the one before it is used.",
             self._directory / str(step),
-            "another process could not" if failure is None else _told(failure),
+            ELSEWHERE if failure is None else _told(failure),
             target,
         )
         if jax.process_index() == 0:
@@ -323,7 +361,7 @@ class Checkpoints:
 
     def _outward(self, state: TrainState) -> dict[str, PyTree]:
         tree = _plain(state)
-        if self._world is None:
+        if self._spans or jax.process_count() == 1:
             return tree
         # Where there are several processes, Orbax takes arrays of one of them from the host only;
         # copies, because the state's own buffers will be donated to the next step.

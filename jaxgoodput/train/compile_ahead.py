@@ -24,6 +24,7 @@ from jaxgoodput.goodput.memory import StepBytes, TooLarge, largest_that_fits
 from jaxgoodput.goodput.perf import Placement
 from jaxgoodput.goodput.search import BatchConfig, BatchLimits
 from jaxgoodput.parallel.move import MoveDoesNotFit
+from jaxgoodput.parallel.partition import CannotDivide
 from jaxgoodput.tune.plan import BatchPlan, Indivisible
 from jaxgoodput.tune.verdict import Alternative
 
@@ -367,12 +368,18 @@ class StrategyCompiler:
         self._stopping = False
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
-        self.settled_everywhere: int | None = None  # sizes of all processes; None: there is one
+        # By strategy, how many sizes all processes have settled; None: there is one process.
+        self.settled_everywhere: dict[str, int] | None = None
 
     @property
     def num_strategies(self) -> int:
         """How many there are, prepared or not."""
         return len(self._engines)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All of them, in the same order in every process."""
+        return tuple(self._engines)
 
     def engine(self, strategy: str) -> Engine:
         """The engine of a strategy.
@@ -406,9 +413,12 @@ class StrategyCompiler:
         with self._changed:
             self._raise()
             sizes, own = self._sizes.get(strategy), self._prepared.get(strategy)
-        compiled = () if sizes is None else sizes.ready(first=self.settled_everywhere)
-        if self.settled_everywhere is not None:
+        settled = self.settled_everywhere
+        first = None if settled is None else settled.get(strategy, 0)
+        compiled = () if sizes is None else sizes.ready(first=first)
+        if settled is not None and len(self._engines) == 1:
             return compiled
+        # What one process has prepared for a switch, the others compile when it comes.
         return tuple(dict.fromkeys([*compiled, *([] if own is None else [own])]))
 
     def memory_limit(self, strategy: str) -> int:
@@ -569,7 +579,7 @@ class StrategyCompiler:
         if strategy not in self._plans:
             try:
                 plan = self._plan_of(strategy)
-            except (TooLarge, Indivisible) as error:
+            except (TooLarge, Indivisible, CannotDivide) as error:
                 logging.info("the strategy %s is left out: %s", strategy, error)
                 return None
             with self._changed:

@@ -175,9 +175,10 @@ class Config:
     found while training.
     """
     loss: Literal["auto", "global", "separate"] = "auto"
-    """"global": `loss` sees the rows of all replicas, as one program that the compiler cuts; "separate":
-    those of one whole copy of the model. "auto": separate where every device holds a whole copy and the
-    model constrains no sharding."""
+    """"global": `loss` sees the rows of all replicas, in one program that the compiler cuts; "separate":
+    those of one whole copy of the model; "auto": separate where each device holds a whole copy and the model
+    constrains no sharding.
+    """
     rule: Rule | None = None
     """Learning-rate gain; None: adam_scale for Adam-like optimizers, else adascale."""
     policy: str = "goodput"

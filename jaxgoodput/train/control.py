@@ -8,6 +8,7 @@ effect there: no further message, no further collective, and never a different a
 
 import dataclasses
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +18,7 @@ from jaxgoodput.train.config import Config
 
 # A step is dispatched once the step this many before it is done: one runs, one waits behind it.
 DEPTH = 2
-CONTROL_SIZE = 8
+CONTROL_SIZE = 10
 
 
 class Preempted(SystemExit):
@@ -50,11 +51,10 @@ class Control:
     finish: bool = False  # end as if complete
     save: bool = False
     evaluate: bool = False
-    batch: BatchConfig | BatchWish | None = (
-        None  # to use from now on; another strategy in one process only
-    )
+    batch: BatchConfig | BatchWish | None = None  # to use from now on
     statistics_every: int | None = None
     num_ready: int = 0  # sizes compiled or refused, summed over processes
+    num_measuring: int = 0  # processes in which the size in use can measure the noise
 
     def also(self, later: "Control") -> "Control":
         """Both; of two batches or cadences the later one."""
@@ -66,6 +66,7 @@ class Control:
             batch=later.batch or self.batch,
             statistics_every=later.statistics_every or self.statistics_every,
             num_ready=self.num_ready + later.num_ready,
+            num_measuring=self.num_measuring + later.num_measuring,
         )
 
 
@@ -118,9 +119,13 @@ class Due:
         return Control(save=save, evaluate=evaluate)
 
 
-def encode(control: Control) -> np.ndarray:
-    """The vector that is summed over processes, float32 `[CONTROL_SIZE]`."""
+def encode(control: Control, strategies: Sequence[str]) -> np.ndarray:
+    """The vector that is summed over processes, float32 `[CONTROL_SIZE]`.
+
+    `strategies` are the names of all, in the same order in every process.
+    """
     batch = control.batch
+    strategy = None if batch is None else batch.strategy
     return np.asarray(
         [
             control.stop,
@@ -131,17 +136,24 @@ def encode(control: Control) -> np.ndarray:
             0 if batch is None else batch.num_micro_batches,
             control.statistics_every or 0,
             control.num_ready,
+            control.num_measuring,
+            0 if strategy is None else 1 + strategies.index(strategy),
         ],
         np.float32,
     )
 
 
-def decode(total: np.ndarray, current: BatchConfig) -> Control:
-    """The agreed control. Batches come from process 0 alone, so their sum is theirs; else as `current`."""
-    stop, finish, save, evaluate, micro, count, every, ready = (int(round(float(x))) for x in total)
+def decode(total: np.ndarray, strategies: Sequence[str]) -> Control:
+    """The agreed control. Batches come from process 0 alone, so that their sum is its own."""
+    numbers = (int(round(float(x))) for x in total)
+    stop, finish, save, evaluate, micro, count, every, ready, measuring, strategy = numbers
     batch = None
     if micro and count:
-        batch = dataclasses.replace(current, micro_batch_size=micro, num_micro_batches=count)
+        batch = BatchWish(
+            micro_batch_size=micro,
+            num_micro_batches=count,
+            strategy=strategies[strategy - 1] if strategy else None,
+        )
     return Control(
         stop=stop > 0,
         finish=finish > 0,
@@ -150,4 +162,5 @@ def decode(total: np.ndarray, current: BatchConfig) -> Control:
         batch=batch,
         statistics_every=every or None,
         num_ready=ready,
+        num_measuring=measuring,
     )

@@ -12,13 +12,13 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from jaxgoodput.data.rows import narrow
+from jaxgoodput.data.rows import held_rows, narrow, put_rows
 from jaxgoodput.data.sources import Source, abstract_sample
 from jaxgoodput.engine.memory import StepBytes, step_bytes
-from jaxgoodput.engine.programs import Program
+from jaxgoodput.engine.programs import Program, in_mesh
 from jaxgoodput.engine.state import TrainState, cast
 from jaxgoodput.parallel.strategy import DATA_AXIS, REPLICA_AXES, Layout
 
@@ -37,10 +37,16 @@ class _Placed:
     batch_sharding: NamedSharding
     depth: int
 
+    @property
+    def spans(self) -> bool:
+        """Whether the states lie on devices of several processes."""
+        return not self.batch_sharding.is_fully_addressable
+
 
 class Evaluator:
     """Owns the compiled `metrics`. Each process covers its own part of the samples.
 
+    Where a state spans processes, all of them cover every batch together, each with the rows of its devices.
     States may lie on any mesh of a `Layout`, and are evaluated there; one that lies on no mesh, on the
     devices of `layout`.
     """
@@ -85,16 +91,19 @@ class Evaluator:
         sharding = NamedSharding(mesh, self._layout.batch_sharding.spec)
         num_replicas = math.prod(mesh.shape[axis] for axis in REPLICA_AXES)
         # Not more than there is: a small set should not be padded to a large batch.
-        share = -(-len(self._source) // (num_replicas * self._process_count))
+        spans = not sharding.is_fully_addressable
+        num_parts = 1 if spans else self._process_count
+        share = -(-len(self._source) // (num_replicas * num_parts))
         num_rows = min(self._micro_batch_size, share) * num_replicas
         batch = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct((num_rows, *x.shape), x.dtype, sharding=sharding),
             abstract_sample(self._source),
         )
 
+        metrics = in_mesh(self._metrics, mesh.abstract_mesh, self._layout.strategy)
+
         def run(params: PyTree, model_state: PyTree, batch: PyTree) -> Mapping[str, Any]:
-            params = cast(params, self._compute_dtype)
-            return self._metrics(params, model_state, batch)
+            return metrics(cast(params, self._compute_dtype), model_state, batch)
 
         shapes = jax.eval_shape(run, abstract.params, abstract.model_state, batch)
         for name, out in shapes.items():
@@ -107,13 +116,15 @@ class Evaluator:
         cuts = mesh.size > mesh.shape[DATA_AXIS]
         options: dict[str, str | bool] = {}
         depth = DEPTH
-        if cuts and mesh.devices.flat[0].platform == "cpu":
+        if (cuts or spans) and mesh.devices.flat[0].platform == "cpu":
             # XLA:CPU gathers all parameters before it computes anything, unless told otherwise. And it
             # runs out of threads, and hangs, where many executables with collectives wait at once.
             options["xla_cpu_scheduler_type"] = "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"
             depth = 1
         arguments = (abstract.params, abstract.model_state, batch)
-        lowered = Program(run, (), arguments, sharding).lower()
+        # What every process is to fetch has to lie whole in every process.
+        out = NamedSharding(mesh, PartitionSpec()) if spans else sharding
+        lowered = Program(run, (), arguments, out).lower()
         return _Placed(
             run=lowered.compile(compiler_options=options),
             num_rows=num_rows,
@@ -127,20 +138,24 @@ class Evaluator:
         placed = self._placed[_placement(state)]
         if placed.depth == 1:
             jax.block_until_ready(state)
-        total = len(self._source)
-        mine = np.array_split(np.arange(total), self._process_count)[self._process_index]
+        total, num_rows, sharding = len(self._source), placed.num_rows, placed.batch_sharding
+        num_parts = 1 if placed.spans else self._process_count
+        part = 0 if placed.spans else self._process_index
+        mine = np.array_split(np.arange(total), num_parts)[part]
+        held = held_rows(sharding, num_rows)
         pending, parts = [], []
         # A process without a sample runs one batch all the same: the others wait for its outputs.
-        for start in range(0, max(len(mine), 1), placed.num_rows):
-            indices = mine[start : start + placed.num_rows]
-            padded = np.resize(indices, placed.num_rows)
-            batch = jax.device_put(narrow(self._source.batch(padded)), placed.batch_sharding)
+        for start in range(0, max(len(mine), 1), num_rows):
+            indices = mine[start : start + num_rows]
+            padded = np.resize(indices, num_rows)
+            rows = narrow(self._source.batch(padded[held]))
+            batch = put_rows(rows, held, sharding, num_rows=num_rows)
             pending.append((len(indices), placed.run(state.params, state.model_state, batch)))
             if len(pending) >= placed.depth:
                 parts.append(_fetch(*pending.pop(0)))
         parts += [_fetch(*p) for p in pending]
         merged = {name: np.concatenate([p[name] for p in parts]) for name in parts[0]}
-        return merged if self._process_count == 1 else self._everyone(merged, total)
+        return merged if num_parts == 1 else self._everyone(merged, total)
 
     def _everyone(self, mine: dict[str, np.ndarray], total: int) -> dict[str, np.ndarray]:
         longest = -(-total // self._process_count)

@@ -92,8 +92,10 @@ class Loop:
         self._hook_error: BaseException | None = None
         self._began_s = clock.now()  # made anew at the first step
         self._due = Due(config, self._began_s, start.progress)
+        # Sizes whose noise every process can measure, by strategy: the first was compiled before the start.
+        self._measuring = {(start.batch.strategy, start.batch.micro_batch_size)}
         if self.where.process_count > 1:
-            self.strategies.settled_everywhere = 0
+            self.strategies.settled_everywhere = {}
         self.watcher = Watcher(self._read, self._on_result, clock)
         self.analyst = Analyst(
             config,
@@ -125,7 +127,7 @@ class Loop:
                 config=self.batch,
                 limits=self.start.limits,
                 device_kind=layout.mesh.devices.flat[0].device_kind,
-                num_devices=layout.num_devices * self.where.process_count,
+                num_devices=self.where.num_devices,
                 num_processes=self.where.process_count,
                 settings=_serial.encode(self.config),
                 at_s=self.clock.now(),
@@ -227,26 +229,54 @@ class Loop:
             num_replicas=self.strategies.engine(strategy).num_replicas,
             strategy=strategy,
         )
-        if batch.strategy != self.batch.strategy and not self._switch(batch.strategy):
+        if batch.strategy != self.batch.strategy and not self._switch(batch):
             return  # the batch asked for belongs to the other strategy
+        if self.where.spans:
+            self._compile_everywhere(batch)
         self.batch = batch
         self._untimed, self._stayed = 1, 0
         self.strategies.use(batch)
 
-    def _switch(self, strategy: str) -> bool:
-        """Move the state to another strategy's layout, in memory; the loop waits for it.
+    def _switch(self, batch: BatchConfig) -> bool:
+        """Move the state to the layout of a batch's strategy, in memory; the loop waits for it.
 
-        False, and nothing has moved, where it does not fit into memory.
+        False, and nothing has moved, where it does not fit into the memory of some process.
         """
+        strategy, refusal = batch.strategy, None
         try:
             with self.ledger.bucket("compilation"), jax.transfer_guard("allow"):
                 self.strategies.require(strategy)
+        except (MoveDoesNotFit, TooLarge) as error:
+            refusal = error
+        if not self._everywhere(refusal is None):
+            return self._stay(strategy, refusal or "it does not fit in another process")
+        try:
             self._move(strategy)
-        except (MoveDoesNotFit, TooLarge) as refusal:
-            logging.warning("training goes on under %s: %s", self.batch.strategy, refusal)
-            self.strategies.leave_out(strategy)
-            return False
+        except (MoveDoesNotFit, TooLarge) as error:
+            return self._stay(strategy, error)
         return True
+
+    def _stay(self, strategy: str, why: object) -> bool:
+        logging.warning("training goes on under %s: %s", self.batch.strategy, why)
+        self.strategies.leave_out(strategy)
+        return False
+
+    def _everywhere(self, holds: bool) -> bool:
+        with jax.transfer_guard("allow"):
+            return self.where.everywhere(holds)
+
+    def _compile_everywhere(self, batch: BatchConfig) -> None:
+        """Have every process compile a batch's steps before one of them waits in a collective."""
+        with self.ledger.bucket("compilation"), jax.transfer_guard("allow"):
+            engine = self.strategies.engine(batch.strategy)
+            for program in engine.training_programs(
+                batch.micro_batch_size, accumulate=batch.num_micro_batches > 1
+            ):
+                engine.compile_program(program)
+            if batch.num_micro_batches > 1:
+                for program in engine.shared_programs(accumulate=True):
+                    engine.compile_program(program)
+            self.where.meet(f"step {self.step}")
 
     def _move(self, strategy: str) -> None:
         old, new = self.engine, self.strategies.engine(strategy)
@@ -276,11 +306,18 @@ class Loop:
             return self.requests.take()
         if result is None:
             return Control()
-        control = decode(result.control, self.batch)
+        control = decode(result.control, self.strategies.names)
+        then = result.ticket.config
+        if control.num_measuring == self.where.process_count:
+            self._measuring.add((then.strategy, then.micro_batch_size))
+        if then.strategy != self.batch.strategy:
+            return control
         # The sum bounds the slowest from below: nobody has settled more sizes than were taken up.
         others = self.where.process_count - 1
         slowest = control.num_ready - others * self.sizes.num_wanted
-        self.strategies.settled_everywhere = max(self.strategies.settled_everywhere or 0, slowest)
+        settled = self.strategies.settled_everywhere
+        assert settled is not None
+        settled[then.strategy] = max(settled.get(then.strategy, 0), slowest)
         return control
 
     def _next_batch(self) -> StepBatch | None:
@@ -301,6 +338,7 @@ class Loop:
         measured, compiled = self._is_measured(batch), self.compilations.num
         dispatched_s = self.clock.now()
         engine, marks = self.engine, (None, None)
+        control = self._wishes(batch.config)
         if engine.world is None:
             work = None
             *some, last = batch.micro_batches
@@ -308,7 +346,13 @@ class Loop:
                 work = engine.accumulate(work or engine.begin(self.state), micro.data, micro.mask)
             previous = self._previous if measured and work is None else None
             self.state, metrics, self._previous = engine.step(
-                self.state, work, last.data, last.mask, measure=measured, previous=previous
+                self.state,
+                work,
+                last.data,
+                last.mask,
+                measure=measured,
+                previous=previous,
+                control=control,
             )
             # A gradient that is only remembered costs nothing; its difference from the next does.
             measured = measured and self._previous is None
@@ -316,8 +360,7 @@ class Loop:
             work = engine.begin(self.state)
             for micro in batch.micro_batches:
                 work = engine.accumulate(work, micro.data, micro.mask)
-            wishes = dataclasses.replace(self.requests.take(), num_ready=self.sizes.num_settled)
-            total = engine.reduce(work, encode(wishes))
+            total = engine.reduce(work, control)
             assert work.sums is not None
             marks = (work.sums.weight, total)
             self.state, metrics = engine.update(self.state, total, work)
@@ -347,11 +390,26 @@ class Loop:
             )
         )
 
+    def _wishes(self, config: BatchConfig) -> np.ndarray | None:
+        """What this process tells the others along with a step of `config`."""
+        if self.where.process_count == 1:
+            return None
+        wishes = dataclasses.replace(
+            self.requests.take(),
+            num_ready=self.sizes.num_settled,
+            num_measuring=int(self.sizes.can_measure(config.micro_batch_size)),
+        )
+        return encode(wishes, self.strategies.names)
+
     def _is_measured(self, batch: StepBatch) -> bool:
         """Whether this step measures gradient noise: one step in `every`, two for a difference."""
         if self.engine.world is not None or len(batch.micro_batches) > 1:
             return True
-        if not self.sizes.can_measure(batch.config.micro_batch_size):
+        size = batch.config.micro_batch_size
+        can = self.sizes.can_measure(size)
+        if self.where.process_count > 1:  # one decision
+            can = (self.batch.strategy, size) in self._measuring
+        if not can:
             return False  # what it takes is being compiled
         length = 2 if self.engine.needs_two_steps else 1
         # By the step's number, so that a resumed run measures where an uninterrupted one would.

@@ -1,6 +1,7 @@
 """From a user's task to what can run: devices, data, a fresh or restored state, what is compiled first."""
 
 import contextlib
+import dataclasses
 import functools
 import json
 import math
@@ -13,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import logging
+from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh
 
 from jaxgoodput import _serial
@@ -34,7 +36,7 @@ from jaxgoodput.observe.tensorboard import Dashboard
 from jaxgoodput.optim import adaptive as adaptation
 from jaxgoodput.optim import learning_rate as rules
 from jaxgoodput.optim.preconditioner import is_adam_like
-from jaxgoodput.parallel.partition import whole_leaves
+from jaxgoodput.parallel.partition import CannotDivide, whole_leaves
 from jaxgoodput.parallel.strategy import DATA_AXIS, Layout, Strategy
 from jaxgoodput.train.checkpoint import CheckpointMeta, Checkpoints, saveable
 from jaxgoodput.train.compile_ahead import StrategyCompiler
@@ -48,7 +50,11 @@ from jaxgoodput.tune.plan import BatchPlan, Indivisible, batch_plan
 
 @dataclass(frozen=True)
 class Place:
-    """The devices of this process and, where there are several processes, of all."""
+    """Which devices a run has, and who shares them.
+
+    Where there are several processes, either the layouts span them, or, where the model is whole on every
+    device, each process has one of its own and `world` is the mesh of all: then a state outlives a peer.
+    """
 
     layouts: Mapping[str, Layout]  # by strategy; the name "" is plain data parallelism, unasked
     world: Mesh | None
@@ -61,9 +67,24 @@ class Place:
         return next(iter(self.layouts.values()))
 
     @property
+    def spans(self) -> bool:
+        """Whether the layouts are of devices of several processes."""
+        return self.process_count > 1 and self.world is None
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of all processes."""
+        return self.layout.num_devices if self.world is None else self.world.size
+
+    @property
     def num_replicas(self) -> int:
         """Replicas of all processes, under the first layout."""
         return self.layout.num_replicas if self.world is None else self.world.size
+
+    @property
+    def own_devices(self) -> Sequence[Any]:
+        """This process's part of the devices."""
+        return self.layout.mesh.local_devices
 
     def meet(self, moment: str) -> None:
         """Wait for all processes: they compile at different speeds, and a first collective waits 30 s."""
@@ -71,13 +92,24 @@ class Place:
         if self.process_count > 1 and store is not None:
             store.barrier(f"jaxgoodput: {moment}", timeout_s=1800.0)
 
+    def everywhere(self, holds: bool) -> bool:
+        """Whether it holds in every process; they come here together."""
+        if self.process_count == 1:
+            return holds
+        return bool(np.all(multihost_utils.process_allgather(np.float32(holds))))
 
-def place(devices: Sequence[Any] | None, strategies: Sequence[Strategy] = ()) -> Place:
-    """The layouts of `strategies` (none: one replica on every device) on this process's devices.
 
-    `devices` narrows them where there is one process. Raises ValueError for a strategy that does not
-    use exactly those devices, for two of one name, and for several processes with anything but data
-    parallelism.
+def place(
+    devices: Sequence[Any] | None, strategies: Sequence[Strategy] = (), *, spanning: bool = False
+) -> Place:
+    """The layouts of `strategies` (none: one replica on every device).
+
+    `devices` narrows them where there is one process. In several processes, plain data parallelism has a
+    layout in each of them unless it is to be `spanning`. Of strategies that are the same on these devices
+    the first stays.
+
+    Raises ValueError for a strategy that does not use exactly those devices, and for two that differ and
+    have one name.
     """
     count = jax.process_count()
     if count > 1 and devices is not None:
@@ -85,25 +117,23 @@ def place(devices: Sequence[Any] | None, strategies: Sequence[Strategy] = ()) ->
             f"devices= is for one process; this job has {count}. Start the processes with the devices "
             "that they should use."
         )
-    local = jax.local_devices() if devices is None else devices
-    layouts = {"": Strategy(data=len(local)).on(local)}
-    if strategies:
-        plans = [strategy.resolved(len(local)) for strategy in strategies]
-        names = [plan.name for plan in plans]
-        if len(set(names)) < len(names):
-            raise ValueError(
-                f"Config.strategies has two of one name: {', '.join(names)}. On {len(local)} devices "
-                "they have the same degrees; leave one of them out."
-            )
-        layouts = {plan.name: plan.on(local) for plan in plans}
-        if count > 1 and (len(plans) > 1 or plans[0].is_cut):
-            raise ValueError(
-                f"a job of {count} processes trains with data parallelism only; got the strategies "
-                f"{', '.join(names)}. Leave Config.strategies empty, or use one process."
-            )
+    everyone = jax.devices() if count > 1 else jax.local_devices() if devices is None else devices
+    num_devices = len(everyone)
+    plans = list(dict.fromkeys(strategy.resolved(num_devices) for strategy in strategies))
+    names = [plan.name for plan in plans]
+    if len(set(names)) < len(names):
+        raise ValueError(
+            f"Config.strategies has two of one name: {', '.join(names)}. On {num_devices} devices they have "
+            "the same degrees, and other rules: give each a `title`, or leave one of them out."
+        )
     world = None
-    if count > 1:
-        world = Mesh(np.asarray(jax.devices()), (DATA_AXIS,), axis_types=(AxisType.Auto,))
+    if count > 1 and not spanning and (not plans or (len(plans) == 1 and not plans[0].is_cut)):
+        world = Mesh(np.asarray(everyone), (DATA_AXIS,), axis_types=(AxisType.Auto,))
+        everyone = jax.local_devices()
+        plans = [dataclasses.replace(plan, data=len(everyone)) for plan in plans]
+    layouts = {"": Strategy(data=len(everyone)).on(everyone)}
+    if plans:
+        layouts = {name: plan.on(everyone) for name, plan in zip(names, plans, strict=True)}
     return Place(layouts, world, jax.process_index(), count)
 
 
@@ -145,22 +175,34 @@ def prepare(
     Raises what `Trainer.fit` says it raises for settings that cannot work.
     """
     where = place(devices, config.strategies)
-    checkpoints = Checkpoints(config.workdir, keep=config.saving.keep, world=where.world)
-    stack.callback(checkpoints.close)
     source = as_source(task.dataset())
     if config.execution.keep_freed_pages:
-        keep_freed_pages(where.layout.mesh.devices.flat[0].platform)
+        keep_freed_pages(where.own_devices[0].platform)
     budget = _budget(config, where)
-    engines = Engines(
-        problem_of(task, config),
-        abstract_sample(source),
-        world=where.world,
-        control_size=CONTROL_SIZE if where.process_count > 1 else 0,
-        memory_bytes=budget,
-    )
+    problem = problem_of(task, config)
+
+    def engines_of(where: Place) -> Engines:
+        return Engines(
+            problem,
+            abstract_sample(source),
+            world=where.world,
+            control_size=CONTROL_SIZE if where.process_count > 1 else 0,
+            memory_bytes=budget,
+            loss=config.loss,
+        )
+
+    engines = engines_of(where)
     kind = engines.loss_kind()  # before anything is compiled: a loss of a wrong shape is named
+    if where.world is not None and engines.is_global(where.layout):
+        where = place(devices, config.strategies, spanning=True)
+        engines = engines_of(where)
+    checkpoints = Checkpoints(config.workdir, keep=config.saving.keep, spans=where.spans)
+    stack.callback(checkpoints.close)
     # Rules that do not fit are named before anything is read.
-    by_strategy = {name: engines.on(layout) for name, layout in where.layouts.items()}
+    by_strategy = _engines_by_strategy(engines, where)
+    where = dataclasses.replace(
+        where, layouts={name: engine.layout for name, engine in by_strategy.items()}
+    )
     plan_of = functools.partial(_plan, config, by_strategy, len(source), budget)
 
     def planned(prefer: str) -> BatchPlan:
@@ -257,6 +299,29 @@ def prepare(
     )
 
 
+def _engines_by_strategy(engines: Engines, where: Place) -> Mapping[str, Engine]:
+    """The engine of every strategy whose rules, or the model's, divide on these devices.
+
+    Raises CannotDivide, of the last, where there is none.
+    """
+    found: dict[str, Engine] = {}
+    refused: CannotDivide | None = None
+    for name, layout in where.layouts.items():
+        try:
+            found[name] = engines.on(layout)
+        except CannotDivide as error:
+            _log_left_out(name, error)
+            refused = error
+    if not found:
+        assert refused is not None
+        raise refused
+    return found
+
+
+def _log_left_out(strategy: str, why: Exception) -> None:
+    logging.warning("the strategy %s is left out: %s", strategy, why)
+
+
 def problem_of(task: Task, config: Config) -> Problem:
     """The user's methods as a `Problem`, with the learning-rate rule chosen where none was.
 
@@ -334,8 +399,8 @@ def evaluator(task: Task, config: Config, where: Place) -> Evaluator:
 def _budget(config: Config, where: Place) -> int:
     """Bytes that a step may use on a device; the same in every process."""
     budget = memory.device_budget(
-        where.layout.mesh.devices.flat[0],
-        num_local_devices=where.layout.num_devices,
+        where.own_devices[0],
+        num_local_devices=len(where.own_devices),
         stated=config.execution.memory_bytes,
         margin=config.execution.memory_margin,
     )
@@ -381,8 +446,8 @@ def _first_plan(
     for strategy in firsts:
         try:
             return plan_of(strategy)
-        except (TooLarge, Indivisible) as error:
-            logging.warning("the strategy %s is left out: %s", strategy, error)
+        except (TooLarge, Indivisible, CannotDivide) as error:
+            _log_left_out(strategy, error)
     return plan_of(last)
 
 

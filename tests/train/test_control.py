@@ -1,21 +1,26 @@
 """Wishes reach the loop once, whoever posts them, and mean the same in every process."""
 
-import dataclasses
 import threading
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxgoodput.goodput.search import BatchConfig
-from jaxgoodput.train.control import CONTROL_SIZE, Control, Requests, decode, encode
+from jaxgoodput.train.control import (
+    CONTROL_SIZE,
+    BatchWish,
+    Control,
+    Requests,
+    decode,
+    encode,
+)
 
-NOW = BatchConfig(micro_batch_size=4, num_micro_batches=1, num_replicas=8, strategy="data8")
+STRATEGIES = ("data8", "fsdp8", "fsdp4.tensor2")
 counts = st.integers(1, 10**6)
 
 
-def batch_of(micro, count):
-    return dataclasses.replace(NOW, micro_batch_size=micro, num_micro_batches=count)
+def batch_of(micro, count, strategy=None):
+    return BatchWish(micro_batch_size=micro, num_micro_batches=count, strategy=strategy)
 
 
 controls = st.builds(
@@ -24,9 +29,10 @@ controls = st.builds(
     finish=st.booleans(),
     save=st.booleans(),
     evaluate=st.booleans(),
-    batch=st.none() | st.builds(batch_of, counts, counts),
+    batch=st.none() | st.builds(batch_of, counts, counts, st.sampled_from([None, *STRATEGIES])),
     statistics_every=st.none() | counts,
     num_ready=st.integers(0, 100),
+    num_measuring=st.integers(0, 1),
 )
 # Only process 0 decides configurations.
 followers = st.builds(
@@ -36,25 +42,27 @@ followers = st.builds(
     save=st.booleans(),
     evaluate=st.booleans(),
     num_ready=st.integers(0, 100),
+    num_measuring=st.integers(0, 1),
 )
 
 
 @given(control=controls)
 def test_a_control_survives_the_vector(control):
-    vector = encode(control)
+    vector = encode(control, STRATEGIES)
     assert vector.shape == (CONTROL_SIZE,) and vector.dtype == np.float32
-    assert decode(vector, NOW) == control
+    assert decode(vector, STRATEGIES) == control
 
 
 @given(first=controls, others=st.lists(followers, max_size=7))
 def test_the_sum_over_processes_is_what_anyone_wished_and_what_process_0_decided(first, others):
     everyone = [first, *others]
-    agreed = decode(np.stack([encode(c) for c in everyone]).sum(axis=0), NOW)
+    agreed = decode(np.stack([encode(c, STRATEGIES) for c in everyone]).sum(axis=0), STRATEGIES)
     for name in ("stop", "finish", "save", "evaluate"):
         assert getattr(agreed, name) == any(getattr(c, name) for c in everyone)
     for name in ("batch", "statistics_every"):
         assert getattr(agreed, name) == getattr(first, name)
-    assert agreed.num_ready == sum(c.num_ready for c in everyone)
+    for name in ("num_ready", "num_measuring"):
+        assert getattr(agreed, name) == sum(getattr(c, name) for c in everyone)
 
 
 @given(first=controls, later=controls)
@@ -80,7 +88,7 @@ def test_it_does_not_matter_when_the_mailbox_is_looked_into(wishes):
 
 
 def test_no_wish_is_no_change():
-    assert Requests().take() == Control() == decode(np.zeros(CONTROL_SIZE), NOW)
+    assert Requests().take() == Control() == decode(np.zeros(CONTROL_SIZE), STRATEGIES)
 
 
 def test_a_wish_is_taken_once_and_the_latest_wins():

@@ -14,7 +14,9 @@ from jaxgoodput.goodput.search import BatchLimits
 from jaxgoodput.observe.events import FitEnd, Resharded, StepEnd, TuneEnd
 from jaxgoodput.observe.hooks import Hook
 from jaxgoodput.parallel.move import MoveDoesNotFit
-from jaxgoodput.parallel.strategy import Strategy
+from jaxgoodput.parallel.partition import CannotDivide
+from jaxgoodput.parallel.strategy import Strategy, candidates
+from jaxgoodput.train.prepare import place
 from jaxgoodput.train.trainer import Trainer
 
 WIDTH, HIDDEN = 8, 512
@@ -127,6 +129,43 @@ def test_the_tuner_tries_every_strategy_once_and_says_why(tmp_path):
     after = [r for r in reasons if r.startswith(("return", "keep: ")) and "tried" in r]
     assert len(after) >= 2
     assert any("the switch costs" in r for r in reasons)
+
+
+@pytest.mark.slow
+def test_each_start_makes_do_with_the_strategies_that_its_devices_allow(tmp_path):
+    """8, 6, 1, 3 and again 8 devices: 16 samples cannot be cut over 6 or 3 replicas, nor 512 in 3."""
+    cut = (("up/kernel", PartitionSpec(None, "tensor")),)
+    used, samples = [], 0
+    for epochs, count in enumerate((8, 6, 1, 3, 8), start=1):
+        seen = Recorder()
+        made = config(
+            tmp_path,
+            batch=LIMITS,
+            strategies=(*candidates(count, rules=cut), Strategy(tensor=-1, title="whole")),
+            epochs=epochs,
+            execution__background_compile=True,
+        )
+        Network(made, hooks=[seen], devices=jax.devices()[:count]).fit()
+        steps = seen.of(StepEnd)
+        samples += sum(s.num_samples for s in steps)
+        used.append({s.config.strategy for s in steps})
+    assert samples == 5 * 192
+    assert used == [{"data8"}, *[{"whole"}] * 4]  # a run stays with what it was saved under
+
+
+def test_strategies_that_are_the_same_on_these_devices_are_one():
+    one = jax.devices()[:1]
+    assert list(place(one, (Strategy(data=-1), Strategy(fsdp=-1))).layouts) == ["single"]
+    other = Strategy(data=-1, rules=((".", PartitionSpec()),))
+    with pytest.raises(ValueError, match="title"):
+        place(one, (Strategy(data=-1), other))
+
+
+def test_a_strategy_that_does_not_divide_is_refused_where_there_is_no_other(tmp_path):
+    three = Strategy(tensor=-1, rules=(("up/kernel", PartitionSpec(None, "tensor")),))
+    made = config(tmp_path, batch=LIMITS, strategies=(three,), epochs=1)
+    with pytest.raises(CannotDivide, match="tensor=3"):
+        Network(made, devices=jax.devices()[:3]).fit()
 
 
 def test_a_misspelt_strategy_is_refused_where_it_is_asked_for(tmp_path):

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
 
 from jaxgoodput._jax import listen_for_compilations
 from jaxgoodput.data.loader import Loader
@@ -109,7 +110,7 @@ def _rows(count, *, seed):
     return {"x": x, "y": (x.sum(1) + rng.normal(size=count)).astype(np.float32)}
 
 
-def _times_seen():
+def times_seen():
     """Adds to every entry how often its sample was in the batch, for a loss of minus that entry.
 
     The gradient of an entry is minus its share of the batch. A sample can be there twice, but not
@@ -139,7 +140,7 @@ class Counting(Trainer):
 
     def optimizer(self):
         return optax.multi_transform(
-            {"model": optax.sgd(0.05), "count": _times_seen()}, {"w": "model", "count": "count"}
+            {"model": optax.sgd(0.05), "count": times_seen()}, {"w": "model", "count": "count"}
         )
 
     def dataset(self) -> Any:
@@ -264,9 +265,16 @@ class Watch:
             "state",
             step=int(state.step),
             seconds=time.monotonic() - began,
-            leaves={jax.tree_util.keystr(p): np.asarray(x).tolist() for p, x in leaves},
+            leaves={jax.tree_util.keystr(p): whole(x).tolist() for p, x in leaves},
         )
         return state
+
+
+def whole(x):
+    """A value on the host, wherever its parts lie; all processes come here together."""
+    if x.is_fully_addressable or x.is_fully_replicated:
+        return np.asarray(x)
+    return np.asarray(multihost_utils.process_allgather(x, tiled=True))
 
 
 def read(path):
@@ -303,7 +311,7 @@ def noisy(out, section, **options):
 
 def run_noisy(out, section, **options):
     trainer = noisy(out, section, **options)
-    watch = Watch(trainer, _lines_of(out, section))
+    watch = Watch(trainer, lines_of(out, section))
     state = watch.fit()
     summary = trainer.evaluate(state)
     watch.write("outputs", outputs=trainer.outputs, summary=summary)
@@ -334,7 +342,7 @@ def run_verdicts(out, section):
             ask(watch, micro, count)
 
     trainer = Counting(config(out, section, **counting_settings(**{"tuning.accumulate": True})))
-    Watch(trainer, _lines_of(out, section), on_step=on_step).fit()
+    Watch(trainer, lines_of(out, section), on_step=on_step).fit()
 
 
 def run_ready(out, section):
@@ -378,7 +386,7 @@ def run_ready(out, section):
         **{"execution.background_compile": True},
     )
     trainer = Counting(config(out, section, **settings))
-    watch = Watch(trainer, _lines_of(out, section), on_step=on_step, before_step=before_step)
+    watch = Watch(trainer, lines_of(out, section), on_step=on_step, before_step=before_step)
     with (
         unittest.mock.patch.object(engine_module.Engine, "compile_program", slowly),
         unittest.mock.patch.object(engine_module.Engine, "bytes_of", large),
@@ -404,7 +412,7 @@ def run_finish(out, section):
 
     settings = counting_settings(epochs=None, base_steps=1e4)
     watch = Watch(
-        Counting(config(out, section, **settings)), _lines_of(out, section), on_step=on_step
+        Counting(config(out, section, **settings)), lines_of(out, section), on_step=on_step
     )
     with unittest.mock.patch.object(ocp.CheckpointManager, "save", fail_once):
         watch.fit()
@@ -418,9 +426,7 @@ def run_stop(out, section):
             watch.trainer.request_stop()
 
     settings = counting_settings(epochs=None, base_steps=1e4)
-    Watch(
-        Counting(config(out, section, **settings)), _lines_of(out, section), on_step=on_step
-    ).fit()
+    Watch(Counting(config(out, section, **settings)), lines_of(out, section), on_step=on_step).fit()
 
 
 def run_terminated(out, section):
@@ -469,7 +475,7 @@ def run_completed(out, section):
 
 def _counted(out, section, on_step, before_step):
     trainer = Counting(config(out, "counted", **counting_settings()))
-    path = _lines_of(out, section)
+    path = lines_of(out, section)
     Watch(trainer, path, on_step=on_step, before_step=before_step).fit()
 
 
@@ -502,7 +508,7 @@ def _crash(out, section, kind, on_step, before_step):
 
     print(f"pid={os.getpid()}")
     trainer = kind(config(out, section, **counting_settings(epochs=None, base_steps=1e5)))
-    Watch(trainer, _lines_of(out, section), on_step=on_step_and_save, before_step=before_step).fit()
+    Watch(trainer, lines_of(out, section), on_step=on_step_and_save, before_step=before_step).fit()
 
 
 def newest(workdir):
@@ -511,7 +517,7 @@ def newest(workdir):
     return max((int(p.name) for p in folder.glob("*") if p.name.isdigit()), default=-1)
 
 
-def _lines_of(out, section):
+def lines_of(out, section):
     return out / f"{section}.{jax.process_index()}.jsonl"
 
 
