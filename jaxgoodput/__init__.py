@@ -33,6 +33,8 @@ Samples:
 Layouts:
   Strategy              How a model is copied and cut over devices
   candidates            Every strategy that uses all of `num_devices`; plain data parallelism first
+  pipeline              `layer(params, x) -> x` for every layer of a stack in turn
+  bubble_fraction       The part of a pipeline's time in which a stage waits
   Layout                A strategy on real devices; passed to whoever needs a mesh, never kept globally
   Problem               What is trained: the user's functions and how their gradient is measured
   SampleShape           What a micro-batch looks like: samples per replica
@@ -90,6 +92,7 @@ _NAMES = {
     "observe.hooks": "Every Hook",
     "optim.adaptive": "adaptive gain noise_state progress",
     "optim.noise": "NoiseSample cautious_grad_params value_grad_and_noise",
+    "parallel.pipeline": "bubble_fraction pipeline",
     "parallel.strategy": "Layout Strategy candidates",
     "train.config": "Config Evaluation Execution Reporting Saving Statistics Tuning with_overrides",
     "train.flax_models": "from_linen from_nnx",

@@ -37,6 +37,8 @@ from jaxgoodput.optim.adaptive import progress as progress
 from jaxgoodput.optim.noise import NoiseSample as NoiseSample
 from jaxgoodput.optim.noise import cautious_grad_params as cautious_grad_params
 from jaxgoodput.optim.noise import value_grad_and_noise as value_grad_and_noise
+from jaxgoodput.parallel.pipeline import bubble_fraction as bubble_fraction
+from jaxgoodput.parallel.pipeline import pipeline as pipeline
 from jaxgoodput.parallel.strategy import Layout as Layout
 from jaxgoodput.parallel.strategy import Strategy as Strategy
 from jaxgoodput.parallel.strategy import candidates as candidates
