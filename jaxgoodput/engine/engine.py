@@ -132,6 +132,10 @@ class Engines:
             return state
         return self.compiled(self.moves.state, *self._both(old, new))(state)
 
+    def require_room(self, old: Layout, new: Layout) -> None:
+        """Raise MoveDoesNotFit where a device of this process has too little free memory to move a state."""
+        self.compiled(self.moves.state, *self._both(old, new)).require_room()
+
     def plan_move(self, old: Layout, new: Layout) -> MovePlan:
         """What moving a state would cost; nothing runs, nothing is compiled.
 

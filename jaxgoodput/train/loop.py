@@ -246,6 +246,9 @@ class Loop:
         try:
             with self.ledger.bucket("compilation"), jax.transfer_guard("allow"):
                 self.strategies.require(strategy)
+                jax.block_until_ready(self.state)  # steps under way take room
+                new = self.strategies.engine(strategy).layout
+                self.engine.engines.require_room(self.engine.layout, new)
         except (MoveDoesNotFit, TooLarge) as error:
             refusal = error
         if not self._everywhere(refusal is None):
