@@ -53,7 +53,7 @@ WORTH_A_WORD = 2**20, 0.01
 
 # What a layer calls its array: the name before it says what the layer is for.
 _ARRAY = re.compile(r"^(kernel|weight|w|embedding|table)$")
-_VECTOR = re.compile(r"(^|_)(bias|b|scale|gamma|beta|offset)$")
+_VECTOR = re.compile(r"(^|_)(bias|b|scale|gamma|beta|offset|(layer|rms)?_?norm|ln)$")
 _BIAS = re.compile(r"(^|_)(bias|b)$")
 _POSITIONS = re.compile(r"(^|_)(wpe|pos|positions?|positional)(_|$)|posemb")
 _TABLE = re.compile(r"(^|_)(wte|vocab\w*|emb|embed|embedder|embeddings?|tok|tokens?|bytes)(_|$)")

@@ -324,9 +324,14 @@ def rows_of(sample, step):
 
 
 @functools.cache
+def model_of(name):
+    return MODELS[name]()
+
+
+@functools.cache
 def after_five_steps(name, strategy, loss_kind: LossKind = "auto"):
     """Parameters and model state, on the host, and the engine."""
-    model = MODELS[name]()
+    model = model_of(name)
     engine = engines.make(
         init=model.init,
         loss_and_state=model.loss_and_state,
@@ -352,7 +357,7 @@ def distances(found, expected):
 
 
 def assert_same_training(name, found, expected):
-    zero = MODELS[name]().zero
+    zero = model_of(name).zero
     far = {
         leaf: distance
         for leaf, distance in distances(found, expected).items()

@@ -38,6 +38,8 @@ BY_DEFAULT = {
     ("layers/o_proj/kernel", (6, 64, 64)): P(None, "tensor", "fsdp"),
     ("layers/up/kernel", (128, 64, 256)): P(None, "fsdp", "tensor"),
     ("layers/norm/scale", (32, 768)): P(None, "fsdp"),
+    ("layers/attention_norm", (32, 768)): P(None, "fsdp"),
+    ("layers/rmsnorm", (32, 768)): P(None, "fsdp"),
     ("layers/up/bias", (32, 768)): P(None, "fsdp"),
     # Images.
     ("Conv_0/kernel", (3, 3, 64, 128)): P(None, None, "fsdp", "tensor"),
