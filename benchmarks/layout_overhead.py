@@ -258,7 +258,7 @@ def main(argv):
             times = f"{'-':22} {'-':22}"
             if rounds:
                 means = np.mean([rounds[kind] for kind in of], axis=0).tolist()
-                times = f"{ratio(means, rounds['step'], 0):22} {ratio(means, rounds['step'], 1):22}"
+                times = f"{ratio(means, rounds['off'], 0):22} {ratio(means, rounds['off'], 1):22}"
             flops, moved, colls = (
                 statistics.mean(row[what][kind] for kind in of)
                 for what in ("flops", "bytes", "collectives")
