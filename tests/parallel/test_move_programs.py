@@ -64,6 +64,7 @@ def test_layers_share_their_programs():
 
 @pytest.mark.slow
 @pytest.mark.nightly
+@pytest.mark.timeout(1800)
 def test_all_pairs_of_layouts_of_a_thousand_parameters_take_at_most_200_programs():
     params = transformer(62, 64)
     assert len(jax.tree.leaves(params)) > 990
