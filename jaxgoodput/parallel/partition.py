@@ -159,6 +159,7 @@ def _table(strategy: Strategy, params: PyTree, own: OwnSpecs) -> Table:
         )
     shapes = [tuple(leaf.shape) for _, leaf in leaves]
     specs, guessed = {}, []
+    behind = _stacked_behind(dict(zip(names, shapes, strict=True)))
     for name, shape in zip(names, shapes, strict=True):
         ruled = [(p, s) for p, s in strategy.rules if re.search(p, name)]
         if ruled:
@@ -166,7 +167,7 @@ def _table(strategy: Strategy, params: PyTree, own: OwnSpecs) -> Table:
         elif name in declared:
             spec = _checked(name, shape, declared[name], strategy, "the model's metadata")
         else:
-            spec = default_spec(name, shape, strategy)
+            spec = default_spec(name, shape, strategy, stacked_behind=name in behind)
             guessed.append(name)
         specs[name] = shape, _without_whole(spec, strategy)
     for name in guessed:
@@ -289,8 +290,33 @@ def num_parts(spec: Iterable[Any], strategy: Strategy) -> int:
     return math.prod(strategy.degrees[axis] for entry in spec for axis in axes_of(entry))
 
 
-def default_spec(name: str, shape: Sequence[int], strategy: Strategy) -> PartitionSpec:
+def _stacked_behind(shapes: Mapping[str, tuple[int, ...]]) -> set[str]:
+    """Names of the parameters whose layers are stacked along dimension 1, as in [inputs, layers, outputs].
+
+    (`nn.scan(variable_axes={"params": 1})`.) All arrays of such a stack have that length in common, and not
+    their first one.
+    """
+    stacks: dict[str, dict[str, tuple[int, ...]]] = {}
+    for name, shape in shapes.items():
+        found = _STACK.search(name)
+        if found:
+            stacks.setdefault(name[: found.end()], {})[name] = shape
+    return {
+        name
+        for stack in stacks.values()
+        if min(map(len, stack.values())) >= 2
+        and len({shape[1] for shape in stack.values()}) == 1
+        and len({shape[0] for shape in stack.values()}) > 1
+        for name in stack
+    }
+
+
+def default_spec(
+    name: str, shape: Sequence[int], strategy: Strategy, *, stacked_behind: bool = False
+) -> PartitionSpec:
     """The spec of a parameter that no rule and no metadata speaks of.
+
+    `stacked_behind`: its layers are stacked along dimension 1, not 0.
 
     >>> default_spec("mlp/up/kernel", (64, 256), Strategy(fsdp=2, tensor=4))
     P('fsdp', 'tensor')
@@ -299,6 +325,10 @@ def default_spec(name: str, shape: Sequence[int], strategy: Strategy) -> Partiti
     """
     if not shape:
         return PartitionSpec()
+    if stacked_behind:
+        first, layers, *rest = shape
+        spec = [*default_spec(name, (layers, first, *rest), strategy), None, None][: len(shape)]
+        return PartitionSpec(spec[1], spec[0], *spec[2:])
     num_own, preferred = _layer(name, shape)
     entries: list[str | None] = [None] * len(shape)
     first_own = len(shape) - num_own

@@ -231,3 +231,42 @@ def test_a_bias_is_cut_where_the_outputs_of_its_matrix_are():
     }
     told = specs_of(tree, Strategy(tensor=2, rules=(*rules, ("up/bias", P()))))
     assert told["up/bias"] == told["stack/up/bias"] == P(), "a rule of its own goes before"
+
+
+@pytest.mark.parametrize(
+    "strategy", [Strategy(fsdp=8), Strategy(fsdp=4, tensor=2), Strategy(stage=2, fsdp=4)]
+)
+def test_layers_stacked_along_the_second_dimension_are_cut_as_along_the_first(strategy):
+    layers = {
+        "layers": {
+            "query": {"kernel": (6, 64, 128), "bias": (6, 128)},
+            "down": {"kernel": (6, 256, 64)},
+            "norm": (6, 64),
+        }
+    }
+
+    def specs(shapes):
+        made = jax.tree.map(
+            lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32),
+            shapes,
+            is_leaf=lambda x: isinstance(x, tuple),
+        )
+        found = param_specs(strategy.on(jax.devices()), made).specs(made)
+        return {
+            path: (*spec, None, None, None)[: len(shape)]
+            for (path, shape), (_, spec) in zip(
+                jax.tree_util.tree_leaves_with_path(shapes, is_leaf=lambda x: isinstance(x, tuple)),
+                jax.tree_util.tree_leaves_with_path(
+                    found, is_leaf=lambda x: isinstance(x, P)
+                ),
+                strict=True,
+            )
+        }
+
+    front = specs(layers)
+    behind = specs(
+        jax.tree.map(lambda s: (s[1], s[0], *s[2:]), layers, is_leaf=lambda x: isinstance(x, tuple))
+    )
+    for path, spec in front.items():
+        if "bias" not in str(path):  # beside a matrix that is stacked so it stays whole over tensor
+            assert behind[path] == (spec[1], spec[0], *spec[2:]), path
