@@ -1,6 +1,6 @@
 """python examples/llama.py --workdir /tmp/llama
 
-Trains a small decoder of Llama's architecture on the bytes of Python's own standard library. Expect 2.9
+Trains a small decoder of Llama's architecture on the bytes of Python's own standard library. Expect 2.8
 bits per byte or less after its 300 base steps, half a minute on two CPU cores.
 
 What a larger one would do on a pod that nobody has paid for yet, nothing but the compiler needed:
