@@ -256,9 +256,7 @@ def test_layers_stacked_along_the_second_dimension_are_cut_as_along_the_first(st
             path: (*spec, None, None, None)[: len(shape)]
             for (path, shape), (_, spec) in zip(
                 jax.tree_util.tree_leaves_with_path(shapes, is_leaf=lambda x: isinstance(x, tuple)),
-                jax.tree_util.tree_leaves_with_path(
-                    found, is_leaf=lambda x: isinstance(x, P)
-                ),
+                jax.tree_util.tree_leaves_with_path(found, is_leaf=lambda x: isinstance(x, P)),
                 strict=True,
             )
         }
