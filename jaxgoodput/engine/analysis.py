@@ -66,6 +66,9 @@ def matrix_flops(jaxpr: Jaxpr) -> float:
         shapes = [getattr(x.aval, "shape", ()) for x in (*one.invars, *one.outvars)]
         if name == "scan":
             total += one.params["length"] * sum(inner)
+        elif name == "shard_map":  # traced for one device
+            mesh, axes = one.params["mesh"], one.params["newly_manual_axes"]
+            total += math.prod(mesh.shape[axis] for axis in axes) * sum(inner)
         elif name == "cond":
             total += max(inner, default=0.0)
         elif inner:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from absl import logging
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -279,7 +280,12 @@ def _on_torus(
         return mesh_utils.create_hybrid_device_mesh(
             within, across, devices, allow_split_physical_axes=True
         )
-    except (AssertionError, NotImplementedError, ValueError):
+    except (AssertionError, NotImplementedError, ValueError) as error:
+        logging.warning(
+            "the %d TPUs are laid out by host, not by their torus, which may send more: %s",
+            len(devices),
+            str(error) or type(error).__name__,
+        )
         return otherwise
 
 

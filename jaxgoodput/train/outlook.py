@@ -158,7 +158,7 @@ def _outlook(
         if found.bytes.peak <= budget or micro_batch_size is not None or size == 1:
             break
         size = max(largest_that_fits(range(1, size), known, int(budget)), 1)
-    sizes = [size * k // 4 for k in range(1, 1025) if size * k // 4] + [1]
+    sizes = [size * k // 4 for k in range(1, 2**16) if size * k // 4] + [1]
     return Outlook(
         strategy=strategy,
         micro_batch_size=size,

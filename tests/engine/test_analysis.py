@@ -62,6 +62,11 @@ def test_arithmetic_counts_every_layer_of_a_scan(fsdp8):
     assert fsdp8.flops == pytest.approx(4 * forward, rel=0.15)
 
 
+def test_arithmetic_is_that_of_all_devices_under_every_layout(fsdp8):
+    """Each replica of data parallelism traces its own part, a cut model the whole."""
+    assert analysed(Strategy(data=8)).flops == pytest.approx(fsdp8.flops)
+
+
 def test_fsdp_sends_the_model_and_not_its_activations(fsdp8):
     """Forward, backward, and gradients: three times the model, if the batch is followed first.
 
