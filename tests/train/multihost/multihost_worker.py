@@ -25,18 +25,14 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
 from jaxgoodput._jax import listen_for_compilations
-from jaxgoodput.data.loader import Loader
 from jaxgoodput.data.sources import ArraySource
-from jaxgoodput.engine import engine as engine_module
-from jaxgoodput.engine import memory
-from jaxgoodput.engine.programs import SampleShape
 from jaxgoodput.engine.state import Variables
 from jaxgoodput.goodput.search import BatchLimits
 from jaxgoodput.observe.events import Checkpoint, EvalEnd, FitEnd, FitStart, StepEnd
 from jaxgoodput.optim import learning_rate as rules
-from jaxgoodput.train import prepare
 from jaxgoodput.train.config import Config, with_overrides
 from jaxgoodput.train.control import Preempted
+from jaxgoodput.train.loop import Loop
 from jaxgoodput.train.trainer import Trainer
 
 NUM_SAMPLES = 50
@@ -168,16 +164,33 @@ class Crashing(Counting):
         return Broken(super().dataset(), pathlib.Path(self.config.workdir) / "broken")
 
 
-class Watch:
-    """What one process saw of one fit: a hook, and the loader's requests, as lines of JSON."""
+class Watched(Loop):
+    """A loop that shows its `Watch` every batch before it is taken, and after."""
 
-    def __init__(self, trainer, path, *, on_step=None, before_step=None):
-        self.trainer = trainer
+    @property
+    def watch(self):
+        (watch,) = [hook for hook in self.task.hooks if isinstance(hook, Watch)]
+        return watch
+
+    def _next_batch(self):
+        self.watch.before(self)
+        batch = super()._next_batch()
+        self.watch.taken(self, batch)
+        return batch
+
+
+class Watch:
+    """What one process saw of one fit: a hook, and the loop's batches, as lines of JSON.
+
+    `make` makes the trainer from a config.
+    """
+
+    def __init__(self, make, config, path, *, on_step=None, before_step=None, **options):
         self.on_step = on_step  # of process 0, on the hooks' thread
         self.before_step = before_step  # of every process, on the loop's
         self.last_step = 0  # of which the hooks know
         self._path = path
-        trainer.hooks = (*trainer.hooks, self)
+        self.trainer = make(config, hooks=(self,), loop=Watched, **options)
 
     def write(self, kind, **fields):
         with self._path.open("a") as file:  # complete lines, even if the next moment is the last
@@ -186,10 +199,6 @@ class Watch:
     def lines(self):
         """This process's own lines."""
         return read(self._path)
-
-    @property
-    def run(self):
-        return self.trainer._loop
 
     def on_fit_start(self, event: FitStart):
         self.last_step = event.step
@@ -219,47 +228,38 @@ class Watch:
     def on_fit_end(self, event: FitEnd):
         self.write("end", step=event.step, reason=event.reason)
 
-    @contextlib.contextmanager
-    def watching(self):
-        """Note every batch that the loop takes, and every program that is compiled or found."""
-        watch = self
+    def before(self, loop):
+        self.loop = loop
+        if self.on_step is not None and jax.process_index() == 0:
+            # What the hook asks for, it asks for about then.
+            _wait_until(lambda: self.last_step >= loop.step - 1)
+        if self.before_step is not None:
+            self.before_step(self, loop.step + 1)
 
-        class Noted(Loader):
-            def next(self, config):
-                run = watch.run
-                if watch.on_step is not None and jax.process_index() == 0:
-                    # What the hook asks for, it asks for about then.
-                    _wait_until(lambda: watch.last_step >= run.step - 1)
-                if watch.before_step is not None:
-                    watch.before_step(watch, run.step + 1)
-                batch = super().next(config)
-                watch.write(
-                    "taken",
-                    step=run.step + 1,
-                    config=vars(config),
-                    compiled=run.engine.bytes_of(config.micro_batch_size) is not None,
-                    indices=None if batch is None else batch.indices.tolist(),
-                    samples=run.samples,
-                )
-                return batch
+    def taken(self, loop, batch):
+        self.write(
+            "taken",
+            step=loop.step + 1,
+            config=vars(loop.batch),
+            compiled=loop.engine.bytes_of(loop.batch.micro_batch_size) is not None,
+            indices=None if batch is None else batch.indices.tolist(),
+            samples=loop.samples,
+        )
 
-        def compiled(found):
-            self.write("compiled", name=found.name, cached=found.cached)
-
-        undo = listen_for_compilations(compiled)
-        with unittest.mock.patch.object(prepare, "Loader", Noted):
-            yield
-        undo()
+    def compiled(self, found):
+        self.write("compiled", name=found.name, cached=found.cached)
 
     def fit(self):
         """`fit`, and what came of it in the last lines."""
         began = time.monotonic()
-        with self.watching():
-            try:
-                state = self.trainer.fit()
-            except Preempted as error:
-                self.write("preempted", step=error.step, signal=error.signal_name)
-                raise
+        undo = listen_for_compilations(self.compiled)
+        try:
+            state = self.trainer.fit()
+        except Preempted as error:
+            self.write("preempted", step=error.step, signal=error.signal_name)
+            raise
+        finally:
+            undo()
         leaves, _ = jax.tree_util.tree_flatten_with_path((state.params, state.model_state))
         self.write(
             "state",
@@ -285,8 +285,13 @@ def read(path):
 # -- sections ----------------------------------------------------------------------------------------
 
 
-def noisy(out, section, **options):
-    """The trainer of the sections that are compared with one process."""
+def watched(make, out, section, config, **options):
+    """A `Watch` of a section."""
+    return Watch(make, config, lines_of(out, section), **options)
+
+
+def noisy(out, section):
+    """The settings of the sections that are compared with one process."""
     small = {"batch": BatchLimits(base=16, max=48, micro=(1, 4)), "epochs": 2}
     settings = {
         "sgd": {**small, "evaluation.every_base_steps": 2.0},
@@ -296,25 +301,23 @@ def noisy(out, section, **options):
             "tuning.accumulate": True,
         },
     }
-    transformations = {
-        "sgd": optax.sgd(optax.cosine_decay_schedule(0.05, 20), momentum=0.9),
-        "adam": optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.05)),
-    }
-    num_eval = 1 if section == "adam" else 7
-    return Noisy(
-        config(out, section, **settings[section]),
-        tx=transformations[section],
-        num_eval=num_eval,
-        **options,
-    )
+    return config(out, section, **settings[section])
+
+
+def noisy_options(section):
+    """The optimizer and the number of samples of an evaluation."""
+    if section == "adam":
+        return {
+            "tx": optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.05)),
+            "num_eval": 1,
+        }
+    return {"tx": optax.sgd(optax.cosine_decay_schedule(0.05, 20), momentum=0.9)}
 
 
 def run_noisy(out, section, **options):
-    trainer = noisy(out, section, **options)
-    watch = Watch(trainer, lines_of(out, section))
-    state = watch.fit()
-    summary = trainer.evaluate(state)
-    watch.write("outputs", outputs=trainer.outputs, summary=summary)
+    watch = watched(Noisy, out, section, noisy(out, section), **noisy_options(section), **options)
+    summary = watch.trainer.evaluate(watch.fit())
+    watch.write("outputs", outputs=watch.trainer.outputs, summary=summary)
 
 
 def counting_settings(**settings):
@@ -341,8 +344,25 @@ def run_verdicts(out, section):
             micro, count = wanted[event.step]
             ask(watch, micro, count)
 
-    trainer = Counting(config(out, section, **counting_settings(**{"tuning.accumulate": True})))
-    Watch(trainer, lines_of(out, section), on_step=on_step).fit()
+    given = counting_settings(**{"tuning.accumulate": True})
+    watched(Counting, out, section, config(out, section, **given), on_step=on_step).fit()
+
+
+class Slow(Counting):
+    """In process 1 nothing but the first size is traced before `release` is there; 24 takes memory."""
+
+    def loss(self, params, batch, key):
+        size = len(batch["id"])
+        if jax.process_index() == 1 and size in (8, 12, 16, 24):
+            _wait_until(release_of(pathlib.Path(self.config.workdir)).exists)
+        loss = super().loss(params, batch, key)
+        if size == 24:
+            loss += 0 * jnp.sort(jax.random.normal(key, (2**20,)))[0]
+        return loss
+
+
+def release_of(folder):
+    return folder.with_suffix(".release")
 
 
 def run_ready(out, section):
@@ -350,27 +370,13 @@ def run_ready(out, section):
 
     Of the sizes, 24 is refused for its memory, by the budget of process 1 alone.
     """
-    release = out / f"{section}.release"
-    compile_program, bytes_of = engine_module.Engine.compile_program, engine_module.Engine.bytes_of
-
-    def slowly(self, program):
-        sizes = {x.micro_batch_size for x in program.args if isinstance(x, SampleShape)}
-        if jax.process_index() == 1 and sizes - {6}:
-            _wait_until(release.exists)
-        return compile_program(self, program)
-
-    def large(self, size):
-        found = bytes_of(self, size)
-        return dataclasses.replace(found, temporaries=2**30) if found and size == 24 else found
-
-    def budget(*_, **__):
-        return 2**30 if jax.process_index() == 1 else 2**40
 
     def on_step(watch, event):
-        ready, own = watch.run.strategies.ready(""), watch.run.sizes.ready()
+        loop = watch.loop
+        ready, own = loop.strategies.ready(""), loop.sizes.ready()
         watch.write("ready", step=event.step, sizes=list(ready), own=list(own))
-        if event.step >= 4 and not watch.run.sizes.is_busy:
-            release.touch()
+        if event.step >= 4 and not loop.sizes.is_busy:
+            release_of(out / section).touch()
         if ready:
             ask(watch, max(ready), 1)
         if event.config.micro_batch_size == 16 and len(ready) == 4:
@@ -379,30 +385,33 @@ def run_ready(out, section):
     def before_step(watch, step):
         time.sleep(0.01)
 
+    small = {"execution.memory_bytes": 2**21} if jax.process_index() == 1 else {}
     settings = counting_settings(
         batch=BatchLimits(base=24, max=96, micro=(6, 24)),
         epochs=None,
         base_steps=1e4,
-        **{"execution.background_compile": True},
+        **{"execution.background_compile": True, **small},
     )
-    trainer = Counting(config(out, section, **settings))
-    watch = Watch(trainer, lines_of(out, section), on_step=on_step, before_step=before_step)
-    with (
-        unittest.mock.patch.object(engine_module.Engine, "compile_program", slowly),
-        unittest.mock.patch.object(engine_module.Engine, "bytes_of", large),
-        unittest.mock.patch.object(memory, "device_budget", budget),
-    ):
-        watch.fit()
+    steps = {"on_step": on_step, "before_step": before_step}
+    watched(Slow, out, section, config(out, section, **settings), **steps).fit()
 
 
-def run_finish(out, section):
-    """A save fails; later a hook of process 0 ends training as if it were complete."""
+@contextlib.contextmanager
+def one_failing_save():
+    """The disk is full the first time that Orbax writes."""
     save, failures = ocp.CheckpointManager.save, iter([OSError(28, "No space left on device")])
 
     def fail_once(self, *arguments, **named):
         for failure in failures:
             raise failure
         return save(self, *arguments, **named)
+
+    with unittest.mock.patch.object(ocp.CheckpointManager, "save", fail_once):
+        yield
+
+
+def run_finish(out, section):
+    """A save fails; later a hook of process 0 ends training as if it were complete."""
 
     def on_step(watch, event):
         if event.step == 2:
@@ -411,10 +420,8 @@ def run_finish(out, section):
             watch.trainer.finish()
 
     settings = counting_settings(epochs=None, base_steps=1e4)
-    watch = Watch(
-        Counting(config(out, section, **settings)), lines_of(out, section), on_step=on_step
-    )
-    with unittest.mock.patch.object(ocp.CheckpointManager, "save", fail_once):
+    watch = watched(Counting, out, section, config(out, section, **settings), on_step=on_step)
+    with one_failing_save():
         watch.fit()
 
 
@@ -426,7 +433,7 @@ def run_stop(out, section):
             watch.trainer.request_stop()
 
     settings = counting_settings(epochs=None, base_steps=1e4)
-    Watch(Counting(config(out, section, **settings)), lines_of(out, section), on_step=on_step).fit()
+    watched(Counting, out, section, config(out, section, **settings), on_step=on_step).fit()
 
 
 def run_terminated(out, section):
@@ -474,9 +481,8 @@ def run_completed(out, section):
 
 
 def _counted(out, section, on_step, before_step):
-    trainer = Counting(config(out, "counted", **counting_settings()))
-    path = lines_of(out, section)
-    Watch(trainer, path, on_step=on_step, before_step=before_step).fit()
+    given = config(out, "counted", **counting_settings())
+    watched(Counting, out, section, given, on_step=on_step, before_step=before_step).fit()
 
 
 def run_crash_source(out, section):
@@ -507,8 +513,9 @@ def _crash(out, section, kind, on_step, before_step):
             on_step(watch, event)
 
     print(f"pid={os.getpid()}")
-    trainer = kind(config(out, section, **counting_settings(epochs=None, base_steps=1e5)))
-    Watch(trainer, lines_of(out, section), on_step=on_step_and_save, before_step=before_step).fit()
+    given = config(out, section, **counting_settings(epochs=None, base_steps=1e5))
+    steps = {"on_step": on_step_and_save, "before_step": before_step}
+    watched(kind, out, section, given, **steps).fit()
 
 
 def newest(workdir):

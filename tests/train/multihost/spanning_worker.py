@@ -1,7 +1,6 @@
 """Sections of a job whose model lies over its processes; a script as `multihost_worker` is."""
 
 import sys
-import unittest.mock
 from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,8 @@ import jax.numpy as jnp
 import multihost_worker as worker
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 from jax.sharding import PartitionSpec
-from multihost_worker import NUM_COUNTED, Counting, Watch, config
+from multihost_worker import NUM_COUNTED, Counting, config, watched
 
 from jaxgoodput.goodput.search import BatchLimits
 from jaxgoodput.optim import learning_rate as rules
@@ -99,18 +97,15 @@ def run_layout(out, section, **options):
     given = settings(
         strategies=STRATEGIES[section], loss=kind, **{"evaluation.every_base_steps": 4.0}
     )
-    trainer = Cut(config(out, section, **given), **options)
-    watch = Watch(trainer, worker.lines_of(out, section))
+    watch = watched(Cut, out, section, config(out, section, **given), **options)
     state = watch.fit()
-    watch.write("evaluated at the end", metrics=trainer.evaluate(state))
+    watch.write("evaluated at the end", metrics=watch.trainer.evaluate(state))
 
 
 def run_constrained(out, section, **options):
     """No strategy is asked for, and the model is one program over all devices."""
     given = settings(epochs=None, base_steps=2.0)
-    Watch(
-        Constrained(config(out, section, **given), **options), worker.lines_of(out, section)
-    ).fit()
+    watched(Constrained, out, section, config(out, section, **given), **options).fit()
 
 
 def run_switched(out, section, **options):
@@ -123,18 +118,11 @@ def run_switched(out, section, **options):
             watch.trainer.request_batch(micro, strategy=strategy)
 
     given = settings(strategies=(*STRATEGIES["fsdp4.tensor2"], *STRATEGIES["data2.fsdp4"]))
-    trainer = Cut(config(out, section, **given), **options)
-    Watch(trainer, worker.lines_of(out, section), on_step=on_step).fit()
+    watched(Cut, out, section, config(out, section, **given), on_step=on_step, **options).fit()
 
 
 def run_stopped(out, section, **options):
     """A save fails in all processes; then a hook asks to save and stop."""
-    save, failures = ocp.CheckpointManager.save, iter([OSError(28, "No space left on device")])
-
-    def fail_once(self, *arguments, **named):
-        for failure in failures:
-            raise failure
-        return save(self, *arguments, **named)
 
     def on_step(watch, event):
         if event.step == 1:
@@ -142,7 +130,7 @@ def run_stopped(out, section, **options):
         if event.step == STOPPED_AT:
             watch.trainer.request_stop()
 
-    with unittest.mock.patch.object(ocp.CheckpointManager, "save", fail_once):
+    with worker.one_failing_save():
         counted(out, section, "fsdp4.tensor2", on_step=on_step, **options)
 
 
@@ -151,11 +139,10 @@ def run_completed(out, section, **options):
     counted(out, section, "fsdp4.tensor2", **options)
 
 
-def counted(out, section, strategy, *, on_step=None, **options):
+def counted(out, section, strategy, **options):
     """Goes on with the run that several jobs share."""
     given = settings(strategies=STRATEGIES[strategy], epochs=EPOCHS)
-    trainer = Cut(config(out, "counted", **given), **options)
-    Watch(trainer, worker.lines_of(out, section), on_step=on_step).fit()
+    watched(Cut, out, section, config(out, "counted", **given), **options).fit()
 
 
 SECTIONS = {

@@ -1,7 +1,6 @@
 """Training in several processes is training in one: same updates, same samples, one decision."""
 
 import dataclasses
-import pathlib
 import shutil
 
 import jax
@@ -302,8 +301,8 @@ def test_a_process_that_fails_takes_the_job_down_and_leaves_the_checkpoint(folde
     assert saved >= 2
 
     settings = multihost_worker.counting_settings(epochs=None, base_steps=saved + 3.0)
-    trainer = Counting(multihost_worker.config(out, section, **settings), devices=jax.devices()[:1])
-    again = Watch(trainer, pathlib.Path(out / "again.jsonl"))
+    given = multihost_worker.config(out, section, **settings)
+    again = Watch(Counting, given, out / "again.jsonl", devices=jax.devices()[:1])
     again.fit()
     (begin,) = [line for line in again.lines() if line["kind"] == "start"]
     assert begin["step"] == saved
