@@ -63,7 +63,8 @@ class ByteModel:
         read = jnp.pad(codes, ((0, 0), (1, 0)))[:, :-1]  # the first byte is predicted from a zero
         x = params["embed"]["embedding"][read] + params["positions"][None, :length]
         block = jax.checkpoint(_block) if self.remake else _block
-        x, _ = jax.lax.scan(block, x, params["layers"])
+        # A scan, but for a strategy with stages: there a micro-batch for each of them.
+        x = jg.pipeline(block, params["layers"], x, num_micro_batches=1)
         logits = _norm(params["scale"], x) @ params["head"]["kernel"]
         nats = optax.softmax_cross_entropy_with_integer_labels(logits, codes)
         is_real = jnp.arange(length)[None] < batch["num_bytes"][:, None]
@@ -81,11 +82,11 @@ class ByteModel:
         )
 
 
-def _block(x, layer):
+def _block(layer, x):
     attention, mlp = layer["attention"], layer["mlp"]
     x += _attention(attention, _norm(attention["scale"], x))
     inner = _norm(mlp["scale"], x) @ mlp["up"]["kernel"]
-    return x + jax.nn.gelu(inner) @ mlp["down"]["kernel"], None
+    return x + jax.nn.gelu(inner) @ mlp["down"]["kernel"]
 
 
 def _norm(scale, x):
