@@ -36,14 +36,13 @@ from jaxgoodput.engine.programs import (
     Programs,
     SampleShape,
     SeparatePrograms,
-    anywhere,
     has_constraints,
 )
 from jaxgoodput.engine.programs_elastic import ElasticPrograms
 from jaxgoodput.engine.state import Previous, StepMetrics, Sums, TrainState, Work, delete
 from jaxgoodput.goodput.memory import StepBytes
 from jaxgoodput.parallel.plan import MovePlan, plan_move
-from jaxgoodput.parallel.strategy import Layout
+from jaxgoodput.parallel.strategy import Layout, anywhere
 
 P = ParamSpec("P")
 # Samples per replica of the engine's own data set, or a micro-batch of any other shape.
@@ -78,7 +77,7 @@ class Engines:
         self.world = world
         self.control_size = control_size
         # Abstract, lying nowhere: what all layouts cut in their own way.
-        self.state = jax.eval_shape(lambda: pure.init_state(problem, jax.random.key(0)))
+        self.state = jax.eval_shape(anywhere(lambda: pure.init_state(problem, jax.random.key(0))))
         self.compiled = Compiled()
         self.moves = Moves(memory_bytes)
         self._engines: dict[Layout, Engine] = {}
@@ -155,7 +154,9 @@ class Engines:
     def loss_kind(self) -> Literal["sample", "mean"]:
         """'sample' or 'mean': whether the loss can leave padded samples out."""
         batch = SampleShape.of(self.sample, micro_batch_size=2).batch(2)
-        problem = dataclasses.replace(self.problem, loss_and_state=anywhere(self.problem))
+        problem = dataclasses.replace(
+            self.problem, loss_and_state=anywhere(self.problem.loss_and_state)
+        )
         return pure.loss_kind(problem, self.state, batch, 2)
 
     def _both(self, old: Layout, new: Layout) -> tuple[Programs, Programs]:

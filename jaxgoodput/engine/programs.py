@@ -18,14 +18,13 @@ import enum
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax.core.spmd import logical_axis_rules
 from jax.extend.core import Jaxpr, jaxprs_in_params
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 from jaxtyping import Array, PyTree
 
@@ -37,20 +36,17 @@ from jaxgoodput.parallel import partition as rules
 from jaxgoodput.parallel.strategy import (
     DATA_AXIS,
     FSDP_AXIS,
-    MESH_AXES,
     MODEL_AXES,
+    UNCUT,
     Layout,
-    Strategy,
+    anywhere,
+    in_mesh,
 )
 
 # The order in which the partitioner follows shardings: batches, then these. (Rows are cut over DATA_AXIS.)
 PRIORITIES = {axis: 1 for axis in MODEL_AXES} | {FSDP_AXIS: 2}
-P = ParamSpec("P")
-T = TypeVar("T")
 ROWS = PartitionSpec(DATA_AXIS)
 WHOLE = PartitionSpec()
-# A mesh of all axes, over nothing: constraints mean something in it, and cut nothing.
-UNCUT = AbstractMesh((1,) * len(MESH_AXES), MESH_AXES)
 
 
 class Noise(enum.Enum):
@@ -296,7 +292,10 @@ class Programs(abc.ABC):
         key = jax.eval_shape(lambda: jax.random.key(0))
         key = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=self.layout.replicated)
         out = _shardings(self.abstract_state())
-        return Program(lambda k: pure.init_state(self.problem, k), (), (key,), out)
+        # Its own constraints hold, whether or not it computes the loss with several devices.
+        make = in_mesh(self.problem.init, self.layout.mesh.abstract_mesh, self.layout.strategy)
+        problem = dataclasses.replace(self.problem, init=make)
+        return Program(lambda k: pure.init_state(problem, k), (), (key,), out)
 
     def zeros(self) -> Program:
         """A throw-away state."""
@@ -590,24 +589,9 @@ class SeparatePrograms(Programs):
         )
 
 
-def in_mesh(function: Callable[P, T], mesh: AbstractMesh, strategy: Strategy) -> Callable[P, T]:
-    """A function of the model, traced with `mesh` set and the strategy's logical names known to flax."""
-
-    def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        with jax.sharding.use_abstract_mesh(mesh), logical_axis_rules(strategy.logical_rules):
-            return function(*args, **kwargs)
-
-    return run
-
-
-def anywhere(problem: pure.Problem) -> pure.LossAndState:
-    """The loss for looking at, traced under a mesh of all axes that cuts nothing."""
-    return in_mesh(problem.loss_and_state, UNCUT, Strategy())
-
-
 def has_constraints(problem: pure.Problem, state: TrainState, shape: SampleShape) -> bool:
     """Whether the loss constrains how anything in it is cut; `state` is abstract."""
-    loss = anywhere(problem)
+    loss = anywhere(problem.loss_and_state)
     key = jax.eval_shape(lambda: jax.random.key(0))
     batch = shape.batch(shape.micro_batch_size)
     traced = jax.make_jaxpr(loss)(

@@ -35,6 +35,7 @@ from jaxgoodput.engine.state import (
 )
 from jaxgoodput.optim import adaptive as adaptation
 from jaxgoodput.optim import noise
+from jaxgoodput.parallel.strategy import anywhere
 
 # (params, model state, batch, key) -> (what `loss_kind` allows, new model state)
 LossAndState = Callable[[PyTree, PyTree, PyTree, Array], tuple[Array | Loss, PyTree]]
@@ -91,7 +92,7 @@ def init_state(problem: Problem, key: Array) -> TrainState:
 
 def own_specs(problem: Problem) -> tuple[tuple[str, PartitionSpec], ...]:
     """How the model's own metadata cuts its parameters, by their paths."""
-    made = jax.eval_shape(problem.init, jax.random.key(0))
+    made = jax.eval_shape(anywhere(problem.init), jax.random.key(0))
     return made.specs if isinstance(made, Variables) else ()
 
 

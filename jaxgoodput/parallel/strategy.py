@@ -11,14 +11,16 @@ name any of them: an axis of degree 1 cuts nothing.
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
+import jax
 import numpy as np
 from absl import logging
+from flax.core.spmd import logical_axis_rules
 from jax.experimental import mesh_utils
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 DATA_AXIS, FSDP_AXIS, TENSOR_AXIS = "data", "fsdp", "tensor"
 CONTEXT_AXIS, EXPERT_AXIS, STAGE_AXIS = "context", "expert", "stage"
@@ -32,6 +34,11 @@ MODEL_AXES = (FSDP_AXIS, TENSOR_AXIS, EXPERT_AXIS, STAGE_AXIS)
 BY_TRAFFIC = (DATA_AXIS, STAGE_AXIS, FSDP_AXIS, EXPERT_AXIS, CONTEXT_AXIS, TENSOR_AXIS)
 WHAT_IS_LEFT = -1
 
+# A mesh of all axes, over nothing: constraints mean something in it, and cut nothing.
+UNCUT = AbstractMesh((1,) * len(MESH_AXES), MESH_AXES)
+
+P = ParamSpec("P")
+T = TypeVar("T")
 Rule = tuple[str, PartitionSpec]
 Activation = tuple[str, str | tuple[str, ...] | None]
 
@@ -393,3 +400,18 @@ class Layout:
     def sharding(self, spec: PartitionSpec) -> NamedSharding:
         """A partition on this mesh."""
         return NamedSharding(self.mesh, spec)
+
+
+def in_mesh(function: Callable[P, T], mesh: AbstractMesh, strategy: Strategy) -> Callable[P, T]:
+    """A function of the model, traced with `mesh` set and the strategy's logical names known to flax."""
+
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        with jax.sharding.use_abstract_mesh(mesh), logical_axis_rules(strategy.logical_rules):
+            return function(*args, **kwargs)
+
+    return run
+
+
+def anywhere(function: Callable[P, T]) -> Callable[P, T]:
+    """A function of the model for looking at, traced under a mesh of all axes that cuts nothing."""
+    return in_mesh(function, UNCUT, Strategy())

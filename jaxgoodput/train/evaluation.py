@@ -18,9 +18,9 @@ from jaxtyping import PyTree
 from jaxgoodput.data.rows import held_rows, narrow, put_rows
 from jaxgoodput.data.sources import Source, abstract_sample
 from jaxgoodput.engine.memory import StepBytes, step_bytes
-from jaxgoodput.engine.programs import Program, in_mesh
+from jaxgoodput.engine.programs import Program
 from jaxgoodput.engine.state import TrainState, cast
-from jaxgoodput.parallel.strategy import DATA_AXIS, REPLICA_AXES, Layout
+from jaxgoodput.parallel.strategy import DATA_AXIS, REPLICA_AXES, Layout, in_mesh
 
 Metrics = Callable[[PyTree, PyTree, PyTree], Mapping[str, Any]]
 

@@ -37,7 +37,7 @@ from jaxgoodput.optim import adaptive as adaptation
 from jaxgoodput.optim import learning_rate as rules
 from jaxgoodput.optim.preconditioner import is_adam_like
 from jaxgoodput.parallel.partition import CannotDivide, whole_leaves
-from jaxgoodput.parallel.strategy import DATA_AXIS, Layout, Strategy
+from jaxgoodput.parallel.strategy import DATA_AXIS, Layout, Strategy, anywhere
 from jaxgoodput.train.checkpoint import CheckpointMeta, Checkpoints, saveable
 from jaxgoodput.train.compile_ahead import StrategyCompiler
 from jaxgoodput.train.config import Config
@@ -333,7 +333,7 @@ def problem_of(task: Task, config: Config) -> Problem:
         raise TypeError(
             f"optimizer() must return an optax.GradientTransformation; got {type(tx).__name__}."
         )
-    made = jax.eval_shape(saveable(task.init, "init()"), jax.random.key(0))
+    made = jax.eval_shape(anywhere(saveable(task.init, "init()")), jax.random.key(0))
     params = made.params if isinstance(made, Variables) else made
     mask = task.trainable(params)
     trainable = None if mask is None else task.trainable

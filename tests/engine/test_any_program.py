@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec
 
 import jaxgoodput as jg
-from jaxgoodput.parallel.strategy import Strategy
+from jaxgoodput.parallel.strategy import REPLICA_AXES, Strategy
 
 DIM, WIDE, LAYERS = 64, 128, 4
 SAMPLE = {"x": jax.ShapeDtypeStruct((3, DIM), jnp.float32)}
@@ -185,3 +186,29 @@ def test_a_scanned_linen_module():
     kind = {"init": init, "loss_and_state": loss_and_state}
     expected = after_two_steps(Strategy(), None, **kind)
     assert_alike(after_two_steps(Strategy(fsdp=8), None, **kind), expected)
+
+
+class Constrained(nn.Module):
+    """Says with names of the mesh, and with logical ones, how its activations are cut."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = jax.lax.with_sharding_constraint(x, PartitionSpec(REPLICA_AXES))
+        inner = nn.with_logical_constraint(nn.Dense(WIDE, name="up")(x), ("batch", None, "mlp"))
+        return nn.Dense(DIM, name="down")(nn.gelu(inner))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "strategy", [Strategy(data=8), Strategy(fsdp=4, tensor=2)], ids=lambda s: s.name
+)
+def test_a_module_with_constraints_is_initialised_by_calling_it(strategy):
+    """Flax runs the whole module to make its parameters, constraints and all, here with one row."""
+    kind = {
+        "init": lambda key: Constrained().init(key, jnp.zeros((1, 3, DIM)))["params"],
+        "loss": lambda params, batch, key: mean_square(
+            Constrained().apply({"params": params}, batch["x"])
+        ),
+    }
+    expected = after_two_steps(Strategy(), **kind)
+    assert_alike(after_two_steps(strategy, **kind), expected)

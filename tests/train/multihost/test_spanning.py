@@ -46,6 +46,15 @@ def two(folder):
 
 
 @pytest.fixture(scope="module")
+def four(folder):
+    """Four processes of two devices: tensor inside of them, and groups of two that hold a copy each."""
+    out = folder / "four"
+    finished = work(out, 4, 2, "fsdp4.tensor2", "data2.fsdp4")
+    assert finished.code == 0, f"{finished.out}\n{finished.err}"
+    return out
+
+
+@pytest.fixture(scope="module")
 def one(folder):
     """One epoch in this process, on eight devices."""
     out = folder / "one"
@@ -54,9 +63,17 @@ def one(folder):
     return out
 
 
-@pytest.mark.parametrize("section", [*STRATEGIES, "switched"])
-def test_a_layout_over_two_processes_gives_the_updates_of_one(two, one, section):
-    expected, got = seen(one, "fsdp8", "applied"), seen(two, section, "applied")
+@pytest.mark.parametrize(
+    "job, section",
+    [
+        *(("two", section) for section in (*STRATEGIES, "switched")),
+        ("four", "fsdp4.tensor2"),
+        ("four", "data2.fsdp4"),
+    ],
+)
+def test_a_layout_over_several_processes_gives_the_updates_of_one(request, one, job, section):
+    out = request.getfixturevalue(job)
+    expected, got = seen(one, "fsdp8", "applied"), seen(out, section, "applied")
     assert len(got) == len(expected) == 8
     names = ["loss", "grad_norm"]
     if section != "switched":  # a gradient that was remembered does not outlive a move
@@ -71,8 +88,8 @@ def test_a_layout_over_two_processes_gives_the_updates_of_one(two, one, section)
                 b["metrics"][name], a["metrics"][name], rtol=2e-5, atol=1e-6, err_msg=name
             )
     (wanted,) = seen(one, "fsdp8", "state")
-    for rank in (0, 1):
-        (state,) = seen(two, section, "state", rank)
+    for rank in range({"two": 2, "four": 4}[job]):
+        (state,) = seen(out, section, "state", rank)
         assert state["step"] == wanted["step"]
         for name, value in wanted["leaves"].items():
             np.testing.assert_allclose(
