@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax.linen.spmd import with_logical_constraint
 from jax.sharding import PartitionSpec
 
 import jaxgoodput as jg
@@ -194,7 +195,7 @@ class Constrained(nn.Module):
     @nn.compact
     def __call__(self, x):
         x = jax.lax.with_sharding_constraint(x, PartitionSpec(REPLICA_AXES))
-        inner = nn.with_logical_constraint(nn.Dense(WIDE, name="up")(x), ("batch", None, "mlp"))
+        inner = with_logical_constraint(nn.Dense(WIDE, name="up")(x), ("batch", None, "mlp"))
         return nn.Dense(DIM, name="down")(nn.gelu(inner))
 
 

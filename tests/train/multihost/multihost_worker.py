@@ -169,7 +169,8 @@ class Watched(Loop):
 
     @property
     def watch(self):
-        (watch,) = [hook for hook in self.task.hooks if isinstance(hook, Watch)]
+        trainer: Any = self.task
+        (watch,) = [hook for hook in trainer.hooks if isinstance(hook, Watch)]
         return watch
 
     def _next_batch(self):
