@@ -2,9 +2,11 @@
 
     python benchmarks/compiled_layouts.py                    # 24 layers, about 20 minutes on two cores
     python benchmarks/compiled_layouts.py --layers 4 --only "axis 0:fsdp8"
+    python benchmarks/compiled_layouts.py --rounds 5 --layers 4 --width 512 --length 256    # step times
 
-Nothing runs: every number is the compiler's. The decoder of `examples/llama_model.py`, its layers stacked
-along axis 0 or axis 1 and scanned over, or in a list, each recomputed in the backward pass. Three steps:
+Without `--rounds` nothing runs: every number is the compiler's. The decoder of `examples/llama_model.py`, its
+layers stacked along axis 0 or axis 1 and scanned over, or in a list, each recomputed in the backward pass.
+Three steps:
 
 * ours: the engine's plain step (`Noise.OFF`) of the loss as a user writes it, without constraints;
   "named" gives parameters the expert's specs as metadata, where the defaults are others.
@@ -25,15 +27,23 @@ specs do. Axis 0 on fsdp8 in f32 0.27 and 0.27, on fsdp4.tensor2 0.23 and 0.23; 
 before the loop: 1.29 and 66 MiB instead of 5.5. Unrolled on fsdp8: 2.08 and 2.09 in f32, where XLA:CPU keeps
 what it gathered. Plain: 0.6 to 3.7 on fsdp8, with all samples computed on a part of the features. Scopes are
 the same in all steps.
+
+With `--rounds`, and a size at which a step takes 100 ms and more, the expert's step and ours take turns, one
+device (our step *global* there, too) and each strategy, float32, layers along axis 0; every step is waited
+for. "with statistics" is the mean of 16 steps of which two measure the noise by their difference. Expect at
+most 1.02 on one device and 1.05 on eight.
 """
 
 import collections
 import dataclasses
 import functools
+import math
 import pathlib
 import re
+import statistics
 import sys
 import tempfile
+import time
 from typing import Any
 
 from absl import app, flags
@@ -44,6 +54,7 @@ flags.DEFINE_integer("layers", 24, "Layers of the decoder.")
 flags.DEFINE_integer("width", 256, "Its width.")
 flags.DEFINE_integer("length", 64, "Tokens of a window.")
 flags.DEFINE_integer("windows", 2, "Windows per replica.")
+flags.DEFINE_integer("rounds", 0, "Time the steps in so many turns, instead of looking at them.")
 
 NUM_DEVICES = 8
 MODELS = ("axis 0", "axis 1", "unrolled")
@@ -139,14 +150,13 @@ class Decoder:
         return tuple((name, self.spec(name, strategy)) for name in names)
 
 
-def lowered_ours(decoder: Decoder, strategy: Any, dtype: Any, *, named: bool) -> Any:
-    """The engine's plain step."""
+def our_engine(decoder: Decoder, strategy: Any, dtype: Any, *, named: bool = False) -> Any:
+    """The engine of the loss as a user writes it."""
     import jax
     import jax.numpy as jnp
     import optax
 
     from jaxgoodput.engine.engine import Engines
-    from jaxgoodput.engine.programs import Noise
     from jaxgoodput.engine.state import Variables
     from jaxgoodput.engine.step import Problem
     from jaxgoodput.optim import learning_rate as rules
@@ -166,7 +176,21 @@ def lowered_ours(decoder: Decoder, strategy: Any, dtype: Any, *, named: bool) ->
         compute_dtype=dtype,
     )
     sample = jax.ShapeDtypeStruct((FLAGS.length + 1,), jnp.int32)
-    engine = Engines(problem, sample).on(strategy.on(jax.devices()[:NUM_DEVICES]))
+    return Engines(problem, sample, loss="global").on(layout_of(strategy))
+
+
+def layout_of(strategy: Any) -> Any:
+    """A strategy on as many devices as it takes."""
+    import jax
+
+    return strategy.on(jax.devices()[: math.prod(strategy.degrees.values())])
+
+
+def lowered_ours(decoder: Decoder, strategy: Any, dtype: Any, *, named: bool) -> Any:
+    """The engine's plain step."""
+    from jaxgoodput.engine.programs import Noise
+
+    engine = our_engine(decoder, strategy, dtype, named=named)
     return engine.programs.step(engine.shape(FLAGS.windows), noise=Noise.OFF).lower()
 
 
@@ -179,7 +203,7 @@ def lowered_by_hand(decoder: Decoder, strategy: Any, dtype: Any, *, constrained:
 
     from jaxgoodput.parallel.partition import param_specs
 
-    layout = strategy.on(jax.devices()[:NUM_DEVICES])
+    layout = layout_of(strategy)
     tx = optax.adam(1e-3)
     params = jax.eval_shape(decoder.init, jax.random.key(0))
     found = param_specs(layout, params, decoder.specs(params, strategy))
@@ -235,6 +259,70 @@ def measure(lowered: Any) -> dict[str, Any]:
     }
 
 
+def timed(decoder: Decoder, strategy: Any) -> dict[str, list[float]]:
+    """Seconds of each kind of step, round by round."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    import optax
+
+    executable = lowered_by_hand(decoder, strategy, None, constrained=True).compile()
+    (params_at, opt_at, tokens_at), _ = executable.input_shardings
+    params = jax.jit(decoder.init, out_shardings=params_at)(jax.random.key(0))
+    opt_state = jax.jit(optax.adam(1e-3).init, out_shardings=opt_at)(params)
+    rows = strategy.num_replicas * FLAGS.windows
+    tokens = np.random.default_rng(0).integers(0, 256, (rows, FLAGS.length + 1))
+    by_hand = [params, opt_state, jax.device_put(jnp.asarray(tokens, jnp.int32), tokens_at)]
+
+    engine = our_engine(decoder, strategy, None)
+    batch, mask = jax.device_put(
+        (jnp.asarray(tokens, jnp.int32), jnp.ones(rows)), engine.layout.batch_sharding
+    )
+    state, previous = engine.init(jax.random.key(0)), None
+
+    def expert() -> Any:
+        by_hand[:2] = executable(*by_hand)[:2]
+        return by_hand[:2]
+
+    def ours(measure: bool) -> Any:
+        nonlocal state, previous
+        state, metrics, previous = engine.step(
+            state, None, batch, mask, measure=measure, previous=previous if measure else None
+        )
+        return state, metrics
+
+    kinds = {
+        "expert": expert,
+        "plain": functools.partial(ours, False),
+        "remember": functools.partial(ours, True),
+        "difference": functools.partial(ours, True),
+    }
+    found: dict[str, list[float]] = {kind: [] for kind in kinds}
+    for turn in range(FLAGS.rounds + 1):
+        for kind, step in kinds.items():
+            started = time.perf_counter()
+            jax.block_until_ready(step())
+            if turn:  # the first one compiles
+                found[kind].append(time.perf_counter() - started)
+    return found
+
+
+def show_times(strategies: Any) -> None:
+    """Median and range of ratios within a round, for the decoder whose layers lie along axis 0."""
+    print(f"{'strategy':16} {'expert ms':>9}  {'plain / expert':22} with statistics / expert")
+    for strategy in strategies:
+        found = timed(Decoder("axis 0"), strategy)
+        rounds = list(zip(*found.values(), strict=True))
+        plain = [plain / expert for expert, plain, _, _ in rounds]
+        mixed = [(14 * plain + a + b) / 16 / expert for expert, plain, a, b in rounds]
+        ratios = (f"{statistics.median(r):.3f} ({min(r):.3f}-{max(r):.3f})" for r in (plain, mixed))
+        expert_ms = statistics.median(found["expert"]) * 1e3
+        print(
+            f"{strategy.name:16} {expert_ms:9.0f}  " + "   ".join(f"{r:22}" for r in ratios),
+            flush=True,
+        )
+
+
 def shown(sent: dict[str, float], least: float) -> str:
     """Kinds that are worth a word."""
     large = {name: mib for name, mib in sorted(sent.items()) if mib >= least}
@@ -253,6 +341,9 @@ def main(argv):
 
     from jaxgoodput.parallel.strategy import Strategy
 
+    if FLAGS.rounds:
+        show_times([Strategy(), *(Strategy(**degrees) for degrees in STRATEGIES)])
+        return
     header = (
         f"{'model:strategy:type:step':32} {'GFLOP':>7} {'temp/model':>10} {'scopes':>6}  "
         "MiB a device receives: gathers asked for | all that is sent"
