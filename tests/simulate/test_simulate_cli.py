@@ -102,7 +102,7 @@ def test_every_policy_is_named_and_runs(capsys):
     assert code == 0 and {line.split()[0] for line in said.splitlines()} == set(catalogue())
     made = read_scenario("synthetic:12", "a100:2x4", hours=0.3, seed=7)
     jobs = tuple(j for j in made.jobs if j.application in ("vision-small", "recommender"))
-    alone = [type(j)(**{**vars(j), "num_devices": 1, "num_steps": 3000}) for j in jobs]
+    alone = [type(j)(**{**vars(j), "num_devices": 1, "num_steps": 1000}) for j in jobs]
     made = Scenario(**{**vars(made), "jobs": tuple(alone)})
     settings = read_settings("events", "synthetic")
     results = compare(made, catalogue(), settings)
