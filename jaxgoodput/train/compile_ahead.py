@@ -3,8 +3,9 @@
 Of the strategy in use, micro-batch sizes: what the next change can reach is compiled first, and within it
 the largest. A size that XLA's analysis says does not fit is not used, nor anything above it. Where memory
 allows, each is run once on throw-away buffers, because a first execution is slow even when it is compiled.
-Only a size that went through both is ready, and only ready sizes are ever chosen. What measures the noise
-is compiled after that, and only for a size that stays in use: known noise outlasts a few steps without.
+Only a size that went through both, with what measures the noise, is ready, and only ready sizes are ever
+chosen: the noise is measured from the first step of a new size on. A size that was asked for before it
+was ready has its measuring programs compiled before anything else.
 
 Behind it, one after another, the other strategies have one size compiled and tried, that which comes nearest
 to the present batch, and the moves of the state there and back. A strategy under which no step fits into
@@ -97,8 +98,9 @@ class SizeCompiler:
     """Owns the thread that compiles; `ready` grows as it goes.
 
     `near` names the size in use, the first time one that the engine has compiled already; only sizes
-    that two changes by a factor `reach` can get to are compiled, and more as it moves. Sizes are taken
-    up in one order, which is the same in every process that is told the same.
+    that two changes by a factor `reach` can get to are compiled, and more as it moves, from `start` on.
+    Sizes are taken up in one order, which is the same in every process that is told the same. Without
+    `background` there is no thread, and what is missing is compiled where it is asked for.
     """
 
     def __init__(
@@ -109,20 +111,22 @@ class SizeCompiler:
         accumulate: bool,
         budget: int,
         reach: float = 4.0,
+        background: bool = True,
     ):
         self._engine = engine
         self._sizes = tuple(sizes)
         self._accumulate = accumulate
         self._budget = budget
         self._reach = reach
+        self._background = background
         self._changed = threading.Condition()
+        self._current: int | None = None  # in use
+        self._others = False  # whether others are compiled, too
         self._order: list[int] = []
         self._next = 0  # index into the order
         self._ready: list[int] = []
         self._unrehearsed: set[int] = set()
-        self._settled_on: int | None = None
         self._measurable: dict[int, bool] = {}  # False: memory does not allow it
-        self._close: frozenset[int] = frozenset()  # sizes that the next change can reach
         self._known: dict[int, StepBytes] = {}
         self._smallest_refused: int | None = None
         self._stopping = False
@@ -136,28 +140,23 @@ class SizeCompiler:
             return len(self._order)
 
     def near(self, size: int) -> None:
-        """`size` is in use: take up the sizes around it."""
+        """`size` is in use: take up the sizes around it, and have it measure the noise."""
         with self._changed:
             if not self._order:
                 self._measurable[size] = True
-            self._settled_on = None
-            self._close = frozenset(
-                s for s in self._sizes if size / self._reach <= s <= size * self._reach
-            )
+            self._current = size
             # What the next change can reach comes first, then what the one after it can.
             for reach in (self._reach, self._reach**2):
                 low, high = size / reach, size * reach
                 around = [s for s in self._sizes if low <= s <= high]
                 order = compiling_order([*around, size], size)
                 self._order += [s for s in order if s not in self._order]
+            missing = self._to_measure()
+            if missing is not None and self._background:
+                self._run_thread()
             self._changed.notify_all()
-
-    def settle(self, size: int) -> None:
-        """Compile the noise-measuring programs of `size`, which is in use for good. Idempotent."""
-        with self._changed:
-            if self._settled_on != size:
-                self._settled_on = size
-                self._changed.notify_all()
+        if missing is not None and not self._background:
+            self._prepare_measuring(missing)
 
     @property
     def num_settled(self) -> int:
@@ -201,22 +200,26 @@ class SizeCompiler:
             return self._is_waiting() and self._thread is not None and not self._stopping
 
     def start(self) -> None:
-        """Compile in the background, from now on. Further calls change nothing."""
+        """Compile other sizes in the background, from now on. Further calls change nothing."""
         with self._changed:
-            if self._thread is not None or self._stopping:
-                return
+            self._others = True
+            self._run_thread()
+            self._changed.notify_all()
+
+    def _run_thread(self) -> None:
+        """Have a thread; the lock is held."""
+        if self._thread is None and not self._stopping:
             self._thread = threading.Thread(
                 target=self._run, name="jaxgoodput-compile", daemon=True
             )
             self._thread.start()
 
     def compile_all(self) -> None:
-        """Compile all that was taken up on the caller's thread, with what measures the noise."""
+        """Compile all that was taken up on the caller's thread."""
+        with self._changed:
+            self._others = True
         while self._step():
             pass
-        for size in self.ready():
-            if not self.can_measure(size):
-                self._prepare_measuring(size)
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until everything taken up was tried; True once it is so."""
@@ -249,24 +252,23 @@ class SizeCompiler:
 
     def _is_waiting(self) -> bool:
         """Whether there is anything left to do; the lock is held."""
-        return self._next < len(self._order) or self._to_measure() is not None
+        is_other = self._others and self._next < len(self._order)
+        return is_other or self._to_measure() is not None
 
     def _to_measure(self) -> int | None:
-        """The size settled on, if it is ready and cannot measure the noise yet; the lock is held."""
-        size = self._settled_on
-        return size if size in self._ready and size not in self._measurable else None
+        """The size in use, if it cannot measure the noise yet; the lock is held."""
+        return None if self._current in self._measurable else self._current
 
     def _step(self) -> bool:
-        """Try the next size, or have the one settled on measure; False where there is neither."""
+        """Have the size in use measure, or try the next one; False where there is neither."""
         with self._changed:
             if self._stopping or not self._is_waiting():
                 return False
-            waiting, settled_on = self._order[self._next :], self._to_measure()
-        # Measuring comes before sizes that are two changes away.
-        if settled_on is not None and self._close.isdisjoint(waiting):
-            self._prepare_measuring(settled_on)
+            missing = self._to_measure()
+            size = self._order[self._next] if missing is None else missing
+        if missing is not None:
+            self._prepare_measuring(missing)
             return True
-        size = waiting[0]
         self._try(size)
         with self._changed:
             self._next += 1
@@ -280,12 +282,13 @@ class SizeCompiler:
         need = engine.measuring_bytes_of(size)
         fits = need is None or need.peak <= self._budget
         if not fits:
-            logging.warning(
+            log = logging.warning if size == self._current else logging.info
+            log(
                 "steps of %d samples per replica fit into memory, but not with a noise measurement: the "
                 "noise is not measured meanwhile. Lower batch.max, or raise execution.memory_bytes.",
                 size,
             )
-        elif need is not None and self.was_rehearsed(size):
+        elif need is not None and need.peak * 2 <= self._budget:  # a second copy of everything
             engine.rehearse_measuring(size)
         with self._changed:
             self._measurable[size] = fits
@@ -326,6 +329,8 @@ class SizeCompiler:
         rehearsable = need.peak * 2 <= self._budget
         if rehearsable:
             engine.rehearse(size, accumulate=self._accumulate)
+        if size not in self._measurable:
+            self._prepare_measuring(size)
         with self._changed:
             self._ready.append(size)
             if not rehearsable:
@@ -337,7 +342,8 @@ class StrategyCompiler:
 
     `engines` are those of all strategies by name; `plan` is that of the one to start with, `plan_of` makes
     that of another. `budget` is what a device has, in bytes; `reach` by which factor a batch may grow at
-    once. `compile_more` compiles what else a strategy needs, such as an evaluation.
+    once; without `background` all is compiled where it is asked for. `compile_more` compiles what else a
+    strategy needs, such as an evaluation.
     """
 
     def __init__(
@@ -348,12 +354,14 @@ class StrategyCompiler:
         *,
         budget: int,
         reach: float,
+        background: bool = True,
         compile_more: Callable[[Engine], None] = lambda engine: None,
     ):
         self._engines = dict(engines)
         self._plan_of = plan_of
         self._budget = budget
         self._reach = reach
+        self._background = background
         self._compile_more = compile_more
         self._changed = threading.Condition()
         self._current = plan.start
@@ -538,6 +546,7 @@ class StrategyCompiler:
             accumulate=plan.accumulate,
             budget=self._budget,
             reach=self._reach,
+            background=self._background,
         )
 
     def _raise(self) -> None:

@@ -44,9 +44,6 @@ from jaxgoodput.train.process import Compilations
 from jaxgoodput.train.task import Task
 from jaxgoodput.train.watcher import Result, Ticket, Watcher
 from jaxgoodput.tune.tuner import Tuner
-from jaxgoodput.tune.verdict import PROBE_STEPS
-
-SETTLED_STEPS = 2 * PROBE_STEPS  # of a size, after which it is more than a trial
 
 
 class Loop:
@@ -87,7 +84,6 @@ class Loop:
         self._previous: Previous | None = None  # gradient, for the noise
         self._latest: Result | None = None
         self._untimed = DEPTH  # steps that are not to be timed
-        self._stayed = 0  # steps of the present batch
         self._outcome: str | None = None  # what ended the run before its end
         self._hook_error: BaseException | None = None
         self._began_s = clock.now()  # made anew at the first step
@@ -234,8 +230,11 @@ class Loop:
         if self.where.spans:
             self._compile_everywhere(batch)
         self.batch = batch
-        self._untimed, self._stayed = 1, 0
-        self.strategies.use(batch)
+        self._untimed = 1
+        with self.ledger.bucket("compilation"), jax.transfer_guard("allow"):
+            self.strategies.use(
+                batch
+            )  # compiles here only where nothing is compiled in the background
 
     def _switch(self, batch: BatchConfig) -> bool:
         """Move the state to the layout of a batch's strategy, in memory; the loop waits for it.
@@ -371,9 +370,6 @@ class Loop:
         self.samples += batch.num_samples
         timed = self._untimed <= 0 and self.compilations.num == compiled and not batch.num_padded
         self._untimed -= 1
-        self._stayed += 1
-        if self._stayed == SETTLED_STEPS:
-            self.sizes.settle(self.batch.micro_batch_size)
         self.watcher.submit(
             Ticket(
                 step=self.step,

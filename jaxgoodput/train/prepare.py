@@ -246,6 +246,7 @@ def prepare(
         plan_of,
         budget=budget,
         reach=config.tuning.max_growth if config.execution.background_compile else math.inf,
+        background=config.execution.background_compile,
         compile_more=compile_evaluation,
     )
     stack.callback(strategies.close)

@@ -96,10 +96,9 @@ def test_sizes_become_ready_in_order_compiled_and_tried():
     sizes.compile_all()
     assert sizes.ready() == (4, 64, 16, 2, 32, 8, 1) and not sizes.is_busy
     assert engine.shared == len(SIZES)
-    steps = [("step", size) for size in sizes.ready()]
-    measured = [("step_measured", size) for size in sizes.ready()]
-    assert engine.compiled == steps + measured[1:], "the first size can measure already"
-    assert engine.rehearsed == steps + measured[1:]
+    both = [(kind, size) for size in sizes.ready() for kind in ("step", "step_measured")]
+    both.remove(("step_measured", 4))  # the first size can measure already
+    assert engine.compiled == engine.rehearsed == both
     assert all(map(sizes.can_measure, SIZES))
     assert all(map(sizes.was_rehearsed, SIZES)) and not sizes.was_rehearsed(3)
     assert sizes.memory_limit == 64
@@ -119,21 +118,43 @@ def test_only_what_two_changes_can_reach_is_compiled_and_more_as_the_size_moves(
     assert {size for _, size in engine.compiled} == set(SIZES)
 
 
-def test_only_a_size_that_stays_in_use_is_made_to_measure():
+def test_a_size_that_was_asked_for_measures_though_no_other_is_compiled():
     engine = Scripted()
     sizes = sizes_of(engine)
     sizes.near(4)
+    sizes.near(16)  # nobody has called `start`
+    assert sizes.wait(WAIT_S) and sizes.can_measure(16)
+    assert engine.compiled == engine.rehearsed == [("step_measured", 16)]
+    sizes.near(4)
+    assert not sizes.is_busy and not sizes.can_measure(8)
     sizes.start()
     assert sizes.wait(WAIT_S) and set(sizes.ready()) == set(SIZES)
-    assert [size for size in SIZES if sizes.can_measure(size)] == [4]
-    sizes.near(16)
-    assert sizes.wait(WAIT_S) and not sizes.can_measure(16)
-    sizes.settle(16)
-    assert sizes.wait(WAIT_S) and sizes.can_measure(16)
-    assert engine.compiled[-1] == engine.rehearsed[-1] == ("step_measured", 16)
-    sizes.settle(16)
-    assert not sizes.is_busy and not sizes.can_measure(8)
+    assert engine.compiled.count(("step_measured", 16)) == 1
     sizes.close()
+
+
+def test_measuring_the_size_in_use_comes_before_other_sizes():
+    engine = Scripted()
+    engine.may_go.clear()
+    sizes = sizes_of(engine)
+    sizes.near(4)
+    sizes.start()
+    assert engine.entered.wait(WAIT_S)  # compiling 4
+    sizes.near(2)
+    engine.may_go.set()
+    assert sizes.wait(WAIT_S)
+    assert engine.compiled[:2] == [("step", 4), ("step_measured", 2)]
+    sizes.close()
+
+
+def test_without_a_background_it_measures_when_it_is_asked_for():
+    engine = Scripted()
+    sizes = sizes_of(engine, background=False)
+    sizes.near(4)
+    sizes.compile_all()
+    assert engine.compiled[-1] == ("step_measured", 1) and not sizes.is_busy
+    sizes.near(500)
+    assert sizes.can_measure(500) and engine.compiled[-1] == ("step_measured", 500)
 
 
 def test_a_size_over_the_budget_is_never_ready():
@@ -151,14 +172,11 @@ def test_a_size_that_fits_only_without_measuring_is_used_without():
     sizes.near(2)
     sizes.start()
     assert sizes.wait(WAIT_S) and set(sizes.ready()) == {1, 2, 4}
-    sizes.near(4)
-    sizes.settle(4)
-    assert sizes.wait(WAIT_S) and sizes.can_measure(4) and sizes.can_measure(2)
+    assert sizes.can_measure(4) and sizes.can_measure(2)
     sizes.close()
     tight = sizes_of(Scripted(), budget=50)
     tight.near(2)
     tight.start()
-    tight.settle(4)
     assert tight.wait(WAIT_S) and 4 in tight.ready() and not tight.can_measure(4)
     tight.close()
 
