@@ -54,6 +54,7 @@ NUM_COLUMNS = 12
 
 NOISE_FLOOR = 1e-3  # nobody measures steps better than 0.1 %
 NOISE_CEILING = 0.3
+NORMAL_MEDIAN = 0.6745  # of the size of a standard normal number
 
 
 @contextlib.contextmanager
@@ -284,7 +285,10 @@ def solve(rows: Rows, warm: np.ndarray | None = None) -> Solution:
         # The prior is worth one measurement of that noise per parameter; the knee is at three of
         # them.
         point = search(again, noise, max(3.0 * noise, 0.02), 1e-5, 40)[0]
-        noise, error = _noise(point, rows, table)
+        before, (noise, error) = noise, _noise(point, rows, table)
+        if noise < before / 2:  # an outlier had bent the first search, and raised its noise
+            point = search([point], noise, max(3.0 * noise, 0.02), 1e-5, 40)[0]
+            noise, error = _noise(point, rows, table)
         values = np.array(_parameters(point, has_update))
         spread = _spread(point, values, noise, rows, table)
     return Solution(point, values, noise, error, spread)
@@ -326,13 +330,19 @@ def rms_error(values: np.ndarray, rows: Rows) -> float:
 
 
 def _noise(point: np.ndarray, rows: Rows, table) -> tuple[float, float]:
-    """(noise, error): RMS log errors with and without a correction for the fitted parameters."""
+    """(noise, error): the scale of log errors, corrected for the fitted parameters; their RMS.
+
+    The scale comes from their median, of which nearly half may be outliers without moving it far.
+    """
     errors = np.asarray(_errors_and_jacobian(point, table, float(rows.has_update)))[:, 0]
     weights = rows.table[:, WEIGHTS].ravel() ** 2
-    # An outlier says nothing about the noise of the others.
-    robust = np.minimum(np.abs(errors), 0.5)
-    count = np.count_nonzero(weights)
-    noise = float(np.sqrt(np.sum(robust**2) / max(count - 4, 2)))
+    seen = weights > 0
+    count = np.count_nonzero(seen)
+    sizes = np.abs(errors[seen]) / np.sqrt(weights[seen])
+    order = np.argsort(sizes)
+    below = np.cumsum(weights[seen][order])
+    median = sizes[order][np.searchsorted(below, below[-1] / 2)]
+    noise = float(median / NORMAL_MEDIAN * np.sqrt(count / max(count - 4, 2)))
     error = float(np.sqrt(np.sum(errors**2) / np.sum(weights)))
     return float(np.clip(noise, NOISE_FLOOR, NOISE_CEILING)), error
 
