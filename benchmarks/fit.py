@@ -6,8 +6,9 @@ A fit is bad when its RMS log error on the steps it saw exceeds max(0.1, 3 x noi
 is the RMS log error over 28 noise-free configurations, most of them unseen. Profiles and AdaptDL's
 results were recorded by running AdaptDL (README.md beside them).
 
-The second table spoils the step times of the profiles with 12 rows and more: one of them by a factor of 20, or a
-tenth of them, and at least one, by 3. Expect p50 of the grid error <= 0.002 and <= 0.006 without noise.
+The second table spoils the step times of the profiles with 12 rows and more: one of them by a factor of 20,
+or a tenth of them, and at least one, by 3. Without noise, expect a median grid error of at most 0.003 and
+0.006.
 """
 
 import json

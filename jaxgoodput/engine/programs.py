@@ -31,7 +31,6 @@ from jaxtyping import Array, PyTree
 from jaxgoodput._jax import set_priorities
 from jaxgoodput.engine import step as pure
 from jaxgoodput.engine.state import Previous, StepMetrics, Sums, TrainState, cast, split
-from jaxgoodput.optim import noise as noises
 from jaxgoodput.parallel import partition as rules
 from jaxgoodput.parallel.strategy import (
     DATA_AXIS,
@@ -334,7 +333,7 @@ class Programs(abc.ABC):
         if not self.problem.preconditioned:
             return ()
         kept, _ = split(params, self.problem.mask(params))
-        return noises.preconditioner(opt_state, kept)
+        return self.problem.preconditioner(opt_state, kept)
 
     def _update(
         self, state: TrainState, total: Sums, *, measure: bool, previous: Previous | None = None

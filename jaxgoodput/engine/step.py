@@ -10,6 +10,7 @@ L = sum p_i |g_i|^2 and T = |g|^2 give `trace = M (L - T) / (n - 1)` per sample 
 `sqr = (n T - L) / (n - 1)` (McCandlish et al. 2018, appendix A, for unequal groups).
 """
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -35,6 +36,7 @@ from jaxgoodput.engine.state import (
 )
 from jaxgoodput.optim import adaptive as adaptation
 from jaxgoodput.optim import noise
+from jaxgoodput.optim.preconditioner import MomentConstants
 from jaxgoodput.parallel.strategy import anywhere
 
 # (params, model state, batch, key) -> (what `loss_kind` allows, new model state)
@@ -60,6 +62,8 @@ class Problem:
     """From parameters to a tree of str, groups with statistics of their own; None: one group."""
     preconditioned: bool = False
     """Whether gradients are divided by the optimizer's preconditioner before noise is measured."""
+    moments: MomentConstants = MomentConstants()
+    """Of the preconditioner; `probe.moment_constants(tx, params)` finds them."""
     compute_dtype: DTypeLike | None = None
     """What floating parameters are cast to for computing; None: they are not."""
 
@@ -68,6 +72,12 @@ class Problem:
         if self.trainable is None:
             return jax.tree.map(lambda _: True, params)
         return self.trainable(params)
+
+    def preconditioner(self, opt_state: PyTree, kept: PyTree) -> PyTree | None:
+        """What the optimizer divides gradients by; None where noise is measured without."""
+        if not self.preconditioned:
+            return None
+        return noise.preconditioner(opt_state, kept, b2=self.moments.b2, eps=self.moments.eps)
 
     def num_labels(self, trainable: PyTree) -> int:
         """How many parameter groups have statistics of their own."""
@@ -262,7 +272,7 @@ def update(
 
     sample, biased = None, False
     if measure or previous is not None:
-        scale = noise.preconditioner(state.opt_state, kept) if problem.preconditioned else None
+        scale = problem.preconditioner(state.opt_state, kept)
         if previous is not None:
             biased = True
             sample = noise.differenced_sample(
@@ -286,6 +296,13 @@ def update(
                 large_sqr=large,
                 num_groups=total.groups,
                 num_samples=total.samples,
+            )
+        if (
+            scale is not None
+        ):  # before, it is in other units, and would stay in the average for long
+            settled = noise.is_settled(state.opt_state)
+            sample = dataclasses.replace(
+                sample, num_groups=jnp.where(settled, sample.num_groups, 0)
             )
 
     def take(grads: PyTree) -> tuple[PyTree, PyTree, PyTree]:

@@ -136,7 +136,7 @@ def adaptive(
         limit = jnp.maximum(state.gain, 1) * max_gain_growth
         factors = jnp.minimum(jnp.asarray(factors, state.gain.dtype), limit)
 
-        inner = _with_schedules_at(state.inner, _whole(state.progress, state.progress_rest))
+        inner = with_schedules_at(state.inner, _whole(state.progress, state.progress_rest))
         scaled, inner = tx.update(updates, inner, params, **extra)
         groups = noises.label_indices(labels, scaled)
         scaled = jax.tree.map(lambda u, i: (factors[i] * u).astype(u.dtype), scaled, groups)
@@ -244,7 +244,7 @@ def _is_schedule(node: Any) -> bool:
     return getattr(type(node), "_fields", None) == ("count",)
 
 
-def _with_schedules_at(state: PyTree, count: Array) -> PyTree:
+def with_schedules_at(state: PyTree, count: Array) -> PyTree:
     """The optimizer state with the count of every schedule set to `count`."""
 
     def place(node: Any) -> Any:

@@ -24,6 +24,7 @@ from jaxtyping import Array, Float, Num, PyTree
 
 from jaxgoodput._pytree import struct
 from jaxgoodput.goodput.efficiency import GradParams
+from jaxgoodput.optim.preconditioner import is_settled as is_settled
 from jaxgoodput.optim.preconditioner import preconditioner as preconditioner
 
 MIN_SAMPLES = 8.0  # below it a standard error says little: the moments count as unknown

@@ -1,5 +1,6 @@
 """Finds what an adaptive optimizer divides gradients by, in any nesting of optax states."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -8,6 +9,16 @@ import optax
 from jaxtyping import Array, PyTree
 
 _ADAM_WARMUP = 5  # updates before a bias-corrected second moment is trusted (AdaptDL)
+
+
+@dataclass(frozen=True)
+class MomentConstants:
+    """Of an optimizer that divides by a second moment. See `probe.moment_constants`."""
+
+    b2: float = 0.999
+    """The second moment's memory of one update."""
+    eps: float = 1e-8
+    """What is added to its root."""
 
 
 def preconditioner(
@@ -21,7 +32,7 @@ def preconditioner(
     An element whose second moment is still 0 (a row of a table that no sample has read) has no scale
     yet and gets infinity, which leaves it out: 1 / eps would drown everything else.
 
-    optax keeps neither b2 nor eps in its state: pass yours where they differ from the defaults;
+    optax keeps neither b2 nor eps in its state: pass yours (`probe.moment_constants` finds them);
     those that `inject_hyperparams` holds are used before either. (adamax stores a maximum under
     adam's name and is not supported.)
     """
@@ -54,9 +65,33 @@ _ADAPTIVE_STATES = (
 _COUNTED_NAMES = ("ScaleByRmsWithCountState", "ScaleByRStdDevWithCountState")  # not exported
 
 
+def is_settled(opt_state: PyTree) -> Array:
+    """Whether every second moment has seen enough updates; a bool scalar, to be traced.
+
+    Until then `preconditioner` answers 1, and norms are of other units than those that follow.
+    """
+    counts: list[Any] = [node.count for node in _adaptive(opt_state) if "count" in node._fields]
+    settled = jnp.ones((), bool)
+    for count in counts:
+        settled &= count >= _ADAM_WARMUP
+    return settled
+
+
+def second_moments(opt_state: PyTree) -> list[Array]:
+    """The leaves of the second moments of Adam and AMSGrad."""
+    kinds = (optax.ScaleByAdamState, optax.ScaleByAmsgradState)
+    found = [node.nu for node in _adaptive(opt_state) if isinstance(node, kinds)]
+    return jax.tree.leaves(found)
+
+
+def _adaptive(opt_state: PyTree) -> list[Any]:
+    """The states of transformations that divide by a second moment, at any depth."""
+    return [x for x in jax.tree.leaves(opt_state, is_leaf=_is_adaptive) if _is_adaptive(x)]
+
+
 def is_adam_like(opt_state: PyTree) -> bool:
     """Whether the optimizer divides the gradient, element by element, by a root of its squares."""
-    return any(map(_is_adaptive, jax.tree.leaves(opt_state, is_leaf=_is_adaptive)))
+    return bool(_adaptive(opt_state))
 
 
 def _is_adaptive(node: Any) -> bool:

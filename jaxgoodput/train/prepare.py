@@ -35,7 +35,8 @@ from jaxgoodput.observe.console import Console
 from jaxgoodput.observe.tensorboard import Dashboard
 from jaxgoodput.optim import adaptive as adaptation
 from jaxgoodput.optim import learning_rate as rules
-from jaxgoodput.optim.preconditioner import is_adam_like
+from jaxgoodput.optim.preconditioner import MomentConstants, is_adam_like
+from jaxgoodput.optim.probe import moment_constants, normalised_share
 from jaxgoodput.parallel.partition import CannotDivide, whole_leaves
 from jaxgoodput.parallel.strategy import DATA_AXIS, Layout, Strategy, anywhere
 from jaxgoodput.train.checkpoint import CheckpointMeta, Checkpoints, saveable
@@ -342,19 +343,23 @@ def problem_of(task: Task, config: Config) -> Problem:
     if not jax.tree.leaves(kept):
         raise ValueError("there is nothing to train: init() has no leaf that trainable() allows.")
     adam_like = is_adam_like(jax.eval_shape(saveable(tx.init, "the state of optimizer()"), kept))
+    # Whatever is not known by name is asked: Lion, sign and normalised SGD, and a user's own.
+    normalises = adam_like or normalised_share(tx, kept) > 0.5
     rule = config.rule
     if rule is None:
-        rule = rules.adam_scale if adam_like else rules.adascale
-    elif (rule is rules.adascale and adam_like) or (rule is rules.adam_scale and not adam_like):
-        better = "adam_scale" if adam_like else "adascale"
+        rule = rules.adam_scale if normalises else rules.adascale
+    elif (rule is rules.adascale and normalises) or (rule is rules.adam_scale and not normalises):
+        better = "adam_scale" if normalises else "adascale"
         logging.warning(
-            "the rule %s does not suit this optimizer, which %s the gradient by its second moment: "
+            "the rule %s does not suit this optimizer, which %s the gradient by its size: "
             "%s does. Leave Config.rule None to have it chosen.",
             getattr(rule, "__name__", rule),
-            "divides" if adam_like else "does not divide",
+            "divides" if normalises else "does not divide",
             better,
         )
     labels = task.labels if task.labels(kept) is not None else None
+    preconditioned = config.statistics.preconditioned
+    preconditioned = adam_like if preconditioned is None else preconditioned
     return Problem(
         init=task.init,
         loss_and_state=task.loss_and_state,
@@ -368,9 +373,8 @@ def problem_of(task: Task, config: Config) -> Problem:
         base_batch_size=config.batch.base,
         trainable=trainable,
         labels=labels,
-        preconditioned=adam_like
-        if config.statistics.preconditioned is None
-        else config.statistics.preconditioned,
+        preconditioned=preconditioned,
+        moments=moment_constants(tx, kept) if preconditioned else MomentConstants(),
         compute_dtype=None if config.compute_dtype is None else jnp.dtype(config.compute_dtype),
     )
 

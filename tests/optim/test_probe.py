@@ -1,0 +1,87 @@
+"""An optimizer that is asked tells whether it normalises gradients, and its constants."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxgoodput.optim.preconditioner import MomentConstants
+from jaxgoodput.optim.probe import moment_constants, normalised_share
+
+PARAMS = {
+    "kernel": jax.ShapeDtypeStruct((30, 20), jnp.float32),
+    "bias": jax.ShapeDtypeStruct((20,), jnp.float32),
+}
+WARMUP = optax.warmup_cosine_decay_schedule(0.0, 1e-3, 100, 1000)
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optax.sgd(0.1),
+        optax.sgd(WARMUP, momentum=0.9, nesterov=True),
+        optax.chain(optax.clip_by_global_norm(1.0), optax.add_decayed_weights(0.0), optax.sgd(0.1)),
+        optax.adagrad(0.1),  # beside its accumulator the probing gradient is small
+    ],
+    ids=["sgd", "momentum", "clipped", "adagrad"],
+)
+def test_the_update_of_these_follows_the_gradient(tx):
+    assert normalised_share(tx, PARAMS) == 0
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optax.adamw(WARMUP),
+        optax.lion(1e-4),
+        optax.adafactor(1e-3),
+        optax.sign_sgd(0.1),
+        optax.chain(optax.normalize_by_update_norm(), optax.sgd(0.1)),
+        optax.adan(1e-3),
+        optax.contrib.prodigy(),
+        optax.contrib.muon(1e-3),
+    ],
+    ids=["adamw", "lion", "adafactor", "sign", "normalised", "adan", "prodigy", "muon"],
+)
+def test_the_update_of_these_does_not(tx):
+    assert normalised_share(tx, PARAMS) == 1
+
+
+def test_parameters_count_by_their_number():
+    groups = optax.multi_transform(
+        {"lion": optax.lion(1e-3), "sgd": optax.sgd(0.1)}, {"kernel": "lion", "bias": "sgd"}
+    )
+    assert normalised_share(groups, PARAMS) == pytest.approx(600 / 620)
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optax.sgd(0.0),
+        optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau()),
+        optax.lbfgs(),
+    ],
+    ids=["no step", "needs value", "needs a function"],
+)
+def test_who_cannot_answer_is_unknown(tx):
+    assert not normalised_share(tx, PARAMS) >= 0
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    b2=st.sampled_from([0.9, 0.95, 0.98, 0.99, 0.999]),
+    eps=st.sampled_from([1e-15, 1e-8, 1e-6, 1e-5, 1e-3]),
+    decay=st.sampled_from([0.0, 0.1]),
+)
+def test_the_constants_of_adam_are_found(b2, eps, decay):
+    adam = optax.adamw(WARMUP, b2=b2, eps=eps, weight_decay=decay)
+    found = moment_constants(optax.chain(optax.clip_by_global_norm(1.0), adam), PARAMS)
+    assert found.b2 == b2
+    assert found.eps == pytest.approx(eps, rel=0.02, abs=1e-10)
+
+
+def test_the_constants_of_others_are_those_of_optax():
+    for tx in (optax.sgd(0.1), optax.rmsprop(0.1, decay=0.5), optax.contrib.sophia(0.1)):
+        assert moment_constants(tx, PARAMS) == MomentConstants()
