@@ -171,14 +171,20 @@ def _without_padding(batch: PyTree, mask: Array, blocks: int) -> PyTree:
 
     Leaving a padded loss out of the sum is not enough: its gradient is 0 times whatever the padding
     makes of the backward pass, and 0 * inf is not 0. The sample is one of the same block of rows (those
-    of a replica), so that nothing is sent; a block of padding alone stays as it is.
+    of a replica), so that nothing is sent; but a block of padding alone gets the first real one of all.
+    Where there is none at all, what comes of it counts for nothing (`local_sums`).
     """
     rows = mask.reshape(blocks, -1)
-    real = jnp.argmax(rows, axis=1)
+    real, first = jnp.argmax(rows, axis=1), jnp.argmax(mask)
+    is_empty = jnp.max(rows, axis=1) == 0
 
     def fill(x: Array) -> Array:
         split = x.reshape(*rows.shape, *x.shape[1:])
-        chosen = jax.vmap(lambda block, row: block[row])(split, real)[:, None]
+        chosen = jax.vmap(lambda block, row: block[row])(split, real)
+        if blocks > 1:
+            empty = is_empty.reshape(-1, *(1,) * (x.ndim - 1))
+            chosen = jnp.where(empty, x[first][None], chosen)
+        chosen = chosen[:, None]
         found = jnp.where(rows.reshape(*rows.shape, *(1,) * (x.ndim - 1)) > 0, split, chosen)
         return found.reshape(x.shape)
 
@@ -212,9 +218,11 @@ def local_sums(
         return total, (weight, aux, new_state)
 
     (total, others), grads = jax.value_and_grad(objective, has_aux=True)(kept)
-    grads = cast(grads, jnp.float32)
     weight, aux, new_state = others
     weight = jax.lax.stop_gradient(weight)
+    # A micro-batch of padding alone may have made anything of it.
+    grads = jax.tree.map(lambda g: jnp.where(weight > 0, g, 0), cast(grads, jnp.float32))
+    total = jnp.where(weight > 0, total, 0.0)
     norms = jnp.zeros((problem.num_labels(kept),), jnp.float32)
     if measure:
         preconditioner = None if isinstance(scale, tuple) and not scale else scale

@@ -26,6 +26,7 @@ from hypothesis import strategies as st
 
 from jaxgoodput.engine.state import Loss
 from jaxgoodput.optim import adaptive as adaptation
+from jaxgoodput.parallel.strategy import Strategy
 
 TOTAL = 48
 STEPS = 3
@@ -178,6 +179,32 @@ def test_padding_may_hold_anything(engines, key, rng, name, poison):
     assert metrics.num_samples == mask.sum() and metrics.is_finite == 1
     assert_same_bits(one, other)
     assert_close(one.params, expected)
+
+
+def by_length(params, batch, key):
+    """A loss whose gradient is not finite for a sample of zeros."""
+    return jnp.linalg.norm(batch["x"] * params["w"][None], axis=-1) * residual(params, batch) ** 2
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf, 0.0])
+@pytest.mark.parametrize(
+    "strategy", [Strategy(data=4), Strategy(fsdp=4), Strategy(data=2, fsdp=2)], ids=lambda s: s.name
+)
+def test_a_replica_of_padding_alone_counts_for_nothing(key, rng, strategy, poison):
+    """Samples [2, 2, 2, 0] by replica, and a second micro-batch of padding alone."""
+    engine = make(by_length, strategy=strategy, tx=optax.sgd(0.1))
+    alone = make(by_length, replicas=1, tx=optax.sgd(0.1))
+    good = samples(rng, 8)
+    nothing = jax.tree.map(lambda x: np.full_like(x, poison), good)
+    bad = jax.tree.map(lambda x, y: np.concatenate([x[:6], y[6:]]), good, nothing)
+    mask = np.array([1] * 6 + [0] * 2, np.float32)
+    real = jax.tree.map(lambda x: x[:6], good)
+    expected, told = run(alone, start(alone, key), [real])
+    for batch in ([(bad, mask)], [(bad, mask), (nothing, 0 * mask)]):
+        found, metrics = run(engine, start(engine, key), batch)
+        assert metrics.is_finite == 1 and metrics.num_samples == 6
+        np.testing.assert_allclose(metrics.loss, told.loss, rtol=1e-5)
+        assert_close(found.params, expected.params)
 
 
 # -- uneven counts -----------------------------------------------------------------------------------
