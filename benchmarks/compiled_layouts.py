@@ -49,7 +49,9 @@ from typing import Any
 from absl import app, flags
 
 FLAGS = flags.FLAGS
-flags.DEFINE_string("only", "", "Rows whose name, 'model:strategy:type:step', starts so.")
+flags.DEFINE_string(
+    "only", "", "Rows whose name, 'model:strategy:type:step', starts so; with --rounds, strategies."
+)
 flags.DEFINE_integer("layers", 24, "Layers of the decoder.")
 flags.DEFINE_integer("width", 256, "Its width.")
 flags.DEFINE_integer("length", 64, "Tokens of a window.")
@@ -342,7 +344,8 @@ def main(argv):
     from jaxgoodput.parallel.strategy import Strategy
 
     if FLAGS.rounds:
-        show_times([Strategy(), *(Strategy(**degrees) for degrees in STRATEGIES)])
+        every = [Strategy(), *(Strategy(**degrees) for degrees in STRATEGIES)]
+        show_times([strategy for strategy in every if strategy.name.startswith(FLAGS.only)])
         return
     header = (
         f"{'model:strategy:type:step':32} {'GFLOP':>7} {'temp/model':>10} {'scopes':>6}  "

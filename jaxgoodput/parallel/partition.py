@@ -48,6 +48,9 @@ Table = Mapping[KeyPath, tuple[tuple[int, ...], PartitionSpec]]
 
 # Smaller leaves are not worth a collective of their own.
 MIN_ELEMENTS = 2**10
+# A layer's vector stays whole up to here (as in DeepSpeed's ZeRO-3): cut, it would have to be gathered in
+# every layer for next to no memory, and activations would follow it.
+MIN_VECTOR_ELEMENTS = 2**17
 # Smaller leaves, in bytes and as a part of the model, are not worth a word where they stay whole.
 WORTH_A_WORD = 2**20, 0.01
 
@@ -62,6 +65,7 @@ _HEADS_OUT = re.compile(r"^(o|out|output)(_proj)?$")
 _WIDENING = re.compile(
     r"^(q|k|v|qkv|query|key|value|in|up|gate|gate_up)(_proj)?$|^(wq|wk|wv|wi|w1|w3|c_fc|c_attn)$"
     r"|^(wi_\d|fc_?1|lin_?1|linear_?1|dense_h_to_4h|query_key_value)$"
+    r"|^(head|lm_?head|logits(_dense)?|unembed(ding)?|classifier)$"
 )
 _NARROWING = re.compile(
     r"(^|_)(o|out|output|down)(_proj)?$|^(proj_out|wo|w2|c_proj|fc_?2|lin_?2|linear_?2|dense_4h_to_h)$"
@@ -337,7 +341,8 @@ def default_spec(
     # However small: a stage that holds its own layers' vectors needs no collective for them.
     if num_stacked > 0 and _STACK.search(name) and _cuts(shape[0], strategy.stage):
         entries[0] = STAGE_AXIS
-    if math.prod(shape) < MIN_ELEMENTS:
+    is_vector = num_own == 1 and len(shape) <= 2
+    if math.prod(shape) < MIN_ELEMENTS or is_vector and shape[-1] < MIN_VECTOR_ELEMENTS:
         return PartitionSpec(*entries) if any(entries) else PartitionSpec()
     if is_expert and first_own > 0 and _cuts(shape[first_own - 1], strategy.expert):
         entries[first_own - 1] = EXPERT_AXIS

@@ -37,10 +37,10 @@ BY_DEFAULT = {
     ("layers/q_proj/kernel", (6, 64, 64)): P(None, "fsdp", "tensor"),
     ("layers/o_proj/kernel", (6, 64, 64)): P(None, "tensor", "fsdp"),
     ("layers/up/kernel", (128, 64, 256)): P(None, "fsdp", "tensor"),
-    ("layers/norm/scale", (32, 768)): P(None, "fsdp"),
-    ("layers/attention_norm", (32, 768)): P(None, "fsdp"),
-    ("layers/rmsnorm", (32, 768)): P(None, "fsdp"),
-    ("layers/up/bias", (32, 768)): P(None, "fsdp"),
+    ("layers/norm/scale", (32, 768)): P(),
+    ("layers/attention_norm", (32, 768)): P(),
+    ("layers/rmsnorm", (32, 768)): P(),
+    ("layers/up/bias", (32, 768)): P(),
     # Images.
     ("Conv_0/kernel", (3, 3, 64, 128)): P(None, None, "fsdp", "tensor"),
     ("conv_out/kernel", (2, 2, 64, 128)): P(None, None, "tensor", "fsdp"),
@@ -54,8 +54,13 @@ BY_DEFAULT = {
     # What does not divide stays whole, or leaves it to another dimension.
     ("head/kernel", (64, 257)): P("fsdp", None),
     ("stem/kernel", (3, 1024)): P(None, "tensor"),
-    ("LayerNorm_0/scale", (2048,)): P("fsdp"),
-    ("LayerNorm_0/scale", (2047,)): P(None),
+    # A vector would have to be gathered in every layer, for next to no memory.
+    ("LayerNorm_0/scale", (2**17 - 8,)): P(),
+    ("table/bias", (2**17,)): P("fsdp"),
+    # What reads the last activations, whatever the size of the vocabulary.
+    ("head/kernel", (512, 256)): P("fsdp", "tensor"),
+    ("lm_head/kernel", (64, 1024)): P("fsdp", "tensor"),
+    ("logits_dense/kernel", (512, 256)): P("fsdp", "tensor"),
     ("small/kernel", (16, 16)): P(),
     ("temperature", ()): P(),
 }
@@ -93,7 +98,7 @@ OF_STACKS = {
     ("layers/up/kernel", (7, 64, 256)): P(None, "fsdp", "tensor"),
     ("decoder/blocks/att/query/kernel", (6, 64, 4, 16)): P("stage", "fsdp", "tensor", None),
     ("layers/norm/scale", (6, 64)): P("stage", None),
-    ("ScanBlock_0/norm/scale", (6, 768)): P("stage", "fsdp"),
+    ("ScanBlock_0/norm/scale", (6, 768)): P("stage", None),
     ("layers/3/up/kernel", (64, 256)): P("fsdp", "tensor"),
     ("layers/3/Conv_0/kernel", (4, 4, 64, 128)): P(None, None, "fsdp", "tensor"),
     ("stem/up/kernel", (6, 64, 256)): P(None, "fsdp", "tensor"),
