@@ -9,10 +9,10 @@ long ones. Four ways to compute the same update:
   mixed                           short groups under data parallelism, long ones under another strategy
   mixed, without switching        the same, on copies of the state that lie on both layouts already
 
-Expect on two CPU cores with 8 virtual devices, in two to three minutes: mixed at least 1.2 times the first
-in tokens per second (1.9 was measured); losses of all four that agree to 1e-5 in every update; no
+Expect on two CPU cores with 8 virtual devices, in three to four minutes: mixed at least 1.2 times the first
+in tokens per second (2.1 was measured); losses of all four that agree to 1e-5 in every update; no
 compilation while they are measured. Virtual devices share the cores, so that against the second row a
-second strategy can only cost there (0.88 was measured). With several accelerators it runs on all of them
+second strategy can only cost there (1.00 was measured). With several accelerators it runs on all of them
 (`JAX_PLATFORMS=cpu` keeps it off).
 
 Each kind of plan is first tried with several strategies on other functions; the fastest of each kind
