@@ -108,14 +108,16 @@ class Program:
     out: PyTree
     """Shardings, a prefix of the results."""
 
-    def lower(self) -> jax.stages.Lowered:
+    def lower(self, platform: str | None = None) -> jax.stages.Lowered:
         """The program for the compiler, which is to follow the batch before it follows the parameters.
 
         Otherwise it may compute all samples on every device's part of the features, and sum activations,
-        where it should gather a layer: 5 times the bytes, for a transformer on fsdp 8.
+        where it should gather a layer: 5 times the bytes, for a transformer on fsdp 8. `platform`, such as
+        "cuda", is another than the devices': such a program can be looked at, but not compiled.
         """
         jitted = jax.jit(self.function, donate_argnums=self.donate, out_shardings=self.out)
-        lowered = jitted.trace(*self.arguments).lower()
+        platforms = None if platform is None else (platform,)
+        lowered = jitted.trace(*self.arguments).lower(lowering_platforms=platforms)
         set_priorities(lowered, PRIORITIES, first=DATA_AXIS)
         return lowered
 
