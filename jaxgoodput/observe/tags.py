@@ -56,7 +56,11 @@ TAGS: tuple[Tag, ...] = (
     Tag("gns/confidence", "samples of the noise", "measurements that stand behind the estimate"),
     Tag("stats/every", "steps", "steps between two measurements of the gradient noise"),
     Tag("lr/gain", "1", "factor on the optimizer's updates for the larger batch"),
-    Tag("lr/base", "1", "the user's own learning rate at this progress"),
+    Tag(
+        "lr/base",
+        "1",
+        "the user's own learning rate now; schedules go by progress, under `epochs` by samples",
+    ),
     Tag("lr/effective", "1", "base x gain"),
     Tag("perf/step_time_s", "s", "median time of one update", model=True),
     Tag("perf/predicted_step_time_s", "s", "the model's time of one update"),

@@ -9,7 +9,7 @@ that multiplies the updates that come out.
 """
 
 import math
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,8 @@ from jaxgoodput.optim.learning_rate import Rule, adascale
 from jaxgoodput.optim.noise import Labels, NoiseSample, NoiseState
 
 Number = TypeVar("Number")
+# What schedules are called with: see `adaptive`.
+ScheduleClock = Literal["progress", "samples"]
 
 
 class AdaptiveState(NamedTuple):
@@ -38,6 +40,8 @@ class AdaptiveState(NamedTuple):
     """What rounding left out of `progress` (Kahan), for runs of millions of steps."""
     gain: Any
     """[labels] the factor that the latest update was multiplied by."""
+    batches: Any = ()
+    """(total, rest) samples taken over the base batch size, where schedules go by samples."""
 
 
 def adaptive(
@@ -50,6 +54,7 @@ def adaptive(
     max_gain_growth: float = 1 / 0.9,
     num_std_errors: float = 1.0,
     min_samples: float = noises.MIN_SAMPLES,
+    schedules: ScheduleClock = "progress",
 ) -> optax.GradientTransformationExtraArgs:
     """The optimizer `tx`, tuned at `base_batch_size`, for batches of any size.
 
@@ -75,7 +80,9 @@ def adaptive(
     Progress grows by the AdaScale gain, whatever the rule. Schedules in `tx` (states that are
     nothing but a `count`: `scale_by_schedule`, `inject_hyperparams`, scheduled weight decay) are
     set to floor(progress) before every update; counts that belong to the updates themselves (Adam's
-    bias correction) are left alone.
+    bias correction) are left alone. With `schedules="samples"` they are set to the samples taken over
+    the base batch size instead: for a run that ends after so many samples, whose progress would not
+    have come to the schedule's end by then.
 
     `labels` is a tree of strings with the structure of params (or a prefix, or a function that
     makes one), as in `optax.multi_transform`; groups are in sorted order of their labels.
@@ -90,6 +97,8 @@ def adaptive(
             f"max_gain_growth must be above 1, got {max_gain_growth}: it is the largest factor by "
             "which the gain may grow per update; 1 / 0.9 suits a momentum of 0.9, inf is no limit."
         )
+    if schedules not in ("progress", "samples"):
+        raise ValueError(f"schedules must be 'progress' or 'samples', got {schedules!r}.")
     tx = optax.with_extra_args_support(tx)
 
     def init(params: PyTree) -> AdaptiveState:
@@ -100,6 +109,7 @@ def adaptive(
             progress=jnp.zeros(()),
             progress_rest=jnp.zeros(()),
             gain=jnp.ones(num_groups),
+            batches=() if schedules == "progress" else (jnp.zeros(()), jnp.zeros(())),
         )
 
     def update(
@@ -136,14 +146,16 @@ def adaptive(
         limit = jnp.maximum(state.gain, 1) * max_gain_growth
         factors = jnp.minimum(jnp.asarray(factors, state.gain.dtype), limit)
 
-        inner = with_schedules_at(state.inner, _whole(state.progress, state.progress_rest))
+        at = (state.progress, state.progress_rest) if schedules == "progress" else state.batches
+        inner = with_schedules_at(state.inner, _whole(*at))
         scaled, inner = tx.update(updates, inner, params, **extra)
         groups = noises.label_indices(labels, scaled)
         scaled = jax.tree.map(lambda u, i: (factors[i] * u).astype(u.dtype), scaled, groups)
 
         worth = adascale(scale, known(per_group=False), state.progress)
         done, rest = _add(state.progress, state.progress_rest, worth)
-        new = AdaptiveState(inner, statistics, done, rest, factors)
+        batches = () if schedules == "progress" else _add(*state.batches, scale)
+        new = AdaptiveState(inner, statistics, done, rest, factors, batches)
         if finite is not None:
             finite = jnp.asarray(finite, bool)
             scaled = jax.tree.map(lambda u: jnp.where(finite, u, jnp.zeros_like(u)), scaled)

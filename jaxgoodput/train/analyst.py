@@ -423,7 +423,12 @@ class Analyst:
         now = self._clock.now()
         results, self._window = self._window, []
         seconds, self._window_start_s = now - self._window_start_s, now
-        rate = self._learning_rate(results[-1].metrics.progress)
+        # What schedules are called with: see `Task.optimizer`.
+        latest = results[-1]
+        at = latest.metrics.progress
+        if self._config.epochs is not None:
+            at = latest.ticket.samples / self._limits.base
+        rate = self._learning_rate(at)
         hooking.call(
             self._hooks,
             window_of(

@@ -369,6 +369,8 @@ def problem_of(task: Task, config: Config) -> Problem:
             base_batch_size=config.batch.base,
             smoothing=config.statistics.smoothing,
             labels=labels,
+            # A run of so many epochs ends by its samples, and so do its schedules.
+            schedules="progress" if config.epochs is None else "samples",
         ),
         base_batch_size=config.batch.base,
         trainable=trainable,

@@ -47,11 +47,14 @@ class Task(abc.ABC):
         """Any optax optimizer, tuned at the base batch size.
 
         It sees the averaged gradient of the whole batch (so clipping does too); its schedules are
-        called with progress in base steps; its updates are multiplied by the learning-rate gain.
+        called with progress in base steps, or, where `Config.epochs` ends the run, with the samples
+        taken over the base batch size, so that a decay ends when the run does; its updates are multiplied by the learning-rate gain.
         """
 
     def learning_rate(self, progress: Any) -> Any:
         """The optimizer's own learning rate at `progress` base steps, for the dashboard; None: unknown.
+
+        `progress` is what schedules are called with: see `optimizer`.
 
         An optax optimizer does not say what its schedule is. By itself this changes nothing but a
         chart; `optimizer()` may hand it to optax as its schedule.

@@ -320,3 +320,21 @@ def test_mistakes_are_named():
         tx.update(
             gradients(0), tx.init(PARAMS), PARAMS, global_batch_size=8, noise=sample(1.0, 1.0)
         )
+
+
+@pytest.mark.parametrize("scale", [1, 4, 2.5])
+def test_schedules_may_go_by_samples(scale):
+    """Whatever a sample is worth, a run of so many samples ends where its schedules do."""
+    seen = []
+
+    def schedule(count):
+        jax.debug.callback(lambda c: seen.append(int(c)), count)
+        return 0.1
+
+    tx = wrap(optax.adamw(schedule), schedules="samples")
+    state = tx.init(PARAMS)
+    seen.clear()
+    _, state = run(tx, 30, scale * BASE, state)
+    jax.effects_barrier()
+    np.testing.assert_allclose(seen, np.floor(scale * np.arange(30) + 1e-4))
+    assert scale == 1 or adaptation.progress(state) < 0.9 * 30 * scale

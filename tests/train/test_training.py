@@ -237,6 +237,33 @@ def test_the_batch_adapts_to_planted_times_and_noise(tmp_path, times, offset, ex
         assert verdict.verdict.reason
 
 
+@pytest.mark.parametrize("end", [{"epochs": 4}, {"base_steps": 16.0}], ids=["epochs", "base_steps"])
+def test_a_decay_ends_where_the_run_does(tmp_path, end):
+    """64 samples are 4 base steps an epoch; the batch is four times as large from step 2 on."""
+    seen = Recorder()
+    trainer = Mean(
+        config(tmp_path, **end, reporting__window_s=1e-9, tuning__warm_up_steps=10**9),
+        data=rows(64, offset=1.0),
+        tx=optax.sgd(optax.linear_schedule(0.1, 0.0, 16)),
+        devices=devices(1),
+        hooks=[seen, Every(lambda e: trainer.request_batch(64) if e.step == 2 else None, steps=1)],
+        loop=InStep,
+    )
+    trainer.learning_rate = optax.linear_schedule(0.1, 0.0, 16)
+    state = trainer.fit()
+    kind = optax.ScaleByScheduleState
+    inner = jax.tree.leaves(state.opt_state, is_leaf=lambda x: isinstance(x, kind))
+    counts = [int(x.count) for x in inner if isinstance(x, kind)]
+    last = seen.of(StepEnd)[-1]
+    if "epochs" in end:
+        assert last.samples == 256 and last.progress < 8
+        # As called for the last update, of 32 samples; progress would have left the rate above a half.
+        assert counts == [14]
+        assert seen.of(Window)[-1].learning_rate == pytest.approx(0.0, abs=1e-6)
+    else:
+        assert last.samples > 256 and counts == [int(last.progress) - 1]
+
+
 @pytest.mark.parametrize("chosen", [False, True], ids=["workdir", "chosen"])
 def test_a_run_finds_the_programs_of_the_one_before_and_leaves_jax_as_it_was(
     tmp_path, uncached, chosen
