@@ -304,6 +304,7 @@ _KINDS = StepMetrics[type](
         cautious_var=float,
         num_samples=float,
         newest_samples=float,
+        sqr_error=float,
     ),
     aux={},
 )

@@ -111,7 +111,8 @@ def progress_line(event: Window, total_base_steps: float | None) -> str:
         facts.append(f"{min(100.0 * event.progress / total_base_steps, 100.0):.1f} %")
     facts += [f"batch {describe(event.config)}", *_facts(event)]
     if not math.isnan(event.noise_scale):
-        facts.append(f"noise scale {compact(event.noise_scale)}")
+        least = ">= " if event.noise_is_lower_bound else ""
+        facts.append(f"noise scale {least}{compact(event.noise_scale)}")
     return " | ".join([*facts, f"ETA {seconds(event.eta_s)}"])
 
 

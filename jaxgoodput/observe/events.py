@@ -107,6 +107,10 @@ class Window(Event):
     """Smoothed estimates of the gradient's signal and noise; NaN = unknown."""
     noise_scale: float
     """The batch at which noise and signal are equal, samples; NaN = unknown."""
+    noise_is_lower_bound: bool
+    """Whether the signal is below its own standard error: the noise scale may be any larger."""
+    noise_age_steps: float
+    """Steps since the newest sample of the noise; NaN = there was none."""
     noise_confidence: float
     """Effective number of noise samples behind the estimate."""
     gain: float

@@ -54,6 +54,12 @@ TAGS: tuple[Tag, ...] = (
     Tag("gns/grad_sqr", "1", "squared norm of the true gradient, smoothed"),
     Tag("gns/grad_var", "1", "gradient variance at the base batch, smoothed"),
     Tag("gns/confidence", "samples of the noise", "measurements that stand behind the estimate"),
+    Tag("gns/age", "steps", "steps since the newest measurement of the gradient noise"),
+    Tag(
+        "gns/is_lower_bound",
+        "1",
+        "1 where the signal is below its own standard error: the noise scale may be any larger",
+    ),
     Tag("stats/every", "steps", "steps between two measurements of the gradient noise"),
     Tag("lr/gain", "1", "factor on the optimizer's updates for the larger batch"),
     Tag(
@@ -129,7 +135,10 @@ CHARTS: dict[str, dict[str, tuple[str, list[str]]]] = {
         "micro-batches per update": _lines("batch/accumulation_steps"),
         "largest micro-batch that fits (samples)": _lines("batch/memory_limit"),
         "learning rate, base and effective": _lines("lr/base", "lr/effective"),
-        "steps between noise measurements": _lines("stats/every"),
+        "noise scale is only a lower bound": _lines("gns/is_lower_bound"),
+        "noise measurements: steps between two, age of the newest": _lines(
+            "stats/every", "gns/age"
+        ),
     },
     "Performance model": {
         "step time, measured and model (s)": _lines("perf/step_time_s"),

@@ -319,6 +319,8 @@ def _window_scalars(event: Window) -> dict[str, Any]:
         "gns/grad_sqr": event.grad.sqr,
         "gns/grad_var": event.grad.var,
         "gns/confidence": event.noise_confidence,
+        "gns/age": event.noise_age_steps,
+        "gns/is_lower_bound": float(event.noise_is_lower_bound),
         "stats/every": event.statistics_every,
         "lr/gain": event.gain,
         "lr/base": event.learning_rate,

@@ -147,14 +147,14 @@ def adaptive(
         factors = jnp.minimum(jnp.asarray(factors, state.gain.dtype), limit)
 
         at = (state.progress, state.progress_rest) if schedules == "progress" else state.batches
-        inner = with_schedules_at(state.inner, _whole(*at))
+        inner = with_schedules_at(state.inner, _whole(at[0], at[1]))
         scaled, inner = tx.update(updates, inner, params, **extra)
         groups = noises.label_indices(labels, scaled)
         scaled = jax.tree.map(lambda u, i: (factors[i] * u).astype(u.dtype), scaled, groups)
 
         worth = adascale(scale, known(per_group=False), state.progress)
         done, rest = _add(state.progress, state.progress_rest, worth)
-        batches = () if schedules == "progress" else _add(*state.batches, scale)
+        batches = () if schedules == "progress" else _add(state.batches[0], state.batches[1], scale)
         new = AdaptiveState(inner, statistics, done, rest, factors, batches)
         if finite is not None:
             finite = jnp.asarray(finite, bool)
@@ -219,6 +219,8 @@ class NoiseReadout(Generic[Number]):
     """How many samples stand behind the averages."""
     newest_samples: Number
     """How many stand behind the latest averages, while older ones are still the trusted ones."""
+    sqr_error: Number
+    """The standard error in `cautious_sqr`; NaN = unknown."""
 
     @property
     def plain(self) -> GradParams:
@@ -235,6 +237,11 @@ class NoiseReadout(Generic[Number]):
         """Whether decisions can rest on it; on the host."""
         return not math.isnan(self.cautious_sqr)
 
+    @property
+    def is_lower_bound(self: "NoiseReadout[float]") -> bool:
+        """Whether the signal is below its own standard error: the noise may then be any larger."""
+        return self.cautious_sqr <= 2 * self.sqr_error
+
 
 def readout(opt_state: PyTree) -> NoiseReadout[Array]:
     """The noise, as scalars worth reporting."""
@@ -247,6 +254,7 @@ def readout(opt_state: PyTree) -> NoiseReadout[Array]:
         cautious_var=cautious.var,
         num_samples=noises.confidence(state),
         newest_samples=noises.newest_confidence(state),
+        sqr_error=noises.signal_error(state),
     )
 
 

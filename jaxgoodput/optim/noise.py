@@ -233,6 +233,17 @@ def cautious_grad_params(
     return GradParams(sqr=sqr[-1], var=var[-1])
 
 
+def signal_error(state: NoiseState) -> Scalar:
+    """The standard error in `cautious_grad_params(state).sqr`, of all label groups together.
+
+    A signal below it is not told from none: the noise scale is then a lower bound. NaN while unknown.
+    """
+    averages = _trusted(state, MIN_SAMPLES)
+    count = _count(averages)
+    error = averages.sqr_deviation[-1] / jnp.sqrt(jnp.maximum(count - 1, 1e-6))
+    return jnp.where(count >= MIN_SAMPLES, error, jnp.nan)
+
+
 def label_names(labels: Labels, tree: PyTree) -> tuple[str, ...]:
     """The distinct labels, sorted: the order of every `[labels]` array. ("all",) without labels."""
     if labels is None:

@@ -85,6 +85,7 @@ class Analyst:
         self._lock = threading.Lock()
         self._timings = StrategyTimings(num_nodes=1)
         self._every = config.statistics.every_steps or 1  # until the noise is known
+        self._sampled_at: int | None = None  # the step that measured the noise last
         self._changed_at = (
             -config.tuning.dwell_steps
         )  # nothing has changed yet that should settle first
@@ -182,6 +183,8 @@ class Analyst:
         known = metrics.noise.is_known
         if self._config.statistics.every_steps is None and self._every == 1 and known and plain < 3:
             self._set_cadence(FIRST_CADENCE)
+        if ticket.measured and finite:
+            self._sampled_at = ticket.step
         if self._taken_at is None and ticket.num_batches_taken >= self._wanted:
             self._taken_at = ticket.step
         key = self._timings.key(ticket.config, measured=ticket.measured)
@@ -302,6 +305,7 @@ class Analyst:
             home=self._home(here),
             others=tuple(o for o in others if o.fit or o.config.strategy not in self._tried),
             grad=grad,
+            noise_is_lower_bound=metrics.noise.is_lower_bound,
             timings=self._table.timings(step),
             clean=clean,
             disturbed=self._disturbed,
@@ -439,6 +443,7 @@ class Analyst:
                 fit=self._fit,
                 learning_rate=UNKNOWN if rate is None else float(rate),
                 statistics_every=self._every,
+                sampled_at=self._sampled_at,
                 memory_limit=self._strategies.memory_limit(self._current.strategy),
                 total_base_steps=self._config.base_steps,
                 total_samples=(self._config.epochs or 0) * self._dataset_size,

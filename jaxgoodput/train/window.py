@@ -26,13 +26,15 @@ def window_of(
     fit: PerfFit | None,
     learning_rate: float,
     statistics_every: int,
+    sampled_at: int | None,
     memory_limit: int,
     total_base_steps: float | None,
     total_samples: int,
 ) -> Window:
     """The window of `results`, at least one, that took `seconds` of wall time.
 
-    What it says of a configuration is said of that of the last step. The run ends at
+    What it says of a configuration is said of that of the last step. `sampled_at` is the step that measured
+    the noise last. The run ends at
     `total_base_steps`, or, where that is None, at `total_samples`.
     """
     latest = results[-1]
@@ -69,6 +71,8 @@ def window_of(
         efficiency=worth,
         grad=metrics.noise.plain,
         noise_scale=float(noise_scale(cautious, limits.base)) if known else UNKNOWN,
+        noise_is_lower_bound=known and metrics.noise.is_lower_bound,
+        noise_age_steps=UNKNOWN if sampled_at is None else float(ticket.step - sampled_at),
         noise_confidence=metrics.noise.num_samples,
         gain=metrics.gain,
         learning_rate=learning_rate,

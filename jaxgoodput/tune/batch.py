@@ -42,6 +42,8 @@ def choose_batch(situation: Situation) -> Verdict:
     with the batch: a few real steps at another size (a probe, which trains like any other step) tell,
     where the noise leaves anything to be won. An unknown noise keeps the present configuration.
 
+    A noise scale that is only known to be at least so large speaks for no smaller batch.
+
     Where the present configuration is a probe, `home` is the one before it: that one is the incumbent,
     and returned to unless another (the probe included) earns the change from there.
     """
@@ -73,7 +75,9 @@ def choose_batch(situation: Situation) -> Verdict:
                 f"steps of {probe.micro_batch_size} tell how time grows with the batch",
             )
     critical = float(noise_scale(grad, limits.base))
-    at = f"noise scale {critical:.3g} samples"
+    at = (
+        f"noise scale {'at least ' if situation.noise_is_lower_bound else ''}{critical:.3g} samples"
+    )
     # Before the search, which refuses to choose among unknowns: a run that goes on with the step times
     # of another number of replicas knows nothing about this one yet.
     if not math.isfinite(now):
@@ -93,7 +97,10 @@ def choose_batch(situation: Situation) -> Verdict:
         f"x {config.num_micro_batches} micro-batches)"
     )
     payback_s = caution.switch_s / (1 - 1 / gain) if gain > 1 else math.inf
-    if config == home:
+    if situation.noise_is_lower_bound and config.global_batch_size < home.global_batch_size:
+        # A larger noise scale would make the smaller batch worth less, and nobody knows how much larger.
+        why = f"{what} cannot be judged while the signal is below its own standard error ({at})"
+    elif config == home:
         why = f"{home.global_batch_size} samples is the best there is ({at})"
     elif gain < 1 + asked:
         why = f"{what} would gain {gain - 1:.1%}, below the {asked:.0%} that a change must bring ({at})"

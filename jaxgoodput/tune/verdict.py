@@ -114,6 +114,8 @@ class Situation:
     """Whether several micro-batches per update are allowed."""
     statistics_every: int = 1
     """Steps between two measurements of the noise, as they are now to be."""
+    noise_is_lower_bound: bool = False
+    """Whether the signal is below its own standard error: the noise may be any larger."""
     adapt: bool = True
     """False: the batch is fixed, only the model is of interest."""
     left_s: float = math.nan

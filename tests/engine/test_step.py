@@ -267,6 +267,7 @@ def test_metrics_come_off_the_wire_as_numbers_with_what_rides_along():
         cautious_var=jnp.nan,
         num_samples=3,
         newest_samples=2,
+        sqr_error=0.5,
     )
     sent = StepMetrics(
         loss=jnp.float32(0.1),

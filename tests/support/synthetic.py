@@ -155,6 +155,8 @@ def window(step, progress, samples, config=START, *, num_steps=10, known=True, s
         efficiency=efficiency,
         grad=grad,
         noise_scale=grad.var / grad.sqr * LIMITS.base,
+        noise_is_lower_bound=False,
+        noise_age_steps=3.0,
         noise_confidence=12.0,
         gain=efficiency * config.global_batch_size / LIMITS.base if known else 1.0,
         learning_rate=0.1,

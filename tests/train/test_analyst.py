@@ -153,6 +153,7 @@ class Course:
             cautious_var=1.0,
             num_samples=100.0,
             newest_samples=100.0,
+            sqr_error=0.0,
         )
         metrics = StepMetrics(
             loss=1.0,

@@ -237,23 +237,62 @@ def test_the_batch_adapts_to_planted_times_and_noise(tmp_path, times, offset, ex
         assert verdict.verdict.reason
 
 
+@pytest.mark.parametrize("background", [False, True], ids=["at once", "in the background"])
+@pytest.mark.parametrize("count", [1, 8])
+def test_the_noise_is_measured_anew_after_every_change_of_the_batch(tmp_path, count, background):
+    """Sizes asked for one after another, none of them compiled before: the estimate never gets old."""
+    oldest, sizes = 3 * 4 + 10, [32, 64, 128]
+    ages = {}  # global batch -> ages of the newest sample, window by window
+
+    class Change:
+        def on_window(self, event):
+            seen = ages.setdefault(event.config.global_batch_size, [])
+            seen.append(event.noise_age_steps)
+            is_fresh = len(seen) > 60 and seen[-1] <= oldest
+            if event.step > 50_000 or (is_fresh and len(ages) == 4):
+                trainer.finish()
+            elif is_fresh and sizes and len(ages) + len(sizes) == 4:
+                trainer.request_batch(sizes.pop(0) // count)
+
+    settings = config(
+        tmp_path,
+        base_steps=LONG,
+        batch=BatchLimits(base=16, max=128, micro=(1, 128), sizes=(2, 4, 8, 16)),
+        statistics__every_steps=4,
+        tuning__warm_up_steps=10**9,
+        execution__background_compile=background,
+        reporting__window_s=1e-9,
+    )
+    trainer = Mean(settings, data=rows(512), devices=devices(count), hooks=[Change()])
+    trainer.fit()
+    assert sorted(ages) == [16, 32, 64, 128]
+    assert all(seen[-1] <= oldest for seen in ages.values())
+    if not background:  # there it takes a moment until the size in use is compiled to measure
+        assert all(age <= oldest for seen in ages.values() for age in seen[16:])
+
+
 @pytest.mark.parametrize("end", [{"epochs": 4}, {"base_steps": 16.0}], ids=["epochs", "base_steps"])
 def test_a_decay_ends_where_the_run_does(tmp_path, end):
     """64 samples are 4 base steps an epoch; the batch is four times as large from step 2 on."""
     seen = Recorder()
-    trainer = Mean(
+    schedule = optax.linear_schedule(0.1, 0.0, 16)
+
+    class Scheduled(Mean):
+        def learning_rate(self, progress):
+            return schedule(progress)
+
+    trainer = Scheduled(
         config(tmp_path, **end, reporting__window_s=1e-9, tuning__warm_up_steps=10**9),
         data=rows(64, offset=1.0),
-        tx=optax.sgd(optax.linear_schedule(0.1, 0.0, 16)),
+        tx=optax.sgd(schedule),
         devices=devices(1),
         hooks=[seen, Every(lambda e: trainer.request_batch(64) if e.step == 2 else None, steps=1)],
         loop=InStep,
     )
-    trainer.learning_rate = optax.linear_schedule(0.1, 0.0, 16)
     state = trainer.fit()
     kind = optax.ScaleByScheduleState
     inner = jax.tree.leaves(state.opt_state, is_leaf=lambda x: isinstance(x, kind))
-    counts = [int(x.count) for x in inner if isinstance(x, kind)]
+    counts = [np.asarray(x.count).item() for x in inner if isinstance(x, kind)]
     last = seen.of(StepEnd)[-1]
     if "epochs" in end:
         assert last.samples == 256 and last.progress < 8

@@ -97,6 +97,18 @@ def test_nothing_changes_before_there_are_step_times():
     assert verdict.gain == 1.0 and math.isnan(verdict.goodput) and verdict.statistics_every == 7
 
 
+def test_a_lower_bound_of_the_noise_speaks_for_no_smaller_batch():
+    """Measured, the same moments send the batch down; growing is judged as usual."""
+    quiet = {"grad": QUIET, "current": at(512), "timed": READY}
+    assert decide(**quiet).config.global_batch_size < 512
+    kept = decide(**quiet, noise_is_lower_bound=True)
+    assert kept.config == at(512) and "below its own standard error" in kept.reason
+    assert "noise scale at least" in kept.reason
+    assert decide(noise_is_lower_bound=True) == dataclasses.replace(
+        decide(), reason=decide().reason.replace("noise scale ", "noise scale at least ")
+    )
+
+
 @pytest.mark.parametrize(
     ("what", "reason"),
     [
