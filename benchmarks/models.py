@@ -1,8 +1,9 @@
-"""Three models of fixed size for the benchmarks: a small CNN, a byte LM, a recommender; random data.
+"""Four models of fixed size for the benchmarks: a small CNN, a byte LM, an MLP, a recommender; random data.
 
 Each is a `Trainer` whose `mean_loss` is the same loss as a hand-written loop would use it.
 """
 
+import itertools
 from typing import Any
 
 import jax
@@ -121,6 +122,34 @@ class ByteLm(Benchmark):
         return {"tokens": rng.integers(0, 256, shape).astype(np.int32)}
 
 
+class Mlp(Benchmark):
+    """Two hidden layers on pictures of 28 x 28: a step of 5 to 10 ms on a CPU."""
+
+    name = "mlp"
+    widths = (784, 512, 512, 10)
+
+    def init(self, key):
+        keys = jax.random.split(key, len(self.widths))
+        he = jax.nn.initializers.he_normal()
+        return [
+            he(k, shape) for k, shape in zip(keys, itertools.pairwise(self.widths), strict=False)
+        ]
+
+    def loss(self, params, batch, key):
+        x = batch["x"]
+        for kernel in params[:-1]:
+            x = jax.nn.relu(x @ kernel)
+        return optax.softmax_cross_entropy_with_integer_labels(x @ params[-1], batch["y"])
+
+    def optimizer(self):
+        return optax.sgd(0.1, momentum=0.9)
+
+    def dataset(self):
+        rng = np.random.default_rng(0)
+        x = rng.normal(size=(NUM_SAMPLES, self.widths[0])).astype(np.float32)
+        return {"x": x, "y": rng.integers(0, 10, NUM_SAMPLES).astype(np.int32)}
+
+
 class Recommender(Benchmark):
     """Eight tables of width 16, 7.7 M parameters, and a small dense part: little compute, much update."""
 
@@ -150,7 +179,7 @@ class Recommender(Benchmark):
         return {"ids": ids, "label": rng.integers(0, 2, count).astype(np.float32)}
 
 
-MODELS: dict[str, type[Benchmark]] = {m.name: m for m in (Cnn, ByteLm, Recommender)}
+MODELS: dict[str, type[Benchmark]] = {m.name: m for m in (Cnn, ByteLm, Mlp, Recommender)}
 
 
 def made(name: str, config: Config, **kwargs: Any) -> Benchmark:
