@@ -140,6 +140,8 @@ class Loader:
         self._clock = clock
         self._permutations = Permutations()  # of the producer
         self._kind: PyTree | None = None  # structure, shapes and dtypes of the first batch read
+        # Of the micro-batches read last: where they lie, which rows are held here, a mask without padding.
+        self._full: tuple[tuple[NamedSharding, int], np.ndarray, Array] | None = None
         self._warned = False
         # The rest is shared by the two threads, under the condition's lock.
         self._changed = threading.Condition()
@@ -386,13 +388,16 @@ class Loader:
     ) -> MicroBatch:
         num_parts = self._num_parts(sharding)
         num_rows = config.num_replicas // num_parts * config.micro_batch_size
-        held = held_rows(sharding, num_rows)
+        held, full = self._held(sharding, num_rows)
         places = held + (self._process_index * num_rows if num_parts > 1 else 0)
         mine = indices[places[places < len(indices)]]
         num_padded = len(places) - len(mine)
         rows = self._source.batch(np.append(mine, indices[:1]) if num_padded else mine)
         self._kind = check_same_kind(rows, self._kind, len(mine) + bool(num_padded))
         rows = narrow(rows)
+        if not num_padded:
+            data = put_rows(rows, held, sharding, num_rows=num_rows)
+            return MicroBatch(data=data, mask=full)
         if num_padded > 1:
             # Not zeros: a real sample keeps every loss finite, and 0 times it is 0.
             rows = jax.tree.map(
@@ -402,6 +407,15 @@ class Loader:
         mask[: len(mine)] = 1
         data, mask = put_rows((rows, mask), held, sharding, num_rows=num_rows)
         return MicroBatch(data=data, mask=mask)
+
+    def _held(self, sharding: NamedSharding, num_rows: int) -> tuple[np.ndarray, Array]:
+        """Which rows are held here, and the mask that all micro-batches without padding share."""
+        key = (sharding, num_rows)
+        if self._full is None or self._full[0] != key:
+            held = held_rows(sharding, num_rows)
+            ones = np.ones(len(held), np.float32)
+            self._full = key, held, put_rows(ones, held, sharding, num_rows=num_rows)
+        return self._full[1:]
 
 
 def _failure(error: BaseException, position: _Position, indices: np.ndarray) -> _Failure:

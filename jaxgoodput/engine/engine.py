@@ -230,7 +230,7 @@ class Engine:
 
         Fetched at once; waits for the step that computes it.
         """
-        return StepMetrics.unpacked(np.asarray(jax.device_get(packed)), self.programs.aux_names)
+        return StepMetrics.unpacked(np.asarray(packed), self.programs.aux_names)
 
     # -- compiling ahead -------------------------------------------------------------------------
 

@@ -46,6 +46,7 @@ FIRST_CADENCE = 4
 # Steps beside a compilation took up to 2.3 times as long on two cores. Until it is known by how much
 # they do here, only a change that promises to double the goodput is believed meanwhile.
 UNKNOWN_DOUBT = 1.0
+ASK_EVERY = 4  # steps, whether compiling others is worth it
 CALM_STEPS = 8  # after a compilation, before times are compared
 
 
@@ -200,7 +201,8 @@ class Analyst:
             self._first = None
         self._latest, self._disturbed = result, ticket.busy
         self._calm = 0 if ticket.busy else self._calm + 1
-        if self._may_start and self._is_compiling_worth_it(metrics):
+        is_asked = self._steps_seen % ASK_EVERY == 0  # as often as it can matter
+        if self._may_start and is_asked and self._is_compiling_worth_it(metrics):
             self._strategies.start()
             self._may_start = False
         self._steps_seen += 1
