@@ -157,7 +157,9 @@ class Engines:
         problem = dataclasses.replace(
             self.problem, loss_and_state=anywhere(self.problem.loss_and_state)
         )
-        return pure.loss_kind(problem, self.state, batch, 2)
+        kind = pure.loss_kind(problem, self.state, batch, 2)
+        pure.require_dependence(problem, self.state, batch)
+        return kind
 
     def _both(self, old: Layout, new: Layout) -> tuple[Programs, Programs]:
         return self.on(old).programs, self.on(new).programs

@@ -18,6 +18,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 import optax
+from jax.extend.core import Var
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, PyTree
@@ -130,6 +131,11 @@ def loss_kind(
             f"Loss.sum and Loss.weight must both have shape ({num_samples},) (one value per sample) "
             f"or both be scalars; got {total} and {weight}."
         )
+    if hasattr(out, "dtype") and not jnp.issubdtype(out.dtype, jnp.floating):
+        raise TypeError(
+            f"loss returned {out.dtype}, which has no gradient. Return floats, such as the mean of a "
+            "cross-entropy, not a count of hits."
+        )
     if not hasattr(out, "shape"):
         raise TypeError(
             f"loss must return per-sample losses [batch], Loss(sum, weight, aux), or a scalar mean; "
@@ -143,6 +149,25 @@ def loss_kind(
         f"loss returned shape {out.shape} for a micro-batch of {num_samples} samples. Return one loss "
         f"per sample, shape ({num_samples},), summed over every other axis; or a scalar mean."
     )
+
+
+def require_dependence(problem: Problem, state: TrainState, batch: PyTree) -> None:
+    """Raises TypeError for a loss that does not depend on the parameters; all abstract."""
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    jaxpr = jax.make_jaxpr(problem.loss_and_state)(
+        state.params, state.model_state, batch, key
+    ).jaxpr
+    found = set(jaxpr.invars[: len(jax.tree.leaves(state.params))])
+    for one in jaxpr.eqns:
+        if any(isinstance(x, Var) and x in found for x in one.invars):
+            found.update(one.outvars)
+    # The sum of a `Loss` comes first, too.
+    loss = jaxpr.outvars[0]
+    if not (isinstance(loss, Var) and loss in found):
+        raise TypeError(
+            "the loss does not depend on the parameters, so there is nothing to learn. Return what was "
+            "computed from them."
+        )
 
 
 def _weighted(out: Array | Loss, mask: Array) -> tuple[Array, Array, dict[str, Array]]:
@@ -323,6 +348,7 @@ def update(
             global_batch_size=total.samples,
             noise=sample,
             biased=biased,
+            value=loss,  # for links that ask for it, such as `reduce_on_plateau`
         )
         return optax.apply_updates(kept, updates), opt_state, total.model_state
 

@@ -40,8 +40,10 @@ class AdaptiveState(NamedTuple):
     """What rounding left out of `progress` (Kahan), for runs of millions of steps."""
     gain: Any
     """[labels] the factor that the latest update was multiplied by."""
-    batches: Any = ()
-    """(total, rest) samples taken over the base batch size, where schedules go by samples."""
+    batches: Any
+    """Samples taken over the base batch size; float."""
+    batches_rest: Any
+    """What rounding left out of `batches`."""
 
 
 def adaptive(
@@ -109,7 +111,8 @@ def adaptive(
             progress=jnp.zeros(()),
             progress_rest=jnp.zeros(()),
             gain=jnp.ones(num_groups),
-            batches=() if schedules == "progress" else (jnp.zeros(()), jnp.zeros(())),
+            batches=jnp.zeros(()),
+            batches_rest=jnp.zeros(()),
         )
 
     def update(
@@ -146,16 +149,19 @@ def adaptive(
         limit = jnp.maximum(state.gain, 1) * max_gain_growth
         factors = jnp.minimum(jnp.asarray(factors, state.gain.dtype), limit)
 
-        at = (state.progress, state.progress_rest) if schedules == "progress" else state.batches
-        inner = with_schedules_at(state.inner, _whole(at[0], at[1]))
+        clocks = {
+            "progress": (state.progress, state.progress_rest),
+            "samples": (state.batches, state.batches_rest),
+        }
+        inner = with_schedules_at(state.inner, _whole(*clocks[schedules]))
         scaled, inner = tx.update(updates, inner, params, **extra)
         groups = noises.label_indices(labels, scaled)
         scaled = jax.tree.map(lambda u, i: (factors[i] * u).astype(u.dtype), scaled, groups)
 
         worth = adascale(scale, known(per_group=False), state.progress)
         done, rest = _add(state.progress, state.progress_rest, worth)
-        batches = () if schedules == "progress" else _add(state.batches[0], state.batches[1], scale)
-        new = AdaptiveState(inner, statistics, done, rest, factors, batches)
+        batches = _add(state.batches, state.batches_rest, scale)
+        new = AdaptiveState(inner, statistics, done, rest, factors, *batches)
         if finite is not None:
             finite = jnp.asarray(finite, bool)
             scaled = jax.tree.map(lambda u: jnp.where(finite, u, jnp.zeros_like(u)), scaled)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from absl import logging
 from jaxtyping import Array, PyTree
 
 from jaxgoodput.optim.adaptive import with_schedules_at
@@ -21,12 +22,17 @@ NUM_UPDATES = 3
 MAX_COMPILED = 100  # leaves; of more, running operation by operation takes less time than compiling
 
 
+class NeedsMore(TypeError):
+    """A transformation that asks for arguments which training does not give it."""
+
+
 def normalised_share(tx: optax.GradientTransformation, params: PyTree) -> float:
     """The share of parameters whose update stays as it is when the gradient is twice as large.
 
     About 0 for SGD with or without momentum, 1 for whatever divides by the gradient's size: Adam, Lion,
-    Adafactor, sign and normalised SGD. `params` may be abstract. NaN where all updates are zero, and for
-    a transformation that needs more than gradients and parameters.
+    Adafactor, sign and normalised SGD. `params` may be abstract. NaN where all updates are zero.
+
+    Raises NeedsMore for a transformation that asks for more than gradients, parameters and the loss.
 
     >>> normalised_share(optax.sgd(0.1), {"w": jnp.zeros(3)})
     0.0
@@ -35,10 +41,7 @@ def normalised_share(tx: optax.GradientTransformation, params: PyTree) -> float:
     """
     sizes = np.array([math.prod(x.shape) for x in jax.tree.leaves(params)], float)
     # Not at zero: some measure their steps by the parameters.
-    found = _updates(tx, _small(params, 0.1), (NORM, 2 * NORM), NUM_UPDATES)
-    if found is None:
-        return math.nan
-    moved, _ = found
+    moved, _ = _updates(tx, _small(params, 0.1), (NORM, 2 * NORM), NUM_UPDATES)
     seen = (moved > 0).all(axis=0)
     if not seen.any():
         return math.nan
@@ -57,10 +60,7 @@ def moment_constants(tx: optax.GradientTransformation, params: PyTree) -> Moment
     default = MomentConstants()
     sizes = (NORM, NORM**2)
     # At zero, where weight decay adds nothing.
-    found = _updates(tx, _small(params, 0.0), sizes, 1)
-    if found is None:
-        return default
-    moved, moments = found
+    moved, moments = _updates(tx, _small(params, 0.0), sizes, 1)
     # A moment after one update is (1 - b2) times the gradient's square. As people write it: 0.95.
     grown = moments[0] / _entry(sizes[0], moved.shape[1]) ** 2
     grown = grown[(grown > 0) & (grown < 1)]
@@ -84,11 +84,8 @@ def _epsilon(moved: np.ndarray, large: float, small: float) -> float:
 
 def _updates(
     tx: optax.GradientTransformation, params: PyTree, norms: tuple[float, ...], count: int
-) -> tuple[np.ndarray, np.ndarray] | None:
-    """[norms, leaves] sizes of the updates, all of `count` added up; [norms, moments] second moments.
-
-    None for a transformation that asks for more, such as `value`.
-    """
+) -> tuple[np.ndarray, np.ndarray]:
+    """[norms, leaves] sizes of the updates, all of `count` added up; [norms, moments] second moments."""
     tx = optax.with_extra_args_support(tx)
     leaves = jax.tree.leaves(params)
 
@@ -97,7 +94,7 @@ def _updates(
         state, total = tx.init(params), jnp.zeros(len(leaves))
         for _ in range(count):
             state = with_schedules_at(state, jnp.ones((), jnp.int32))  # a warm-up begins at zero
-            update, state = tx.update(grads, state, params)
+            update, state = tx.update(grads, state, params, value=jnp.ones(()))
             total += jnp.stack([jnp.abs(x).sum() for x in jax.tree.leaves(update)])
         moments = [x.sum().astype(total.dtype) for x in second_moments(state)]
         return total, jnp.stack(moments) if moments else jnp.zeros(0)
@@ -106,8 +103,11 @@ def _updates(
         run = jax.jit(run)
     try:
         found = [run(jnp.asarray(_entry(norm, len(leaves)))) for norm in norms]
-    except (TypeError, ValueError):
-        return None
+    except (TypeError, ValueError) as error:
+        if any(words in str(error) for words in ("missing", "must be provided")):
+            raise NeedsMore(str(error)) from error
+        logging.info("the optimizer cannot be asked what it does: %s", error)
+        return np.zeros((len(norms), len(leaves))), np.zeros((len(norms), 0))
     moved, moments = zip(*jax.device_get(found), strict=True)
     return np.stack(moved), np.stack(moments)
 

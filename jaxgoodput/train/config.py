@@ -180,7 +180,8 @@ class Config:
     constrains no sharding.
     """
     rule: Rule | None = None
-    """Learning-rate gain; None: adam_scale for Adam-like optimizers, else adascale."""
+    """Learning-rate gain; None: adam_scale for optimizers that divide the gradient by its size (Adam, Lion,
+    Adafactor, sign SGD and others: the optimizer is asked), else adascale."""
     policy: str = "goodput"
     """"goodput", or "fixed" to keep `batch.base` as the global batch."""
     compute_dtype: str | None = None
@@ -220,8 +221,13 @@ class Config:
         _check_positive(self, "base_steps", "epochs", "max_skipped_in_a_row")
         if self.compute_dtype is not None and not _is_floating(self.compute_dtype):
             raise ValueError(
-                "Config.compute_dtype must name a floating type such as 'bfloat16' or 'float16'; got "
+                "Config.compute_dtype must name a floating type such as 'bfloat16'; got "
                 f"{self.compute_dtype!r}. None computes in the precision of the parameters."
+            )
+        if self.compute_dtype == "float16":
+            raise ValueError(
+                "Config.compute_dtype='float16' needs losses scaled against underflow, which is not done "
+                "here: gradients below 6e-8 would vanish. Use 'bfloat16', which has float32's range."
             )
 
 

@@ -36,7 +36,7 @@ from jaxgoodput.observe.tensorboard import Dashboard
 from jaxgoodput.optim import adaptive as adaptation
 from jaxgoodput.optim import learning_rate as rules
 from jaxgoodput.optim.preconditioner import MomentConstants, is_adam_like
-from jaxgoodput.optim.probe import moment_constants, normalised_share
+from jaxgoodput.optim.probe import NeedsMore, moment_constants, normalised_share
 from jaxgoodput.parallel.partition import CannotDivide, whole_leaves
 from jaxgoodput.parallel.strategy import DATA_AXIS, Layout, Strategy, anywhere
 from jaxgoodput.train.checkpoint import CheckpointMeta, Checkpoints, saveable
@@ -344,7 +344,16 @@ def problem_of(task: Task, config: Config) -> Problem:
         raise ValueError("there is nothing to train: init() has no leaf that trainable() allows.")
     adam_like = is_adam_like(jax.eval_shape(saveable(tx.init, "the state of optimizer()"), kept))
     # Whatever is not known by name is asked: Lion, sign and normalised SGD, and a user's own.
-    normalises = adam_like or normalised_share(tx, kept) > 0.5
+    preconditioned = config.statistics.preconditioned
+    preconditioned = adam_like if preconditioned is None else preconditioned
+    try:
+        normalises = adam_like or normalised_share(tx, kept) > 0.5
+        moments = moment_constants(tx, kept) if preconditioned else MomentConstants()
+    except NeedsMore as error:
+        raise ValueError(
+            "optimizer() has a link that asks for more than gradients, parameters and the loss: "
+            f"{error} A line search (lbfgs) or a Hessian (sophia) cannot be had here; leave that link out."
+        ) from error
     rule = config.rule
     if rule is None:
         rule = rules.adam_scale if normalises else rules.adascale
@@ -358,8 +367,6 @@ def problem_of(task: Task, config: Config) -> Problem:
             better,
         )
     labels = task.labels if task.labels(kept) is not None else None
-    preconditioned = config.statistics.preconditioned
-    preconditioned = adam_like if preconditioned is None else preconditioned
     return Problem(
         init=task.init,
         loss_and_state=task.loss_and_state,
@@ -376,7 +383,7 @@ def problem_of(task: Task, config: Config) -> Problem:
         trainable=trainable,
         labels=labels,
         preconditioned=preconditioned,
-        moments=moment_constants(tx, kept) if preconditioned else MomentConstants(),
+        moments=moments,
         compute_dtype=None if config.compute_dtype is None else jnp.dtype(config.compute_dtype),
     )
 

@@ -312,10 +312,10 @@ def kind_of(loss):
 @pytest.mark.parametrize(
     ("loss", "kind"),
     [
-        (lambda p, b, k: b["y"], "sample"),
-        (lambda p, b, k: jnp.mean(b["y"]), "mean"),
-        (lambda p, b, k: Loss.of(b["y"], b["weight"], extra=b["y"]), "sample"),
-        (lambda p, b, k: Loss.of(jnp.sum(b["y"]), jnp.sum(b["weight"])), "mean"),
+        (lambda p, b, k: p["b"] * b["y"], "sample"),
+        (lambda p, b, k: jnp.mean(p["b"] * b["y"]), "mean"),
+        (lambda p, b, k: Loss.of(p["b"] * b["y"], b["weight"], extra=p["b"] * b["y"]), "sample"),
+        (lambda p, b, k: Loss.of(jnp.sum(p["b"] * b["y"]), jnp.sum(b["weight"])), "mean"),
     ],
     ids=["per-sample", "scalar", "Loss-per-sample", "Loss-scalar"],
 )

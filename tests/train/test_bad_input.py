@@ -107,6 +107,7 @@ def test_limits_in_the_wrong_order(limits, what):
         ({"epochs": 0}, "epochs must be positive; got 0"),
         ({"saving__every_s": 0.0}, "Saving.every_s must be positive"),
         ({"policy": "greedy"}, "policy must be one of .* got 'greedy'"),
+        ({"compute_dtype": "float16"}, "losses scaled against underflow.* Use 'bfloat16'"),
         ({"tuning__max_growth": 1.0}, 'policy="fixed"'),
     ],
 )
@@ -132,6 +133,37 @@ class ScalarSums(Mean):
     def loss(self, params, batch, key) -> Any:
         losses = super().loss(params, batch, key)
         return Loss.of(losses.sum(), jnp.float32(losses.shape[0]))
+
+
+@pytest.mark.parametrize(
+    "made, what",
+    [
+        (lambda losses: 1.0, "does not depend on the parameters"),
+        (lambda losses: (losses > 1).astype(jnp.int32), "int32, which has no gradient"),
+        (lambda losses: losses > 1, "bool, which has no gradient"),
+    ],
+)
+def test_a_loss_without_a_gradient_is_named(tmp_path, made, what):
+    class Wrong(Mean):
+        def loss(self, params, batch, key) -> Any:
+            return made(super().loss(params, batch, key))
+
+    with pytest.raises(TypeError, match=what):
+        Wrong(config(tmp_path)).fit()
+
+
+def test_an_optimizer_that_asks_for_more_is_named_with_the_remedy(tmp_path):
+    with pytest.raises(ValueError, match="asks for more .* leave that link out"):
+        Mean(config(tmp_path), tx=optax.lbfgs()).fit()
+
+
+def test_an_optimizer_that_asks_for_the_loss_gets_it(tmp_path):
+    plateau = optax.contrib.reduce_on_plateau(factor=0.5, patience=1, cooldown=0, rtol=1.0)
+    state = Mean(config(tmp_path, base_steps=12.0), tx=optax.chain(optax.sgd(0.1), plateau)).fit()
+    kind = optax.contrib.ReduceLROnPlateauState
+    found = jax.tree.leaves(state.opt_state, is_leaf=lambda x: isinstance(x, kind))
+    (scale,) = [x.scale for x in found if isinstance(x, kind)]
+    assert 0 < np.asarray(scale) <= 0.25  # no loss is below zero, which is what would count
 
 
 @pytest.mark.parametrize("trainer", [ScalarMean, ScalarSums])
