@@ -121,6 +121,12 @@ def loss_kind(
         batch,
         jax.eval_shape(lambda: jax.random.key(0)),
     )
+    value = out.sum if isinstance(out, Loss) else out
+    if hasattr(value, "dtype") and not jnp.issubdtype(value.dtype, jnp.floating):
+        raise TypeError(
+            f"loss returned {value.dtype}, which has no gradient. Return floats, such as the mean of a "
+            "cross-entropy, not a count of hits."
+        )
     if isinstance(out, Loss):
         total, weight = jnp.shape(out.sum), jnp.shape(out.weight)
         if total == weight == (num_samples,):
@@ -130,11 +136,6 @@ def loss_kind(
         raise TypeError(
             f"Loss.sum and Loss.weight must both have shape ({num_samples},) (one value per sample) "
             f"or both be scalars; got {total} and {weight}."
-        )
-    if hasattr(out, "dtype") and not jnp.issubdtype(out.dtype, jnp.floating):
-        raise TypeError(
-            f"loss returned {out.dtype}, which has no gradient. Return floats, such as the mean of a "
-            "cross-entropy, not a count of hits."
         )
     if not hasattr(out, "shape"):
         raise TypeError(
@@ -159,8 +160,11 @@ def require_dependence(problem: Problem, state: TrainState, batch: PyTree) -> No
     ).jaxpr
     found = set(jaxpr.invars[: len(jax.tree.leaves(state.params))])
     for one in jaxpr.eqns:
-        if any(isinstance(x, Var) and x in found for x in one.invars):
+        read = [x for x in one.invars if isinstance(x, Var)]
+        if any(x in found for x in read):
             found.update(one.outvars)
+            if one.effects:  # what it writes to
+                found.update(read)
     # The sum of a `Loss` comes first, too.
     loss = jaxpr.outvars[0]
     if not (isinstance(loss, Var) and loss in found):
@@ -196,20 +200,17 @@ def _without_padding(batch: PyTree, mask: Array, blocks: int) -> PyTree:
 
     Leaving a padded loss out of the sum is not enough: its gradient is 0 times whatever the padding
     makes of the backward pass, and 0 * inf is not 0. The sample is one of the same block of rows (those
-    of a replica), so that nothing is sent; but a block of padding alone gets the first real one of all.
-    Where there is none at all, what comes of it counts for nothing (`local_sums`).
+    of a replica), so that nothing is sent; a block of padding alone holds zeros. Where there is no real
+    sample at all, what comes of it counts for nothing (`local_sums`).
     """
     rows = mask.reshape(blocks, -1)
-    real, first = jnp.argmax(rows, axis=1), jnp.argmax(mask)
-    is_empty = jnp.max(rows, axis=1) == 0
+    real, is_empty = jnp.argmax(rows, axis=1), jnp.max(rows, axis=1) == 0
 
     def fill(x: Array) -> Array:
         split = x.reshape(*rows.shape, *x.shape[1:])
         chosen = jax.vmap(lambda block, row: block[row])(split, real)
-        if blocks > 1:
-            empty = is_empty.reshape(-1, *(1,) * (x.ndim - 1))
-            chosen = jnp.where(empty, x[first][None], chosen)
-        chosen = chosen[:, None]
+        empty = is_empty.reshape(-1, *(1,) * (x.ndim - 1))
+        chosen = jnp.where(empty, jnp.zeros((), x.dtype), chosen)[:, None]
         found = jnp.where(rows.reshape(*rows.shape, *(1,) * (x.ndim - 1)) > 0, split, chosen)
         return found.reshape(x.shape)
 

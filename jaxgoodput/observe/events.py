@@ -110,7 +110,7 @@ class Window(Event):
     noise_is_lower_bound: bool
     """Whether the signal is below its own standard error: the noise scale may be any larger."""
     noise_age_steps: float
-    """Steps since the newest sample of the noise; NaN = there was none."""
+    """Steps since the newest sample of the noise; NaN = none since the process began."""
     noise_confidence: float
     """Effective number of noise samples behind the estimate."""
     gain: float

@@ -40,10 +40,10 @@ class AdaptiveState(NamedTuple):
     """What rounding left out of `progress` (Kahan), for runs of millions of steps."""
     gain: Any
     """[labels] the factor that the latest update was multiplied by."""
-    batches: Any
-    """Samples taken over the base batch size; float."""
-    batches_rest: Any
-    """What rounding left out of `batches`."""
+    base_batches: Any
+    """Samples applied over the base batch size; float."""
+    base_batches_rest: Any
+    """What rounding left out of `base_batches`."""
 
 
 def adaptive(
@@ -82,7 +82,7 @@ def adaptive(
     Progress grows by the AdaScale gain, whatever the rule. Schedules in `tx` (states that are
     nothing but a `count`: `scale_by_schedule`, `inject_hyperparams`, scheduled weight decay) are
     set to floor(progress) before every update; counts that belong to the updates themselves (Adam's
-    bias correction) are left alone. With `schedules="samples"` they are set to the samples taken over
+    bias correction) are left alone. With `schedules="samples"` they are set to the samples applied over
     the base batch size instead: for a run that ends after so many samples, whose progress would not
     have come to the schedule's end by then.
 
@@ -111,8 +111,8 @@ def adaptive(
             progress=jnp.zeros(()),
             progress_rest=jnp.zeros(()),
             gain=jnp.ones(num_groups),
-            batches=jnp.zeros(()),
-            batches_rest=jnp.zeros(()),
+            base_batches=jnp.zeros(()),
+            base_batches_rest=jnp.zeros(()),
         )
 
     def update(
@@ -151,7 +151,7 @@ def adaptive(
 
         clocks = {
             "progress": (state.progress, state.progress_rest),
-            "samples": (state.batches, state.batches_rest),
+            "samples": (state.base_batches, state.base_batches_rest),
         }
         inner = with_schedules_at(state.inner, _whole(*clocks[schedules]))
         scaled, inner = tx.update(updates, inner, params, **extra)
@@ -160,7 +160,7 @@ def adaptive(
 
         worth = adascale(scale, known(per_group=False), state.progress)
         done, rest = _add(state.progress, state.progress_rest, worth)
-        batches = _add(state.batches, state.batches_rest, scale)
+        batches = _add(state.base_batches, state.base_batches_rest, scale)
         new = AdaptiveState(inner, statistics, done, rest, factors, *batches)
         if finite is not None:
             finite = jnp.asarray(finite, bool)

@@ -58,55 +58,67 @@ def moment_constants(tx: optax.GradientTransformation, params: PyTree) -> Moment
     MomentConstants(b2=0.95, eps=1e-06)
     """
     default = MomentConstants()
-    sizes = (NORM, NORM**2)
-    # At zero, where weight decay adds nothing.
-    moved, moments = _updates(tx, _small(params, 0.0), sizes, 1)
-    # A moment after one update is (1 - b2) times the gradient's square. As people write it: 0.95.
-    grown = moments[0] / _entry(sizes[0], moved.shape[1]) ** 2
-    grown = grown[(grown > 0) & (grown < 1)]
-    if not grown.size:
+    params = _small(params, 0.0)
+    moved, first = _updates(tx, params, (NORM, NORM**2), 1)
+    _, second = _updates(tx, params, (NORM, NORM**2), 2)
+    # (1 - b2) c^2, then (1 + b2) times that, for the same gradient c, whatever links before make of it.
+    seen = (first > 0).all(axis=0)
+    decays = second[0, seen] / first[0, seen] - 1
+    decays = decays[(decays > 0) & (decays < 1)]
+    if not decays.size:
         return default  # of another kind, whose eps is elsewhere
-    b2 = float(f"{1 - np.median(grown):.6g}")
-    eps = _epsilon(moved, *(_entry(size, moved.shape[1]) for size in sizes))
-    return MomentConstants(b2=b2, eps=default.eps if math.isnan(eps) else eps)
+    b2 = float(np.median(decays))
+    large, small = map(float, np.median(np.sqrt(first[:, seen] / (1 - b2)), axis=1))
+    eps = _epsilon(moved, large, small)
+    # As people write them: 0.95, not 0.94999996.
+    return MomentConstants(
+        b2=float(f"{b2:.4g}"), eps=default.eps if math.isnan(eps) else float(f"{eps:.2g}")
+    )
 
 
 def _epsilon(moved: np.ndarray, large: float, small: float) -> float:
     """eps, from the first updates for two sizes c of the gradient: each is in proportion to c / (c + eps)."""
     seen = (moved > 0).all(axis=0)
-    if not seen.any():
-        return math.nan
     ratio = np.minimum(moved[1, seen] / moved[0, seen], 1.0)
     below = ratio * large - small
-    below = np.where(below > 1e-4 * small, below, np.nan)  # else it grows as the gradient does
-    return float(f"{np.median(large * small * (1 - ratio) / below):.2g}")
+    of_adam = below > 1e-4 * small  # other updates grow as the gradient does
+    if not of_adam.any():
+        return math.nan
+    return float(np.median(large * small * (1 - ratio[of_adam]) / below[of_adam]))
 
 
 def _updates(
     tx: optax.GradientTransformation, params: PyTree, norms: tuple[float, ...], count: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """[norms, leaves] sizes of the updates, all of `count` added up; [norms, moments] second moments."""
+    """[norms, leaves] sizes of the updates, all of `count` added up; [norms, moments] second moments.
+
+    Of an update the part that turns around with the gradient: weight decay does not.
+    """
     tx = optax.with_extra_args_support(tx)
     leaves = jax.tree.leaves(params)
 
-    def run(entry: Array) -> tuple[Array, Array]:
+    def run(entry: Array) -> tuple[list[Array], list[Array]]:
         grads = jax.tree.map(lambda x: jnp.full_like(x, entry), params)
-        state, total = tx.init(params), jnp.zeros(len(leaves))
+        state, found = tx.init(params), []
         for _ in range(count):
             state = with_schedules_at(state, jnp.ones((), jnp.int32))  # a warm-up begins at zero
             update, state = tx.update(grads, state, params, value=jnp.ones(()))
-            total += jnp.stack([jnp.abs(x).sum() for x in jax.tree.leaves(update)])
-        moments = [x.sum().astype(total.dtype) for x in second_moments(state)]
-        return total, jnp.stack(moments) if moments else jnp.zeros(0)
+            found.append(jnp.stack([x.sum() for x in jax.tree.leaves(update)]))
+        return found, [x.sum() / x.size for x in second_moments(state)]
+
+    def both_ways(entry: Array) -> tuple[Array, Array]:
+        (there, moments), (back, _) = run(entry), run(-entry)
+        moved = jnp.abs(jnp.stack(there) - jnp.stack(back)).sum(axis=0) / 2
+        return moved, jnp.stack(moments) if moments else jnp.zeros(0)
 
     if len(leaves) <= MAX_COMPILED:
-        run = jax.jit(run)
+        both_ways = jax.jit(both_ways)
     try:
-        found = [run(jnp.asarray(_entry(norm, len(leaves)))) for norm in norms]
-    except (TypeError, ValueError) as error:
+        found = [both_ways(jnp.asarray(_entry(norm, len(leaves)))) for norm in norms]
+    except Exception as error:  # whatever a user's own link may raise
         if any(words in str(error) for words in ("missing", "must be provided")):
             raise NeedsMore(str(error)) from error
-        logging.info("the optimizer cannot be asked what it does: %s", error)
+        logging.info("the optimizer cannot be asked what it does: %r", error)
         return np.zeros((len(norms), len(leaves))), np.zeros((len(norms), 0))
     moved, moments = zip(*jax.device_get(found), strict=True)
     return np.stack(moved), np.stack(moments)

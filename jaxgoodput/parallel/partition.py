@@ -341,7 +341,8 @@ def default_spec(
     # However small: a stage that holds its own layers' vectors needs no collective for them.
     if num_stacked > 0 and _STACK.search(name) and _cuts(shape[0], strategy.stage):
         entries[0] = STAGE_AXIS
-    is_vector = num_own == 1 and len(shape) <= 2
+    is_stacked = len(shape) == 2 and _STACK.search(name)
+    is_vector = num_own == 1 and (len(shape) == 1 or is_stacked)
     if math.prod(shape) < MIN_ELEMENTS or is_vector and shape[-1] < MIN_VECTOR_ELEMENTS:
         return PartitionSpec(*entries) if any(entries) else PartitionSpec()
     if is_expert and first_own > 0 and _cuts(shape[first_own - 1], strategy.expert):

@@ -184,7 +184,7 @@ class Analyst:
         known = metrics.noise.is_known
         if self._config.statistics.every_steps is None and self._every == 1 and known and plain < 3:
             self._set_cadence(FIRST_CADENCE)
-        if ticket.measured and finite:
+        if ticket.measured and finite and metrics.noise.newest_samples > 0:
             self._sampled_at = ticket.step
         if self._taken_at is None and ticket.num_batches_taken >= self._wanted:
             self._taken_at = ticket.step

@@ -3,9 +3,9 @@
 Of the strategy in use, micro-batch sizes: what the next change can reach is compiled first, and within it
 the largest. A size that XLA's analysis says does not fit is not used, nor anything above it. Where memory
 allows, each is run once on throw-away buffers, because a first execution is slow even when it is compiled.
-Only a size that went through both, with what measures the noise, is ready, and only ready sizes are ever
-chosen: the noise is measured from the first step of a new size on. A size that was asked for before it
-was ready has its measuring programs compiled before anything else.
+Only a size that went through both is ready, with what measures the noise where memory allows that, and only
+ready sizes are ever chosen: the noise is measured from the first step of a new size on. A size that was
+asked for before it was ready has its measuring programs compiled before anything else.
 
 Behind it, one after another, the other strategies have one size compiled and tried, that which comes nearest
 to the present batch, and the moves of the state there and back. A strategy under which no step fits into
@@ -31,6 +31,12 @@ from jaxgoodput.tune.verdict import Alternative
 
 # Bytes per second of a move that was not measured yet; a modest memory or link.
 ASSUMED_BYTES_PER_S = 1e9
+
+
+_UNMEASURED = (
+    "steps of %d samples per replica fit into memory, but not with a noise measurement: the noise is not "
+    "measured while they are used. Lower batch.max, or raise execution.memory_bytes."
+)
 
 
 @runtime_checkable
@@ -125,7 +131,6 @@ class SizeCompiler:
         self._order: list[int] = []
         self._next = 0  # index into the order
         self._ready: list[int] = []
-        self._unrehearsed: set[int] = set()
         self._measurable: dict[int, bool] = {}  # False: memory does not allow it
         self._known: dict[int, StepBytes] = {}
         self._smallest_refused: int | None = None
@@ -151,10 +156,12 @@ class SizeCompiler:
                 around = [s for s in self._sizes if low <= s <= high]
                 order = compiling_order([*around, size], size)
                 self._order += [s for s in order if s not in self._order]
-            missing = self._to_measure()
+            missing, cannot = self._to_measure(), self._measurable.get(size) is False
             if missing is not None and self._background:
                 self._run_thread()
             self._changed.notify_all()
+        if cannot:
+            logging.warning(_UNMEASURED, size)
         if missing is not None and not self._background:
             self._prepare_measuring(missing)
 
@@ -175,11 +182,6 @@ class SizeCompiler:
             if self._error is not None:
                 raise self._error
             return tuple(s for s in self._ready if first is None or s in self._order[:first])
-
-    def was_rehearsed(self, size: int) -> bool:
-        """False where the first execution will be slow because there was no memory to try it."""
-        with self._changed:
-            return size in self._ready and size not in self._unrehearsed
 
     def can_measure(self, size: int) -> bool:
         """Whether steps of this size can measure the noise by now."""
@@ -283,11 +285,7 @@ class SizeCompiler:
         fits = need is None or need.peak <= self._budget
         if not fits:
             log = logging.warning if size == self._current else logging.info
-            log(
-                "steps of %d samples per replica fit into memory, but not with a noise measurement: the "
-                "noise is not measured meanwhile. Lower batch.max, or raise execution.memory_bytes.",
-                size,
-            )
+            log(_UNMEASURED, size)
         elif need is not None and need.peak * 2 <= self._budget:  # a second copy of everything
             engine.rehearse_measuring(size)
         with self._changed:
@@ -326,15 +324,12 @@ class SizeCompiler:
             )
             return
         # A rehearsal holds a second copy of everything.
-        rehearsable = need.peak * 2 <= self._budget
-        if rehearsable:
+        if need.peak * 2 <= self._budget:
             engine.rehearse(size, accumulate=self._accumulate)
         if size not in self._measurable:
             self._prepare_measuring(size)
         with self._changed:
             self._ready.append(size)
-            if not rehearsable:
-                self._unrehearsed.add(size)
 
 
 class StrategyCompiler:

@@ -224,7 +224,7 @@ class Config:
                 "Config.compute_dtype must name a floating type such as 'bfloat16'; got "
                 f"{self.compute_dtype!r}. None computes in the precision of the parameters."
             )
-        if self.compute_dtype == "float16":
+        if self.compute_dtype is not None and jnp.dtype(self.compute_dtype) == jnp.float16:
             raise ValueError(
                 "Config.compute_dtype='float16' needs losses scaled against underflow, which is not done "
                 "here: gradients below 6e-8 would vanish. Use 'bfloat16', which has float32's range."

@@ -24,6 +24,7 @@ from engines import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxgoodput.engine.programs import Noise
 from jaxgoodput.engine.state import Loss
 from jaxgoodput.optim import adaptive as adaptation
 from jaxgoodput.parallel.strategy import Strategy
@@ -188,12 +189,18 @@ def by_length(params, batch, key):
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf, 0.0])
 @pytest.mark.parametrize(
-    "strategy", [Strategy(data=4), Strategy(fsdp=4), Strategy(data=2, fsdp=2)], ids=lambda s: s.name
+    "loss, strategy",
+    [
+        (by_length, Strategy(data=4)),  # by itself, a replica of nothing may do what it likes
+        (per_sample, Strategy(fsdp=4)),
+        (per_sample, Strategy(data=2, fsdp=2)),
+    ],
+    ids=lambda x: getattr(x, "name", ""),
 )
-def test_a_replica_of_padding_alone_counts_for_nothing(key, rng, strategy, poison):
+def test_a_replica_of_padding_alone_counts_for_nothing(key, rng, loss, strategy, poison):
     """Samples [2, 2, 2, 0] by replica, and a second micro-batch of padding alone."""
-    engine = make(by_length, strategy=strategy, tx=optax.sgd(0.1))
-    alone = make(by_length, replicas=1, tx=optax.sgd(0.1))
+    engine = make(loss, strategy=strategy, tx=optax.sgd(0.1))
+    alone = make(loss, replicas=1, tx=optax.sgd(0.1))
     good = samples(rng, 8)
     nothing = jax.tree.map(lambda x: np.full_like(x, poison), good)
     bad = jax.tree.map(lambda x, y: np.concatenate([x[:6], y[6:]]), good, nothing)
@@ -205,6 +212,16 @@ def test_a_replica_of_padding_alone_counts_for_nothing(key, rng, strategy, poiso
         assert metrics.is_finite == 1 and metrics.num_samples == 6
         np.testing.assert_allclose(metrics.loss, told.loss, rtol=1e-5)
         assert_close(found.params, expected.params)
+
+
+def test_padding_sends_nothing():
+    """Each block of rows is filled from itself."""
+    engine = make(per_sample, strategy=Strategy(fsdp=4), tx=optax.sgd(0.1))
+    program = engine.programs.step(engine.shape(2), noise=Noise.OFF)
+    (leaf,) = {leaf for leaf, _ in engine.shape(2).leaves if len(leaf) == 1}
+    text = program.compile().as_text()
+    assert text is not None and f"all-gather(f32[{2},{leaf[0]}]" not in text
+    assert f"f32[{8},{leaf[0]}]" not in text  # the whole batch on one device
 
 
 # -- uneven counts -----------------------------------------------------------------------------------

@@ -24,7 +24,9 @@ WARMUP = optax.warmup_cosine_decay_schedule(0.0, 1e-3, 100, 1000)
     [
         optax.sgd(0.1),
         optax.sgd(WARMUP, momentum=0.9, nesterov=True),
-        optax.chain(optax.clip_by_global_norm(1.0), optax.add_decayed_weights(0.0), optax.sgd(0.1)),
+        optax.chain(
+            optax.clip_by_global_norm(1.0), optax.add_decayed_weights(0.02), optax.sgd(0.1)
+        ),
         optax.adagrad(0.1),  # beside its accumulator the probing gradient is small
     ],
     ids=["sgd", "momentum", "clipped", "adagrad"],
@@ -78,9 +80,36 @@ def test_a_link_may_ask_for_the_loss_and_for_nothing_else():
 )
 def test_the_constants_of_adam_are_found(b2, eps, decay):
     adam = optax.adamw(WARMUP, b2=b2, eps=eps, weight_decay=decay)
-    found = moment_constants(optax.chain(optax.clip_by_global_norm(1.0), adam), PARAMS)
-    assert found.b2 == b2
-    assert found.eps == pytest.approx(eps, rel=0.02, abs=1e-10)
+    before = {
+        "clip": optax.clip_by_global_norm(1.0),
+        "scale": optax.scale(1 / 128),
+        "unit-wise clip": optax.adaptive_grad_clip(0.01),
+    }
+    for name, link in before.items():
+        found = moment_constants(optax.chain(link, adam), PARAMS)
+        assert found.b2 == b2, name
+        if (
+            name != "unit-wise clip"
+        ):  # which cuts both gradients to one size, so that eps is not seen
+            assert found.eps == pytest.approx(eps, rel=0.05, abs=1e-9), name
+
+
+def test_the_constants_of_one_group_are_found_beside_another():
+    adam = optax.adam(0.1, b2=0.9, eps=1e-3)
+    groups = optax.multi_transform(
+        {"adam": adam, "sgd": optax.sgd(0.1)}, {"kernel": "adam", "bias": "sgd"}
+    )
+    assert moment_constants(groups, PARAMS) == MomentConstants(b2=0.9, eps=1e-3)
+
+
+def test_a_link_that_looks_at_real_shapes_is_unknown():
+    def update(updates, state, params=None):
+        assert updates["kernel"].shape == (30, 20)
+        return updates, state
+
+    strict = optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+    assert math.isnan(normalised_share(optax.chain(strict, optax.sgd(0.1)), PARAMS))
+    assert moment_constants(optax.chain(strict, optax.adam(0.1)), PARAMS) == MomentConstants()
 
 
 def test_the_constants_of_others_are_those_of_optax():
