@@ -51,7 +51,7 @@ _NUM_GROUPS = flags.DEFINE_integer("num_groups", 3, "Lengths that functions are 
 _DIM = flags.DEFINE_integer("dim", 64, "Width of the model; a multiple of 8.")
 _NUM_LAYERS = flags.DEFINE_integer("num_layers", 2, "Layers of the model.")
 _TENSOR = flags.DEFINE_list("tensor", [], "Degrees of tensor parallelism; none: half the devices.")
-_STAGES = flags.DEFINE_list("stages", ["2"], "Stages of pipelines; they divide the layers.")
+_STAGES = flags.DEFINE_list("stages", ["2"], "Stages of pipelines, where they divide the layers.")
 _LARGER = flags.DEFINE_bool("larger", False, "Train a model larger than one device instead.")
 _MEMORY_MIB = flags.DEFINE_integer("memory_mib", None, "Memory of a device, for --larger.")
 _STEPS = flags.DEFINE_integer("steps", 20, "Steps of --larger.")
@@ -128,7 +128,7 @@ def strategies_for(num_devices: int) -> tuple[jg.Strategy, ...]:
         min(byte_model.NUM_HEADS, max(2, num_devices // 2))
     ]
     tensor = [jg.Strategy(data=-1, tensor=degree).resolved(num_devices) for degree in chosen]
-    stages = [int(degree) for degree in _STAGES.value]
+    stages = [int(degree) for degree in _STAGES.value if _NUM_LAYERS.value % int(degree) == 0]
     pipelines = [jg.Strategy(data=-1, stage=degree).resolved(num_devices) for degree in stages]
     return (jg.Strategy(data=num_devices), jg.Strategy(fsdp=num_devices), *tensor, *pipelines)
 

@@ -200,18 +200,21 @@ def _without_padding(batch: PyTree, mask: Array, blocks: int) -> PyTree:
 
     Leaving a padded loss out of the sum is not enough: its gradient is 0 times whatever the padding
     makes of the backward pass, and 0 * inf is not 0. The sample is one of the same block of rows (those
-    of a replica), so that nothing is sent; a block of padding alone holds zeros. Where there is no real
+    of a replica), so that nothing is sent; a block of padding alone stays as it is, which is a real
+    sample where the loader made it, but for zeros in place of what is not finite. Where there is no real
     sample at all, what comes of it counts for nothing (`local_sums`).
     """
-    rows = mask.reshape(blocks, -1)
-    real, is_empty = jnp.argmax(rows, axis=1), jnp.max(rows, axis=1) == 0
+    rows = mask.reshape(blocks, -1) > 0
+    real, is_empty = jnp.argmax(rows, axis=1), ~rows.any(axis=1)
 
     def fill(x: Array) -> Array:
         split = x.reshape(*rows.shape, *x.shape[1:])
         chosen = jax.vmap(lambda block, row: block[row])(split, real)
-        empty = is_empty.reshape(-1, *(1,) * (x.ndim - 1))
-        chosen = jnp.where(empty, jnp.zeros((), x.dtype), chosen)[:, None]
-        found = jnp.where(rows.reshape(*rows.shape, *(1,) * (x.ndim - 1)) > 0, split, chosen)
+        kept = rows | is_empty[:, None]
+        found = jnp.where(kept.reshape(*rows.shape, *(1,) * (x.ndim - 1)), split, chosen[:, None])
+        if jnp.issubdtype(x.dtype, jnp.inexact):
+            empty = is_empty.reshape(-1, *(1,) * x.ndim)
+            found = jnp.where(empty & ~jnp.isfinite(found), jnp.zeros((), x.dtype), found)
         return found.reshape(x.shape)
 
     return jax.tree.map(fill, batch)

@@ -139,13 +139,14 @@ def test_hot_switch_opens_with_its_command_lines_and_states_results():
 
 @pytest.mark.slow
 def test_hot_switch_computes_the_same_updates_in_four_ways():
-    small = ["--documents=8", "--updates=2", "--longest=64", "--dim=32", "--num_layers=1"]
+    small = ["--documents=8", "--updates=2", "--longest=64", "--dim=32"]
     text = run_hot_switch(*small, "--num_groups=2")
     lines = text.splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith("row "))
     rows = [line[:26].strip() for line in lines[start + 1 : start + 5]]
     assert rows == ["single, padded", "single, grouped", "mixed", "mixed, without switching"]
-    assert printed(text, "at most ") <= 1e-4
+    assert "data4.stage2" in text
+    assert printed(text, "at most ") <= 1e-5
     assert printed(text, "between rows; ") == 0  # compilations
 
 
