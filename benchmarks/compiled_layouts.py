@@ -22,9 +22,8 @@ are operations that `jax.named_scope` names in the lowered text.
 
 Expected, with 24 layers (temporaries / model; MiB gathered): ours and the expert's step agree wherever the
 specs do. Axis 0 on fsdp8 in f32 0.27 and 0.27, on fsdp4.tensor2 0.23 and 0.23; bf16 0.33 and 0.33, 0.29 and
-0.29, with all gathers asked for in bf16. Axis 1: named 0.39 and the expert 0.39, on fsdp4.tensor2 0.35 and
-0.35; without metadata the defaults cannot tell the layers' axis, cut it, and the whole stack is put together
-before the loop: 1.29 and 66 MiB instead of 5.5. Unrolled on fsdp8: 2.08 and 2.09 in f32, where XLA:CPU keeps
+0.29, with all gathers asked for in bf16. Axis 1: ours, named and the expert
+0.39, on fsdp4.tensor2 0.35. Unrolled on fsdp8: 2.08 and 2.09 in f32, where XLA:CPU keeps
 what it gathered. Plain: 0.6 to 3.7 on fsdp8, with all samples computed on a part of the features. Scopes are
 the same in all steps.
 
