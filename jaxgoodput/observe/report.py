@@ -288,9 +288,14 @@ def _verdicts(tunes: Sequence[Record]) -> str:
 
 
 def _curves(windows: Sequence[Record], evals: Sequence[Record]) -> str:
+    is_bound = bool(windows) and windows[-1].get("noise_is_lower_bound", False)
     curves: list[tuple[str, list[float], bool]] = [
         ("global batch", [float(_global(w["config"])) for w in windows], True),
-        ("noise scale", [_number(w["noise_scale"]) for w in windows], True),
+        (
+            "noise scale >=" if is_bound else "noise scale",
+            [_number(w["noise_scale"]) for w in windows],
+            True,
+        ),
         ("goodput", [_number(w["goodput_measured"]) for w in windows], False),
         ("lr gain", [_number(w["gain"]) for w in windows], False),
     ]
