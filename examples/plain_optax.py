@@ -91,7 +91,7 @@ def main(_):
             batch = {name: array[chosen] for name, array in train.items()}
             params, opt_state, value = step(params, opt_state, batch)
             updates, samples = updates + 1, samples + size
-        grad = jg.cautious_grad_params(jg.noise_state(opt_state))
+        grad = jg.grad_groups(opt_state)
         rows.append(
             {
                 "updates": updates,

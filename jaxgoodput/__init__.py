@@ -46,13 +46,14 @@ An optax loop of your own:
   adaptive              The optimizer `tx`, tuned at `base_batch_size`, for batches of any size
   rules                 Learning-rate rules: by what factor a batch of another size multiplies
   value_grad_and_noise  `jax.value_and_grad` that measures gradient noise too
-  NoiseSample           What one batch says about gradient noise: two squared norms per label group
+  NoiseSample           What one batch says about gradient noise: two squared norms of every leaf
   progress              Base steps done: the steps that the base batch size would have needed
   gain                  The factor that the latest update was multiplied by
-  noise_state           The gradient-noise statistics
-  cautious_grad_params  The moments, sqr raised and var lowered by standard errors
+  grad_groups           The cautious moments by group of parameters: what decisions rest on
+  noise_state           The gradient-noise statistics by label
 The model of goodput:
   GradParams            The two moments of the gradient that decide the batch
+  GradGroups            The two moments of every group of parameters, at the base batch size
   noise_scale           The batch size, in samples, at which gradient noise and signal are equal
   StepTimings           What was measured: one row per configuration
   fit_perf_params       The time model that explains `timings` best, with what it cannot know marked
@@ -82,7 +83,7 @@ _NAMES = {
     "engine.programs": "SampleShape",
     "engine.state": "Loss TrainState Variables",
     "engine.step": "Problem",
-    "goodput.efficiency": "GradParams noise_scale",
+    "goodput.efficiency": "GradGroups GradParams noise_scale",
     "goodput.fit": "PerfFit StepTimings fit_perf_params",
     "goodput.memory": "StepBytes",
     "goodput.model": "GoodputModel",
@@ -90,8 +91,8 @@ _NAMES = {
     "goodput.search": "BatchConfig BatchLimits best_batch goodput_table",
     "launcher.worker": "initialize",
     "observe.hooks": "Every Hook",
-    "optim.adaptive": "adaptive gain noise_state progress",
-    "optim.noise": "NoiseSample cautious_grad_params value_grad_and_noise",
+    "optim.adaptive": "adaptive gain grad_groups noise_state progress",
+    "optim.noise": "NoiseSample value_grad_and_noise",
     "parallel.pipeline": "bubble_fraction pipeline",
     "parallel.strategy": "Layout Strategy candidates",
     "train.config": "Config Evaluation Execution Reporting Saving Statistics Tuning with_overrides",

@@ -12,6 +12,7 @@ from jaxgoodput.engine.state import Loss as Loss
 from jaxgoodput.engine.state import TrainState as TrainState
 from jaxgoodput.engine.state import Variables as Variables
 from jaxgoodput.engine.step import Problem as Problem
+from jaxgoodput.goodput.efficiency import GradGroups as GradGroups
 from jaxgoodput.goodput.efficiency import GradParams as GradParams
 from jaxgoodput.goodput.efficiency import noise_scale as noise_scale
 from jaxgoodput.goodput.fit import PerfFit as PerfFit
@@ -32,10 +33,10 @@ from jaxgoodput.observe.hooks import Hook as Hook
 from jaxgoodput.optim import learning_rate as _learning_rate
 from jaxgoodput.optim.adaptive import adaptive as adaptive
 from jaxgoodput.optim.adaptive import gain as gain
+from jaxgoodput.optim.adaptive import grad_groups as grad_groups
 from jaxgoodput.optim.adaptive import noise_state as noise_state
 from jaxgoodput.optim.adaptive import progress as progress
 from jaxgoodput.optim.noise import NoiseSample as NoiseSample
-from jaxgoodput.optim.noise import cautious_grad_params as cautious_grad_params
 from jaxgoodput.optim.noise import value_grad_and_noise as value_grad_and_noise
 from jaxgoodput.parallel.pipeline import bubble_fraction as bubble_fraction
 from jaxgoodput.parallel.pipeline import pipeline as pipeline

@@ -232,7 +232,10 @@ class Engine:
 
         Fetched at once; waits for the step that computes it.
         """
-        return StepMetrics.unpacked(np.asarray(packed), self.programs.aux_names)
+        programs = self.programs
+        return StepMetrics.unpacked(
+            np.asarray(packed), programs.aux_names, programs.num_param_groups
+        )
 
     # -- compiling ahead -------------------------------------------------------------------------
 

@@ -31,6 +31,7 @@ from jaxtyping import Array, PyTree
 from jaxgoodput._jax import set_priorities
 from jaxgoodput.engine import step as pure
 from jaxgoodput.engine.state import Previous, StepMetrics, Sums, TrainState, cast, split
+from jaxgoodput.optim.noise import leaf_groups
 from jaxgoodput.parallel import partition as rules
 from jaxgoodput.parallel.strategy import (
     DATA_AXIS,
@@ -174,6 +175,11 @@ class Programs(abc.ABC):
     def aux_names(self) -> tuple[str, ...]:
         """Names of the user's own numbers, which tell apart what a step's metrics pack."""
         return tuple(self._local_sums.aux)
+
+    @cached_property
+    def num_param_groups(self) -> int:
+        """Groups of parameters whose noise is told apart."""
+        return len(leaf_groups(self._kept)[0])
 
     # -- values and where they lie ---------------------------------------------------------------
 

@@ -126,7 +126,7 @@ class Sums:
     groups: Leaf
     """Micro-batches with any weight."""
     norms: Leaf
-    """[labels]: sum over micro-batches of |gradient sum|^2 / weight."""
+    """[leaves]: sum over micro-batches of |gradient sum|^2 / weight."""
     calls: Leaf
     """int32, micro-batches so far: numbers the streams of random keys."""
     aux: Mapping[str, Leaf]
@@ -274,17 +274,26 @@ class StepMetrics(Generic[Number]):
 
     def packed(self) -> Float[Array, " numbers"]:
         """All numbers as one vector: what leaves the step's program."""
-        return jnp.stack([jnp.asarray(x, jnp.float32) for x in jax.tree.leaves(self)])
+        return jnp.concatenate(
+            [jnp.ravel(x).astype(jnp.float32) for x in map(jnp.asarray, jax.tree.leaves(self))]
+        )
 
     @staticmethod
     def unpacked(
-        vector: np.ndarray, aux_names: Sequence[str]
+        vector: np.ndarray, aux_names: Sequence[str], num_groups: int
     ) -> tuple["StepMetrics[float]", np.ndarray]:
-        """What `packed` packed, as Python numbers; and the rest of the vector."""
+        """What `packed` packed, as Python numbers and arrays `[groups]`; and the rest of the vector."""
         kinds = dataclasses.replace(_KINDS, aux=dict.fromkeys(aux_names, float))
         leaves, structure = jax.tree.flatten(kinds)
-        values = [kind(x) for kind, x in zip(leaves, vector.tolist(), strict=False)]
-        return jax.tree.unflatten(structure, values), vector[len(leaves) :]
+        values, at = [], 0
+        for kind in leaves:
+            if kind is np.ndarray:
+                values.append(vector[at : at + num_groups])
+                at += num_groups
+            else:
+                values.append(kind(vector[at]))
+                at += 1
+        return jax.tree.unflatten(structure, values), vector[at:]
 
 
 _KINDS = StepMetrics[type](
@@ -300,11 +309,11 @@ _KINDS = StepMetrics[type](
     noise=NoiseReadout(
         sqr=float,
         var=float,
-        cautious_sqr=float,
-        cautious_var=float,
+        group_sqr=np.ndarray,
+        group_var=np.ndarray,
+        seen_groups=float,
         num_samples=float,
         newest_samples=float,
-        sqr_error=float,
     ),
     aux={},
 )

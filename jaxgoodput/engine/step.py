@@ -59,10 +59,8 @@ class Problem:
     """The batch that the learning rate was tuned for."""
     trainable: Callable[[PyTree], PyTree] | None = None
     """From parameters to a tree of bool; None: all train."""
-    labels: Callable[[PyTree], PyTree] | None = None
-    """From parameters to a tree of str, groups with statistics of their own; None: one group."""
     preconditioned: bool = False
-    """Whether gradients are divided by the optimizer's preconditioner before noise is measured."""
+    """Whether noise is measured in the coordinates of the optimizer's preconditioner."""
     moments: MomentConstants = MomentConstants()
     """Of the preconditioner; `probe.moment_constants(tx, params)` finds them."""
     compute_dtype: DTypeLike | None = None
@@ -79,10 +77,6 @@ class Problem:
         if not self.preconditioned:
             return None
         return noise.preconditioner(opt_state, kept, b2=self.moments.b2, eps=self.moments.eps)
-
-    def num_labels(self, trainable: PyTree) -> int:
-        """How many parameter groups have statistics of their own."""
-        return len(noise.label_names(self.labels, trainable))
 
 
 def init_state(problem: Problem, key: Array) -> TrainState:
@@ -252,10 +246,10 @@ def local_sums(
     # A micro-batch of padding alone may have made anything of it.
     grads = jax.tree.map(lambda g: jnp.where(weight > 0, g, 0), cast(grads, jnp.float32))
     total = jnp.where(weight > 0, total, 0.0)
-    norms = jnp.zeros((problem.num_labels(kept),), jnp.float32)
+    norms = jnp.zeros((len(jax.tree.leaves(kept)),), jnp.float32)
     if measure:
         preconditioner = None if isinstance(scale, tuple) and not scale else scale
-        norms = noise.squared_norms(grads, problem.labels, preconditioner)
+        norms = noise.squared_norms(grads, preconditioner)
         norms = jnp.where(weight > 0, norms / jnp.where(weight > 0, weight, 1.0), 0.0)
     samples = jnp.sum(mask)
     return Sums(
@@ -300,10 +294,9 @@ def update(
     of one group (see `remember`). `cut` says that parameters are cut over devices.
     """
     kept, rest = split(state.params, problem.mask(state.params))
-    labels = problem.labels
     weight = jnp.maximum(total.weight, 1e-30)
     loss = total.loss / weight
-    norms = noise.squared_norms(total.grads, labels=labels) / weight**2
+    norms = noise.squared_norms(total.grads) / weight**2
     norm_sqr = jnp.sum(norms)
     finite = jnp.isfinite(loss) & jnp.isfinite(norm_sqr)
 
@@ -317,7 +310,6 @@ def update(
                 previous.grads,
                 total.samples,
                 preconditioner=scale,
-                labels=labels,
                 previous_num_samples=previous.num_samples,
                 weight=weight,
                 previous_weight=previous.weight,
@@ -326,7 +318,7 @@ def update(
         else:
             large = norms
             if scale is not None:
-                large = noise.squared_norms(total.grads, labels=labels, preconditioner=scale)
+                large = noise.squared_norms(total.grads, scale)
                 large = large / weight**2
             sample = noise.NoiseSample(
                 small_sqr=total.norms / weight,

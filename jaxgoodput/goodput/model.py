@@ -3,7 +3,7 @@
 import numpy as np
 
 from jaxgoodput._pytree import static, struct
-from jaxgoodput.goodput.efficiency import GradParams, efficiency
+from jaxgoodput.goodput.efficiency import Grad, efficiency
 from jaxgoodput.goodput.perf import Numeric, PerfParams, Placement, step_time
 
 
@@ -16,7 +16,7 @@ class GoodputModel:
 
     perf: PerfParams
     """What a step costs."""
-    grad: GradParams
+    grad: Grad
     """What a sample is worth."""
     base_batch_size: int = static()
     """Samples; what the learning rate was tuned for."""

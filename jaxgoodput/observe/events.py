@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 from jaxgoodput.data.cursor import Cursor
-from jaxgoodput.goodput.efficiency import GradParams
+from jaxgoodput.goodput.efficiency import Grad, GradParams
 from jaxgoodput.goodput.fit import PerfFit, StepTimings
 from jaxgoodput.goodput.search import BatchConfig, BatchLimits
 from jaxgoodput.tune.verdict import Verdict
@@ -106,9 +106,10 @@ class Window(Event):
     grad: GradParams
     """Smoothed estimates of the gradient's signal and noise; NaN = unknown."""
     noise_scale: float
-    """The batch at which noise and signal are equal, samples; NaN = unknown."""
+    """The batch at which noise and signal are equal, samples; of groups of parameters, on average.
+    NaN = unknown."""
     noise_is_lower_bound: bool
-    """Whether the signal is below its own standard error: the noise scale may be any larger."""
+    """Whether no signal is above its own standard error: the noise scale may be any larger."""
     noise_age_steps: float
     """Steps since the newest sample of the noise; NaN = none since the process began."""
     noise_confidence: float
@@ -135,7 +136,7 @@ class TuneEnd(Event):
     fit: PerfFit | None
     timings: StepTimings | None = field(metadata=NOT_JOURNALED)
     """They ride in the checkpoint; in the journal they would be most of the file."""
-    grad: GradParams
+    grad: Grad
     num_nodes: int
     num_replicas: int
     limits: BatchLimits

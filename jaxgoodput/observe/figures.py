@@ -4,6 +4,7 @@ For matplotlib (extra `plots`), through its object interface: pyplot would keep 
 import this file only where matplotlib is installed.
 """
 
+import dataclasses
 import io
 import math
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-from jaxgoodput.goodput.efficiency import GradParams, noise_scale
+from jaxgoodput.goodput.efficiency import is_known, noise_scale
 from jaxgoodput.goodput.model import GoodputModel
 from jaxgoodput.goodput.perf import PerfParams, Placement, step_time
 from jaxgoodput.observe.events import TuneEnd
@@ -52,13 +53,15 @@ def _known(tune: TuneEnd) -> _Known | None:
     perf = PerfParams(
         **{name: float(getattr(tune.fit.params, name)) for name in PerfParams.__dataclass_fields__}
     )
-    grad = GradParams(sqr=float(tune.grad.sqr), var=float(tune.grad.var))
+    grad = dataclasses.replace(
+        tune.grad, sqr=np.asarray(tune.grad.sqr, float), var=np.asarray(tune.grad.var, float)
+    )
     return _Known(
         model=GoodputModel(
             perf=perf, grad=grad, base_batch_size=tune.limits.base, residuals=tune.residuals
         ),
         placement=Placement(num_nodes=tune.num_nodes, num_replicas=tune.num_replicas),
-        has_efficiency=math.isfinite(grad.sqr) and math.isfinite(grad.var),
+        has_efficiency=is_known(grad),
     )
 
 

@@ -17,9 +17,10 @@ import optax
 from jaxtyping import Array, PyTree
 
 from jaxgoodput._pytree import struct
-from jaxgoodput.goodput.efficiency import GradParams
+from jaxgoodput.goodput.efficiency import GradGroups, GradParams
+from jaxgoodput.goodput.efficiency import gain as gain_of
 from jaxgoodput.optim import noise as noises
-from jaxgoodput.optim.learning_rate import Rule, adascale
+from jaxgoodput.optim.learning_rate import Rule
 from jaxgoodput.optim.noise import Labels, NoiseSample, NoiseState
 
 Number = TypeVar("Number")
@@ -33,7 +34,9 @@ class AdaptiveState(NamedTuple):
     inner: Any
     """The user's optimizer."""
     noise: Any
-    """A `NoiseState`."""
+    """A `NoiseState` by label: what the learning rate goes by."""
+    groups: Any
+    """A `NoiseState` by `noise.leaf_groups`: what a sample of another batch is worth."""
     progress: Any
     """Base steps done; float."""
     progress_rest: Any
@@ -64,8 +67,8 @@ def adaptive(
     finite=None, **extra)`:
 
     * `global_batch_size`: samples behind `grads`, a number or a traced scalar; free to differ.
-    * `noise`: a `NoiseSample` of this batch, or None to keep the statistics; `biased` marks a
-      differenced sample.
+    * `noise`: a `NoiseSample` of this batch, of every leaf of `grads`, or None to keep the
+      statistics; `biased` marks a differenced sample.
     * `finite`: a bool scalar; where False, the updates are zero and the whole state stays.
     * `extra` goes to `tx` where it takes extra arguments.
 
@@ -79,12 +82,13 @@ def adaptive(
     by `num_std_errors` to the safe side. `num_std_errors=0, min_samples=0, max_gain_growth=inf` is
     AdaptDL.
 
-    Progress grows by the AdaScale gain, whatever the rule. Schedules in `tx` (states that are
-    nothing but a `count`: `scale_by_schedule`, `inject_hyperparams`, scheduled weight decay) are
-    set to floor(progress) before every update; counts that belong to the updates themselves (Adam's
-    bias correction) are left alone. With `schedules="samples"` they are set to the samples applied over
-    the base batch size instead: for a run that ends after so many samples, whose progress would not
-    have come to the schedule's end by then.
+    Progress grows by what the batch is worth in base batches (`GradGroups`), whatever the rule.
+    Schedules in `tx` (states that are nothing but a `count`: `scale_by_schedule`,
+    `inject_hyperparams`, scheduled weight decay) are set to floor(progress) before every update;
+    counts that belong to the updates themselves (Adam's bias correction) are left alone. With
+    `schedules="samples"` they are set to the samples applied over the base batch size instead: for a
+    run that ends after so many samples, whose progress would not have come to the schedule's end by
+    then.
 
     `labels` is a tree of strings with the structure of params (or a prefix, or a function that
     makes one), as in `optax.multi_transform`; groups are in sorted order of their labels.
@@ -104,13 +108,14 @@ def adaptive(
     tx = optax.with_extra_args_support(tx)
 
     def init(params: PyTree) -> AdaptiveState:
-        num_groups = len(noises.label_names(labels, params))
+        num_labels = len(noises.label_names(labels, params))
         return AdaptiveState(
             inner=tx.init(params),
-            noise=noises.init_noise(num_groups),
+            noise=noises.init_noise(num_labels),
+            groups=noises.init_noise(len(noises.leaf_groups(params)[0])),
             progress=jnp.zeros(()),
             progress_rest=jnp.zeros(()),
-            gain=jnp.ones(num_groups),
+            gain=jnp.ones(num_labels),
             base_batches=jnp.zeros(()),
             base_batches_rest=jnp.zeros(()),
         )
@@ -127,15 +132,23 @@ def adaptive(
         **extra: Any,
     ) -> tuple[PyTree, AdaptiveState]:
         scale = jnp.asarray(global_batch_size, state.progress.dtype) / base_batch_size
-        statistics = state.noise
+        label_of_leaf = noises.label_indices(labels, updates)
+        statistics, by_group = state.noise, state.groups
         if noise is not None:
-            statistics = noises.update_noise(
-                statistics,
-                noise,
-                base_batch_size=base_batch_size,
-                smoothing=smoothing,
-                biased=biased,
-            )
+            names, group_of_leaf = noises.leaf_groups(updates)
+
+            def updated(old: NoiseState, sample: NoiseSample) -> NoiseState:
+                return noises.update_noise(
+                    old,
+                    sample,
+                    base_batch_size=base_batch_size,
+                    smoothing=smoothing,
+                    biased=biased,
+                )
+
+            pooled = noise.pooled(jax.tree.leaves(label_of_leaf), state.gain.size)
+            statistics = updated(statistics, pooled)
+            by_group = updated(by_group, noise.pooled(group_of_leaf, len(names)))
 
         def known(per_group: bool) -> GradParams:
             return noises.cautious_grad_params(
@@ -155,13 +168,14 @@ def adaptive(
         }
         inner = with_schedules_at(state.inner, _whole(*clocks[schedules]))
         scaled, inner = tx.update(updates, inner, params, **extra)
-        groups = noises.label_indices(labels, scaled)
-        scaled = jax.tree.map(lambda u, i: (factors[i] * u).astype(u.dtype), scaled, groups)
+        scaled = jax.tree.map(lambda u, i: (factors[i] * u).astype(u.dtype), scaled, label_of_leaf)
 
-        worth = adascale(scale, known(per_group=False), state.progress)
+        worth = _worth(
+            noises.cautious_groups(by_group, num_std_errors, min_samples=min_samples), scale
+        )
         done, rest = _add(state.progress, state.progress_rest, worth)
         batches = _add(state.base_batches, state.base_batches_rest, scale)
-        new = AdaptiveState(inner, statistics, done, rest, factors, *batches)
+        new = AdaptiveState(inner, statistics, by_group, done, rest, factors, *batches)
         if finite is not None:
             finite = jnp.asarray(finite, bool)
             scaled = jax.tree.map(lambda u: jnp.where(finite, u, jnp.zeros_like(u)), scaled)
@@ -186,14 +200,19 @@ def find(opt_state: PyTree) -> AdaptiveState:
 
 
 def noise_state(opt_state: PyTree) -> NoiseState:
-    """The gradient-noise statistics."""
+    """The gradient-noise statistics by label."""
     return find(opt_state).noise
+
+
+def grad_groups(opt_state: PyTree) -> GradGroups:
+    """The cautious moments by group of parameters: what decisions rest on."""
+    return noises.cautious_groups(find(opt_state).groups)
 
 
 def grad_params(opt_state: PyTree) -> GradParams:
     """Both gradient moments at the base batch size, plain averages over the run's recent past.
 
-    For decisions take `noise.cautious_grad_params(noise_state(opt_state))`.
+    For decisions take `grad_groups(opt_state)`.
     """
     return noises.grad_params(noise_state(opt_state))
 
@@ -211,22 +230,22 @@ def gain(opt_state: PyTree) -> Array:
 
 @struct
 class NoiseReadout(Generic[Number]):
-    """Gradient noise as a step reports it: scalar arrays, or Python numbers on the host."""
+    """Gradient noise as a step reports it: arrays, or Python numbers and numpy arrays on the host."""
 
     sqr: Number
     """The squared norm of the gradient's mean: a plain average."""
     var: Number
     """The trace of its covariance at the base batch size: a plain average."""
-    cautious_sqr: Number
-    """What decisions use; NaN = unknown."""
-    cautious_var: Number
-    """What decisions use; NaN = unknown."""
+    group_sqr: Any
+    """[groups] the signal that decisions use; NaN = unknown."""
+    group_var: Any
+    """[groups] the noise that decisions use; NaN = unknown."""
+    seen_groups: Number
+    """Groups whose signal is above its own standard error."""
     num_samples: Number
     """How many samples stand behind the averages."""
     newest_samples: Number
     """How many stand behind the latest averages, while older ones are still the trusted ones."""
-    sqr_error: Number
-    """The standard error in `cautious_sqr`; NaN = unknown."""
 
     @property
     def plain(self) -> GradParams:
@@ -234,34 +253,41 @@ class NoiseReadout(Generic[Number]):
         return GradParams(sqr=self.sqr, var=self.var)
 
     @property
-    def cautious(self) -> GradParams:
+    def cautious(self) -> GradGroups:
         """The moments for decisions."""
-        return GradParams(sqr=self.cautious_sqr, var=self.cautious_var)
+        return GradGroups(sqr=self.group_sqr, var=self.group_var)
 
     @property
     def is_known(self: "NoiseReadout[float]") -> bool:
         """Whether decisions can rest on it; on the host."""
-        return not math.isnan(self.cautious_sqr)
+        return not math.isnan(self.group_sqr[0])
 
     @property
     def is_lower_bound(self: "NoiseReadout[float]") -> bool:
-        """Whether the signal is below its own standard error: the noise may then be any larger."""
-        return self.cautious_sqr <= 2 * self.sqr_error
+        """Whether no signal is above its own standard error: the noise may then be any larger."""
+        return self.seen_groups == 0
 
 
 def readout(opt_state: PyTree) -> NoiseReadout[Array]:
-    """The noise, as scalars worth reporting."""
-    state = noise_state(opt_state)
-    plain, cautious = noises.grad_params(state), noises.cautious_grad_params(state)
+    """The noise, as it is worth reporting."""
+    state = find(opt_state).groups
+    plain, cautious = noises.grad_params(state), noises.cautious_groups(state)
     return NoiseReadout(
         sqr=plain.sqr,
         var=plain.var,
-        cautious_sqr=cautious.sqr,
-        cautious_var=cautious.var,
+        group_sqr=cautious.sqr,
+        group_var=cautious.var,
+        seen_groups=noises.num_seen(state),
         num_samples=noises.confidence(state),
         newest_samples=noises.newest_confidence(state),
-        sqr_error=noises.signal_error(state),
     )
+
+
+def _worth(grad: GradGroups, scale: Array) -> Array:
+    """How many base batches one batch is worth; 1 at most where that is unknown."""
+    known = jnp.isfinite(grad.sqr).all() & jnp.isfinite(grad.var).all()
+    filled = jax.tree.map(lambda x: jnp.where(known, x, 1), grad)
+    return jnp.where(known, gain_of(filled, scale), jnp.minimum(scale, 1))
 
 
 def _is_schedule(node: Any) -> bool:

@@ -7,14 +7,20 @@ T = |g|^2, E[L] - |E g|^2 is n times E[T] - |E g|^2 = trace / M, hence the unbia
     sqr = (n T - L) / (n - 1)          trace = M (L - T) / (n - 1)
 
 (McCandlish et al. 2018, appendix A.1, for groups of unequal size; Pollux section 3.1). For
-optimizers that divide by P the gradients are divided by P first. `var` is the trace at the base
-batch size, trace / base.
+optimizers that divide by P the norm is g' P^-1 g: an update -P^-1 g is plain SGD in coordinates
+P^(1/2) x, whose gradient is P^(-1/2) g. (AdaptDL takes |P^-1 g|^2, which is invariant under no
+change of coordinates.) `var` is the trace at the base batch size, trace / base.
+
+A sample has these norms for every leaf of the parameters; they are pooled by label, for the
+learning rate, and by group (`leaf_groups`), for what a sample of a larger batch is worth.
 
 Single estimates are wild and may be negative, so they are averaged, and the average knows its
 standard error and how many samples stand behind it: see `cautious_grad_params`.
 """
 
+import dataclasses
 import math
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -23,7 +29,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Num, PyTree
 
 from jaxgoodput._pytree import struct
-from jaxgoodput.goodput.efficiency import GradParams
+from jaxgoodput.goodput.efficiency import GradGroups, GradParams
 from jaxgoodput.optim.preconditioner import is_settled as is_settled
 from jaxgoodput.optim.preconditioner import preconditioner as preconditioner
 
@@ -31,6 +37,7 @@ MIN_SAMPLES = 8.0  # below it a standard error says little: the moments count as
 _MIN_VAR = 1e-6  # AdaptDL's floor of the variance in its read-out
 _MAX_FORGET = 1 / 16  # per sample; more would leave too few for a standard error at large batches
 _OUTLIER = 30.0  # standard deviations beyond which a sample is taken for a spike
+MAX_GROUPS = 64  # of parameters, each with an efficiency of its own
 
 Labels = PyTree[str] | Callable[[PyTree], PyTree[str]] | None
 Scalar = Num[Array, ""]
@@ -40,33 +47,49 @@ Leaf: TypeAlias = Any
 
 @struct
 class NoiseSample:
-    """What one batch says about gradient noise: two squared norms per label group, and two counts.
+    """What one batch says about gradient noise: two squared norms of every leaf, and two counts.
 
     A sample with fewer than two groups, or with anything not finite, is ignored by `update_noise`.
     """
 
     small_sqr: Leaf
-    """[labels] L = sum_i p_i |P^-1 g_i|^2."""
+    """[leaves], or pooled, L = sum_i p_i g_i' P^-1 g_i."""
     large_sqr: Leaf
-    """[labels] T = |P^-1 g|^2."""
+    """[leaves], or pooled, T = g' P^-1 g."""
     num_groups: Leaf
     """Scalar n: gradient groups with weight above zero."""
     num_samples: Leaf
     """Scalar M: real samples of the whole batch."""
 
+    def pooled(self, groups: Sequence[int], num_groups: int) -> "NoiseSample":
+        """The norms of whole groups; `groups` is that of every entry."""
+        if self.small_sqr.shape != (len(groups),):
+            raise ValueError(
+                f"the noise sample has {self.small_sqr.size} norms, the parameters have {len(groups)} "
+                "leaves. Measure the gradients that the optimizer gets, all of them."
+            )
+
+        def pool(norms: Array) -> Array:
+            index = jnp.asarray(groups, jnp.int32)
+            return jnp.zeros(num_groups, norms.dtype).at[index].add(norms)
+
+        return dataclasses.replace(
+            self, small_sqr=pool(self.small_sqr), large_sqr=pool(self.large_sqr)
+        )
+
 
 @struct
 class Averages:
-    """Running averages of the unbiased pair; the last entry is all label groups together."""
+    """Running averages of the unbiased pair; the last entry is all groups together."""
 
     sqr: Leaf
-    """[labels + 1] squared norm of the expected gradient."""
+    """[groups + 1] squared norm of the expected gradient."""
     var: Leaf
-    """[labels + 1] trace of the covariance at the base batch size."""
+    """[groups + 1] trace of the covariance at the base batch size."""
     sqr_deviation: Leaf
-    """[labels + 1] standard deviation of one sample of `sqr`."""
+    """[groups + 1] standard deviation of one sample of `sqr`."""
     var_deviation: Leaf
-    """[labels + 1] standard deviation of one sample of `var`."""
+    """[groups + 1] standard deviation of one sample of `var`."""
     weight: Leaf
     """Scalar: sum of the samples' weights, 1 once the memory is full."""
     heaviest: Leaf
@@ -90,20 +113,19 @@ class NoiseState:
     """Bool: the latest sample was a differenced one."""
 
 
-def init_noise(num_label_groups: int = 1) -> NoiseState:
+def init_noise(num_groups: int = 1) -> NoiseState:
     """No knowledge yet: `grad_params` reads sqr 1 and var 0 per group, as in AdaptDL."""
-    if num_label_groups < 1:
+    if num_groups < 1:
         raise ValueError(
-            f"num_label_groups must be at least 1, got {num_label_groups}: a model without labels "
-            "is one group."
+            f"num_groups must be at least 1, got {num_groups}: a model without labels is one group."
         )
 
     def blank() -> Averages:  # twice, because a donated state must not share buffers
         return Averages(
-            sqr=_with_total(jnp.ones(num_label_groups)),
-            var=jnp.zeros(num_label_groups + 1),
-            sqr_deviation=jnp.zeros(num_label_groups + 1),
-            var_deviation=jnp.zeros(num_label_groups + 1),
+            sqr=_with_total(jnp.ones(num_groups)),
+            var=jnp.zeros(num_groups + 1),
+            sqr_deviation=jnp.zeros(num_groups + 1),
+            var_deviation=jnp.zeros(num_groups + 1),
             weight=jnp.zeros(()),
             heaviest=jnp.zeros(()),
         )
@@ -136,8 +158,8 @@ def update_noise(
         )
     if sample.small_sqr.shape != (state.current.sqr.size - 1,):
         raise ValueError(
-            f"the noise sample has {sample.small_sqr.size} label groups, the statistics have "
-            f"{state.current.sqr.size - 1}. Give the measurement and adaptive() the same labels."
+            f"the noise sample has {sample.small_sqr.size} groups, the statistics have "
+            f"{state.current.sqr.size - 1}. Pool the sample's leaves as these were."
         )
     dtype = state.current.sqr.dtype
     small, large = sample.small_sqr.astype(dtype), sample.large_sqr.astype(dtype)
@@ -178,9 +200,9 @@ def update_noise(
 
 
 def grad_params(state: NoiseState, *, per_group: bool = False) -> GradParams:
-    """AdaptDL's read-out: sqr clipped at 0 and var at 1e-6 per label group, then summed.
+    """AdaptDL's read-out: sqr clipped at 0 and var at 1e-6 per group, then summed.
 
-    Scalars, or `[labels]` with `per_group`. It always answers, even from one wild sample: for
+    Scalars, or `[groups]` with `per_group`. It always answers, even from one wild sample: for
     decisions use `cautious_grad_params`.
     """
     sqr = jnp.maximum(state.current.sqr[:-1], 0)
@@ -216,7 +238,7 @@ def cautious_grad_params(
     average by f d and its standard error by as much.) So one negative or wild estimate never sends
     the batch to its maximum.
 
-    Scalars, or `[labels]` with `per_group`. NaN (unknown) while fewer than `min_samples` stand
+    Scalars, or `[groups]` with `per_group`. NaN (unknown) while fewer than `min_samples` stand
     behind them; `num_std_errors=0, min_samples=0` is the plain read-out.
     """
     averages = _trusted(state, min_samples)
@@ -233,15 +255,40 @@ def cautious_grad_params(
     return GradParams(sqr=sqr[-1], var=var[-1])
 
 
-def signal_error(state: NoiseState) -> Scalar:
-    """The standard error in `cautious_grad_params(state).sqr`, of all label groups together.
+def cautious_groups(
+    state: NoiseState, num_std_errors: float = 1.0, *, min_samples: float = MIN_SAMPLES
+) -> GradGroups:
+    """The moments of every group for decisions; NaN while unknown, as in `cautious_grad_params`.
 
-    A signal below it is not told from none: the noise scale is then a lower bound. NaN while unknown.
+    Noise scales are off to the safe side as there. A group's share of the signal counts as far as it is
+    told from none, its standard error taken off: a group that is all noise must not vouch for the rest
+    by luck. Where no group's signal is told from none they are all one, whose noise scale is a lower
+    bound.
     """
+    averages = _trusted(state, min_samples)
+    count = _count(averages)
+    step = num_std_errors * (1 + 1e-4) / jnp.sqrt(jnp.maximum(count - 1, 1e-6))
+    error = step * averages.sqr_deviation
+    signal = jnp.maximum(averages.sqr, 0) + error
+    var = jnp.maximum(averages.var - step * averages.var_deviation, 0)
+    share = jnp.maximum(averages.sqr - error, 0)[:-1]
+    noise = share * (var / jnp.where(signal > 0, signal, 1))[:-1]
+    seen = share.sum() > 0
+    first = jnp.arange(share.size) == 0
+    known = (count > 0) & (count >= min_samples)
+    return GradGroups(
+        sqr=jnp.where(known, jnp.where(seen, share, first * signal[-1]), jnp.nan),
+        var=jnp.where(known, jnp.where(seen, noise, first * var[-1]), jnp.nan),
+    )
+
+
+def num_seen(state: NoiseState) -> Scalar:
+    """How many groups have a signal above its own standard error; NaN while unknown."""
     averages = _trusted(state, MIN_SAMPLES)
     count = _count(averages)
-    error = averages.sqr_deviation[-1] / jnp.sqrt(jnp.maximum(count - 1, 1e-6))
-    return jnp.where(count >= MIN_SAMPLES, error, jnp.nan)
+    error = averages.sqr_deviation / jnp.sqrt(jnp.maximum(count - 1, 1e-6))
+    seen = jnp.sum((averages.sqr > error)[:-1].astype(error.dtype))
+    return jnp.where(count >= MIN_SAMPLES, seen, jnp.nan)
 
 
 def label_names(labels: Labels, tree: PyTree) -> tuple[str, ...]:
@@ -264,43 +311,57 @@ def label_indices(labels: Labels, tree: PyTree) -> PyTree:
     return jax.tree.map(lambda label, part: jax.tree.map(lambda _: index[label], part), given, tree)
 
 
-def squared_norms(
-    tree: PyTree, labels: Labels = None, preconditioner: PyTree | None = None
-) -> Float[Array, " labels"]:
-    """The squared 2-norm of every label group, after division by `preconditioner` where given."""
-    return _inner_products([(tree, tree)], labels, preconditioner, one_pass=True)[0]
+def leaf_groups(tree: PyTree) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """The names of the groups of parameters that have an efficiency of their own, and that of every leaf.
+
+    Every leaf is one. Of more than 64 leaves, those are pooled whose paths differ in numbers only
+    ("layers_*/kernel"); where that leaves too many, the smallest are pooled as "others".
+    """
+    paths, sizes = [], []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        paths.append(jax.tree_util.keystr(path, simple=True, separator="/") or "all")
+        sizes.append(math.prod(leaf.shape))
+    if len(paths) > MAX_GROUPS:
+        paths = [re.sub(r"\d+", "*", path) for path in paths]
+    totals = dict.fromkeys(paths, 0)
+    for path, size in zip(paths, sizes, strict=True):
+        totals[path] += size
+    if len(totals) > MAX_GROUPS:
+        largest = sorted(totals, key=lambda name: -totals[name])[: MAX_GROUPS - 1]
+        paths = [path if path in largest else "others" for path in paths]
+    names = tuple(dict.fromkeys(paths))
+    return names, tuple(names.index(path) for path in paths)
+
+
+def squared_norms(tree: PyTree, preconditioner: PyTree | None = None) -> Float[Array, " leaves"]:
+    """The squared 2-norm of every leaf; of g / P^(1/2) where a `preconditioner` P is given."""
+    return _inner_products([(tree, tree)], preconditioner, one_pass=True)[0]
 
 
 def _inner_products(
-    pairs: Sequence[tuple[PyTree, PyTree]],
-    labels: Labels,
-    preconditioner: PyTree | None,
-    *,
-    one_pass: bool,
-) -> list[Float[Array, " labels"]]:
-    """The inner products of pairs of trees in every label group, after division of both.
+    pairs: Sequence[tuple[PyTree, PyTree]], preconditioner: PyTree | None, *, one_pass: bool
+) -> list[Float[Array, " leaves"]]:
+    """The inner products x' P^-1 y of pairs of trees, of every leaf.
 
     In `one_pass` over memory where leaves are whole: sums of their own would write the quotients out
     for each other, or work out the root and the quotient anew, a third of a small language model's
     step. The compiler cannot cut such a joint sum, and would gather leaves that are cut.
     """
-    first = pairs[0][0]
-    groups = jax.tree.leaves(label_indices(labels, first))
-    scales = [None] * len(groups) if preconditioner is None else jax.tree.leaves(preconditioner)
-    sums = [[jnp.zeros(()) for _ in label_names(labels, first)] for _ in pairs]
+    num_leaves = len(jax.tree.leaves(pairs[0][0]))
+    scales = [None] * num_leaves if preconditioner is None else jax.tree.leaves(preconditioner)
+    sums: list[list[Array]] = [[] for _ in pairs]
     leaves = zip(*(zip(*map(jax.tree.leaves, pair), strict=True) for pair in pairs), strict=True)
-    for group, scale, both in zip(groups, scales, leaves, strict=True):
+    for scale, both in zip(scales, leaves, strict=True):
         # A leaf that is used twice is worked out once.
         real = {id(x): _real(x) for pair in both for x in pair}
+        products = [real[id(x)] * real[id(y)] for x, y in both]
         if scale is not None:
             factor = 1 / scale
-            real = {
-                k: x * (factor if x.ndim == factor.ndim else factor[..., None])
-                for k, x in real.items()
-            }
-        products = tuple(real[id(x)] * real[id(y)] for x, y in both)
-        for total, value in zip(sums, _sums(products, one_pass=one_pass), strict=True):
-            total[group] += value
+            products = [
+                x * (factor if x.ndim == factor.ndim else factor[..., None]) for x in products
+            ]
+        for total, value in zip(sums, _sums(tuple(products), one_pass=one_pass), strict=True):
+            total.append(value)
     return [jnp.stack(total) for total in sums]
 
 
@@ -330,7 +391,6 @@ def differenced_sample(
     previous_grads: PyTree,
     num_samples: Any,
     preconditioner: PyTree | None = None,
-    labels: Labels = None,
     *,
     previous_num_samples: Any = None,
     weight: Any = 1.0,
@@ -351,7 +411,7 @@ def differenced_sample(
     share = now / jnp.maximum(now + before, 1)
     # From inner products alone: no tree of means is written to memory.
     pairs = [(grads, grads), (previous_grads, previous_grads), (grads, previous_grads)]
-    new, old, both = _inner_products(pairs, labels, preconditioner, one_pass=not cut)
+    new, old, both = _inner_products(pairs, preconditioner, one_pass=not cut)
     new, old = new / weight**2, old / previous_weight**2
     both = both / (weight * previous_weight)
     return NoiseSample(
@@ -367,7 +427,6 @@ def value_grad_and_noise(
     *,
     num_groups: int,
     has_aux: bool = False,
-    labels: Labels = None,
 ) -> Callable[..., tuple[tuple[Array, Any], PyTree, NoiseSample]]:
     """`jax.value_and_grad` that measures gradient noise too, for a loss that is the batch mean.
 
@@ -412,12 +471,12 @@ def value_grad_and_noise(
             loss, aux = value if has_aux else (value, None)
             losses.append(loss)
             auxes.append(aux)
-            small = small + squared_norms(grad, labels, preconditioner)
+            small = small + squared_norms(grad, preconditioner)
             grads = grad if grads is None else jax.tree.map(jnp.add, grads, grad)
         grads = jax.tree.map(lambda g: g / num_groups, grads)
         sample = NoiseSample(
             small_sqr=jnp.asarray(small) / num_groups,
-            large_sqr=squared_norms(grads, labels, preconditioner),
+            large_sqr=squared_norms(grads, preconditioner),
             num_groups=jnp.asarray(num_groups),
             num_samples=jnp.asarray(global_batch_size),
         )

@@ -116,7 +116,8 @@ def _updates(
     try:
         found = [both_ways(jnp.asarray(_entry(norm, len(leaves)))) for norm in norms]
     except Exception as error:  # whatever a user's own link may raise
-        if any(words in str(error) for words in ("missing", "must be provided")):
+        said = str(error) if isinstance(error, (TypeError, ValueError, KeyError)) else ""
+        if any(words in said for words in ("missing", "must be provided")):
             raise NeedsMore(str(error)) from error
         logging.info("the optimizer cannot be asked what it does: %r", error)
         return np.zeros((len(norms), len(leaves))), np.zeros((len(norms), 0))

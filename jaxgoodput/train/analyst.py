@@ -18,7 +18,7 @@ from absl import logging
 
 from jaxgoodput.clock import Clock
 from jaxgoodput.engine.state import StepMetrics
-from jaxgoodput.goodput.efficiency import GradParams, gain
+from jaxgoodput.goodput.efficiency import Grad, gain
 from jaxgoodput.goodput.fit import PerfFit
 from jaxgoodput.goodput.search import BatchConfig, BatchLimits
 from jaxgoodput.observe import hooks as hooking
@@ -247,7 +247,7 @@ class Analyst:
                 return True
         return wanted and saved_s > price_s
 
-    def _left_s(self, metrics: StepMetrics[float], grad: GradParams) -> float:
+    def _left_s(self, metrics: StepMetrics[float], grad: Grad) -> float:
         """Seconds to the end at the present batch; NaN before any step was timed."""
         step_s = self._table.step_s(self._timings.num_nodes, self._current)
         if self._config.base_steps is not None:
@@ -469,6 +469,10 @@ def _told(metrics: StepMetrics[float]) -> dict[str, float]:
     own = {f.name: getattr(metrics, f.name) for f in dataclasses.fields(metrics)}
     noise, aux = own.pop("noise"), own.pop("aux")
     told = {name: value for name, value in own.items() if name not in _SAID_ELSEWHERE}
-    told |= {f.name: getattr(noise, f.name) for f in dataclasses.fields(noise)}
+    told |= {
+        f.name: getattr(noise, f.name)
+        for f in dataclasses.fields(noise)
+        if not f.name.startswith("group_")  # not numbers
+    }
     told = {_TOLD_AS.get(name, name): value for name, value in told.items()}
     return told | {f"aux/{name}": value for name, value in aux.items()}

@@ -381,7 +381,6 @@ def problem_of(task: Task, config: Config) -> Problem:
         ),
         base_batch_size=config.batch.base,
         trainable=trainable,
-        labels=labels,
         preconditioned=preconditioned,
         moments=moments,
         compute_dtype=None if config.compute_dtype is None else jnp.dtype(config.compute_dtype),

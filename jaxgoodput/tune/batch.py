@@ -11,7 +11,7 @@ import math
 
 import numpy as np
 
-from jaxgoodput.goodput.efficiency import GradParams, efficiency, noise_scale
+from jaxgoodput.goodput.efficiency import Grad, efficiency, is_known, noise_scale
 from jaxgoodput.goodput.search import BatchConfig, BatchLimits, best_batch
 from jaxgoodput.tune.strategy import choose_strategy, judge_trial
 from jaxgoodput.tune.verdict import Alternative, Situation, Verdict
@@ -52,7 +52,7 @@ def choose_batch(situation: Situation) -> Verdict:
     home = current if situation.home is None else situation.home.config
     if here.fit is None:
         return situation.keep("keep: no step times yet")
-    if math.isnan(float(grad.sqr)) or math.isnan(float(grad.var)):
+    if not is_known(grad):
         return situation.keep("keep: too few gradient-noise samples yet")
     model = here.model(grad)
     now = here.goodput(home, grad)
@@ -134,7 +134,7 @@ def _probe(here: Alternative, growth: float, largest: int) -> BatchConfig | None
     return min(options, key=lambda c: abs(math.log(c.micro_batch_size / wanted)), default=None)
 
 
-def hoped_gain(grad: GradParams, limits: BatchLimits, now: int, there: np.ndarray) -> np.ndarray:
+def hoped_gain(grad: Grad, limits: BatchLimits, now: int, there: np.ndarray) -> np.ndarray:
     """[batches] goodput over the present one's, if the step time grew as the square root of the batch.
 
     Half-way between not at all and in proportion: what may be hoped for before a size was timed. An

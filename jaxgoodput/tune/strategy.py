@@ -9,13 +9,13 @@ itself within the horizon. A trial stays unless the strategy before it was faste
 import math
 from dataclasses import replace
 
-from jaxgoodput.goodput.efficiency import GradParams
+from jaxgoodput.goodput.efficiency import Grad
 from jaxgoodput.goodput.search import BatchConfig
 from jaxgoodput.tune.verdict import PROBE_STEPS, Alternative, Situation, Verdict
 
 
 def best_of(
-    there: Alternative, grad: GradParams, *, largest: int, accumulate: bool
+    there: Alternative, grad: Grad, *, largest: int, accumulate: bool
 ) -> tuple[BatchConfig, float] | None:
     """The best configuration of timed sizes, and its useful samples/s; None where there is none."""
     found = None

@@ -4,7 +4,7 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from jaxgoodput.goodput.efficiency import GradParams
+from jaxgoodput.goodput.efficiency import Grad
 from jaxgoodput.goodput.fit import PerfFit, StepTimings
 from jaxgoodput.goodput.model import GoodputModel
 from jaxgoodput.goodput.perf import Placement
@@ -68,7 +68,7 @@ class Alternative:
     switch_s: float = 0.0
     """What moving the state there takes."""
 
-    def model(self, grad: GradParams) -> GoodputModel:
+    def model(self, grad: Grad) -> GoodputModel:
         """Goodput under this strategy; it must have a fit."""
         assert self.fit is not None
         return GoodputModel(
@@ -78,7 +78,7 @@ class Alternative:
             residuals=self.residuals,
         )
 
-    def goodput(self, config: BatchConfig, grad: GradParams) -> float:
+    def goodput(self, config: BatchConfig, grad: Grad) -> float:
         """Useful samples/s of a configuration of this strategy; NaN where it was never timed."""
         if self.fit is None:
             return math.nan
@@ -92,7 +92,7 @@ class Situation:
 
     here: Alternative
     """The strategy and the batch in use. Its fit is that of the last verdict until `fitted`."""
-    grad: GradParams
+    grad: Grad
     """The cautious noise estimate; NaN: unknown."""
     steps_since_change: int
     """Steps since the configuration last changed."""

@@ -231,17 +231,15 @@ ROWS = 2  # samples of a micro-batch on one replica
 
 @pytest.fixture(scope="module")
 def uneven():
-    """Eight replicas; two groups of parameters; token weights."""
-    return make(
-        token_weighted, replicas=8, tx=optax.sgd(0.1), labels=lambda p: {"w": "w", "b": "b"}
-    )
+    """Eight replicas; two parameters; token weights."""
+    return make(token_weighted, replicas=8, tx=optax.sgd(0.1))
 
 
 def formulas(params, rows, masks):
-    """Whole gradient, and (L, T, n, M) per label group, from the definitions, in float64.
+    """Whole gradient, and (L, T, n, M) per parameter, from the definitions, in float64.
 
-    `rows` and `masks` are lists over micro-batches of arrays `[8 * ROWS, ...]`. Groups of
-    parameters in the order of their names: b, w.
+    `rows` and `masks` are lists over micro-batches of arrays `[8 * ROWS, ...]`. Parameters
+    in the order of their names: b, w.
     """
     groups, total = [], 0.0
     whole = np.zeros(DIM + 1)
@@ -282,7 +280,7 @@ def check_uneven(engine, key, seed, counts, partial):
     np.testing.assert_allclose(metrics.grad_norm, np.linalg.norm(gradient), rtol=1e-4)
     expected = {"b": before["b"] - 0.1 * gradient[0], "w": before["w"] - 0.1 * gradient[1:]}
     assert_close(state.params, expected, rtol=1e-4, atol=1e-5)
-    averages = host(adaptation.noise_state(state.opt_state).current)
+    averages = host(adaptation.find(state.opt_state).groups.current)
     if n < 2:
         assert averages.weight == 0
         return

@@ -251,7 +251,7 @@ def test_noise_statistics_recover_a_planted_quadratic(
     effective = float(averages.weight / averages.heaviest)
     # Two steps make a pair.
     assert effective > 0.9 * draws / (2 if replicas * micro_batches == 1 else 1)
-    truth = {"sqr": np.sum((MEAN / scale) ** 2), "var": np.sum((STD / scale) ** 2) / BASE}
+    truth = {"sqr": np.sum(MEAN**2 / scale), "var": np.sum(STD**2 / scale) / BASE}
     for name, value in truth.items():
         mean = getattr(averages, name)[-1]
         error = getattr(averages, f"{name}_deviation")[-1] / np.sqrt(effective)
@@ -263,11 +263,11 @@ def test_metrics_come_off_the_wire_as_numbers_with_what_rides_along():
     noise = adaptation.NoiseReadout(
         sqr=1.5,
         var=2.5,
-        cautious_sqr=jnp.nan,
-        cautious_var=jnp.nan,
+        group_sqr=jnp.array([jnp.nan, jnp.nan, jnp.nan]),
+        group_var=jnp.array([1.0, 2.0, 3.0]),
+        seen_groups=2,
         num_samples=3,
         newest_samples=2,
-        sqr_error=0.5,
     )
     sent = StepMetrics(
         loss=jnp.float32(0.1),
@@ -283,13 +283,14 @@ def test_metrics_come_off_the_wire_as_numbers_with_what_rides_along():
         aux={"b": 2.0, "a": 1.0},
     )
     vector = np.concatenate([sent.packed(), [5.0, 6.0]])
-    got, rest = StepMetrics.unpacked(vector, ("a", "b"))
+    got, rest = StepMetrics.unpacked(vector, ("a", "b"), 3)
     assert rest.tolist() == [5.0, 6.0]
     assert got.is_finite is True and got.loss == np.float32(0.1) and got.aux == {"a": 1.0, "b": 2.0}
     counts = (got.num_skipped, got.skipped_in_a_row, got.num_samples, got.num_groups)
     assert counts == (7, 0, 64, 8) and all(type(n) is int for n in counts)
     assert (got.progress, got.noise.num_samples, got.noise.newest_samples) == (12.25, 3.0, 2.0)
-    assert got.noise.plain.var == 2.5 and not got.noise.is_known
+    assert got.noise.plain.var == 2.5 and not got.noise.is_known and not got.noise.is_lower_bound
+    assert got.noise.cautious.var.tolist() == [1.0, 2.0, 3.0]
 
 
 # -- the pure functions ------------------------------------------------------------------------------

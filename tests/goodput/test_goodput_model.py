@@ -6,7 +6,7 @@ from adaptdl_golden import adaptdl_best, cases, model_of, perf_of, searches
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxgoodput.goodput.efficiency import GradParams, efficiency, gain, noise_scale
+from jaxgoodput.goodput.efficiency import GradGroups, GradParams, efficiency, gain, noise_scale
 from jaxgoodput.goodput.model import GoodputModel
 from jaxgoodput.goodput.perf import PerfParams, Placement, compute_time, step_time, sync_time
 
@@ -162,3 +162,39 @@ def test_without_signal_the_noise_scale_is_infinite_and_every_sample_counts():
 
 def test_golden_parameters_carry_no_update(golden):
     assert perf_of(cases(golden, "goodput_eval")[0]["perf_params"]).update_s == 0.0
+
+
+groups_of_moments = st.lists(
+    st.tuples(st.floats(1e-3, 1e3), st.floats(0.0, 1e6)), min_size=1, max_size=6
+)
+
+
+@given(groups_of_moments, scales)
+def test_groups_are_never_worth_more_than_their_pooled_moments(rows, scale):
+    sqr, var = np.array(rows).T
+    groups, pooled = GradGroups(sqr=sqr, var=var), GradParams(sqr=sqr.sum(), var=var.sum())
+    worth = float(efficiency(groups, scale))
+    assert 0 < worth <= float(efficiency(pooled, scale)) * (1 + 1e-9)
+    np.testing.assert_allclose(gain(groups, scale), worth * scale)
+    # As arrays of batches, and as arrays of one group each.
+    np.testing.assert_allclose(efficiency(groups, np.array([[scale, 1.0]])), [[worth, 1.0]])
+    alone = GradGroups(sqr=sqr[:1], var=var[:1])
+    one = GradParams(sqr=sqr[0], var=var[0])
+    np.testing.assert_allclose(efficiency(alone, scale), efficiency(one, scale))
+
+
+@given(groups_of_moments, st.integers(1, 4096))
+def test_at_the_noise_scale_of_groups_their_samples_are_worth_half_on_average(rows, base):
+    sqr, var = np.array(rows).T
+    var = np.maximum(var, 1e-3)
+    groups = GradGroups(sqr=sqr, var=var)
+    critical = float(noise_scale(groups, base))
+    scales_of = [noise_scale(GradParams(sqr=s, var=v), base) for s, v in zip(sqr, var, strict=True)]
+    worth = np.array([n / (n + critical) for n in scales_of])
+    np.testing.assert_allclose(np.average(worth, weights=sqr), 0.5, rtol=1e-5)
+    assert min(scales_of) * (1 - 1e-6) <= critical <= max(scales_of) * (1 + 1e-6)
+
+
+def test_groups_without_any_signal_are_one():
+    groups = GradGroups(sqr=np.zeros(2), var=np.array([1.0, 2.0]))
+    assert efficiency(groups, 8.0) == 1.0 and noise_scale(groups, 64) == np.inf

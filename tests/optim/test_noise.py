@@ -11,6 +11,7 @@ import pytest
 from hypothesis import assume, given, settings
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from jaxgoodput.goodput.efficiency import GradGroups, efficiency, noise_scale
 from jaxgoodput.optim import noise
 
 BASE = 16
@@ -65,8 +66,8 @@ def test_planted_moments_are_recovered(rng, counts, preconditioned):
         return estimate(sample)
 
     sqr, var = jax.jit(jax.vmap(measure))(gradients(rng, draws, total))
-    assert_recovers(sqr[:, 0], np.sum((MEAN / scale) ** 2))
-    assert_recovers(var[:, 0], np.sum((STD / scale) ** 2) / BASE)
+    assert_recovers(sqr[:, 0], np.sum(MEAN**2 / scale))
+    assert_recovers(var[:, 0], np.sum(STD**2 / scale) / BASE)
 
 
 @pytest.mark.parametrize("samples", [(8, 8), (8, 24)], ids=str)
@@ -85,9 +86,12 @@ def test_label_groups_are_measured_apart(rng):
     tree = {"b": jnp.array([3.0]), "w": jnp.array([1.0, 2.0]), "v": {"x": jnp.array([[5.0]])}}
     labels = {"b": "slow", "w": "fast", "v": "slow"}  # a prefix of the tree, as optax allows
     assert noise.label_names(labels, tree) == ("fast", "slow")
-    np.testing.assert_allclose(noise.squared_norms(tree, labels), [5.0, 34.0])
-    by_function = noise.squared_norms(tree, lambda t: jax.tree.map(lambda _: "all", t))
-    np.testing.assert_allclose(by_function, noise.squared_norms(tree))
+    norms = noise.squared_norms(tree)
+    np.testing.assert_allclose(norms, [9.0, 25.0, 5.0])
+    sample = noise.NoiseSample(small_sqr=norms, large_sqr=norms, num_groups=2, num_samples=BASE)
+    indices = jax.tree.leaves(noise.label_indices(labels, tree))
+    np.testing.assert_allclose(sample.pooled(indices, 2).small_sqr, [5.0, 34.0])
+    np.testing.assert_allclose(sample.pooled([0, 0, 0], 1).large_sqr, [39.0])
 
 
 def test_half_precision_is_summed_in_single():
@@ -251,7 +255,7 @@ def test_tiny_and_huge_gradients_keep_their_standard_errors(rng):
 
 
 def test_mismatched_labels_and_bad_arguments_are_named():
-    with pytest.raises(ValueError, match="1 label groups, the statistics have 2"):
+    with pytest.raises(ValueError, match="1 groups, the statistics have 2"):
         noise.update_noise(noise.init_noise(2), samples_of(1.0, 1.0), base_batch_size=BASE)
     with pytest.raises(ValueError, match=r"smoothing must be in \[0, 1\)"):
         noise.update_noise(
@@ -319,3 +323,77 @@ def test_a_sharded_batch_is_split_where_it_is(rng):
     here = jax.tree.map(np.asarray, batch)
     for got, want in zip(measured(params, batch)[1:], measured(params, here)[1:], strict=True):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), got, want)
+
+
+# ── groups of parameters ────────────────────────────────────────────────────
+
+
+def test_every_leaf_is_a_group_and_many_layers_share_theirs():
+    small = {"a": jnp.zeros(3), "layers": [jnp.zeros((2, 2)), jnp.zeros(2)]}
+    assert noise.leaf_groups(small) == (("a", "layers/0", "layers/1"), (0, 1, 2))
+    many = {f"layer_{i}": {"kernel": jnp.zeros(4), "bias": jnp.zeros(1)} for i in range(40)}
+    names, index = noise.leaf_groups(many)
+    assert names == ("layer_*/bias", "layer_*/kernel") and index == (0, 1) * 40
+    odd = {chr(ord("a") + i) * (j + 1): jnp.zeros(1 + i) for i in range(26) for j in range(3)}
+    names, index = noise.leaf_groups(odd)
+    assert len(names) == noise.MAX_GROUPS and "others" in names and len(index) == 78
+    sizes = [
+        leaf.size for leaf, at in zip(odd.values(), index, strict=True) if names[at] == "others"
+    ]
+    assert max(sizes) <= min(
+        leaf.size for leaf, at in zip(odd.values(), index, strict=True) if names[at] != "others"
+    )
+    assert noise.leaf_groups(jnp.zeros(3)) == (("all",), (0,))
+
+
+def of_groups(sqr, var, steps=400, noisy=0.0, seed=0):
+    """The state after samples of groups whose moments are `sqr` and `var`, `[groups]`."""
+    rng = np.random.default_rng(seed)
+    state = noise.init_noise(len(sqr))
+    drawn = np.asarray(sqr) + noisy * rng.standard_normal((steps, len(sqr))) * np.asarray(var)
+    trace = np.asarray(var, np.float32)
+
+    def take(state, sqr):
+        sample = noise.NoiseSample(
+            small_sqr=sqr + 2 * trace,
+            large_sqr=sqr + trace,
+            num_groups=jnp.asarray(2),
+            num_samples=jnp.asarray(BASE),
+        )
+        return noise.update_noise(state, sample, base_batch_size=BASE), None
+
+    return jax.lax.scan(take, state, jnp.asarray(drawn, jnp.float32))[0]
+
+
+def test_a_group_that_learns_nothing_does_not_vouch_for_the_others():
+    """Dense layers at a noise scale of 4 base batches; a table all noise, with 100 times the variance."""
+    state = of_groups([1.0, 0.0], [4.0, 400.0], noisy=0.05)
+    groups, pooled = noise.cautious_groups(state), noise.cautious_grad_params(state)
+    truth = (1 + 4) / (8 + 4)
+    assert float(efficiency(pooled, 8.0)) > 0.9
+    assert 0.75 * truth < float(efficiency(groups, 8.0)) <= 1.02 * truth
+    assert float(noise.num_seen(state)) <= 1
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_luck_makes_no_group_noisier_and_no_batch_worth_more(seed):
+    sqr, var = np.array([1.0, 0.3, 0.05]), np.array([4.0, 20.0, 30.0])
+    state = of_groups(sqr, var, noisy=0.3, seed=seed)
+    exact = efficiency(GradGroups(sqr=sqr, var=var), 8.0)
+    assert float(efficiency(noise.cautious_groups(state), 8.0)) < 1.05 * exact
+
+
+def test_no_signal_at_all_is_one_group_and_a_lower_bound():
+    state = of_groups([-1.0, -2.0], [4.0, 400.0], noisy=0.01)
+    groups = noise.cautious_groups(state)
+    assert float(noise.num_seen(state)) == 0
+    assert float(noise_scale(groups, BASE)) > 100 * BASE
+    np.testing.assert_allclose(
+        efficiency(groups, 4.0), efficiency(noise.cautious_grad_params(state), 4.0), rtol=1e-5
+    )
+
+
+def test_unknown_moments_stay_unknown():
+    blank = noise.cautious_groups(noise.init_noise(3))
+    assert np.isnan(blank.sqr).all() and np.isnan(blank.var).all()
+    assert np.isnan(efficiency(blank, 2.0)) and np.isnan(noise_scale(blank, BASE))

@@ -76,7 +76,6 @@ def make(
                 num_std_errors=num_std_errors,
             ),
             base_batch_size=base,
-            labels=labels,
             **problem,
         ),
         sample or SAMPLE,

@@ -149,11 +149,11 @@ class Course:
         noise = NoiseReadout(
             sqr=1e-6,
             var=1.0,
-            cautious_sqr=1e-6,
-            cautious_var=1.0,
+            group_sqr=np.array([1e-6]),
+            group_var=np.array([1.0]),
+            seen_groups=1.0,
             num_samples=100.0,
             newest_samples=100.0,
-            sqr_error=0.0,
         )
         metrics = StepMetrics(
             loss=1.0,
