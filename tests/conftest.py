@@ -1,13 +1,18 @@
 """Hardens JAX for every test: eight devices, no silent rank promotion, an untouched environment."""
 
-import jax
+import os
+
+# Programs of eight devices on two cores: as many threads again as devices, or a collective that waits in
+# the compiler's thread pool can keep its peers from being run at all. Read when the first device is made.
+os.environ.setdefault("NPROC", "16")
+
+import jax  # noqa: E402
 
 # Before anything asks for a device: the number cannot change afterwards.
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-import os  # noqa: E402
 import pathlib  # noqa: E402
 
 import compilations  # noqa: E402

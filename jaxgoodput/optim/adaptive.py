@@ -20,7 +20,7 @@ from jaxgoodput._pytree import struct
 from jaxgoodput.goodput.efficiency import GradGroups, GradParams
 from jaxgoodput.goodput.efficiency import gain as gain_of
 from jaxgoodput.optim import noise as noises
-from jaxgoodput.optim.learning_rate import Rule
+from jaxgoodput.optim.learning_rate import Rule, adascale
 from jaxgoodput.optim.noise import Labels, NoiseSample, NoiseState
 
 Number = TypeVar("Number")
@@ -43,6 +43,8 @@ class AdaptiveState(NamedTuple):
     """What rounding left out of `progress` (Kahan), for runs of millions of steps."""
     gain: Any
     """[labels] the factor that the latest update was multiplied by."""
+    second_moment: Any
+    """[labels] the optimizer's second moment over what base batches would have made of it."""
     base_batches: Any
     """Samples applied over the base batch size; float."""
     base_batches_rest: Any
@@ -60,6 +62,7 @@ def adaptive(
     num_std_errors: float = 1.0,
     min_samples: float = noises.MIN_SAMPLES,
     schedules: ScheduleClock = "progress",
+    second_moment_decay: float | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """The optimizer `tx`, tuned at `base_batch_size`, for batches of any size.
 
@@ -78,11 +81,18 @@ def adaptive(
     steps, and a sudden jump would act on all of them. It falls at once. At the base batch every
     noise-driven factor is exactly 1.
 
-    `grad` are cautious moments (`noise.cautious_grad_params`): unknown below `min_samples`, and off
-    by `num_std_errors` to the safe side. `num_std_errors=0, min_samples=0, max_gain_growth=inf` is
-    AdaptDL.
+    `grad` are cautious moments (`noise.cautious_groups`): unknown below `min_samples`, and off by
+    `num_std_errors` to the safe side. They are those of one group that is worth as much as all the
+    groups of parameters at this scale; with `labels`, the pooled ones of the label, where
+    `num_std_errors=0, min_samples=0, max_gain_growth=inf` is AdaptDL.
 
-    Progress grows by what the batch is worth in base batches (`GradGroups`), whatever the rule.
+    `second_moment_decay`, for Adam under `rules.adam_scale`: its b2. The root of the gain is enough
+    only once the second moment has shrunk to that of the larger batch, by the gain; until then an
+    update is too small by the root of what is missing, which is thus multiplied on. (Its moments then
+    are a preconditioner at rest, for which AdaScale's factor, the gain itself, is right.)
+
+    Progress grows by what the batch is worth in base batches (`GradGroups`), whatever the rule, less
+    what `max_gain_growth` holds back.
     Schedules in `tx` (states that are nothing but a `count`: `scale_by_schedule`,
     `inject_hyperparams`, scheduled weight decay) are set to floor(progress) before every update;
     counts that belong to the updates themselves (Adam's bias correction) are left alone. With
@@ -116,6 +126,7 @@ def adaptive(
             progress=jnp.zeros(()),
             progress_rest=jnp.zeros(()),
             gain=jnp.ones(num_labels),
+            second_moment=jnp.ones(num_labels),
             base_batches=jnp.zeros(()),
             base_batches_rest=jnp.zeros(()),
         )
@@ -150,17 +161,25 @@ def adaptive(
             statistics = updated(statistics, pooled)
             by_group = updated(by_group, noise.pooled(group_of_leaf, len(names)))
 
-        def known(per_group: bool) -> GradParams:
-            return noises.cautious_grad_params(
-                statistics, num_std_errors, min_samples=min_samples, per_group=per_group
+        groups = noises.cautious_groups(by_group, num_std_errors, min_samples=min_samples)
+        worth = _worth(groups, scale)
+        if labels is None:
+            grad = jax.tree.map(lambda x: x[None], _as_one(groups, scale))
+        else:
+            grad = noises.cautious_grad_params(
+                statistics, num_std_errors, min_samples=min_samples, per_group=True
             )
-
-        factors = jax.vmap(rule, in_axes=(None, 0, None), axis_size=state.gain.size)(
-            scale, known(per_group=True), state.progress
-        )
+        over_labels = {"in_axes": (None, 0, None), "axis_size": state.gain.size}
+        wanted = jax.vmap(rule, **over_labels)(scale, grad, state.progress)
+        wanted = jnp.asarray(wanted, state.gain.dtype)
+        second_moment = state.second_moment
+        if second_moment_decay is not None:
+            gains = jax.vmap(adascale, **over_labels)(scale, grad, state.progress)
+            wanted = wanted * jnp.sqrt(gains * second_moment)
+            second_moment += (1 - second_moment_decay) * (1 / gains - second_moment)
         # From 1 rather than from the last gain where that is smaller: a warm-up starts at 0.
-        limit = jnp.maximum(state.gain, 1) * max_gain_growth
-        factors = jnp.minimum(jnp.asarray(factors, state.gain.dtype), limit)
+        factors = jnp.minimum(wanted, jnp.maximum(state.gain, 1) * max_gain_growth)
+        held_back = jnp.mean(jnp.where(wanted > 0, factors / wanted, 1))
 
         clocks = {
             "progress": (state.progress, state.progress_rest),
@@ -170,12 +189,11 @@ def adaptive(
         scaled, inner = tx.update(updates, inner, params, **extra)
         scaled = jax.tree.map(lambda u, i: (factors[i] * u).astype(u.dtype), scaled, label_of_leaf)
 
-        worth = _worth(
-            noises.cautious_groups(by_group, num_std_errors, min_samples=min_samples), scale
-        )
-        done, rest = _add(state.progress, state.progress_rest, worth)
+        done, rest = _add(state.progress, state.progress_rest, worth * held_back)
         batches = _add(state.base_batches, state.base_batches_rest, scale)
-        new = AdaptiveState(inner, statistics, by_group, done, rest, factors, *batches)
+        new = AdaptiveState(
+            inner, statistics, by_group, done, rest, factors, second_moment, *batches
+        )
         if finite is not None:
             finite = jnp.asarray(finite, bool)
             scaled = jax.tree.map(lambda u: jnp.where(finite, u, jnp.zeros_like(u)), scaled)
@@ -285,9 +303,18 @@ def readout(opt_state: PyTree) -> NoiseReadout[Array]:
 
 def _worth(grad: GradGroups, scale: Array) -> Array:
     """How many base batches one batch is worth; 1 at most where that is unknown."""
-    known = jnp.isfinite(grad.sqr).all() & jnp.isfinite(grad.var).all()
-    filled = jax.tree.map(lambda x: jnp.where(known, x, 1), grad)
-    return jnp.where(known, gain_of(filled, scale), jnp.minimum(scale, 1))
+    return adascale(scale, _as_one(grad, scale))
+
+
+def _as_one(grad: GradGroups, scale: Array) -> GradParams:
+    """The moments of one group that is worth as much at this scale; NaN where any is unknown."""
+    worth = gain_of(grad, scale)
+    share = 1 - worth / scale  # of the samples, what is lost
+    lossless = jnp.abs(share) < 1e-6  # at the base everything is: as if all were noise
+    return GradParams(
+        sqr=jnp.where(lossless, 0.0, jnp.where(jnp.isnan(share), jnp.nan, 1.0)),
+        var=jnp.where(lossless, 1.0, (worth - 1) / jnp.where(lossless, 1.0, share)),
+    )
 
 
 def _is_schedule(node: Any) -> bool:

@@ -89,6 +89,13 @@ def _adaptive(opt_state: PyTree) -> list[Any]:
     return [x for x in jax.tree.leaves(opt_state, is_leaf=_is_adaptive) if _is_adaptive(x)]
 
 
+def forgets_slowly(opt_state: PyTree) -> bool:
+    """Whether all second moments are averages over many updates: Adam's, not a sum or a maximum."""
+    slow = (optax.ScaleByAdamState, optax.ScaleByBeliefState)
+    found = _adaptive(opt_state)
+    return bool(found) and all(isinstance(node, slow) for node in found)
+
+
 def is_adam_like(opt_state: PyTree) -> bool:
     """Whether the optimizer divides the gradient, element by element, by a root of its squares."""
     return bool(_adaptive(opt_state))

@@ -35,7 +35,7 @@ from jaxgoodput.observe.console import Console
 from jaxgoodput.observe.tensorboard import Dashboard
 from jaxgoodput.optim import adaptive as adaptation
 from jaxgoodput.optim import learning_rate as rules
-from jaxgoodput.optim.preconditioner import MomentConstants, is_adam_like
+from jaxgoodput.optim.preconditioner import MomentConstants, forgets_slowly, is_adam_like
 from jaxgoodput.optim.probe import NeedsMore, moment_constants, normalised_share
 from jaxgoodput.parallel.partition import CannotDivide, whole_leaves
 from jaxgoodput.parallel.strategy import DATA_AXIS, Layout, Strategy, anywhere
@@ -342,13 +342,14 @@ def problem_of(task: Task, config: Config) -> Problem:
     kept = params if mask is None else split(params, mask)[0]
     if not jax.tree.leaves(kept):
         raise ValueError("there is nothing to train: init() has no leaf that trainable() allows.")
-    adam_like = is_adam_like(jax.eval_shape(saveable(tx.init, "the state of optimizer()"), kept))
+    opt_state = jax.eval_shape(saveable(tx.init, "the state of optimizer()"), kept)
+    adam_like = is_adam_like(opt_state)
     # Whatever is not known by name is asked: Lion, sign and normalised SGD, and a user's own.
     preconditioned = config.statistics.preconditioned
     preconditioned = adam_like if preconditioned is None else preconditioned
     try:
         normalises = adam_like or normalised_share(tx, kept) > 0.5
-        moments = moment_constants(tx, kept) if preconditioned else MomentConstants()
+        moments = moment_constants(tx, kept) if adam_like else MomentConstants()
     except NeedsMore as error:
         raise ValueError(
             "optimizer() has a link that asks for more than gradients, parameters and the loss: "
@@ -378,6 +379,9 @@ def problem_of(task: Task, config: Config) -> Problem:
             labels=labels,
             # A run of so many epochs ends by its samples, and so do its schedules.
             schedules="progress" if config.epochs is None else "samples",
+            second_moment_decay=(
+                moments.b2 if rule is rules.adam_scale and forgets_slowly(opt_state) else None
+            ),
         ),
         base_batch_size=config.batch.base,
         trainable=trainable,

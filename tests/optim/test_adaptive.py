@@ -97,9 +97,10 @@ def test_schedules_advance_with_progress_and_bias_correction_with_updates(name):
         "injected": lambda: optax.inject_hyperparams(optax.adam)(learning_rate=schedule),
         "lamb": lambda: optax.lamb(schedule),
     }[name]()
-    state = wrap(tx).init(PARAMS)
+    wrapped = wrap(tx, max_gain_growth=1e9)  # at once, so that all of it is credited
+    state = wrapped.init(PARAMS)
     seen.clear()
-    _, state = run(wrap(tx), 30, 4 * BASE, state)
+    _, state = run(wrapped, 30, 4 * BASE, state)
     jax.effects_barrier()
     # The first 8 samples say nothing yet; then a gain of (3 + 1) / (3 / 4 + 1).
     unknown = 8
@@ -192,7 +193,7 @@ def test_label_groups_have_factors_of_their_own():
 
 
 def test_progress_loses_no_increment_in_a_long_run():
-    tx = wrap(optax.sgd(0.1), num_std_errors=0.0, min_samples=0.0)
+    tx = wrap(optax.sgd(0.1), num_std_errors=0.0, min_samples=0.0, max_gain_growth=1e9)
     _, state = run(tx, 1, 4 * BASE)
     start = 2.0**24  # a float32 cannot count on from here
     state = state._replace(progress=jnp.float32(start), progress_rest=jnp.float32(0.0))
@@ -337,3 +338,27 @@ def test_schedules_may_go_by_samples(scale):
     jax.effects_barrier()
     np.testing.assert_allclose(seen, np.floor(scale * np.arange(30) + 1e-4))
     assert scale == 1 or adaptation.progress(state) < 0.9 * 30 * scale
+
+
+def test_a_second_moment_that_lags_behind_is_made_up_for():
+    """Adam's moment of base batches makes updates of larger ones too small, until it has shrunk."""
+    b2, scale = 0.99, 4
+    tx = wrap(optax.adam(1.0, b2=b2), rules.adam_scale, second_moment_decay=b2, max_gain_growth=1e9)
+    _, state = run(tx, 100, BASE)
+    assert float(adaptation.gain(state)[0]) == 1.0
+    _, state = run(tx, 1, scale * BASE, state)
+    gain = scale * (3 + 1) / (3 + scale)
+    np.testing.assert_allclose(adaptation.gain(state), [gain], rtol=0.05)
+    _, state = run(tx, 1000, scale * BASE, state)
+    np.testing.assert_allclose(adaptation.gain(state), [gain**0.5], rtol=0.02)
+    # Back at the base its moment is that of larger batches, and too small.
+    _, state = run(tx, 1, BASE, state)
+    np.testing.assert_allclose(adaptation.gain(state), [gain**-0.5], rtol=0.02)
+
+
+def test_what_the_limit_on_growth_holds_back_is_no_progress():
+    tx = wrap(optax.sgd(0.1))
+    _, state = run(tx, 100, BASE)
+    _, state = run(tx, 1, 64 * BASE, state)
+    np.testing.assert_allclose(adaptation.gain(state), [1 / 0.9], rtol=1e-5)
+    np.testing.assert_allclose(adaptation.progress(state), 100 + 1 / 0.9, rtol=1e-5)
