@@ -6,7 +6,7 @@ import os
 # the compiler's thread pool can keep its peers from being run at all. Read when the first device is made.
 os.environ.setdefault("NPROC", "16")
 
-import jax  # noqa: E402
+import jax
 
 # Before anything asks for a device: the number cannot change afterwards.
 jax.config.update("jax_platforms", "cpu")

@@ -251,6 +251,8 @@ class StepMetrics(Generic[Number]):
 
     loss: Number
     """Per unit of weight, of the whole batch."""
+    weight: Number
+    """Of the whole batch; minus infinity where a sample's is negative."""
     grad_norm: Number
     """Of the averaged gradient of the whole batch."""
     is_finite: Number
@@ -298,6 +300,7 @@ class StepMetrics(Generic[Number]):
 
 _KINDS = StepMetrics[type](
     loss=float,
+    weight=float,
     grad_norm=float,
     is_finite=bool,
     num_skipped=int,

@@ -185,7 +185,9 @@ def _weighted(out: Array | Loss, mask: Array) -> tuple[Array, Array, dict[str, A
 
     if isinstance(out, Loss):
         aux = {name: total(value) for name, value in out.aux.items()}
-        return whole(out.sum), whole(out.weight), aux
+        negative = jnp.any(jnp.where(mask > 0, jnp.asarray(out.weight), 0.0) < 0)
+        # What no sum of others makes up for: the update is refused, and says why.
+        return whole(out.sum), jnp.where(negative, -jnp.inf, whole(out.weight)), aux
     return total(out), samples, {}
 
 
@@ -288,17 +290,18 @@ def update(
 ) -> tuple[TrainState, StepMetrics[Array]]:
     """The next state from the sums of a whole batch, and what to report.
 
-    A loss or gradient that is not finite leaves parameters, optimizer and model state as they were;
-    only the step count and the guard move on. `measure` takes a noise sample from the groups of this
-    batch; with `previous` it comes from the difference of two successive gradients instead, for a batch
-    of one group (see `remember`). `cut` says that parameters are cut over devices.
+    A loss or gradient that is not finite, or a batch without weight, leaves parameters, optimizer and
+    model state as they were; only the step count, the guard and the samples gone by move on. `measure`
+    takes a noise sample from the groups of this batch; with `previous` it comes from the difference of
+    two successive gradients instead, for a batch of one group (see `remember`). `cut` says that
+    parameters are cut over devices.
     """
     kept, rest = split(state.params, problem.mask(state.params))
     weight = jnp.maximum(total.weight, 1e-30)
     loss = total.loss / weight
     norms = noise.squared_norms(total.grads) / weight**2
     norm_sqr = jnp.sum(norms)
-    finite = jnp.isfinite(loss) & jnp.isfinite(norm_sqr)
+    finite = jnp.isfinite(loss) & jnp.isfinite(norm_sqr) & (total.weight > 0)
 
     sample, biased = None, False
     if measure or previous is not None:
@@ -349,7 +352,9 @@ def update(
         return optax.apply_updates(kept, updates), opt_state, total.model_state
 
     def skip(grads: PyTree) -> tuple[PyTree, PyTree, PyTree]:
-        return kept, state.opt_state, state.model_state
+        # The run's samples go by all the same, and so do schedules that are called with them.
+        opt_state = adaptation.passed_over(state.opt_state, total.samples / problem.base_batch_size)
+        return kept, opt_state, state.model_state
 
     # A branch, not a `where` over every leaf: that would keep old and new alive and copy both.
     new_kept, opt_state, model_state = jax.lax.cond(finite, take, skip, total.grads)
@@ -368,6 +373,7 @@ def update(
     samples = jnp.maximum(total.samples, 1.0)
     metrics = StepMetrics(
         loss=loss,
+        weight=total.weight,
         grad_norm=jnp.sqrt(norm_sqr),
         is_finite=finite,
         num_skipped=new_state.guard.skipped,

@@ -246,6 +246,21 @@ def gain(opt_state: PyTree) -> Array:
     return find(opt_state).gain
 
 
+def passed_over(opt_state: PyTree, base_batches: Array) -> PyTree:
+    """The optimizer state after a batch, in base batches, that was left out: only its samples count."""
+
+    def is_own(node: Any) -> bool:
+        return isinstance(node, AdaptiveState)
+
+    def place(node: Any) -> Any:
+        if not is_own(node):
+            return node
+        done, rest = _add(node.base_batches, node.base_batches_rest, base_batches)
+        return node._replace(base_batches=done, base_batches_rest=rest)
+
+    return jax.tree.map(place, opt_state, is_leaf=is_own)
+
+
 @struct
 class NoiseReadout(Generic[Number]):
     """Gradient noise as a step reports it: arrays, or Python numbers and numpy arrays on the host."""

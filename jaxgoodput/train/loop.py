@@ -7,6 +7,7 @@ every process.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 
 import jax
@@ -187,11 +188,10 @@ class Loop:
         self._latest = result
         in_a_row = result.metrics.skipped_in_a_row
         if in_a_row >= self.config.max_skipped_in_a_row:
+            why, remedy = _refused(result.metrics.weight)
             raise Diverged(
-                f"{in_a_row} updates in a row had a loss or gradient that is not finite, the last "
-                f"at step {wanted}. None of them was applied, and the checkpoints in "
-                f"{self.config.workdir} are from before. Lower the learning rate, clip gradients, or "
-                "look at the samples of these steps (the data cursor is in the checkpoint)."
+                f"{in_a_row} updates in a row {why}, the last at step {wanted}. None of them was applied, "
+                f"and the checkpoints in {self.config.workdir} are from before. {remedy}"
             )
         return result
 
@@ -493,6 +493,24 @@ class Loop:
         if not result.metrics.is_finite:
             self.ledger.add("skipped_steps", max(result.parts.step_s, 0.0))
         self.analyst.result(result)
+
+
+def _refused(weight: float) -> tuple[str, str]:
+    """Why an update of this weight was refused, and what to do."""
+    if weight == 0:
+        return "had samples of weight 0 only", (
+            "There is nothing to learn from them: look at what `Loss.weight` is made of, such as a mask of "
+            "tokens that leaves none."
+        )
+    if weight == -math.inf:
+        return "had samples of negative weight", (
+            "A weight says how much a sample counts, 0 at least. To train away from samples, change the "
+            "sign of their loss, not of their weight."
+        )
+    return "had a loss or gradient that is not finite", (
+        "Lower the learning rate, clip gradients, or look at the samples of these steps (the data cursor "
+        "is in the checkpoint)."
+    )
 
 
 def _named(error: BaseException) -> str:

@@ -271,6 +271,7 @@ def test_metrics_come_off_the_wire_as_numbers_with_what_rides_along():
     )
     sent = StepMetrics(
         loss=jnp.float32(0.1),
+        weight=64.0,
         grad_norm=4.0,
         is_finite=jnp.asarray(True),
         num_skipped=jnp.int32(7),

@@ -157,6 +157,7 @@ class Course:
         )
         metrics = StepMetrics(
             loss=1.0,
+            weight=1.0,
             grad_norm=1.0,
             is_finite=True,
             num_skipped=0,

@@ -319,6 +319,47 @@ def test_too_many_in_a_row_stop_training_with_the_last_good_checkpoint_kept(tmp_
     assert np.isfinite(state.params["w"]).all()
 
 
+class Weighted(Mean):
+    """Every sample weighs what its first number says."""
+
+    def loss(self, params, batch, key):
+        losses = super().loss(params, batch, key)
+        weight = batch["x"][:, 0]
+        return Loss.of(losses * weight, weight)
+
+
+@pytest.mark.parametrize(
+    ("weight", "message"),
+    [
+        (0.0, "2 updates in a row had samples of weight 0 only, the last at step 2.*`Loss.weight`"),
+        (-1.0, "2 updates in a row had samples of negative weight, the last at step 2.*0 at least"),
+    ],
+)
+@pytest.mark.parametrize("count", [1, 8])
+def test_weights_that_nothing_can_be_learned_from_are_named(tmp_path, weight, message, count):
+    data = rows()
+    data["x"][:, 0] = 1.0
+    data["x"][:32, 0] = 0.0
+    data["x"][[3, 30], 0] = weight  # one in each of two batches
+    settings = config(tmp_path, shuffle=False, max_skipped_in_a_row=2)
+    with pytest.raises(Diverged, match=message) as stopped:
+        Weighted(settings, data=data, devices=jax.devices()[:count]).fit()
+    assert "learning rate" not in str(stopped.value)
+
+
+def test_a_batch_without_weight_is_passed_over(tmp_path):
+    data = rows()
+    data["x"][:, 0] = 1.0
+    data["x"][:16, 0] = 0.0
+    settings = config(tmp_path, epochs=1, shuffle=False)
+    tx = optax.sgd(0.05, momentum=0.9)
+    state = Weighted(settings, data=data, tx=tx).fit()
+    assert int(state.guard.skipped) == 1
+    without = {name: x[16:] for name, x in data.items()}
+    other = Weighted(config(tmp_path / "other", epochs=1, shuffle=False), data=without, tx=tx).fit()
+    np.testing.assert_allclose(state.params["w"], other.params["w"], rtol=1e-6)
+
+
 class Fails:
     """The samples of `data`, of which one cannot be read."""
 
@@ -367,13 +408,19 @@ def test_one_that_is_finite_between_them_starts_the_count_again(tmp_path):
     assert int(state.guard.skipped) == 8
 
 
-def test_a_schedule_does_not_advance_on_a_skipped_step(tmp_path):
+@pytest.mark.parametrize(
+    ("length", "last"),
+    # Five base steps of progress are six batches here; an epoch is six batches, applied or not.
+    [({"epochs": None, "base_steps": 5.0}, 6), ({"epochs": 1}, 5)],
+    ids=["by progress", "by samples"],
+)
+def test_a_schedule_ends_where_the_run_does_though_a_step_was_skipped(tmp_path, length, last):
     data = rows()
     data["x"][0] = np.nan
     tx = optax.sgd(optax.piecewise_constant_schedule(0.05, {5: 0.0}))
-    settings = config(tmp_path, epochs=1, shuffle=False)
-    state = Mean(settings, data=data, tx=tx).fit()
+    state = Mean(config(tmp_path, shuffle=False, **length), data=data, tx=tx).fit()
+    assert int(state.step) == 6
     w = np.zeros(4)
-    for batch in range(1, 6):
+    for batch in range(1, last):
         w -= 0.05 * (w - data["x"][16 * batch : 16 * batch + 16].astype(np.float64).mean(0))
     np.testing.assert_allclose(state.params["w"], w, rtol=2e-6)
