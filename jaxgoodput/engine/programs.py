@@ -164,7 +164,7 @@ class Programs(abc.ABC):
         """Whether a batch of one micro-batch is one group, so that its noise shows only in the difference
         of two updates' gradients: biased by what the parameters moved between them, which adds to it.
         """
-        return self.num_groups == 1
+        return self.num_groups == 1 and not self.problem.from_norm_layers
 
     @property
     def has_begin(self) -> bool:

@@ -126,7 +126,9 @@ class Sums:
     groups: Leaf
     """Micro-batches with any weight."""
     norms: Leaf
-    """[leaves]: sum over micro-batches of |gradient sum|^2 / weight."""
+    """[leaves]: sum over micro-batches of |gradient sum|^2 / weight; of samples, on normalisation layers."""
+    factors: Mapping[int, Leaf]
+    """Gradient sums of the factors on normalisation layers, by their features; {} where they have none."""
     calls: Leaf
     """int32, micro-batches so far: numbers the streams of random keys."""
     aux: Mapping[str, Leaf]
@@ -197,7 +199,7 @@ class Sums:
 
     def _added(self) -> dict[str, PyTree]:
         """What is the sum of its parts."""
-        names = ("grads", "loss", "weight", "samples", "groups", "norms", "aux")
+        names = ("grads", "loss", "weight", "samples", "groups", "norms", "factors", "aux")
         return {name: getattr(self, name) for name in names}
 
 

@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, PyTree
 
+from jaxgoodput.engine import norm_layers
 from jaxgoodput.engine.state import (
     Guard,
     Loss,
@@ -63,6 +64,8 @@ class Problem:
     """Whether noise is measured in the coordinates of the optimizer's preconditioner."""
     moments: MomentConstants = MomentConstants()
     """Of the preconditioner; `probe.moment_constants(tx, params)` finds them."""
+    from_norm_layers: bool = False
+    """Whether noise is measured on normalisation layers alone, sample by sample."""
     compute_dtype: DTypeLike | None = None
     """What floating parameters are cast to for computing; None: they are not."""
 
@@ -237,19 +240,40 @@ def local_sums(
     kept, rest = split(params, problem.mask(params))
     batch = _without_padding(batch, mask, blocks)
 
-    def objective(kept: PyTree):
-        out, new_state = problem.loss_and_state(combine(kept, rest), model_state, batch, key)
+    def objective(kept: PyTree, factors: norm_layers.Factors):
+        with norm_layers.scaled(factors):
+            out, new_state = problem.loss_and_state(combine(kept, rest), model_state, batch, key)
         total, weight, aux = _weighted(out, mask)
         return total, (weight, aux, new_state)
 
-    (total, others), grads = jax.value_and_grad(objective, has_aux=True)(kept)
+    factors: norm_layers.Factors = {}
+    if problem.from_norm_layers:
+        factors = norm_layers.ones(
+            lambda: problem.loss_and_state(params, model_state, batch, key), len(mask)
+        )
+    if problem.from_norm_layers and measure:
+        argnums = (0, 1)
+        (total, others), (grads, by_sample) = jax.value_and_grad(objective, argnums, has_aux=True)(
+            kept, factors
+        )
+    else:
+        (total, others), grads = jax.value_and_grad(objective, has_aux=True)(kept, {})
+        by_sample = jax.tree.map(jnp.zeros_like, factors)
     weight, aux, new_state = others
     weight = jax.lax.stop_gradient(weight)
     # A micro-batch of padding alone may have made anything of it.
     grads = jax.tree.map(lambda g: jnp.where(weight > 0, g, 0), cast(grads, jnp.float32))
     total = jnp.where(weight > 0, total, 0.0)
     norms = jnp.zeros((len(jax.tree.leaves(kept)),), jnp.float32)
-    if measure:
+    groups = (weight > 0).astype(jnp.float32)
+    if problem.from_norm_layers:
+        # Samples weigh alike here; the sum of the batch's is what the weights make of it.
+        groups = jnp.sum(mask)
+        by_sample = jax.tree.map(lambda g: jnp.where(mask[:, None] > 0, g, 0), by_sample)
+        squares = jnp.sum(norm_layers.sum_of_squares(by_sample)) if factors else 0.0
+        each = jnp.where(weight > 0, weight / jnp.maximum(groups, 1), 1.0)
+        norms = jnp.broadcast_to(squares / each / norms.size, norms.shape)
+    elif measure:
         preconditioner = None if isinstance(scale, tuple) and not scale else scale
         norms = noise.squared_norms(grads, preconditioner)
         norms = jnp.where(weight > 0, norms / jnp.where(weight > 0, weight, 1.0), 0.0)
@@ -259,8 +283,9 @@ def local_sums(
         loss=total,
         weight=weight,
         samples=samples,
-        groups=(weight > 0).astype(jnp.float32),
+        groups=groups,
         norms=norms,
+        factors=jax.tree.map(lambda g: jnp.sum(g, axis=0), by_sample),
         calls=jnp.ones((), jnp.int32),
         aux=aux,
         model_state=_advance(model_state, new_state, samples),
@@ -320,7 +345,11 @@ def update(
             )
         else:
             large = norms
-            if scale is not None:
+            if problem.from_norm_layers:
+                # One noise scale for all: every leaf is given the same part of it.
+                squares = [jnp.sum(jnp.square(x)) for x in total.factors.values()]
+                large = jnp.broadcast_to(sum(squares) / norms.size, norms.shape) / weight**2
+            elif scale is not None:
                 large = noise.squared_norms(total.grads, scale)
                 large = large / weight**2
             sample = noise.NoiseSample(

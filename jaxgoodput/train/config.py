@@ -65,6 +65,12 @@ class Statistics:
     """Share of what is known that is kept per base step; 0.999 remembers about 1000 of them."""
     preconditioned: bool | None = None
     """Measure after Adam's division; None: for Adam-like optimizers."""
+    from_norm_layers: bool = False
+    """Measure on the normalisation layers of a flax.linen model alone, sample by sample (Gray et al. 2024).
+
+    For models under one global gradient (fsdp, tensor), where there is nothing else to compare within a batch
+    of one micro-batch. One noise scale for all parameters.
+    """
 
     def __post_init__(self):
         """Refuse what cannot work, naming what to change."""

@@ -347,6 +347,9 @@ def problem_of(task: Task, config: Config) -> Problem:
     # Whatever is not known by name is asked: Lion, sign and normalised SGD, and a user's own.
     preconditioned = config.statistics.preconditioned
     preconditioned = adam_like if preconditioned is None else preconditioned
+    preconditioned &= (
+        not config.statistics.from_norm_layers
+    )  # their factors are no parameters of tx
     try:
         normalises = adam_like or normalised_share(tx, kept) > 0.5
         moments = moment_constants(tx, kept) if adam_like else MomentConstants()
@@ -386,6 +389,7 @@ def problem_of(task: Task, config: Config) -> Problem:
         base_batch_size=config.batch.base,
         trainable=trainable,
         preconditioned=preconditioned,
+        from_norm_layers=config.statistics.from_norm_layers,
         moments=moments,
         compute_dtype=None if config.compute_dtype is None else jnp.dtype(config.compute_dtype),
     )
