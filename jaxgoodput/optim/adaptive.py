@@ -86,10 +86,12 @@ def adaptive(
     groups of parameters at this scale; with `labels`, the pooled ones of the label, where
     `num_std_errors=0, min_samples=0, max_gain_growth=inf` is AdaptDL.
 
-    `second_moment_decay`, for Adam under `rules.adam_scale`: its b2. The root of the gain is enough
-    only once the second moment has shrunk to that of the larger batch, by the gain; until then an
-    update is too small by the root of what is missing, which is thus multiplied on. (Its moments then
-    are a preconditioner at rest, for which AdaScale's factor, the gain itself, is right.)
+    `second_moment_decay`, under `rules.adam_scale`: Adam's b2, or 1 for Adagrad, which keeps a sum.
+    The root of the gain is enough only once the second moment has shrunk to that of the larger batch,
+    by the gain; until then an update is too small by the root of what is missing, which is thus
+    multiplied on. (Moments that do not move are a preconditioner, for which AdaScale's factor, the
+    gain itself, is right. A sum grows by the gain less per update, and there are fewer by the gain:
+    in the long run its factor is 1.)
 
     Progress grows by what the batch is worth in base batches (`GradGroups`), whatever the rule, less
     what `max_gain_growth` holds back.
@@ -176,7 +178,11 @@ def adaptive(
         if second_moment_decay is not None:
             gains = jax.vmap(adascale, **over_labels)(scale, grad, state.progress)
             wanted = wanted * jnp.sqrt(gains * second_moment)
-            second_moment += (1 - second_moment_decay) * (1 / gains - second_moment)
+            if second_moment_decay == 1:  # a sum over all updates; that of base batches has more
+                summed = state.progress * second_moment + 1 / gains
+                second_moment = summed / (state.progress + gains)
+            else:
+                second_moment += (1 - second_moment_decay) * (1 / gains - second_moment)
         # From 1 rather than from the last gain where that is smaller: a warm-up starts at 0.
         factors = jnp.minimum(wanted, jnp.maximum(state.gain, 1) * max_gain_growth)
         held_back = jnp.mean(jnp.where(wanted > 0, factors / wanted, 1))

@@ -89,11 +89,16 @@ def _adaptive(opt_state: PyTree) -> list[Any]:
     return [x for x in jax.tree.leaves(opt_state, is_leaf=_is_adaptive) if _is_adaptive(x)]
 
 
-def forgets_slowly(opt_state: PyTree) -> bool:
-    """Whether all second moments are averages over many updates: Adam's, not a sum or a maximum."""
-    slow = (optax.ScaleByAdamState, optax.ScaleByBeliefState)
-    found = _adaptive(opt_state)
-    return bool(found) and all(isinstance(node, slow) for node in found)
+def moment_memory(opt_state: PyTree, b2: float) -> float | None:
+    """What second moments keep of themselves in an update: `b2`, or 1 where they are sums (Adagrad).
+
+    None where they adapt within a few updates, or never shrink (RMSProp, AMSGrad), or are of several kinds.
+    """
+    kinds = {type(node) for node in _adaptive(opt_state)}
+    if kinds == {optax.ScaleByRssState}:
+        return 1.0
+    averages = {optax.ScaleByAdamState, optax.ScaleByBeliefState}
+    return b2 if kinds and kinds <= averages else None
 
 
 def is_adam_like(opt_state: PyTree) -> bool:

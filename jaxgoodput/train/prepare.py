@@ -35,7 +35,7 @@ from jaxgoodput.observe.console import Console
 from jaxgoodput.observe.tensorboard import Dashboard
 from jaxgoodput.optim import adaptive as adaptation
 from jaxgoodput.optim import learning_rate as rules
-from jaxgoodput.optim.preconditioner import MomentConstants, forgets_slowly, is_adam_like
+from jaxgoodput.optim.preconditioner import MomentConstants, is_adam_like, moment_memory
 from jaxgoodput.optim.probe import NeedsMore, moment_constants, normalised_share
 from jaxgoodput.parallel.partition import CannotDivide, whole_leaves
 from jaxgoodput.parallel.strategy import DATA_AXIS, Layout, Strategy, anywhere
@@ -383,7 +383,7 @@ def problem_of(task: Task, config: Config) -> Problem:
             # A run of so many epochs ends by its samples, and so do its schedules.
             schedules="progress" if config.epochs is None else "samples",
             second_moment_decay=(
-                moments.b2 if rule is rules.adam_scale and forgets_slowly(opt_state) else None
+                moment_memory(opt_state, moments.b2) if rule is rules.adam_scale else None
             ),
         ),
         base_batch_size=config.batch.base,

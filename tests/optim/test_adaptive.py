@@ -356,6 +356,24 @@ def test_a_second_moment_that_lags_behind_is_made_up_for():
     np.testing.assert_allclose(adaptation.gain(state), [gain**-0.5], rtol=0.02)
 
 
+def test_a_sum_of_squares_lags_behind_as_well():
+    """Adagrad's, which in the long run makes a large batch's updates as large as they should be."""
+    scale = 4
+    tx = wrap(optax.adagrad(1.0), rules.adam_scale, second_moment_decay=1.0, max_gain_growth=1e9)
+    _, state = run(tx, 1000, BASE)
+    assert float(adaptation.gain(state)[0]) == 1.0
+    _, state = run(tx, 1, scale * BASE, state)
+    gain = scale * (3 + 1) / (3 + scale)
+    np.testing.assert_allclose(adaptation.gain(state), [gain], rtol=0.05)
+    done, squares = 1000.0, 1000.0  # base steps, and what the sum is in squares of base batches
+    for _ in range(500):
+        done, squares = done + gain, squares + 1 / gain
+    _, state = run(tx, 500, scale * BASE, state)
+    wanted = gain * (squares / done) ** 0.5
+    assert 1 < wanted < 0.9 * gain
+    np.testing.assert_allclose(adaptation.gain(state), [wanted], rtol=0.02)
+
+
 def test_what_the_limit_on_growth_holds_back_is_no_progress():
     tx = wrap(optax.sgd(0.1))
     _, state = run(tx, 100, BASE)
