@@ -47,6 +47,26 @@ def adam_scale(scale: Any, grad: GradParams, progress: Any = 0.0) -> Any:
     return jnp.sqrt(adascale(scale, grad, progress))
 
 
+def of_noise_share(share: float) -> Rule:
+    """A rule for optimizers that divide by the size of an average: `gain / sqrt(gain of share * noise)`.
+
+    `share` is how much of the gradient's noise is left in what they divide (`probe.noise_share`): 1 gives
+    `adam_scale`; near 0, as for Lion, whose sign is that of a momentum, updates do not grow by
+    themselves when the noise shrinks, and the factor is the gain.
+
+    >>> rule = of_noise_share(0.0)
+    >>> float(rule(4.0, GradParams(sqr=1.0, var=2.0), 0.0))
+    2.0
+    """
+
+    def rule(scale: Any, grad: GradParams, progress: Any) -> Any:
+        quiet = GradParams(sqr=grad.sqr, var=share * jnp.asarray(grad.var))
+        by_itself = adascale(scale, quiet, progress)
+        return adascale(scale, grad, progress) / jnp.sqrt(by_itself)
+
+    return rule
+
+
 def linear(scale: Any, grad: GradParams | None = None, progress: Any = 0.0) -> Any:
     """The scale itself (Goyal et al. 2017): right for SGD while noise dominates."""
     del grad, progress

@@ -19,6 +19,8 @@ from jaxgoodput.optim.preconditioner import MomentConstants, second_moments
 
 NORM = 1e-3  # of a probing gradient: below every usual limit for clipping
 NUM_UPDATES = 3
+NOISE = 3.0  # over the gradient, in a test of what noise does
+NUM_NOISY, NUM_RUNS = 256, 16  # updates of such a test, and how often
 MAX_COMPILED = 100  # leaves; of more, running operation by operation takes less time than compiling
 
 
@@ -47,6 +49,53 @@ def normalised_share(tx: optax.GradientTransformation, params: PyTree) -> float:
         return math.nan
     stays = moved[1, seen] / moved[0, seen] < math.sqrt(2)  # half-way between 1 and 2
     return float(np.average(stays, weights=sizes[seen]))
+
+
+def noise_share(tx: optax.GradientTransformation, params: PyTree) -> float:
+    """How much of the gradient's noise is left in what a normalising optimizer divides, in [0, 1].
+
+    From its mean update for gradients with noise over that without, as it is for c / sqrt(c^2 + share d^2)
+    with noise d on a gradient c: 1 for Adam and sign SGD, 0.01 for Lion, which takes the sign of a momentum.
+    `params` may be abstract. 1 where it cannot be asked.
+
+    >>> noise_share(optax.sign_sgd(0.1), {"w": jnp.zeros(3)}) > 0.9
+    True
+    >>> noise_share(optax.lion(0.1), {"w": jnp.zeros(3)}) < 0.1
+    True
+    """
+    tx, small = optax.with_extra_args_support(tx), _small(params, 0.1)
+
+    def mean_update(key: Array, size: float) -> Array:
+        def one(carry: tuple[PyTree, Array], key: Array) -> tuple[tuple[PyTree, Array], Array]:
+            state, signs = carry
+            noise = size * jax.random.normal(key)
+            grads = jax.tree.map(lambda x: signs * jnp.full_like(x, NORM * (1 + noise)), small)
+            state = with_schedules_at(state, jnp.ones((), jnp.int32))
+            update, state = tx.update(grads, state, small, value=jnp.ones(()))
+            return (state, signs), jnp.stack([x.sum() for x in jax.tree.leaves(update)])
+
+        def run(sign: float) -> Array:
+            start = (tx.init(small), jnp.asarray(sign))
+            _, moved = jax.lax.scan(one, start, jax.random.split(key, NUM_NOISY))
+            return moved[NUM_NOISY // 2 :].mean(axis=0)
+
+        return (run(1.0) - run(-1.0)) / 2  # without weight decay
+
+    @jax.jit
+    def both() -> tuple[Array, Array]:
+        keys = jax.random.split(jax.random.key(0), NUM_RUNS)
+        return jax.vmap(mean_update, (0, None))(keys, NOISE).mean(0), mean_update(keys[0], 0.0)
+
+    try:
+        noisy, quiet = (np.abs(np.asarray(x)) for x in both())
+    except Exception as error:  # whatever a user's own link may raise
+        logging.info("the optimizer cannot be asked what it does with noise: %r", error)
+        return 1.0
+    seen = quiet > 0
+    if not seen.any():
+        return 1.0
+    left = float(np.clip(np.median(noisy[seen] / quiet[seen]), 1e-3, 1.0))
+    return min((1 / left**2 - 1) / NOISE**2, 1.0)
 
 
 def moment_constants(tx: optax.GradientTransformation, params: PyTree) -> MomentConstants:

@@ -186,8 +186,8 @@ class Config:
     constrains no sharding.
     """
     rule: Rule | None = None
-    """Learning-rate gain; None: adam_scale for optimizers that divide the gradient by its size (Adam, Lion,
-    Adafactor, sign SGD and others: the optimizer is asked), else adascale."""
+    """Learning-rate gain; None: adam_scale for Adam and its kin, of_noise_share for others that divide the
+    gradient by its size (Lion, Adafactor, sign SGD: the optimizer is asked), else adascale."""
     policy: str = "goodput"
     """"goodput", or "fixed" to keep `batch.base` as the global batch."""
     compute_dtype: str | None = None

@@ -36,7 +36,7 @@ from jaxgoodput.observe.tensorboard import Dashboard
 from jaxgoodput.optim import adaptive as adaptation
 from jaxgoodput.optim import learning_rate as rules
 from jaxgoodput.optim.preconditioner import MomentConstants, is_adam_like, moment_memory
-from jaxgoodput.optim.probe import NeedsMore, moment_constants, normalised_share
+from jaxgoodput.optim.probe import NeedsMore, moment_constants, noise_share, normalised_share
 from jaxgoodput.parallel.partition import CannotDivide, whole_leaves
 from jaxgoodput.parallel.strategy import DATA_AXIS, Layout, Strategy, anywhere
 from jaxgoodput.train.checkpoint import CheckpointMeta, Checkpoints, saveable
@@ -361,6 +361,8 @@ def problem_of(task: Task, config: Config) -> Problem:
     rule = config.rule
     if rule is None:
         rule = rules.adam_scale if normalises else rules.adascale
+        if normalises and not adam_like:
+            rule = rules.of_noise_share(noise_share(tx, kept))
     elif (rule is rules.adascale and normalises) or (rule is rules.adam_scale and not normalises):
         better = "adam_scale" if normalises else "adascale"
         logging.warning(

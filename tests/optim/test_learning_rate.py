@@ -76,3 +76,13 @@ def test_rules_trace():
     for rule in [*ALL, rules.legw(3.0)]:
         factor = jax.jit(rule)(jnp.float32(2.0), grad(jnp.float32(1.0), jnp.float32(1.0)), 5.0)
         assert factor.shape == () and bool(jnp.isfinite(factor))
+
+
+@pytest.mark.parametrize("scale", [0.5, 1.0, 8.0])
+def test_the_noise_left_decides_between_the_gain_and_its_root(scale):
+    grad = GradParams(sqr=1.0, var=5.0)
+    gain = float(rules.adascale(scale, grad))
+    assert float(rules.of_noise_share(1.0)(scale, grad, 0.0)) == pytest.approx(gain**0.5)
+    assert float(rules.of_noise_share(0.0)(scale, grad, 0.0)) == pytest.approx(gain)
+    between = float(rules.of_noise_share(0.1)(scale, grad, 0.0))
+    assert min(gain, gain**0.5) <= between <= max(gain, gain**0.5)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxgoodput.optim.preconditioner import MomentConstants
-from jaxgoodput.optim.probe import NeedsMore, moment_constants, normalised_share
+from jaxgoodput.optim.probe import NeedsMore, moment_constants, noise_share, normalised_share
 
 PARAMS = {
     "kernel": jax.ShapeDtypeStruct((30, 20), jnp.float32),
@@ -115,3 +115,27 @@ def test_a_link_that_looks_at_real_shapes_is_unknown():
 def test_the_constants_of_others_are_those_of_optax():
     for tx in (optax.sgd(0.1), optax.rmsprop(0.1, decay=0.5), optax.adagrad(0.1)):
         assert moment_constants(tx, PARAMS) == MomentConstants()
+
+
+@pytest.mark.parametrize(
+    ("tx", "least", "most"),
+    [
+        (optax.sign_sgd(0.1), 0.9, 1.0),
+        (optax.adafactor(0.1), 0.3, 1.0),
+        (optax.rmsprop(0.1, decay=0.99), 0.7, 1.0),
+        (optax.lion(0.1, weight_decay=0.1), 0.0, 0.05),
+        (optax.chain(optax.trace(0.9), optax.scale_by_sign(), optax.scale(-0.1)), 0.0, 0.2),
+    ],
+    ids=["sign", "adafactor", "rmsprop", "lion", "sign of momentum"],
+)
+def test_how_much_noise_an_optimizer_divides_by(tx, least, most):
+    assert least <= noise_share(tx, PARAMS) <= most
+
+
+def test_of_what_cannot_be_asked_all_noise_is_left():
+    def update(updates, state, params=None):
+        raise TypeError("never")
+
+    broken = optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+    assert noise_share(broken, PARAMS) == 1.0
+    assert noise_share(optax.set_to_zero(), PARAMS) == 1.0
