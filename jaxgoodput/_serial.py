@@ -75,7 +75,13 @@ def decode(value: Any, type_: Any, where: str) -> Any:
     if kind in (dict, collections.abc.Mapping):
         if not isinstance(value, dict):
             raise ValueError(f"{where} is {value!r:.60}; it must be an object")
-        return {key: decode(item, parts[1], f"{where}[{key!r}]") for key, item in value.items()}
+        made = {key: decode(item, parts[1], f"{where}[{key!r}]") for key, item in value.items()}
+        if parts[0] is str:  # as keys are in JSON
+            return made
+        try:
+            return {float(key): item for key, item in made.items()}
+        except ValueError:
+            raise ValueError(f"{where} has the keys {list(made)}; they must be numbers") from None
     if kind is float and (value is None or type(value) is int):
         return math.nan if value is None else float(value)
     if isinstance(value, list) and kind.__module__ != "builtins":

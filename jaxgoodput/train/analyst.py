@@ -30,6 +30,7 @@ from jaxgoodput.train.control import DEPTH, Control, Requests
 from jaxgoodput.train.watcher import Result
 from jaxgoodput.train.window import UNKNOWN, window_of
 from jaxgoodput.tune.batch import hoped_gain, statistics_cadence
+from jaxgoodput.tune.plan import scheduled
 from jaxgoodput.tune.timings import (
     MIN_COUNT,
     StrategyTimings,
@@ -68,6 +69,7 @@ class Analyst:
         learning_rate: Callable[[float], float | None],
         dataset_size: int,
         adapt: bool,
+        schedule: Mapping[int | float, int] | None = None,
         tuner: Callable[..., Tuner] = Tuner,
     ):
         self._config = config
@@ -83,6 +85,7 @@ class Analyst:
         self._learning_rate = learning_rate
         self._dataset_size = dataset_size
         self._adapt = adapt
+        self._schedule = schedule
         self._lock = threading.Lock()
         self._timings = StrategyTimings(num_nodes=1)
         self._every = config.statistics.every_steps or 1  # until the noise is known
@@ -202,7 +205,8 @@ class Analyst:
         self._latest, self._disturbed = result, ticket.busy
         self._calm = 0 if ticket.busy else self._calm + 1
         is_asked = self._steps_seen % ASK_EVERY == 0  # as often as it can matter
-        if self._may_start and is_asked and self._is_compiling_worth_it(metrics):
+        wanted = not isinstance(self._config.policy, str)
+        if self._may_start and (wanted or (is_asked and self._is_compiling_worth_it(metrics))):
             self._strategies.start()
             self._may_start = False
         self._steps_seen += 1
@@ -257,8 +261,28 @@ class Analyst:
         left = self._config.epochs * self._dataset_size - self._latest.ticket.samples
         return left / self._current.global_batch_size * step_s
 
+    def _scheduled(self) -> int | None:
+        """The batch of the user's own schedule, by now."""
+        if self._schedule is None or self._latest is None:
+            return None
+        if self._config.base_steps is not None:
+            return scheduled(
+                self._schedule, self._latest.metrics.progress / self._config.base_steps
+            )
+        assert self._config.epochs is not None
+        total = self._config.epochs * self._dataset_size
+        return scheduled(self._schedule, self._latest.ticket.samples / total)
+
     def _is_tune_due(self, now: float, step: int) -> bool:
-        if self._steps_seen < self._config.tuning.warm_up_steps or self._tuner.is_busy:
+        if self._tuner.is_busy:
+            return False
+        if self._scheduled() not in (None, self._current.global_batch_size):
+            return (
+                self._taken_at is not None
+                and step >= self._taken_at + DEPTH
+                and step - self._last_tune_step >= ASK_EVERY
+            )
+        if self._steps_seen < self._config.tuning.warm_up_steps:
             return False
         # The loop may be far ahead of this thread, and processes agree on a change a few steps later.
         if self._taken_at is None or self._taken_at <= step < self._taken_at + DEPTH:
@@ -322,6 +346,7 @@ class Analyst:
             accumulate=config.tuning.accumulate,
             statistics_every=self._cadence(),
             adapt=self._adapt,
+            scheduled=self._scheduled(),
             left_s=self._left_s(metrics, grad),
             step_s=self._table.step_s(self._timings.num_nodes, current),
         )
@@ -371,9 +396,9 @@ class Analyst:
             # is timed beside a compilation, nothing is learned from a trial that will not change.
             same = verdict.config.strategy == current.strategy
             untimed = same and verdict.config.micro_batch_size not in here.timed
-            self._probing = verdict.config != home and (
-                math.isnan(verdict.goodput) or (untimed and not situation.disturbed)
-            )
+            untried = math.isnan(verdict.goodput) or (untimed and not situation.disturbed)
+            # What the user's own schedule asks for is on no trial.
+            self._probing = self._schedule is None and verdict.config != home and untried
             self._tried_from = current if self._probing else None
             self._tried.add(verdict.config.strategy)
             self._wanted, self._taken_at = self._requests.num_batches, None

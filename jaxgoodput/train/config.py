@@ -5,7 +5,7 @@ import dataclasses
 import difflib
 import json
 import typing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -188,8 +188,13 @@ class Config:
     rule: Rule | None = None
     """Learning-rate gain; None: adam_scale for Adam and its kin, of_noise_share for others that divide the
     gradient by its size (Lion, Adafactor, sign SGD: the optimizer is asked), else adascale."""
-    policy: str = "goodput"
-    """"goodput", or "fixed" to keep `batch.base` as the global batch."""
+    policy: str | Mapping[int | float, int] = "goodput"
+    """"goodput"; "fixed" to keep `batch.base` as the global batch; or a schedule of your own.
+
+    A schedule says from which share of the run on (of progress, or of the samples of `epochs`) which global
+    batch is used, such as `{0: 256, 0.03: 512}`. All of them are compiled behind the loop from the start on;
+    one that is due earlier than that begins when it is compiled.
+    """
     compute_dtype: str | None = None
     """With "bfloat16", loss() gets parameters in it, and masters stay as init() made them.
 
@@ -220,8 +225,14 @@ class Config:
                 f"base_steps={self.base_steps}, epochs={self.epochs}. "
                 "base_steps counts progress, epochs counts passes over the data."
             )
-        if self.policy not in POLICIES:
-            raise ValueError(f"Config.policy must be one of {POLICIES}; got {self.policy!r}.")
+        if isinstance(self.policy, str):
+            if self.policy not in POLICIES:
+                raise ValueError(
+                    f"Config.policy must be one of {POLICIES} or a schedule such as {{0: 256, 0.03: 512}}; "
+                    f"got {self.policy!r}."
+                )
+        else:
+            _check_schedule(self.policy, self.batch)
         if self.loss not in LOSSES:
             raise ValueError(f"Config.loss must be one of {LOSSES}; got {self.loss!r}.")
         _check_positive(self, "base_steps", "epochs", "max_skipped_in_a_row")
@@ -235,6 +246,19 @@ class Config:
                 "Config.compute_dtype='float16' needs losses scaled against underflow, which is not done "
                 "here: gradients below 6e-8 would vanish. Use 'bfloat16', which has float32's range."
             )
+
+
+def _check_schedule(schedule: Mapping[int | float, int], limits: BatchLimits) -> None:
+    if 0 not in schedule or not all(0 <= share < 1 for share in schedule):
+        raise ValueError(
+            "a schedule of batches needs shares of the run from 0 to below 1, and one for its beginning, "
+            f"such as {{0: {limits.base}, 0.03: {limits.max}}}; got {dict(schedule)}."
+        )
+    if not all(limits.smallest <= batch <= limits.max for batch in schedule.values()):
+        raise ValueError(
+            f"a schedule's batches must lie between {limits.smallest} and {limits.max} samples, as "
+            f"Config.batch says; got {dict(schedule)}. Widen batch.min_global and batch.max."
+        )
 
 
 def _check_positive(settings: Any, *names: str) -> None:

@@ -107,6 +107,9 @@ class Loop:
             learning_rate=task.learning_rate,
             dataset_size=start.dataset_size,
             adapt=self.is_chief and config.policy == "goodput",
+            schedule=config.policy
+            if self.is_chief and not isinstance(config.policy, str)
+            else None,
             tuner=tuner,
         )
         if start.restored is not None:

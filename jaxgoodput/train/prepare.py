@@ -453,6 +453,7 @@ def _plan(
         needs=needs,
         accumulate=config.tuning.accumulate,
         fixed=config.policy == "fixed",
+        schedule=None if isinstance(config.policy, str) else config.policy,
         tolerance=config.tuning.fixed_tolerance,
         strategy=strategy,
     )

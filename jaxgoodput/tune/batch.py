@@ -23,6 +23,8 @@ def tune(situation: Situation) -> Verdict:
     One change at a time, and no other strategy beside a compilation or before the noise is known.
     """
     current, home = situation.current, situation.home
+    if situation.scheduled is not None:
+        return follow_schedule(situation, situation.scheduled)
     if not situation.adapt:
         return situation.keep("keep: the policy is a fixed batch")
     if home is not None and home.config.strategy != current.strategy:
@@ -33,6 +35,22 @@ def tune(situation: Situation) -> Verdict:
     waits = situation.steps_since_change < situation.caution.dwell_steps
     known = math.isfinite(situation.here.goodput(current, situation.grad))
     return choose_strategy(situation, verdict) if known and not waits else verdict
+
+
+def follow_schedule(situation: Situation, wanted: int) -> Verdict:
+    """The batch that the user's schedule wants, in as few micro-batches as what is compiled allows."""
+    here, current = situation.here, situation.current
+    goodput = here.goodput(current, situation.grad)
+    if current.global_batch_size == wanted:
+        return situation.keep(f"keep: {wanted} samples, as scheduled", goodput)
+    for size in sorted(here.ready, reverse=True):
+        count, rest = divmod(wanted, size * current.num_replicas)
+        most = here.limits.max_micro_batches if situation.accumulate else 1
+        if not rest and 1 <= count <= most:
+            config = dataclasses.replace(current, micro_batch_size=size, num_micro_batches=count)
+            what = f"{current.global_batch_size} -> {wanted} samples"
+            return situation.change(config, f"change: {what}, as scheduled", goodput)
+    return situation.keep(f"keep: {wanted} samples are due, and not compiled yet", goodput)
 
 
 def choose_batch(situation: Situation) -> Verdict:

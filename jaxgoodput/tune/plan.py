@@ -5,7 +5,7 @@ How many bytes a step needs is asked through `needs`, which may compile to find 
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from absl import logging
@@ -81,6 +81,15 @@ class BatchPlan:
         )
 
 
+def scheduled(schedule: Mapping[int | float, int], share: int | float) -> int:
+    """The global batch after this share of the run, by a user's own schedule.
+
+    >>> scheduled({0: 256, 0.03: 512}, 0.02), scheduled({0: 256, 0.03: 512}, 0.03)
+    (256, 512)
+    """
+    return schedule[max(at for at in schedule if at <= max(share, 0))]
+
+
 def batch_plan(
     limits: BatchLimits,
     num_replicas: int,
@@ -92,16 +101,20 @@ def batch_plan(
     fixed: bool = False,
     tolerance: float = 0.0,
     strategy: str = "",
+    schedule: Mapping[int | float, int] | None = None,
 ) -> BatchPlan:
     """Resolve the limits by data, devices and memory.
 
     `needs` tells the bytes of a step with micro-batches of a size, and whether there are several; `budget`
-    is what a device has. `fixed` keeps the base batch, within `tolerance` (a share of it).
+    is what a device has. `fixed` keeps the base batch, within `tolerance` (a share of it). Of a `schedule`
+    only its own batches are planned for, and the first of them is the start.
 
     Raises TooLarge where the base batch does not fit into memory at any split, Indivisible where it
     cannot be made of equal micro-batches, ValueError where it is larger than the data set.
     """
     base, largest = limits.base, limits.max
+    if schedule is not None:
+        base, largest = scheduled(schedule, 0), max(schedule.values())
     if base > num_samples:
         raise ValueError(
             f"the base batch of {base} samples is larger than the data set of {num_samples}. Use a "
@@ -144,6 +157,20 @@ def batch_plan(
             base, num_replicas, fits, tolerance=tolerance, max_micro_batches=most_micros
         )
     start = dataclasses.replace(start, strategy=strategy)
+    if schedule is not None:
+        parts = [
+            fixed_config(batch, num_replicas, most, max_micro_batches=most_micros).micro_batch_size
+            for batch in schedule.values()
+        ]
+        sizes = tuple(sorted({*parts, start.micro_batch_size}))
+        limits = dataclasses.replace(
+            limits,
+            max=max(limits.base, *schedule.values()),
+            min_global=min(schedule.values()),
+            micro=(sizes[0], sizes[-1]),
+            sizes=sizes,
+        )
+        return BatchPlan(start=start, sizes=sizes, limits=limits, accumulate=several)
     if fixed:
         only = start.micro_batch_size
         limits = dataclasses.replace(limits, micro=(only, only), sizes=None)

@@ -118,6 +118,8 @@ class Situation:
     """Whether the signal is below its own standard error: the noise may be any larger."""
     adapt: bool = True
     """False: the batch is fixed, only the model is of interest."""
+    scheduled: int | None = None
+    """The global batch that the user's own schedule wants now; None: there is no schedule."""
     left_s: float = math.nan
     """Seconds to the end of training at the present batch; NaN: unknown."""
     step_s: float = math.nan

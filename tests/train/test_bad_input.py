@@ -322,7 +322,7 @@ def test_too_many_in_a_row_stop_training_with_the_last_good_checkpoint_kept(tmp_
 class Weighted(Mean):
     """Every sample weighs what its first number says."""
 
-    def loss(self, params, batch, key):
+    def loss(self, params, batch, key) -> Any:
         losses = super().loss(params, batch, key)
         weight = batch["x"][:, 0]
         return Loss.of(losses * weight, weight)

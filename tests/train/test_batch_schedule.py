@@ -1,0 +1,102 @@
+"""A user's own schedule of batch sizes is followed, without a compilation in the loop."""
+
+import jax
+import pytest
+from problems import Mean, Recorder, config, rows
+
+from jaxgoodput.goodput.memory import StepBytes
+from jaxgoodput.goodput.search import BatchConfig, BatchLimits
+from jaxgoodput.observe.events import StepEnd, TuneEnd
+from jaxgoodput.train.config import with_overrides
+from jaxgoodput.tune.plan import batch_plan, scheduled
+
+
+def batches(seen):
+    """The global batches of a run, each with the first step that had it."""
+    found = {}
+    for step in seen.of(StepEnd):
+        found.setdefault(step.config.global_batch_size, step)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("length", [{"epochs": 200}, {"epochs": None, "base_steps": 900.0}])
+@pytest.mark.parametrize(("count", "background"), [(1, True), (8, True), (1, False)])
+def test_it_is_followed_on_its_clock(tmp_path, length, count, background):
+    seen = Recorder()
+    schedule = {0: 16, 0.3: 32, 0.6: 64}
+    settings = config(
+        tmp_path,
+        policy=schedule,
+        batch=BatchLimits(base=16, max=64),
+        execution__background_compile=background,
+        **length,
+    )
+    Mean(settings, data=rows(), hooks=[seen], devices=jax.devices()[:count]).fit()
+    found = batches(seen)
+    if not background:  # in a run this short a size may still be compiled when it is due
+        assert list(found) == [16, 32, 64]
+    assert list(found) == sorted(found)
+    for share, batch in schedule.items():
+        if batch not in found:
+            continue
+        first = found[batch]
+        done = (
+            first.progress / settings.base_steps
+            if settings.base_steps
+            else first.samples / (200 * 96)
+        )
+        assert share <= done < share + (1 if background else 0.1)
+    reasons = [tune.verdict.reason for tune in seen.of(TuneEnd)]
+    assert background or "change: 16 -> 32 samples, as scheduled" in reasons
+    assert not any("probe" in reason or "return" in reason for reason in reasons)
+
+
+def test_only_what_is_scheduled_is_planned_for():
+    asked = []
+
+    def needs(micro, parts):
+        asked.append(micro)
+        return StepBytes(arguments=1, outputs=0, temporaries=1)
+
+    plan = batch_plan(
+        BatchLimits(base=16, max=256, min_global=8),
+        2,
+        1000,
+        budget=10,
+        needs=needs,
+        schedule={0: 8, 0.5: 96},
+    )
+    assert plan.start == BatchConfig(micro_batch_size=4, num_micro_batches=1, num_replicas=2)
+    assert plan.sizes == (4, 48) and plan.limits.smallest == 8 and plan.limits.max == 96
+    assert asked == [4]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "message"),
+    [
+        ({0.1: 16}, "one for its beginning"),
+        ({0: 16, 1.0: 32}, "from 0 to below 1"),
+        ({0: 16, 0.5: 4096}, "between 16 and 64 samples"),
+        ({}, "one for its beginning"),
+    ],
+)
+def test_one_that_cannot_be_is_refused(tmp_path, schedule, message):
+    with pytest.raises(ValueError, match=message):
+        config(tmp_path, policy=schedule)
+
+
+def test_it_may_be_given_on_the_command_line(tmp_path):
+    settings = config(tmp_path)
+    changed = with_overrides(settings, ['policy={"0": 16, "0.25": 64}'])
+    assert changed.policy == {0.0: 16, 0.25: 64}
+    assert with_overrides(changed, ["policy=fixed"]).policy == "fixed"
+    with pytest.raises(ValueError, match="or a schedule such as"):
+        with_overrides(settings, ['policy={"begin": 16}'])
+
+
+def test_a_share_has_the_batch_of_the_latest_date_before_it():
+    schedule = {0.5: 4, 0: 1, 0.25: 2}
+    assert [scheduled(schedule, share) for share in (0, 0.2, 0.25, 0.4, 0.5, 1.5)] == [
+        1, 1, 2, 2, 4, 4,
+    ]  # fmt: skip
