@@ -17,43 +17,70 @@ import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
 _LAYERS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
+NOTHING = (
+    "Statistics.from_norm_layers needs a model with normalisation layers of flax.linen (LayerNorm, RMSNorm, "
+    "GroupNorm) whose outputs have a row per sample, called in the open. The loss calls none, or calls them "
+    "inside a function that JAX remembers from an earlier call: a jax.jit, jax.checkpoint or body of a scan "
+    "that was made once, outside the loss. Make it inside, or leave from_norm_layers False: the noise then "
+    "comes from micro-batches, or from pairs of updates."
+)
 Factors = dict[int, Array]
 """By number of features: `[batch, features]`."""
 
 
-def ones(run: Callable[[], PyTree], num_samples: int) -> Factors:
-    """The factors of whatever layers `run` calls; raises ValueError where it calls none."""
-    seen: set[int] = set()
+def ones(run: Callable[[PyTree], PyTree], batch: PyTree) -> Factors:
+    """The factors of whatever layers `run(batch)` calls on rows of the batch.
 
-    def note(y: Array) -> Array:
-        if y.shape[0] == num_samples:
-            seen.add(y.shape[-1])
-        return y
+    Those are the calls whose leading axis follows the number of rows. Raises ValueError where there are none.
+    """
+    num_samples = len(jax.tree.leaves(batch)[0])
 
-    with _on_outputs(note):
-        jax.eval_shape(run)
-    if not seen:
-        raise ValueError(
-            "Statistics.from_norm_layers needs a model with normalisation layers of flax.linen (LayerNorm, "
-            f"RMSNorm, GroupNorm) whose outputs have a row per sample ({num_samples} here); the loss calls "
-            "none. Leave it False: the noise then comes from micro-batches, or from pairs of updates."
+    def called(num_rows: int) -> list[tuple[bool, int]]:
+        seen: list[tuple[bool, int]] = []
+
+        def note(y: Array) -> Array:
+            seen.append((y.shape[0] == num_rows, y.shape[-1]))
+            return y
+
+        rows = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct((num_rows, *x.shape[1:]), x.dtype), batch
         )
-    return {features: jnp.ones((num_samples, features)) for features in sorted(seen)}
+        with _on_outputs(note):
+            jax.eval_shape(run, rows)
+        return seen
+
+    once, twice = called(num_samples), called(2 * num_samples)
+    both = zip(once, twice, strict=False)  # of other lengths where JAX remembers some
+    features = {one for (follows, one), (still, _) in both if follows and still}
+    if not features or len(once) != len(twice):
+        raise ValueError(NOTHING)
+    return {one: jnp.ones((num_samples, one), jnp.float32) for one in sorted(features)}
 
 
 @contextmanager
-def scaled(factors: Factors) -> Iterator[None]:
-    """Multiply what normalisation layers put out by the factors, while this lasts."""
+def scaled(factors: Factors) -> Iterator[set[int]]:
+    """Multiply what normalisation layers put out by the factors, while this lasts.
+
+    Yields the features of those that were used by now, for `require_all`.
+    """
+    used: set[int] = set()
 
     def scale(y: Array) -> Array:
         found = factors.get(y.shape[-1])
         if found is None or y.shape[0] != len(found):
             return y
+        used.add(y.shape[-1])
         middle = (1,) * (y.ndim - 2)
         return y * found.reshape(len(found), *middle, found.shape[-1]).astype(y.dtype)
 
     with _on_outputs(scale):
-        yield
+        yield used
+
+
+def require_all(factors: Factors, used: set[int]) -> None:
+    """Raise ValueError where a factor was not used: nothing would be measured, in silence."""
+    if set(factors) - used:
+        raise ValueError(NOTHING)
 
 
 def sum_of_squares(grads: Factors) -> Array:

@@ -60,7 +60,7 @@ class Variables:
 
 @struct
 class Guard:
-    """Updates refused because the loss or the gradient was not finite."""
+    """Updates refused: loss or gradient was not finite, or the batch had no weight."""
 
     skipped: Leaf
     """int32, since training began."""
@@ -124,7 +124,7 @@ class Sums:
     samples: Leaf
     """Real samples; padding does not count."""
     groups: Leaf
-    """Micro-batches with any weight."""
+    """Micro-batches with any weight; samples, where noise comes from normalisation layers."""
     norms: Leaf
     """[leaves]: sum over micro-batches of |gradient sum|^2 / weight; of samples, on normalisation layers."""
     factors: Mapping[int, Leaf]
@@ -266,7 +266,7 @@ class StepMetrics(Generic[Number]):
     num_samples: Number
     """Real samples of the batch."""
     num_groups: Number
-    """Gradient groups of the batch: micro-batches on replicas, with any weight."""
+    """Gradient groups of the batch: micro-batches on replicas, with any weight; or samples."""
     progress: Number
     """Base steps done."""
     gain: Number

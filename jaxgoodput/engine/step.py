@@ -241,15 +241,16 @@ def local_sums(
     batch = _without_padding(batch, mask, blocks)
 
     def objective(kept: PyTree, factors: norm_layers.Factors):
-        with norm_layers.scaled(factors):
+        with norm_layers.scaled(factors) as used:
             out, new_state = problem.loss_and_state(combine(kept, rest), model_state, batch, key)
+        norm_layers.require_all(factors, used)
         total, weight, aux = _weighted(out, mask)
         return total, (weight, aux, new_state)
 
     factors: norm_layers.Factors = {}
     if problem.from_norm_layers:
         factors = norm_layers.ones(
-            lambda: problem.loss_and_state(params, model_state, batch, key), len(mask)
+            lambda rows: problem.loss_and_state(params, model_state, rows, key), batch
         )
     if problem.from_norm_layers and measure:
         argnums = (0, 1)

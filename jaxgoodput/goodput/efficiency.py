@@ -91,7 +91,7 @@ def efficiency(grad: Grad, scale: Numeric) -> Numeric:
     mean = xp.sum(grad.sqr * each, axis=-1) / xp.where(signal > 0, signal, 1.0)
     pooled = efficiency(GradParams(sqr=signal, var=xp.sum(grad.var, axis=-1)), scale)
     # `<=` and not its opposite: a NaN must stay a NaN.
-    return xp.where(signal <= 0, pooled, mean)
+    return xp.where(scale == 1, 1.0, xp.where(signal <= 0, pooled, mean))
 
 
 def noise_scale(grad: Grad, base_batch_size: Numeric) -> Numeric:

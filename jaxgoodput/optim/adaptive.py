@@ -18,7 +18,6 @@ from jaxtyping import Array, PyTree
 
 from jaxgoodput._pytree import struct
 from jaxgoodput.goodput.efficiency import GradGroups, GradParams
-from jaxgoodput.goodput.efficiency import gain as gain_of
 from jaxgoodput.optim import noise as noises
 from jaxgoodput.optim.learning_rate import Rule, adascale
 from jaxgoodput.optim.noise import Labels, NoiseSample, NoiseState
@@ -34,9 +33,10 @@ class AdaptiveState(NamedTuple):
     inner: Any
     """The user's optimizer."""
     noise: Any
-    """A `NoiseState` by label: what the learning rate goes by."""
+    """A `NoiseState` by label: what the learning rate goes by where there are labels."""
     groups: Any
-    """A `NoiseState` by `noise.leaf_groups`: what a sample of another batch is worth."""
+    """A `NoiseState` by `noise.leaf_groups`: what a sample of another batch is worth, and without labels the
+    learning rate."""
     progress: Any
     """Base steps done; float."""
     progress_rest: Any
@@ -45,8 +45,10 @@ class AdaptiveState(NamedTuple):
     """[labels] the factor that the latest update was multiplied by."""
     second_moment: Any
     """[labels] the optimizer's second moment over what base batches would have made of it."""
+    moment_weight: Any
+    """What Adam's bias correction divides by: 1 - b2 to the power of the updates."""
     base_batches: Any
-    """Samples applied over the base batch size; float."""
+    """Samples gone by over the base batch size, those of skipped batches too; float."""
     base_batches_rest: Any
     """What rounding left out of `base_batches`."""
 
@@ -72,14 +74,15 @@ def adaptive(
     * `global_batch_size`: samples behind `grads`, a number or a traced scalar; free to differ.
     * `noise`: a `NoiseSample` of this batch, of every leaf of `grads`, or None to keep the
       statistics; `biased` marks a differenced sample.
-    * `finite`: a bool scalar; where False, the updates are zero and the whole state stays.
+    * `finite`: a bool scalar; where False, the updates are zero and the state stays, but for the samples
+      gone by.
     * `extra` goes to `tx` where it takes extra arguments.
 
     The updates are multiplied, per label group, by `rule(scale, grad, progress)`, so momentum,
     clipping and weight decay of `tx` see the plain averaged gradient. The factor starts at 1 and
     grows at most `max_gain_growth`-fold per update (beyond 1): momentum remembers about ten smaller
     steps, and a sudden jump would act on all of them. It falls at once. At the base batch every
-    noise-driven factor is exactly 1.
+    noise-driven factor is exactly 1, but for what a second moment of larger batches leaves to make up.
 
     `grad` are cautious moments (`noise.cautious_groups`): unknown below `min_samples`, and off by
     `num_std_errors` to the safe side. They are those of one group that is worth as much as all the
@@ -98,7 +101,7 @@ def adaptive(
     Schedules in `tx` (states that are nothing but a `count`: `scale_by_schedule`,
     `inject_hyperparams`, scheduled weight decay) are set to floor(progress) before every update;
     counts that belong to the updates themselves (Adam's bias correction) are left alone. With
-    `schedules="samples"` they are set to the samples applied over the base batch size instead: for a
+    `schedules="samples"` they are set to the samples gone by over the base batch size instead: for a
     run that ends after so many samples, whose progress would not have come to the schedule's end by
     then.
 
@@ -129,6 +132,7 @@ def adaptive(
             progress_rest=jnp.zeros(()),
             gain=jnp.ones(num_labels),
             second_moment=jnp.ones(num_labels),
+            moment_weight=jnp.zeros(()),
             base_batches=jnp.zeros(()),
             base_batches_rest=jnp.zeros(()),
         )
@@ -150,18 +154,21 @@ def adaptive(
         if noise is not None:
             names, group_of_leaf = noises.leaf_groups(updates)
 
-            def updated(old: NoiseState, sample: NoiseSample) -> NoiseState:
+            def updated(old: NoiseState, sample: NoiseSample, **options: Any) -> NoiseState:
                 return noises.update_noise(
                     old,
                     sample,
                     base_batch_size=base_batch_size,
                     smoothing=smoothing,
                     biased=biased,
+                    **options,
                 )
 
             pooled = noise.pooled(jax.tree.leaves(label_of_leaf), state.gain.size)
             statistics = updated(statistics, pooled)
-            by_group = updated(by_group, noise.pooled(group_of_leaf, len(names)))
+            by_group = updated(
+                by_group, noise.pooled(group_of_leaf, len(names)), outlier=noises.GROUP_OUTLIER
+            )
 
         groups = noises.cautious_groups(by_group, num_std_errors, min_samples=min_samples)
         worth = _worth(groups, scale)
@@ -174,18 +181,21 @@ def adaptive(
         over_labels = {"in_axes": (None, 0, None), "axis_size": state.gain.size}
         wanted = jax.vmap(rule, **over_labels)(scale, grad, state.progress)
         wanted = jnp.asarray(wanted, state.gain.dtype)
-        second_moment = state.second_moment
+        second_moment, moment_weight = state.second_moment, state.moment_weight
+        gains: Any = 1.0
         if second_moment_decay is not None:
             gains = jax.vmap(adascale, **over_labels)(scale, grad, state.progress)
             wanted = wanted * jnp.sqrt(gains * second_moment)
-            if second_moment_decay == 1:  # a sum over all updates; that of base batches has more
-                summed = state.progress * second_moment + 1 / gains
-                second_moment = summed / (state.progress + gains)
-            else:
-                second_moment += (1 - second_moment_decay) * (1 / gains - second_moment)
         # From 1 rather than from the last gain where that is smaller: a warm-up starts at 0.
         factors = jnp.minimum(wanted, jnp.maximum(state.gain, 1) * max_gain_growth)
         held_back = jnp.mean(jnp.where(wanted > 0, factors / wanted, 1))
+        if second_moment_decay == 1:  # a sum over all updates; that of base batches has more
+            summed = state.progress * second_moment + 1 / gains
+            second_moment = summed / (state.progress + gains * held_back)
+        elif second_moment_decay is not None:
+            new = 1 - second_moment_decay
+            moment_weight = second_moment_decay * moment_weight + new
+            second_moment += new / moment_weight * (1 / gains - second_moment)
 
         clocks = {
             "progress": (state.progress, state.progress_rest),
@@ -198,12 +208,21 @@ def adaptive(
         done, rest = _add(state.progress, state.progress_rest, worth * held_back)
         batches = _add(state.base_batches, state.base_batches_rest, scale)
         new = AdaptiveState(
-            inner, statistics, by_group, done, rest, factors, second_moment, *batches
+            inner,
+            statistics,
+            by_group,
+            done,
+            rest,
+            factors,
+            second_moment,
+            moment_weight,
+            *batches,
         )
         if finite is not None:
             finite = jnp.asarray(finite, bool)
             scaled = jax.tree.map(lambda u: jnp.where(finite, u, jnp.zeros_like(u)), scaled)
-            new = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, state)
+            passed = passed_over(state, scale)
+            new = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, passed)
         return scaled, new
 
     extended: Any = update  # optax's type has no room for the required global_batch_size
@@ -310,7 +329,7 @@ class NoiseReadout(Generic[Number]):
 def readout(opt_state: PyTree) -> NoiseReadout[Array]:
     """The noise, as it is worth reporting."""
     state = find(opt_state).groups
-    plain, cautious = noises.grad_params(state), noises.cautious_groups(state)
+    plain, cautious = grad_params(opt_state), noises.cautious_groups(state)
     return NoiseReadout(
         sqr=plain.sqr,
         var=plain.var,
@@ -328,14 +347,17 @@ def _worth(grad: GradGroups, scale: Array) -> Array:
 
 
 def _as_one(grad: GradGroups, scale: Array) -> GradParams:
-    """The moments of one group that is worth as much at this scale; NaN where any is unknown."""
-    worth = gain_of(grad, scale)
-    share = 1 - worth / scale  # of the samples, what is lost
-    lossless = jnp.abs(share) < 1e-6  # at the base everything is: as if all were noise
-    return GradParams(
-        sqr=jnp.where(lossless, 0.0, jnp.where(jnp.isnan(share), jnp.nan, 1.0)),
-        var=jnp.where(lossless, 1.0, (worth - 1) / jnp.where(lossless, 1.0, share)),
-    )
+    """The moments of one group that is worth as much at this scale; NaN where any is unknown.
+
+    With shares s_i of the signal and noise scales n_i in base batches, 1 / (n + scale) is the mean
+    sum_i s_i / (n_i + scale): exact, and without a singularity at the base.
+    """
+    signal = jnp.sum(grad.sqr)
+    each = grad.var + scale * grad.sqr
+    mean = jnp.sum(jnp.square(grad.sqr) / jnp.where(each == 0, 1, each))
+    var = jnp.square(signal) / jnp.where(mean == 0, 1, mean) - scale * signal
+    # `<=` and not its opposite: a NaN must stay a NaN.
+    return GradParams(sqr=signal, var=jnp.where(mean <= 0, jnp.sum(grad.var), jnp.maximum(var, 0)))
 
 
 def _is_schedule(node: Any) -> bool:

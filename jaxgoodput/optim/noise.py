@@ -37,6 +37,7 @@ MIN_SAMPLES = 8.0  # below it a standard error says little: the moments count as
 _MIN_VAR = 1e-6  # AdaptDL's floor of the variance in its read-out
 _MAX_FORGET = 1 / 16  # per sample; more would leave too few for a standard error at large batches
 _OUTLIER = 30.0  # standard deviations beyond which a sample is taken for a spike
+GROUP_OUTLIER = 6.0  # the same for groups: a spike of one would hand its share to the others
 MAX_GROUPS = 64  # of parameters, each with an efficiency of its own
 
 Labels = PyTree[str] | Callable[[PyTree], PyTree[str]] | None
@@ -141,6 +142,7 @@ def update_noise(
     smoothing: float = 0.999,
     biased: Any = False,
     overlapping: bool = False,
+    outlier: float = _OUTLIER,
 ) -> NoiseState:
     """The statistics after one more sample, which is forgotten at `smoothing` per base batch.
 
@@ -149,7 +151,8 @@ def update_noise(
     unbiased sample after differenced ones (`biased`, a bool, traced or not) starts over; the
     reverse does not. `overlapping` says that successive differenced samples share a gradient, the
     second of one being the first of the next: each then counts for half. A sample that is not
-    finite, or has fewer than two groups, changes nothing.
+    finite, or has fewer than two groups, changes nothing. One that is more than `outlier` standard
+    deviations off counts as one that is so far off.
     """
     if not 0 <= smoothing < 1:
         raise ValueError(
@@ -184,9 +187,9 @@ def update_noise(
     heaviest = jnp.where(start_over, 0, (1 - forget) * old.heaviest)
     heaviest = jnp.maximum(heaviest, forget * (2 if overlapping else 1))
 
-    clip = ~start_over & (_count(old) >= MIN_SAMPLES)
-    sqr_mean, sqr_deviation = _average(old.sqr, old.sqr_deviation, sqr, share, clip)
-    var_mean, var_deviation = _average(old.var, old.var_deviation, var, share, clip)
+    reach = jnp.where(~start_over & (_count(old) >= MIN_SAMPLES), outlier, jnp.inf)
+    sqr_mean, sqr_deviation = _average(old.sqr, old.sqr_deviation, sqr, share, reach)
+    var_mean, var_deviation = _average(old.var, old.var_deviation, var, share, reach)
     current = Averages(
         sqr=sqr_mean,
         var=var_mean,
@@ -491,15 +494,15 @@ def _with_total(per_group: Array) -> Array:
 
 
 def _average(
-    mean: Array, deviation: Array, x: Array, share: Array, clip: Array
+    mean: Array, deviation: Array, x: Array, share: Array, reach: Array
 ) -> tuple[Array, Array]:
     """Weighted mean and standard deviation after `x` joins with `share` of the weight (West 1979).
 
-    The deviation is kept as a root: squares of squared norms leave the range of float32. With
-    `clip` a sample counts as at most `_OUTLIER` deviations away, so that a spike is forgotten soon;
-    a lasting change still gets through, for the deviation grows with every clipped sample.
+    The deviation is kept as a root: squares of squared norms leave the range of float32. A sample
+    counts as at most `reach` deviations away, so that a spike is forgotten soon; a lasting change still
+    gets through, for the deviation grows with every clipped sample.
     """
-    reach = jnp.where(clip & (deviation > 0), _OUTLIER * deviation, jnp.inf)
+    reach = jnp.where(deviation > 0, reach * deviation, jnp.inf)
     x = jnp.clip(x, mean - reach, mean + reach)
     spread = jnp.hypot(deviation, jnp.sqrt(share) * (x - mean))
     return (1 - share) * mean + share * x, jnp.sqrt(1 - share) * spread

@@ -20,6 +20,7 @@ from jaxgoodput.optim.preconditioner import MomentConstants, second_moments
 NORM = 1e-3  # of a probing gradient: below every usual limit for clipping
 NUM_UPDATES = 3
 NOISE = 3.0  # over the gradient, in a test of what noise does
+NUM_ALTERNATING = 40
 NUM_NOISY, NUM_RUNS = 256, 16  # updates of such a test, and how often
 MAX_COMPILED = 100  # leaves; of more, running operation by operation takes less time than compiling
 
@@ -65,29 +66,28 @@ def noise_share(tx: optax.GradientTransformation, params: PyTree) -> float:
     """
     tx, small = optax.with_extra_args_support(tx), _small(params, 0.1)
 
-    def mean_update(key: Array, size: float) -> Array:
-        def one(carry: tuple[PyTree, Array], key: Array) -> tuple[tuple[PyTree, Array], Array]:
-            state, signs = carry
-            noise = size * jax.random.normal(key)
-            grads = jax.tree.map(lambda x: signs * jnp.full_like(x, NORM * (1 + noise)), small)
+    def mean_update(key: Array, size: Array, sign: Array) -> Array:
+        def one(state: PyTree, key: Array) -> tuple[PyTree, Array]:
+            entry = sign * NORM * (1 + size * jax.random.normal(key))
+            grads = jax.tree.map(lambda x: jnp.full(x.shape, entry, x.dtype), small)
             state = with_schedules_at(state, jnp.ones((), jnp.int32))
             update, state = tx.update(grads, state, small, value=jnp.ones(()))
-            return (state, signs), jnp.stack([x.sum() for x in jax.tree.leaves(update)])
+            return state, jnp.stack([x.sum() for x in jax.tree.leaves(update)])
 
-        def run(sign: float) -> Array:
-            start = (tx.init(small), jnp.asarray(sign))
-            _, moved = jax.lax.scan(one, start, jax.random.split(key, NUM_NOISY))
-            return moved[NUM_NOISY // 2 :].mean(axis=0)
-
-        return (run(1.0) - run(-1.0)) / 2  # without weight decay
+        _, moved = jax.lax.scan(one, tx.init(small), jax.random.split(key, NUM_NOISY))
+        return moved[NUM_NOISY // 2 :].mean(axis=0)
 
     @jax.jit
-    def both() -> tuple[Array, Array]:
+    def both() -> Array:
         keys = jax.random.split(jax.random.key(0), NUM_RUNS)
-        return jax.vmap(mean_update, (0, None))(keys, NOISE).mean(0), mean_update(keys[0], 0.0)
+        over_keys = jax.vmap(mean_update, (0, None, None))
+        sizes, signs = jnp.array([NOISE, 0.0]), jnp.array([1.0, -1.0])
+        over_sizes = jax.vmap(over_keys, (None, 0, None))
+        moved = jax.vmap(over_sizes, (None, None, 0))(keys, sizes, signs).mean(axis=2)
+        return (moved[0] - moved[1]) / 2  # without weight decay
 
     try:
-        noisy, quiet = (np.abs(np.asarray(x)) for x in both())
+        noisy, quiet = np.abs(np.asarray(both()))
     except Exception as error:  # whatever a user's own link may raise
         logging.info("the optimizer cannot be asked what it does with noise: %r", error)
         return 1.0
@@ -96,6 +96,38 @@ def noise_share(tx: optax.GradientTransformation, params: PyTree) -> float:
         return 1.0
     left = float(np.clip(np.median(noisy[seen] / quiet[seen]), 1e-3, 1.0))
     return min((1 / left**2 - 1) / NOISE**2, 1.0)
+
+
+def lags(tx: optax.GradientTransformation, params: PyTree) -> bool:
+    """Whether all updates of a moment's optimizer are in proportion to the gradient while its moment rests.
+
+    So they are for Adam, whose second moment hardly moves in one update, and not for what normalises the
+    result again, such as LAMB, or for groups of parameters under another optimizer. Asked by gradients that
+    alternate for some updates, and then by small ones of two sizes.
+
+    >>> lags(optax.adam(0.1), {"w": jnp.zeros(3)}), lags(optax.lamb(0.1), {"w": jnp.zeros(3)})
+    (True, False)
+    """
+    tx, small = optax.with_extra_args_support(tx), _small(params, 0.1)
+
+    def moved(size: Array) -> Array:
+        def one(state: PyTree, entry: Array) -> tuple[PyTree, Array]:
+            grads = jax.tree.map(lambda x: jnp.full(x.shape, entry, x.dtype), small)
+            state = with_schedules_at(state, jnp.ones((), jnp.int32))
+            update, state = tx.update(grads, state, small, value=jnp.ones(()))
+            return state, jnp.stack([x.sum() for x in jax.tree.leaves(update)])
+
+        before = NORM * jnp.where(jnp.arange(NUM_ALTERNATING) % 2 == 0, 1.0, -1.0)
+        _, updates = jax.lax.scan(one, tx.init(small), jnp.append(before, size * NORM))
+        return updates[-1]
+
+    try:
+        none, once, twice = np.asarray(jax.jit(jax.vmap(moved))(jnp.array([0.0, 0.05, 0.1])))
+    except Exception as error:  # whatever a user's own link may raise
+        logging.info("the optimizer cannot be asked whether its moments lag: %r", error)
+        return False
+    ratios = (twice - none) / np.where(once == none, np.nan, once - none)
+    return bool(np.all(np.abs(ratios - 2) < 0.1))
 
 
 def moment_constants(tx: optax.GradientTransformation, params: PyTree) -> MomentConstants:

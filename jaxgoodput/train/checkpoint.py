@@ -41,6 +41,13 @@ T = TypeVar("T")
 
 VERSION = 1  # of the metadata
 ELSEWHERE = "another process could not"
+# What `adaptive` adds to an optimizer's state, and has added to over time.
+OWN_STATE = (
+    ".opt_state.groups",
+    ".opt_state.second_moment",
+    ".opt_state.moment_weight",
+    ".opt_state.base_batches",
+)
 
 
 class WrongWorkdirError(ValueError):
@@ -219,6 +226,15 @@ class Checkpoints:
             # What it raises is about the present settings, not about the checkpoint.
             abstract = abstract_for(meta)
             mismatch = differences(meta.leaves, describe(abstract))
+            if meta.leaves.keys() < describe(abstract).keys() and all(
+                path.startswith(OWN_STATE)
+                for path in describe(abstract).keys() - meta.leaves.keys()
+            ):
+                raise WrongWorkdirError(
+                    f"the checkpoint {self._directory / str(step)} was written by an earlier version of "
+                    "jaxgoodput, which kept less of the gradient noise than this one needs. Finish that run "
+                    "with the version that began it, or use another workdir."
+                )
             if mismatch:
                 raise WrongWorkdirError(
                     f"the checkpoint {self._directory / str(step)} is of another model: "

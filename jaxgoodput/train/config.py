@@ -69,13 +69,20 @@ class Statistics:
     """Measure on the normalisation layers of a flax.linen model alone, sample by sample (Gray et al. 2024).
 
     For models under one global gradient (fsdp, tensor), where there is nothing else to compare within a batch
-    of one micro-batch. One noise scale for all parameters.
+    of one micro-batch. One noise scale for all parameters, of plain gradients: under Adam it is below that of
+    its own coordinates. Layers must be called in the open: not inside a `jax.jit`, `jax.checkpoint` or body
+    of a scan that outlives one call of the loss, nor in the stages of a pipeline.
     """
 
     def __post_init__(self):
         """Refuse what cannot work, naming what to change."""
         _check_positive(self, "every_steps", "overhead")
         _check_share(self, "smoothing")
+        if self.preconditioned and self.from_norm_layers:
+            raise ValueError(
+                "Statistics.preconditioned has no meaning with from_norm_layers, whose factors are no "
+                "parameters of the optimizer. Leave one of them out."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,7 +209,7 @@ class Config:
     float32.
     """
     max_skipped_in_a_row: int = 10
-    """Updates that are not finite, before training stops."""
+    """Updates refused, as not finite or without weight, before training stops."""
 
     tuning: Tuning = field(default_factory=Tuning)
     """When the batch changes."""

@@ -36,7 +36,7 @@ from jaxgoodput.observe.tensorboard import Dashboard
 from jaxgoodput.optim import adaptive as adaptation
 from jaxgoodput.optim import learning_rate as rules
 from jaxgoodput.optim.preconditioner import MomentConstants, is_adam_like, moment_memory
-from jaxgoodput.optim.probe import NeedsMore, moment_constants, noise_share, normalised_share
+from jaxgoodput.optim.probe import NeedsMore, lags, moment_constants, noise_share, normalised_share
 from jaxgoodput.parallel.partition import CannotDivide, whole_leaves
 from jaxgoodput.parallel.strategy import DATA_AXIS, Layout, Strategy, anywhere
 from jaxgoodput.train.checkpoint import CheckpointMeta, Checkpoints, saveable
@@ -359,9 +359,12 @@ def problem_of(task: Task, config: Config) -> Problem:
             f"{error} A line search (lbfgs) or a Hessian (sophia) cannot be had here; leave that link out."
         ) from error
     rule = config.rule
+    remembered = moment_memory(opt_state, moments.b2)
+    if remembered is not None and not lags(tx, kept):
+        remembered = None
     if rule is None:
         rule = rules.adam_scale if normalises else rules.adascale
-        if normalises and not adam_like:
+        if normalises and remembered is None:
             rule = rules.of_noise_share(noise_share(tx, kept))
     elif (rule is rules.adascale and normalises) or (rule is rules.adam_scale and not normalises):
         better = "adam_scale" if normalises else "adascale"
@@ -384,9 +387,7 @@ def problem_of(task: Task, config: Config) -> Problem:
             labels=labels,
             # A run of so many epochs ends by its samples, and so do its schedules.
             schedules="progress" if config.epochs is None else "samples",
-            second_moment_decay=(
-                moment_memory(opt_state, moments.b2) if rule is rules.adam_scale else None
-            ),
+            second_moment_decay=remembered if rule is rules.adam_scale else None,
         ),
         base_batch_size=config.batch.base,
         trainable=trainable,

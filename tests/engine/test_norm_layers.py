@@ -158,3 +158,34 @@ def test_a_model_without_them_is_named(rng):
     )
     with pytest.raises(ValueError, match="needs a model with normalisation layers of flax.linen"):
         engines.run(engine, engine.init(jax.random.key(0)), [rows(rng, 8)])
+
+
+@pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint], ids=["jit", "checkpoint"])
+def test_layers_that_jax_remembers_are_named(rng, wrap):
+    model = Model()
+    applied = wrap(
+        lambda params, x: model.apply({"params": params}, x)
+    )  # outlives a call of the loss
+
+    def loss(params, batch, key):
+        return jnp.mean((applied(params, batch["x"]) - batch["x"]) ** 2, axis=(1, 2))
+
+    engine = engine_of(model, loss=loss)
+    with pytest.raises(ValueError, match="that JAX remembers from an earlier call"):
+        engines.run(engine, engine.init(jax.random.key(0)), [rows(rng, 8)])
+
+
+def test_a_norm_of_something_else_than_samples_is_left_alone(rng):
+    class Tabled(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            table = self.param("table", nn.initializers.normal(1.0), (8, LENGTH, DIM))
+            bias = nn.LayerNorm(name="of_table")(table).mean(0, keepdims=True)
+            return nn.Dense(DIM)(nn.LayerNorm()(x) + bias)
+
+    model = Tabled()
+    for parts in (1, 2):
+        engine = engine_of(model)
+        state = engine.init(jax.random.key(0))
+        _, metrics = engines.run(engine, state, engines.cut(rows(rng, 8), parts))
+        assert metrics.num_groups == 8 and metrics.noise.var > 0

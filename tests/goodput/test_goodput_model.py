@@ -195,6 +195,11 @@ def test_at_the_noise_scale_of_groups_their_samples_are_worth_half_on_average(ro
     assert min(scales_of) * (1 - 1e-6) <= critical <= max(scales_of) * (1 + 1e-6)
 
 
+def test_at_the_base_unknown_groups_are_worth_what_they_are():
+    unknown = GradGroups(sqr=np.array([np.nan]), var=np.array([1.0]))
+    assert efficiency(unknown, 1.0) == 1.0 and np.isnan(efficiency(unknown, 2.0))
+
+
 def test_groups_without_any_signal_are_one():
     groups = GradGroups(sqr=np.zeros(2), var=np.array([1.0, 2.0]))
     assert efficiency(groups, 8.0) == 1.0 and noise_scale(groups, 64) == np.inf

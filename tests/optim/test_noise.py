@@ -397,3 +397,31 @@ def test_unknown_moments_stay_unknown():
     blank = noise.cautious_groups(noise.init_noise(3))
     assert np.isnan(blank.sqr).all() and np.isnan(blank.var).all()
     assert np.isnan(efficiency(blank, 2.0)) and np.isnan(noise_scale(blank, BASE))
+
+
+@pytest.mark.parametrize("wild", [-100.0, -10.0, 10.0, 1e6, -1e6])
+@pytest.mark.parametrize("steps", [20, 50])
+def test_one_wild_sample_of_a_group_hands_its_share_to_no_other(wild, steps):
+    """A quiet group and one of a thousand times its noise scale."""
+    sqr, var = np.array([1.0, 1.0]), np.array([1.0, 1000.0])
+    rng = np.random.default_rng(0)
+    drawn = sqr + 0.3 * rng.standard_normal((steps, 2))
+
+    def state_of(drawn):
+        def take(state, sqr):
+            sample = noise.NoiseSample(
+                small_sqr=sqr + 2 * jnp.asarray(var, jnp.float32),
+                large_sqr=sqr + jnp.asarray(var, jnp.float32),
+                num_groups=jnp.asarray(2),
+                num_samples=jnp.asarray(BASE),
+            )
+            options = {"base_batch_size": BASE, "outlier": noise.GROUP_OUTLIER}
+            return noise.update_noise(state, sample, **options), None
+
+        return jax.lax.scan(take, noise.init_noise(2), jnp.asarray(drawn, jnp.float32))[0]
+
+    before = noise.cautious_groups(state_of(drawn))
+    after = noise.cautious_groups(state_of(np.concatenate([drawn, [[wild, 1.0]]])))
+    for scale in (4.0, 16.0):
+        worth = [float(efficiency(found, scale)) for found in (before, after)]
+        assert worth[1] < 1.3 * worth[0]

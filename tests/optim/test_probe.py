@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxgoodput.optim.preconditioner import MomentConstants
-from jaxgoodput.optim.probe import NeedsMore, moment_constants, noise_share, normalised_share
+from jaxgoodput.optim.probe import NeedsMore, lags, moment_constants, noise_share, normalised_share
 
 PARAMS = {
     "kernel": jax.ShapeDtypeStruct((30, 20), jnp.float32),
@@ -139,3 +139,16 @@ def test_of_what_cannot_be_asked_all_noise_is_left():
     broken = optax.GradientTransformation(lambda params: optax.EmptyState(), update)
     assert noise_share(broken, PARAMS) == 1.0
     assert noise_share(optax.set_to_zero(), PARAMS) == 1.0
+
+
+def test_only_updates_in_proportion_to_the_gradient_lag():
+    for tx in (
+        optax.adamw(0.1, weight_decay=0.1),
+        optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1, b2=0.9)),
+        optax.adagrad(0.1),
+    ):
+        assert lags(tx, PARAMS)
+    groups = {"kernel": "adam", "bias": "lion"}
+    mixed = optax.multi_transform({"adam": optax.adam(0.1), "lion": optax.lion(0.1)}, groups)
+    for tx in (optax.lamb(0.1), mixed):
+        assert not lags(tx, PARAMS)

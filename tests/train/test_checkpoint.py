@@ -527,3 +527,14 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(small_disk):
     assert "Training goes on" in ended.stderr and "Free some space" in ended.stderr
     # The old one stayed, and the last was written once there was room again.
     assert steps_in(small_disk) == [5, 80]
+
+
+def test_a_checkpoint_of_before_the_noise_was_kept_by_group_is_named(tmp_path, monkeypatch):
+    Mean(config(tmp_path)).fit()
+    meta = next((tmp_path / "checkpoints").rglob("meta/metadata"))
+    saved = json.loads(meta.read_text())
+    older = {k: v for k, v in saved["leaves"].items() if not k.startswith(".opt_state.groups")}
+    assert len(older) < len(saved["leaves"])
+    meta.write_text(json.dumps({**saved, "leaves": older}))
+    with pytest.raises(WrongWorkdirError, match="was written by an earlier version of jaxgoodput"):
+        Mean(config(tmp_path, epochs=3)).fit()

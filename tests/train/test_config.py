@@ -39,7 +39,10 @@ def config(*overrides, **settings):
         (lambda: config(base_steps=0.0), "Config.base_steps must be positive; got 0.0"),
         (lambda: config(base_steps=float("nan")), "Config.base_steps must be positive; got nan"),
         (lambda: config(base_steps=None, epochs=0), "Config.epochs must be positive; got 0"),
-        (lambda: config(policy="greedy"), "policy must be one of .'goodput', 'fixed'.; got 'gre"),
+        (
+            lambda: config(policy="greedy"),
+            "policy must be one of .'goodput', 'fixed'. or a schedule such as .*; got 'gre",
+        ),
         (lambda: config(max_skipped_in_a_row=0), "Config.max_skipped_in_a_row must be positive"),
         (lambda: config(compute_dtype="bfloat17"), "must name a floating type.*'bfloat17'"),
         (lambda: config(compute_dtype="int8"), "compute_dtype must name a floating type.*'int8'"),
