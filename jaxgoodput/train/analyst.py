@@ -76,7 +76,7 @@ class Analyst:
         self._strategies = strategies
         self._current = current
         self._requests = requests
-        self._may_start = config.execution.background_compile
+        self._may_start = config.compiles_behind
         self._compile_s = compile_s  # what one size took
         self._hooks = hooks
         self._clock = clock
@@ -205,8 +205,7 @@ class Analyst:
         self._latest, self._disturbed = result, ticket.busy
         self._calm = 0 if ticket.busy else self._calm + 1
         is_asked = self._steps_seen % ASK_EVERY == 0  # as often as it can matter
-        wanted = not isinstance(self._config.policy, str)
-        if self._may_start and (wanted or (is_asked and self._is_compiling_worth_it(metrics))):
+        if self._may_start and is_asked and self._is_compiling_worth_it(metrics):
             self._strategies.start()
             self._may_start = False
         self._steps_seen += 1

@@ -199,8 +199,7 @@ class Config:
     """"goodput"; "fixed" to keep `batch.base` as the global batch; or a schedule of your own.
 
     A schedule says from which share of the run on (of progress, or of the samples of `epochs`) which global
-    batch is used, such as `{0: 256, 0.03: 512}`. All of them are compiled behind the loop from the start on;
-    one that is due earlier than that begins when it is compiled.
+    batch is used, such as `{0: 256, 0.03: 512}`. All of them are compiled before training.
     """
     compute_dtype: str | None = None
     """With "bfloat16", loss() gets parameters in it, and masters stay as init() made them.
@@ -223,6 +222,11 @@ class Config:
     """Checkpoints."""
     reporting: Reporting = field(default_factory=Reporting)
     """Dashboard and terminal."""
+
+    @property
+    def compiles_behind(self) -> bool:
+        """Whether other batches are compiled while training goes on; those of a schedule are there before."""
+        return self.execution.background_compile and isinstance(self.policy, str)
 
     def __post_init__(self):
         """Refuse what cannot work, naming what to change."""

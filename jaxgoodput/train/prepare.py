@@ -246,15 +246,15 @@ def prepare(
         plan,
         plan_of,
         budget=budget,
-        reach=config.tuning.max_growth if config.execution.background_compile else math.inf,
-        background=config.execution.background_compile,
+        reach=config.tuning.max_growth if config.compiles_behind else math.inf,
+        background=config.compiles_behind,
         compile_more=compile_evaluation,
     )
     stack.callback(strategies.close)
     strategies.use(batch)
     with ledger.bucket("compilation"):
         engine.compile([batch.micro_batch_size], accumulate=batch.num_micro_batches > 1)
-        if not config.execution.background_compile:
+        if not config.compiles_behind:
             strategies.prepare()
     remaining = None
     if config.epochs is not None:

@@ -34,21 +34,17 @@ def test_it_is_followed_on_its_clock(tmp_path, length, count, background):
     )
     Mean(settings, data=rows(), hooks=[seen], devices=jax.devices()[:count]).fit()
     found = batches(seen)
-    if not background:  # in a run this short a size may still be compiled when it is due
-        assert list(found) == [16, 32, 64]
-    assert list(found) == sorted(found)
+    assert list(found) == [16, 32, 64]
     for share, batch in schedule.items():
-        if batch not in found:
-            continue
         first = found[batch]
         done = (
             first.progress / settings.base_steps
             if settings.base_steps
             else first.samples / (200 * 96)
         )
-        assert share <= done < share + (1 if background else 0.1)
+        assert share <= done < share + 0.1
     reasons = [tune.verdict.reason for tune in seen.of(TuneEnd)]
-    assert background or "change: 16 -> 32 samples, as scheduled" in reasons
+    assert "change: 16 -> 32 samples, as scheduled" in reasons
     assert not any("probe" in reason or "return" in reason for reason in reasons)
 
 
