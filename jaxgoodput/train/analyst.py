@@ -29,7 +29,7 @@ from jaxgoodput.train.config import Config
 from jaxgoodput.train.control import DEPTH, Control, Requests
 from jaxgoodput.train.watcher import Result
 from jaxgoodput.train.window import UNKNOWN, window_of
-from jaxgoodput.tune.batch import hoped_gain, statistics_cadence
+from jaxgoodput.tune.batch import hoped_gain, statistics_cadence, tune
 from jaxgoodput.tune.plan import scheduled
 from jaxgoodput.tune.timings import (
     MIN_COUNT,
@@ -229,7 +229,11 @@ class Analyst:
         now = self._clock.now()
         if now - self._window_start_s >= self._config.reporting.window_s:
             self._draw()
-        if self._is_tune_due(now, ticket.step):
+        if self._scheduled() not in (None, self._current.global_batch_size):
+            if self._taken_at is not None and ticket.step >= self._taken_at + DEPTH:
+                situation = self._situation(ticket.step)  # nothing to fit or to search: at once
+                self._conclude(Answer(situation=situation, verdict=tune(situation)))
+        elif self._is_tune_due(now, ticket.step):
             self._ask(now, ticket.step)
 
     def _is_compiling_worth_it(self, metrics: StepMetrics[float]) -> bool:
@@ -273,15 +277,7 @@ class Analyst:
         return scheduled(self._schedule, self._latest.ticket.samples / total)
 
     def _is_tune_due(self, now: float, step: int) -> bool:
-        if self._tuner.is_busy:
-            return False
-        if self._scheduled() not in (None, self._current.global_batch_size):
-            return (
-                self._taken_at is not None
-                and step >= self._taken_at + DEPTH
-                and step - self._last_tune_step >= ASK_EVERY
-            )
-        if self._steps_seen < self._config.tuning.warm_up_steps:
+        if self._steps_seen < self._config.tuning.warm_up_steps or self._tuner.is_busy:
             return False
         # The loop may be far ahead of this thread, and processes agree on a change a few steps later.
         if self._taken_at is None or self._taken_at <= step < self._taken_at + DEPTH:
@@ -309,10 +305,15 @@ class Analyst:
     def _ask(self, now: float, step: int) -> None:
         """Hand the tuner what it needs for a verdict."""
         assert self._latest is not None
-        metrics, config, current = self._latest.metrics, self._config, self._current
         self._last_tune_s, self._last_tune_step = now, step
-        self._was_unknown = not metrics.noise.is_known
+        self._was_unknown = not self._latest.metrics.noise.is_known
         self._was_disturbed = self._disturbed
+        self._tuner.ask(self._situation(step))
+
+    def _situation(self, step: int) -> Situation:
+        """All that a verdict depends on, by now."""
+        assert self._latest is not None
+        metrics, config, current = self._latest.metrics, self._config, self._current
         grad, doubt = metrics.noise.cautious, self._table.disturbance()
         clean = self._timings.timed(current, clean=True)
         here = Alternative(
@@ -324,7 +325,7 @@ class Analyst:
             fit=self._fit,
         )
         others = map(self._timings.known, self._strategies.others() if self._adapt else ())
-        situation = Situation(
+        return Situation(
             step=step,
             here=here,
             home=self._home(here),
@@ -349,7 +350,6 @@ class Analyst:
             left_s=self._left_s(metrics, grad),
             step_s=self._table.step_s(self._timings.num_nodes, current),
         )
-        self._tuner.ask(situation)
 
     def _home(self, here: Alternative) -> Alternative | None:
         """What was in use before the probe that the present configuration is."""
