@@ -171,9 +171,10 @@ def adaptive(
             )
 
         groups = noises.cautious_groups(by_group, num_std_errors, min_samples=min_samples)
-        worth = _worth(groups, scale)
+        as_one = _as_one(groups, scale)
+        worth = adascale(scale, as_one)  # 1 at most where that is unknown
         if labels is None:
-            grad = jax.tree.map(lambda x: x[None], _as_one(groups, scale))
+            grad = jax.tree.map(lambda x: x[None], as_one)
         else:
             grad = noises.cautious_grad_params(
                 statistics, num_std_errors, min_samples=min_samples, per_group=True
@@ -339,11 +340,6 @@ def readout(opt_state: PyTree) -> NoiseReadout[Array]:
         num_samples=noises.confidence(state),
         newest_samples=noises.newest_confidence(state),
     )
-
-
-def _worth(grad: GradGroups, scale: Array) -> Array:
-    """How many base batches one batch is worth; 1 at most where that is unknown."""
-    return adascale(scale, _as_one(grad, scale))
 
 
 def _as_one(grad: GradGroups, scale: Array) -> GradParams:

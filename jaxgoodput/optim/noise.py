@@ -247,7 +247,7 @@ def cautious_grad_params(
     averages = _trusted(state, min_samples)
     count = _count(averages)
     # The margin covers rounding where one sample is many orders above the others.
-    step = num_std_errors * (1 + 1e-4) / jnp.sqrt(jnp.maximum(count - 1, 1e-6))
+    step = num_std_errors * (1 + 1e-4) / _root(count)
     sqr = jnp.maximum(averages.sqr[:-1], 0)
     sqr = jnp.append(sqr, sqr.sum()) + step * averages.sqr_deviation
     var = jnp.maximum(averages.var - step * averages.var_deviation, 0)
@@ -270,7 +270,7 @@ def cautious_groups(
     """
     averages = _trusted(state, min_samples)
     count = _count(averages)
-    step = num_std_errors * (1 + 1e-4) / jnp.sqrt(jnp.maximum(count - 1, 1e-6))
+    step = num_std_errors * (1 + 1e-4) / _root(count)
     error = step * averages.sqr_deviation
     signal = jnp.maximum(averages.sqr, 0) + error
     var = jnp.maximum(averages.var - step * averages.var_deviation, 0)
@@ -289,7 +289,7 @@ def num_seen(state: NoiseState) -> Scalar:
     """How many groups have a signal above its own standard error; NaN while unknown."""
     averages = _trusted(state, MIN_SAMPLES)
     count = _count(averages)
-    error = averages.sqr_deviation / jnp.sqrt(jnp.maximum(count - 1, 1e-6))
+    error = averages.sqr_deviation / _root(count)
     seen = jnp.sum((averages.sqr > error)[:-1].astype(error.dtype))
     return jnp.where(count >= MIN_SAMPLES, seen, jnp.nan)
 
@@ -511,6 +511,11 @@ def _average(
 def _count(averages: Averages) -> Array:
     heaviest = averages.heaviest
     return jnp.where(heaviest > 0, averages.weight / jnp.where(heaviest > 0, heaviest, 1), 0)
+
+
+def _root(count: Array) -> Array:
+    """What a deviation is divided by for the standard error of a mean."""
+    return jnp.sqrt(jnp.maximum(count - 1, 1e-6))
 
 
 def _trusted(state: NoiseState, min_samples: float) -> Averages:

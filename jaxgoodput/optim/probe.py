@@ -68,11 +68,7 @@ def noise_share(tx: optax.GradientTransformation, params: PyTree) -> float:
 
     def mean_update(key: Array, size: Array, sign: Array) -> Array:
         def one(state: PyTree, key: Array) -> tuple[PyTree, Array]:
-            entry = sign * NORM * (1 + size * jax.random.normal(key))
-            grads = jax.tree.map(lambda x: jnp.full(x.shape, entry, x.dtype), small)
-            state = with_schedules_at(state, jnp.ones((), jnp.int32))
-            update, state = tx.update(grads, state, small, value=jnp.ones(()))
-            return state, jnp.stack([x.sum() for x in jax.tree.leaves(update)])
+            return _updated(tx, small, state, sign * NORM * (1 + size * jax.random.normal(key)))
 
         _, moved = jax.lax.scan(one, tx.init(small), jax.random.split(key, NUM_NOISY))
         return moved[NUM_NOISY // 2 :].mean(axis=0)
@@ -112,10 +108,7 @@ def lags(tx: optax.GradientTransformation, params: PyTree) -> bool:
 
     def moved(size: Array) -> Array:
         def one(state: PyTree, entry: Array) -> tuple[PyTree, Array]:
-            grads = jax.tree.map(lambda x: jnp.full(x.shape, entry, x.dtype), small)
-            state = with_schedules_at(state, jnp.ones((), jnp.int32))
-            update, state = tx.update(grads, state, small, value=jnp.ones(()))
-            return state, jnp.stack([x.sum() for x in jax.tree.leaves(update)])
+            return _updated(tx, small, state, entry)
 
         before = NORM * jnp.where(jnp.arange(NUM_ALTERNATING) % 2 == 0, 1.0, -1.0)
         _, updates = jax.lax.scan(one, tx.init(small), jnp.append(before, size * NORM))
@@ -179,12 +172,10 @@ def _updates(
     leaves = jax.tree.leaves(params)
 
     def run(entry: Array) -> tuple[list[Array], list[Array]]:
-        grads = jax.tree.map(lambda x: jnp.full_like(x, entry), params)
         state, found = tx.init(params), []
         for _ in range(count):
-            state = with_schedules_at(state, jnp.ones((), jnp.int32))  # a warm-up begins at zero
-            update, state = tx.update(grads, state, params, value=jnp.ones(()))
-            found.append(jnp.stack([x.sum() for x in jax.tree.leaves(update)]))
+            state, moved = _updated(tx, params, state, entry)
+            found.append(moved)
         return found, [x.sum() / x.size for x in second_moments(state)]
 
     def both_ways(entry: Array) -> tuple[Array, Array]:
@@ -204,6 +195,16 @@ def _updates(
         return np.zeros((len(norms), len(leaves))), np.zeros((len(norms), 0))
     moved, moments = zip(*jax.device_get(found), strict=True)
     return np.stack(moved), np.stack(moments)
+
+
+def _updated(
+    tx: optax.GradientTransformationExtraArgs, params: PyTree, state: PyTree, entry: Array
+) -> tuple[PyTree, Array]:
+    """The state after one update by gradients of `entry` everywhere, and what it adds to every leaf."""
+    grads = jax.tree.map(lambda x: jnp.full(x.shape, entry, x.dtype), params)
+    state = with_schedules_at(state, jnp.ones((), jnp.int32))  # a warm-up begins at zero
+    update, state = tx.update(grads, state, params, value=jnp.ones(()))
+    return state, jnp.stack([x.sum() for x in jax.tree.leaves(update)])
 
 
 def _entry(norm: float, num_leaves: int) -> float:

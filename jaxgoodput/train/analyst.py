@@ -229,11 +229,7 @@ class Analyst:
         now = self._clock.now()
         if now - self._window_start_s >= self._config.reporting.window_s:
             self._draw()
-        if self._scheduled() not in (None, self._current.global_batch_size):
-            if self._taken_at is not None and ticket.step >= self._taken_at + DEPTH:
-                situation = self._situation(ticket.step)  # nothing to fit or to search: at once
-                self._conclude(Answer(situation=situation, verdict=tune(situation)))
-        elif self._is_tune_due(now, ticket.step):
+        if not self._follow_schedule(ticket.step) and self._is_tune_due(now, ticket.step):
             self._ask(now, ticket.step)
 
     def _is_compiling_worth_it(self, metrics: StepMetrics[float]) -> bool:
@@ -263,6 +259,19 @@ class Analyst:
         assert self._config.epochs is not None and self._latest is not None
         left = self._config.epochs * self._dataset_size - self._latest.ticket.samples
         return left / self._current.global_batch_size * step_s
+
+    def _follow_schedule(self, step: int) -> bool:
+        """Take up what the user's own schedule wants, if it can be: there is nothing to fit or to search."""
+        if self._scheduled() in (None, self._current.global_batch_size):
+            return False
+        if self._taken_at is None or step < self._taken_at + DEPTH:
+            return False
+        situation = self._situation(step)
+        verdict = tune(situation)
+        if verdict.config == self._current:
+            return False  # the next verdict says why
+        self._conclude(Answer(situation=situation, verdict=verdict))
+        return True
 
     def _scheduled(self) -> int | None:
         """The batch of the user's own schedule, by now."""

@@ -225,11 +225,10 @@ class Checkpoints:
             assert meta is not None
             # What it raises is about the present settings, not about the checkpoint.
             abstract = abstract_for(meta)
-            mismatch = differences(meta.leaves, describe(abstract))
-            if meta.leaves.keys() < describe(abstract).keys() and all(
-                path.startswith(OWN_STATE)
-                for path in describe(abstract).keys() - meta.leaves.keys()
-            ):
+            wanted = describe(abstract)
+            mismatch = differences(meta.leaves, wanted)
+            missing = wanted.keys() - meta.leaves.keys()
+            if len(mismatch) == len(missing) > 0 and all(p.startswith(OWN_STATE) for p in missing):
                 raise WrongWorkdirError(
                     f"the checkpoint {self._directory / str(step)} was written by an earlier version of "
                     "jaxgoodput, which kept less of the gradient noise than this one needs. Finish that run "

@@ -347,9 +347,8 @@ def problem_of(task: Task, config: Config) -> Problem:
     # Whatever is not known by name is asked: Lion, sign and normalised SGD, and a user's own.
     preconditioned = config.statistics.preconditioned
     preconditioned = adam_like if preconditioned is None else preconditioned
-    preconditioned &= (
-        not config.statistics.from_norm_layers
-    )  # their factors are no parameters of tx
+    if config.statistics.from_norm_layers:  # their factors are no parameters of tx
+        preconditioned = False
     try:
         normalises = adam_like or normalised_share(tx, kept) > 0.5
         moments = moment_constants(tx, kept) if adam_like else MomentConstants()
