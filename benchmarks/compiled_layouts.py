@@ -8,7 +8,7 @@ Without `--rounds` nothing runs: every number is the compiler's. The decoder of 
 layers stacked along axis 0 or axis 1 and scanned over, or in a list, each recomputed in the backward pass.
 Three steps:
 
-* ours: the engine's plain step (`Noise.OFF`) of the loss as a user writes it, without constraints;
+* ours: the engine's plain step (without statistics) of the loss as a user writes it, without constraints;
   "named" gives parameters the expert's specs as metadata, where the defaults are others.
 * expert: `jax.jit` with a spec chosen by hand for every parameter, and rows constrained after the embedding
   and around every layer.
@@ -29,7 +29,7 @@ the same in all steps.
 
 With `--rounds`, and a size at which a step takes 100 ms and more, the expert's step and ours take turns, one
 device (our step *global* there, too) and each strategy, float32, layers along axis 0; every step is waited
-for. "with statistics" is the mean of 16 steps of which two measure the noise by their difference. Expect at
+for. "with statistics" is the mean of 16 steps of which one measures the noise. Expect at
 most 1.02 on one device and 1.05 on eight.
 """
 
@@ -189,10 +189,8 @@ def layout_of(strategy: Any) -> Any:
 
 def lowered_ours(decoder: Decoder, strategy: Any, dtype: Any, *, named: bool) -> Any:
     """The engine's plain step."""
-    from jaxgoodput.engine.programs import Noise
-
     engine = our_engine(decoder, strategy, dtype, named=named)
-    return engine.programs.step(engine.shape(FLAGS.windows), noise=Noise.OFF).lower()
+    return engine.programs.step(engine.shape(FLAGS.windows), measure=False).lower()
 
 
 def lowered_by_hand(decoder: Decoder, strategy: Any, dtype: Any, *, constrained: bool) -> Any:
@@ -279,24 +277,21 @@ def timed(decoder: Decoder, strategy: Any) -> dict[str, list[float]]:
     batch, mask = jax.device_put(
         (jnp.asarray(tokens, jnp.int32), jnp.ones(rows)), engine.layout.batch_sharding
     )
-    state, previous = engine.init(jax.random.key(0)), None
+    state = engine.init(jax.random.key(0))
 
     def expert() -> Any:
         by_hand[:2] = executable(*by_hand)[:2]
         return by_hand[:2]
 
     def ours(measure: bool) -> Any:
-        nonlocal state, previous
-        state, metrics, previous = engine.step(
-            state, None, batch, mask, measure=measure, previous=previous if measure else None
-        )
+        nonlocal state
+        state, metrics = engine.step(state, None, batch, mask, measure=measure)
         return state, metrics
 
     kinds = {
         "expert": expert,
         "plain": functools.partial(ours, False),
-        "remember": functools.partial(ours, True),
-        "difference": functools.partial(ours, True),
+        "measured": functools.partial(ours, True),
     }
     found: dict[str, list[float]] = {kind: [] for kind in kinds}
     for turn in range(FLAGS.rounds + 1):
@@ -314,8 +309,8 @@ def show_times(strategies: Any) -> None:
     for strategy in strategies:
         found = timed(Decoder("axis 0"), strategy)
         rounds = list(zip(*found.values(), strict=True))
-        plain = [plain / expert for expert, plain, _, _ in rounds]
-        mixed = [(14 * plain + a + b) / 16 / expert for expert, plain, a, b in rounds]
+        plain = [plain / expert for expert, plain, _ in rounds]
+        mixed = [(15 * plain + measured) / 16 / expert for expert, plain, measured in rounds]
         ratios = (f"{statistics.median(r):.3f} ({min(r):.3f}-{max(r):.3f})" for r in (plain, mixed))
         expert_ms = statistics.median(found["expert"]) * 1e3
         print(

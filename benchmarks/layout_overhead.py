@@ -7,10 +7,9 @@
 A byte LM with matrices that a device would really have, on 8 virtual devices. Each row is a process of
 its own. The engine's plain step and the step that measures the noise take turns, round by round; a ratio
 is formed within a round, the plain step timed before and after; of wall time, and of the process's CPU
-time, which a machine that is busy elsewhere disturbs less. Where a noise sample takes two steps
-(`needs_two_steps`), the row gives the mean of the pair and the second step alone. Every step is
-waited for. Flops and bytes are XLA's cost analysis per device; collectives are counted in the HLO, by
-kind and by the shapes that they carry.
+time, which a machine that is busy elsewhere disturbs less. Where there is one gradient of all rows, the
+step that measures computes that of a quarter of them besides. Every step is waited for. Flops and bytes are
+XLA's cost analysis per device; collectives are counted in the HLO, by kind and by the shapes they carry.
 """
 
 import collections
@@ -123,10 +122,12 @@ def measure(degrees: dict[str, int], preconditioned: bool) -> dict[str, Any]:
     """One row, in this process."""
     import jax
 
+    from jaxgoodput.engine.programs import SeparatePrograms
+
     engine, rows = build(degrees, preconditioned)
     # By what a step measures; "off" is the plain step.
     programs = {
-        program.keywords["noise"].name.lower(): program
+        "measured" if program.keywords["measure"] else "off": program
         for program in (
             *engine.training_programs(FLAGS.windows, accumulate=False),
             *engine.measuring_programs(FLAGS.windows),
@@ -137,7 +138,9 @@ def measure(degrees: dict[str, int], preconditioned: bool) -> dict[str, Any]:
     found = {kind: collectives(engine.text(program)) for kind, program in programs.items()}
     plain, measured = engine.bytes_of(FLAGS.windows), engine.measuring_bytes_of(FLAGS.windows)
     row = {
-        "estimator": "difference" if engine.needs_two_steps else "groups",
+        "estimator": "replicas"
+        if isinstance(engine.programs, SeparatePrograms)
+        else "part of the rows",
         "gflop": cost["off"]["flops"] / 1e9,
         "flops": {kind: cost[kind]["flops"] / cost["off"]["flops"] for kind in kinds},
         "bytes": {
@@ -162,15 +165,11 @@ def measure(degrees: dict[str, int], preconditioned: bool) -> dict[str, Any]:
     mask = np.ones(len(rows["tokens"]), np.float32)
     mask = jax.device_put(mask, engine.layout.batch_sharding)
     held = [engine.init(jax.random.key(0))]
-    previous = None
 
     def timed(measured: bool) -> np.ndarray:
         """Seconds of a step: of wall time, of CPU time."""
-        nonlocal previous
         start = now()
-        held[0], metrics, previous = engine.step(
-            held[0], None, batch, mask, measure=measured, previous=previous if measured else None
-        )
+        held[0], metrics = engine.step(held[0], None, batch, mask, measure=measured)
         # Many collectives under way at once make XLA:CPU hang, so every step is waited for.
         jax.block_until_ready(metrics)
         return now() - start
@@ -184,11 +183,7 @@ def measure(degrees: dict[str, int], preconditioned: bool) -> dict[str, Any]:
     rounds: dict[str, list[list[float]]] = {kind: [] for kind in kinds}
     for turn in range(FLAGS.rounds + 1):
         took = {"off": several(False)}
-        if engine.needs_two_steps:
-            pairs = [(timed(True), timed(True)) for _ in range(FLAGS.steps)]
-            took |= zip(kinds[1:], np.mean(pairs, axis=0), strict=True)
-        else:
-            took[kinds[1]] = several(True)
+        took["measured"] = several(True)
         took["off"] = (took["off"] + several(False)) / 2
         if turn:  # the first turn warms everything up
             for kind, seconds in took.items():

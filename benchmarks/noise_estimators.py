@@ -6,7 +6,7 @@ A decoder of flax linen on the bytes of Python's standard library. All estimator
 the same parameters, since the learning rate does not change:
 
 * micro-batches: eight parts of each batch, all parameters, unbiased: the reference.
-* pairs: the difference of two successive updates' gradients, all parameters (what a global loss has by
+* part: the gradient of a quarter of the rows beside that of all, all parameters (what a global loss has by
   itself, where a batch is one micro-batch).
 * norm layers: single samples, on normalisation layers alone (`Statistics.from_norm_layers`).
 
@@ -93,13 +93,13 @@ def train(name: str, source: Any, seed: int) -> dict[str, list[float]]:
     adam = name == "adamw"
     tx = optax.adamw(2e-3) if adam else optax.sgd(0.3, momentum=0.9)
     found: dict[str, list[float]] = {}
-    for side in ("micro-batches", "pairs", "norm layers"):
+    for side in ("micro-batches", "part", "norm layers"):
         engine = engine_of(tx, source, adam=adam, norms=side == "norm layers")
-        rng, state, previous = np.random.default_rng(seed), engine.init(jax.random.key(seed)), None
+        rng, state = np.random.default_rng(seed), engine.init(jax.random.key(seed))
         found[side] = []
         for step in range(1, FLAGS.steps + 1):
             rows = source.batch(rng.integers(0, len(source), BATCH))
-            work, measure = None, True
+            work = None
             parts = PARTS if side == "micro-batches" else 1
             pieces = [
                 jax.device_put(
@@ -110,9 +110,7 @@ def train(name: str, source: Any, seed: int) -> dict[str, list[float]]:
             mask = jax.device_put(np.ones(BATCH // parts, np.float32), engine.layout.batch_sharding)
             for piece in pieces[:-1]:
                 work = engine.accumulate(work or engine.begin(state), piece, mask)
-            state, packed, previous = engine.step(
-                state, work, pieces[-1], mask, measure=measure, previous=previous
-            )
+            state, packed = engine.step(state, work, pieces[-1], mask)
             if step % (FLAGS.steps // 3) == 0:
                 found[side].append(noise_scale(engine.read(packed)[0]))
     return found
@@ -120,23 +118,21 @@ def train(name: str, source: Any, seed: int) -> dict[str, list[float]]:
 
 def overhead(source: Any) -> dict[str, float]:
     """Estimator -> a measuring step over a plain one."""
-    ratios: dict[str, list[float]] = {"pairs": [], "norm layers": []}
+    ratios: dict[str, list[float]] = {"part": [], "norm layers": []}
     rows = source.batch(np.arange(BATCH))
-    for side, norms in (("pairs", False), ("norm layers", True)):
+    for side, norms in (("part", False), ("norm layers", True)):
         engine = engine_of(optax.adamw(1e-3), source, adam=True, norms=norms)
         batch = jax.device_put(rows, engine.layout.batch_sharding)
         mask = jax.device_put(np.ones(BATCH, np.float32), engine.layout.batch_sharding)
         state = engine.init(jax.random.key(0))
 
         def turn(state: Any, measure: bool, engine: Engine = engine, given: Any = (batch, mask)):
-            began_s, previous = 0.0, None
+            began_s = 0.0
             for i in range(24):
                 if i == 4:
                     jax.block_until_ready(state.step)
                     began_s = time.perf_counter()
-                state, _, previous = engine.step(
-                    state, None, *given, measure=measure, previous=previous
-                )
+                state, _ = engine.step(state, None, *given, measure=measure)
             jax.block_until_ready(state.step)
             return state, time.perf_counter() - began_s
 

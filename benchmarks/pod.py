@@ -60,7 +60,7 @@ def measure(size: str, topology: str, slices: int, degrees: dict[str, int]) -> d
 
     from jaxgoodput import Engines, Problem, Strategy, adaptive, rules
     from jaxgoodput.engine.analysis import analyse
-    from jaxgoodput.engine.programs import Noise, Program
+    from jaxgoodput.engine.programs import Program
 
     several = {} if slices == 1 else {"num_slices": slices}
     found = topologies.get_topology_desc(platform="tpu", topology_name=topology, **several)
@@ -89,11 +89,10 @@ def measure(size: str, topology: str, slices: int, degrees: dict[str, int]) -> d
     )
     sample = {"tokens": jax.ShapeDtypeStruct((LENGTH + 1,), jnp.int32)}
     engine = Engines(problem, sample, memory_bytes=1).on(layout)
-    kinds = {"engine": Noise.OFF}
-    if FLAGS.statistics:
-        kinds |= {"remember": Noise.REMEMBER, "difference": Noise.DIFFERENCE}
+    kinds = {"engine": False, "measured": True} if FLAGS.statistics else {"engine": False}
     programs = {
-        kind: engine.programs.step(engine.shape(rows), noise=noise) for kind, noise in kinds.items()
+        kind: engine.programs.step(engine.shape(rows), measure=measure)
+        for kind, measure in kinds.items()
     }
 
     def by_hand(constrain: Any, tx: Any = tx) -> Program:

@@ -407,9 +407,7 @@ def train_larger(devices: Sequence[Any]) -> None:
     print("step  loss, nats per byte  seconds")
     for i, rows in enumerate(batches):
         start = time.perf_counter()
-        state, metrics, _ = engine.step(
-            state, None, *byte_model.on_devices(rows, cut), measure=False
-        )
+        state, metrics = engine.step(state, None, *byte_model.on_devices(rows, cut), measure=False)
         loss = engine.read(metrics)[0].loss
         jax.block_until_ready(state)
         print(f"{i + 1:4d}  {loss:19.3f}  {time.perf_counter() - start:7.2f}")

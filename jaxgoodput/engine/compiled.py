@@ -1,7 +1,7 @@
 """Programs and moves, each compiled once, by whichever thread needs it first.
 
 What is compiled is named by a builder and its arguments, `compiled(programs.step, shape,
-noise=Noise.OFF)`: a method that an editor can open. It is built only where it was not compiled before, so
+measure=False)`: a method that an editor can open. It is built only where it was not compiled before, so
 that the door is open on the hot path too.
 """
 

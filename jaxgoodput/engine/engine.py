@@ -31,7 +31,6 @@ from jaxgoodput.engine.compiled import Compiled, Moves
 from jaxgoodput.engine.memory import step_bytes
 from jaxgoodput.engine.programs import (
     GlobalPrograms,
-    Noise,
     Program,
     Programs,
     SampleShape,
@@ -39,7 +38,7 @@ from jaxgoodput.engine.programs import (
     has_constraints,
 )
 from jaxgoodput.engine.programs_elastic import ElasticPrograms
-from jaxgoodput.engine.state import Previous, StepMetrics, Sums, TrainState, Work, delete
+from jaxgoodput.engine.state import StepMetrics, Sums, TrainState, Work, delete
 from jaxgoodput.goodput.memory import StepBytes
 from jaxgoodput.parallel.plan import MovePlan, plan_move
 from jaxgoodput.parallel.strategy import Layout, anywhere
@@ -203,10 +202,10 @@ class Engine:
         """Replicas of all processes together."""
         return self.layout.num_replicas if self.world is None else self.world.size
 
-    @property
-    def needs_two_steps(self) -> bool:
-        """Whether a batch of one micro-batch is a single group, so that two make a noise sample."""
-        return self.world is None and self.programs.needs_two_steps
+    def can_measure(self, size: Size) -> bool:
+        """Whether a batch of one micro-batch of this size tells its noise; of several, every batch does."""
+        own = self.programs.can_measure(self.shape(size).micro_batch_size)
+        return own or self.world is not None  # where other processes have groups too
 
     @property
     def spans(self) -> bool:
@@ -246,16 +245,14 @@ class Engine:
         more = partial(programs.accumulate, shape, first=False)
         if self.world is not None:
             return first, more
-        step = partial(programs.step, shape, noise=Noise.OFF)
+        step = partial(programs.step, shape, measure=False)
         return (step, first, more, partial(programs.step_after, shape)) if accumulate else (step,)
 
     def measuring_programs(self, size: Size) -> tuple[partial[Program], ...]:
         """Those that measure the noise of a batch of one micro-batch; others do so anyway."""
-        if self.world is not None:
+        if self.world is not None or not self.can_measure(size):
             return ()
-        pair = (Noise.REMEMBER, Noise.DIFFERENCE)
-        kinds = pair if self.needs_two_steps else (Noise.MEASURED,)
-        return tuple(partial(self.programs.step, self.shape(size), noise=kind) for kind in kinds)
+        return (partial(self.programs.step, self.shape(size), measure=True),)
 
     def shared_programs(self, *, accumulate: bool) -> tuple[partial[Program], ...]:
         """What all sizes share."""
@@ -317,7 +314,7 @@ class Engine:
         state = self.compiled(self.programs.zeros)()
         batch, mask = self._zero_batch(self.shape(size))
         if self.world is None:
-            state, metrics, _ = self.step(state, None, batch, mask, measure=False)
+            state, metrics = self.step(state, None, batch, mask, measure=False)
             jax.block_until_ready(metrics)
         if accumulate or self.world is not None:
             work = self.accumulate(self.accumulate(self.begin(state), batch, mask), batch, mask)
@@ -331,16 +328,13 @@ class Engine:
             return
         state = self.compiled(self.programs.zeros)()
         batch, mask = self._zero_batch(self.shape(size))
-        state, metrics, previous = self.step(state, None, batch, mask)
-        if previous is not None:
-            state, metrics, _ = self.step(state, None, batch, mask, previous=previous)
-        jax.block_until_ready(metrics)
+        jax.block_until_ready(self.step(state, None, batch, mask)[1])
 
     def bytes_of(self, size: Size) -> StepBytes | None:
         """Predicted peak bytes per device of a step of this size, once it is compiled."""
         shape, programs = self.shape(size), self.programs
         return self._largest(
-            partial(programs.step, shape, noise=Noise.OFF),
+            partial(programs.step, shape, measure=False),
             partial(programs.step_after, shape),
             partial(programs.accumulate, shape, first=False),
         )
@@ -428,15 +422,13 @@ class Engine:
         mask: Array,
         *,
         measure: bool = True,
-        previous: Previous | None = None,
         control: np.ndarray | None = None,
-    ) -> tuple[TrainState, Array, Previous | None]:
+    ) -> tuple[TrainState, Array]:
         """The last micro-batch and the update, in one executable; for a job that is not elastic.
 
         Returns the new state and the metrics vector, with the sum of every process's `control` behind it.
-        Where a batch is one noise group (`needs_two_steps`), a noise sample takes two measured steps: the
-        first returns the gradient to be remembered, which the second must be given as `previous`;
-        otherwise the third value is None. Donates the state.
+        `measure` takes a noise sample, where a batch of one micro-batch tells any (`can_measure`). Donates
+        the state.
         """
         if self.world is not None:
             raise ValueError(
@@ -455,17 +447,9 @@ class Engine:
             run = self.compiled(self.programs.step_after, shape)
             state, metrics = run(state, work.sums, *inputs)
             work.consume()
-            return state, metrics, None
-        if measure and self.needs_two_steps:
-            if previous is None:
-                run = self.compiled(self.programs.step, shape, noise=Noise.REMEMBER)
-                return run(state, *inputs)
-            run = self.compiled(self.programs.step, shape, noise=Noise.DIFFERENCE)
-            state, metrics = run(state, previous, *inputs)
-            return state, metrics, None
-        noise = Noise.MEASURED if measure else Noise.OFF
-        state, metrics = self.compiled(self.programs.step, shape, noise=noise)(state, *inputs)
-        return state, metrics, None
+            return state, metrics
+        measure = measure and self.programs.can_measure(shape.micro_batch_size)
+        return self.compiled(self.programs.step, shape, measure=measure)(state, *inputs)
 
     def apply(
         self, state: TrainState, work: Work, control: np.ndarray | None = None

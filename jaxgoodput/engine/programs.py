@@ -1,7 +1,7 @@
 """The programs of an engine: for each, a pure function, what it donates, and abstract arguments.
 
-`accumulate` adds a micro-batch; `step` is the fused step of one micro-batch, whose `Noise` says what it
-measures; `step_after` fuses the last of several micro-batches with the update. These are made for
+`accumulate` adds a micro-batch; `step` is the fused step of one micro-batch, which measures the noise or does
+not; `step_after` fuses the last of several micro-batches with the update. These are made for
 micro-batches of one shape. Without a shape: `init`, `begin`, `zeros` (a throw-away state), `reduce`,
 `spread` (reduced sums back in partial form) and `update`.
 
@@ -9,12 +9,12 @@ A loss runs in one of two ways. *separate* (`SeparatePrograms`): every replica h
 computes a gradient of its own, so that `accumulate` needs no collective and a batch of one micro-batch has
 a noise group per replica. *global* (`GlobalPrograms`): the loss of all rows of a micro-batch under plain
 `jit` with the mesh set; the compiler cuts it as parameters and the model's own constraints say, and a
-micro-batch is one noise group. The update sees whole values in both.
+micro-batch is one noise group; a step of one that is to measure takes the gradient of a part of its rows
+besides. The update sees whole values in both.
 """
 
 import abc
 import dataclasses
-import enum
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -30,7 +30,7 @@ from jaxtyping import Array, PyTree
 
 from jaxgoodput._jax import set_priorities
 from jaxgoodput.engine import step as pure
-from jaxgoodput.engine.state import Previous, StepMetrics, Sums, TrainState, cast, split
+from jaxgoodput.engine.state import StepMetrics, Sums, TrainState, cast, split
 from jaxgoodput.optim.noise import leaf_groups
 from jaxgoodput.parallel import partition as rules
 from jaxgoodput.parallel.strategy import (
@@ -47,19 +47,9 @@ from jaxgoodput.parallel.strategy import (
 PRIORITIES = {axis: 1 for axis in MODEL_AXES} | {FSDP_AXIS: 2}
 ROWS = PartitionSpec(DATA_AXIS)
 WHOLE = PartitionSpec()
-
-
-class Noise(enum.Enum):
-    """What a fused step of one micro-batch says of the gradient noise."""
-
-    OFF = enum.auto()
-    """Nothing; it saves a pass over the gradient."""
-    MEASURED = enum.auto()
-    """A noise sample of the groups of this batch, two or more."""
-    REMEMBER = enum.auto()
-    """Of a single group, the first of two steps that make a sample: it returns the gradient, uncopied."""
-    DIFFERENCE = enum.auto()
-    """The second of them: a sample of this gradient and the one before."""
+# One row in so many is compared with the others. Two groups of any sizes tell the noise equally well where
+# gradients are normal, and a quarter costs a quarter; fewer rows would be ruled by single wild samples.
+PART = 4
 
 
 @dataclass(frozen=True)
@@ -154,17 +144,9 @@ class Programs(abc.ABC):
         # For shapes alone: one sample fills no pipeline.
         self._uncut_problem = problem
 
-    @property
     @abc.abstractmethod
-    def num_groups(self) -> int:
-        """Noise groups of one micro-batch on every replica."""
-
-    @property
-    def needs_two_steps(self) -> bool:
-        """Whether a batch of one micro-batch is one group, so that its noise shows only in the difference
-        of two updates' gradients: biased by what the parameters moved between them, which adds to it.
-        """
-        return self.num_groups == 1 and not self.problem.from_norm_layers
+    def can_measure(self, micro_batch_size: int) -> bool:
+        """Whether a batch of one micro-batch of so many samples per replica tells its noise."""
 
     @property
     def has_begin(self) -> bool:
@@ -261,7 +243,7 @@ class Programs(abc.ABC):
         *,
         measure: bool,
     ) -> Sums:
-        """The reduced sums of `old` and a last micro-batch."""
+        """The reduced sums of the whole batch: `old`, if any, and a last micro-batch."""
 
     def _merged(
         self,
@@ -273,6 +255,7 @@ class Programs(abc.ABC):
         *,
         measure: bool = True,
         blocks: int = 1,
+        part: Array | None = None,
     ) -> Sums:
         """The sums after one more micro-batch, of one replica or of all."""
         params, scale, model_state, key, step = begun
@@ -289,6 +272,7 @@ class Programs(abc.ABC):
             key,
             measure=measure,
             blocks=blocks,
+            part=part,
         )
         return new if old is None else old.merged(new)
 
@@ -344,16 +328,9 @@ class Programs(abc.ABC):
         return self.problem.preconditioner(opt_state, kept)
 
     def _update(
-        self, state: TrainState, total: Sums, *, measure: bool, previous: Previous | None = None
+        self, state: TrainState, total: Sums, *, measure: bool
     ) -> tuple[TrainState, StepMetrics[Array]]:
-        return pure.update(
-            self.problem,
-            state,
-            total,
-            measure=measure,
-            previous=previous,
-            cut=self.layout.strategy.is_cut,
-        )
+        return pure.update(self.problem, state, total, measure=measure)
 
     # -- programs for micro-batches of a shape ---------------------------------------------------
 
@@ -372,36 +349,19 @@ class Programs(abc.ABC):
             return Program(run, (), fixed, _shardings(sums))
         return Program(run, (len(fixed),), (*fixed, sums), _shardings(sums))
 
-    def step(self, shape: SampleShape, *, noise: Noise) -> Program:
-        """A whole step of one micro-batch, from (state, batch, mask, and control); donates the state.
-
-        Returns (state, packed metrics). REMEMBER returns a `Previous` besides, which DIFFERENCE takes
-        after the state.
+    def step(self, shape: SampleShape, *, measure: bool) -> Program:
+        """A whole step of one micro-batch, from (state, batch, mask, and control) to (state, packed
+        metrics); donates the state. One that does not measure the noise saves a pass over the gradient.
         """
-        state, out = self.abstract_state(), self._out()
-        arguments = (state, *self.abstract_batch(shape), *self.abstract_control())
-        measure = noise is Noise.MEASURED
-        if noise is Noise.DIFFERENCE:
-
-            def second(state: TrainState, previous: Previous, *inputs: PyTree):
-                total = self._fused(state, inputs, None, measure=False)
-                state, metrics = self._update(state, total, measure=False, previous=previous)
-                return state, self._packed(metrics, inputs)
-
-            arguments = (state, self._abstract_previous(), *arguments[1:])
-            return Program(second, (0,), arguments, out)
 
         def run(state: TrainState, *inputs: PyTree):
             total = self._fused(state, inputs, None, measure=measure)
             state, metrics = self._update(state, total, measure=measure)
-            if noise is Noise.REMEMBER:
-                previous = pure.remember(total, metrics.is_finite)
-                return state, self._packed(metrics, inputs), previous
             return state, self._packed(metrics, inputs)
 
-        if noise is Noise.REMEMBER:
-            out = (*out, _shardings(self._abstract_previous()))
-        return Program(run, (0,), arguments, out)
+        state = self.abstract_state()
+        inputs = (*self.abstract_batch(shape), *self.abstract_control())
+        return Program(run, (0,), (state, *inputs), self._out())
 
     def step_after(self, shape: SampleShape) -> Program:
         """The last of several micro-batches and the update, from (state, sums so far, batch, mask, and
@@ -441,13 +401,6 @@ class Programs(abc.ABC):
         control = [jnp.sum(rows, axis=0) for rows in self._split(inputs)[1]]
         return jnp.concatenate([metrics.packed(), *control])
 
-    def _abstract_previous(self) -> Previous:
-        scalar = jax.ShapeDtypeStruct((), jnp.float32, sharding=self.layout.replicated)
-        grads = self.param_specs.placed(
-            jax.tree.map(lambda k: jax.ShapeDtypeStruct(k.shape, jnp.float32), self._kept)
-        )
-        return Previous(grads=grads, weight=scalar, num_samples=scalar)
-
 
 class GlobalPrograms(Programs):
     """The loss of all rows of a micro-batch, cut by the compiler; any layout, any number of processes.
@@ -462,10 +415,23 @@ class GlobalPrograms(Programs):
         uncut = in_mesh(problem.loss_and_state, UNCUT, layout.strategy)
         self._uncut_problem = dataclasses.replace(problem, loss_and_state=uncut)
 
-    @property
-    def num_groups(self) -> int:
-        """One: rows of all replicas are added up at once."""
-        return 1
+    def can_measure(self, micro_batch_size: int) -> bool:
+        """Whether there are two rows to compare, and the loss can leave some out where it has to."""
+        if self.problem.from_norm_layers or self._is_cut_in_rows(micro_batch_size):
+            return True
+        return self._can_leave_out and self.layout.num_replicas * micro_batch_size > 1
+
+    @cached_property
+    def _can_leave_out(self) -> bool:
+        rows = self.shape.batch(2)
+        return pure.loss_kind(self._uncut_problem, self.state, rows, 2) == "sample"
+
+    def _is_cut_in_rows(self, micro_batch_size: int) -> bool:
+        """Whether a part of the rows is computed by itself, which costs least."""
+        # A model with mutable state (BatchNorm) computes other things of other rows, and a pipeline needs
+        # rows for all its stages.
+        whole = jax.tree.leaves(self.state.model_state) or self.layout.strategy.stage > 1
+        return micro_batch_size > 1 and not (whole and self._can_leave_out)
 
     def partial_sums(self) -> Sums:
         """The reduced sums: there are no others."""
@@ -474,7 +440,7 @@ class GlobalPrograms(Programs):
     def _accumulate(
         self, begun: Sequence[PyTree], inputs: Sequence[PyTree], old: Sums | None
     ) -> Sums:
-        return self._whole(begun, inputs, old, measure=True)
+        return self._all_rows(begun, inputs, old, measure=True)
 
     def _whole(
         self,
@@ -484,9 +450,38 @@ class GlobalPrograms(Programs):
         *,
         measure: bool,
     ) -> Sums:
+        if not measure or old is not None or self.problem.from_norm_layers:
+            return self._all_rows(begun, inputs, old, measure=measure)
+        total = self._all_rows(begun, inputs, None, measure=False)
+        return pure.in_two(total, self._part(begun, *inputs), begun[1])
+
+    def _part(self, begun: Sequence[PyTree], batch: PyTree, mask: Array) -> Sums:
+        """The sums of a part of the rows, the same of every replica."""
+        replicas = self.layout.num_replicas
+        rows = len(mask) // replicas
+        if self._is_cut_in_rows(rows):
+
+            def some(x: Array) -> Array:  # a stride, because rows may come in some order
+                part = x.reshape(replicas, rows, *x.shape[1:])[:, ::PART]
+                return part.reshape(-1, *x.shape[1:])
+
+            inputs = jax.tree.map(some, (batch, mask))
+            return self._all_rows(begun, inputs, None, measure=False)
+        part = (jnp.arange(len(mask)) % 2 == 0).astype(mask.dtype)
+        return self._all_rows(begun, (batch, mask), None, measure=False, part=part)
+
+    def _all_rows(
+        self,
+        begun: Sequence[PyTree],
+        inputs: Sequence[PyTree],
+        old: Sums | None,
+        *,
+        measure: bool,
+        part: Array | None = None,
+    ) -> Sums:
         batch, mask = inputs
         blocks = self.layout.num_replicas
-        return self._merged(begun, 0, batch, mask, old, measure=measure, blocks=blocks)
+        return self._merged(begun, 0, batch, mask, old, measure=measure, blocks=blocks, part=part)
 
 
 class SeparatePrograms(Programs):
@@ -495,10 +490,9 @@ class SeparatePrograms(Programs):
     Sums have a leading axis over the replicas until they are reduced (`spread` is the way back).
     """
 
-    @property
-    def num_groups(self) -> int:
-        """A group for each replica."""
-        return self.layout.num_replicas
+    def can_measure(self, micro_batch_size: int) -> bool:
+        """Whether there are several replicas, each a group."""
+        return self.layout.num_replicas > 1
 
     def partial_sums(self) -> Sums:
         """A row for each replica."""

@@ -95,18 +95,6 @@ class TrainState:
 
 
 @struct
-class Previous:
-    """The gradient of the update before, for the differenced noise estimator."""
-
-    grads: PyTree
-    """Its sum, not yet divided by the weight."""
-    weight: Leaf
-    """float32."""
-    num_samples: Leaf
-    """float32; 0 = nothing remembered yet."""
-
-
-@struct
 class Sums:
     """One replica's part of a batch.
 

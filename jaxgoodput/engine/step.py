@@ -27,7 +27,6 @@ from jaxgoodput.engine import norm_layers
 from jaxgoodput.engine.state import (
     Guard,
     Loss,
-    Previous,
     StepMetrics,
     Sums,
     TrainState,
@@ -230,15 +229,18 @@ def local_sums(
     *,
     measure: bool = True,
     blocks: int = 1,
+    part: Array | None = None,
 ) -> Sums:
     """One micro-batch, of one replica or of all: gradient sum, loss sum, weight, and |gradient|^2.
 
     `params` are in compute precision, `mask` is 1 for real samples and 0 for padding, `[batch]`; rows
     come from `blocks` replicas. `measure=False` leaves the noise moment at 0 and saves one pass over the
-    gradient.
+    gradient. Of all rows, which are computed together, only those of `part` (`[batch]`, 1 or 0) count.
     """
     kept, rest = split(params, problem.mask(params))
     batch = _without_padding(batch, mask, blocks)
+    if part is not None:
+        mask = mask * part
 
     def objective(kept: PyTree, factors: norm_layers.Factors):
         with norm_layers.scaled(factors) as used:
@@ -293,6 +295,22 @@ def local_sums(
     )
 
 
+def in_two(total: Sums, part: Sums, scale: PyTree) -> Sums:
+    """The sums of one micro-batch with the noise moment of two groups: a part of its rows, and the others.
+
+    `scale` is the optimizer's preconditioner, () for none.
+    """
+    preconditioner = None if isinstance(scale, tuple) and not scale else scale
+    others = jax.tree.map(jnp.subtract, total.grads, part.grads)
+    norms, groups = jnp.zeros_like(total.norms), jnp.zeros_like(total.groups)
+    for grads, weight in ((part.grads, part.weight), (others, total.weight - part.weight)):
+        some = weight > 0
+        squares = noise.squared_norms(grads, preconditioner)
+        norms += jnp.where(some, squares / jnp.where(some, weight, 1.0), 0.0)
+        groups += some.astype(groups.dtype)
+    return dataclasses.replace(total, norms=norms, groups=groups)
+
+
 def _advance(old: PyTree, new: PyTree, samples: Array) -> PyTree:
     """The new model state; floating leaves only where the micro-batch held any real sample.
 
@@ -311,16 +329,12 @@ def update(
     total: Sums,
     *,
     measure: bool,
-    previous: Previous | None = None,
-    cut: bool = False,
 ) -> tuple[TrainState, StepMetrics[Array]]:
     """The next state from the sums of a whole batch, and what to report.
 
     A loss or gradient that is not finite, or a batch without weight, leaves parameters, optimizer and
     model state as they were; only the step count, the guard and the samples gone by move on. `measure`
-    takes a noise sample from the groups of this batch; with `previous` it comes from the difference of
-    two successive gradients instead, for a batch of one group (see `remember`). `cut` says that
-    parameters are cut over devices.
+    takes a noise sample from the groups of this batch.
     """
     kept, rest = split(state.params, problem.mask(state.params))
     weight = jnp.maximum(total.weight, 1e-30)
@@ -329,39 +343,25 @@ def update(
     norm_sqr = jnp.sum(norms)
     finite = jnp.isfinite(loss) & jnp.isfinite(norm_sqr) & (total.weight > 0)
 
-    sample, biased = None, False
-    if measure or previous is not None:
+    sample = None
+    if measure:
         scale = problem.preconditioner(state.opt_state, kept)
-        if previous is not None:
-            biased = True
-            sample = noise.differenced_sample(
-                total.grads,
-                previous.grads,
-                total.samples,
-                preconditioner=scale,
-                previous_num_samples=previous.num_samples,
-                weight=weight,
-                previous_weight=previous.weight,
-                cut=cut,
-            )
-        else:
-            large = norms
-            if problem.from_norm_layers:
-                # One noise scale for all: every leaf is given the same part of it.
-                squares = [jnp.sum(jnp.square(x)) for x in total.factors.values()]
-                large = jnp.broadcast_to(sum(squares) / norms.size, norms.shape) / weight**2
-            elif scale is not None:
-                large = noise.squared_norms(total.grads, scale)
-                large = large / weight**2
-            sample = noise.NoiseSample(
-                small_sqr=total.norms / weight,
-                large_sqr=large,
-                num_groups=total.groups,
-                num_samples=total.samples,
-            )
-        if (
-            scale is not None
-        ):  # before, it is in other units, and would stay in the average for long
+        large = norms
+        if problem.from_norm_layers:
+            # One noise scale for all: every leaf is given the same part of it.
+            squares = [jnp.sum(jnp.square(x)) for x in total.factors.values()]
+            large = jnp.broadcast_to(sum(squares) / norms.size, norms.shape) / weight**2
+        elif scale is not None:
+            large = noise.squared_norms(total.grads, scale)
+            large = large / weight**2
+        sample = noise.NoiseSample(
+            small_sqr=total.norms / weight,
+            large_sqr=large,
+            num_groups=total.groups,
+            num_samples=total.samples,
+        )
+        if scale is not None:
+            # Before, it is in other units, and would stay in the average for long.
             settled = noise.is_settled(state.opt_state)
             sample = dataclasses.replace(
                 sample, num_groups=jnp.where(settled, sample.num_groups, 0)
@@ -376,7 +376,6 @@ def update(
             kept,
             global_batch_size=total.samples,
             noise=sample,
-            biased=biased,
             value=loss,  # for links that ask for it, such as `reduce_on_plateau`
         )
         return optax.apply_updates(kept, updates), opt_state, total.model_state
@@ -416,12 +415,3 @@ def update(
         aux={name: value / samples for name, value in total.aux.items()},
     )
     return new_state, metrics
-
-
-def remember(total: Sums, is_finite: Array) -> Previous:
-    """The gradient of this update, for the differenced sample of the next; useless if not finite."""
-    return Previous(
-        grads=total.grads,
-        weight=jnp.maximum(total.weight, 1e-30),
-        num_samples=total.samples * is_finite,
-    )

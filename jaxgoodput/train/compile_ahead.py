@@ -37,6 +37,11 @@ _UNMEASURED = (
     "steps of %d samples per replica fit into memory, but not with a noise measurement: the noise is not "
     "measured while they are used. Lower batch.max, or raise execution.memory_bytes."
 )
+_TOO_FEW = (
+    "steps of %d samples per replica, in one micro-batch, have no two groups of samples to compare: the "
+    "noise is not measured while they are used. Use a larger batch.base, or return per-sample losses [batch] "
+    "instead of their mean."
+)
 
 
 @runtime_checkable
@@ -148,7 +153,7 @@ class SizeCompiler:
         """`size` is in use: take up the sizes around it, and have it measure the noise."""
         with self._changed:
             if not self._order:
-                self._measurable[size] = True
+                self._measurable[size] = self._engine.can_measure(size)
             self._current = size
             # What the next change can reach comes first, then what the one after it can.
             for reach in (self._reach, self._reach**2):
@@ -161,7 +166,7 @@ class SizeCompiler:
                 self._run_thread()
             self._changed.notify_all()
         if cannot:
-            logging.warning(_UNMEASURED, size)
+            logging.warning(self._why_unmeasured(size), size)
         if missing is not None and not self._background:
             self._prepare_measuring(missing)
 
@@ -282,15 +287,18 @@ class SizeCompiler:
         if not self._compile(engine.measuring_programs(size)):
             return
         need = engine.measuring_bytes_of(size)
-        fits = need is None or need.peak <= self._budget
+        fits = engine.can_measure(size) and (need is None or need.peak <= self._budget)
         if not fits:
             log = logging.warning if size == self._current else logging.info
-            log(_UNMEASURED, size)
+            log(self._why_unmeasured(size), size)
         elif need is not None and need.peak * 2 <= self._budget:  # a second copy of everything
             engine.rehearse_measuring(size)
         with self._changed:
             self._measurable[size] = fits
             self._changed.notify_all()
+
+    def _why_unmeasured(self, size: int) -> str:
+        return _UNMEASURED if self._engine.can_measure(size) else _TOO_FEW
 
     def _compile(self, programs: Sequence[Callable[[], Program]]) -> bool:
         """Compile these, unless told to stop meanwhile; False then."""

@@ -19,7 +19,7 @@ from jaxgoodput import _serial
 from jaxgoodput.clock import Clock
 from jaxgoodput.data.loader import StepBatch
 from jaxgoodput.engine.engine import Engine
-from jaxgoodput.engine.state import Previous, StepMetrics, TrainState
+from jaxgoodput.engine.state import StepMetrics, TrainState
 from jaxgoodput.goodput.memory import TooLarge
 from jaxgoodput.goodput.search import BatchConfig
 from jaxgoodput.observe.badput import TimeLedger
@@ -82,7 +82,6 @@ class Loop:
         self.step: int = start.step
         self.samples: int = start.samples
         # What the loop remembers between steps.
-        self._previous: Previous | None = None  # gradient, for the noise
         self._latest: Result | None = None
         self._untimed = DEPTH  # steps that are not to be timed
         self._outcome: str | None = None  # what ended the run before its end
@@ -303,7 +302,7 @@ class Loop:
                 peak_extra_bytes=plan.peak_extra_bytes,
             )
         )
-        self.engine, self._previous = new, None
+        self.engine = new
         self.loader.place(new.layout.batch_sharding)
 
     def _control(self, result: Result | None) -> Control:
@@ -349,18 +348,9 @@ class Loop:
             *some, last = batch.micro_batches
             for micro in some:
                 work = engine.accumulate(work or engine.begin(self.state), micro.data, micro.mask)
-            previous = self._previous if measured and work is None else None
-            self.state, metrics, self._previous = engine.step(
-                self.state,
-                work,
-                last.data,
-                last.mask,
-                measure=measured,
-                previous=previous,
-                control=control,
+            self.state, metrics = engine.step(
+                self.state, work, last.data, last.mask, measure=measured, control=control
             )
-            # A gradient that is only remembered costs nothing; its difference from the next does.
-            measured = measured and self._previous is None
         else:
             work = engine.begin(self.state)
             for micro in batch.micro_batches:
@@ -404,7 +394,7 @@ class Loop:
         return encode(wishes, self.strategies.names)
 
     def _is_measured(self, batch: StepBatch) -> bool:
-        """Whether this step measures gradient noise: one step in `every`, two for a difference."""
+        """Whether this step measures gradient noise: one step in `every`."""
         if self.engine.world is not None or len(batch.micro_batches) > 1:
             return True
         size = batch.config.micro_batch_size
@@ -413,9 +403,8 @@ class Loop:
             can = (self.batch.strategy, size) in self._measuring
         if not can:
             return False  # what it takes is being compiled
-        length = 2 if self.engine.needs_two_steps else 1
         # By the step's number, so that a resumed run measures where an uninterrupted one would.
-        return self._every <= length or self.step % self._every < length
+        return self.step % self._every == 0
 
     def _drain(self, first: int) -> None:
         """Wait for every step dispatched."""

@@ -14,7 +14,6 @@ from typing import Any
 from jaxgoodput.data.sources import abstract_sample, as_source
 from jaxgoodput.engine.analysis import Analysis, analyse
 from jaxgoodput.engine.engine import Engine, Engines
-from jaxgoodput.engine.programs import Noise
 from jaxgoodput.engine.step import own_specs
 from jaxgoodput.goodput.memory import largest_that_fits
 from jaxgoodput.parallel.partition import suitable
@@ -152,7 +151,7 @@ def _outlook(
     known = {}
     size = micro_batch_size or max(base // engine.num_replicas, 1)
     while True:
-        program = engine.programs.step(engine.shape(size), noise=Noise.OFF)
+        program = engine.programs.step(engine.shape(size), measure=False)
         found = analyse(program, program.compile(), engine.layout.num_devices)
         known[size] = found.bytes
         if found.bytes.peak <= budget or micro_batch_size is not None or size == 1:

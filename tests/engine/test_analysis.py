@@ -7,7 +7,6 @@ import pytest
 from engines import make
 
 from jaxgoodput.engine.analysis import analyse, matrix_flops, received_by_kind
-from jaxgoodput.engine.programs import Noise
 from jaxgoodput.parallel.strategy import Strategy
 
 WIDTH, LAYERS = 64, 6
@@ -44,7 +43,7 @@ def analysed(strategy, size=4):
         sample=SAMPLE,
         preconditioned=False,
     )
-    program = engine.programs.step(engine.shape(size), noise=Noise.OFF)
+    program = engine.programs.step(engine.shape(size), measure=False)
     return analyse(program, program.compile(), engine.layout.num_devices)
 
 

@@ -46,5 +46,5 @@ def test_what_a_step_reports_is_the_same_under_every_layout(strategy, alone):
     for name in ("grad_norm", "loss", "num_samples"):
         found, wanted = getattr(metrics, name), getattr(expected, name)
         np.testing.assert_allclose(found, wanted, rtol=2e-5, err_msg=name)
-    # Each copy of the model is a group of its own where it is whole; else all rows are one.
-    assert metrics.num_groups == (8 if strategy == Strategy(data=8) else 1)
+    # Each copy of the model is a group of its own where it is whole; else a part of all rows and the others.
+    assert metrics.num_groups == (8 if strategy == Strategy(data=8) else 2)

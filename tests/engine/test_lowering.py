@@ -6,7 +6,6 @@ import engines
 import optax
 import pytest
 
-from jaxgoodput.engine.programs import Noise
 from jaxgoodput.parallel.strategy import Strategy
 
 # The partitioner's own marks, which it removes again.
@@ -26,7 +25,7 @@ def test_every_program_is_lowered_for_other_platforms(platform, strategy):
         programs.update(),
         programs.step_after(shape),
         *(programs.accumulate(shape, first=first) for first in (True, False)),
-        *(programs.step(shape, noise=noise) for noise in Noise),
+        *(programs.step(shape, measure=measure) for measure in (False, True)),
     ]
     for program in every:
         text = program.lower(platform).as_text()

@@ -102,7 +102,6 @@ def by_definition(model, params, x):
 def test_the_sample_is_that_of_single_samples_under_every_layout(rng, strategy, parts, scanned):
     model = Model(scanned)
     engine = engine_of(model, strategy)
-    assert not engine.needs_two_steps
     state = engine.init(jax.random.key(0))
     params = engines.host(state.params)
     batch = rows(rng, 24)

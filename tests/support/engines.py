@@ -124,7 +124,7 @@ def read(engine, packed):
     return engine.read(packed)[0]
 
 
-def run(engine, state, micro_batches, *, fused=True, previous=None, measure=True):
+def run(engine, state, micro_batches, *, fused=True, measure=True):
     """One step over (rows, mask) pairs; the new state and what it reports."""
     placed = [put(engine, *m) if isinstance(m, tuple) else put(engine, m) for m in micro_batches]
     work = None
@@ -133,9 +133,7 @@ def run(engine, state, micro_batches, *, fused=True, previous=None, measure=True
         for batch, mask in placed[: len(placed) - fused]:
             work = engine.accumulate(work, batch, mask)
     if fused:
-        state, metrics, _ = engine.step(
-            state, work, *placed[-1], measure=measure, previous=previous
-        )
+        state, metrics = engine.step(state, work, *placed[-1], measure=measure)
     else:
         state, metrics = engine.apply(state, work)
     return state, read(engine, metrics)
