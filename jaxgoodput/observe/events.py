@@ -4,6 +4,7 @@ An event is added here and nowhere else: the class names the method of a hook th
 the journal writes whatever comes. (`hooks.Hook` lists the methods for people.)
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -124,6 +125,12 @@ class Window(Event):
     memory_limit: int
     """The largest micro-batch that fits."""
     eta_s: float
+    loss_gained: float = math.nan
+    """Loss lost per e-fold of samples with this batch; NaN = too few steps to tell."""
+    loss_gained_error: float = math.nan
+    """Its standard error."""
+    loss_gained_expected: float = math.nan
+    """What the batch before gained, times what the model says of this one's efficiency beside that one's."""
 
 
 @dataclass(frozen=True, kw_only=True)

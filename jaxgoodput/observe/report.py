@@ -57,6 +57,7 @@ def report(workdir: str | os.PathLike[str]) -> str:
         _header(folder, starts, windows, _of(kept, "FitEnd")),
         _time(_of(kept, "FitEnd"), windows, kept),
         _batches(windows),
+        _evidence(windows),
         _verdicts(_of(kept, "TuneEnd")),
         _curves(windows, _of(kept, "EvalEnd")),
         _incidents(records, windows, torn),
@@ -260,6 +261,34 @@ def _batches(windows: Sequence[Record]) -> str:
     return _section(
         "Batch sizes", body + "\n(goodput: useful samples per second; batch in samples)"
     )
+
+
+def _evidence(windows: Sequence[Record]) -> str:
+    """What the loss says of every stretch of one batch that was long enough, beside the model."""
+    last: list[Record] = []
+    for window in windows:
+        if window.get("loss_gained") is None:
+            continue
+        if last and _global(last[-1]["config"]) == _global(window["config"]):
+            last.pop()
+        last.append(window)
+    rows = [
+        (
+            str(_global(window["config"])),
+            str(window["step"]),
+            compact(_number(window["loss_gained"])),
+            compact(2 * _number(window["loss_gained_error"])),
+            compact(_number(window["loss_gained_expected"])),
+        )
+        for window in last
+    ]
+    if not rows:
+        return ""
+    body = _table(("batch", "until step", "loss lost", "+-", "model expected"), rows)
+    note = (
+        "\n(per e-fold of samples, newer half; two standard errors; expected from the batch before)"
+    )
+    return _section("What the loss says", body + note)
 
 
 def _verdicts(tunes: Sequence[Record]) -> str:

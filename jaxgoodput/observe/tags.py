@@ -40,6 +40,14 @@ TAGS: tuple[Tag, ...] = (
         "1",
         "worth of a sample relative to the base batch; above 1 below the base",
     ),
+    Tag(
+        "evidence/loss_gained",
+        "loss",
+        "loss lost per e-fold of samples with this batch; the model's: what the batch before makes expect",
+        model=True,
+    ),
+    Tag("evidence/loss_gained_lower", "loss", "loss_gained, less two standard errors"),
+    Tag("evidence/loss_gained_upper", "loss", "loss_gained, plus two standard errors"),
     Tag("goodput/predicted_gain", "1", "predicted goodput of the verdict over keeping the batch"),
     Tag("batch/global", "samples", "samples behind one update, all replicas"),
     Tag("batch/per_device", "samples", "micro-batch: samples that one replica computes at once"),
@@ -121,6 +129,11 @@ CHARTS: dict[str, dict[str, tuple[str, list[str]]]] = {
         "goodput, measured and model (useful samples/s)": _lines("goodput/samples_per_sec"),
         "throughput (samples/s)": _lines("goodput/throughput_samples_per_sec"),
         "statistical efficiency": _lines("goodput/statistical_efficiency"),
+        "loss lost per e-fold of samples, measured and model": _lines("evidence/loss_gained"),
+        "loss lost per e-fold of samples, with two standard errors": (
+            "Margin",
+            [f"evidence/loss_gained{bound}" for bound in ("", "_lower", "_upper")],
+        ),
         "goodput predicted, with the fit's error (useful samples/s)": (
             "Margin",
             ["goodput/predicted", "goodput/predicted_lower", "goodput/predicted_upper"],

@@ -127,6 +127,7 @@ class Dashboard:
         predicted = {
             "goodput/samples_per_sec": event.goodput_predicted,
             "perf/step_time_s": event.predicted_step_s,
+            "evidence/loss_gained": event.loss_gained_expected,
         }
         model.scalars(_known(predicted), event.step)
         if event.skipped_steps > self._skipped:
@@ -335,7 +336,7 @@ def _window_scalars(event: Window) -> dict[str, Any]:
 
 
 def _bands(event: Window) -> dict[str, float]:
-    """The model's predictions with one fit error to either side.
+    """The model's predictions with one fit error to either side, and what the loss says with two of its own.
 
     All three or none: TensorBoard refuses a margin chart whose three curves differ in their steps.
     """
@@ -349,6 +350,10 @@ def _bands(event: Window) -> dict[str, float]:
             values[f"{name}{unit}"] = value
             values[f"{name}_lower{unit}"] = value / band
             values[f"{name}_upper{unit}"] = value * band
+    if math.isfinite(event.loss_gained) and math.isfinite(event.loss_gained_error):
+        values["evidence/loss_gained"] = event.loss_gained
+        values["evidence/loss_gained_lower"] = event.loss_gained - 2 * event.loss_gained_error
+        values["evidence/loss_gained_upper"] = event.loss_gained + 2 * event.loss_gained_error
     return values
 
 

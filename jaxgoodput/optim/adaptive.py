@@ -51,6 +51,8 @@ class AdaptiveState(NamedTuple):
     """Samples gone by over the base batch size, those of skipped batches too; float."""
     base_batches_rest: Any
     """What rounding left out of `base_batches`."""
+    unmeasured: Any
+    """Base batches since the noise was measured."""
 
 
 def adaptive(
@@ -65,6 +67,7 @@ def adaptive(
     min_samples: float = noises.MIN_SAMPLES,
     schedules: ScheduleClock = "progress",
     second_moment_decay: float | None = None,
+    memory_share: float = 0.25,
 ) -> optax.GradientTransformationExtraArgs:
     """The optimizer `tx`, tuned at `base_batch_size`, for batches of any size.
 
@@ -87,7 +90,9 @@ def adaptive(
     `grad` are cautious moments (`noise.cautious_groups`): unknown below `min_samples`, and off by
     `num_std_errors` to the safe side. They are those of one group that is worth as much as all the
     groups of parameters at this scale; with `labels`, the pooled ones of the label, where
-    `num_std_errors=0, min_samples=0, max_gain_growth=inf` is AdaptDL.
+    `num_std_errors=0, min_samples=0, max_gain_growth=inf, memory_share=inf` is AdaptDL. The average behind
+    them forgets by `smoothing` per base batch, measured or not, and reaches back over `memory_share` of the
+    run so far: the signal of a run's beginning would stay in it for long.
 
     `second_moment_decay`, under `rules.adam_scale`: Adam's b2, or 1 for Adagrad, which keeps a sum.
     The root of the gain is enough only once the second moment has shrunk to that of the larger batch,
@@ -135,6 +140,7 @@ def adaptive(
             moment_weight=jnp.zeros(()),
             base_batches=jnp.zeros(()),
             base_batches_rest=jnp.zeros(()),
+            unmeasured=jnp.zeros(()),
         )
 
     def update(
@@ -151,7 +157,10 @@ def adaptive(
         scale = jnp.asarray(global_batch_size, state.progress.dtype) / base_batch_size
         label_of_leaf = noises.label_indices(labels, updates)
         statistics, by_group = state.noise, state.groups
+        elapsed = state.unmeasured + scale
+        unmeasured = elapsed
         if noise is not None:
+            unmeasured = jnp.where(jnp.asarray(noise.num_groups) >= 2, 0, elapsed)
             names, group_of_leaf = noises.leaf_groups(updates)
 
             def updated(old: NoiseState, sample: NoiseSample, **options: Any) -> NoiseState:
@@ -161,6 +170,8 @@ def adaptive(
                     base_batch_size=base_batch_size,
                     smoothing=smoothing,
                     biased=biased,
+                    elapsed=elapsed,
+                    memory=memory_share * (state.base_batches + scale),
                     **options,
                 )
 
@@ -218,6 +229,7 @@ def adaptive(
             second_moment,
             moment_weight,
             *batches,
+            unmeasured,
         )
         if finite is not None:
             finite = jnp.asarray(finite, bool)

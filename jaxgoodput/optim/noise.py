@@ -143,11 +143,14 @@ def update_noise(
     biased: Any = False,
     overlapping: bool = False,
     outlier: float = _OUTLIER,
+    elapsed: Any = None,
+    memory: Any = math.inf,
 ) -> NoiseState:
     """The statistics after one more sample, which is forgotten at `smoothing` per base batch.
 
-    The memory is `smoothing ** (num_samples / base_batch_size)`, bias-corrected, as in AdaptDL, but
-    one sample never takes more than 1/16 of it (at 0.999: beyond 64 base batches). The first
+    The memory is `smoothing ** elapsed`, bias-corrected, as in AdaptDL, where `elapsed` are the base
+    batches since the sample before (default: those of this one), and reaches back over `memory` base
+    batches at most; but one sample never takes more than 1/16 of it (at 0.999: beyond 64 base batches). The first
     unbiased sample after differenced ones (`biased`, a bool, traced or not) starts over; the
     reverse does not. `overlapping` says that successive differenced samples share a gradient, the
     second of one being the first of the next: each then counts for half. A sample that is not
@@ -176,8 +179,10 @@ def update_noise(
     valid = (groups >= 2) & (samples > 0) & jnp.all(jnp.isfinite(sqr) & jnp.isfinite(var))
 
     # 1 - smoothing ** scale, without cancellation in float32.
+    gone = samples / base_batch_size if elapsed is None else jnp.asarray(elapsed, dtype)
     forget_rate = math.log(smoothing) if smoothing > 0 else -math.inf
-    forget = jnp.minimum(-jnp.expm1(forget_rate * samples / base_batch_size), _MAX_FORGET)
+    forget_rate = jnp.minimum(forget_rate, -1 / jnp.asarray(memory, dtype))
+    forget = jnp.minimum(-jnp.expm1(forget_rate * gone), _MAX_FORGET)
     old = state.current
     start_over = state.biased & ~biased
     kept = jnp.where(start_over, 0, (1 - forget) * old.weight)
@@ -263,10 +268,11 @@ def cautious_groups(
 ) -> GradGroups:
     """The moments of every group for decisions; NaN while unknown, as in `cautious_grad_params`.
 
-    Noise scales are off to the safe side as there. A group's share of the signal counts as far as it is
-    told from none, its standard error taken off: a group that is all noise must not vouch for the rest
-    by luck. Where no group's signal is told from none they are all one, whose noise scale is a lower
-    bound.
+    Noise scales are off to the safe side as there. A group's share of the signal is what is to be expected of
+    it: squared norms are not negative, so of an estimate within its standard error of none it is about that
+    error (the mean of a normal distribution cut off at zero). Groups that are nearly all noise, such as tables
+    of embeddings, hold much of what is left to learn, and would count for nothing if they had to be told from
+    none first.
     """
     averages = _trusted(state, min_samples)
     count = _count(averages)
@@ -274,15 +280,18 @@ def cautious_groups(
     error = step * averages.sqr_deviation
     signal = jnp.maximum(averages.sqr, 0) + error
     var = jnp.maximum(averages.var - step * averages.var_deviation, 0)
-    share = jnp.maximum(averages.sqr - error, 0)[:-1]
+    share = _expected(averages.sqr, error)[:-1]
     noise = share * (var / jnp.where(signal > 0, signal, 1))[:-1]
-    seen = share.sum() > 0
-    first = jnp.arange(share.size) == 0
     known = (count > 0) & (count >= min_samples)
-    return GradGroups(
-        sqr=jnp.where(known, jnp.where(seen, share, first * signal[-1]), jnp.nan),
-        var=jnp.where(known, jnp.where(seen, noise, first * var[-1]), jnp.nan),
-    )
+    return GradGroups(sqr=jnp.where(known, share, jnp.nan), var=jnp.where(known, noise, jnp.nan))
+
+
+def _expected(estimate: Array, error: Array) -> Array:
+    """The mean of a normal distribution, cut off below zero."""
+    known = error > 0
+    z = jnp.maximum(jnp.where(known, estimate / jnp.where(known, error, 1), 0), -10.0)
+    hazard = jnp.exp(-0.5 * z**2 - jax.scipy.special.log_ndtr(z)) / math.sqrt(2 * math.pi)
+    return jnp.where(known, error * (z + hazard), jnp.maximum(estimate, 0))
 
 
 def num_seen(state: NoiseState) -> Scalar:

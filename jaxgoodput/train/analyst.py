@@ -18,7 +18,7 @@ from absl import logging
 
 from jaxgoodput.clock import Clock
 from jaxgoodput.engine.state import StepMetrics
-from jaxgoodput.goodput.efficiency import Grad, gain
+from jaxgoodput.goodput.efficiency import Grad, gain, noise_scale
 from jaxgoodput.goodput.fit import PerfFit
 from jaxgoodput.goodput.search import BatchConfig, BatchLimits
 from jaxgoodput.observe import hooks as hooking
@@ -30,6 +30,7 @@ from jaxgoodput.train.control import DEPTH, Control, Requests
 from jaxgoodput.train.watcher import Result
 from jaxgoodput.train.window import UNKNOWN, window_of
 from jaxgoodput.tune.batch import hoped_gain, statistics_cadence, tune
+from jaxgoodput.tune.evidence import Evidence
 from jaxgoodput.tune.plan import scheduled
 from jaxgoodput.tune.timings import (
     MIN_COUNT,
@@ -88,6 +89,7 @@ class Analyst:
         self._schedule = schedule
         self._lock = threading.Lock()
         self._timings = StrategyTimings(num_nodes=1)
+        self._evidence = Evidence()
         self._every = config.statistics.every_steps or 1  # until the noise is known
         self._sampled_at: int | None = None  # the step that measured the noise last
         self._changed_at = (
@@ -191,6 +193,8 @@ class Analyst:
             self._sampled_at = ticket.step
         if self._taken_at is None and ticket.num_batches_taken >= self._wanted:
             self._taken_at = ticket.step
+        if finite:
+            self._evidence.add(ticket.config, ticket.samples, metrics.loss, ticket.num_samples)
         key = self._timings.key(ticket.config, measured=ticket.measured)
         if ticket.timed and finite:
             with self._lock:
@@ -323,6 +327,7 @@ class Analyst:
         """All that a verdict depends on, by now."""
         assert self._latest is not None
         metrics, config, current = self._latest.metrics, self._config, self._current
+        self._evidence.review(float(noise_scale(metrics.noise.cautious, self._limits.base)))
         grad, doubt = metrics.noise.cautious, self._table.disturbance()
         clean = self._timings.timed(current, clean=True)
         here = Alternative(
@@ -356,6 +361,9 @@ class Analyst:
             statistics_every=self._cadence(),
             adapt=self._adapt,
             scheduled=self._scheduled(),
+            stretch=self._evidence.now(),
+            stretch_before=self._evidence.before,
+            bar=self._evidence.bar,
             left_s=self._left_s(metrics, grad),
             step_s=self._table.step_s(self._timings.num_nodes, current),
         )
@@ -399,6 +407,8 @@ class Analyst:
         switched = verdict.config != current and current == self._current
         home = None if situation.home is None else situation.home.config
         if switched:
+            if verdict.denied:
+                self._evidence.deny(float(noise_scale(situation.grad, self._limits.base)))
             self._requests.post(Control(batch=verdict.config))
             # A size that was never timed is on trial, whatever the model hopes of it. Where everything
             # is timed beside a compilation, nothing is learned from a trial that will not change.
@@ -482,6 +492,8 @@ class Analyst:
                 memory_limit=self._strategies.memory_limit(self._current.strategy),
                 total_base_steps=self._config.base_steps,
                 total_samples=(self._config.epochs or 0) * self._dataset_size,
+                stretch=self._evidence.now(),
+                stretch_before=self._evidence.before,
             ),
         )
 

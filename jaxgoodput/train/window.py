@@ -13,6 +13,7 @@ from jaxgoodput.goodput.perf import Placement
 from jaxgoodput.goodput.search import BatchLimits
 from jaxgoodput.observe.events import Window
 from jaxgoodput.train.watcher import Result
+from jaxgoodput.tune.evidence import Stretch
 
 UNKNOWN = math.nan
 
@@ -30,6 +31,8 @@ def window_of(
     memory_limit: int,
     total_base_steps: float | None,
     total_samples: int,
+    stretch: Stretch | None = None,
+    stretch_before: Stretch | None = None,
 ) -> Window:
     """The window of `results`, at least one, that took `seconds` of wall time.
 
@@ -53,6 +56,11 @@ def window_of(
         at = (placement, config.micro_batch_size, config.num_micro_batches)
         predicted_s = config.global_batch_size / float(model.throughput(*at))
         predicted = config.global_batch_size / predicted_s * worth
+    expected = UNKNOWN
+    if stretch_before is not None:
+        then = stretch_before.config.global_batch_size / limits.base
+        # Of the same samples, as the model sees both batches now.
+        expected = stretch_before.gained * worth / float(efficiency(cautious, then))
     return Window(
         step=ticket.step,
         progress=metrics.progress,
@@ -79,6 +87,9 @@ def window_of(
         statistics_every=statistics_every,
         skipped_steps=int(metrics.num_skipped),
         memory_limit=memory_limit,
+        loss_gained=UNKNOWN if stretch is None else stretch.gained,
+        loss_gained_error=UNKNOWN if stretch is None else stretch.error,
+        loss_gained_expected=expected,
         eta_s=_eta_s(results, seconds, total_base_steps, total_samples),
     )
 

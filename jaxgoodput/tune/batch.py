@@ -2,17 +2,20 @@
 
 The best configuration by the goodput model, corrected by what was measured, is taken only where it is
 worth it: it must beat the current one by `min_gain` (hysteresis), the last change must be `dwell_steps`
-behind, and the price of the switch must be earned back within the horizon. Where time is unknown as a
+behind, and the price of the switch must be earned back within the horizon. What the loss denies is left
+again, whatever the model says (`evidence.py`). Where time is unknown as a
 function of the batch, a neighbouring size is probed first.
 """
 
 import dataclasses
 import math
+from dataclasses import replace
 
 import numpy as np
 
 from jaxgoodput.goodput.efficiency import Grad, efficiency, is_known, noise_scale
 from jaxgoodput.goodput.search import BatchConfig, BatchLimits, best_batch
+from jaxgoodput.tune.evidence import is_denied
 from jaxgoodput.tune.strategy import choose_strategy, judge_trial
 from jaxgoodput.tune.verdict import Alternative, Situation, Verdict
 
@@ -81,6 +84,11 @@ def choose_batch(situation: Situation) -> Verdict:
             f"{caution.dwell_steps}",
             now,
         )
+    denial = _denial(situation, now)
+    if denial is not None:
+        return denial
+    if situation.bar is not None:
+        largest = min(largest, max(situation.bar.global_batch_size - 1, 1))
     if set(here.timed) <= {current.micro_batch_size}:
         probe = _probe(here, caution.max_growth, largest)
         # Where the noise leaves nothing to be won, the steps are better spent where they are.
@@ -136,6 +144,28 @@ def choose_batch(situation: Situation) -> Verdict:
     if home == current:
         return situation.keep(f"keep: {why}", now)
     return situation.change(home, f"return: {why}", now)
+
+
+def _denial(situation: Situation, now: float) -> Verdict | None:
+    """The way back from a larger batch after which the loss falls more slowly; None where it does not."""
+    here, before, stretch = situation.here, situation.stretch_before, situation.stretch
+    if before is None or stretch is None or here.fit is None:
+        return None
+    if before.config.strategy != here.config.strategy:
+        return None
+    model = here.model(situation.grad)
+    old, new = (
+        float(model.throughput(here.placement, c.micro_batch_size, c.num_micro_batches))
+        for c in (before.config, here.config)
+    )
+    if not is_denied(before, stretch, new / old):
+        return None
+    reason = (
+        f"return: loss denies {here.config.global_batch_size} samples: per e-fold of samples it fell by "
+        f"{stretch.gained:.3g} +- {stretch.error:.1g}, before, with {before.config.global_batch_size}, by "
+        f"{before.gained:.3g} +- {before.error:.1g}, and only {new / old:.2f} times as many go by a second"
+    )
+    return replace(situation.change(before.config, reason, now), denied=True)
 
 
 def _probe(here: Alternative, growth: float, largest: int) -> BatchConfig | None:

@@ -9,6 +9,7 @@ from jaxgoodput.goodput.fit import PerfFit, StepTimings
 from jaxgoodput.goodput.model import GoodputModel
 from jaxgoodput.goodput.perf import Placement
 from jaxgoodput.goodput.search import BatchConfig, BatchLimits
+from jaxgoodput.tune.evidence import Bar, Stretch
 
 PROBE_STEPS = 8  # at a size, or under a strategy, that is being tried
 
@@ -27,6 +28,8 @@ class Verdict:
     """In words, with the numbers that decided."""
     statistics_every: int = 1
     """Steps between two measurements of the gradient noise."""
+    denied: bool = False
+    """Whether the loss denies the present batch, however much the model hopes of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +123,12 @@ class Situation:
     """False: the batch is fixed, only the model is of interest."""
     scheduled: int | None = None
     """The global batch that the user's own schedule wants now; None: there is no schedule."""
+    stretch: Stretch | None = None
+    """What the loss says of the present batch."""
+    stretch_before: Stretch | None = None
+    """What it says of the batch before."""
+    bar: Bar | None = None
+    """A batch that it has denied."""
     left_s: float = math.nan
     """Seconds to the end of training at the present batch; NaN: unknown."""
     step_s: float = math.nan
