@@ -304,6 +304,12 @@ class Programs(abc.ABC):
         problem = dataclasses.replace(self.problem, init=make)
         return Program(lambda k: pure.init_state(problem, k), (), (key,), out)
 
+    def average(self) -> Program:
+        """The average of parameters, from those that it begins with."""
+        state = self.abstract_state()
+        run = lambda params: pure.first_average(self.problem, params)  # noqa: E731
+        return Program(run, (), (state.params,), _shardings(state.ema))
+
     def zeros(self) -> Program:
         """A throw-away state."""
 

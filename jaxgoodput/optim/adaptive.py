@@ -267,6 +267,12 @@ def progress(opt_state: PyTree) -> Array:
     return state.progress + state.progress_rest
 
 
+def progress_between(before: PyTree, after: PyTree) -> Array:
+    """Base steps from one optimizer state to another; exact where `progress` has none to spare."""
+    old, new = find(before), find(after)
+    return (new.progress - old.progress) + (new.progress_rest - old.progress_rest)
+
+
 def gain(opt_state: PyTree) -> Array:
     """The factor that the latest update was multiplied by, `[labels]`."""
     return find(opt_state).gain

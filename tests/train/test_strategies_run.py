@@ -71,7 +71,12 @@ LIMITS = BatchLimits(base=16, max=16, micro=(1, 16), max_micro_batches=1)
 
 def run(workdir, strategies, *, hooks=(), loop=InStep, **settings):
     made = config(
-        workdir, batch=LIMITS, strategies=strategies, statistics__preconditioned=False, **settings
+        workdir,
+        batch=LIMITS,
+        strategies=strategies,
+        statistics__preconditioned=False,
+        ema=0.9,
+        **settings,
     )
     trainer = Network(made, hooks=hooks, loop=loop)
     for hook in hooks:
@@ -98,7 +103,8 @@ def test_a_run_that_changes_its_strategy_is_the_run_that_does_not(tmp_path):
     steps = seen.of(StepEnd)
     assert sum(s.num_samples for s in steps) == 4 * 192, "every sample once an epoch"
     assert {s.config.strategy for s in steps} == set(NAMES)
-    for a, b in zip(jax.tree.leaves(moved.params), jax.tree.leaves(alone.params), strict=True):
+    ours, theirs = ((state.params, state.ema) for state in (moved, alone))
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         assert np.linalg.norm(np.asarray(a) - b) <= 1e-4 * np.linalg.norm(b)
     (end,) = seen.of(FitEnd)
     assert end.buckets_s["resharding"] > 0
