@@ -17,7 +17,7 @@ import dataclasses
 import enum
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -307,7 +307,7 @@ class Programs(abc.ABC):
     def average(self) -> Program:
         """The average of parameters, from those that it begins with."""
         state = self.abstract_state()
-        run = lambda params: pure.first_average(self.problem, params)  # noqa: E731
+        run = partial(pure.first_average, self.problem)
         return Program(run, (), (state.params,), _shardings(state.ema))
 
     def zeros(self) -> Program:

@@ -111,7 +111,8 @@ def test_a_move_between_layouts_carries_every_bit(key, rng):
 def test_a_device_holds_its_part_of_it_and_no_more():
     without, with_one = layouts.engine(Strategy(fsdp=8)), averaging(Strategy(fsdp=8), "adamw")
     for engine in (without, with_one):
-        engine.compile([1], accumulate=False)
+        for program in engine.training_programs(1, accumulate=False):
+            engine.compile_program(program)
     params = jax.tree.leaves(with_one.abstract_state().params)
     part = sum(4 * np.prod(x.sharding.shard_shape(x.shape)) for x in params)
     more = (
