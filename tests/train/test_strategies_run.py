@@ -71,12 +71,7 @@ LIMITS = BatchLimits(base=16, max=16, micro=(1, 16), max_micro_batches=1)
 
 def run(workdir, strategies, *, hooks=(), loop=InStep, **settings):
     made = config(
-        workdir,
-        batch=LIMITS,
-        strategies=strategies,
-        statistics__preconditioned=False,
-        ema=0.9,
-        **settings,
+        workdir, batch=LIMITS, strategies=strategies, statistics__preconditioned=False, **settings
     )
     trainer = Network(made, hooks=hooks, loop=loop)
     for hook in hooks:
@@ -87,13 +82,14 @@ def run(workdir, strategies, *, hooks=(), loop=InStep, **settings):
 
 @pytest.mark.slow
 def test_a_run_that_changes_its_strategy_is_the_run_that_does_not(tmp_path):
-    alone, _ = run(tmp_path / "alone", (STRATEGIES[0],), epochs=4)
+    alone, _ = run(tmp_path / "alone", (STRATEGIES[0],), epochs=4, ema=0.9)
     seen = Recorder()
     moved, trainer = run(
         tmp_path / "moved",
         STRATEGIES,
         hooks=[seen, Wander(5)],
         epochs=4,
+        ema=0.9,
         evaluation__every_base_steps=8.0,
     )
     switches = seen.of(Resharded)
