@@ -144,16 +144,20 @@ def averages_parameters(tx: optax.GradientTransformation, params: PyTree) -> boo
 
         return jax.lax.scan(one, tx.init(small), jnp.full(NUM_ALTERNATING, NORM))[1]
 
+    @jax.jit
+    def change() -> Array:
+        still, after = jax.vmap(states)(jnp.array([0.0, 1.0]))
+        return after - still
+
     try:
-        still, after = np.asarray(jax.jit(jax.vmap(states))(jnp.array([0.0, 1.0])), np.float64)
+        first, *_, last = np.asarray(change(), np.float64)
     except Exception as error:  # whatever a user's own link may raise
         logging.info("the optimizer cannot be asked whether it averages parameters: %r", error)
         return False
-    first, last = (after - still)[[0, -1]]
-    expected = 1 - (1 - first) ** NUM_ALTERNATING
     # A sum of something small looks like an average of very long memory.
     kept = (first > 5e-6) & (first < 1)
-    return bool(np.any(kept & (np.abs(last - expected) < 3e-3 * expected)))
+    expected = 1 - (1 - first[kept]) ** NUM_ALTERNATING
+    return bool(np.any(np.abs(last[kept] - expected) < 3e-3 * expected))
 
 
 def moment_constants(tx: optax.GradientTransformation, params: PyTree) -> MomentConstants:
