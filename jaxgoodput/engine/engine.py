@@ -372,6 +372,10 @@ class Engine:
             key = jax.device_put(key, everywhere)
         return self.compiled(self.programs.init)(key)
 
+    def with_average(self, state: TrainState) -> TrainState:
+        """A state that has no average of its parameters, with one that begins at them."""
+        return dataclasses.replace(state, ema=self.compiled(self.programs.average)(state.params))
+
     def begin(self, state: TrainState) -> Work:
         """An empty batch for this state: compute-precision parameters, no gradient yet.
 

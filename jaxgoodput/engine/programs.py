@@ -17,7 +17,7 @@ import abc
 import dataclasses
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -287,6 +287,12 @@ class Programs(abc.ABC):
         make = in_mesh(self.problem.init, self.layout.mesh.abstract_mesh, self.layout.strategy)
         problem = dataclasses.replace(self.problem, init=make)
         return Program(lambda k: pure.init_state(problem, k), (), (key,), out)
+
+    def average(self) -> Program:
+        """The average of parameters, from those that it begins with."""
+        state = self.abstract_state()
+        run = partial(pure.first_average, self.problem)
+        return Program(run, (), (state.params,), _shardings(state.ema))
 
     def zeros(self) -> Program:
         """A throw-away state."""

@@ -84,6 +84,17 @@ class TrainState:
     """The root of every random number of the run."""
     guard: Guard
     """Updates that were refused."""
+    ema: PyTree = None
+    """Average of the trainable parameters over progress, float32 at least; None where there is none."""
+
+    @property
+    def averaged(self) -> PyTree:
+        """All parameters, the average in place of those that it is of: what an evaluation uses.
+
+        Where no average is kept, `params`. The model state is that of training in both cases: batch
+        statistics belong to the parameters that were trained.
+        """
+        return self.params if self.ema is None else combine(self.ema, self.params)
 
     def require_alive(self) -> None:
         """Raise ValueError for a state that was donated."""

@@ -11,6 +11,7 @@ L = sum p_i |g_i|^2 and T = |g|^2 give `trace = M (L - T) / (n - 1)` per sample 
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -67,6 +68,8 @@ class Problem:
     """Whether noise is measured on normalisation layers alone, sample by sample."""
     compute_dtype: DTypeLike | None = None
     """What floating parameters are cast to for computing; None: they are not."""
+    ema: float | None = None
+    """Share of the parameters' average that is kept per base step; None: there is no average."""
 
     def mask(self, params: PyTree) -> PyTree:
         """Which leaves train."""
@@ -94,7 +97,33 @@ def init_state(problem: Problem, key: Array) -> TrainState:
         step=jnp.zeros((), jnp.int32),
         key=run_key,
         guard=Guard(skipped=jnp.zeros((), jnp.int32), in_a_row=jnp.zeros((), jnp.int32)),
+        ema=first_average(problem, variables.params),
     )
+
+
+def first_average(problem: Problem, params: PyTree) -> PyTree:
+    """A copy of the trainable parameters, float32 at least; None where no average is kept."""
+    if problem.ema is None:
+        return None
+    kept, _ = split(params, problem.mask(params))
+    # In bfloat16 an average would not move: its steps are a thousandth of what it is.
+    return jax.tree.map(
+        lambda x: jnp.array(x, jnp.promote_types(x.dtype, jnp.float32), copy=True), kept
+    )
+
+
+def _averaged(problem: Problem, ema: PyTree, kept: PyTree, before: PyTree, after: PyTree) -> PyTree:
+    """The average after an update to `kept`, which took the optimizer state from `before` to `after`.
+
+    A stretch of progress p keeps d^p of what was there. Weights are those of exp(t log d) over the progress
+    t, divided by their sum, 1 - d^t: the initial parameters have none, and an average of d per base step
+    means the same at every batch (Adam's bias correction, in progress).
+    """
+    if problem.ema is None:
+        return None
+    rate, made = math.log(problem.ema), adaptation.progress_between(before, after)
+    share = jnp.expm1(rate * made) / jnp.expm1(rate * adaptation.progress(after))
+    return jax.tree.map(lambda a, x: a + share.astype(a.dtype) * (x - a), ema, kept)
 
 
 def own_specs(problem: Problem) -> tuple[tuple[str, PartitionSpec], ...]:
@@ -332,9 +361,9 @@ def update(
 ) -> tuple[TrainState, StepMetrics[Array]]:
     """The next state from the sums of a whole batch, and what to report.
 
-    A loss or gradient that is not finite, or a batch without weight, leaves parameters, optimizer and
-    model state as they were; only the step count, the guard and the samples gone by move on. `measure`
-    takes a noise sample from the groups of this batch.
+    A loss or gradient that is not finite, or a batch without weight, leaves parameters, their average,
+    optimizer and model state as they were; only the step count, the guard and the samples gone by move
+    on. `measure` takes a noise sample from the groups of this batch.
     """
     kept, rest = split(state.params, problem.mask(state.params))
     weight = jnp.maximum(total.weight, 1e-30)
@@ -367,7 +396,7 @@ def update(
                 sample, num_groups=jnp.where(settled, sample.num_groups, 0)
             )
 
-    def take(grads: PyTree) -> tuple[PyTree, PyTree, PyTree]:
+    def take(grads: PyTree) -> tuple[PyTree, PyTree, PyTree, PyTree]:
         # Times the reciprocal: XLA fuses a product into both of its uses, and writes a quotient out.
         share = 1.0 / weight
         updates, opt_state = problem.tx.update(
@@ -378,15 +407,17 @@ def update(
             noise=sample,
             value=loss,  # for links that ask for it, such as `reduce_on_plateau`
         )
-        return optax.apply_updates(kept, updates), opt_state, total.model_state
+        moved = optax.apply_updates(kept, updates)
+        ema = _averaged(problem, state.ema, moved, state.opt_state, opt_state)
+        return moved, opt_state, total.model_state, ema
 
-    def skip(grads: PyTree) -> tuple[PyTree, PyTree, PyTree]:
+    def skip(grads: PyTree) -> tuple[PyTree, PyTree, PyTree, PyTree]:
         # The run's samples go by all the same, and so do schedules that are called with them.
         opt_state = adaptation.passed_over(state.opt_state, total.samples / problem.base_batch_size)
-        return kept, opt_state, state.model_state
+        return kept, opt_state, state.model_state, state.ema
 
     # A branch, not a `where` over every leaf: that would keep old and new alive and copy both.
-    new_kept, opt_state, model_state = jax.lax.cond(finite, take, skip, total.grads)
+    new_kept, opt_state, model_state, ema = jax.lax.cond(finite, take, skip, total.grads)
     missed = (~finite).astype(jnp.int32)
     new_state = TrainState(
         params=combine(new_kept, rest),
@@ -398,6 +429,7 @@ def update(
             skipped=state.guard.skipped + missed,
             in_a_row=(state.guard.in_a_row + 1) * missed,
         ),
+        ema=ema,
     )
     samples = jnp.maximum(total.samples, 1.0)
     metrics = StepMetrics(

@@ -82,7 +82,8 @@ def adaptive(
     * `extra` goes to `tx` where it takes extra arguments.
 
     The updates are multiplied, per label group, by `rule(scale, grad, progress)`, so momentum,
-    clipping and weight decay of `tx` see the plain averaged gradient. The factor starts at 1 and
+    clipping and weight decay of `tx` see the plain averaged gradient (and an average of parameters, which
+    `tx` should not keep, sees updates that are too small by the factor). The factor starts at 1 and
     grows at most `max_gain_growth`-fold per update (beyond 1): momentum remembers about ten smaller
     steps, and a sudden jump would act on all of them. It falls at once. At the base batch every
     noise-driven factor is exactly 1, but for what a second moment of larger batches leaves to make up.
@@ -277,6 +278,12 @@ def progress(opt_state: PyTree) -> Array:
     """Base steps done: the steps that the base batch size would have needed. A scalar."""
     state = find(opt_state)
     return state.progress + state.progress_rest
+
+
+def progress_between(before: PyTree, after: PyTree) -> Array:
+    """Base steps from one optimizer state to a later one, below the last digit of `progress` too."""
+    old, new = find(before), find(after)
+    return (new.progress - old.progress) + (new.progress_rest - old.progress_rest)
 
 
 def gain(opt_state: PyTree) -> Array:

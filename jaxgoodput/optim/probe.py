@@ -123,6 +123,43 @@ def lags(tx: optax.GradientTransformation, params: PyTree) -> bool:
     return bool(np.all(np.abs(ratios - 2) < 0.1))
 
 
+def averages_parameters(tx: optax.GradientTransformation, params: PyTree) -> bool:
+    """Whether the state keeps an average of the parameters that goes by updates. `params` may be abstract.
+
+    Asked by parameters that jump once, from 0 to 1: of what was there, an average then keeps the same share
+    in every update. A reference point stays, and what weight decay adds to a momentum grows otherwise.
+
+    >>> averages_parameters(optax.sgd(0.1, momentum=0.9), {"w": jnp.zeros(3)})
+    False
+    """
+    tx, small = optax.with_extra_args_support(tx), _small(params, 0.0)
+
+    def states(value: Array) -> Array:
+        moved = jax.tree.map(lambda x: jnp.full(x.shape, value, x.dtype), small)
+
+        def one(state: PyTree, entry: Array) -> tuple[PyTree, Array]:
+            state, _ = _updated(tx, moved, state, entry)
+            floats = [x for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.floating)]
+            return state, jnp.concatenate([jnp.zeros(1), *(jnp.ravel(x) for x in floats)])
+
+        return jax.lax.scan(one, tx.init(small), jnp.full(NUM_ALTERNATING, NORM))[1]
+
+    @jax.jit
+    def change() -> Array:
+        still, after = jax.vmap(states)(jnp.array([0.0, 1.0]))
+        return after - still
+
+    try:
+        first, *_, last = np.asarray(change(), np.float64)
+    except Exception as error:  # whatever a user's own link may raise
+        logging.info("the optimizer cannot be asked whether it averages parameters: %r", error)
+        return False
+    # A sum of something small looks like an average of very long memory.
+    kept = (first > 5e-6) & (first < 1)
+    expected = 1 - (1 - first[kept]) ** NUM_ALTERNATING
+    return bool(np.any(np.abs(last[kept] - expected) < 3e-3 * expected))
+
+
 def moment_constants(tx: optax.GradientTransformation, params: PyTree) -> MomentConstants:
     """The b2 and eps of Adam and its kin; optax's defaults for others. `params` may be abstract.
 

@@ -50,6 +50,9 @@ OWN_STATE = (
 )
 
 
+AVERAGE = ".ema"  # where a state keeps the average of its parameters
+
+
 class WrongWorkdirError(ValueError):
     """The workdir holds checkpoints of another model."""
 
@@ -87,6 +90,11 @@ class CheckpointMeta:
     """What every leaf of the state is, by its path."""
     version: int = VERSION
     """Of this form."""
+
+    @property
+    def has_average(self) -> bool:
+        """Whether the state holds an average of the parameters."""
+        return any(path.startswith(AVERAGE) for path in self.leaves)
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values."""
@@ -233,6 +241,11 @@ class Checkpoints:
                     f"the checkpoint {self._directory / str(step)} was written by an earlier version of "
                     "jaxgoodput, which kept less of the gradient noise than this one needs. Finish that run "
                     "with the version that began it, or use another workdir."
+                )
+            if mismatch and all(sentence.startswith(AVERAGE) for sentence in mismatch):
+                raise WrongWorkdirError(
+                    f"the checkpoint {self._directory / str(step)} holds an average of the parameters, which "
+                    "this run would lose. Set Config.ema to keep it, or use another workdir."
                 )
             if mismatch:
                 raise WrongWorkdirError(

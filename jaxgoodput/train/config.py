@@ -207,6 +207,14 @@ class Config:
     A batch keeps its own types: cast its floating inputs in loss(), or their products with parameters are
     float32.
     """
+    ema: float | None = None
+    """Share of an average of the trainable parameters that is kept per base step, such as 0.999; None: none.
+
+    It goes by progress, so that it covers the same stretch of a run at every batch; its weights add up to 1
+    from the first update on. Evaluations use it (`TrainState.averaged`), batch statistics stay those of
+    training, and checkpoints hold it. One in the optimizer's own chain would see updates before the
+    learning-rate gain.
+    """
     max_skipped_in_a_row: int = 10
     """Updates refused, as not finite or without weight, before training stops."""
 
@@ -247,6 +255,7 @@ class Config:
         if self.loss not in LOSSES:
             raise ValueError(f"Config.loss must be one of {LOSSES}; got {self.loss!r}.")
         _check_positive(self, "base_steps", "epochs", "max_skipped_in_a_row")
+        _check(self, ("ema",), "a share, above 0 and below 1", lambda value: 0 < value < 1)
         if self.compute_dtype is not None and not _is_floating(self.compute_dtype):
             raise ValueError(
                 "Config.compute_dtype must name a floating type such as 'bfloat16'; got "

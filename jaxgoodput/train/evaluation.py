@@ -103,9 +103,12 @@ class Evaluator:
         metrics = in_mesh(self._metrics, mesh.abstract_mesh, self._layout.strategy)
 
         def run(params: PyTree, model_state: PyTree, batch: PyTree) -> Mapping[str, Any]:
+            # An average has more bits than some masters.
+            params = jax.tree.map(lambda x, own: x.astype(own.dtype), params, abstract.params)
             return metrics(cast(params, self._compute_dtype), model_state, batch)
 
-        shapes = jax.eval_shape(run, abstract.params, abstract.model_state, batch)
+        arguments = (abstract.averaged, abstract.model_state, batch)
+        shapes = jax.eval_shape(run, *arguments)
         for name, out in shapes.items():
             if not out.shape or out.shape[0] != num_rows:
                 raise TypeError(
@@ -121,7 +124,6 @@ class Evaluator:
             # runs out of threads, and hangs, where many executables with collectives wait at once.
             options["xla_cpu_scheduler_type"] = "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"
             depth = 1
-        arguments = (abstract.params, abstract.model_state, batch)
         # What every process is to fetch has to lie whole in every process.
         out = NamedSharding(mesh, PartitionSpec()) if spans else sharding
         lowered = Program(run, (), arguments, out).lower()
@@ -133,7 +135,10 @@ class Evaluator:
         )
 
     def __call__(self, state: TrainState) -> dict[str, np.ndarray]:
-        """The outputs for every sample of the set, in its order, on the host."""
+        """The outputs for every sample of the set, in its order, on the host.
+
+        Of the average of the parameters where the state has one (`TrainState.averaged`).
+        """
         self.compile(jax.tree.map(_abstract, state))
         placed = self._placed[_placement(state)]
         if placed.depth == 1:
@@ -150,7 +155,7 @@ class Evaluator:
             padded = np.resize(indices, num_rows)
             rows = narrow(self._source.batch(padded[held]))
             batch = put_rows(rows, held, sharding, num_rows=num_rows)
-            pending.append((len(indices), placed.run(state.params, state.model_state, batch)))
+            pending.append((len(indices), placed.run(state.averaged, state.model_state, batch)))
             if len(pending) >= placed.depth:
                 parts.append(_fetch(*pending.pop(0)))
         parts += [_fetch(*p) for p in pending]
@@ -171,8 +176,8 @@ class Evaluator:
 
 def _placement(state: TrainState) -> tuple[Any, ...]:
     """Where parameters and model state lie; with their shapes, all that an executable depends on."""
-    tree = (state.params, state.model_state, state.step)
-    return tuple(x.sharding for x in jax.tree.leaves(tree))
+    tree = (state.averaged, state.model_state, state.step)
+    return tuple((x.sharding, x.dtype) for x in jax.tree.leaves(tree))
 
 
 def _abstract(x: Any) -> Any:

@@ -13,9 +13,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from absl import logging
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh
+from jaxtyping import PyTree
 
 from jaxgoodput import _serial
 from jaxgoodput._jax import shared_store
@@ -36,7 +38,14 @@ from jaxgoodput.observe.tensorboard import Dashboard
 from jaxgoodput.optim import adaptive as adaptation
 from jaxgoodput.optim import learning_rate as rules
 from jaxgoodput.optim.preconditioner import MomentConstants, is_adam_like, moment_memory
-from jaxgoodput.optim.probe import NeedsMore, lags, moment_constants, noise_share, normalised_share
+from jaxgoodput.optim.probe import (
+    NeedsMore,
+    averages_parameters,
+    lags,
+    moment_constants,
+    noise_share,
+    normalised_share,
+)
 from jaxgoodput.parallel.partition import CannotDivide, whole_leaves
 from jaxgoodput.parallel.strategy import DATA_AXIS, Layout, Strategy, anywhere
 from jaxgoodput.train.checkpoint import CheckpointMeta, Checkpoints, saveable
@@ -213,7 +222,8 @@ def prepare(
     def planned_for(meta: CheckpointMeta) -> TrainState:
         """What to restore: onto the saved strategy, or, where it does not fit here, the first that does."""
         found.append(planned(_nearest_strategy(meta.batch.strategy, where)))
-        return by_strategy[found[-1].start.strategy].abstract_state()
+        abstract = by_strategy[found[-1].start.strategy].abstract_state()
+        return abstract if meta.has_average else dataclasses.replace(abstract, ema=None)
 
     found: list[BatchPlan] = []
     with ledger.bucket("checkpoint_restore"):
@@ -227,6 +237,13 @@ def prepare(
         state = engine.init(jax.random.key(config.seed))
     else:
         state, meta = restored.state, restored.meta
+        if config.ema is not None and not meta.has_average:
+            logging.warning(
+                "the checkpoint of step %d holds no average of the parameters (Config.ema): it begins with "
+                "them as they are there.",
+                meta.step,
+            )
+            state = engine.with_average(state)
         step, samples, cursor = meta.step, meta.samples, meta.cursor
         progress = float(adaptation.progress(state.opt_state))
         if config.policy != "fixed":
@@ -357,6 +374,18 @@ def problem_of(task: Task, config: Config) -> Problem:
             "optimizer() has a link that asks for more than gradients, parameters and the loss: "
             f"{error} A line search (lbfgs) or a Hessian (sophia) cannot be had here; leave that link out."
         ) from error
+    if _holds(opt_state, optax.contrib.ScheduleFreeState):
+        logging.warning(
+            "optimizer() is schedule-free: it averages parameters by steps of its own, which the "
+            "learning-rate gain of a larger batch does not reach, so that most of the gain is lost. Use "
+            'Config.policy "fixed", under which there is none.'
+        )
+    elif _holds(opt_state, optax.EmaState) or averages_parameters(tx, kept):
+        logging.warning(
+            "optimizer() keeps an average (optax.ema, or one of the parameters), which sees updates before "
+            "the learning-rate gain. As a momentum it is right; as an average of the parameters it falls "
+            "behind them at a larger batch. Config.ema keeps one that does not."
+        )
     rule = config.rule
     remembered = moment_memory(opt_state, moments.b2)
     if remembered is not None and not lags(tx, kept):
@@ -394,7 +423,14 @@ def problem_of(task: Task, config: Config) -> Problem:
         from_norm_layers=config.statistics.from_norm_layers,
         moments=moments,
         compute_dtype=None if config.compute_dtype is None else jnp.dtype(config.compute_dtype),
+        ema=config.ema,
     )
+
+
+def _holds(opt_state: PyTree, kind: type) -> bool:
+    """Whether a state of this kind is anywhere in an optimizer's."""
+    nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, kind))
+    return any(isinstance(x, kind) for x in nodes)
 
 
 def evaluator(task: Task, config: Config, where: Place) -> Evaluator:

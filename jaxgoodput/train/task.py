@@ -49,7 +49,8 @@ class Task(abc.ABC):
         It sees the averaged gradient of the whole batch (so clipping does too); its schedules are
         called with progress in base steps, or, where `Config.epochs` ends the run, with the samples
         taken over the base batch size, so that a decay ends when the run does; its updates are
-        multiplied by the learning-rate gain.
+        multiplied by the learning-rate gain. An average of the parameters is no link of it: `Config.ema`
+        keeps one of what the gain made of them.
         """
 
     def learning_rate(self, progress: Any) -> Any:

@@ -45,6 +45,8 @@ class Trainer(Task):
     def fit(self) -> TrainState:
         """Train, resuming from the workdir where it holds a checkpoint, and return the final state.
 
+        Its `params` are those that were trained; `averaged` has their average, where `Config.ema` keeps one.
+
         Raises:
           Preempted: SIGTERM, SIGINT or a hook asked to stop; the state is saved. It is a SystemExit
             with code 143, so that a script that does not catch it ends with that code.
@@ -87,7 +89,11 @@ class Trainer(Task):
 
     @final
     def evaluate(self, state: TrainState) -> dict[str, float]:
-        """`summarize` of `metrics` over the whole `eval_dataset`, every sample once."""
+        """`summarize` of `metrics` over the whole `eval_dataset`, every sample once.
+
+        Of the average of the parameters where `Config.ema` keeps one; of those that were trained with
+        `evaluate(dataclasses.replace(state, ema=None))`.
+        """
         if self._evaluator is None:
             where = place(self.devices, self.config.strategies)
             self._evaluator = evaluator(self, self.config, where)

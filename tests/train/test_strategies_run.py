@@ -82,13 +82,14 @@ def run(workdir, strategies, *, hooks=(), loop=InStep, **settings):
 
 @pytest.mark.slow
 def test_a_run_that_changes_its_strategy_is_the_run_that_does_not(tmp_path):
-    alone, _ = run(tmp_path / "alone", (STRATEGIES[0],), epochs=4)
+    alone, _ = run(tmp_path / "alone", (STRATEGIES[0],), epochs=4, ema=0.9)
     seen = Recorder()
     moved, trainer = run(
         tmp_path / "moved",
         STRATEGIES,
         hooks=[seen, Wander(5)],
         epochs=4,
+        ema=0.9,
         evaluation__every_base_steps=8.0,
     )
     switches = seen.of(Resharded)
@@ -98,7 +99,8 @@ def test_a_run_that_changes_its_strategy_is_the_run_that_does_not(tmp_path):
     steps = seen.of(StepEnd)
     assert sum(s.num_samples for s in steps) == 4 * 192, "every sample once an epoch"
     assert {s.config.strategy for s in steps} == set(NAMES)
-    for a, b in zip(jax.tree.leaves(moved.params), jax.tree.leaves(alone.params), strict=True):
+    ours, theirs = ((state.params, state.ema) for state in (moved, alone))
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         assert np.linalg.norm(np.asarray(a) - b) <= 1e-4 * np.linalg.norm(b)
     (end,) = seen.of(FitEnd)
     assert end.buckets_s["resharding"] > 0

@@ -261,7 +261,9 @@ class Watch:
             raise
         finally:
             undo()
-        leaves, _ = jax.tree_util.tree_flatten_with_path((state.params, state.model_state))
+        leaves, _ = jax.tree_util.tree_flatten_with_path(
+            (state.params, state.model_state, state.ema)
+        )
         self.write(
             "state",
             step=int(state.step),
@@ -300,6 +302,7 @@ def noisy(out, section):
             **small,
             "batch": BatchLimits(base=16, max=48, micro=(1, 2)),
             "tuning.accumulate": True,
+            "ema": 0.9,
         },
     }
     return config(out, section, **settings[section])

@@ -95,7 +95,10 @@ def run_layout(out, section, **options):
     """One epoch under the strategy that the section is named after."""
     kind = "global" if section == "data8" else "auto"
     given = settings(
-        strategies=STRATEGIES[section], loss=kind, **{"evaluation.every_base_steps": 4.0}
+        strategies=STRATEGIES[section],
+        loss=kind,
+        ema=0.9,
+        **{"evaluation.every_base_steps": 4.0},
     )
     watch = watched(Cut, out, section, config(out, section, **given), **options)
     state = watch.fit()
@@ -117,7 +120,8 @@ def run_switched(out, section, **options):
             micro, strategy = wanted[event.step]
             watch.trainer.request_batch(micro, strategy=strategy)
 
-    given = settings(strategies=(*STRATEGIES["fsdp4.tensor2"], *STRATEGIES["data2.fsdp4"]))
+    strategies = (*STRATEGIES["fsdp4.tensor2"], *STRATEGIES["data2.fsdp4"])
+    given = settings(strategies=strategies, ema=0.9)
     watched(Cut, out, section, config(out, section, **given), on_step=on_step, **options).fit()
 
 
