@@ -1,4 +1,4 @@
-"""Four models of fixed size for the benchmarks: a small CNN, a byte LM, an MLP, a recommender; random data.
+"""Models of fixed size for the benchmarks: a CNN, two decoders, an MLP, two recommenders; random data.
 
 Each is a `Trainer` whose `mean_loss` is the same loss as a hand-written loop would use it.
 """
@@ -122,6 +122,13 @@ class ByteLm(Benchmark):
         return {"tokens": rng.integers(0, 256, shape).astype(np.int32)}
 
 
+class Decoder(ByteLm):
+    """Two layers of width 256 over 32 bytes: fewer and larger leaves than the byte LM."""
+
+    name = "decoder"
+    layers, width, length, heads = 2, 256, 32, 8
+
+
 class Mlp(Benchmark):
     """Two hidden layers on pictures of 28 x 28: a step of 5 to 10 ms on a CPU."""
 
@@ -179,7 +186,47 @@ class Recommender(Benchmark):
         return {"ids": ids, "label": rng.integers(0, 2, count).astype(np.float32)}
 
 
-MODELS: dict[str, type[Benchmark]] = {m.name: m for m in (Cnn, ByteLm, Mlp, Recommender)}
+class Dlrm(Benchmark):
+    """A recommender with dense features and products of all pairs: a step of 5 to 10 ms on a CPU."""
+
+    name = "dlrm"
+    rows, width, dense = (32768, 16384, 8192, 4096, 2048, 1024), 32, 13
+
+    def init(self, key):
+        k = iter(jax.random.split(key, len(self.rows) + 4))
+        he = jax.nn.initializers.he_normal()
+        pairs = (len(self.rows) + 1) * len(self.rows) // 2
+        return {
+            "tables": [jax.random.normal(next(k), (n, self.width)) * 0.05 for n in self.rows],
+            "bottom": [he(next(k), (self.dense, 128)), he(next(k), (128, self.width))],
+            "top": [he(next(k), (self.width + pairs, 128)), he(next(k), (128, 1))],
+        }
+
+    def loss(self, params, batch, key):
+        x = jax.nn.relu(batch["dense"] @ params["bottom"][0]) @ params["bottom"][1]
+        found = [t[batch["ids"][:, i]] for i, t in enumerate(params["tables"])]
+        vectors = jnp.stack([x, *found], 1)
+        first, second = np.triu_indices(len(found) + 1, 1)
+        products = jnp.einsum("bid,bjd->bij", vectors, vectors)[:, first, second]
+        x = jax.nn.relu(jnp.concatenate([x, products], -1) @ params["top"][0]) @ params["top"][1]
+        return optax.sigmoid_binary_cross_entropy(x[:, 0], batch["label"])
+
+    def optimizer(self):
+        return optax.sgd(0.1)
+
+    def dataset(self):
+        rng = np.random.default_rng(0)
+        count = 1 << 16
+        return {
+            "dense": rng.normal(size=(count, self.dense)).astype(np.float32),
+            "ids": rng.integers(0, self.rows, (count, len(self.rows))).astype(np.int32),
+            "label": rng.integers(0, 2, count).astype(np.float32),
+        }
+
+
+MODELS: dict[str, type[Benchmark]] = {
+    m.name: m for m in (Cnn, ByteLm, Decoder, Mlp, Recommender, Dlrm)
+}
 
 
 def made(name: str, config: Config, **kwargs: Any) -> Benchmark:

@@ -6,8 +6,11 @@
 Each row is a process of its own (the number of virtual devices is fixed at start). Inside it the
 loops take turns, round by round: the hand-written loop; the engine's step without statistics, with
 statistics, both driven by a bare loop; and `fit`. Ratios are formed within a round; the table gives
-their median and range. Below each row stands what `fit` used of the processor, in ms per step of each
-thread ("others" are XLA's). XLA's cost analysis compares flops, and the HLO text collectives.
+their median and range. `fit` is timed in its steady state: after the first verdict with a fit, which draws
+pictures, and where the cadence is its own, after those that settle it; the seconds before are the start-up.
+Below each row stands what `fit` and the hand-written loop used of the processor, in ms per step of each
+thread ("others" are XLA's), medians over rounds. XLA's cost analysis compares flops, and the HLO text
+collectives.
 """
 
 import json
@@ -29,7 +32,7 @@ from jaxgoodput.launcher.local import keep_freed_pages
 FLAGS = flags.FLAGS
 flags.DEFINE_string("only", "", "One row, 'model:devices'.")
 flags.DEFINE_integer("rounds", 5, "Turns of each loop.")
-flags.DEFINE_integer("steps", 12, "Timed steps of a turn.")
+flags.DEFINE_integer("steps", 12, "Timed steps of a turn; 16 times as many of a cheap model.")
 flags.DEFINE_bool("worker", False, "Internal: measure one row and print it as JSON.")
 
 # model, devices, samples per device, what the issue asks for (at most)
@@ -38,9 +41,13 @@ ROWS = (
     ("byte LM", 1, 32, 1.02),
     ("cnn", 8, 16, 1.05),
     ("byte LM", 8, 4, 1.05),
+    ("decoder", 1, 16, 1.02),
+    ("decoder", 8, 2, 1.05),
     ("mlp", 1, 128, 1.08),
+    ("dlrm", 1, 1024, 1.08),
     ("recommender", 1, 8192, 1.08),
 )
+CHEAP = ("mlp", "dlrm", "recommender")  # measured at the cadence that the run settles at
 WARM = 4  # untimed steps of a turn
 
 
@@ -112,19 +119,19 @@ def measure(name: str, num_devices: int, per_device: int) -> dict:
         .compile()
     )
 
-    def turn(step, total: int) -> float:
-        """Seconds per step: dispatch one ahead, wait for the step before."""
-        pending, start = None, 0.0
+    def turn(step, total: int) -> tuple[float, dict[str, float]]:
+        """Seconds and CPU seconds per step: dispatch one ahead, wait for the step before."""
+        pending, start, cpu = None, 0.0, {}
         for i in range(WARM + total):
             if i == WARM:
                 jax.block_until_ready(pending)
-                start = time.perf_counter()
+                start, cpu = time.perf_counter(), cpu_of_threads()
             done = step(jax.device_put(batches[i % len(batches)], sharded))
             if pending is not None and i != WARM:
                 jax.block_until_ready(pending)
             pending = done
         jax.block_until_ready(pending)
-        return (time.perf_counter() - start) / total
+        return (time.perf_counter() - start) / total, per_step(cpu, cpu_of_threads(), total)
 
     hand_state = [params, opt_state]
 
@@ -146,13 +153,17 @@ def measure(name: str, num_devices: int, per_device: int) -> dict:
         return step
 
     class Stopwatch(Hook):
-        """Times `total` steps after the first `skip`, and after start-up: the first verdict, drawn."""
+        """Times `total` steps after the first `skip`, and after start-up: the first fit, drawn."""
 
         def __init__(self, total: int, skip: int):
             self.times, self.total, self.skip, self.every = [], total, skip, []
             self.cpu: list[dict[str, float]] = []
             self.trainer: Any = None
             self.since_s = math.inf
+            self.began_s = 0.0
+
+        def on_fit_start(self, event):
+            self.began_s = event.at_s
 
         def on_step_end(self, event):
             if event.step >= self.skip and event.at_s >= self.since_s:
@@ -164,7 +175,8 @@ def measure(name: str, num_devices: int, per_device: int) -> dict:
 
         def on_tune_end(self, event):
             self.every.append(event.verdict.statistics_every)
-            self.since_s = min(self.since_s, self.trainer.clock.now())
+            if event.fit is not None:
+                self.since_s = min(self.since_s, self.trainer.clock.now())
 
         @property
         def per_step(self) -> float:
@@ -173,7 +185,7 @@ def measure(name: str, num_devices: int, per_device: int) -> dict:
         @property
         def cpu_per_step(self) -> dict[str, float]:
             first, last = self.cpu
-            return {name: (last[name] - first.get(name, 0.0)) / self.total for name in last}
+            return per_step(first, last, self.total)
 
     def by_fit(total: int, skip: int, *changes: str) -> Stopwatch:
         watch = Stopwatch(total, skip)
@@ -190,37 +202,38 @@ def measure(name: str, num_devices: int, per_device: int) -> dict:
 
     cache = tempfile.mkdtemp()
     rounds = {"hand": [], "plain": [], "statistics": [], "fit": []}
-    cheap = name in ("mlp", "recommender")
-    cpu: dict[str, float] = {}
+    cheap = name in CHEAP
+    cpu: dict[str, list[dict[str, float]]] = {"fit": [], "hand": []}
     if cheap:
         rounds["fit, always on"] = []
-    cadences = []
-    steps = FLAGS.steps * (8 if cheap else 1)
+    cadences, start_up = [], []
+    steps = FLAGS.steps * (16 if cheap else 1)
     for turn_number in range(FLAGS.rounds + 1):
+        before, hand_cpu = turn(by_hand, steps)
         took = {
-            "hand": turn(by_hand, steps),
-            "plain": turn(by_engine(False), steps),
-            "statistics": turn(by_engine(True), steps),
+            "plain": turn(by_engine(False), steps)[0],
+            "statistics": turn(by_engine(True), steps)[0],
         }
         if cheap:
             took["fit, always on"] = by_fit(steps, 20).per_step
-            # Long enough for the tuner to see both kinds of step and settle.
-            settle = ("tuning.every_steps=60", "tuning.warm_up_steps=20")
-            watch = by_fit(steps, 250, "statistics.every_steps=null", *settle)
-            took["fit"], cpu = watch.per_step, watch.cpu_per_step
+            # Long enough for the tuner to see both kinds of step, twice, and settle.
+            watch = by_fit(steps, 450, "statistics.every_steps=null")
             cadences += watch.every[-1:]
         else:
             watch = by_fit(steps, 2 * WARM)
-            took["fit"], cpu = watch.per_step, watch.cpu_per_step
-        again = turn(by_hand, steps)
-        took["hand"] = (took["hand"] + again) / 2  # before and after: drift cancels
+        took["fit"] = watch.per_step
+        after, _ = turn(by_hand, steps)
+        took["hand"] = (before + after) / 2  # drift cancels
         if turn_number:  # the first turn warms everything up
             for part, seconds in took.items():
                 rounds[part].append(seconds)
+            cpu["fit"].append(watch.cpu_per_step)
+            cpu["hand"].append(hand_cpu)
+            start_up.append(watch.times[0] - watch.began_s)
 
     *_, measured = engine.measuring_programs(per_device)
-    mine, told = engine.cost(measured), hand.cost_analysis()
-    theirs: Any = told[0] if isinstance(told, list) else told
+    mine, known = engine.cost(measured), hand.cost_analysis()
+    theirs: Any = known[0] if isinstance(known, list) else known
 
     def collectives(text: str | None) -> int:
         assert text is not None
@@ -243,6 +256,7 @@ def measure(name: str, num_devices: int, per_device: int) -> dict:
         ],
         "parameters": int(params_count),
         "cpu": cpu,
+        "start_up_s": statistics.median(start_up),
         "cadence": cadences[-1] if cadences else 1,
         "dtype": str(jnp.float32.dtype),
     }
@@ -250,15 +264,26 @@ def measure(name: str, num_devices: int, per_device: int) -> dict:
 
 def cpu_of_threads() -> dict[str, float]:
     """CPU seconds so far of every thread that Python knows, by its name, and of all others."""
-    tick, found = os.sysconf("SC_CLK_TCK"), {}
+    found = {}
     for thread in threading.enumerate():
-        path = pathlib.Path(f"/proc/self/task/{thread.native_id}/stat")
+        path = pathlib.Path(f"/proc/self/task/{thread.native_id}/schedstat")
         if not path.exists():
             continue
-        user, system = path.read_text().rpartition(")")[2].split()[11:13]
-        name = thread.name.removeprefix("jaxgoodput-")
-        found[name] = found.get(name, 0.0) + (int(user) + int(system)) / tick
+        name = thread.name.removeprefix("jaxgoodput-").removesuffix("Thread").lower()
+        found[name] = found.get(name, 0.0) + int(path.read_text().split()[0]) * 1e-9
     return {**found, "others": time.process_time() - sum(found.values())}
+
+
+def per_step(first: dict[str, float], last: dict[str, float], steps: int) -> dict[str, float]:
+    """What was used between two readings, per step."""
+    return {name: (last[name] - first.get(name, 0.0)) / steps for name in last}
+
+
+def told(cpu: list[dict[str, float]]) -> str:
+    """Medians over rounds, in ms, of threads that did anything."""
+    names = dict.fromkeys(name for one in cpu for name in one)
+    ms = {n: statistics.median(one.get(n, 0.0) for one in cpu) * 1e3 for n in names}
+    return ", ".join(f"{name} {value:.2f}" for name, value in ms.items() if value >= 0.005)
 
 
 def ratio(rounds: dict, part: str, of: str = "hand") -> str:
@@ -307,8 +332,10 @@ def main(argv):
             f"{row['flops_ratio']:.4f} {row['bytes_ratio']:.3f} "
             f"{row['collectives'][0]}/{row['collectives'][1]}{extra}"
         )
-        told = ", ".join(f"{k} {v * 1e3:.2f}" for k, v in row["cpu"].items() if v >= 1e-5)
-        lines.append(f"{'':12} CPU ms a step of fit: {told}; hand {hand_ms:.1f} of wall time")
+        lines.append(
+            f"{'':12} CPU ms a step: fit {told(row['cpu']['fit'])}; by hand {told(row['cpu']['hand'])}; "
+            f"start-up {row['start_up_s']:.1f} s"
+        )
         print("\n".join(lines[-2:]), file=sys.stderr)
     print(
         f"{'model':12} {'devices':>10} {'hand ms':>8} {'GFLOP':>7}  {'fit / hand':22} {'asked':7}  "

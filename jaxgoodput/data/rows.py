@@ -25,6 +25,8 @@ def check_same_kind(
       ValueError: another kind, or not `count` rows, naming the leaf and both.
       TypeError: leaves that are not numeric numpy arrays.
     """
+    if expected is not None and _is_kind(rows, expected, count):
+        return expected
     named, structure = jax.tree_util.tree_flatten_with_path(rows)
     if not named:
         raise ValueError(
@@ -62,6 +64,16 @@ def check_same_kind(
                 f"compile the step again: pad or crop to one shape, and convert to one dtype."
             )
     return kind
+
+
+def _is_kind(rows: PyTree, expected: PyTree[jax.ShapeDtypeStruct], count: int) -> bool:
+    """Whether a batch is as expected: the usual case, without names for errors."""
+    leaves, structure = jax.tree.flatten(rows)
+    wanted, old_structure = jax.tree.flatten(expected)
+    return structure == old_structure and all(
+        isinstance(x, np.ndarray) and x.shape == (count, *w.shape) and x.dtype == w.dtype
+        for x, w in zip(leaves, wanted, strict=True)
+    )
 
 
 def narrow(rows: PyTree[np.ndarray]) -> PyTree[np.ndarray]:

@@ -73,9 +73,17 @@ class Every(Hook):
             self._function(event)
 
 
+def hear(hooks: Sequence[Any], kind: type[Event]) -> bool:
+    """Whether any hook does something about events of this kind: the methods of `Hook` itself do nothing."""
+    idle = (None, Hook.on_event, getattr(Hook, kind.hook, None))
+    names = ("on_event", kind.hook, *_for_record(kind))
+    methods = [getattr(hook, name, None) for hook in hooks for name in names]
+    return any(getattr(method, "__func__", method) not in idle for method in methods)
+
+
 def call(hooks: Sequence[Any], event: Event) -> None:
     """Tell every hook that has a method for it about `event`."""
-    names = ["on_event", event.hook]
+    names = ["on_event", *_for_record(type(event)), event.hook]
     if isinstance(event, TuneEnd) and event.switched:
         names.append("on_batch_size_change")
     for hook in hooks:
@@ -83,3 +91,8 @@ def call(hooks: Sequence[Any], event: Event) -> None:
             method = getattr(hook, name, None)
             if method is not None:
                 method(event)
+
+
+def _for_record(kind: type[Event]) -> tuple[str, ...]:
+    # The journal's own method: what it does not write need not be made for it.
+    return ("on_record",) if kind.journaled else ()

@@ -146,10 +146,9 @@ class Recorder:
     def __init__(self, record: Journal):
         self._record = record
 
-    def on_event(self, event: Event) -> None:
+    def on_record(self, event: Event) -> None:
         """Write the event, whatever its kind."""
-        if event.journaled:
-            self._record.write(event)
+        self._record.write(event)
 
 
 class EarlierRuns(NamedTuple):

@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, ParamSpec, TypeVar
 
 import jax
@@ -372,7 +373,7 @@ class Layout:
     mesh: Mesh
     """Of the axes of `MESH_AXES`."""
 
-    @property
+    @cached_property
     def num_replicas(self) -> int:
         """Copies of the model that compute micro-batches of their own."""
         return self.strategy.num_replicas

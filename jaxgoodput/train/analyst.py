@@ -48,7 +48,6 @@ FIRST_CADENCE = 4
 # Steps beside a compilation took up to 2.3 times as long on two cores. Until it is known by how much
 # they do here, only a change that promises to double the goodput is believed meanwhile.
 UNKNOWN_DOUBT = 1.0
-ASK_EVERY = 4  # steps, whether compiling others is worth it
 CALM_STEPS = 8  # after a compilation, before times are compared
 
 
@@ -80,6 +79,7 @@ class Analyst:
         self._may_start = config.compiles_behind
         self._compile_s = compile_s  # what one size took
         self._hooks = hooks
+        self._tells_steps = hooking.hear(hooks, StepEnd)
         self._clock = clock
         self._on_error = on_error
         self._book = book
@@ -185,10 +185,10 @@ class Analyst:
         if ticket.config != self._current:
             self._current, self._changed_at = ticket.config, ticket.step
             self._switches_s = self._switches_s[-8:]
-        plain = self._table.count(self._timings.key(ticket.config, measured=False))
-        known = metrics.noise.is_known
-        if self._config.statistics.every_steps is None and self._every == 1 and known and plain < 3:
-            self._set_cadence(FIRST_CADENCE)
+        if self._every == 1 and self._config.statistics.every_steps is None:
+            plain = self._table.count(self._timings.key(ticket.config, measured=False))
+            if metrics.noise.is_known and plain < 3:
+                self._set_cadence(FIRST_CADENCE)
         if ticket.measured and finite and metrics.noise.newest_samples > 0:
             self._sampled_at = ticket.step
         if self._taken_at is None and ticket.num_batches_taken >= self._wanted:
@@ -208,32 +208,20 @@ class Analyst:
             self._first = None
         self._latest, self._disturbed = result, ticket.busy
         self._calm = 0 if ticket.busy else self._calm + 1
-        is_asked = self._steps_seen % ASK_EVERY == 0  # as often as it can matter
-        if self._may_start and is_asked and self._is_compiling_worth_it(metrics):
-            self._strategies.start()
-            self._may_start = False
         self._steps_seen += 1
         self._window.append(result)
-        hooking.call(
-            self._hooks,
-            StepEnd(
-                step=ticket.step,
-                progress=metrics.progress,
-                samples=ticket.samples,
-                config=ticket.config,
-                num_samples=ticket.num_samples,
-                before=ticket.before,
-                after=ticket.after,
-                finite=finite,
-                at_s=result.ready_s,
-                seconds=result.parts.step_s if ticket.timed else None,
-                metrics=_told(metrics),
-            ),
-        )
+        if self._tells_steps:
+            hooking.call(self._hooks, _step_end(result))
         now = self._clock.now()
         if now - self._window_start_s >= self._config.reporting.window_s:
             self._draw()
-        if not self._follow_schedule(ticket.step) and self._is_tune_due(now, ticket.step):
+        is_due = not self._follow_schedule(ticket.step) and self._is_tune_due(now, ticket.step)
+        # At first, while most time is left, and then as often as anything else is decided.
+        is_asked = is_due or self._steps_seen <= self._config.tuning.warm_up_steps
+        if self._may_start and is_asked and self._is_compiling_worth_it(metrics):
+            self._strategies.start()
+            self._may_start = False
+        if is_due:
             self._ask(now, ticket.step)
 
     def _is_compiling_worth_it(self, metrics: StepMetrics[float]) -> bool:
@@ -463,6 +451,9 @@ class Analyst:
             self._table.median_s(measured),
             overhead=self._config.statistics.overhead,
         )
+        # At every step no plain one would ever be timed again, and a first comparison that was wrong would
+        # stand for good.
+        cadence = max(cadence, 2)
         # After the batch has grown, what is known is from before: renew it soon.
         stale = self._latest.metrics.noise.newest_samples < MIN_SAMPLES
         return min(cadence, FIRST_CADENCE) if stale else cadence
@@ -507,6 +498,24 @@ _TOLD_AS = {
     "num_samples": "noise_samples",
     "newest_samples": "newest_noise_samples",
 }
+
+
+def _step_end(result: Result) -> StepEnd:
+    """What hooks hear of a step."""
+    ticket, metrics = result.ticket, result.metrics
+    return StepEnd(
+        step=ticket.step,
+        progress=metrics.progress,
+        samples=ticket.samples,
+        config=ticket.config,
+        num_samples=ticket.num_samples,
+        before=ticket.before,
+        after=ticket.after,
+        finite=bool(metrics.is_finite),
+        at_s=result.ready_s,
+        seconds=result.parts.step_s if ticket.timed else None,
+        metrics=_told(metrics),
+    )
 
 
 def _told(metrics: StepMetrics[float]) -> dict[str, float]:

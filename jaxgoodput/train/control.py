@@ -70,12 +70,15 @@ class Control:
         )
 
 
+NOTHING = Control()
+
+
 class Requests:
     """A mailbox of things to do; the latest wish of each kind wins."""
 
     def __init__(self):
         self._lock = threading.Lock()
-        self._wish = Control()
+        self._wish = NOTHING
         self.signal: str | None = None  # what asked to stop, for the record
         self.num_batches = 0  # wishes for a batch that were posted
         self.num_batches_taken = 0
@@ -93,7 +96,7 @@ class Requests:
     def take(self) -> Control:
         """All wishes since the last call."""
         with self._lock:
-            wish, self._wish = self._wish, Control()
+            wish, self._wish = self._wish, NOTHING
             self.num_batches_taken = self.num_batches
         return wish if self.signal is None else dataclasses.replace(wish, stop=True)
 
@@ -106,8 +109,8 @@ class Due:
         self._save_s = self._evaluate_s = now_s
         self._progress = progress
 
-    def asked(self, now_s: float, progress: float | None) -> Control:
-        """The wishes of this moment; `progress` None: not known yet."""
+    def asked(self, now_s: float, progress: float | None) -> Control | None:
+        """The wishes of this moment, None where there are none; `progress` None: not known yet."""
         config, save, evaluate = self._config, False, False
         if now_s - self._save_s >= config.saving.every_s:
             self._save_s, save = now_s, True
@@ -116,7 +119,7 @@ class Due:
         every = config.evaluation.every_base_steps
         if every and progress and progress - self._progress >= every:
             self._progress, evaluate = progress, True
-        return Control(save=save, evaluate=evaluate)
+        return Control(save=save, evaluate=evaluate) if save or evaluate else None
 
 
 def encode(control: Control, strategies: Sequence[str]) -> np.ndarray:

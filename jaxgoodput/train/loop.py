@@ -201,7 +201,9 @@ class Loop:
         """Do what was asked; False to end the loop."""
         if self.is_chief:  # the answer takes effect everywhere
             progress = None if result is None else result.metrics.progress
-            self.requests.post(self._due.asked(self.clock.now(), progress))
+            wish = self._due.asked(self.clock.now(), progress)
+            if wish is not None:
+                self.requests.post(wish)
         control = self._control(result)
         if control.stop:
             self._outcome = self.requests.signal or "peer"

@@ -279,6 +279,15 @@ def test_the_last_batch_is_padded_with_real_values_of_weight_zero():
     assert last.after == Cursor(0, 0, 37)
 
 
+def test_full_micro_batches_share_one_mask_and_a_padded_one_has_its_own():
+    with loader_of(numbers(27), 2, max_samples=27) as loader:
+        batches = drain(loader, [config_of(4, 2)] * 2)
+    *full, last = [micro.mask for batch in batches for micro in batch.micro_batches]
+    assert len(full) == 3 and all(mask is full[0] for mask in full)
+    assert last is not full[0] and np.asarray(last).tolist() == [1] * 3 + [0] * 5
+    assert np.asarray(full[0]).tolist() == [1] * 8
+
+
 def test_a_process_may_get_padding_only():
     with loader_of(numbers(10), max_samples=2, process_index=1, process_count=2) as loader:
         batch = step(loader, config_of(3))

@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import math
+import types
 
 import pytest
 import synthetic
@@ -93,6 +94,25 @@ def test_a_hook_hears_of_a_new_batch_too():
     hooks.call([Listener()], change)
     hooks.call([Listener()], dataclasses.replace(change, switched=False))
     assert heard == ["event", "tune", "change", "event", "tune"]
+
+
+def test_a_kind_of_event_that_nobody_hears_of_is_known_before_it_is_made(tmp_path, clock):
+    class Steps(Hook):
+        def on_step_end(self, event, /):
+            pass
+
+    class All:
+        def on_event(self, event, /):
+            pass
+
+    record, idle = Journal(tmp_path, clock=clock), Hook()
+    record.close()
+    recorder = Recorder(record)
+    assert not hooks.hear([recorder, idle], StepEnd), "the journal does not write it"
+    assert hooks.hear([recorder, idle], Checkpoint)
+    assert not hooks.hear([idle, Steps()], Checkpoint)
+    for one in (Steps(), All(), types.SimpleNamespace(on_step_end=print)):
+        assert hooks.hear([recorder, idle, one], StepEnd)
 
 
 def test_a_hook_has_no_method_that_no_event_calls():

@@ -86,6 +86,8 @@ class Course:
     def __init__(self, tmp_path, *, start, ready=SIZES, **settings):
         self.clock, self.requests, self.heard = FakeClock(), Requests(), Listener()
         self.ready, self.errors, self.step, self.num_taken = ready, [], 0, 0
+        self.every = 1  # steps between two that measure the noise, as the loop was asked
+        self.factors = {True: 1.0, False: 1.0}  # of the time of measured and of plain steps
         self.config = BatchConfig(micro_batch_size=start, num_micro_batches=1, num_replicas=1)
         usual = {"tuning__dwell_steps": 10, "tuning__every_steps": 4, "tuning__warm_up_steps": 4}
         config = configured(
@@ -120,22 +122,25 @@ class Course:
             if len(delayed) > ahead:
                 wish, self.num_taken = delayed.pop(0)
                 self.config = wish.batch or self.config
+                self.every = wish.statistics_every or self.every
             self.step += 1
             size = self.config.micro_batch_size
+            measured = self.step % self.every == 0
             seconds = STEP_S[size] * (BESIDE_COMPILATION if compiling else 1.0)
+            seconds *= self.factors[measured]
             self.clock.advance(seconds)
-            self.analyst.result(self._result(size, seconds, compiling))
+            self.analyst.result(self._result(size, seconds, compiling, measured))
             self.analyst.flush()
             assert not self.errors, self.errors
             used.append(size)
         return used
 
-    def _result(self, size, seconds, compiling):
+    def _result(self, size, seconds, compiling, measured):
         here = Cursor(seed=0)
         ticket = Ticket(
             step=self.step,
             config=self.config,
-            measured=self.step % 4 < 2,
+            measured=measured,
             dispatched_s=self.clock.now() - seconds,
             timed=True,
             busy=compiling,
@@ -226,6 +231,16 @@ def test_beside_a_compilation_only_a_doubling_is_believed_and_then_times_are_tak
     timings = run.heard.verdicts[-1].timings
     now = dict(zip(timings.micro_batch_size.tolist(), timings.step_s.tolist(), strict=True))
     assert now[8192] == pytest.approx(STEP_S[8192])
+
+
+def test_a_first_comparison_of_plain_and_measured_steps_is_not_for_good(course):
+    run = course(start=8192, ready=(8192,))
+    run.factors = {True: 1.2, False: 2.0}  # plain steps were disturbed at first
+    run.go(40)
+    assert 1 < run.every <= 4, "measuring seems to cost nothing"
+    run.factors[False] = 1.0
+    run.go(400)
+    assert run.every == 10, "20 % of a step, where 2 % are allowed"
 
 
 def test_hooks_are_told_when_a_step_was_done_not_when_they_hear_of_it(course):

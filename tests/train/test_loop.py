@@ -73,6 +73,22 @@ def test_a_step_is_dispatched_while_the_one_before_runs_and_no_further(tmp_path,
     assert not impatient
 
 
+@pytest.mark.parametrize("count", [1, 8])
+def test_the_mask_that_full_micro_batches_share_is_neither_given_away_nor_changed(tmp_path, count):
+    masks = []
+
+    class Kept(Loop):
+        def _dispatch(self, batch):
+            masks.extend(micro.mask for micro in batch.micro_batches)
+            super()._dispatch(batch)
+
+    limits = BatchLimits(base=32, max=32, micro=(1, 32 // count // 2), max_micro_batches=2)
+    settings = config(tmp_path, batch=limits, base_steps=4.0, tuning__accumulate=True)
+    Mean(settings, devices=devices(count), loop=Kept).fit()
+    assert len(masks) >= 8 and all(mask is masks[0] for mask in masks)
+    assert np.asarray(masks[0]).tolist() == [1] * 16
+
+
 class Heavy(Mean):
     """A step takes a while, so that it is still running when the next one is dispatched."""
 
