@@ -26,6 +26,7 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Num, PyTree
 
 from jaxgoodput._pytree import struct
@@ -282,6 +283,24 @@ def cautious_groups(
     return GradGroups(
         sqr=jnp.where(known, jnp.where(seen, share, first * signal[-1]), jnp.nan),
         var=jnp.where(known, jnp.where(seen, noise, first * var[-1]), jnp.nan),
+    )
+
+
+def taken_for(grad: GradGroups, like: Averages) -> Averages:
+    """Averages that `cautious_groups` reads `grad` from, as of so many samples as just make them known.
+
+    They lie where those of `like` do.
+    """
+    values = Averages(
+        sqr=np.append(grad.sqr, np.sum(grad.sqr)),
+        var=np.append(grad.var, np.sum(grad.var)),
+        sqr_deviation=np.zeros(like.sqr.shape),
+        var_deviation=np.zeros(like.sqr.shape),
+        weight=np.ones(()),
+        heaviest=np.array(1 / MIN_SAMPLES),
+    )
+    return jax.tree.map(
+        lambda x, old: jax.device_put(x.astype(old.dtype), old.sharding), values, like
     )
 
 
