@@ -265,7 +265,7 @@ class Analyst:
         hopes = hoped_gain(grad, self._limits, self._current.global_batch_size, batches)
         hopes *= self._better_known(sizes, batches)
         is_ready = np.isin(sizes, list(self._strategies.ready(self._current.strategy)))
-        hope = hopes[~is_ready].max(initial=0.0) / hopes[is_ready].max(initial=1.0)
+        hope = float(hopes[~is_ready].max(initial=0.0) / hopes[is_ready].max(initial=1.0))
         saved_s = self._left_s(metrics, grad) * (1 - 1 / hope) if hope > 1 else 0.0
         price_s = self._compile_s * max(len(sizes) - 1, 1)
         wanted = self._config.policy == "goodput" and hope >= 1 + self._config.tuning.min_gain
