@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 from absl import logging
-from problems import InStep, Mean, Recorder, config, rows, same
+from problems import AtOnce, InStep, Mean, Recorder, config, rows, same
 
 from jaxgoodput._jax import listen_for_compilations
 from jaxgoodput.goodput.search import BatchConfig, BatchLimits
@@ -29,7 +29,10 @@ def step_s(batch):
 
 
 class Timed(InStep):
-    """A loop whose steps take what `step_s` says."""
+    """A loop whose steps take what `step_s` says, and whose verdicts are there at once."""
+
+    def __init__(self, *arguments, **named):
+        super().__init__(*arguments, **named, tuner=AtOnce)
 
     def _on_result(self, result):
         ticket = dataclasses.replace(result.ticket, timed=True, busy=False)
@@ -209,6 +212,7 @@ def test_a_resumed_run_goes_on_where_its_checkpoint_is(tmp_path):
         saving__at_end=True,
         base_steps=20.0,
         tuning__remember=False,
+        tuning__warm_up_steps=10**9,
     )
     fit(saving)
     seen, _, _ = fit(
@@ -280,4 +284,4 @@ def test_noise_taken_on_trust_gives_way_to_what_is_measured():
     for count in range(1, 10):
         _, held = tx.update(params, held, params, global_batch_size=8, noise=sample)
         trusted = bool(np.allclose(adaptation.grad_groups(held).sqr, grad.sqr))
-        assert trusted == (count < 8)
+        assert trusted == (count <= 8)  # older ones count for a little less than one
