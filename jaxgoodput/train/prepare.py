@@ -268,7 +268,12 @@ def prepare(
     with ledger.bucket("compilation"):
         if restored is None and earlier is not None and config.compiles_behind:
             wanted = [c for c in (batch, plan.start, earlier.batch) if c.strategy == batch.strategy]
-            strategies.compiler(batch.strategy).compile_first(c.micro_batch_size for c in wanted)
+            if set(wanted) != {
+                plan.start
+            }:  # what else it takes, the earlier run may not have compiled
+                strategies.compiler(batch.strategy).compile_first(
+                    c.micro_batch_size for c in wanted
+                )
         if not config.compiles_behind:
             strategies.prepare()
     remaining = None
