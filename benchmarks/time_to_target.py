@@ -8,7 +8,8 @@ base batch:
 
 * fixed B: `policy="fixed"`; the rule scales the learning rate to B from the first step, and the
   optimizer's schedule lasts as many samples as at the base batch.
-* adaptive: the example's own configuration, started at the base batch.
+* adaptive: the example's own configuration, started at the base batch; it remembers no earlier run.
+* remembered: the same, each run as the second after one first run with an empty cache.
 * Seesaw (2510.14717): starts at the base batch; wherever a cosine over the run would have cut the
   learning rate by alpha = 2, cuts it by sqrt(alpha) and doubles the batch. Its learning rate has no
   other schedule than a warm-up.
@@ -24,6 +25,7 @@ import dataclasses
 import importlib
 import math
 import pathlib
+import shutil
 import statistics
 import sys
 import tempfile
@@ -37,6 +39,7 @@ from absl import app, flags, logging
 
 import jaxgoodput as jg
 from jaxgoodput.observe.events import EvalEnd, FitStart, StepEnd
+from jaxgoodput.tune.remembered import FOLDER
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "examples"))
 
@@ -224,10 +227,14 @@ def measured(workload: Workload, *, constant: bool) -> type[Any]:
 
 
 def side_config(workload: Workload, side: str, config: jg.Config) -> jg.Config:
-    """The configuration of "adaptive", "seesaw" or "fixed B", from the example's own."""
+    """The configuration of "adaptive", "remembered", "seesaw" or "fixed B", from the example's own."""
     base, most = config.batch.base, config.batch.max
-    if side == "adaptive":
-        return dataclasses.replace(config, base_steps=workload.horizon)
+    if side in ("adaptive", "remembered"):
+        return dataclasses.replace(
+            config,
+            base_steps=workload.horizon,
+            tuning=dataclasses.replace(config.tuning, remember=side == "remembered"),
+        )
     if side == "seesaw":
         return dataclasses.replace(
             config,
@@ -317,7 +324,7 @@ def run(
 def sides_of(workload: Workload) -> list[str]:
     """The rows of the table."""
     grid = [int(b) for b in FLAGS.grid] or list(workload.grid)
-    every = ["adaptive", "seesaw", *(f"fixed {b}" for b in grid)]
+    every = ["adaptive", "remembered", "seesaw", *(f"fixed {b}" for b in grid)]
     return [s for s in every if not FLAGS.sides or any(wanted in s for wanted in FLAGS.sides)]
 
 
@@ -330,13 +337,17 @@ def compare(name: str, workload: Workload, caches: pathlib.Path) -> None:
         return str(caches / f"{name}-{side.replace(' ', '-')}")
 
     for side in sides:
-        # The adaptive side compiles while it trains, so its first run is a whole one.
-        brief = None if side in ("adaptive", "seesaw") else 4 * int(side.split()[1])
+        # Sides that compile while they train have a whole first run.
+        brief = 4 * int(side.split()[1]) if side.startswith("fixed") else None
         cold[side] = run(workload, side, FLAGS.seeds, cache(side), max_samples=brief)
         log(f"{name}, {side}, cold: {cold[side]}")
     for seed in range(FLAGS.seeds):
         turn = seed % len(sides)
         for side in sides[turn:] + sides[:turn]:
+            if side == "remembered":  # of the first run only
+                left = pathlib.Path(cache(side), FOLDER)
+                first = left.with_name("first-run")
+                shutil.copytree(*((first, left) if seed else (left, first)), dirs_exist_ok=True)
             outcomes[side].append(run(workload, side, seed, cache(side)))
             log(f"{name}, {side}, seed {seed}: {outcomes[side][-1]}")
     print(table(name, workload, outcomes, cold), flush=True)

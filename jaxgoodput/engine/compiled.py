@@ -6,6 +6,7 @@ that the door is open on the hot path too.
 """
 
 import functools
+import hashlib
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any, ParamSpec, Protocol, TypeVar
@@ -13,7 +14,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 import jax
 from jaxtyping import PyTree
 
-from jaxgoodput.engine.programs import Programs
+from jaxgoodput.engine.programs import Program, Programs
 from jaxgoodput.parallel.move import Move
 from jaxgoodput.parallel.once import Once
 
@@ -37,6 +38,7 @@ class Compiled:
 
     def __init__(self):
         self._once = Once()
+        self._digests = Once()
 
     def __call__(
         self, build: Callable[P, Compilable[T_co]], *args: P.args, **kwargs: P.kwargs
@@ -52,6 +54,17 @@ class Compiled:
     ) -> T_co | None:
         """What is compiled already; None before."""
         return self._once.peek(_key(build, args, kwargs))
+
+    def digest(self, program: functools.partial[Program]) -> str:
+        """A hash of what the compiler is asked for. Compiles it, so that it is not traced a second time."""
+        key = _key(program, (), {})
+
+        def make() -> str:
+            lowered = program().lower()
+            self._once(key, lowered.compile)
+            return hashlib.sha256(lowered.as_text().encode()).hexdigest()
+
+        return self._digests(key, make)
 
 
 def _key(build: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:

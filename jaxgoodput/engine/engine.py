@@ -268,6 +268,12 @@ class Engine:
         """Compile one of these programs, from abstract values; safe from any thread."""
         self.compiled(program)
 
+    def digest(self, size: Size) -> str:
+        """A hash of the program of a step of this size, which is compiled: model, optimizer and layout are
+        in it, values are not.
+        """
+        return self.compiled.digest(partial(self.programs.step, self.shape(size), noise=Noise.OFF))
+
     def compile(self, sizes: Sequence[Size], *, accumulate: bool = True) -> None:
         """Compile every program of these sizes; safe from any thread."""
         for size in sizes:

@@ -8,7 +8,9 @@ that multiplies the updates that come out.
     updates, state = tx.update(grads, state, params, global_batch_size=512, noise=sample)
 """
 
+import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import jax
@@ -291,19 +293,34 @@ def gain(opt_state: PyTree) -> Array:
     return find(opt_state).gain
 
 
+def with_noise_held(opt_state: PyTree, grad: GradGroups) -> PyTree:
+    """The optimizer state with these moments trusted until it has measured its own.
+
+    Those by label, which learning rates of several labels go by, stay unknown.
+    """
+
+    def held(own: AdaptiveState) -> AdaptiveState:
+        averages = noises.taken_for(grad, own.groups.held)
+        return own._replace(groups=dataclasses.replace(own.groups, held=averages))
+
+    return _with_own(opt_state, held)
+
+
 def passed_over(opt_state: PyTree, base_batches: Array) -> PyTree:
     """The optimizer state after a batch, in base batches, that was left out: only its samples count."""
 
+    def passed(own: AdaptiveState) -> AdaptiveState:
+        done, rest = _add(own.base_batches, own.base_batches_rest, base_batches)
+        return own._replace(base_batches=done, base_batches_rest=rest)
+
+    return _with_own(opt_state, passed)
+
+
+def _with_own(opt_state: PyTree, change: Callable[[AdaptiveState], AdaptiveState]) -> PyTree:
     def is_own(node: Any) -> bool:
         return isinstance(node, AdaptiveState)
 
-    def place(node: Any) -> Any:
-        if not is_own(node):
-            return node
-        done, rest = _add(node.base_batches, node.base_batches_rest, base_batches)
-        return node._replace(base_batches=done, base_batches_rest=rest)
-
-    return jax.tree.map(place, opt_state, is_leaf=is_own)
+    return jax.tree.map(lambda x: change(x) if is_own(x) else x, opt_state, is_leaf=is_own)
 
 
 @struct

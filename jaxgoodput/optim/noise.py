@@ -26,6 +26,7 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Num, PyTree
 
 from jaxgoodput._pytree import struct
@@ -292,6 +293,24 @@ def _expected(estimate: Array, error: Array) -> Array:
     z = jnp.maximum(jnp.where(known, estimate / jnp.where(known, error, 1), 0), -10.0)
     hazard = jnp.exp(-0.5 * z**2 - jax.scipy.special.log_ndtr(z)) / math.sqrt(2 * math.pi)
     return jnp.where(known, error * (z + hazard), jnp.maximum(estimate, 0))
+
+
+def taken_for(grad: GradGroups, like: Averages) -> Averages:
+    """Averages that `cautious_groups` reads `grad` from, as of so many samples as just make them known.
+
+    They lie where those of `like` do.
+    """
+    values = Averages(
+        sqr=np.append(grad.sqr, np.sum(grad.sqr)),
+        var=np.append(grad.var, np.sum(grad.var)),
+        sqr_deviation=np.zeros(like.sqr.shape),
+        var_deviation=np.zeros(like.sqr.shape),
+        weight=np.ones(()),
+        heaviest=np.array(1 / MIN_SAMPLES),
+    )
+    return jax.tree.map(
+        lambda x, old: jax.device_put(x.astype(old.dtype), old.sharding), values, like
+    )
 
 
 def num_seen(state: NoiseState) -> Scalar:

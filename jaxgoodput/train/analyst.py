@@ -32,6 +32,7 @@ from jaxgoodput.train.window import UNKNOWN, window_of
 from jaxgoodput.tune.batch import hoped_gain, statistics_cadence, tune
 from jaxgoodput.tune.evidence import Evidence
 from jaxgoodput.tune.plan import scheduled
+from jaxgoodput.tune.remembered import BEGINNING, FirstNoise, Remembered, lasting
 from jaxgoodput.tune.timings import (
     MIN_COUNT,
     StrategyTimings,
@@ -111,6 +112,8 @@ class Analyst:
         self._probing = False
         self._tried_from: BatchConfig | None = None  # before the probe
         self._tried: set[str] = set()  # strategies that have had their trial
+        self._first_noise: FirstNoise | None = None  # near the beginning, of this or an earlier run
+        self._settled: BatchConfig | None = None  # where an earlier run ended
         self._wanted = 0  # the number of the last change that was posted
         self._taken_at: int | None = -DEPTH  # the step at which the loop took it; None: not yet
         self._queue: queue.SimpleQueue[Result | Answer | Event | threading.Event | None]
@@ -139,6 +142,20 @@ class Analyst:
         with self._lock:
             self._timings.restore(timings)
             self._every = self._config.statistics.every_steps or statistics_every
+
+    def recall(self, earlier: Remembered) -> None:
+        """Go on with what earlier runs of this program left, but for their cadence: noise comes first."""
+        with self._lock:
+            self._timings.restore(earlier.timings)
+            self._first_noise, self._settled = earlier.noise, earlier.batch
+
+    def remembered(self, step: int) -> Remembered:
+        """What the next run of this program can begin with; for after `flush`, at the last step."""
+        return Remembered(
+            timings=lasting(self.timings(), step),
+            batch=(self._tried_from if self._probing else None) or self._current,
+            noise=self._first_noise,
+        )
 
     @property
     def statistics_every(self) -> int:
@@ -195,6 +212,13 @@ class Analyst:
             self._taken_at = ticket.step
         if finite:
             self._evidence.add(ticket.config, ticket.samples, metrics.loss, ticket.num_samples)
+        latest = BEGINNING if self._first_noise is None else self._first_noise.progress
+        if metrics.progress < latest and metrics.noise.newest_samples >= MIN_SAMPLES:
+            self._first_noise = FirstNoise(
+                progress=metrics.progress,
+                sqr=tuple(metrics.noise.group_sqr.tolist()),
+                var=tuple(metrics.noise.group_var.tolist()),
+            )
         key = self._timings.key(ticket.config, measured=ticket.measured)
         if ticket.timed and finite:
             with self._lock:
@@ -231,7 +255,9 @@ class Analyst:
         sizes = self._strategies.sizes(self._current.strategy)
         batches = np.multiply.outer(sizes, np.arange(1, most + 1)) * self._current.num_replicas
         hopes = hoped_gain(grad, self._limits, self._current.global_batch_size, batches)
-        hope = float(hopes.max())
+        hopes *= self._better_known(sizes, batches)
+        is_ready = np.isin(sizes, list(self._strategies.ready(self._current.strategy)))
+        hope = float(hopes[~is_ready].max(initial=0.0) / hopes[is_ready].max(initial=1.0))
         saved_s = self._left_s(metrics, grad) * (1 - 1 / hope) if hope > 1 else 0.0
         price_s = self._compile_s * max(len(sizes) - 1, 1)
         wanted = self._config.policy == "goodput" and hope >= 1 + self._config.tuning.min_gain
@@ -241,6 +267,17 @@ class Analyst:
             if self._left_s(metrics, grad) * self._config.tuning.min_gain > price_s:
                 return True
         return wanted and saved_s > price_s
+
+    def _better_known(self, sizes: Sequence[int], batches: np.ndarray) -> np.ndarray:
+        """[sizes, counts] by what factor a hope is wrong, where another size than the present was timed."""
+        current = self._current
+        now_s = self._table.step_s(self._timings.num_nodes, current)
+        one = [dataclasses.replace(current, micro_batch_size=s, num_micro_batches=1) for s in sizes]
+        there_s = np.array([self._table.step_s(self._timings.num_nodes, c) for c in one])
+        there_s[np.asarray(sizes) == current.micro_batch_size] = math.nan
+        counts = batches / batches[:, :1]  # no micro-batch takes longer than a whole step of it
+        known = now_s / (there_s[:, None] * counts) * np.sqrt(batches / current.global_batch_size)
+        return np.nan_to_num(known, nan=1.0)
 
     def _left_s(self, metrics: StepMetrics[float], grad: Grad) -> float:
         """Seconds to the end at the present batch; NaN before any step was timed."""
@@ -342,7 +379,7 @@ class Analyst:
                 min_gain=config.tuning.min_gain,
                 doubt=(UNKNOWN_DOUBT if math.isnan(doubt) else doubt) * self._disturbed,
                 dwell_steps=PROBE_STEPS if self._probing else config.tuning.dwell_steps,
-                max_growth=config.tuning.max_growth,
+                max_growth=self._max_growth(),
                 switch_s=statistics.median(self._switches_s) if self._switches_s else 0.0,
             ),
             accumulate=config.tuning.accumulate,
@@ -355,6 +392,13 @@ class Analyst:
             left_s=self._left_s(metrics, grad),
             step_s=self._table.step_s(self._timings.num_nodes, current),
         )
+
+    def _max_growth(self) -> float:
+        """As the user says, or as far as an earlier run settled: that is no leap into the unknown."""
+        settled, most = self._settled, self._config.tuning.max_growth
+        if settled is None or settled.strategy != self._current.strategy:
+            return most
+        return max(most, settled.global_batch_size / self._current.global_batch_size)
 
     def _home(self, here: Alternative) -> Alternative | None:
         """What was in use before the probe that the present configuration is."""

@@ -14,7 +14,7 @@ memory is left out. Nothing is offered that would have to be compiled.
 
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 from absl import logging
@@ -169,6 +169,14 @@ class SizeCompiler:
             logging.warning(self._why_unmeasured(size), size)
         if missing is not None and not self._background:
             self._prepare_measuring(missing)
+
+    def compile_first(self, sizes: Iterable[int]) -> None:
+        """Take these up before all others and compile them on the caller's thread; nothing runs yet."""
+        first = [s for s in dict.fromkeys(sizes) if s in self._sizes]
+        self._order = [*first, *(s for s in self._order if s not in first)]
+        for size in first:
+            self._try(size)
+            self._next += 1
 
     @property
     def num_settled(self) -> int:

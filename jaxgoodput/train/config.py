@@ -40,6 +40,13 @@ class Tuning:
     """Allow several micro-batches per replica."""
     fixed_tolerance: float = 0.0
     """With `policy="fixed"`: how far the global batch may be from the base, as a share of it."""
+    remember: bool = True
+    """Leave step times, the last batch and the first noise to the next run of the same program.
+
+    With `policy="goodput"` and one process. Such a run compiles the batches that it will want before it
+    starts, needs no probes, and begins at the batch which the remembered noise of the first steps merits,
+    until its own is known. Kept in `execution.compilation_cache`; where that is None, not at all.
+    """
 
     def __post_init__(self):
         """Refuse what cannot work, naming what to change."""
@@ -98,7 +105,10 @@ class Execution:
     background_compile: bool = True
     """Compile other batch sizes and strategies while training goes on."""
     compilation_cache: str | None = ""
-    """Folder of compiled programs; "": under the workdir; None: JAX's own setting is left alone."""
+    """Folder of compiled programs; "": under the workdir; None: JAX's own setting is left alone.
+
+    Where JAX has a folder set, programs go there; what runs remember (`Tuning.remember`) stays in this one.
+    """
 
     keep_freed_pages: bool = False
     """On CPU: have glibc keep the memory that steps free, in this process and for good.

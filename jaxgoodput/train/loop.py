@@ -111,7 +111,9 @@ class Loop:
             else None,
             tuner=tuner,
         )
-        if start.restored is not None:
+        if start.memory is not None and start.memory.earlier is not None:
+            self.analyst.recall(start.memory.earlier)
+        if start.restored is not None:  # the run's own go before
             self.analyst.restore(start.restored.timings, start.restored.statistics_every)
         self._every = self.analyst.statistics_every  # steps between two measurements of the noise
 
@@ -168,6 +170,8 @@ class Loop:
             reason = "preempted" if self._outcome else "done"
             if self._hook_error is not None:
                 reason = _named(self._hook_error)
+            elif self.start.memory is not None:
+                self.start.memory.write(self.analyst.remembered(self.step))
         except Exception as error:
             reason = _named(error)
             raise

@@ -3,8 +3,10 @@
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import json
 import math
+import os
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import jaxlib.version
 import numpy as np
 import optax
 from absl import logging
@@ -19,7 +22,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh
 from jaxtyping import PyTree
 
-from jaxgoodput import _serial
+from jaxgoodput import __version__, _serial
 from jaxgoodput._jax import shared_store
 from jaxgoodput.clock import Clock
 from jaxgoodput.data.cursor import Cursor
@@ -53,9 +56,10 @@ from jaxgoodput.train.compile_ahead import StrategyCompiler
 from jaxgoodput.train.config import Config
 from jaxgoodput.train.control import CONTROL_SIZE
 from jaxgoodput.train.evaluation import Evaluator
-from jaxgoodput.train.process import keep_freed_pages
+from jaxgoodput.train.process import cache_folder, keep_freed_pages
 from jaxgoodput.train.task import Task
 from jaxgoodput.tune.plan import BatchPlan, Indivisible, batch_plan
+from jaxgoodput.tune.remembered import FOLDER, Memory, Remembered, first_verdict
 
 
 @dataclass(frozen=True)
@@ -167,6 +171,7 @@ class Start:
     compile_s: float  # what compiling took in this start
     restart: int  # earlier runs in this workdir, as the chief knows
     restored: CheckpointMeta | None
+    memory: Memory | None  # of earlier runs, and for later ones
     hooks: tuple[Any, ...]  # those of the process that reports
 
 
@@ -233,8 +238,13 @@ def prepare(
     _check_length(config, plan, source, kind)
     step, samples, progress = 0, 0, 0.0
     batch, cursor = plan.start, Cursor(seed=config.seed)
+    memory = _memory(config, where, engine, plan, len(source))
+    earlier = None if memory is None else memory.earlier
     if restored is None:
         state = engine.init(jax.random.key(config.seed))
+        if earlier is not None:
+            with ledger.bucket("compilation"):
+                batch, state = _begun(config, engine, plan, earlier, budget, state)
     else:
         state, meta = restored.state, restored.meta
         if config.ema is not None and not meta.has_average:
@@ -271,6 +281,16 @@ def prepare(
     strategies.use(batch)
     with ledger.bucket("compilation"):
         engine.compile([batch.micro_batch_size], accumulate=batch.num_micro_batches > 1)
+    compile_s = ledger.snapshot().get("compilation", 0.0)  # before those of earlier runs are added
+    with ledger.bucket("compilation"):
+        if restored is None and earlier is not None and config.compiles_behind:
+            wanted = [c for c in (batch, plan.start, earlier.batch) if c.strategy == batch.strategy]
+            if set(wanted) != {
+                plan.start
+            }:  # what else it takes, the earlier run may not have compiled
+                strategies.compiler(batch.strategy).compile_first(
+                    c.micro_batch_size for c in wanted
+                )
         if not config.compiles_behind:
             strategies.prepare()
     remaining = None
@@ -288,7 +308,6 @@ def prepare(
         clock=clock,
     )
     stack.callback(loader.close)
-    compile_s = ledger.snapshot().get("compilation", 0.0)  # before those of earlier runs are added
     restart = 0
     told: tuple[Any, ...] = ()
     if where.process_index == 0:
@@ -314,6 +333,7 @@ def prepare(
         compile_s=compile_s,
         restart=restart,
         restored=None if restored is None else restored.meta,
+        memory=memory,
         hooks=told,
     )
 
@@ -476,6 +496,8 @@ def _plan(
         logging.warning("under %s, %s", engine.layout.strategy.name, sentence)
 
     def needs(micro_batch_size: int, accumulate: bool) -> StepBytes:
+        if _memory_folder(config) is not None:
+            engine.digest(micro_batch_size)  # wanted later: it must not be traced twice
         engine.compile([micro_batch_size], accumulate=accumulate)
         need = engine.bytes_of(micro_batch_size)
         assert need is not None
@@ -527,6 +549,77 @@ def _fits(engine: Engine, micro_batch_size: int, budget: int, ledger: TimeLedger
         engine.compile([micro_batch_size], accumulate=False)
     need = engine.bytes_of(micro_batch_size)
     return need is not None and need.peak <= budget
+
+
+def _memory_folder(config: Config) -> pathlib.Path | None:
+    """Where this run finds and leaves what runs remember; None: it does neither.
+
+    Nor do several processes: they would have to agree on a file that each of them may see in another state.
+    """
+    folder = cache_folder(config)
+    wanted = config.tuning.remember and config.policy == "goodput" and jax.process_count() == 1
+    return pathlib.Path(folder) / FOLDER if wanted and folder is not None else None
+
+
+def _memory(
+    config: Config, where: Place, engine: Engine, plan: BatchPlan, num_samples: int
+) -> Memory | None:
+    """What earlier runs left that had the same program, data and devices, as far as can be told."""
+    folder = _memory_folder(config)
+    if folder is None:
+        return None
+    device = where.own_devices[0]
+    alike = {
+        "program": engine.digest(plan.start.micro_batch_size),
+        "base_batch_size": config.batch.base,
+        "num_samples": num_samples,
+        "statistics": _serial.encode(config.statistics),
+        "strategies": list(where.layouts),
+        "num_devices": where.num_devices,
+        "device_kind": device.device_kind,
+        "num_cpus": os.cpu_count() if device.platform == "cpu" else None,
+        "keep_freed_pages": config.execution.keep_freed_pages,
+        "versions": [
+            device.client.platform_version,
+            jax.__version__,
+            jaxlib.version.__version__,
+            __version__,
+        ],
+    }
+    key = hashlib.sha256(json.dumps(alike, sort_keys=True).encode()).hexdigest()[:32]
+    return Memory.at(folder / f"{key}.json")
+
+
+def _begun(
+    config: Config,
+    engine: Engine,
+    plan: BatchPlan,
+    earlier: Remembered,
+    budget: int,
+    state: TrainState,
+) -> tuple[BatchConfig, TrainState]:
+    """The batch of a fresh run, by what earlier ones left, and a state that trusts their first noise.
+
+    The base batch where nothing speaks for another, and where the learning rate goes by labels: their
+    noise is not remembered, and on an unknown one the rate would stay that of the base batch.
+    """
+    has_labels = adaptation.find(state.opt_state).gain.size > 1
+    verdict = None
+    if not has_labels:
+        verdict = first_verdict(
+            earlier, plan, min_gain=config.tuning.min_gain, accumulate=plan.accumulate
+        )
+    if verdict is None or verdict.config == plan.start:
+        return plan.start, state
+    assert earlier.noise is not None
+    batch = verdict.config
+    engine.compile([batch.micro_batch_size], accumulate=batch.num_micro_batches > 1)
+    need = engine.bytes_of(batch.micro_batch_size)
+    if need is None or need.peak > budget:
+        return plan.start, state
+    logging.info("as an earlier run has shown: %s", verdict.reason)
+    held = adaptation.with_noise_held(state.opt_state, earlier.noise.grad)
+    return batch, dataclasses.replace(state, opt_state=held)
 
 
 def _check_length(config: Config, plan: BatchPlan, source: Source, kind: str) -> None:

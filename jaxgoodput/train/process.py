@@ -126,14 +126,23 @@ def prompt_threads(interval_s: float = 0.0005) -> Iterator[None]:
         sys.setswitchinterval(before)
 
 
+def cache_folder(config: Config) -> str | None:
+    """Where compiled programs are to be kept; None: nowhere."""
+    wanted = config.execution.compilation_cache
+    return (
+        os.path.join(os.path.abspath(config.workdir), "compilation_cache")
+        if wanted == ""
+        else wanted
+    )
+
+
 @contextlib.contextmanager
 def persistent_cache(config: Config) -> Iterator[None]:
     """JAX's compilation cache under the workdir while a run lasts, unless one is set already."""
-    wanted = config.execution.compilation_cache
-    if wanted is None or jax.config.values["jax_compilation_cache_dir"]:
+    directory = cache_folder(config)
+    if directory is None or jax.config.values["jax_compilation_cache_dir"]:
         yield
         return
-    directory = wanted or os.path.join(os.path.abspath(config.workdir), "compilation_cache")
     settings = {
         "jax_compilation_cache_dir": directory,
         "jax_persistent_cache_min_compile_time_secs": 0.0,

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from problems import configured
+from problems import AtOnce, configured
 
 from jaxgoodput.clock import FakeClock
 from jaxgoodput.data.cursor import Cursor
@@ -15,31 +15,12 @@ from jaxgoodput.train.analyst import CALM_STEPS, Analyst
 from jaxgoodput.train.control import Requests
 from jaxgoodput.train.watcher import Result, Ticket
 from jaxgoodput.tune.timings import Parts
-from jaxgoodput.tune.tuner import Tuner, answer
 from jaxgoodput.tune.verdict import PROBE_STEPS
 
 SIZES = (512, 2048, 8192, 16384)
 # Linear up to 8192, and beyond it a cliff that no straight line knows of.
 STEP_S = {512: 0.0093, 2048: 0.0120, 8192: 0.0225, 16384: 0.0560}
 BESIDE_COMPILATION = 2.0  # times as long
-
-
-class AtOnce(Tuner):
-    """A tuner that answers on the asker's thread."""
-
-    def __init__(self, on_answer, on_error):
-        self._on_answer = on_answer
-
-    @property
-    def is_busy(self):
-        return False
-
-    def ask(self, situation):
-        self._on_answer(answer(situation))
-        return True
-
-    def close(self):
-        pass
 
 
 class OneStrategy:
