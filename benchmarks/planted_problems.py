@@ -12,7 +12,7 @@ step takes as long as the problem says. It starts at the base batch and ends aft
 The truth is taken from the state in which the run ended, for every batch of the ladder: training goes on
 at that batch, with the learning rate by the project's rule from *exact* noise moments (a pass over many
 samples; the run's own estimates play no part), until the exact expected loss has fallen to where the base
-batch brings it within a quarter of the run's length. The loss is the mean of many draws, which share the
+batch brings it within an eighth of the run's length. The loss is the mean of many draws, which share the
 state and differ in their samples. True goodput is progress, in base steps, per planted second.
 
 regret = 1 - true goodput of the batch settled on / that of the best batch of the ladder. "settled" is the
@@ -199,7 +199,9 @@ class AtOnce(Tuner):
     def __init__(self, on_answer: Callable[[Answer], None], on_error: Any):
         self._on_answer = on_answer
 
-    is_busy = False
+    @property
+    def is_busy(self) -> bool:
+        return False
 
     def ask(self, situation: Situation) -> bool:
         self._on_answer(answer(situation))
@@ -356,7 +358,7 @@ def true_efficiencies(planted: Planted, state: Any) -> tuple[GradGroups, dict[in
     keys = jax.random.split(jax.random.key(FLAGS.seed + 1), 1 + len(SIZES))
     exact = jax.device_get(moments(state.params, state.opt_state, keys[0]))
     opt_state = with_exact_moments(state.opt_state, exact)
-    stretch = FLAGS.base_steps // 4
+    stretch = FLAGS.base_steps // 8
     found: dict[int, float] = {}
     level = 0.0
     for key, batch in zip(keys[1:], SIZES, strict=True):

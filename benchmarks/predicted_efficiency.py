@@ -6,10 +6,11 @@
 An example is trained with its base batch to three points. From the state at each of them training goes on
 for so many samples (65,536 of the recommender) with the base batch and, on the same samples, with larger
 ones: the learning rate by the rule and the noise statistics that the run has then. Efficiency is the
-decrease of the held-out loss over that of the base batch, both means over runs (`--seeds`) and draws of
-the samples (`--draws`); behind it stands its standard error, over runs where there are several. Draws of
-one run share its state, and with it whatever luck its last updates had. The loss is taken on a part of the training set that is never trained
-on: a test set of another distribution, like the recommender's, would measure how that differs.
+decrease of the held-out loss over that of the base batch, both means over runs (`--seeds`) and draws of the
+samples (`--draws`); behind it stands its standard error, over runs where there are several. Draws of one
+run share its state, and with it whatever luck its last updates had. The loss is taken on a part of the
+training set that is never trained on: a test set of another distribution, like the recommender's, would
+measure how that differs.
 
 What is compared with it is predicted at the point, before those samples: by group of parameters (what the
 project decides by, with the norm that the example's configuration says) and pooled over all parameters, in
