@@ -14,7 +14,9 @@ measure how that differs.
 
 What is compared with it is predicted at the point, before those samples: by group of parameters (what the
 project decides by, with the norm that the example's configuration says) and pooled over all parameters, in
-the norm g' P^-1 g of the optimizer's division P and in the plain one. Without a division they are one.
+the norm g' P^-1 g of the optimizer's division P and in the plain one. (Without a division they are one.)
+Those by group are cautious, the pooled ones plain averages, where a squared gradient estimated below 0
+counts as 0: all noise, and an efficiency of 1.
 "booked" is the progress that training itself credits over the stretch: less than predicted where the gain
 was still growing.
 
