@@ -151,9 +151,9 @@ class Kind:
 
 
 KINDS = {"dense": Kind(128, 0), "sparse": Kind(0, 2048), "mixed": Kind(32, 1024)}
-# At the base batch, a half to an eighth of what is best after 4000 steps, so that a gain has room: at the limit
-# of curvature no statistic of the noise knows that there is none, and Adagrad's first step in a row that is
-# hardly ever read is the rate times the gain, whatever the gradient.
+# At the base batch, a half to an eighth of what is best after 4000 steps, so that a gain has room: at the
+# limit of curvature no statistic of the noise knows that there is none, and Adagrad's first step in a row
+# that is hardly ever read is the rate times the gain, whatever the gradient.
 RATES = {
     "dense": {"sgd": 0.01, "momentum": 0.001, "adam": 0.001, "adagrad": 0.03},
     "sparse": {"sgd": 0.16, "momentum": 0.016, "adam": 0.006, "adagrad": 0.2},
