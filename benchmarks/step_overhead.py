@@ -139,15 +139,13 @@ def measure(name: str, num_devices: int, per_device: int) -> dict:
         *hand_state[:], loss = hand(*hand_state, batch)
         return loss
 
-    engine_state = [engine.init(jax.random.key(0)), None]
+    engine_state = [engine.init(jax.random.key(0))]
 
     def by_engine(measured: bool):
         def step(batch):
-            previous = engine_state[1] if measured else None
-            state, metrics, engine_state[1] = engine.step(
-                engine_state[0], None, batch, mask, measure=measured, previous=previous
+            engine_state[0], metrics = engine.step(
+                engine_state[0], None, batch, mask, measure=measured
             )
-            engine_state[0] = state
             return metrics
 
         return step

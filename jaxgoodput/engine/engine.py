@@ -272,7 +272,7 @@ class Engine:
         """A hash of the program of a step of this size, which is compiled: model, optimizer and layout are
         in it, values are not.
         """
-        return self.compiled.digest(partial(self.programs.step, self.shape(size), noise=Noise.OFF))
+        return self.compiled.digest(partial(self.programs.step, self.shape(size), measure=False))
 
     def compile(self, sizes: Sequence[Size], *, accumulate: bool = True) -> None:
         """Compile every program of these sizes; safe from any thread."""

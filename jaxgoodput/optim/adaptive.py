@@ -164,6 +164,8 @@ def adaptive(
         unmeasured = elapsed
         if noise is not None:
             unmeasured = jnp.where(jnp.asarray(noise.num_groups) >= 2, 0, elapsed)
+            # A differenced sample is of two batches.
+            elapsed = jnp.maximum(elapsed, noise.num_samples / base_batch_size)
             names, group_of_leaf = noises.leaf_groups(updates)
 
             def updated(old: NoiseState, sample: NoiseSample, **options: Any) -> NoiseState:

@@ -39,6 +39,9 @@ _MIN_VAR = 1e-6  # AdaptDL's floor of the variance in its read-out
 _MAX_FORGET = 1 / 16  # per sample; more would leave too few for a standard error at large batches
 _OUTLIER = 30.0  # standard deviations beyond which a sample is taken for a spike
 GROUP_OUTLIER = 6.0  # the same for groups: a spike of one would hand its share to the others
+PLAUSIBLE = (
+    10.0  # times less noise, for its signal, than all together: a group is hardly expected to have
+)
 MAX_GROUPS = 64  # of parameters, each with an efficiency of its own
 
 Labels = PyTree[str] | Callable[[PyTree], PyTree[str]] | None
@@ -151,8 +154,8 @@ def update_noise(
 
     The memory is `smoothing ** elapsed`, bias-corrected, as in AdaptDL, where `elapsed` are the base
     batches since the sample before (default: those of this one), and reaches back over `memory` base
-    batches at most; but one sample never takes more than 1/16 of it (at 0.999: beyond 64 base batches). The first
-    unbiased sample after differenced ones (`biased`, a bool, traced or not) starts over; the
+    batches at most; but one sample never takes more than 1/16 of it (at 0.999: beyond 64 base batches). The
+    first unbiased sample after differenced ones (`biased`, a bool, traced or not) starts over; the
     reverse does not. `overlapping` says that successive differenced samples share a gradient, the
     second of one being the first of the next: each then counts for half. A sample that is not
     finite, or has fewer than two groups, changes nothing. One that is more than `outlier` standard
@@ -269,30 +272,32 @@ def cautious_groups(
 ) -> GradGroups:
     """The moments of every group for decisions; NaN while unknown, as in `cautious_grad_params`.
 
-    Noise scales are off to the safe side as there. A group's share of the signal is what is to be expected of
-    it: squared norms are not negative, so of an estimate within its standard error of none it is about that
-    error (the mean of a normal distribution cut off at zero). Groups that are nearly all noise, such as tables
-    of embeddings, hold much of what is left to learn, and would count for nothing if they had to be told from
-    none first.
+    Groups that are nearly all noise, such as tables of embeddings, may hold most of what is left to learn,
+    and small ones, such as biases, little, long before either is told from none. So the signal of a group is
+    what is to be expected of it: of a normal distribution with what was measured and its standard error, cut
+    off below zero, where a noise scale below a `PLAUSIBLE`-th of the pooled one is not expected beforehand.
+    Where a group's signal is well above its error, that is what was measured.
     """
     averages = _trusted(state, min_samples)
     count = _count(averages)
-    step = num_std_errors * (1 + 1e-4) / _root(count)
-    error = step * averages.sqr_deviation
-    signal = jnp.maximum(averages.sqr, 0) + error
-    var = jnp.maximum(averages.var - step * averages.var_deviation, 0)
-    share = _expected(averages.sqr, error)[:-1]
-    noise = share * (var / jnp.where(signal > 0, signal, 1))[:-1]
+    error = num_std_errors * averages.sqr_deviation / _root(count)
+    var = jnp.maximum(averages.var, 0)
+    pooled = _expected(averages.sqr[-1], error[-1]) / jnp.maximum(var[-1], 1e-30)
+    wide = jnp.maximum(PLAUSIBLE * pooled * var[:-1], 1e-30)
+    weight = 1 / (1 + (error[:-1] / wide) ** 2)  # of what was measured
+    signal = _expected(weight * averages.sqr[:-1], jnp.sqrt(weight) * error[:-1])
     known = (count > 0) & (count >= min_samples)
-    return GradGroups(sqr=jnp.where(known, share, jnp.nan), var=jnp.where(known, noise, jnp.nan))
+    return GradGroups(
+        sqr=jnp.where(known, signal, jnp.nan), var=jnp.where(known, var[:-1], jnp.nan)
+    )
 
 
 def _expected(estimate: Array, error: Array) -> Array:
-    """The mean of a normal distribution, cut off below zero."""
-    known = error > 0
-    z = jnp.maximum(jnp.where(known, estimate / jnp.where(known, error, 1), 0), -10.0)
+    """The mean of a normal distribution cut off below zero."""
+    uncertain = error > 0
+    z = jnp.maximum(jnp.where(uncertain, estimate / jnp.where(uncertain, error, 1), 0), -10.0)
     hazard = jnp.exp(-0.5 * z**2 - jax.scipy.special.log_ndtr(z)) / math.sqrt(2 * math.pi)
-    return jnp.where(known, error * (z + hazard), jnp.maximum(estimate, 0))
+    return jnp.where(uncertain, error * (z + hazard), jnp.maximum(estimate, 0))
 
 
 def taken_for(grad: GradGroups, like: Averages) -> Averages:

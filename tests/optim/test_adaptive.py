@@ -1,5 +1,6 @@
 """`adaptive` changes nothing at the base batch, and beside it exactly what it says."""
 
+import math
 from typing import Any
 
 import jax
@@ -34,6 +35,7 @@ OPTIMIZERS: dict[str, Any] = {
 
 
 def wrap(tx, rule=rules.adascale, **options) -> Any:
+    options = {"memory_share": math.inf, **options}
     return adaptation.adaptive(tx, rule, base_batch_size=BASE, **options)
 
 

@@ -1,5 +1,6 @@
 """The estimators are unbiased, and the read-out is never carried away by a single sample."""
 
+import dataclasses
 import functools
 import re
 
@@ -365,32 +366,47 @@ def of_groups(sqr, var, steps=400, noisy=0.0, seed=0):
     return jax.lax.scan(take, state, jnp.asarray(drawn, jnp.float32))[0]
 
 
-def test_a_group_that_learns_nothing_does_not_vouch_for_the_others():
+@pytest.mark.parametrize("noisy", [0.0005, 0.05])
+def test_a_group_that_is_all_noise_vouches_for_what_it_may_still_hold(noisy):
     """Dense layers at a noise scale of 4 base batches; a table all noise, with 100 times the variance."""
-    state = of_groups([1.0, 0.0], [4.0, 400.0], noisy=0.05)
+    state = of_groups([1.0, 0.0], [4.0, 400.0], noisy=noisy)
     groups, pooled = noise.cautious_groups(state), noise.cautious_grad_params(state)
-    truth = (1 + 4) / (8 + 4)
-    assert float(efficiency(pooled, 8.0)) > 0.9
-    assert 0.75 * truth < float(efficiency(groups, 8.0)) <= 1.02 * truth
-    assert float(noise.num_seen(state)) <= 1
+    truth, found = (1 + 4) / (8 + 4), float(efficiency(groups, 8.0))
+    assert float(efficiency(pooled, 8.0)) > 0.9 and float(noise.num_seen(state)) <= 1
+    if noisy < 0.01:  # the table has nothing left, and it is known
+        np.testing.assert_allclose(found, truth, rtol=0.03)
+    else:  # up to about the standard error, which is as much as the dense layers have
+        assert 1.1 * truth < found < 0.85
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_luck_makes_no_group_noisier_and_no_batch_worth_more(seed):
+def test_many_samples_tell_what_a_batch_is_worth(seed):
     sqr, var = np.array([1.0, 0.3, 0.05]), np.array([4.0, 20.0, 30.0])
-    state = of_groups(sqr, var, noisy=0.3, seed=seed)
     exact = efficiency(GradGroups(sqr=sqr, var=var), 8.0)
-    assert float(efficiency(noise.cautious_groups(state), 8.0)) < 1.05 * exact
+    for noisy, far in ((0.3, 0.3), (0.01, 0.03)):
+        state = of_groups(sqr, var, noisy=noisy, seed=seed)
+        np.testing.assert_allclose(efficiency(noise.cautious_groups(state), 8.0), exact, rtol=far)
 
 
-def test_no_signal_at_all_is_one_group_and_a_lower_bound():
+def test_small_groups_that_cannot_be_told_from_none_do_not_speak_for_the_others():
+    """A bias of one entry: what it varies by is all that can be seen of it."""
+    sqr, var = np.array([1.0, 0.001]), np.array([400.0, 1.0])
+    state = of_groups(sqr, var, steps=16, noisy=0.0)
+    wide = np.array([0.2, 10.0])  # standard deviations of one sample
+    averages = dataclasses.replace(
+        state.current, sqr_deviation=jnp.asarray([*wide, wide[1]], jnp.float32)
+    )
+    state = dataclasses.replace(state, current=averages, held=averages)
+    exact = efficiency(GradGroups(sqr=sqr, var=var), 16.0)
+    np.testing.assert_allclose(efficiency(noise.cautious_groups(state), 16.0), exact, rtol=0.15)
+
+
+def test_no_signal_at_all_is_a_lower_bound():
     state = of_groups([-1.0, -2.0], [4.0, 400.0], noisy=0.01)
     groups = noise.cautious_groups(state)
     assert float(noise.num_seen(state)) == 0
     assert float(noise_scale(groups, BASE)) > 100 * BASE
-    np.testing.assert_allclose(
-        efficiency(groups, 4.0), efficiency(noise.cautious_grad_params(state), 4.0), rtol=1e-5
-    )
+    assert 0.9 < float(efficiency(groups, 4.0)) <= 1
 
 
 def test_unknown_moments_stay_unknown():
