@@ -459,7 +459,8 @@ class GlobalPrograms(Programs):
         if not measure or old is not None or self.problem.from_norm_layers:
             return self._all_rows(begun, inputs, old, measure=measure)
         total = self._all_rows(begun, inputs, None, measure=False)
-        return pure.in_two(total, self._part(begun, *inputs), begun[1])
+        part = self._part(begun, *inputs)
+        return pure.in_two(total, part, begun[1], cut=self.layout.strategy.is_cut)
 
     def _part(self, begun: Sequence[PyTree], batch: PyTree, mask: Array) -> Sums:
         """The sums of a part of the rows, the same of every replica."""

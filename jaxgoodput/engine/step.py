@@ -324,18 +324,18 @@ def local_sums(
     )
 
 
-def in_two(total: Sums, part: Sums, scale: PyTree) -> Sums:
+def in_two(total: Sums, part: Sums, scale: PyTree, *, cut: bool) -> Sums:
     """The sums of one micro-batch with the noise moment of two groups: a part of its rows, and the others.
 
-    `scale` is the optimizer's preconditioner, () for none.
+    `scale` is the optimizer's preconditioner, () for none; `cut` says that leaves are cut over devices.
     """
     preconditioner = None if isinstance(scale, tuple) and not scale else scale
-    others = jax.tree.map(jnp.subtract, total.grads, part.grads)
+    squares = noise.squared_norms_of_two(total.grads, part.grads, preconditioner, cut=cut)
+    weights = part.weight, total.weight - part.weight
     norms, groups = jnp.zeros_like(total.norms), jnp.zeros_like(total.groups)
-    for grads, weight in ((part.grads, part.weight), (others, total.weight - part.weight)):
+    for square, weight in zip(squares, weights, strict=True):
         some = weight > 0
-        squares = noise.squared_norms(grads, preconditioner)
-        norms += jnp.where(some, squares / jnp.where(some, weight, 1.0), 0.0)
+        norms += jnp.where(some, square / jnp.where(some, weight, 1.0), 0.0)
         groups += some.astype(groups.dtype)
     return dataclasses.replace(total, norms=norms, groups=groups)
 

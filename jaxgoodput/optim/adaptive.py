@@ -69,7 +69,7 @@ def adaptive(
     min_samples: float = noises.MIN_SAMPLES,
     schedules: ScheduleClock = "progress",
     second_moment_decay: float | None = None,
-    memory_share: float = 0.25,
+    keeps_fresh: bool = True,
 ) -> optax.GradientTransformationExtraArgs:
     """The optimizer `tx`, tuned at `base_batch_size`, for batches of any size.
 
@@ -93,9 +93,10 @@ def adaptive(
     `grad` are cautious moments (`noise.cautious_groups`): unknown below `min_samples`, and off by
     `num_std_errors` to the safe side. They are those of one group that is worth as much as all the
     groups of parameters at this scale; with `labels`, the pooled ones of the label, where
-    `num_std_errors=0, min_samples=0, max_gain_growth=inf, memory_share=inf` is AdaptDL. The average behind
-    them forgets by `smoothing` per base batch, measured or not, and reaches back over `memory_share` of the
-    run so far: the signal of a run's beginning would stay in it for long.
+    `num_std_errors=0, min_samples=0, max_gain_growth=inf, keeps_fresh=False` is AdaptDL. The averages behind
+    them forget by `smoothing` per base batch, measured or not; and, where they are to keep fresh, start over
+    whenever the base batches gone by have doubled, as long as `smoothing` remembers more: the signal of a
+    run's beginning may be a thousand times that of later, and would stay in an average for long.
 
     `second_moment_decay`, under `rules.adam_scale`: Adam's b2, or 1 for Adagrad, which keeps a sum.
     The root of the gain is enough only once the second moment has shrunk to that of the larger batch,
@@ -164,6 +165,11 @@ def adaptive(
         unmeasured = elapsed
         if noise is not None:
             unmeasured = jnp.where(jnp.asarray(noise.num_groups) >= 2, 0, elapsed)
+            start_over = jnp.zeros((), bool)
+            if keeps_fresh and smoothing < 1:
+                then, now = state.base_batches - state.unmeasured, state.base_batches
+                doubled = jnp.floor(jnp.log2(now)) > jnp.floor(jnp.log2(jnp.maximum(then, 0.5)))
+                start_over = doubled & (now < 4 / (1 - smoothing))
             # A differenced sample is of two batches.
             elapsed = jnp.maximum(elapsed, noise.num_samples / base_batch_size)
             names, group_of_leaf = noises.leaf_groups(updates)
@@ -176,7 +182,7 @@ def adaptive(
                     smoothing=smoothing,
                     biased=biased,
                     elapsed=elapsed,
-                    memory=memory_share * (state.base_batches + scale),
+                    start_over=start_over,
                     **options,
                 )
 

@@ -148,14 +148,15 @@ def update_noise(
     overlapping: bool = False,
     outlier: float = _OUTLIER,
     elapsed: Any = None,
-    memory: Any = math.inf,
+    start_over: Any = False,
 ) -> NoiseState:
     """The statistics after one more sample, which is forgotten at `smoothing` per base batch.
 
     The memory is `smoothing ** elapsed`, bias-corrected, as in AdaptDL, where `elapsed` are the base
-    batches since the sample before (default: those of this one), and reaches back over `memory` base
-    batches at most; but one sample never takes more than 1/16 of it (at 0.999: beyond 64 base batches). The
-    first unbiased sample after differenced ones (`biased`, a bool, traced or not) starts over; the
+    batches since the sample before (default: those of this one); but one sample never takes more than
+    1/16 of it (at 0.999: beyond 64 base batches). `start_over` (a bool, traced or not) leaves the average
+    there, held, until there are enough new samples, where there were enough of old ones. The first
+    unbiased sample after differenced ones (`biased`, a bool, traced or not) starts over; the
     reverse does not. `overlapping` says that successive differenced samples share a gradient, the
     second of one being the first of the next: each then counts for half. A sample that is not
     finite, or has fewer than two groups, changes nothing. One that is more than `outlier` standard
@@ -185,10 +186,11 @@ def update_noise(
     # 1 - smoothing ** scale, without cancellation in float32.
     gone = samples / base_batch_size if elapsed is None else jnp.asarray(elapsed, dtype)
     forget_rate = math.log(smoothing) if smoothing > 0 else -math.inf
-    forget_rate = jnp.minimum(forget_rate, -1 / jnp.asarray(memory, dtype))
     forget = jnp.minimum(-jnp.expm1(forget_rate * gone), _MAX_FORGET)
     old = state.current
-    start_over = state.biased & ~biased
+    start_over = (state.biased & ~biased) | (
+        jnp.asarray(start_over, bool) & (_count(old) >= MIN_SAMPLES)
+    )
     kept = jnp.where(start_over, 0, (1 - forget) * old.weight)
     weight = kept + forget
     share = forget / weight  # 1 for a first sample: whatever the average was is then gone
@@ -372,6 +374,15 @@ def leaf_groups(tree: PyTree) -> tuple[tuple[str, ...], tuple[int, ...]]:
 def squared_norms(tree: PyTree, preconditioner: PyTree | None = None) -> Float[Array, " leaves"]:
     """The squared 2-norm of every leaf; of g / P^(1/2) where a `preconditioner` P is given."""
     return _inner_products([(tree, tree)], preconditioner, one_pass=True)[0]
+
+
+def squared_norms_of_two(
+    whole: PyTree, part: PyTree, preconditioner: PyTree | None = None, *, cut: bool = False
+) -> tuple[Float[Array, " leaves"], Float[Array, " leaves"]]:
+    """`squared_norms` of a part of a sum and of the rest of it; `cut`: leaves are cut over devices."""
+    pairs = [(part, part), (part, whole), (whole, whole)]
+    first, both, all_ = _inner_products(pairs, preconditioner, one_pass=not cut)
+    return first, jnp.maximum(all_ - 2 * both + first, 0)
 
 
 def _inner_products(

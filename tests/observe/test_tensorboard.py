@@ -107,12 +107,14 @@ def test_a_margin_chart_has_its_three_curves_at_the_same_steps(tmp_path, clock):
     dashboard.on_window(synthetic.window(10, 1.0, 64, predicted_error=nan))
     dashboard.on_window(synthetic.window(20, 1.0, 64, goodput_predicted=nan))
     dashboard.on_window(synthetic.window(30, 1.0, 64, predicted_step_s=nan))
-    dashboard.on_window(synthetic.window(40, 1.0, 64))
+    dashboard.on_window(synthetic.window(40, 1.0, 64, loss_gained_error=nan))
+    dashboard.on_window(synthetic.window(50, 1.0, 64))
     dashboard.close()
     run = eventreader.scalars(tmp_path / "tensorboard")
-    for names, expected in zip(MARGINS, ([30, 40], [20, 40]), strict=True):
+    expected = {"evidence": [10, 20, 30, 50], "goodput": [30, 40, 50], "perf": [20, 40, 50]}
+    for names in MARGINS:
         for name in names:
-            assert [step for step, _ in run[name]] == expected
+            assert [step for step, _ in run[name]] == expected[name.partition("/")[0]]
 
 
 def test_time_is_shown_as_shares_of_the_wall_time(tmp_path, clock):
@@ -148,7 +150,7 @@ def test_layout_names_existing_tags_exactly(finished):
             assert len(chart.multiline.tag) <= 2, "all tags of one run have the same colour"
             for series in chart.margin.series:
                 assert {series.value, series.lower, series.upper} <= written
-    assert len(MARGINS) == 2
+    assert len(MARGINS) == 3
 
 
 def test_no_curve_has_two_points_at_one_step(finished):

@@ -1,6 +1,5 @@
 """`adaptive` changes nothing at the base batch, and beside it exactly what it says."""
 
-import math
 from typing import Any
 
 import jax
@@ -35,7 +34,7 @@ OPTIMIZERS: dict[str, Any] = {
 
 
 def wrap(tx, rule=rules.adascale, **options) -> Any:
-    options = {"memory_share": math.inf, **options}
+    options = {"keeps_fresh": False, **options}
     return adaptation.adaptive(tx, rule, base_batch_size=BASE, **options)
 
 

@@ -55,7 +55,7 @@ def replay(scenario, rtol):
         max_gain_growth=math.inf,
         num_std_errors=0.0,
         min_samples=0.0,
-        memory_share=math.inf,
+        keeps_fresh=False,
     )
     state, previous, progress = tx.init(params), None, 0.0
     rtol_of = {"rtol": rtol, "atol": 1e-12 if rtol <= 1e-6 else 1e-5}

@@ -1,7 +1,6 @@
 """Small engines, and batches placed on their devices, for the tests of the engine."""
 
 import functools
-import math
 from typing import TypeVar
 
 import jax
@@ -75,7 +74,7 @@ def make(
                 labels=labels,
                 smoothing=smoothing,
                 num_std_errors=num_std_errors,
-                memory_share=math.inf,
+                keeps_fresh=False,
             ),
             base_batch_size=base,
             **problem,

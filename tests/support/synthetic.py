@@ -164,6 +164,9 @@ def window(step, progress, samples, config=START, *, num_steps=10, known=True, s
         skipped_steps=0,
         memory_limit=128,
         eta_s=192.0,
+        loss_gained=0.3 if known else math.nan,
+        loss_gained_error=0.02 if known else math.nan,
+        loss_gained_expected=0.28 if known else math.nan,
     )
     return Window(**(fields | over))
 

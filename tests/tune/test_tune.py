@@ -14,6 +14,7 @@ from jaxgoodput.goodput.model import GoodputModel
 from jaxgoodput.goodput.perf import PerfParams, Placement, step_time
 from jaxgoodput.goodput.search import BatchConfig, BatchLimits
 from jaxgoodput.tune.batch import statistics_cadence, tune
+from jaxgoodput.tune.evidence import Bar, Stretch
 from jaxgoodput.tune.plan import fixed_config
 from jaxgoodput.tune.timings import residuals_of
 from jaxgoodput.tune.verdict import Alternative, Caution, Situation
@@ -395,3 +396,29 @@ def test_statistics_cost_no_more_than_their_share(plain, extra, overhead):
     assert 1 <= every <= 64
     share = (measured / plain - 1) / every  # one of every `every` steps is a measured one
     assert share <= overhead * (1 + 1e-6) or every == 64
+
+
+# -- what the loss says ------------------------------------------------------------------------------
+
+
+def said(config, gained, error=0.01):
+    return Stretch(config=config, num_steps=100, gained=gained, error=error)
+
+
+def test_what_the_loss_denies_is_left_whatever_the_model_hopes():
+    kind = {"current": at(512), "timed": READY, "stretch_before": said(at(128), 0.5)}
+    assert decide(**kind, stretch=said(at(512), 0.45)).config != at(128)
+    verdict = decide(**kind, stretch=said(at(512), 0.1))
+    assert verdict.config == at(128) and verdict.denied
+    assert "loss denies 512 samples" in verdict.reason and "0.5 +- 0.01" in verdict.reason
+    waits = dataclasses.replace(BOLD, dwell_steps=20)
+    assert not decide(**kind, stretch=said(at(512), 0.1), caution=waits, since=5).denied
+
+
+@settings(max_examples=60, deadline=None)
+@given(barred=st.sampled_from([64, 100, 512, 4096]), micro=st.sampled_from(READY[:4]))
+def test_a_barred_batch_is_neither_taken_nor_tried(barred, micro):
+    bar = Bar(noise_scale=1e4, was=said(at(barred), 0.1))
+    for timed in ((micro,), READY):
+        config = decide(current=at(micro), timed=timed, bar=bar).config
+        assert config.global_batch_size < barred or config == at(micro)
