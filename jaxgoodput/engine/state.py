@@ -134,6 +134,8 @@ class Sums:
     """Sums over samples."""
     model_state: PyTree
     """After the latest micro-batch."""
+    square: Leaf | None = None
+    """[leaves]: |gradient sum|^2 as `norms` are measured, where it came along with them; else None."""
 
     def merged(self, later: "Sums") -> "Sums":
         """Two micro-batches of one replica as one; the later went on from the model state of this."""

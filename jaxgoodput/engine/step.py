@@ -330,14 +330,14 @@ def in_two(total: Sums, part: Sums, scale: PyTree, *, cut: bool) -> Sums:
     `scale` is the optimizer's preconditioner, () for none; `cut` says that leaves are cut over devices.
     """
     preconditioner = None if isinstance(scale, tuple) and not scale else scale
-    squares = noise.squared_norms_of_two(total.grads, part.grads, preconditioner, cut=cut)
+    *squares, whole = noise.squared_norms_of_two(total.grads, part.grads, preconditioner, cut=cut)
     weights = part.weight, total.weight - part.weight
     norms, groups = jnp.zeros_like(total.norms), jnp.zeros_like(total.groups)
     for square, weight in zip(squares, weights, strict=True):
         some = weight > 0
         norms += jnp.where(some, square / jnp.where(some, weight, 1.0), 0.0)
         groups += some.astype(groups.dtype)
-    return dataclasses.replace(total, norms=norms, groups=groups)
+    return dataclasses.replace(total, norms=norms, groups=groups, square=whole)
 
 
 def _advance(old: PyTree, new: PyTree, samples: Array) -> PyTree:
@@ -381,7 +381,8 @@ def update(
             squares = [jnp.sum(jnp.square(x)) for x in total.factors.values()]
             large = jnp.broadcast_to(sum(squares) / norms.size, norms.shape) / weight**2
         elif scale is not None:
-            large = noise.squared_norms(total.grads, scale)
+            known = total.square  # a pass of its own over memory takes long
+            large = noise.squared_norms(total.grads, scale) if known is None else known
             large = large / weight**2
         sample = noise.NoiseSample(
             small_sqr=total.norms / weight,

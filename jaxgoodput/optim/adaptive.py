@@ -167,7 +167,8 @@ def adaptive(
             unmeasured = jnp.where(jnp.asarray(noise.num_groups) >= 2, 0, elapsed)
             start_over = jnp.zeros((), bool)
             if keeps_fresh and smoothing < 1:
-                then, now = state.base_batches - state.unmeasured, state.base_batches
+                now = state.base_batches + scale
+                then = now - elapsed
                 doubled = jnp.floor(jnp.log2(now)) > jnp.floor(jnp.log2(jnp.maximum(then, 0.5)))
                 start_over = doubled & (now < 4 / (1 - smoothing))
             # A differenced sample is of two batches.

@@ -184,18 +184,21 @@ def update_noise(
     valid = (groups >= 2) & (samples > 0) & jnp.all(jnp.isfinite(sqr) & jnp.isfinite(var))
 
     # 1 - smoothing ** scale, without cancellation in float32.
-    gone = samples / base_batch_size if elapsed is None else jnp.asarray(elapsed, dtype)
     forget_rate = math.log(smoothing) if smoothing > 0 else -math.inf
-    forget = jnp.minimum(-jnp.expm1(forget_rate * gone), _MAX_FORGET)
+    forget = jnp.minimum(-jnp.expm1(forget_rate * samples / base_batch_size), _MAX_FORGET)
+    # What went by unmeasured ages the old samples; it gives the new one no more weight than another.
+    fade = forget
+    if elapsed is not None:
+        fade = jnp.minimum(-jnp.expm1(forget_rate * jnp.asarray(elapsed, dtype)), _MAX_FORGET)
     old = state.current
     start_over = (state.biased & ~biased) | (
         jnp.asarray(start_over, bool) & (_count(old) >= MIN_SAMPLES)
     )
-    kept = jnp.where(start_over, 0, (1 - forget) * old.weight)
+    kept = jnp.where(start_over, 0, (1 - fade) * old.weight)
     weight = kept + forget
     share = forget / weight  # 1 for a first sample: whatever the average was is then gone
     # Samples that share a gradient with their neighbours count for half a sample each.
-    heaviest = jnp.where(start_over, 0, (1 - forget) * old.heaviest)
+    heaviest = jnp.where(start_over, 0, (1 - fade) * old.heaviest)
     heaviest = jnp.maximum(heaviest, forget * (2 if overlapping else 1))
 
     reach = jnp.where(~start_over & (_count(old) >= MIN_SAMPLES), outlier, jnp.inf)
@@ -378,11 +381,11 @@ def squared_norms(tree: PyTree, preconditioner: PyTree | None = None) -> Float[A
 
 def squared_norms_of_two(
     whole: PyTree, part: PyTree, preconditioner: PyTree | None = None, *, cut: bool = False
-) -> tuple[Float[Array, " leaves"], Float[Array, " leaves"]]:
-    """`squared_norms` of a part of a sum and of the rest of it; `cut`: leaves are cut over devices."""
+) -> tuple[Float[Array, " leaves"], Float[Array, " leaves"], Float[Array, " leaves"]]:
+    """`squared_norms` of a part of a sum, of the rest, and of all; `cut`: leaves are cut over devices."""
     pairs = [(part, part), (part, whole), (whole, whole)]
     first, both, all_ = _inner_products(pairs, preconditioner, one_pass=not cut)
-    return first, jnp.maximum(all_ - 2 * both + first, 0)
+    return first, jnp.maximum(all_ - 2 * both + first, 0), all_
 
 
 def _inner_products(
