@@ -22,7 +22,7 @@ NOTHING = (
     "GroupNorm) whose outputs have a row per sample, called in the open. The loss calls none, or calls them "
     "inside a function that JAX remembers from an earlier call: a jax.jit, jax.checkpoint or body of a scan "
     "that was made once, outside the loss. Make it inside, or leave from_norm_layers False: the noise then "
-    "comes from micro-batches, or from pairs of updates."
+    "comes from micro-batches, or from a part of the rows."
 )
 Factors = dict[int, Array]
 """By number of features: `[batch, features]`."""

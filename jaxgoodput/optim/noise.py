@@ -15,7 +15,7 @@ A sample has these norms for every leaf of the parameters; they are pooled by la
 learning rate, and by group (`leaf_groups`), for what a sample of a larger batch is worth.
 
 Single estimates are wild and may be negative, so they are averaged, and the average knows its
-standard error and how many samples stand behind it: see `cautious_grad_params`.
+standard error and how many samples stand behind it: see `cautious_grad_params` and `cautious_groups`.
 """
 
 import dataclasses
@@ -105,9 +105,9 @@ class Averages:
 class NoiseState:
     """The noise statistics of a training run: arrays only, so it is checkpointed as it is.
 
-    `held` keeps the last trusted averages while `current` is not to be trusted: when a differenced
-    (biased) estimator has given way to an unbiased one, which starts over; or when the batch has
-    grown, and the few samples since then outweigh all those before.
+    `held` keeps the last trusted averages while `current` is not to be trusted: when it has started over,
+    to keep fresh or because a differenced (biased) estimator has given way to an unbiased one; or when
+    the batch has grown, and the few samples since then outweigh all those before.
     """
 
     current: Averages
