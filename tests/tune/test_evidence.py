@@ -1,0 +1,114 @@
+"""The loss says what a batch gained; it denies what is beyond doubt, and only that."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+
+from jaxgoodput.goodput.search import BatchConfig
+from jaxgoodput.tune.evidence import MIN_STEPS, Evidence, Stretch, is_denied
+
+
+def config(global_batch_size):
+    return BatchConfig(micro_batch_size=global_batch_size, num_micro_batches=1, num_replicas=1)
+
+
+def stretch(batch, gained, error):
+    return Stretch(config=config(batch), num_steps=100, gained=gained, error=error)
+
+
+class Training:
+    """Losses of a run: they fall by `gain` per e-fold of samples, with noise of one sample's size."""
+
+    def __init__(self, seed=0, noise=1.0):
+        self.evidence, self.rng = Evidence(), np.random.default_rng(seed)
+        self.noise, self.samples, self.loss = noise, 1000, 5.0
+
+    def go(self, batch, gain, steps):
+        for _ in range(steps):
+            before, self.samples = self.samples, self.samples + batch
+            self.loss -= gain * math.log(self.samples / before)
+            seen = self.loss + self.noise * self.rng.standard_normal() / math.sqrt(batch)
+            self.evidence.add(config(batch), self.samples, seen, batch)
+        return self.evidence.now()
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("steps", [60, 600, 3000])
+def test_it_finds_the_planted_gain_within_its_error(seed, steps):
+    found = Training(seed).go(64, 0.4, steps)
+    assert found.is_known and abs(found.gained - 0.4) < 4 * found.error
+    assert found.error < (0.5 if steps == 60 else 0.15)
+
+
+def test_its_error_is_that_of_repeated_runs():
+    found = [Training(seed).go(64, 0.4, 400) for seed in range(200)]
+    spread = np.std([one.gained for one in found])
+    np.testing.assert_allclose(np.median([one.error for one in found]), spread, rtol=0.2)
+
+
+def test_a_new_batch_is_a_new_stretch_and_the_first_steps_are_left_out():
+    training = Training()
+    training.go(64, 0.4, 200)
+    for steps in range(1, 40):
+        now = training.go(256, 0.4, 1)
+        assert now.config.global_batch_size == 256 and now.num_steps == max(steps - 10, 0)
+        assert now.is_known == (now.num_steps >= MIN_STEPS)
+    assert training.evidence.before.config.global_batch_size == 64
+
+
+def test_another_way_to_make_the_same_batch_is_the_same_stretch():
+    training = Training()
+    training.go(64, 0.4, 100)
+    other = dataclasses.replace(config(64), micro_batch_size=32, num_micro_batches=2)
+    training.evidence.add(other, training.samples + 64, 3.0, 64)
+    assert training.evidence.before is None and training.evidence.now().config == other
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "ratio", "denied"),
+    [
+        (stretch(64, 0.4, 0.01), stretch(256, 0.1, 0.01), 1.5, True),
+        (
+            stretch(64, 0.4, 0.01),
+            stretch(256, 0.1, 0.01),
+            4.0,
+            False,
+        ),  # more samples make up for it
+        (stretch(64, 0.4, 0.01), stretch(256, 0.1, 0.2), 1.5, False),  # nobody knows
+        (stretch(64, 0.02, 0.02), stretch(256, -0.1, 0.01), 1.5, False),  # nor what it was before
+        (stretch(256, 0.4, 0.01), stretch(64, 0.1, 0.01), 0.9, False),  # a smaller batch
+        (stretch(64, math.nan, math.nan), stretch(256, 0.1, 0.01), 1.0, False),
+    ],
+)
+def test_only_what_is_beyond_doubt_is_denied(before, now, ratio, denied):
+    assert is_denied(before, now, ratio) == denied
+
+
+def test_a_bar_stays_while_the_smaller_batch_gains_more():
+    training = Training()
+    training.go(64, 0.4, 800)
+    training.go(256, 0.02, 300)
+    training.evidence.deny(noise_scale=100.0)
+    assert training.evidence.bar.global_batch_size == 256
+    training.go(64, 0.4, 3000)
+    training.evidence.review(150.0)
+    assert training.evidence.bar is not None
+    training.evidence.review(math.nan)
+    assert training.evidence.bar is not None
+    training.evidence.review(201.0)
+    assert training.evidence.bar is None
+
+
+def test_a_bar_is_lifted_where_training_has_slowed_down_by_itself():
+    training = Training()
+    training.go(64, 0.4, 800)
+    training.go(256, 0.02, 300)
+    training.evidence.deny(noise_scale=100.0)
+    training.go(64, 0.02, 100)
+    training.evidence.review(100.0)
+    assert training.evidence.bar is not None, "too early to tell"
+    training.go(64, 0.02, 3000)
+    training.evidence.review(100.0)
+    assert training.evidence.bar is None
