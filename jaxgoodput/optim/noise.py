@@ -287,8 +287,9 @@ def cautious_groups(
     count = _count(averages)
     error = num_std_errors * averages.sqr_deviation / _root(count)
     var = jnp.maximum(averages.var, 0)
-    pooled = _expected(averages.sqr[-1], error[-1]) / jnp.maximum(var[-1], 1e-30)
-    wide = jnp.maximum(PLAUSIBLE * pooled * var[:-1], 1e-30)
+    share = var[:-1] / jnp.where(var[-1] > 0, var[-1], 1)
+    wide = PLAUSIBLE * _expected(averages.sqr[-1], error[-1]) * share
+    wide = jnp.where(var[-1] > 0, jnp.maximum(wide, 1e-30), jnp.inf)
     weight = 1 / (1 + (error[:-1] / wide) ** 2)  # of what was measured
     signal = _expected(weight * averages.sqr[:-1], jnp.sqrt(weight) * error[:-1])
     known = (count > 0) & (count >= min_samples)

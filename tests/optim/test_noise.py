@@ -409,6 +409,13 @@ def test_no_signal_at_all_is_a_lower_bound():
     assert 0.9 < float(efficiency(groups, 4.0)) <= 1
 
 
+def test_without_any_noise_the_signal_is_what_was_measured():
+    state = of_groups([1.0, 2.0], [0.0, 0.0])
+    groups = noise.cautious_groups(state)
+    np.testing.assert_allclose(groups.sqr, [1.0, 2.0], rtol=1e-5)
+    np.testing.assert_allclose(efficiency(groups, 4.0), 0.25, rtol=1e-5)
+
+
 def test_unknown_moments_stay_unknown():
     blank = noise.cautious_groups(noise.init_noise(3))
     assert np.isnan(blank.sqr).all() and np.isnan(blank.var).all()

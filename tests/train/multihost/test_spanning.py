@@ -76,7 +76,8 @@ def test_a_layout_over_several_processes_gives_the_updates_of_one(request, one, 
     expected, got = seen(one, "fsdp8", "applied"), seen(out, section, "applied")
     assert len(got) == len(expected) == 8
     names = ["loss", "grad_norm"]
-    if section != "switched":  # a gradient that was remembered does not outlive a move
+    # With tensor 2 there are half as many replicas, and other rows are every fourth of one.
+    if section not in ("switched", "fsdp4.tensor2"):
         names += ["grad_sqr", "grad_var"]
     assert got[-1]["num_samples"] == 8  # half of it is padding
     for a, b in zip(expected, got, strict=True):
