@@ -434,10 +434,11 @@ class GlobalPrograms(Programs):
 
     def _is_cut_in_rows(self, micro_batch_size: int) -> bool:
         """Whether a part of the rows is computed by itself, which costs least."""
-        # A model with mutable state (BatchNorm) computes other things of other rows, and a pipeline needs
-        # rows for all its stages.
-        whole = jax.tree.leaves(self.state.model_state) or self.layout.strategy.stage > 1
-        return micro_batch_size > 1 and not (whole and self._can_leave_out)
+        if self.layout.strategy.stage > 1:  # a pipeline needs rows for all its stages
+            return False
+        # A model with mutable state (BatchNorm) computes other things of other rows.
+        whole = jax.tree.leaves(self.state.model_state) and self._can_leave_out
+        return micro_batch_size > 1 and not whole
 
     def partial_sums(self) -> Sums:
         """The reduced sums: there are no others."""

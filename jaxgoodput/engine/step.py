@@ -66,6 +66,8 @@ class Problem:
     """Of the preconditioner; `probe.moment_constants(tx, params)` finds them."""
     from_norm_layers: bool = False
     """Whether noise is measured on normalisation layers alone, sample by sample."""
+    has_labels: bool = False
+    """Whether learning rates go by labels."""
     compute_dtype: DTypeLike | None = None
     """What floating parameters are cast to for computing; None: they are not."""
     ema: float | None = None
@@ -334,7 +336,7 @@ def in_two(total: Sums, part: Sums, scale: PyTree, *, cut: bool) -> Sums:
     weights = part.weight, total.weight - part.weight
     norms, groups = jnp.zeros_like(total.norms), jnp.zeros_like(total.groups)
     for square, weight in zip(squares, weights, strict=True):
-        some = weight > 0
+        some = weight > 1e-6 * total.weight  # the difference of two sums is hardly ever 0
         norms += jnp.where(some, square / jnp.where(some, weight, 1.0), 0.0)
         groups += some.astype(groups.dtype)
     return dataclasses.replace(total, norms=norms, groups=groups, square=whole)

@@ -285,9 +285,7 @@ def _evidence(windows: Sequence[Record]) -> str:
     if not rows:
         return ""
     body = _table(("batch", "until step", "loss lost", "+-", "model expected"), rows)
-    note = (
-        "\n(per e-fold of samples, newer half; two standard errors; expected from the batch before)"
-    )
+    note = "\n(per e-fold of samples; two standard errors; expected from the batch before)"
     return _section("What the loss says", body + note)
 
 

@@ -184,6 +184,7 @@ def adaptive(
                     biased=biased,
                     elapsed=elapsed,
                     start_over=start_over,
+                    min_samples=min_samples,
                     **options,
                 )
 
@@ -320,7 +321,8 @@ def passed_over(opt_state: PyTree, base_batches: Array) -> PyTree:
 
     def passed(own: AdaptiveState) -> AdaptiveState:
         done, rest = _add(own.base_batches, own.base_batches_rest, base_batches)
-        return own._replace(base_batches=done, base_batches_rest=rest)
+        unmeasured = own.unmeasured + base_batches
+        return own._replace(base_batches=done, base_batches_rest=rest, unmeasured=unmeasured)
 
     return _with_own(opt_state, passed)
 

@@ -1,8 +1,9 @@
 """Gradient noise, estimated inside the jitted step from squared norms: one pass over the gradient.
 
-A batch of M samples is made of n groups (replicas, micro-batches, or two successive gradients) with
-mean gradients g_i and shares p_i of the loss weight; g = sum p_i g_i. With L = sum p_i |g_i|^2 and
-T = |g|^2, E[L] - |E g|^2 is n times E[T] - |E g|^2 = trace / M, hence the unbiased pair
+A batch of M samples is made of n groups (replicas, micro-batches, a part of the rows and the others, or
+two successive gradients) with mean gradients g_i and shares p_i of the loss weight; g = sum p_i g_i.
+With L = sum p_i |g_i|^2 and T = |g|^2, E[L] - |E g|^2 is n times E[T] - |E g|^2 = trace / M, hence the
+unbiased pair
 
     sqr = (n T - L) / (n - 1)          trace = M (L - T) / (n - 1)
 
@@ -149,13 +150,14 @@ def update_noise(
     outlier: float = _OUTLIER,
     elapsed: Any = None,
     start_over: Any = False,
+    min_samples: float = MIN_SAMPLES,
 ) -> NoiseState:
     """The statistics after one more sample, which is forgotten at `smoothing` per base batch.
 
     The memory is `smoothing ** elapsed`, bias-corrected, as in AdaptDL, where `elapsed` are the base
     batches since the sample before (default: those of this one); but one sample never takes more than
     1/16 of it (at 0.999: beyond 64 base batches). `start_over` (a bool, traced or not) leaves the average
-    there, held, until there are enough new samples, where there were enough of old ones. The first
+    there, held, until there are `min_samples` new ones, where there were as many old ones. The first
     unbiased sample after differenced ones (`biased`, a bool, traced or not) starts over; the
     reverse does not. `overlapping` says that successive differenced samples share a gradient, the
     second of one being the first of the next: each then counts for half. A sample that is not
@@ -190,9 +192,9 @@ def update_noise(
     fade = forget
     if elapsed is not None:
         fade = jnp.minimum(-jnp.expm1(forget_rate * jnp.asarray(elapsed, dtype)), _MAX_FORGET)
-    old = state.current
+    old, enough = state.current, max(min_samples, MIN_SAMPLES)
     start_over = (state.biased & ~biased) | (
-        jnp.asarray(start_over, bool) & (_count(old) >= MIN_SAMPLES)
+        jnp.asarray(start_over, bool) & (_count(old) >= enough)
     )
     kept = jnp.where(start_over, 0, (1 - fade) * old.weight)
     weight = kept + forget
@@ -212,7 +214,7 @@ def update_noise(
         weight=weight,
         heaviest=heaviest,
     )
-    held = _select(_count(old) >= MIN_SAMPLES, old, state.held)
+    held = _select(_count(old) >= enough, old, state.held)
     return _select(valid, NoiseState(current=current, held=held, biased=biased), state)
 
 

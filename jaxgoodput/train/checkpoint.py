@@ -47,6 +47,7 @@ OWN_STATE = (
     ".opt_state.second_moment",
     ".opt_state.moment_weight",
     ".opt_state.base_batches",
+    ".opt_state.unmeasured",
 )
 
 

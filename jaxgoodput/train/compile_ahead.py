@@ -153,7 +153,9 @@ class SizeCompiler:
         """`size` is in use: take up the sizes around it, and have it measure the noise."""
         with self._changed:
             if not self._order:
-                self._measurable[size] = self._engine.can_measure(size)
+                need = self._engine.measuring_bytes_of(size)
+                fits = need is None or need.peak <= self._budget
+                self._measurable[size] = self._engine.can_measure(size) and fits
             self._current = size
             # What the next change can reach comes first, then what the one after it can.
             for reach in (self._reach, self._reach**2):

@@ -441,6 +441,7 @@ def problem_of(task: Task, config: Config) -> Problem:
         trainable=trainable,
         preconditioned=preconditioned,
         from_norm_layers=config.statistics.from_norm_layers,
+        has_labels=labels is not None,
         moments=moments,
         compute_dtype=None if config.compute_dtype is None else jnp.dtype(config.compute_dtype),
         ema=config.ema,
@@ -603,7 +604,7 @@ def _begun(
     The base batch where nothing speaks for another, and where the learning rate goes by labels: their
     noise is not remembered, and on an unknown one the rate would stay that of the base batch.
     """
-    has_labels = adaptation.find(state.opt_state).gain.size > 1
+    has_labels = engine.problem.has_labels
     verdict = None
     if not has_labels:
         verdict = first_verdict(

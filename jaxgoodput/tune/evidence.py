@@ -1,9 +1,10 @@
 """What training really gained at each batch, beside what the model says of it; it may deny a larger batch.
 
-A *stretch* is the steps between two changes of the global batch. What it gained is minus the slope of the
-loss over the logarithm of the samples gone by, by weighted least squares over its newer half: a loss that
-falls as a power of the samples has a slope in samples that halves whenever they double, whatever the batch,
-while its slope in their logarithm hardly moves between two neighbours.
+A *stretch* is the steps between two changes of the global batch, as far as they lie in the newer half of
+the run. What it gained is minus the slope of the loss over the logarithm of the samples gone by, by
+weighted least squares: a loss that falls as a power of the samples has a slope in samples that halves
+whenever they double, whatever the batch, while its slope in their logarithm hardly moves between two
+neighbours.
 
 A change to a larger batch that the model wanted is *denied* where the loss falls so much more slowly after
 it that even two standard errors leave less gained per second than before. The run then goes back, and that
@@ -112,7 +113,7 @@ class Evidence:
         return self._before
 
     def now(self) -> Stretch | None:
-        """The present stretch, by its newer half; None before the first update."""
+        """The present stretch, where it is of the newer half of the run; None before the first update."""
         if self._config is None:
             return None
         if not self._points:

@@ -42,6 +42,8 @@ def choose_strategy(situation: Situation, verdict: Verdict) -> Verdict:
     grad, caution, here = situation.grad, situation.caution, situation.current
     now = situation.here.goodput(here, grad)
     largest = max(int(here.global_batch_size * caution.max_growth), here.global_batch_size)
+    if situation.bar is not None:
+        largest = min(largest, situation.bar.global_batch_size - 1)
     best: tuple[BatchConfig, float, float] | None = None
     for there in situation.others:
         found = best_of(there, grad, largest=largest, accumulate=situation.accumulate)
@@ -63,6 +65,9 @@ def choose_strategy(situation: Situation, verdict: Verdict) -> Verdict:
         refused = f"; {what} would gain {gain - 1:.1%} ({price})"
     for there in situation.others:
         price_s = 2 * there.switch_s + PROBE_STEPS * situation.step_s
+        bar = situation.bar
+        if bar is not None and there.config.global_batch_size >= bar.global_batch_size:
+            continue
         # Worth a try if a gain just large enough to be taken would repay it.
         if there.fit is None and situation.left_s * caution.min_gain > price_s:
             return situation.change(

@@ -93,7 +93,10 @@ def test_an_update_that_is_not_finite_never_happened(guarded, key, rng, what, fu
     for field in ("params", "model_state", "key"):
         assert_same_bits(getattr(state, field), getattr(before, field))
     # Its samples have gone by.
-    gone = before.opt_state._replace(base_batches=before.opt_state.base_batches + 2 * 16 / BASE)
+    gone = before.opt_state._replace(
+        base_batches=before.opt_state.base_batches + 2 * 16 / BASE,
+        unmeasured=before.opt_state.unmeasured + 2 * 16 / BASE,
+    )
     assert_same_bits(state.opt_state, gone)
     assert state.step == before.step + 2
     state, metrics = go(state, good[1])
@@ -105,7 +108,10 @@ def test_an_update_that_is_not_finite_never_happened(guarded, key, rng, what, fu
     for field in ("params", "opt_state", "model_state"):
         wanted = getattr(other, field)
         if field == "opt_state":
-            wanted = wanted._replace(base_batches=wanted.base_batches + 2 * 16 / BASE)
+            wanted = wanted._replace(
+                base_batches=wanted.base_batches + 2 * 16 / BASE,
+                unmeasured=wanted.unmeasured + 2 * 16 / BASE,
+            )
         assert_same_bits(getattr(state, field), wanted)
 
 

@@ -240,7 +240,9 @@ def test_a_refused_step_leaves_all_but_the_samples_gone_by_as_it_was():
         )
     )
     updates, after = step(bad, state, False)
-    gone = state._replace(base_batches=state.base_batches + 16 / BASE)  # its samples
+    gone = state._replace(  # its samples
+        base_batches=state.base_batches + 16 / BASE, unmeasured=state.unmeasured + 16 / BASE
+    )
     jax.tree.map(np.testing.assert_array_equal, after, gone)
     jax.tree.map(lambda u: np.testing.assert_array_equal(u, 0), updates)
     _, after = step(gradients(0), state, True)
