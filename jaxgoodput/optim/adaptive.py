@@ -93,8 +93,8 @@ def adaptive(
     `grad` are cautious moments (`noise.cautious_groups`): unknown below `min_samples`, and off by
     `num_std_errors` to the safe side. They are those of one group that is worth as much as all the
     groups of parameters at this scale; with `labels`, the pooled ones of the label, where
-    `num_std_errors=0, min_samples=0, max_gain_growth=inf, keeps_fresh=False` is AdaptDL. The averages behind
-    them forget by `smoothing` per base batch, measured or not; and, where they are to keep fresh, start over
+    `num_std_errors=0, min_samples=0, max_gain_growth=inf, keeps_fresh=False` is AdaptDL. Where the averages
+    behind them are to keep fresh, they forget by `smoothing` per base batch, measured or not, and start over
     whenever the base batches gone by have doubled, as long as `smoothing` remembers more: the signal of a
     run's beginning may be a thousand times that of later, and would stay in an average for long.
 
@@ -182,7 +182,7 @@ def adaptive(
                     base_batch_size=base_batch_size,
                     smoothing=smoothing,
                     biased=biased,
-                    elapsed=elapsed,
+                    elapsed=elapsed if keeps_fresh else None,
                     start_over=start_over,
                     min_samples=min_samples,
                     **options,

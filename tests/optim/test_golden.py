@@ -101,7 +101,9 @@ def replay(scenario, rtol):
                 state.base_batches,
                 state.base_batches_rest,
             )  # the samples of the batch, refused or not
-            same = before._replace(base_batches=gone[0], base_batches_rest=gone[1])
+            same = before._replace(
+                base_batches=gone[0], base_batches_rest=gone[1], unmeasured=state.unmeasured
+            )
             jax.tree.map(np.testing.assert_array_equal, same, state)
         previous = grads if finite and biased else None
 
