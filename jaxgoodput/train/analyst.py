@@ -346,13 +346,13 @@ class Analyst:
         self._last_tune_s, self._last_tune_step = now, step
         self._was_unknown = not self._latest.metrics.noise.is_known
         self._was_disturbed = self._disturbed
+        self._evidence.review(self._noise_scale(self._latest.metrics.noise.cautious))
         self._tuner.ask(self._situation(step))
 
     def _situation(self, step: int) -> Situation:
         """All that a verdict depends on, by now."""
         assert self._latest is not None
         metrics, config, current = self._latest.metrics, self._config, self._current
-        self._evidence.review(float(noise_scale(metrics.noise.cautious, self._limits.base)))
         grad, doubt = metrics.noise.cautious, self._table.disturbance()
         clean = self._timings.timed(current, clean=True)
         here = Alternative(
@@ -392,6 +392,9 @@ class Analyst:
             left_s=self._left_s(metrics, grad),
             step_s=self._table.step_s(self._timings.num_nodes, current),
         )
+
+    def _noise_scale(self, grad: Grad) -> float:
+        return float(noise_scale(grad, self._limits.base))
 
     def _max_growth(self) -> float:
         """As the user says, or as far as an earlier run settled: that is no leap into the unknown."""
@@ -440,7 +443,7 @@ class Analyst:
         home = None if situation.home is None else situation.home.config
         if switched:
             if verdict.denied:
-                self._evidence.deny(float(noise_scale(situation.grad, self._limits.base)))
+                self._evidence.deny(self._noise_scale(situation.grad))
             self._requests.post(Control(batch=verdict.config))
             # A size that was never timed is on trial, whatever the model hopes of it. Where everything
             # is timed beside a compilation, nothing is learned from a trial that will not change.

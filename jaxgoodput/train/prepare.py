@@ -285,9 +285,8 @@ def prepare(
     with ledger.bucket("compilation"):
         if restored is None and earlier is not None and config.compiles_behind:
             wanted = [c for c in (batch, plan.start, earlier.batch) if c.strategy == batch.strategy]
-            if set(wanted) != {
-                plan.start
-            }:  # what else it takes, the earlier run may not have compiled
+            # At the base batch alone: what else it takes, the earlier run may not have compiled.
+            if set(wanted) != {plan.start}:
                 strategies.compiler(batch.strategy).compile_first(
                     c.micro_batch_size for c in wanted
                 )

@@ -3,13 +3,12 @@
 The best configuration by the goodput model, corrected by what was measured, is taken only where it is
 worth it: it must beat the current one by `min_gain` (hysteresis), the last change must be `dwell_steps`
 behind, and the price of the switch must be earned back within the horizon. What the loss denies is left
-again, whatever the model says (`evidence.py`). Where time is unknown as a
-function of the batch, a neighbouring size is probed first.
+again, whatever the model says (`evidence.py`). Where time is unknown as a function of the batch, a
+neighbouring size is probed first.
 """
 
 import dataclasses
 import math
-from dataclasses import replace
 
 import numpy as np
 
@@ -165,7 +164,8 @@ def _denial(situation: Situation, now: float) -> Verdict | None:
         f"{stretch.gained:.3g} +- {stretch.error:.1g}, before, with {before.config.global_batch_size}, by "
         f"{before.gained:.3g} +- {before.error:.1g}, and only {new / old:.2f} times as many go by a second"
     )
-    return replace(situation.change(before.config, reason, now), denied=True)
+    verdict = situation.change(before.config, reason, now)
+    return dataclasses.replace(verdict, denied=True)
 
 
 def _probe(here: Alternative, growth: float, largest: int) -> BatchConfig | None:
