@@ -335,7 +335,7 @@ def _any_config() -> jg.Config:
 def with_exact_moments(opt_state: Any, exact: GradGroups) -> Any:
     """The optimizer's state, knowing the noise and settled at whatever batch it is given."""
 
-    def known(old: Any) -> Any:
+    def known(old: adaptation.Adaptation) -> adaptation.Adaptation:
         total = jax.tree.map(lambda x: jnp.append(x, x.sum()), exact)
         zeros = jnp.zeros_like(total.sqr)
         averages = noises.Averages(
@@ -346,15 +346,13 @@ def with_exact_moments(opt_state: Any, exact: GradGroups) -> Any:
             weight=jnp.ones(()),
             heaviest=jnp.full((), 1e-3),
         )
-        return old._replace(
+        return dataclasses.replace(
+            old,
             groups=dataclasses.replace(old.groups, current=averages),
             gain=jnp.full_like(old.gain, jnp.inf),  # nothing left that it has to grow from
         )
 
-    def is_own(node: Any) -> bool:
-        return isinstance(node, adaptation.AdaptiveState)
-
-    return jax.tree.map(lambda x: known(x) if is_own(x) else x, opt_state, is_leaf=is_own)
+    return adaptation.with_own(opt_state, known)
 
 
 def true_efficiencies(planted: Planted, state: Any) -> tuple[GradGroups, dict[int, float]]:

@@ -43,8 +43,8 @@ ROWS = (
     ("byte LM", 8, 4, 1.05),
     ("decoder", 1, 16, 1.02),
     ("decoder", 8, 2, 1.05),
-    ("mlp", 1, 128, 1.08),
-    ("dlrm", 1, 1024, 1.08),
+    ("mlp", 1, 512, 1.08),
+    ("dlrm", 1, 4096, 1.08),
     ("recommender", 1, 8192, 1.08),
 )
 CHEAP = ("mlp", "dlrm", "recommender")  # measured at the cadence that the run settles at

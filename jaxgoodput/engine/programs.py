@@ -47,9 +47,10 @@ from jaxgoodput.parallel.strategy import (
 PRIORITIES = {axis: 1 for axis in MODEL_AXES} | {FSDP_AXIS: 2}
 ROWS = PartitionSpec(DATA_AXIS)
 WHOLE = PartitionSpec()
-# One row in so many is compared with the others. Two groups of any sizes tell the noise equally well where
-# gradients are normal, and a quarter costs a quarter; fewer rows would be ruled by single wild samples.
-PART = 4
+# Rows of a replica that are compared with its others, and the largest and smallest share of all that they
+# may be. Two groups of any sizes tell the noise equally well where gradients are normal, and a quarter costs
+# a quarter; fewer rows would be ruled by single wild samples.
+PART_ROWS, PART_MOST, PART_LEAST = 16, 1 / 4, 1 / 16
 
 
 @dataclass(frozen=True)
@@ -468,9 +469,10 @@ class GlobalPrograms(Programs):
         replicas = self.layout.num_replicas
         rows = len(mask) // replicas
         if self._is_cut_in_rows(rows):
+            stride = int(min(max(rows // PART_ROWS, 1 / PART_MOST), 1 / PART_LEAST))
 
             def some(x: Array) -> Array:  # a stride, because rows may come in some order
-                part = x.reshape(replicas, rows, *x.shape[1:])[:, ::PART]
+                part = x.reshape(replicas, rows, *x.shape[1:])[:, ::stride]
                 return part.reshape(-1, *x.shape[1:])
 
             inputs = jax.tree.map(some, (batch, mask))

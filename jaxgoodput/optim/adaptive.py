@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, PyTree
 
-from jaxgoodput._pytree import struct
+from jaxgoodput._pytree import Packed, struct
 from jaxgoodput.goodput.efficiency import GradGroups, GradParams
 from jaxgoodput.optim import noise as noises
 from jaxgoodput.optim.learning_rate import Rule, adascale
@@ -29,16 +29,14 @@ Number = TypeVar("Number")
 ScheduleClock = Literal["progress", "samples"]
 
 
-class AdaptiveState(NamedTuple):
-    """The state of `adaptive`: arrays only, checkpointed like any optax state."""
+@struct
+class Adaptation:
+    """What `adaptive` knows and remembers: arrays, or Python's numbers and numpy's arrays on the host."""
 
-    inner: Any
-    """The user's optimizer."""
-    noise: Any
-    """A `NoiseState` by label: what the learning rate goes by where there are labels."""
-    groups: Any
-    """A `NoiseState` by `noise.leaf_groups`: what a sample of another batch is worth, and without labels the
-    learning rate."""
+    noise: NoiseState
+    """By label: what the learning rate goes by where there are labels."""
+    groups: NoiseState
+    """By `noise.leaf_groups`: what a sample of another batch is worth; and, without labels, the rate."""
     progress: Any
     """Base steps done; float."""
     progress_rest: Any
@@ -55,6 +53,15 @@ class AdaptiveState(NamedTuple):
     """What rounding left out of `base_batches`."""
     unmeasured: Any
     """Base batches since the noise was measured."""
+
+
+class AdaptiveState(NamedTuple):
+    """The state of `adaptive`, checkpointed like any optax state. `find` reads it."""
+
+    inner: Any
+    """The user's optimizer."""
+    own: Any
+    """All of ours, a `Packed[Adaptation]`: one array."""
 
 
 def adaptive(
@@ -133,8 +140,7 @@ def adaptive(
 
     def init(params: PyTree) -> AdaptiveState:
         num_labels = len(noises.label_names(labels, params))
-        return AdaptiveState(
-            inner=tx.init(params),
+        own = Adaptation(
             noise=noises.init_noise(num_labels),
             groups=noises.init_noise(len(noises.leaf_groups(params)[0])),
             progress=jnp.zeros(()),
@@ -146,6 +152,7 @@ def adaptive(
             base_batches_rest=jnp.zeros(()),
             unmeasured=jnp.zeros(()),
         )
+        return AdaptiveState(inner=tx.init(params), own=Packed.of(own))
 
     def update(
         updates: PyTree,
@@ -158,16 +165,17 @@ def adaptive(
         finite: Any = None,
         **extra: Any,
     ) -> tuple[PyTree, AdaptiveState]:
-        scale = jnp.asarray(global_batch_size, state.progress.dtype) / base_batch_size
+        own = state.own.tree
+        scale = jnp.asarray(global_batch_size, own.progress.dtype) / base_batch_size
         label_of_leaf = noises.label_indices(labels, updates)
-        statistics, by_group = state.noise, state.groups
-        elapsed = state.unmeasured + scale
+        statistics, by_group = own.noise, own.groups
+        elapsed = own.unmeasured + scale
         unmeasured = elapsed
         if noise is not None:
             unmeasured = jnp.where(jnp.asarray(noise.num_groups) >= 2, 0, elapsed)
             start_over = jnp.zeros((), bool)
             if keeps_fresh and smoothing < 1:
-                now = state.base_batches + scale
+                now = own.base_batches + scale
                 then = now - elapsed
                 doubled = jnp.floor(jnp.log2(now)) > jnp.floor(jnp.log2(jnp.maximum(then, 0.5)))
                 start_over = doubled & (now < 4 / (1 - smoothing))
@@ -188,7 +196,7 @@ def adaptive(
                     **options,
                 )
 
-            pooled = noise.pooled(jax.tree.leaves(label_of_leaf), state.gain.size)
+            pooled = noise.pooled(jax.tree.leaves(label_of_leaf), own.gain.size)
             statistics = updated(statistics, pooled)
             by_group = updated(
                 by_group, noise.pooled(group_of_leaf, len(names)), outlier=noises.GROUP_OUTLIER
@@ -203,47 +211,48 @@ def adaptive(
             grad = noises.cautious_grad_params(
                 statistics, num_std_errors, min_samples=min_samples, per_group=True
             )
-        over_labels = {"in_axes": (None, 0, None), "axis_size": state.gain.size}
-        wanted = jax.vmap(rule, **over_labels)(scale, grad, state.progress)
-        wanted = jnp.asarray(wanted, state.gain.dtype)
-        second_moment, moment_weight = state.second_moment, state.moment_weight
+        over_labels = {"in_axes": (None, 0, None), "axis_size": own.gain.size}
+        wanted = jax.vmap(rule, **over_labels)(scale, grad, own.progress)
+        wanted = jnp.asarray(wanted, own.gain.dtype)
+        second_moment, moment_weight = own.second_moment, own.moment_weight
         gains: Any = 1.0
         if second_moment_decay is not None:
-            gains = jax.vmap(adascale, **over_labels)(scale, grad, state.progress)
+            gains = jax.vmap(adascale, **over_labels)(scale, grad, own.progress)
             wanted = wanted * jnp.sqrt(gains * second_moment)
         # From 1 rather than from the last gain where that is smaller: a warm-up starts at 0.
-        factors = jnp.minimum(wanted, jnp.maximum(state.gain, 1) * max_gain_growth)
+        factors = jnp.minimum(wanted, jnp.maximum(own.gain, 1) * max_gain_growth)
         held_back = jnp.mean(jnp.where(wanted > 0, factors / wanted, 1))
         if second_moment_decay == 1:  # a sum over all updates; that of base batches has more
-            summed = state.progress * second_moment + 1 / gains
-            second_moment = summed / (state.progress + gains * held_back)
+            summed = own.progress * second_moment + 1 / gains
+            second_moment = summed / (own.progress + gains * held_back)
         elif second_moment_decay is not None:
             new = 1 - second_moment_decay
             moment_weight = second_moment_decay * moment_weight + new
             second_moment += new / moment_weight * (1 / gains - second_moment)
 
         clocks = {
-            "progress": (state.progress, state.progress_rest),
-            "samples": (state.base_batches, state.base_batches_rest),
+            "progress": (own.progress, own.progress_rest),
+            "samples": (own.base_batches, own.base_batches_rest),
         }
         inner = with_schedules_at(state.inner, _whole(*clocks[schedules]))
         scaled, inner = tx.update(updates, inner, params, **extra)
         scaled = jax.tree.map(lambda u, i: (factors[i] * u).astype(u.dtype), scaled, label_of_leaf)
 
-        done, rest = _add(state.progress, state.progress_rest, worth * held_back)
-        batches = _add(state.base_batches, state.base_batches_rest, scale)
-        new = AdaptiveState(
-            inner,
-            statistics,
-            by_group,
-            done,
-            rest,
-            factors,
-            second_moment,
-            moment_weight,
-            *batches,
-            unmeasured,
+        done, rest = _add(own.progress, own.progress_rest, worth * held_back)
+        batches = _add(own.base_batches, own.base_batches_rest, scale)
+        new = Adaptation(
+            noise=statistics,
+            groups=by_group,
+            progress=done,
+            progress_rest=rest,
+            gain=factors,
+            second_moment=second_moment,
+            moment_weight=moment_weight,
+            base_batches=batches[0],
+            base_batches_rest=batches[1],
+            unmeasured=unmeasured,
         )
+        new = AdaptiveState(inner=inner, own=Packed.of(new))
         if finite is not None:
             finite = jnp.asarray(finite, bool)
             scaled = jax.tree.map(lambda u: jnp.where(finite, u, jnp.zeros_like(u)), scaled)
@@ -255,8 +264,8 @@ def adaptive(
     return optax.GradientTransformationExtraArgs(init, extended)
 
 
-def find(opt_state: PyTree) -> AdaptiveState:
-    """The one `AdaptiveState` in an optimizer state, at any depth."""
+def find(opt_state: PyTree) -> Adaptation:
+    """What the one `AdaptiveState` in an optimizer state, at any depth, holds beside the user's optimizer."""
     leaves = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, AdaptiveState))
     found = [x for x in leaves if isinstance(x, AdaptiveState)]
     if len(found) != 1:
@@ -265,7 +274,7 @@ def find(opt_state: PyTree) -> AdaptiveState:
             "optimizer once: adaptive(tx, rule, base_batch_size=...), and pass the state that its "
             "init returned."
         )
-    return found[0]
+    return found[0].own.tree
 
 
 def noise_state(opt_state: PyTree) -> NoiseState:
@@ -309,29 +318,40 @@ def with_noise_held(opt_state: PyTree, grad: GradGroups) -> PyTree:
     Those by label, which learning rates of several labels go by, stay unknown.
     """
 
-    def held(own: AdaptiveState) -> AdaptiveState:
+    def held(own: Adaptation) -> Adaptation:
         averages = noises.taken_for(grad, own.groups.held)
-        return own._replace(groups=dataclasses.replace(own.groups, held=averages))
+        return dataclasses.replace(own, groups=dataclasses.replace(own.groups, held=averages))
 
-    return _with_own(opt_state, held)
+    # Values, which stay where they were.
+    changed = with_own(opt_state, held)
+    return jax.tree.map(lambda new, old: jax.device_put(new, old.sharding), changed, opt_state)
 
 
 def passed_over(opt_state: PyTree, base_batches: Array) -> PyTree:
     """The optimizer state after a batch, in base batches, that was left out: only its samples count."""
 
-    def passed(own: AdaptiveState) -> AdaptiveState:
+    def passed(own: Adaptation) -> Adaptation:
         done, rest = _add(own.base_batches, own.base_batches_rest, base_batches)
         unmeasured = own.unmeasured + base_batches
-        return own._replace(base_batches=done, base_batches_rest=rest, unmeasured=unmeasured)
+        return dataclasses.replace(
+            own, base_batches=done, base_batches_rest=rest, unmeasured=unmeasured
+        )
 
-    return _with_own(opt_state, passed)
+    return with_own(opt_state, passed)
 
 
-def _with_own(opt_state: PyTree, change: Callable[[AdaptiveState], AdaptiveState]) -> PyTree:
+def with_own(opt_state: PyTree, change: Callable[[Adaptation], Adaptation]) -> PyTree:
+    """The optimizer state with another `Adaptation`."""
+
     def is_own(node: Any) -> bool:
         return isinstance(node, AdaptiveState)
 
-    return jax.tree.map(lambda x: change(x) if is_own(x) else x, opt_state, is_leaf=is_own)
+    def changed(node: Any) -> Any:
+        if not is_own(node):
+            return node
+        return node._replace(own=Packed.of(change(node.own.tree)))
+
+    return jax.tree.map(changed, opt_state, is_leaf=is_own)
 
 
 @struct

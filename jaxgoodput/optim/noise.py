@@ -309,10 +309,7 @@ def _expected(estimate: Array, error: Array) -> Array:
 
 
 def taken_for(grad: GradGroups, like: Averages) -> Averages:
-    """Averages that `cautious_groups` reads `grad` from, as of so many samples as just make them known.
-
-    They lie where those of `like` do.
-    """
+    """Averages that `cautious_groups` reads `grad` from, as of so many samples as just make them known."""
     values = Averages(
         sqr=np.append(grad.sqr, np.sum(grad.sqr)),
         var=np.append(grad.var, np.sum(grad.var)),
@@ -321,9 +318,7 @@ def taken_for(grad: GradGroups, like: Averages) -> Averages:
         weight=np.ones(()),
         heaviest=np.array(1 / MIN_SAMPLES),
     )
-    return jax.tree.map(
-        lambda x, old: jax.device_put(x.astype(old.dtype), old.sharding), values, like
-    )
+    return jax.tree.map(lambda x, old: x.astype(old.dtype), values, like)
 
 
 def num_seen(state: NoiseState) -> Scalar:

@@ -41,16 +41,8 @@ T = TypeVar("T")
 
 VERSION = 1  # of the metadata
 ELSEWHERE = "another process could not"
-# What `adaptive` adds to an optimizer's state, and has added to over time.
-OWN_STATE = (
-    ".opt_state.groups",
-    ".opt_state.second_moment",
-    ".opt_state.moment_weight",
-    ".opt_state.base_batches",
-    ".opt_state.unmeasured",
-)
-
-
+# Where a state keeps what `adaptive` adds to an optimizer's, and a leaf of it before that was one vector.
+OWN_STATE, OWN_BEFORE = ".opt_state.own", ".opt_state.progress"
 AVERAGE = ".ema"  # where a state keeps the average of its parameters
 
 
@@ -236,12 +228,13 @@ class Checkpoints:
             abstract = abstract_for(meta)
             wanted = describe(abstract)
             mismatch = differences(meta.leaves, wanted)
-            missing = wanted.keys() - meta.leaves.keys()
-            if len(mismatch) == len(missing) > 0 and all(p.startswith(OWN_STATE) for p in missing):
+            only_own = mismatch and all(one.startswith(OWN_STATE) for one in mismatch)
+            if OWN_BEFORE in meta.leaves or only_own:
                 raise WrongWorkdirError(
                     f"the checkpoint {self._directory / str(step)} was written by an earlier version of "
-                    "jaxgoodput, which kept less of the gradient noise than this one needs. Finish that run "
-                    "with the version that began it, or use another workdir."
+                    "jaxgoodput, which kept other statistics of the gradient noise, or with other labels "
+                    "(`Trainer.labels`). Finish that run with the version that began it and the same labels, "
+                    "or use another workdir."
                 )
             if mismatch and all(sentence.startswith(AVERAGE) for sentence in mismatch):
                 raise WrongWorkdirError(

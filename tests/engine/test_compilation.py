@@ -179,8 +179,8 @@ def test_a_step_is_one_all_reduce_with_statistics_or_without(deep_engine):
     assert collectives(deep_engine.text(programs.step_after, shape)) == ["all-reduce"]
 
 
-def flops(engine, measure):
-    return engine.cost(engine.programs.step, engine.shape(SIZE), measure=measure)["flops"]
+def flops(engine, measure, size=SIZE):
+    return engine.cost(engine.programs.step, engine.shape(size), measure=measure)["flops"]
 
 
 def test_statistics_cost_at_most_a_hundredth_of_the_flops(deep_engine):
@@ -190,8 +190,10 @@ def test_statistics_cost_at_most_a_hundredth_of_the_flops(deep_engine):
     assert plain < measured <= 1.01 * plain
 
 
+@pytest.mark.parametrize(("size", "share"), [(64, 1 / 4), (SIZE, 1 / 16)])
 @pytest.mark.parametrize("strategy", [Strategy(), Strategy(fsdp=4)], ids=lambda s: s.name)
-def test_a_part_of_the_rows_costs_a_quarter_more(strategy):
+def test_a_part_of_the_rows_costs_its_share_more(strategy, size, share):
     engine = make(deep, init=deep_init, strategy=strategy)
-    plain, measured = flops(engine, False), flops(engine, True)
-    assert 1.2 * plain < measured <= 1.27 * plain
+    plain, measured = (flops(engine, measure, size) for measure in (False, True))
+    # Beside it, a pass over both gradients, which weighs more in a small batch.
+    assert (1 + 0.8 * share) * plain < measured <= (1.03 + share) * plain

@@ -1,5 +1,7 @@
 """The update: refused where it is not finite, scheduled by progress, multiplied by the gain."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -93,10 +95,8 @@ def test_an_update_that_is_not_finite_never_happened(guarded, key, rng, what, fu
     for field in ("params", "model_state", "key"):
         assert_same_bits(getattr(state, field), getattr(before, field))
     # Its samples have gone by.
-    gone = before.opt_state._replace(
-        base_batches=before.opt_state.base_batches + 2 * 16 / BASE,
-        unmeasured=before.opt_state.unmeasured + 2 * 16 / BASE,
-    )
+    own = jax.tree.map(jnp.asarray, before.opt_state)
+    gone = adaptation.passed_over(own, jnp.float32(2 * 16 / BASE))
     assert_same_bits(state.opt_state, gone)
     assert state.step == before.step + 2
     state, metrics = go(state, good[1])
@@ -108,10 +108,16 @@ def test_an_update_that_is_not_finite_never_happened(guarded, key, rng, what, fu
     for field in ("params", "opt_state", "model_state"):
         wanted = getattr(other, field)
         if field == "opt_state":
-            wanted = wanted._replace(
-                base_batches=wanted.base_batches + 2 * 16 / BASE,
-                # The averages are as much older as went by.
-                **{name: getattr(host(state).opt_state, name) for name in ("noise", "groups")},
+            now = adaptation.find(state.opt_state)
+            wanted = adaptation.with_own(
+                wanted,
+                lambda own, now=now: dataclasses.replace(
+                    own,
+                    base_batches=own.base_batches + 2 * 16 / BASE,
+                    # The averages are as much older as went by.
+                    noise=now.noise,
+                    groups=now.groups,
+                ),
             )
         assert_same_bits(getattr(state, field), wanted)
 
@@ -150,7 +156,7 @@ def test_schedules_follow_progress_and_the_gain_multiplies_what_comes_out(key, r
         state, metrics = run(engine, state, [rows])
         after = host(state)
         wanted = size / BASE
-        last = float(before.opt_state.gain[0])
+        last = float(adaptation.find(before.opt_state).gain[0])
         gain = metrics.gain
         np.testing.assert_allclose(gain, min(wanted, max(last, 1) / 0.9), rtol=1e-5)
         g = gradient(before.params, rows)

@@ -1,5 +1,6 @@
 """`adaptive` changes nothing at the base batch, and beside it exactly what it says."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -201,11 +202,17 @@ def test_progress_loses_no_increment_in_a_long_run():
     tx = wrap(optax.sgd(0.1), num_std_errors=0.0, min_samples=0.0, max_gain_growth=1e9)
     _, state = run(tx, 1, 4 * BASE)
     start = 2.0**24  # a float32 cannot count on from here
-    state = state._replace(progress=jnp.float32(start), progress_rest=jnp.float32(0.0))
+    state = adaptation.with_own(
+        state,
+        lambda own: dataclasses.replace(
+            own, progress=jnp.float32(start), progress_rest=jnp.float32(0.0)
+        ),
+    )
     _, state = run(tx, 700, 4 * BASE, state)
-    done = np.float64(state.progress) + np.float64(state.progress_rest) - start
+    own = find(state)
+    done = np.float64(own.progress) + np.float64(own.progress_rest) - start
     np.testing.assert_allclose(done, 700 * 4 / 1.75, rtol=1e-5)
-    assert float(state.progress) != start + 1400  # ... and the plain sum would have been wrong
+    assert float(own.progress) != start + 1400  # ... and the plain sum would have been wrong
 
 
 def test_whole_progress_is_exact_between_floats():
@@ -220,7 +227,7 @@ def test_without_a_sample_statistics_stay_and_structure_too():
     _, state = run(tx, 12, 2 * BASE)
     step = jax.jit(lambda g, s: tx.update(g, s, PARAMS, global_batch_size=2 * BASE))
     _, after = step(gradients(0), state)
-    jax.tree.map(np.testing.assert_array_equal, after.noise, state.noise)
+    jax.tree.map(np.testing.assert_array_equal, find(after).noise, find(state).noise)
     assert (
         jax.tree.structure(after)
         == jax.tree.structure(state)
@@ -240,9 +247,10 @@ def test_a_refused_step_leaves_all_but_the_samples_gone_by_as_it_was():
         )
     )
     updates, after = step(bad, state, False)
-    gone = state._replace(  # its samples
-        base_batches=state.base_batches + 16 / BASE, unmeasured=state.unmeasured + 16 / BASE
-    )
+    gone = adaptation.passed_over(state, jnp.float32(16 / BASE))  # its samples
+    own, before = find(gone), find(state)
+    assert float(own.base_batches) == float(before.base_batches) + 16 / BASE
+    assert float(own.unmeasured) == float(before.unmeasured) + 16 / BASE
     jax.tree.map(np.testing.assert_array_equal, after, gone)
     jax.tree.map(lambda u: np.testing.assert_array_equal(u, 0), updates)
     _, after = step(gradients(0), state, True)

@@ -1,5 +1,6 @@
 """Statistics, gains, progress and rules are AdaptDL's, by numbers that AdaptDL produced."""
 
+import dataclasses
 import json
 import math
 from typing import Any
@@ -97,13 +98,15 @@ def replay(scenario, rtol):
             finite=finite,
         )
         if not finite:
-            gone = (
-                state.base_batches,
-                state.base_batches_rest,
-            )  # the samples of the batch, refused or not
-            same = before._replace(
-                base_batches=gone[0], base_batches_rest=gone[1], unmeasured=state.unmeasured
+            # The samples of the batch have gone by, refused or not.
+            now = adaptation.find(state)
+            gone = dataclasses.replace(
+                adaptation.find(before),
+                base_batches=now.base_batches,
+                base_batches_rest=now.base_batches_rest,
+                unmeasured=now.unmeasured,
             )
+            same = adaptation.with_own(before, lambda _, gone=gone: gone)
             jax.tree.map(np.testing.assert_array_equal, same, state)
         previous = grads if finite and biased else None
 

@@ -531,12 +531,16 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(small_disk):
     assert steps_in(small_disk) == [5, 80]
 
 
-def test_a_checkpoint_of_before_the_noise_was_kept_by_group_is_named(tmp_path, monkeypatch):
+def test_a_checkpoint_with_other_noise_statistics_is_named(tmp_path):
     Mean(config(tmp_path)).fit()
     meta = next((tmp_path / "checkpoints").rglob("meta/metadata"))
     saved = json.loads(meta.read_text())
-    older = {k: v for k, v in saved["leaves"].items() if not k.startswith(".opt_state.groups")}
-    assert len(older) < len(saved["leaves"])
-    meta.write_text(json.dumps({**saved, "leaves": older}))
-    with pytest.raises(WrongWorkdirError, match="was written by an earlier version of jaxgoodput"):
-        Mean(config(tmp_path, epochs=3)).fit()
+    own = ".opt_state.own.vector"
+    numbers = {"shape": [], "dtype": "float32"}
+    before = {k: v for k, v in saved["leaves"].items() if k != own}
+    before |= {".opt_state.progress": numbers, ".opt_state.gain": numbers}
+    labelled = {**saved["leaves"], own: {"shape": [99], "dtype": "float32"}}
+    for leaves in (before, labelled):
+        meta.write_text(json.dumps({**saved, "leaves": leaves}))
+        with pytest.raises(WrongWorkdirError, match="other statistics of the gradient noise"):
+            Mean(config(tmp_path, epochs=3)).fit()
