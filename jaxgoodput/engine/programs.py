@@ -257,8 +257,9 @@ class Programs(abc.ABC):
         measure: bool = True,
         blocks: int = 1,
         part: Array | None = None,
+        alone: bool = False,
     ) -> Sums:
-        """The sums after one more micro-batch, of one replica or of all."""
+        """The sums after one more micro-batch, of one replica or of all; `alone` as in `local_sums`."""
         params, scale, model_state, key, step = begun
         # One stream of random numbers per (step, replica, micro-batch).
         count = 0 if old is None else old.calls
@@ -274,6 +275,7 @@ class Programs(abc.ABC):
             measure=measure,
             blocks=blocks,
             part=part,
+            alone=alone,
         )
         return new if old is None else old.merged(new)
 
@@ -458,9 +460,10 @@ class GlobalPrograms(Programs):
         *,
         measure: bool,
     ) -> Sums:
+        alone = old is None
         if not measure or old is not None or self.problem.from_norm_layers:
-            return self._all_rows(begun, inputs, old, measure=measure)
-        total = self._all_rows(begun, inputs, None, measure=False)
+            return self._all_rows(begun, inputs, old, measure=measure, alone=alone)
+        total = self._all_rows(begun, inputs, None, measure=False, alone=alone)
         part = self._part(begun, *inputs)
         return pure.in_two(total, part, begun[1], cut=self.layout.strategy.is_cut)
 
@@ -476,9 +479,9 @@ class GlobalPrograms(Programs):
                 return part.reshape(-1, *x.shape[1:])
 
             inputs = jax.tree.map(some, (batch, mask))
-            return self._all_rows(begun, inputs, None, measure=False)
+            return self._all_rows(begun, inputs, None, measure=False, alone=True)
         part = (jnp.arange(len(mask)) % 2 == 0).astype(mask.dtype)
-        return self._all_rows(begun, (batch, mask), None, measure=False, part=part)
+        return self._all_rows(begun, (batch, mask), None, measure=False, part=part, alone=True)
 
     def _all_rows(
         self,
@@ -488,10 +491,20 @@ class GlobalPrograms(Programs):
         *,
         measure: bool,
         part: Array | None = None,
+        alone: bool = False,
     ) -> Sums:
         batch, mask = inputs
-        blocks = self.layout.num_replicas
-        return self._merged(begun, 0, batch, mask, old, measure=measure, blocks=blocks, part=part)
+        return self._merged(
+            begun,
+            0,
+            batch,
+            mask,
+            old,
+            measure=measure,
+            blocks=self.layout.num_replicas,
+            part=part,
+            alone=alone,
+        )
 
 
 class SeparatePrograms(Programs):

@@ -261,12 +261,15 @@ def local_sums(
     measure: bool = True,
     blocks: int = 1,
     part: Array | None = None,
+    alone: bool = False,
 ) -> Sums:
     """One micro-batch, of one replica or of all: gradient sum, loss sum, weight, and |gradient|^2.
 
     `params` are in compute precision, `mask` is 1 for real samples and 0 for padding, `[batch]`; rows
     come from `blocks` replicas. `measure=False` leaves the noise moment at 0 and saves one pass over the
     gradient. Of all rows, which are computed together, only those of `part` (`[batch]`, 1 or 0) count.
+    `alone` says that nothing will be added to these sums: the gradient of a micro-batch without weight,
+    which may then be anything, is refused with the whole update.
     """
     kept, rest = split(params, problem.mask(params))
     batch = _without_padding(batch, mask, blocks)
@@ -295,8 +298,10 @@ def local_sums(
         by_sample = jax.tree.map(jnp.zeros_like, factors)
     weight, aux, new_state = others
     weight = jax.lax.stop_gradient(weight)
-    # A micro-batch of padding alone may have made anything of it.
-    grads = jax.tree.map(lambda g: jnp.where(weight > 0, g, 0), cast(grads, jnp.float32))
+    grads = cast(grads, jnp.float32)
+    if not alone:  # a choice that XLA:CPU writes out, and that slows down every sum over it
+        # A micro-batch of padding alone may have made anything of it.
+        grads = jax.tree.map(lambda g: jnp.where(weight > 0, g, 0), grads)
     total = jnp.where(weight > 0, total, 0.0)
     norms = jnp.zeros((len(jax.tree.leaves(kept)),), jnp.float32)
     groups = (weight > 0).astype(jnp.float32)
@@ -332,10 +337,16 @@ def in_two(total: Sums, part: Sums, scale: PyTree, *, cut: bool) -> Sums:
     `scale` is the optimizer's preconditioner, () for none; `cut` says that leaves are cut over devices.
     """
     preconditioner = None if isinstance(scale, tuple) and not scale else scale
-    *squares, whole = noise.squared_norms_of_two(total.grads, part.grads, preconditioner, cut=cut)
-    weights = part.weight, total.weight - part.weight
+    products = noise.products_of_two(part.grads, total.grads, preconditioner, cut=cut)
+    # The gradient of a part without weight may be anything.
+    first, both = (jnp.where(part.weight > 0, x, 0) for x in products[:2])
+    whole = products[2]
+    groups_of_rows = (
+        (first, part.weight),
+        (jnp.maximum(whole - 2 * both + first, 0), total.weight - part.weight),
+    )
     norms, groups = jnp.zeros_like(total.norms), jnp.zeros_like(total.groups)
-    for square, weight in zip(squares, weights, strict=True):
+    for square, weight in groups_of_rows:
         some = weight > 1e-6 * total.weight  # the difference of two sums is hardly ever 0
         norms += jnp.where(some, square / jnp.where(some, weight, 1.0), 0.0)
         groups += some.astype(groups.dtype)

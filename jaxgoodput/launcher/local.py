@@ -22,8 +22,10 @@ _SHIM = ("-m", "jaxgoodput.launcher")
 _FLAGS = frozenset("-b -B -d -E -I -O -OO -P -q -s -S -u -v".split())
 _FLAGS_WITH_VALUE = frozenset(("-W", "-X"))
 
-# Numbers of bytes: blocks to keep, what may lie free, what to fetch at once.
+# Arenas, because one that is not the first keeps no block above 64 MiB; and numbers of bytes: blocks to keep,
+# what may lie free, what to fetch at once.
 _KEEP_FREED_PAGES = {
+    "MALLOC_ARENA_MAX": "1",
     "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
     "MALLOC_TRIM_THRESHOLD_": str((1 << 31) - 1),
     "MALLOC_TOP_PAD_": str(1 << 26),

@@ -377,13 +377,14 @@ def squared_norms(tree: PyTree, preconditioner: PyTree | None = None) -> Float[A
     return _inner_products([(tree, tree)], preconditioner, one_pass=True)[0]
 
 
-def squared_norms_of_two(
-    whole: PyTree, part: PyTree, preconditioner: PyTree | None = None, *, cut: bool = False
+def products_of_two(
+    x: PyTree, y: PyTree, preconditioner: PyTree | None = None, *, cut: bool = False
 ) -> tuple[Float[Array, " leaves"], Float[Array, " leaves"], Float[Array, " leaves"]]:
-    """`squared_norms` of a part of a sum, of the rest, and of all; `cut`: leaves are cut over devices."""
-    pairs = [(part, part), (part, whole), (whole, whole)]
-    first, both, all_ = _inner_products(pairs, preconditioner, one_pass=not cut)
-    return first, jnp.maximum(all_ - 2 * both + first, 0), all_
+    """x' P^-1 x, x' P^-1 y and y' P^-1 y of every leaf; `cut` says that leaves are cut over devices."""
+    first, both, second = _inner_products(
+        [(x, x), (x, y), (y, y)], preconditioner, one_pass=not cut
+    )
+    return first, both, second
 
 
 def _inner_products(
