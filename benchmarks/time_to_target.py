@@ -24,6 +24,7 @@ those cold start-up times are printed too.
 import dataclasses
 import importlib
 import math
+import os
 import pathlib
 import shutil
 import statistics
@@ -38,6 +39,7 @@ import optax
 from absl import app, flags, logging
 
 import jaxgoodput as jg
+from jaxgoodput.launcher.local import keep_freed_pages
 from jaxgoodput.observe.events import EvalEnd, FitStart, StepEnd
 from jaxgoodput.tune.remembered import FOLDER
 
@@ -291,9 +293,7 @@ def run(
         config = dataclasses.replace(
             config,
             seed=seed,
-            execution=dataclasses.replace(
-                config.execution, compilation_cache=cache, keep_freed_pages=True
-            ),
+            execution=dataclasses.replace(config.execution, compilation_cache=cache),
             evaluation=dataclasses.replace(
                 config.evaluation, every_s=workload.every_s, every_base_steps=None
             ),
@@ -436,4 +436,7 @@ def main(_) -> None:
 
 
 if __name__ == "__main__":
+    more = keep_freed_pages(os.environ)  # as `jaxgoodput run` has it, for every side
+    if more:
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **more})
     app.run(main)

@@ -113,7 +113,11 @@ class Analyst:
         self._tried_from: BatchConfig | None = None  # before the probe
         self._tried: set[str] = set()  # strategies that have had their trial
         self._first_noise: FirstNoise | None = None  # near the beginning, of this or an earlier run
-        self._settled: BatchConfig | None = None  # where an earlier run ended
+        self._settled: tuple[BatchConfig, int] | None = (
+            None  # where an earlier run ended, and since when
+        )
+        # Samples gone by when each batch was first taken up.
+        self._since: dict[BatchConfig, int] = {current: 0}
         self._wanted = 0  # the number of the last change that was posted
         self._taken_at: int | None = -DEPTH  # the step at which the loop took it; None: not yet
         self._queue: queue.SimpleQueue[Result | Answer | Event | threading.Event | None]
@@ -147,13 +151,18 @@ class Analyst:
         """Go on with what earlier runs of this program left, but for their cadence: noise comes first."""
         with self._lock:
             self._timings.restore(earlier.timings)
-            self._first_noise, self._settled = earlier.noise, earlier.batch
+            self._first_noise = earlier.noise
+            self._settled = earlier.batch, earlier.since_samples
+            if self._current == earlier.batch:
+                self._since[self._current] = earlier.since_samples
 
     def remembered(self, step: int) -> Remembered:
         """What the next run of this program can begin with; for after `flush`, at the last step."""
+        batch = (self._tried_from if self._probing else None) or self._current
         return Remembered(
             timings=lasting(self.timings(), step),
-            batch=(self._tried_from if self._probing else None) or self._current,
+            batch=batch,
+            since_samples=self._since[batch],
             noise=self._first_noise,
         )
 
@@ -201,6 +210,7 @@ class Analyst:
         finite = bool(metrics.is_finite)
         if ticket.config != self._current:
             self._current, self._changed_at = ticket.config, ticket.step
+            self._since.setdefault(ticket.config, ticket.samples - ticket.num_samples)
             self._switches_s = self._switches_s[-8:]
         if self._every == 1 and self._config.statistics.every_steps is None:
             plain = self._table.count(self._timings.key(ticket.config, measured=False))
@@ -389,6 +399,7 @@ class Analyst:
             stretch=self._evidence.now(),
             stretch_before=self._evidence.before,
             bar=self._evidence.bar,
+            floor=self._floor(),
             left_s=self._left_s(metrics, grad),
             step_s=self._table.step_s(self._timings.num_nodes, current),
         )
@@ -398,10 +409,22 @@ class Analyst:
 
     def _max_growth(self) -> float:
         """As the user says, or as far as an earlier run settled: that is no leap into the unknown."""
-        settled, most = self._settled, self._config.tuning.max_growth
-        if settled is None or settled.strategy != self._current.strategy:
+        most = self._config.tuning.max_growth
+        if self._settled is None or self._settled[0].strategy != self._current.strategy:
             return most
-        return max(most, settled.global_batch_size / self._current.global_batch_size)
+        return max(most, self._settled[0].global_batch_size / self._current.global_batch_size)
+
+    def _floor(self) -> int:
+        """The smallest batch to be considered: that of the earlier run, until it had come to it.
+
+        Whatever the noise says: a larger batch loses less over a run than over its first samples.
+        """
+        if self._settled is None or self._latest is None:
+            return 1
+        batch, since_samples = self._settled
+        stays = self._current.global_batch_size >= batch.global_batch_size
+        early = self._latest.ticket.samples < since_samples
+        return batch.global_batch_size if stays and early else 1
 
     def _home(self, here: Alternative) -> Alternative | None:
         """What was in use before the probe that the present configuration is."""

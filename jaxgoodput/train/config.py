@@ -44,8 +44,9 @@ class Tuning:
     """Leave step times, the last batch and the first noise to the next run of the same program.
 
     With `policy="goodput"` and one process. Such a run compiles the batches that it will want before it
-    starts, needs no probes, and begins at the batch which the remembered noise of the first steps merits,
-    until its own is known. Kept in `execution.compilation_cache`; where that is None, not at all.
+    starts, needs no probes, begins with that last batch, and takes no smaller one before as many samples
+    have gone by as the earlier run took to get there; its learning rate goes by its own noise, and by the
+    remembered one until that is known. Kept in `execution.compilation_cache`; where that is None, not at all.
     """
 
     def __post_init__(self):

@@ -59,7 +59,7 @@ from jaxgoodput.train.evaluation import Evaluator
 from jaxgoodput.train.process import cache_folder, keep_freed_pages
 from jaxgoodput.train.task import Task
 from jaxgoodput.tune.plan import BatchPlan, Indivisible, batch_plan
-from jaxgoodput.tune.remembered import FOLDER, Memory, Remembered, first_verdict
+from jaxgoodput.tune.remembered import FOLDER, Memory, Remembered
 
 
 @dataclass(frozen=True)
@@ -243,8 +243,7 @@ def prepare(
     if restored is None:
         state = engine.init(jax.random.key(config.seed))
         if earlier is not None:
-            with ledger.bucket("compilation"):
-                batch, state = _begun(config, engine, plan, earlier, budget, state)
+            batch, state = _begun(engine, plan, earlier, budget, ledger, state)
     else:
         state, meta = restored.state, restored.meta
         if config.ema is not None and not meta.has_average:
@@ -591,33 +590,24 @@ def _memory(
 
 
 def _begun(
-    config: Config,
     engine: Engine,
     plan: BatchPlan,
     earlier: Remembered,
     budget: int,
+    ledger: TimeLedger,
     state: TrainState,
 ) -> tuple[BatchConfig, TrainState]:
-    """The batch of a fresh run, by what earlier ones left, and a state that trusts their first noise.
+    """The batch of a fresh run, where an earlier one ended, and a state that trusts its first noise.
 
-    The base batch where nothing speaks for another, and where the learning rate goes by labels: their
-    noise is not remembered, and on an unknown one the rate would stay that of the base batch.
+    The base batch where that noise is not known, and where the learning rate goes by labels, whose noise is
+    not remembered: the rate would stay that of the base batch.
     """
-    has_labels = engine.problem.has_labels
-    verdict = None
-    if not has_labels:
-        verdict = first_verdict(
-            earlier, plan, min_gain=config.tuning.min_gain, accumulate=plan.accumulate
-        )
-    if verdict is None or verdict.config == plan.start:
+    if earlier.noise is None or engine.problem.has_labels:
         return plan.start, state
-    assert earlier.noise is not None
-    batch = verdict.config
-    engine.compile([batch.micro_batch_size], accumulate=batch.num_micro_batches > 1)
-    need = engine.bytes_of(batch.micro_batch_size)
-    if need is None or need.peak > budget:
+    batch = plan.resumed(earlier.batch, lambda size: _fits(engine, size, budget, ledger))
+    if batch == plan.start:
         return plan.start, state
-    logging.info("as an earlier run has shown: %s", verdict.reason)
+    logging.info("it begins where an earlier run ended, at %d samples", batch.global_batch_size)
     held = adaptation.with_noise_held(state.opt_state, earlier.noise.grad)
     return batch, dataclasses.replace(state, opt_state=held)
 

@@ -89,7 +89,7 @@ def choose_batch(situation: Situation) -> Verdict:
     if situation.bar is not None:
         largest = min(largest, max(situation.bar.global_batch_size - 1, 1))
     if set(here.timed) <= {current.micro_batch_size}:
-        probe = _probe(here, caution.max_growth, largest)
+        probe = _probe(here, caution.max_growth, largest, situation.floor)
         # Where the noise leaves nothing to be won, the steps are better spent where they are.
         if probe is not None and (1 + caution.min_gain) <= hoped_gain(
             grad, limits, current.global_batch_size, np.array(probe.global_batch_size)
@@ -107,7 +107,8 @@ def choose_batch(situation: Situation) -> Verdict:
     # of another number of replicas knows nothing about this one yet.
     if not math.isfinite(now):
         return situation.keep(f"keep: the model cannot tell ({at})", now)
-    allowed = _narrowed(limits, min(limits.max, largest), situation.accumulate)
+    smallest = max(limits.smallest, min(situation.floor, largest))
+    allowed = _narrowed(limits, smallest, min(limits.max, largest), situation.accumulate)
     sizes = sorted({*here.ready, current.micro_batch_size})
     config, best = best_batch(model, here.placement, allowed, micro_batch_sizes=sizes)
     config = dataclasses.replace(config, strategy=current.strategy)
@@ -127,6 +128,8 @@ def choose_batch(situation: Situation) -> Verdict:
         why = f"{what} cannot be judged while the signal is below its own standard error ({at})"
     elif config == home:
         why = f"{home.global_batch_size} samples is the best there is ({at})"
+        if home.global_batch_size == situation.floor:
+            why += "; an earlier run came to it, and as many samples as that took have not gone by"
     elif gain < 1 + asked:
         why = f"{what} would gain {gain - 1:.1%}, below the {asked:.0%} that a change must bring ({at})"
     elif config == current:
@@ -168,7 +171,7 @@ def _denial(situation: Situation, now: float) -> Verdict | None:
     return dataclasses.replace(verdict, denied=True)
 
 
-def _probe(here: Alternative, growth: float, largest: int) -> BatchConfig | None:
+def _probe(here: Alternative, growth: float, largest: int, floor: int) -> BatchConfig | None:
     """The ready size nearest to `growth` times the current one that the limits allow."""
     current, limits = here.config, here.limits
     options = [
@@ -177,7 +180,8 @@ def _probe(here: Alternative, growth: float, largest: int) -> BatchConfig | None
         if size != current.micro_batch_size
     ]
     most = min(limits.max, largest)
-    options = [c for c in options if limits.smallest <= c.global_batch_size <= most]
+    least = max(limits.smallest, floor)
+    options = [c for c in options if least <= c.global_batch_size <= most]
     wanted = current.micro_batch_size * growth
     return min(options, key=lambda c: abs(math.log(c.micro_batch_size / wanted)), default=None)
 
@@ -194,11 +198,11 @@ def hoped_gain(grad: Grad, limits: BatchLimits, now: int, there: np.ndarray) -> 
     return np.where((there >= limits.smallest) & (there <= limits.max), hope, 0.0)
 
 
-def _narrowed(limits: BatchLimits, largest: int, accumulate: bool) -> BatchLimits:
+def _narrowed(limits: BatchLimits, smallest: int, largest: int, accumulate: bool) -> BatchLimits:
     return dataclasses.replace(
         limits,
         base=min(limits.base, largest),
-        min_global=min(limits.smallest, largest),
+        min_global=min(smallest, largest),
         max=largest,
         max_micro_batches=limits.max_micro_batches if accumulate else 1,
     )

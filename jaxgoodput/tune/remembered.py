@@ -18,10 +18,8 @@ from absl import logging
 from jaxgoodput import _serial
 from jaxgoodput.goodput.efficiency import GradGroups
 from jaxgoodput.goodput.search import BatchConfig
-from jaxgoodput.tune.plan import BatchPlan
-from jaxgoodput.tune.timings import MIN_COUNT, StrategyTimings, TimingRow
-from jaxgoodput.tune.tuner import answer
-from jaxgoodput.tune.verdict import PROBE_STEPS, Alternative, Caution, Situation, Verdict
+from jaxgoodput.tune.timings import MIN_COUNT, TimingRow
+from jaxgoodput.tune.verdict import PROBE_STEPS
 
 FOLDER = "jaxgoodput-runs"
 # Base steps: noise that is first known later says nothing about a fresh run's first steps.
@@ -51,11 +49,13 @@ class FirstNoise:
 class Remembered:
     """What is kept of the runs of one program."""
 
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
     timings: Mapping[str, tuple[TimingRow, ...]]
     """Undisturbed step times by strategy; steps are counted back from the end of the last run."""
     batch: BatchConfig
-    """In use at the end, and not on trial."""
+    """In use at the end, and not on trial: a later run begins with it."""
+    since_samples: int
+    """Samples gone by when it was first taken up; until as many have, a later run takes no smaller one."""
     noise: FirstNoise | None
     """None: it was not known in the first `BEGINNING` base steps."""
 
@@ -109,36 +109,3 @@ def lasting(
         )
         for strategy, rows in timings.items()
     }
-
-
-def first_verdict(
-    earlier: Remembered, plan: BatchPlan, *, min_gain: float, accumulate: bool
-) -> Verdict | None:
-    """Which batch a fresh run begins with: what `tune` makes of earlier step times and the first noise.
-
-    Any batch of a size that was timed may be taken at once. None where times or noise are not known.
-    """
-    timings = StrategyTimings(num_nodes=1)
-    timings.restore(earlier.timings)
-    start = plan.start
-    timed = timings.timed(start, clean=True) & set(plan.sizes)
-    if earlier.noise is None or not timed:
-        return None
-    caution = Caution(min_gain=min_gain, max_growth=1 + plan.limits.max / start.global_batch_size)
-    here = Alternative(
-        config=start,
-        limits=plan.limits,
-        placement=timings.placement(start),
-        ready=timed,
-        timed=timed,
-    )
-    situation = Situation(
-        here=here,
-        grad=earlier.noise.grad,
-        steps_since_change=caution.dwell_steps,
-        caution=caution,
-        timings=timings.table(start.strategy).timings(0),
-        clean=timed,
-        accumulate=accumulate,
-    )
-    return answer(situation).verdict

@@ -129,6 +129,8 @@ class Situation:
     """What it says of the batch before."""
     bar: Bar | None = None
     """A batch that it has denied."""
+    floor: int = 1
+    """The smallest global batch to be considered, because an earlier run had come to it by now."""
     left_s: float = math.nan
     """Seconds to the end of training at the present batch; NaN: unknown."""
     step_s: float = math.nan

@@ -103,18 +103,40 @@ def test_a_second_run_starts_where_the_first_one_ended(tmp_path, background):
     assert adaptation.readout(state.opt_state).newest_samples > 8
 
 
-def test_a_batch_that_an_earlier_run_came_to_is_no_leap(tmp_path):
-    """Where the first noise merits the base batch only, growth afterwards needs no steps in between."""
-    runs = settings(tmp_path)
-    fit(runs)
+def test_a_second_run_stays_there_as_long_as_the_first_took_to_get_there(tmp_path):
+    """The noise of its own speaks for the base batch at once; it is not asked before."""
+    fit(settings(tmp_path))
     (path,) = files(tmp_path)
     left = Memory.at(path)
     assert left.earlier is not None and left.earlier.noise is not None
-    quiet = dataclasses.replace(left.earlier.noise, sqr=(1.0,), var=(0.0,))
-    left.write(dataclasses.replace(left.earlier, noise=quiet))
-    second, _, _ = fit(runs)
-    changes = [b for a, b in zip([0, *batches(second)], batches(second), strict=False) if a != b]
-    assert changes == [16, 64]
+    assert 0 < left.earlier.since_samples < 300 * 16
+    # Far from the optimum there is no noise, and steps take as long as their samples.
+    dear = {"task": Far, "data": rows(960, offset=0.0)}
+    with mock.patch(f"{__name__}.step_s", lambda batch: 1e-4 * batch.global_batch_size):
+        fit(settings(tmp_path, base_steps=5.0), **dear)
+        (other,) = set(files(tmp_path)) - {path}
+        found = Memory.at(other)
+        assert found.earlier is not None
+        noise = left.earlier.noise
+        made = dataclasses.replace(found.earlier, batch=BATCH, since_samples=2560, noise=noise)
+        found.write(made)
+        second, _, _ = fit(settings(tmp_path), **dear)
+    early = [s for s in second.of(StepEnd) if s.samples <= 2560]
+    assert {s.config.global_batch_size for s in early} == {64}
+    assert batches(second)[-1] == 16
+    # What it leaves behind is about the batch that it ended with.
+    after = Memory.at(other).earlier
+    assert after is not None and after.batch.global_batch_size == 16 and after.since_samples >= 2560
+
+
+BATCH = BatchConfig(micro_batch_size=64, num_micro_batches=1, num_replicas=1)
+
+
+class Far(Mean):
+    """No noise to speak of."""
+
+    def loss(self, params, batch, key):
+        return super().loss(params, jax.tree.map(lambda x: 1e-3 * x + 10.0, batch), key)
 
 
 class Other(Mean):
@@ -244,7 +266,7 @@ def test_readers_find_whole_files_while_several_write(tmp_path):
 
     def left(number):
         batch = BatchConfig(micro_batch_size=number, num_micro_batches=1, num_replicas=1)
-        return Remembered(timings={"": ()}, batch=batch, noise=None)
+        return Remembered(timings={"": ()}, batch=batch, since_samples=0, noise=None)
 
     Memory(path, None).write(left(1))
     threads = [

@@ -422,3 +422,14 @@ def test_a_barred_batch_is_neither_taken_nor_tried(barred, micro):
     for timed in ((micro,), READY):
         config = decide(current=at(micro), timed=timed, bar=bar).config
         assert config.global_batch_size < barred or config == at(micro)
+
+
+@given(micro=st.sampled_from(READY[2:]), floor=st.sampled_from([1, *READY]))
+@settings(deadline=None)
+def test_no_batch_below_that_of_an_earlier_run_is_considered(micro, floor):
+    assume(floor <= micro)
+    verdict = decide(QUIET, current=at(micro), timed=READY, floor=floor)
+    # Without noise the smallest is the best there is.
+    assert verdict.config.global_batch_size == max(floor, LIMITS.smallest)
+    if floor == micro > LIMITS.smallest:
+        assert "an earlier run came to it" in verdict.reason
