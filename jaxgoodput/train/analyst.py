@@ -45,7 +45,7 @@ from jaxgoodput.tune.verdict import PROBE_STEPS, Alternative, Caution, Situation
 
 # Once the noise is known, until both kinds of step are timed and can be compared; and while what is
 # known is from before a growth of the batch.
-FIRST_CADENCE = 4
+FIRST_CADENCE = 2
 # Steps beside a compilation took up to 2.3 times as long on two cores. Until it is known by how much
 # they do here, only a change that promises to double the goodput is believed meanwhile.
 UNKNOWN_DOUBT = 1.0
