@@ -1,17 +1,17 @@
-"""Seconds to a target where the critical batch grows while training lasts: adaptive against every constant batch.
+"""Seconds to a target where the critical batch grows while training lasts: adaptive against constant batches.
 
     python benchmarks/growing_noise.py                     # grows 10-fold and 100-fold, 5 seeds
     python benchmarks/growing_noise.py --growths 1000
 
-What is trained is the mean of samples with known noise, by SGD with AdaScale: its gradient is the distance to
-the mean, so the noise scale is known at any time, and grows by as much as the squared distance falls until the
-target. The clock is planted: a step takes 1 ms and another for every `latency` samples, the geometric mean of
-the first and the last noise scale, which is where a choice of the batch matters most. All else is `Trainer.fit`.
+What is trained is the mean of samples with known noise, by SGD with AdaScale: its gradient is the distance
+to the mean, so the noise scale is known at any time, and grows by as much as the squared distance falls until
+the target. The clock is planted: a step takes 1 ms, and as much again at the geometric mean of the first and
+the last noise scale, where a choice of the batch matters most. All else is `Trainer.fit`.
 
 "bound" is what no choice of batches could beat: the best batch of the ladder at every moment, with the noise
-known and no price for a change, over the best constant one. A batch too large or too small by a factor r takes
-(r + 1/r + 2) / 4 of the best one's time where latency and noise scale are equal, and less elsewhere: growth by
-10 leaves little to be won, whoever chooses.
+known and no price for a change, over the best constant one. A batch too large or too small by a factor r
+takes (r + 1/r + 2) / 4 of the best one's time where latency and noise scale are equal, and less elsewhere:
+growth by 10 leaves little to be won, whoever chooses.
 """
 
 import dataclasses
@@ -128,7 +128,8 @@ class Referee(jg.Hook):
     """Ends the run at the target."""
 
     def __init__(self, target: float):
-        self.target, self.trainer = target, None
+        self.target = target
+        self.trainer: Any = None
         self.started_s, self.seconds = 0.0, math.nan
         self.batches: dict[int, None] = {}
 
@@ -141,7 +142,6 @@ class Referee(jg.Hook):
     def on_eval_end(self, event: EvalEnd, /) -> None:
         if math.isnan(self.seconds) and event.metrics["distance"] <= self.target:
             self.seconds = event.at_s - self.started_s
-            assert self.trainer is not None
             self.trainer.finish()
 
 
