@@ -16,18 +16,14 @@ import sys
 
 from absl import app, flags
 
+from jaxgoodput.launcher.local import keep_freed_pages
+
 FLAGS = flags.FLAGS
 flags.DEFINE_string("before", None, "The checkout to compare with.", required=True)
 flags.DEFINE_list("only", ["cnn:1", "byte LM:1", "cnn:8", "byte LM:8"], "Rows of step_overhead.py.")
 flags.DEFINE_integer("turns", 3, "Turns of both checkouts.")
 
 HERE = pathlib.Path(__file__).resolve().parents[1]
-# As a run on the CPU keeps the memory that steps free; both checkouts.
-KEPT = {
-    "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
-    "MALLOC_TRIM_THRESHOLD_": str((1 << 31) - 1),
-    "MALLOC_TOP_PAD_": str(1 << 26),
-}
 PARTS = {"fit": "fit", "plain": "step", "statistics": "step with statistics"}
 
 
@@ -35,7 +31,7 @@ def turn(checkout: pathlib.Path, row: str) -> dict[str, float]:
     """Median seconds of each part over the hand-written loop's, in a process of its own."""
     command = [sys.executable, str(checkout / "benchmarks" / "step_overhead.py")]
     command += [f"--only={row}", "--worker", "--rounds=2"]
-    environ = {**os.environ, **KEPT, "PYTHONPATH": str(checkout)}
+    environ = {**os.environ, **keep_freed_pages(os.environ), "PYTHONPATH": str(checkout)}
     done = subprocess.run(command, env=environ, stdout=subprocess.PIPE, text=True, check=True)
     rounds = json.loads(done.stdout.splitlines()[-1])["rounds"]
     ratios = {

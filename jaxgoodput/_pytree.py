@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar, dataclass_transform
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 T = TypeVar("T")
 
@@ -51,7 +52,7 @@ class Packed(Generic[T]):
     """
 
     vector: Any
-    """All leaves, one behind the other, in the widest of their types; bools are 0 or 1."""
+    """All leaves, floats and bools (0 or 1), one behind the other, in the widest of their types."""
     structure: Hashable = static()
     """Of the tree."""
     leaves: tuple[tuple[tuple[int, ...], Any], ...] = static()
@@ -74,6 +75,8 @@ class Packed(Generic[T]):
     @property
     def tree(self) -> T:
         """What was packed."""
+        if isinstance(self.vector, jax.Array) and not isinstance(self.vector, Tracer):
+            return _unpacked(self)  # leaf by leaf it would be a hundred dispatches
         found, at = [], 0
         for shape, dtype in self.leaves:
             end = at + math.prod(shape)
@@ -81,3 +84,6 @@ class Packed(Generic[T]):
             at = end
         structure: Any = self.structure
         return jax.tree.unflatten(structure, found)
+
+
+_unpacked = jax.jit(lambda packed: packed.tree)

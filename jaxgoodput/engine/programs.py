@@ -47,10 +47,10 @@ from jaxgoodput.parallel.strategy import (
 PRIORITIES = {axis: 1 for axis in MODEL_AXES} | {FSDP_AXIS: 2}
 ROWS = PartitionSpec(DATA_AXIS)
 WHOLE = PartitionSpec()
-# Rows of a replica that are compared with its others, and the largest and smallest share of all that they
-# may be. Two groups of any sizes tell the noise equally well where gradients are normal, and a quarter costs
-# a quarter; fewer rows would be ruled by single wild samples.
-PART_ROWS, PART_MOST, PART_LEAST = 16, 1 / 4, 1 / 16
+# Rows of a replica that are compared with its others: so many, but no more than every fourth and no fewer
+# than every sixteenth. Two groups of any sizes tell the noise equally well where gradients are normal, and a
+# few rows cost little; fewer than these would be ruled by single wild samples.
+PART_ROWS, STRIDES = 16, (4, 16)
 
 
 @dataclass(frozen=True)
@@ -472,7 +472,7 @@ class GlobalPrograms(Programs):
         replicas = self.layout.num_replicas
         rows = len(mask) // replicas
         if self._is_cut_in_rows(rows):
-            stride = int(min(max(rows // PART_ROWS, 1 / PART_MOST), 1 / PART_LEAST))
+            stride = min(max(rows // PART_ROWS, STRIDES[0]), STRIDES[1])
 
             def some(x: Array) -> Array:  # a stride, because rows may come in some order
                 part = x.reshape(replicas, rows, *x.shape[1:])[:, ::stride]

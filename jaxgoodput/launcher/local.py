@@ -22,10 +22,8 @@ _SHIM = ("-m", "jaxgoodput.launcher")
 _FLAGS = frozenset("-b -B -d -E -I -O -OO -P -q -s -S -u -v".split())
 _FLAGS_WITH_VALUE = frozenset(("-W", "-X"))
 
-# Arenas, because one that is not the first keeps no block above 64 MiB; and numbers of bytes: blocks to keep,
-# what may lie free, what to fetch at once.
+# Numbers of bytes: blocks to keep, what may lie free, what to fetch at once.
 _KEEP_FREED_PAGES = {
-    "MALLOC_ARENA_MAX": "1",
     "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
     "MALLOC_TRIM_THRESHOLD_": str((1 << 31) - 1),
     "MALLOC_TOP_PAD_": str(1 << 26),
@@ -46,7 +44,10 @@ def keep_freed_pages(environ: Mapping[str, str]) -> dict[str, str]:
     on_cpu = platforms == "cpu" if platforms else not plugins
     tunables = environ.get("GLIBC_TUNABLES", "")
     is_decided = "glibc.malloc" in tunables or not _KEEP_FREED_PAGES.keys().isdisjoint(environ)
-    return {} if is_decided or not on_cpu or _glibc() < _OLDEST_GLIBC else dict(_KEEP_FREED_PAGES)
+    if is_decided or not on_cpu or _glibc() < _OLDEST_GLIBC:
+        return {}
+    # An arena that is not the first keeps no block above 64 MiB.
+    return {"MALLOC_ARENA_MAX": environ.get("MALLOC_ARENA_MAX", "1"), **_KEEP_FREED_PAGES}
 
 
 def _glibc() -> tuple[int, ...]:

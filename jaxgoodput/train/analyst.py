@@ -32,7 +32,7 @@ from jaxgoodput.train.window import UNKNOWN, window_of
 from jaxgoodput.tune.batch import hoped_gain, statistics_cadence, tune
 from jaxgoodput.tune.evidence import Evidence
 from jaxgoodput.tune.plan import scheduled
-from jaxgoodput.tune.remembered import BEGINNING, FirstNoise, Remembered, lasting
+from jaxgoodput.tune.remembered import BEGINNING, EARLY, FirstNoise, Remembered, lasting
 from jaxgoodput.tune.timings import (
     MIN_COUNT,
     StrategyTimings,
@@ -116,8 +116,9 @@ class Analyst:
         self._settled: tuple[BatchConfig, int] | None = (
             None  # where an earlier run ended, and since when
         )
-        # Samples gone by when each batch was first taken up.
-        self._since: dict[BatchConfig, int] = {current: 0}
+        # Which batches were taken up, and after how many samples, without trials that were given up; empty
+        # where the run began in another process.
+        self._taken_up: list[tuple[int, BatchConfig]] = [(0, current)]
         self._wanted = 0  # the number of the last change that was posted
         self._taken_at: int | None = -DEPTH  # the step at which the loop took it; None: not yet
         self._queue: queue.SimpleQueue[Result | Answer | Event | threading.Event | None]
@@ -144,6 +145,7 @@ class Analyst:
     def restore(self, timings: Mapping[str, Sequence[TimingRow]], statistics_every: int) -> None:
         """Go on with these. Fits are made again from the timings."""
         with self._lock:
+            self._taken_up = []
             self._timings.restore(timings)
             self._every = self._config.statistics.every_steps or statistics_every
 
@@ -153,16 +155,23 @@ class Analyst:
             self._timings.restore(earlier.timings)
             self._first_noise = earlier.noise
             self._settled = earlier.batch, earlier.since_samples
-            if self._current == earlier.batch:
-                self._since[self._current] = earlier.since_samples
+            if self._current.global_batch_size == earlier.batch.global_batch_size:
+                self._taken_up = [(earlier.since_samples, self._current)]
 
     def remembered(self, step: int) -> Remembered:
         """What the next run of this program can begin with; for after `flush`, at the last step."""
-        batch = (self._tried_from if self._probing else None) or self._current
+        batch, since = self._current, 0
+        if self._settled is not None:
+            batch, since = self._settled
+        total = 0 if self._latest is None else self._latest.ticket.samples
+        for samples, taken in self._taken_up:
+            # One that was given up as soon as that was allowed (see `_floor`) is not left to the next run.
+            if samples <= max(EARLY * total, 2 * self._taken_up[0][0]):
+                batch, since = taken, samples
         return Remembered(
             timings=lasting(self.timings(), step),
             batch=batch,
-            since_samples=self._since[batch],
+            since_samples=since,
             noise=self._first_noise,
         )
 
@@ -210,7 +219,11 @@ class Analyst:
         finite = bool(metrics.is_finite)
         if ticket.config != self._current:
             self._current, self._changed_at = ticket.config, ticket.step
-            self._since.setdefault(ticket.config, ticket.samples - ticket.num_samples)
+            before = [taken for _, taken in self._taken_up[-2:-1]]
+            if before == [ticket.config]:  # what came between was a trial
+                self._taken_up.pop()
+            else:
+                self._taken_up.append((ticket.samples - ticket.num_samples, ticket.config))
             self._switches_s = self._switches_s[-8:]
         if self._every == 1 and self._config.statistics.every_steps is None:
             plain = self._table.count(self._timings.key(ticket.config, measured=False))
@@ -316,13 +329,15 @@ class Analyst:
         """The batch of the user's own schedule, by now."""
         if self._schedule is None or self._latest is None:
             return None
+        return scheduled(self._schedule, self._share_done())
+
+    def _share_done(self) -> float:
+        """How much of the run is done, after its first result."""
+        assert self._latest is not None
         if self._config.base_steps is not None:
-            return scheduled(
-                self._schedule, self._latest.metrics.progress / self._config.base_steps
-            )
+            return self._latest.metrics.progress / self._config.base_steps
         assert self._config.epochs is not None
-        total = self._config.epochs * self._dataset_size
-        return scheduled(self._schedule, self._latest.ticket.samples / total)
+        return self._latest.ticket.samples / (self._config.epochs * self._dataset_size)
 
     def _is_tune_due(self, now: float, step: int) -> bool:
         if self._steps_seen < self._config.tuning.warm_up_steps or self._tuner.is_busy:
@@ -415,7 +430,7 @@ class Analyst:
         return max(most, self._settled[0].global_batch_size / self._current.global_batch_size)
 
     def _floor(self) -> int:
-        """The smallest batch to be considered: that of the earlier run, until it had come to it.
+        """The smallest batch to be considered: early on that of an earlier run, until it had come to it.
 
         Whatever the noise says: a larger batch loses less over a run than over its first samples.
         """
@@ -423,7 +438,7 @@ class Analyst:
             return 1
         batch, since_samples = self._settled
         stays = self._current.global_batch_size >= batch.global_batch_size
-        early = self._latest.ticket.samples < since_samples
+        early = self._latest.ticket.samples < since_samples and self._share_done() < EARLY
         return batch.global_batch_size if stays and early else 1
 
     def _home(self, here: Alternative) -> Alternative | None:
@@ -526,7 +541,7 @@ class Analyst:
         cadence = max(cadence, 2)
         # After the batch has grown, what is known is from before: renew it soon.
         stale = self._latest.metrics.noise.newest_samples < MIN_SAMPLES
-        return min(cadence, FIRST_CADENCE) if stale else cadence
+        return FIRST_CADENCE if stale else cadence
 
     def _draw(self) -> None:
         """Close the window and tell the hooks."""

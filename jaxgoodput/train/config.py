@@ -41,12 +41,14 @@ class Tuning:
     fixed_tolerance: float = 0.0
     """With `policy="fixed"`: how far the global batch may be from the base, as a share of it."""
     remember: bool = True
-    """Leave step times, the last batch and the first noise to the next run of the same program.
+    """Leave step times, a batch and the first noise to the next run of the same program.
 
     With `policy="goodput"` and one process. Such a run compiles the batches that it will want before it
-    starts, needs no probes, begins with that last batch, and takes no smaller one before as many samples
-    have gone by as the earlier run took to get there; its learning rate goes by its own noise, and by the
-    remembered one until that is known. Kept in `execution.compilation_cache`; where that is None, not at all.
+    starts, needs no probes, and begins with the batch that the earlier one had come to after a tenth of its
+    samples, where that one's first noise is known and rates have no labels. It tries no smaller one before as
+    many samples have gone by as the earlier run took to get there, and a tenth of the run at most, unless the
+    loss denies it. Its learning rate goes by its own noise, and by the remembered one until that is known.
+    Kept in `execution.compilation_cache`; where that is None, not at all.
     """
 
     def __post_init__(self):

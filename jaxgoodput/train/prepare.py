@@ -607,6 +607,11 @@ def _begun(
     batch = plan.resumed(earlier.batch, lambda size: _fits(engine, size, budget, ledger))
     if batch == plan.start:
         return plan.start, state
+    with ledger.bucket("compilation"):
+        engine.compile([batch.micro_batch_size], accumulate=batch.num_micro_batches > 1)
+    need = engine.bytes_of(batch.micro_batch_size)
+    if need is None or need.peak > budget:
+        return plan.start, state
     logging.info("it begins where an earlier run ended, at %d samples", batch.global_batch_size)
     held = adaptation.with_noise_held(state.opt_state, earlier.noise.grad)
     return batch, dataclasses.replace(state, opt_state=held)

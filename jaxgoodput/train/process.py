@@ -20,7 +20,7 @@ from jaxgoodput.train.config import Config
 from jaxgoodput.train.control import Requests
 
 # <malloc.h>
-M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -2, -3, -8
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
 LARGEST_BLOCKS = (1 << 30, 1 << 25)  # to keep, bytes; older versions refuse more than 32 MiB
 
 
@@ -68,9 +68,6 @@ def keep_freed_pages(platform: str) -> bool:
     if not any(mallopt(M_MMAP_THRESHOLD, size) == 1 for size in LARGEST_BLOCKS):
         logging.info("the C library does not keep freed memory; steps will take fresh pages")
         return False
-    mallopt(
-        M_ARENA_MAX, 1
-    )  # another thread's arena keeps no block above 64 MiB, whatever it is told
     mallopt(M_TRIM_THRESHOLD, (1 << 31) - 1)
     mallopt(M_TOP_PAD, 1 << 26)
     return True

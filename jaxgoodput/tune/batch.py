@@ -35,6 +35,7 @@ def tune(situation: Situation) -> Verdict:
     if verdict.config != current or situation.disturbed or home is not None or not situation.others:
         return verdict
     waits = situation.steps_since_change < situation.caution.dwell_steps
+    waits |= situation.floor > 1  # another strategy's best batch may be below it
     known = math.isfinite(situation.here.goodput(current, situation.grad))
     return choose_strategy(situation, verdict) if known and not waits else verdict
 
@@ -128,7 +129,7 @@ def choose_batch(situation: Situation) -> Verdict:
         why = f"{what} cannot be judged while the signal is below its own standard error ({at})"
     elif config == home:
         why = f"{home.global_batch_size} samples is the best there is ({at})"
-        if home.global_batch_size == situation.floor:
+        if home.global_batch_size == situation.floor > limits.smallest:
             why += "; an earlier run came to it, and as many samples as that took have not gone by"
     elif gain < 1 + asked:
         why = f"{what} would gain {gain - 1:.1%}, below the {asked:.0%} that a change must bring ({at})"

@@ -118,15 +118,15 @@ def test_a_second_run_stays_there_as_long_as_the_first_took_to_get_there(tmp_pat
         found = Memory.at(other)
         assert found.earlier is not None
         noise = left.earlier.noise
-        made = dataclasses.replace(found.earlier, batch=BATCH, since_samples=2560, noise=noise)
+        made = dataclasses.replace(found.earlier, batch=BATCH, since_samples=1280, noise=noise)
         found.write(made)
         second, _, _ = fit(settings(tmp_path), **dear)
-    early = [s for s in second.of(StepEnd) if s.samples <= 2560]
+    early = [s for s in second.of(StepEnd) if s.samples <= 1280]
     assert {s.config.global_batch_size for s in early} == {64}
     assert batches(second)[-1] == 16
     # What it leaves behind is about the batch that it ended with.
     after = Memory.at(other).earlier
-    assert after is not None and after.batch.global_batch_size == 16 and after.since_samples >= 2560
+    assert after is not None and after.batch.global_batch_size == 16 and after.since_samples >= 1280
 
 
 BATCH = BatchConfig(micro_batch_size=64, num_micro_batches=1, num_replicas=1)
