@@ -259,11 +259,12 @@ def test_an_error_on_the_callers_thread_is_its_own():
 
 def test_a_ready_size_of_a_real_engine_runs_without_compiling_even_untried(key, rng):
     # Adam's second moment is prepared by an executable that all sizes share.
-    engine = make(replicas=2, preconditioned=True, tx=optax.adam(0.1))
+    engine, other = (make(replicas=2, preconditioned=True, tx=optax.adam(0.1)) for _ in range(2))
     engine.compile([3], accumulate=False)  # as a run does before its first step
-    need = engine.bytes_of(3)
+    other.compile([3], accumulate=True)
+    need = other.bytes_of(3)
     assert need is not None
-    # Enough for a step, too little for a rehearsal beside it.
+    # Enough for every step, too little for a rehearsal beside it.
     sizes = SizeCompiler(engine, (3,), accumulate=True, budget=need.peak * 3 // 2)
     sizes.start()
     sizes.near(3)
