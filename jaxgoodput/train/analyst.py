@@ -160,14 +160,11 @@ class Analyst:
 
     def remembered(self, step: int) -> Remembered:
         """What the next run of this program can begin with; for after `flush`, at the last step."""
-        batch, since = self._current, 0
-        if self._settled is not None:
-            batch, since = self._settled
-        total = 0 if self._latest is None else self._latest.ticket.samples
-        for samples, taken in self._taken_up:
-            # One that was given up as soon as that was allowed (see `_floor`) is not left to the next run.
-            if samples <= max(EARLY * total, 2 * self._taken_up[0][0]):
-                batch, since = taken, samples
+        batch, since = self._settled or (self._current, 0)
+        on_trial = self._probing and self._tried_from is not None
+        kept = self._taken_up[:-1] if on_trial and len(self._taken_up) > 1 else self._taken_up
+        if kept:
+            since, batch = kept[-1]
         return Remembered(
             timings=lasting(self.timings(), step),
             batch=batch,

@@ -44,9 +44,9 @@ class Tuning:
     """Leave step times, a batch and the first noise to the next run of the same program.
 
     With `policy="goodput"` and one process. Such a run compiles the batches that it will want before it
-    starts, needs no probes, and begins with the batch that the earlier one had come to after a tenth of its
-    samples, where that one's first noise is known and rates have no labels. It tries no smaller one before as
-    many samples have gone by as the earlier run took to get there, and a tenth of the run at most, unless the
+    starts, needs no probes, and begins with the batch that the earlier one ended with, where that one's
+    first noise is known and rates have no labels. It tries no smaller one before as many samples have gone
+    by as the earlier run took to get there, and a tenth of the run at most, unless the
     loss denies it. Its learning rate goes by its own noise, and by the remembered one until that is known.
     Kept in `execution.compilation_cache`; where that is None, not at all.
     """

@@ -24,8 +24,8 @@ from jaxgoodput.tune.verdict import PROBE_STEPS
 FOLDER = "jaxgoodput-runs"
 # Base steps: noise that is first known later says nothing about a fresh run's first steps.
 BEGINNING = 100.0
-# The first part of a run: a later one begins with the batch that an earlier one had come to by then. What it
-# comes to later is for then: where noise grows all the time, a run would begin with far too large a batch.
+# The share of a run for which an earlier one's batch may be held against the noise: where noise grows all the
+# time, that batch is far too large for a run's beginning.
 EARLY = 0.1
 # Step times kept of a configuration: as many as a trial takes, so that a run's own soon outnumber them.
 KEEP = PROBE_STEPS
@@ -56,7 +56,7 @@ class Remembered:
     timings: Mapping[str, tuple[TimingRow, ...]]
     """Undisturbed step times by strategy; steps are counted back from the end of the last run."""
     batch: BatchConfig
-    """In use after the first part of the run (`EARLY`), and not on trial: a later run begins with it."""
+    """In use at the end, and not on trial: a later run begins with it."""
     since_samples: int
     """Samples gone by when it was taken up; until as many have, a later run takes no smaller one early on."""
     noise: FirstNoise | None
