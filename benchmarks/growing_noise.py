@@ -27,12 +27,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from absl import app, flags, logging
-from planted_problems import AtOnce
+from planted_problems import PlantedLoop
 
 import jaxgoodput as jg
 from jaxgoodput.clock import FakeClock
 from jaxgoodput.observe.events import EvalEnd, FitStart, StepEnd
-from jaxgoodput.train.loop import Loop
 
 FLAGS = flags.FLAGS
 flags.DEFINE_list("growths", ["10", "100"], "By how much the noise scale grows, a table each.")
@@ -105,23 +104,6 @@ class Mean(jg.Trainer):
 
     def eval_dataset(self):
         return np.zeros((1, DIMENSIONS), np.float32)
-
-
-class PlantedLoop(Loop):
-    """Steps take as long as the problem says; the clock stands still otherwise."""
-
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs, tuner=AtOnce)
-
-    def _read(self, metrics):
-        found = super()._read(metrics)
-        task: Any = self.task
-        self.clock.sleep(task.planted.step_s(int(found[0].num_samples)))
-        return found
-
-    def _on_result(self, result):
-        super()._on_result(result)
-        self.analyst.flush()
 
 
 class Referee(jg.Hook):

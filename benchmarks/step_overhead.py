@@ -218,8 +218,8 @@ def measure(name: str, num_devices: int, per_device: int) -> dict:
             watch = by_fit(steps, 450, "statistics.every_steps=null")
             cadences += watch.every[-1:]
         else:
-            # As many steps as the cadence needs to show, and to settle before.
-            watch = by_fit(4 * steps, 40, "statistics.every_steps=null")
+            # As many steps as the cadence needs to show; before them, two verdicts, which settle it.
+            watch = by_fit(4 * steps, 150, "statistics.every_steps=null")
             cadences += watch.every[-1:]
         took["fit"] = watch.per_step
         after, _ = turn(by_hand, steps)

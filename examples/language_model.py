@@ -3,7 +3,8 @@
 Trains a transformer on the bytes of Python's own standard library and tests it on files it has not
 seen. Expect 2.20 bits per byte or less on windows of 64 bytes (a table of trigrams: 2.54; of single
 bytes: 4.69) within a minute on two CPU cores. `--set base_steps=2000` and other settings of
-the configuration can be given on the command line.
+the configuration can be given on the command line. After every evaluation a hook prints what the model
+writes by then.
 
 Beside the byte itself, a position is told what the bytes before it were by two hashed tables of
 n-grams: most of what a small model of source code has to know is spelling. They hold nearly all of the
@@ -22,6 +23,7 @@ import jaxgoodput as jg
 LENGTH, DIM, NUM_LAYERS, NUM_HEADS = 64, 96, 2, 4
 NGRAMS, NGRAM_ROWS = (3, 5), 2**15
 LEARNING_RATE, TARGET_BITS = 3.2e-3, 2.20
+WRITTEN = 120  # bytes, after every evaluation
 
 
 def default_config(workdir: str) -> jg.Config:
@@ -74,17 +76,20 @@ class ByteModel(jg.Trainer):
             "head": normal(DIM, 256, scale=wide),
         }
 
-    def bits(self, params, windows):
-        """The mean code length of each window's bytes, bits per byte `[batch]`."""
-        codes = windows.astype(jnp.int32)
-        read, predicted = codes[:, :-1], codes[:, 1:]
+    def logits(self, params, read):
+        """Of the next byte at every position of windows `int32 [batch, LENGTH]`: `[batch, LENGTH, 256]`."""
         x = params["bytes"][read] + params["positions"]
         for table, n in zip(params["ngrams"], NGRAMS, strict=True):
             x += table[_hashed(read, n)]
         for layer in params["layers"]:
             x += _attention(_norm(layer["attention"], x)) @ layer["attention_out"]
             x += jax.nn.gelu(_norm(layer["mlp"], x)) @ layer["mlp_out"]
-        logits = _norm({"scale": params["scale"], "in": params["head"]}, x)
+        return _norm({"scale": params["scale"], "in": params["head"]}, x)
+
+    def bits(self, params, windows):
+        """The mean code length of each window's bytes, bits per byte `[batch]`."""
+        codes = windows.astype(jnp.int32)
+        logits, predicted = self.logits(params, codes[:, :-1]), codes[:, 1:]
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, predicted)
         return losses.mean(axis=1) / np.log(2)
 
@@ -112,6 +117,30 @@ class ByteModel(jg.Trainer):
         return {"bits_per_byte": self.bits(params, batch["windows"])}
 
 
+class Writer(jg.Hook):
+    """Prints how the model goes on after the first held-out bytes, whenever it was evaluated."""
+
+    def __init__(self, model: ByteModel):
+        self.model = model
+        self.write = jax.jit(self._write)
+
+    def on_eval_end(self, event):
+        self.model.request_state()
+
+    def on_state(self, event):
+        start = self.model.test[0, :LENGTH]
+        written = np.asarray(self.write(event.params, start, jax.random.key(event.step)))
+        print(f"after {event.progress:.0f} base steps: {bytes(written).decode(errors='replace')!r}")
+
+    def _write(self, params, start, key):
+        def one(window, key):
+            logits = self.model.logits(params, window[None])[0, -1]
+            code = jax.random.categorical(key, logits).astype(jnp.int32)
+            return jnp.append(window[1:], code), code.astype(jnp.uint8)
+
+        return jax.lax.scan(one, start.astype(jnp.int32), jax.random.split(key, WRITTEN))[1]
+
+
 def _norm(layer, x):
     x = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
     return (x * layer["scale"]) @ layer["in"]
@@ -135,6 +164,7 @@ def _hashed(codes, n: int):
 
 def main(_):
     trainer = ByteModel(jg.with_overrides(default_config(flags.FLAGS.workdir), flags.FLAGS.set))
+    trainer.hooks = (Writer(trainer),)
     state = trainer.fit()
     bits = trainer.evaluate(state)["bits_per_byte"]
     print(f"held-out files: {bits:.3f} bits per byte, expected {TARGET_BITS:.2f} or less")

@@ -9,16 +9,20 @@ Training:
   Statistics            How the gradient noise is measured
   Execution             How steps are compiled, and how much memory they may take
   Evaluation            How often the model is evaluated
-  Saving                How often the run is saved, and how many checkpoints stay
+  Saving                How often the run is saved, and which checkpoints stay
   Reporting             What a run tells while it runs
   with_overrides        `config` with `name=value` changes, values as JSON
   BatchLimits           What the user allows, in samples; no configuration ever leaves it
   TrainState            Everything that training needs to go on, as device values
   Loss                  What a user's loss may return where its weight is not the number of samples
   Variables             What `Trainer.init` returns for a model with mutable state
+  FromCheckpoint        What another run learned, of any layout, for `Trainer(initial=...)`
+  load                  The parameters and the model state of a run, as NumPy arrays
   from_linen            A linen module
   from_nnx              An nnx module, given the function that makes it
   Preempted             The run was asked to stop; its state is saved
+  NotSaved              The run is over and its last step could not be saved
+  PeerLost              Another process of this job has gone, or does not answer any more
   Diverged              Too many updates in a row had a loss or gradient that was not finite
   initialize            Join the job that `environ` (default: the process's own) describes
 Watching:
@@ -95,9 +99,10 @@ _NAMES = {
     "optim.noise": "NoiseSample value_grad_and_noise",
     "parallel.pipeline": "bubble_fraction pipeline",
     "parallel.strategy": "Layout Strategy candidates",
+    "train.checkpoint": "FromCheckpoint load",
     "train.config": "Config Evaluation Execution Reporting Saving Statistics Tuning with_overrides",
     "train.flax_models": "from_linen from_nnx",
-    "train.control": "Diverged Preempted",
+    "train.control": "Diverged NotSaved PeerLost Preempted",
     "train.trainer": "Trainer",
 }
 _MODULES = {

@@ -43,6 +43,8 @@ from jaxgoodput.parallel.pipeline import pipeline as pipeline
 from jaxgoodput.parallel.strategy import Layout as Layout
 from jaxgoodput.parallel.strategy import Strategy as Strategy
 from jaxgoodput.parallel.strategy import candidates as candidates
+from jaxgoodput.train.checkpoint import FromCheckpoint as FromCheckpoint
+from jaxgoodput.train.checkpoint import load as load
 from jaxgoodput.train.config import Config as Config
 from jaxgoodput.train.config import Evaluation as Evaluation
 from jaxgoodput.train.config import Execution as Execution
@@ -52,6 +54,8 @@ from jaxgoodput.train.config import Statistics as Statistics
 from jaxgoodput.train.config import Tuning as Tuning
 from jaxgoodput.train.config import with_overrides as with_overrides
 from jaxgoodput.train.control import Diverged as Diverged
+from jaxgoodput.train.control import NotSaved as NotSaved
+from jaxgoodput.train.control import PeerLost as PeerLost
 from jaxgoodput.train.control import Preempted as Preempted
 from jaxgoodput.train.flax_models import from_linen as from_linen
 from jaxgoodput.train.flax_models import from_nnx as from_nnx

@@ -7,15 +7,21 @@ names, NaN and infinities null. In: the types of the fields decide; where one is
 import collections.abc
 import dataclasses
 import enum
+import functools
 import itertools
 import json
 import math
+import reprlib
+import sys
 import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 T = TypeVar("T")
+
+_short = reprlib.Repr()  # of values that a user wrote: neither long nor deep
+_short.maxstring = _short.maxother = _short.maxlong = 60
 
 
 def encode(value: Any) -> Any:
@@ -47,7 +53,7 @@ def decode(value: Any, type_: Any, where: str) -> Any:
     """What `encode` made of a value of type `type_`; `where` is the path to it, for errors.
 
     Fields that have defaults may be missing; fields that are not known are errors, so that a misspelt limit
-    is not ignored.
+    is not ignored, unless the type's class variable `is_part` says that it knows a part of them only.
 
     >>> decode([1, None], tuple[float, ...], "loads")
     (1.0, nan)
@@ -61,20 +67,20 @@ def decode(value: Any, type_: Any, where: str) -> Any:
         return _decode_union(value, parts, where)
     if kind is Literal:
         if value not in parts:
-            raise ValueError(f"{where} is {value!r}; it must be one of {list(parts)}")
+            raise ValueError(f"{where} is {_short.repr(value)}; it must be one of {list(parts)}")
         return value
     if kind in (tuple, list, collections.abc.Sequence):
         fixed = kind is tuple and parts[-1] is not Ellipsis
         if not isinstance(value, list) or (fixed and len(value) != len(parts)):
             length = f" of {len(parts)}" if fixed else ""
-            raise ValueError(f"{where} is {value!r:.60}; it must be a list{length}")
+            raise ValueError(f"{where} is {_short.repr(value)}; it must be a list{length}")
         kinds = parts if fixed else itertools.repeat(parts[0])
         pairs = enumerate(zip(value, kinds, strict=False))
         made = [decode(item, part, f"{where}[{i}]") for i, (item, part) in pairs]
         return made if kind is list else tuple(made)
     if kind in (dict, collections.abc.Mapping):
         if not isinstance(value, dict):
-            raise ValueError(f"{where} is {value!r:.60}; it must be an object")
+            raise ValueError(f"{where} is {_short.repr(value)}; it must be an object")
         made = {key: decode(item, parts[1], f"{where}[{key!r}]") for key, item in value.items()}
         if parts[0] is str:  # as keys are in JSON
             return made
@@ -88,7 +94,7 @@ def decode(value: Any, type_: Any, where: str) -> Any:
         return kind(*value)  # it was iterated over, such as a PartitionSpec
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         raise ValueError(
-            f"{where} is {value!r:.60}; it must be of type {getattr(kind, '__name__', kind)}"
+            f"{where} is {_short.repr(value)}; it must be of type {getattr(kind, '__name__', kind)}"
         )
     return value
 
@@ -101,7 +107,7 @@ def pack(value: Any) -> dict[str, Any]:
 def unpack(body: Any, type_: type[T]) -> T:
     """What `pack` wrote; a ValueError names the field where `body` is not that."""
     if not isinstance(body, dict):
-        raise ValueError(f"expected a JSON object of a {type_.__name__}, got {body!r:.60}")
+        raise ValueError(f"expected a JSON object of a {type_.__name__}, got {_short.repr(body)}")
     fields = dict(body)
     version, name = fields.pop("version", None), fields.pop("type", type_.__name__)
     if name != type_.__name__:
@@ -126,13 +132,41 @@ def dumps(value: Any, *, indent: int | None = None) -> str:
 
 def loads(text: str, type_: type[T]) -> T:
     """What `dumps` wrote; a ValueError names the field where the text is not that."""
+    return unpack(parse(text), type_)
+
+
+def parse(text: str | bytes, *, largest: float = sys.float_info.max) -> Any:
+    """JSON of unknown origin; a ValueError says where it is none, or why it cannot be read.
+
+    NaN and numbers beyond `largest` are refused.
+    """
+
+    def number(digits: str) -> float:
+        value = float(digits)
+        if not abs(value) <= largest:
+            raise ValueError(
+                f"this is JSON with the number {digits:.20}, which is none up to {largest}"
+            )
+        return value
+
+    def whole(digits: str) -> int:
+        number(digits)
+        return int(digits)
+
     try:
-        body = json.loads(text)
+        return json.loads(text, parse_int=whole, parse_float=number, parse_constant=number)
     except json.JSONDecodeError as error:
+        place = f"line {error.lineno}, column {error.colno}"
+        raise ValueError(f"this is not JSON: {error.msg} at {place}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"this is not UTF-8 text: {error.reason}, byte {error.start}") from error
+    except RecursionError:
         raise ValueError(
-            f"this is not JSON: {error.msg} at line {error.lineno}, column {error.colno}"
-        ) from error
-    return unpack(body, type_)
+            "this is JSON whose lists and objects lie too deep in each other"
+        ) from None
+
+
+_hints = functools.cache(typing.get_type_hints)
 
 
 def _version(type_: type) -> int:
@@ -156,9 +190,11 @@ def _decode_union(value: Any, parts: Sequence[Any], where: str) -> Any:
 
 def _decode_fields(value: Any, type_: Any, where: str) -> Any:
     if not isinstance(value, dict):
-        raise ValueError(f"{where} is {value!r:.60}; it must be an object")
-    hints = typing.get_type_hints(type_)
+        raise ValueError(f"{where} is {_short.repr(value)}; it must be an object")
+    hints = _hints(type_)
     fields = {f.name: f for f in dataclasses.fields(type_)}
+    if getattr(type_, "is_part", False):
+        value = {name: value[name] for name in fields.keys() & value.keys()}
     if unknown := sorted(value.keys() - fields.keys()):
         raise ValueError(f"{where} has no field {unknown[0]!r}; its fields are {sorted(fields)}")
     needed = {

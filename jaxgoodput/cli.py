@@ -2,17 +2,20 @@
 
 import argparse
 import contextlib
+import io
 import pathlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 _DONE, _USAGE = 0, 2
+_LONGEST = 1e9  # seconds, hours or GiB: threads cannot wait for longer, and no disk holds more
 
 Number = TypeVar("Number", int, float)
 
 _EPILOG = """\
-exit codes: 0 done; 143 saved and wants a restart (SIGTERM, SIGINT); 1 a bug; 2 wrong usage.
+exit codes: 0 done; 143 saved and wants a restart (SIGTERM, SIGINT, SIGHUP); 75 the last step could not be
+saved; 1 a bug; 2 wrong usage.
 """
 
 
@@ -22,12 +25,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: 2 where argparse rejects the command line, 0 after --help.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(
+            stream, io.TextIOWrapper
+        ):  # what a terminal has no sign for is a question mark
+            stream.reconfigure(errors="replace")
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     command: list[str] = []
     if "--" in arguments:  # everything behind it belongs to the user's own program
         position = arguments.index("--")
         arguments, command = arguments[:position], arguments[position + 1 :]
     parser = _parser()
+    if any("\0" in argument for argument in (*arguments, *command)):
+        parser.error(
+            "an argument holds a NUL character, which no file and no number has; leave it out"
+        )
     options = parser.parse_args(arguments)
     if command and options.action not in (_run, _coordinate, _plan):
         parser.error(f"{options.name} takes no command after --")
@@ -81,7 +93,8 @@ def _parser() -> argparse.ArgumentParser:
         type=_at_least(0),
         default=0,
         metavar="K",
-        help="start again, at most K times, after an unasked-for exit with 143 (default: 0)",
+        help="start again, at most K times, after an unasked-for exit with 143 or a crash; two crashes "
+        "in a row without a step further end it (default: 0)",
     )
     coordinate = add(
         "coordinate",
@@ -234,6 +247,8 @@ def _at_least(least: Number) -> Callable[[str], Number]:
             raise argparse.ArgumentTypeError(f"{text!r} is not {name}") from None
         if not value >= least:
             raise argparse.ArgumentTypeError(f"{value} is less than {least}")
+        if kind is float and value > _LONGEST:
+            raise argparse.ArgumentTypeError(f"{value:g} is more than {_LONGEST:g}")
         return value
 
     return number

@@ -6,9 +6,9 @@
 #
 # PROCESSES  how many                                          (2)
 # DEVICES    of each: virtual ones on CPU, else GPUs           (1)
-# RESTARTS   how often to start again after exit code 143      (10)
+# RESTARTS   how often to start again after 143 or a crash     (10)
 # GRACE_S    seconds to save between a stop signal and SIGKILL (60)
-# Exit codes: 0 done, 143 saved and wants a restart, 1 a bug, 2 wrong usage.
+# Exit codes: 0 done, 143 saved and wants a restart, 75 not saved, 1 a bug, 2 wrong usage.
 set -euo pipefail
 
 if [ $# -eq 0 ]; then

@@ -14,6 +14,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 import pathlib  # noqa: E402
+import signal  # noqa: E402
 
 import compilations  # noqa: E402
 import numpy as np  # noqa: E402
@@ -27,6 +28,10 @@ compilations.use_folder()
 # A machine that is busy elsewhere fails no test.
 settings.register_profile("patient", deadline=None)
 settings.load_profile("patient")
+
+# Under nohup it is ignored, in every process that a test starts as well, whose traps then do nothing.
+if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
 SHARED = REPOSITORY.parent / "shared"

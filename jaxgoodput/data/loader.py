@@ -5,7 +5,9 @@ this process's part of them, and puts it on the devices. The loop's `next` only 
 is in the queue is speculation about the next configuration: the consumer's cursor moves only when
 samples are handed out, so a change of configuration drops the queue and starts again from there. A
 micro-batch is a run of consecutive places of the global order, so a change of `num_micro_batches`
-alone drops nothing.
+alone drops nothing. Where several threads read a source (`readers.py`), reads of later micro-batches are
+begun before those of the first are done, and the thread puts each together when its samples are there. A
+stream, which cannot be read again, keeps its samples until they are handed out.
 
 The global micro-batch is the next `num_replicas * micro_batch_size` samples, reshaped to
 `[num_replicas, micro_batch_size]`. Each process reads the rows that its own devices hold, and every one
@@ -13,11 +15,15 @@ computes this from the same cursor, so that none has to ask another. In an elast
 mesh of its own, process p of P feeds the replicas from `p * R / P` up to `(p + 1) * R / P`.
 """
 
+import dataclasses
 import threading
 import warnings
 from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
+from typing import TypeVar
 
 import jax
 import numpy as np
@@ -25,12 +31,16 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Int, PyTree
 
 from jaxgoodput.clock import Clock
-from jaxgoodput.data.cursor import Cursor, Permutations, take
+from jaxgoodput.data.cursor import Cursor, Permutations, epochs_of, take
+from jaxgoodput.data.readers import Readers, Reading
 from jaxgoodput.data.rows import check_same_kind, held_rows, narrow, put_rows
-from jaxgoodput.data.sources import Source
+from jaxgoodput.data.sources import Source, StreamSource, StreamState, is_endless
 from jaxgoodput.goodput.search import BatchConfig
 
+T = TypeVar("T")
+
 CLOSE_TIMEOUT_S = 10.0
+MEANWHILE_S = 0.1  # between two calls while `Loader.next` waits
 
 
 @dataclass(frozen=True)
@@ -48,7 +58,7 @@ class StepBatch:
     """What one update uses."""
 
     micro_batches: tuple[MicroBatch, ...]
-    """`config.num_micro_batches` of them; fewer only in a run's last batch, whose last may be padded."""
+    """`config.num_micro_batches` of them; fewer only in a run's last batch, whose last may be smaller."""
     config: BatchConfig
     """The configuration that these samples were cut for."""
     num_samples: int
@@ -76,8 +86,22 @@ class _Portion:
     """A global micro-batch; of an elastic job, `micro_batch` is this process's part of it."""
 
     micro_batch: MicroBatch
+    num_rows: int  # padding too, all processes
     indices: np.ndarray  # of the real samples, all processes
     after: _Position
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """A global micro-batch that is being read."""
+
+    position: _Position
+    config: BatchConfig
+    sharding: NamedSharding
+    indices: np.ndarray  # of the real samples, all processes
+    num_mine: int  # of them, those read here
+    after: _Position
+    reading: Reading
 
 
 @dataclass(frozen=True)
@@ -96,13 +120,16 @@ class Loader:
 
     `sharding` places a batch, of all processes where its mesh has devices of all, else this process's
     part `[rows / process_count, ...]`. `max_samples` is how many samples this loader hands out in total,
-    over all processes; None is without end. `prefetch` is how many step batches wait on the devices
-    (beside those in use); 0 reads on the caller's thread. Arguments other than `process_index` and
-    `sharding` must be equal on all processes. Close it, or use it as a context manager; reading starts
-    with the first `next`.
+    over all processes; None is without end. What is left of them at the end is a batch of its own size,
+    padded by fewer samples than there are replicas; with `drop_last` it is not handed out. `prefetch` is
+    how many step batches wait on the devices (beside those in use); 0 reads on the caller's thread.
+    `num_readers` and `num_retries` are those of `Readers`. A source without end is read in its own order,
+    whatever `shuffle` says. Arguments other than `process_index` and `sharding` must be equal on all
+    processes. Close it, or use it as a context manager; reading starts with the first `next`.
 
     Raises:
-      ValueError: an argument is out of range, or the source is empty.
+      ValueError: an argument is out of range, the source is empty, or it is a stream and there are several
+        processes.
     """
 
     def __init__(
@@ -115,8 +142,11 @@ class Loader:
         process_index: int = 0,
         process_count: int = 1,
         max_samples: int | None = None,
+        drop_last: bool = False,
         prefetch: int = 2,
         shuffle: bool = True,
+        num_readers: int | None = 1,
+        num_retries: int = 0,
     ):
         if not 0 <= process_index < process_count:
             raise ValueError(
@@ -127,7 +157,16 @@ class Loader:
             raise ValueError(f"max_samples={max_samples} is negative; None is without end.")
         if prefetch < 0:
             raise ValueError(f"prefetch={prefetch} is negative; 0 reads on the caller's thread.")
-        self._source = source
+        self._stream = source if isinstance(source, StreamSource) else None
+        if self._stream is not None and process_count > 1:
+            raise ValueError(
+                f"A stream is read by one process, and there are {process_count}: each would have to "
+                f"read all of it, and nothing says that all would get the same samples. Pass something "
+                f"with random access, such as the grain MapDataset before .to_iter_dataset()."
+            )
+        self._readers = Readers(
+            source, clock=clock, num_readers=num_readers, num_retries=num_retries
+        )
         self._dataset_size = len(source)
         # Raises for an empty dataset, or for a cursor that another dataset left.
         _, cursor = take(cursor, self._dataset_size, 0, shuffle=shuffle)
@@ -135,8 +174,9 @@ class Loader:
         self._process_index = process_index
         self._process_count = process_count
         self._max_samples = max_samples
+        self._drop_last = drop_last
         self._prefetch = prefetch
-        self._shuffle = shuffle
+        self._shuffle = shuffle and not is_endless(source)
         self._clock = clock
         self._permutations = Permutations()  # of the producer
         self._kind: PyTree | None = None  # structure, shapes and dtypes of the first batch read
@@ -159,6 +199,16 @@ class Loader:
         with self._changed:
             return self._head.cursor
 
+    @property
+    def stream(self) -> StreamState | None:
+        """What a stream is to be set back to for a restart from `cursor`; None for other sources."""
+        return None if self._stream is None else self._stream.state_at(self.cursor.offset)
+
+    @property
+    def num_retried(self) -> int:
+        """Reads that failed and were repeated, so far."""
+        return self._readers.num_retried
+
     def place(self, sharding: NamedSharding) -> None:
         """Put batches there from now on; what was read ahead for elsewhere is read again."""
         with self._changed:
@@ -168,11 +218,15 @@ class Loader:
                 self._tail = self._head
                 self._generation += 1
 
-    def next(self, config: BatchConfig) -> StepBatch | None:
-        """The next batch, in the shape of `config`; None when `max_samples` have been handed out.
+    def next(
+        self, config: BatchConfig, *, meanwhile: Callable[[], None] = lambda: None
+    ) -> StepBatch | None:
+        """The next batch, in the shape of `config`; None when `max_samples` have been handed out, or a
+        stream has ended.
 
         Returns at once if the configuration is that of the previous call, or differs in
         `num_micro_batches` only, and reading keeps up; else it waits for as many micro-batches.
+        `meanwhile` is called now and then while it waits, and may raise.
 
         Raises:
           ValueError: `config` cannot be spread over the processes and devices.
@@ -184,17 +238,21 @@ class Loader:
             self._change(config)
         began = self._clock.now()
         if self._prefetch == 0:
-            with self._changed:
+            # On the loop's thread, whose guard is not for what a user's data set does.
+            with self._changed, jax.transfer_guard("allow"):
                 while not self._is_ready(config.num_micro_batches):
-                    made = self._produce(self._tail, config, self._sharding)
-                    self._append(made, self._generation)
+                    begun = self._begin(self._tail, config, self._sharding)
+                    self._append(self._finish(begun), self._generation)
         elif self._thread is None:
             self._thread = threading.Thread(
                 target=self._work, name="jaxgoodput-loader", daemon=True
             )
             self._thread.start()
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._is_ready(config.num_micro_batches))
+            while not self._changed.wait_for(
+                lambda: self._closed or self._is_ready(config.num_micro_batches), MEANWHILE_S
+            ):
+                meanwhile()
             wait_s = self._clock.now() - began
             self._require_open()
             portions = []
@@ -203,34 +261,42 @@ class Loader:
                     raise RuntimeError(entry.what) from entry.error
                 if isinstance(entry, _Portion):
                     portions.append(entry)
-            if not portions:
+            if not portions or (self._drop_last and len(portions) < config.num_micro_batches):
                 return None
             for _ in portions:
                 self._queue.popleft()
             before, self._head = self._head, portions[-1].after
+            if self._stream is not None:
+                self._stream.release(self._head.cursor.offset)
             self._changed.notify_all()
         return self._step_batch(portions, config, before.cursor, wait_s)
 
-    def close(self) -> None:
+    def close(self, *, wait: bool = True) -> None:
         """End the thread and free what was prefetched; further calls do nothing.
 
-        A read in progress is waited for; one that takes over 10 s is left behind with a warning.
+        A read in progress is waited for; one that takes over 10 s is left behind with a warning. Without
+        `wait` it is left behind at once.
         """
         with self._changed:
             self._closed = True
             self._queue.clear()
             self._changed.notify_all()
             thread, self._thread = self._thread, None
+        self._readers.stop()
+        if not wait:
+            return
+        ended = True
         if thread is not None:
             thread.join(CLOSE_TIMEOUT_S)
-            if thread.is_alive():
-                warnings.warn(
-                    f"The dataset has been reading one micro-batch for over {CLOSE_TIMEOUT_S:.0f} "
-                    f"s and cannot be interrupted. Its thread ends with that read, or with the "
-                    f"process.",
-                    ResourceWarning,
-                    stacklevel=2,
-                )
+            ended = not thread.is_alive()
+        # A thread that hangs waits for a reader that does: once is long enough.
+        if not self._readers.join(CLOSE_TIMEOUT_S if ended else 0.0) or not ended:
+            warnings.warn(
+                f"The dataset has been reading one micro-batch for over {CLOSE_TIMEOUT_S:.0f} s and "
+                f"cannot be interrupted. Its thread ends with that read, or with the process.",
+                ResourceWarning,
+                stacklevel=2,
+            )
 
     def __enter__(self) -> "Loader":
         return self
@@ -311,14 +377,13 @@ class Loader:
                 f"{self._dataset_size} if that is not wanted.",
                 stacklevel=3,
             )
-        full = len(portions) * config.num_replicas * config.micro_batch_size
         return StepBatch(
             micro_batches=tuple(portion.micro_batch for portion in portions),
             config=config,
             num_samples=len(indices),
             before=before,
             after=portions[-1].after.cursor,
-            num_padded=full - len(indices),
+            num_padded=sum(portion.num_rows for portion in portions) - len(indices),
             wait_s=wait_s,
             indices=indices,
         )
@@ -326,29 +391,55 @@ class Loader:
     # -- the producer's side ---------------------------------------------------------------------
 
     def _work(self) -> None:
+        begun: deque[_Begun | _Failure | _End] = deque()  # of one generation, in order
+        generation = 0
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._closed or self._has_room())
+                self._changed.wait_for(
+                    lambda: (
+                        self._closed
+                        or self._may_begin(begun)
+                        or (begun and (self._has_room() or generation != self._generation))  # noqa: B023
+                    )
+                )
+                if self._closed or generation != self._generation:
+                    _drop(begun)
                 if self._closed:
                     return
-                generation, position, config = self._generation, self._tail, self._config
-                sharding = self._sharding
-            assert config is not None  # there is no room before the first configuration
-            try:
-                entry = self._produce(position, config, sharding)
-            except BaseException as error:  # SystemExit too: a dead thread would hang the loop
-                entry = _failure(error, position, np.empty(0, np.int64))
-            with self._changed:
-                if self._closed:
-                    return
-                self._append(entry, generation)
-            # Not to be kept alive while waiting for room: it may be the loop's to free.
-            del entry
+                generation, config, sharding = self._generation, self._config, self._sharding
+                begins, finishes = self._may_begin(begun), self._has_room()
+                afters = [one.after for one in begun if isinstance(one, _Begun)]
+                position = afters[-1] if afters else self._tail
+            if begins:
+                assert config is not None  # there is no room before the first configuration
+                entry = _safely(partial(self._begin, position, config, sharding), position)
+                begun.append(entry)
+            elif begun and finishes:
+                one = begun.popleft()
+                entry = _safely(partial(self._finish, one), position)
+                if not isinstance(entry, _Portion):
+                    _drop(begun)  # nothing behind it is wanted
+                with self._changed:
+                    if self._closed:
+                        return
+                    self._append(entry, generation)
+                del one, entry  # not to be kept alive meanwhile: it may be the loop's to free
 
     def _has_room(self) -> bool:
+        """Whether the queue may take another entry."""
         if self._config is None or (self._queue and not isinstance(self._queue[-1], _Portion)):
             return False
         return len(self._queue) < self._prefetch * self._config.num_micro_batches
+
+    def _may_begin(self, begun: Sequence[_Begun | _Failure | _End]) -> bool:
+        """Whether to begin another micro-batch: one at a time, or as many as keep all readers at work."""
+        if not begun or not self._readers.are_threads:
+            return not begun and self._has_room()
+        if self._config is None or not isinstance(begun[-1], _Begun):
+            return False
+        num_reads = sum(len(one.reading.reads) for one in begun if isinstance(one, _Begun))
+        room = self._prefetch * self._config.num_micro_batches - len(self._queue)
+        return len(begun) < room or num_reads < 2 * self._readers.num_threads
 
     def _append(self, entry: _Portion | _Failure | _End, generation: int) -> None:
         if generation != self._generation:
@@ -358,16 +449,22 @@ class Loader:
         self._queue.append(entry)
         self._changed.notify_all()
 
-    def _produce(
+    def _begin(
         self, position: _Position, config: BatchConfig, sharding: NamedSharding
-    ) -> _Portion | _Failure | _End:
-        count = config.num_replicas * config.micro_batch_size
+    ) -> _Begun | _Failure | _End:
+        count = full = config.num_replicas * config.micro_batch_size
         if self._max_samples is not None:
             count = min(count, self._max_samples - position.handed_out)
-        if count == 0:
-            return _End()
         indices = np.empty(0, np.int64)
         try:
+            if self._stream is not None:
+                count = self._stream.available(position.cursor.offset, count)
+            if count == 0 or (self._drop_last and count < full):
+                return _End()
+            # Layers in stages cut a micro-batch into a fixed number of parts: theirs is padded to its size.
+            if sharding.mesh.shape.get("stage", 1) == 1:
+                own = -(-count // config.num_replicas)
+                config = dataclasses.replace(config, micro_batch_size=own)
             indices, after = take(
                 position.cursor,
                 self._dataset_size,
@@ -375,25 +472,45 @@ class Loader:
                 shuffle=self._shuffle,
                 permutations=self._permutations,
             )
-            return _Portion(
-                micro_batch=self._read(indices, config, sharding),
+            epochs = epochs_of(position.cursor, self._dataset_size, count)
+            num_parts = self._num_parts(sharding)
+            num_rows = config.num_replicas // num_parts * config.micro_batch_size
+            held, _ = self._held(sharding, num_rows)
+            places = held + (self._process_index * num_rows if num_parts > 1 else 0)
+            mine = places[places < count]
+            wanted = mine if len(mine) == len(places) else np.append(mine, 0)  # one to pad with
+            return _Begun(
+                position=position,
+                config=config,
+                sharding=sharding,
                 indices=indices,
+                num_mine=len(mine),
                 after=_Position(after, position.handed_out + count),
+                reading=self._readers.begin(indices[wanted], epochs[wanted]),
             )
         except Exception as error:  # handed to the loop, which raises it: see `next`
             return _failure(error, position, indices)
 
-    def _read(
-        self, indices: Int[np.ndarray, " real"], config: BatchConfig, sharding: NamedSharding
-    ) -> MicroBatch:
-        num_parts = self._num_parts(sharding)
-        num_rows = config.num_replicas // num_parts * config.micro_batch_size
+    def _finish(self, begun: _Begun | _Failure | _End) -> _Portion | _Failure | _End:
+        if not isinstance(begun, _Begun):
+            return begun
+        try:
+            return _Portion(
+                micro_batch=self._read(begun),
+                num_rows=begun.config.num_replicas * begun.config.micro_batch_size,
+                indices=begun.indices,
+                after=begun.after,
+            )
+        except Exception as error:  # handed to the loop, which raises it: see `next`
+            return _failure(error, begun.position, begun.indices)
+
+    def _read(self, begun: _Begun) -> MicroBatch:
+        sharding, config = begun.sharding, begun.config
+        num_rows = config.num_replicas // self._num_parts(sharding) * config.micro_batch_size
         held, full = self._held(sharding, num_rows)
-        places = held + (self._process_index * num_rows if num_parts > 1 else 0)
-        mine = indices[places[places < len(indices)]]
-        num_padded = len(places) - len(mine)
-        rows = self._source.batch(np.append(mine, indices[:1]) if num_padded else mine)
-        self._kind = check_same_kind(rows, self._kind, len(mine) + bool(num_padded))
+        num_padded = len(held) - begun.num_mine
+        rows = begun.reading.result()
+        self._kind = check_same_kind(rows, self._kind, begun.num_mine + bool(num_padded))
         rows = narrow(rows)
         if not num_padded:
             data = put_rows(rows, held, sharding, num_rows=num_rows)
@@ -403,8 +520,8 @@ class Loader:
             rows = jax.tree.map(
                 lambda x: np.concatenate([x, x[-1:].repeat(num_padded - 1, 0)]), rows
             )
-        mask = np.zeros(len(places), np.float32)
-        mask[: len(mine)] = 1
+        mask = np.zeros(len(held), np.float32)
+        mask[: begun.num_mine] = 1
         data, mask = put_rows((rows, mask), held, sharding, num_rows=num_rows)
         return MicroBatch(data=data, mask=mask)
 
@@ -416,6 +533,22 @@ class Loader:
             ones = np.ones(len(held), np.float32)
             self._full = key, held, put_rows(ones, held, sharding, num_rows=num_rows)
         return self._full[1:]
+
+
+def _safely(make: Callable[[], T], position: _Position) -> T | _Failure:
+    """What it makes, or any error whatever: a thread that SystemExit has ended would hang the loop."""
+    try:
+        return make()
+    except BaseException as error:
+        return _failure(error, position, np.empty(0, np.int64))
+
+
+def _drop(begun: deque[_Begun | _Failure | _End]) -> None:
+    """Leave out what was begun and will not be handed out."""
+    for one in begun:
+        if isinstance(one, _Begun):
+            one.reading.cancel()
+    begun.clear()
 
 
 def _failure(error: BaseException, position: _Position, indices: np.ndarray) -> _Failure:

@@ -6,8 +6,11 @@ that name the sample and the leaf, since they come from data nobody has looked a
 """
 
 import abc
+import json
 import sys
+import threading
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
@@ -17,6 +20,11 @@ from jaxtyping import Int, PyTree
 from jaxgoodput.data.rows import check_numeric, check_same_kind, leaf_name, narrow
 
 Indexing = Literal["one", "array", "getitems"]
+ENDLESS = sys.maxsize  # the length of a source that has no end, as grain has it
+KINDS = (
+    "Pass a dict of arrays, an object with __len__ and __getitem__, a grain MapDataset, a jaxgoodput Source, "
+    "or a stream: something iterable whose iterator has get_state() and set_state(state)."
+)
 
 
 class Source(abc.ABC):
@@ -35,6 +43,16 @@ class Source(abc.ABC):
 
         The arrays must be fresh: a device may go on reading them after this call.
         """
+
+    def batch_of_epochs(
+        self, indices: Int[np.ndarray, " n"], epochs: Int[np.ndarray, " n"]
+    ) -> PyTree[np.ndarray]:
+        """`batch`, each sample as its epoch has it: override it where augmentation is random.
+
+        Training calls this one, and so does an evaluation, for epoch 0. Draw from (index, epoch) alone, such
+        as with `np.random.default_rng([seed, index, epoch])`: a resumed run asks for the same pairs again.
+        """
+        return self.batch(indices)
 
 
 class ArraySource(Source):
@@ -82,12 +100,16 @@ class SequenceSource(Source):
     `indexing` declares how to read it, and is never guessed: "one" calls `dataset[i]` per sample;
     "getitems" calls `dataset.__getitems__([i, ...])` once, for a list of samples; "array" calls
     `dataset[indices]` once, for the stacked batch. Scalars become arrays. Lists and tuples inside
-    an item are PyTree nodes, not arrays.
+    an item are PyTree nodes, not arrays. A dataset that has a method `item_of_epoch(index, epoch)` is
+    read sample by sample through it.
 
     Raises (from `batch`):
       RuntimeError: the dataset raised; the message has the sample's index, the cause is chained.
       ValueError, TypeError: items that cannot be stacked, naming both samples and the leaf.
     """
+
+    num_readers = 1
+    """Threads that may read samples at once: nothing says that more may."""
 
     def __init__(self, dataset: Any, *, indexing: Indexing = "one"):
         if indexing not in ("one", "array", "getitems"):
@@ -95,66 +117,89 @@ class SequenceSource(Source):
                 f"indexing={indexing!r} is not a way to read a dataset. Use 'one' (dataset[i]), "
                 f"'array' (dataset[indices]) or 'getitems' (dataset.__getitems__(indices))."
             )
-        needed = ["__len__", "__getitem__"] + ["__getitems__"] * (indexing == "getitems")
+        takes_epochs = hasattr(type(dataset), "item_of_epoch")
+        needed = ["__len__"] + ["__getitem__"] * (not takes_epochs)
+        needed += ["__getitems__"] * (indexing == "getitems")
         missing = [name for name in needed if not hasattr(type(dataset), name)]
         if missing:
             raise TypeError(
                 f"A dataset needs random access, but {type(dataset).__name__} has no "
-                f"{' and no '.join(missing)}. Batches of any size are cut from one global order, "
-                f"which a stream cannot do: pass a dict of arrays, an object with __len__ and "
-                f"__getitem__, a grain MapDataset, or a jaxgoodput Source."
+                f"{' and no '.join(missing)}. {KINDS}"
             )
         self._dataset = dataset
         self._indexing = indexing
         self._size = len(dataset)
+        self._takes_epochs = takes_epochs
 
     def __len__(self) -> int:
         """Number of items when the source was made."""
         return self._size
 
+    @property
+    def is_read_one_by_one(self) -> bool:
+        """Whether a batch is read by as many calls of `sample`."""
+        return self._indexing == "one" or self._takes_epochs
+
     def batch(self, indices: Int[np.ndarray, " n"]) -> PyTree[np.ndarray]:
+        """The items at `indices`, of epoch 0, stacked leaf by leaf."""
+        return self.batch_of_epochs(indices, np.zeros_like(indices))
+
+    def batch_of_epochs(
+        self, indices: Int[np.ndarray, " n"], epochs: Int[np.ndarray, " n"]
+    ) -> PyTree[np.ndarray]:
         """The items at `indices`, stacked leaf by leaf."""
+        if self.is_read_one_by_one:
+            pairs = zip(indices.tolist(), epochs.tolist(), strict=True)
+            return self.stacked([self.sample(index, epoch) for index, epoch in pairs], indices)
         if self._indexing == "array":
             rows = _read(lambda: self._dataset[indices], indices)
             return _checked_rows(rows, len(indices))
-        if self._indexing == "getitems":
-            items = list(_read(lambda: self._dataset.__getitems__(indices.tolist()), indices))
-            if len(items) != len(indices):
-                raise ValueError(
-                    f"{type(self._dataset).__name__}.__getitems__ returned {len(items)} items for "
-                    f"{len(indices)} indices. It must return one item per index, in their order."
-                )
-        else:
-            items = [self._read_one(i) for i in indices.tolist()]
-        return _stack(items, indices)
+        items = list(_read(lambda: self._dataset.__getitems__(indices.tolist()), indices))
+        if len(items) != len(indices):
+            raise ValueError(
+                f"{type(self._dataset).__name__}.__getitems__ returned {len(items)} items for "
+                f"{len(indices)} indices. It must return one item per index, in their order."
+            )
+        return self.stacked(items, indices)
 
-    def _read_one(self, index: int) -> Any:
+    def sample(self, index: int, epoch: int) -> Any:
+        """One item, as this epoch has it."""
         try:
-            return self._dataset[index]
+            return self._item(index, epoch)
         except Exception as error:
             raise RuntimeError(_failure(f"sample {index}", error)) from error
+
+    def stacked(self, items: list[Any], indices: Int[np.ndarray, " n"]) -> PyTree[np.ndarray]:
+        """Items that `sample` gave, leaf by leaf."""
+        return _stack(items, indices)
+
+    def _item(self, index: int, epoch: int) -> Any:
+        if self._takes_epochs:
+            return self._dataset.item_of_epoch(index, epoch)
+        return self._dataset[index]
 
 
 class GrainSource(SequenceSource):
     """A grain `MapDataset`, read by random access; grain itself is not imported here.
 
-    Leave shuffling, repetition and batching to the cursor: it repeats and shuffles every epoch
-    anew.
+    Sample i of epoch e is `dataset[e * len(dataset) + i]`, from which grain's random transforms draw:
+    they differ from epoch to epoch, and a resumed run draws them again. Leave shuffling and
+    batching to the cursor. An infinite dataset (`.repeat()` without a count) is read from place to place, in
+    its own order; what an epoch is it knows alone.
 
     Raises:
-      ValueError: the dataset is infinite (`.repeat()` without a count), or, from `batch`, filtered.
+      ValueError (from `batch`): the dataset is filtered.
     """
 
-    def __init__(self, dataset: Any):
-        super().__init__(dataset)
-        if len(self) >= sys.maxsize:
-            raise ValueError(
-                "The grain MapDataset is infinite, so it has no epochs to count. Remove .repeat(): "
-                "the cursor goes through the dataset as often as training needs."
-            )
+    num_readers = 16
+    """As many as grain's own `ReadOptions` has: a MapDataset is made to be read by threads."""
 
-    def _read_one(self, index: int) -> Any:
-        item = super()._read_one(index)
+    def _item(self, index: int, epoch: int) -> Any:
+        return self._dataset[index if is_endless(self) else epoch * len(self) + index]
+
+    def sample(self, index: int, epoch: int) -> Any:
+        """One item, as this epoch has it."""
+        item = super().sample(index, epoch)
         if item is None:
             raise ValueError(
                 f"The grain MapDataset has no sample {index}: it was filtered, and a filtered "
@@ -164,15 +209,137 @@ class GrainSource(SequenceSource):
         return item
 
 
+@dataclass(frozen=True)
+class StreamState:
+    """What a stream said of itself once, and where it stood."""
+
+    place: int
+    """Samples before it, from the beginning of the stream on."""
+    state: str
+    """What `get_state()` returned: JSON, or bytes in hexadecimal."""
+    is_bytes: bool = False
+
+
+class StreamSource(Source):
+    """An iterator that knows its own state, read in its own order; a sample's index is its place there.
+
+    `stream` is iterable, and its iterator has `get_state()` (JSON values, or bytes) and `set_state(state)`:
+    a grain `IterDataset` or `DataLoader`, or one of your own. Samples stay here from when they are read until
+    they are released, so that batches of another size can be cut from them. The stream's state is kept as of
+    the beginning of every read of several samples: a resumed run goes back to such a beginning and leaves
+    out the samples that were used. So each is used exactly once if the stream, set back, gives the same
+    ones again.
+
+    One thread reads, another may ask for states and release.
+
+    Raises:
+      TypeError: the iterator has no state, or (from reads) one that is neither JSON nor bytes.
+      RuntimeError (from reads): the stream raised; the cause is chained. It is not tried again.
+    """
+
+    def __init__(self, stream: Any):
+        self._name = type(stream).__name__
+        self._iterator = iter(stream)
+        missing = [n for n in ("get_state", "set_state") if not hasattr(self._iterator, n)]
+        if missing:
+            raise TypeError(
+                f"A dataset needs random access, or a state to go on from, but {self._name} has neither: its "
+                f"iterator has no {' and no '.join(missing)}. {KINDS}"
+            )
+        self._items: dict[int, Any] = {}  # by place; read, and not released
+        self._next = 0  # the place of what the iterator gives next
+        self._released = 0  # places below are gone
+        self._failed: RuntimeError | None = None
+        self._lock = threading.Lock()  # of the states
+        self._states = [self._state()]  # by place
+
+    def __len__(self) -> int:
+        """`ENDLESS`: where it ends is known when it does."""
+        return ENDLESS
+
+    def available(self, first: int, count: int) -> int:
+        """How many of the `count` samples from place `first` on there are; reads those not yet read.
+
+        Fewer than `count` where the stream ends.
+        """
+        if self._next < first + count and self._next > self._states[-1].place:
+            state = self._state()
+            with self._lock:
+                self._states.append(state)
+        while self._next < first + count:
+            if self._failed is not None:  # an iterator that raised once would seem to be at its end
+                raise self._failed
+            try:
+                item = next(self._iterator)
+            except StopIteration:
+                break
+            except Exception as error:
+                self._failed = RuntimeError(_failure(f"sample {self._next}", error))
+                raise self._failed from error
+            self._items[self._next] = item
+            self._next += 1
+        return max(min(count, self._next - first), 0)
+
+    def batch(self, indices: Int[np.ndarray, " n"]) -> PyTree[np.ndarray]:
+        """The samples at these places, which were read (the first one may not be yet) and not released."""
+        if self._next == 0:
+            self.available(0, 1)
+        missing = [i for i in indices.tolist() if i not in self._items]
+        if missing:
+            raise ValueError(
+                f"The stream {self._name} cannot give sample {missing[0]}: it was read up to {self._next}, "
+                f"and those below {self._released} are used. A stream is read in its order; anything else "
+                f"needs random access."
+            )
+        return _stack([self._items[i] for i in indices.tolist()], indices)
+
+    def release(self, place: int) -> None:
+        """Forget the samples before `place`: nobody will ask for them again."""
+        for used in range(self._released, place):
+            self._items.pop(used, None)
+        self._released = max(self._released, place)
+        with self._lock:
+            while len(self._states) > 1 and self._states[1].place <= place:
+                del self._states[0]
+
+    def state_at(self, place: int) -> StreamState:
+        """The last state that is known of the stream at or before `place`, which is not released."""
+        with self._lock:
+            return [state for state in self._states if state.place <= place][-1]
+
+    def restore(self, saved: StreamState) -> None:
+        """Go back to where `state_at` was asked, in this process or another one."""
+        state = bytes.fromhex(saved.state) if saved.is_bytes else json.loads(saved.state)
+        self._iterator.set_state(state)
+        self._items, self._next, self._released = {}, saved.place, saved.place
+        self._states, self._failed = [saved], None
+
+    def _state(self) -> StreamState:
+        state = self._iterator.get_state()
+        if isinstance(state, bytes):
+            return StreamState(self._next, state.hex(), is_bytes=True)
+        try:
+            text = json.dumps(state)
+        except (TypeError, ValueError):
+            text = "null"
+        if json.loads(text) != state:  # tuples and keys that are no text would come back as others
+            raise TypeError(
+                f"get_state() of the stream {self._name} returned a {type(state).__name__} that JSON cannot "
+                f"give back as it is, so it cannot be part of a checkpoint. Return dicts with keys of text, "
+                f"lists, numbers and text; or bytes, such as pickle makes of anything."
+            )
+        return StreamState(self._next, text)
+
+
 def as_source(dataset: Any, *, indexing: Indexing = "one") -> Source:
     """A `Source` over what the user has; a `Source` is returned as it is.
 
     Accepted: a mapping of arrays (nested PyTrees too), one array, a tuple of arrays, a grain
-    `MapDataset`, or any object with `__len__` and `__getitem__` (a list of samples, a torch
-    dataset). `indexing` applies to the last kind only: see `SequenceSource`.
+    `MapDataset`, any object with `__len__` and `__getitem__` (a list of samples, a torch dataset), or a
+    stream (`StreamSource`). `indexing` applies to objects with `__getitem__` only: see `SequenceSource`.
 
     Raises:
-      TypeError: no random access, or leaves that are no numbers.
+      TypeError: neither random access nor a state, or leaves that are no numbers.
       ValueError: the dataset is empty, or its arrays differ in length.
 
     >>> len(as_source({"x": np.zeros((3, 2)), "y": np.zeros(3)}))
@@ -187,12 +354,8 @@ def as_source(dataset: Any, *, indexing: Indexing = "one") -> Source:
         source = ArraySource(dataset)
     elif _is_grain(dataset, "MapDataset"):
         source = GrainSource(dataset)
-    elif _is_grain(dataset, "IterDataset") or _is_grain(dataset, "DataLoader"):
-        raise TypeError(
-            f"grain's {type(dataset).__name__} is a stream without random access, so it cannot "
-            f"change its batch size without losing samples. Pass the MapDataset it was made from, "
-            f"before .to_iter_dataset() and without .batch()."
-        )
+    elif hasattr(type(dataset), "__iter__") and not hasattr(type(dataset), "__getitem__"):
+        source = StreamSource(dataset)
     else:
         source = SequenceSource(dataset, indexing=indexing)
     if len(source) < 1:
@@ -201,6 +364,11 @@ def as_source(dataset: Any, *, indexing: Indexing = "one") -> Source:
             f"path, split or filter that produced it."
         )
     return source
+
+
+def is_endless(source: Source) -> bool:
+    """Whether a source has no epochs, but is read from place to place."""
+    return len(source) >= ENDLESS
 
 
 def abstract_sample(source: Source) -> PyTree[jax.ShapeDtypeStruct]:

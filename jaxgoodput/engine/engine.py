@@ -18,6 +18,7 @@ import itertools
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
+from types import MappingProxyType
 from typing import Any, Literal, ParamSpec
 
 import jax
@@ -38,7 +39,7 @@ from jaxgoodput.engine.programs import (
     has_constraints,
 )
 from jaxgoodput.engine.programs_elastic import ElasticPrograms
-from jaxgoodput.engine.state import StepMetrics, Sums, TrainState, Work, delete
+from jaxgoodput.engine.state import Loss, StepMetrics, Sums, TrainState, Work, cast, delete
 from jaxgoodput.goodput.memory import StepBytes
 from jaxgoodput.parallel.plan import MovePlan, plan_move
 from jaxgoodput.parallel.strategy import Layout, anywhere
@@ -47,7 +48,10 @@ P = ParamSpec("P")
 # Samples per replica of the engine's own data set, or a micro-batch of any other shape.
 Size = int | SampleShape
 # How a loss runs: as `programs.py` says, or "auto", whichever a layout and the model ask for.
-LossKind = Literal["auto", "global", "separate"]
+LossKind = Literal["auto", "global", "separate", "whole"]
+# By how much of it a loss must change with how samples are split to count as coupling them; in bfloat16 ten
+# times as much, which rounds by that.
+COUPLED = 1e-3
 
 
 class Engines:
@@ -114,7 +118,7 @@ class Engines:
                 'it at "auto".'
             )
         alone = layout.num_devices == 1 and self.world is None
-        return has_to or self.loss == "global" or alone
+        return has_to or self.loss in ("global", "whole") or alone
 
     @cached_property
     def _has_constraints(self) -> bool:
@@ -187,7 +191,8 @@ class Engine:
                 )
             self.programs = ElasticPrograms(self.problem, layout, world=self.world, **made)
         elif engines.is_global(layout):
-            self.programs = GlobalPrograms(self.problem, layout, **made)
+            whole = engines.loss == "whole"
+            self.programs = GlobalPrograms(self.problem, layout, couples=whole, **made)
         else:
             self.programs = SeparatePrograms(self.problem, layout, **made)
         # XLA:CPU runs out of threads, and hangs, where many executables with collectives wait at once.
@@ -247,6 +252,15 @@ class Engine:
             return first, more
         step = partial(programs.step, shape, measure=False)
         return (step, first, more, partial(programs.step_after, shape)) if accumulate else (step,)
+
+    def last_programs(self, size: Size, *, alone: bool) -> tuple[partial[Program], ...]:
+        """That of a batch's last micro-batch of a size of its own: `alone`, or behind others."""
+        shape, programs = self.shape(size), self.programs
+        if self.world is not None:
+            return (partial(programs.accumulate, shape, first=alone),)
+        if alone:
+            return (partial(programs.step, shape, measure=False),)
+        return (partial(programs.step_after, shape),)
 
     def measuring_programs(self, size: Size) -> tuple[partial[Program], ...]:
         """Those that measure the noise of a batch of one micro-batch; others do so anyway."""
@@ -368,15 +382,45 @@ class Engine:
 
     # -- a step as a value -----------------------------------------------------------------------
 
-    def init(self, key: Array) -> TrainState:
-        """A fresh state on this layout; no device ever holds more than its part of it."""
+    def init(self, key: Array, given: Mapping[str, Array] = MappingProxyType({})) -> TrainState:
+        """A fresh state on this layout; no device ever holds more than its part of it.
+
+        `given` are leaves by their names in `TrainState.variables`, such as "params/layers/0/kernel", that
+        lie as in `abstract_state`: taken over in place of those that the problem's `init` makes.
+        """
         everywhere = self.layout.replicated
         if self.spans:
             data = self._on_devices(np.asarray(jax.random.key_data(key)), everywhere)
             key = jax.random.wrap_key_data(data, impl=jax.random.key_impl(key))
         else:
             key = jax.device_put(key, everywhere)
-        return self.compiled(self.programs.init)(key)
+        return self.compiled(self.programs.init, tuple(given))(key, *given.values())
+
+    def couples_samples(self, state: TrainState, four: PyTree) -> bool:
+        """Whether the loss of a sample depends on those beside it, tried on `four` of them, with this state.
+
+        A sum over samples, whatever its keys make of a place, has f(abcd) + f(cdab) = f(abab) + f(cdcd).
+        False where that cannot be known: of losses that are not finite, or all alike, as before zeros.
+        """
+
+        def total(params: PyTree, model_state: PyTree, batch: PyTree, key: Array) -> Array:
+            params = cast(params, self.problem.compute_dtype)
+            out, _ = self.programs.problem.loss_and_state(params, model_state, batch, key)
+            value = jnp.asarray(out.sum if isinstance(out, Loss) else out)
+            return jnp.sum(value.astype(jnp.float32))
+
+        run = jax.jit(total)
+
+        def of(*order: int) -> float:
+            places = np.repeat(order, self.layout.num_replicas)
+            rows = jax.device_put(
+                jax.tree.map(lambda x: x[places], four), self.layout.batch_sharding
+            )
+            return float(run(state.params, state.model_state, rows, state.key))
+
+        whole, split = of(0, 1, 2, 3) + of(2, 3, 0, 1), of(0, 1, 0, 1) + of(2, 3, 2, 3)
+        share = COUPLED * (1 if self.problem.compute_dtype is None else 10)
+        return abs(whole - split) > share * (abs(whole) + abs(split))
 
     def with_average(self, state: TrainState) -> TrainState:
         """A state that has no average of its parameters, with one that begins at them."""

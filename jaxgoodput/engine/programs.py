@@ -281,15 +281,21 @@ class Programs(abc.ABC):
 
     # -- programs without a shape ----------------------------------------------------------------
 
-    def init(self) -> Program:
-        """A fresh state, from a key."""
+    def init(self, given: tuple[str, ...] = ()) -> Program:
+        """A fresh state, from a key and the leaves that are `given`, taken over. See `init_state`."""
         key = jax.eval_shape(lambda: jax.random.key(0))
         key = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=self.layout.replicated)
-        out = _shardings(self.abstract_state())
+        state = self.abstract_state()
+        leaves = rules.leaves_by_name(state.variables)
         # Its own constraints hold, whether or not it computes the loss with several devices.
         make = in_mesh(self.problem.init, self.layout.mesh.abstract_mesh, self.layout.strategy)
         problem = dataclasses.replace(self.problem, init=make)
-        return Program(lambda k: pure.init_state(problem, k), (), (key,), out)
+
+        def run(key: Array, *values: Array) -> TrainState:
+            return pure.init_state(problem, key, dict(zip(given, values, strict=True)))
+
+        arguments = (key, *(leaves[name] for name in given))
+        return Program(run, tuple(range(1, len(arguments))), arguments, _shardings(state))
 
     def average(self) -> Program:
         """The average of parameters, from those that it begins with."""
@@ -416,9 +422,13 @@ class GlobalPrograms(Programs):
 
     The loss is traced with the layout's mesh set and the strategy's logical names known, so that
     constraints inside the model hold under every layout. Sums are reduced from the first micro-batch on.
+    Where the loss `couples` samples, all rows are computed together for the noise, too.
     """
 
-    def __init__(self, problem: pure.Problem, layout: Layout, **kwargs: Any):
+    def __init__(
+        self, problem: pure.Problem, layout: Layout, *, couples: bool = False, **kwargs: Any
+    ):
+        self._couples = couples
         loss = in_mesh(problem.loss_and_state, layout.mesh.abstract_mesh, layout.strategy)
         super().__init__(dataclasses.replace(problem, loss_and_state=loss), layout, **kwargs)
         uncut = in_mesh(problem.loss_and_state, UNCUT, layout.strategy)
@@ -440,7 +450,8 @@ class GlobalPrograms(Programs):
         if self.layout.strategy.stage > 1:  # a pipeline needs rows for all its stages
             return False
         # A model with mutable state (BatchNorm) computes other things of other rows.
-        whole = jax.tree.leaves(self.state.model_state) and self._can_leave_out
+        coupled = self._couples or jax.tree.leaves(self.state.model_state)
+        whole = coupled and self._can_leave_out
         return micro_batch_size > 1 and not whole
 
     def partial_sums(self) -> Sums:

@@ -13,6 +13,7 @@ from typing import Any, Generic
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PyTree
@@ -32,11 +33,11 @@ class Loss:
     whole batch, however it is split.
     """
 
-    sum: Leaf
+    sum: Leaf = dataclasses.field(kw_only=False)
     """Per sample, shape `[batch]` (exact for padded batches), or a scalar over the whole micro-batch."""
-    weight: Leaf
+    weight: Leaf = dataclasses.field(kw_only=False)
     """Of the same shape."""
-    aux: Mapping[str, Leaf]
+    aux: Mapping[str, Leaf] = dataclasses.field(default_factory=dict, kw_only=False)
     """Further numbers to report: scalars, or per sample `[batch]`; they are averaged over samples."""
 
     @classmethod
@@ -60,7 +61,7 @@ class Variables:
 
 @struct
 class Guard:
-    """Updates refused: loss or gradient was not finite, or the batch had no weight."""
+    """Updates refused: loss, gradient, update or model state was not finite, or the batch had no weight."""
 
     skipped: Leaf
     """int32, since training began."""
@@ -95,6 +96,11 @@ class TrainState:
         statistics belong to the parameters that were trained.
         """
         return self.params if self.ema is None else combine(self.ema, self.params)
+
+    @property
+    def variables(self) -> Variables:
+        """What was trained, in the form in which `init` may return it."""
+        return Variables(params=self.params, model_state=self.model_state)
 
     def require_alive(self) -> None:
         """Raise ValueError for a state that was donated."""
@@ -241,6 +247,21 @@ class Work:
             delete((self.params, self.scale))
 
 
+def host_copy(x: Array, dtype: DTypeLike | None = None) -> Any:
+    """An array, whole, as a NumPy array (in another type) that nobody can write to; keys as keys.
+
+    Of one that spans processes, all of them come here together.
+    """
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        data = host_copy(jax.random.key_data(x))
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+    if not x.is_fully_addressable:
+        x = multihost_utils.process_allgather(x, tiled=True)
+    host = np.array(x, dtype)  # a copy: on CPU, the host would see the buffer itself
+    host.flags.writeable = False
+    return host
+
+
 def delete(tree: PyTree) -> None:
     """Free what is not freed yet."""
     for leaf in jax.tree.leaves(tree):
@@ -259,7 +280,7 @@ class StepMetrics(Generic[Number]):
     grad_norm: Number
     """Of the averaged gradient of the whole batch."""
     is_finite: Number
-    """Whether loss and gradient were, so that the update was applied; a bool once read."""
+    """Whether loss, gradient, update and model state were, so that it was applied; a bool once read."""
     num_skipped: Number
     """Updates refused since training began; an int once read, like all counts."""
     skipped_in_a_row: Number

@@ -12,8 +12,9 @@ L = sum p_i |g_i|^2 and T = |g|^2 give `trace = M (L - T) / (n - 1)` per sample 
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal
 
 import jax
@@ -39,10 +40,13 @@ from jaxgoodput.engine.state import (
 from jaxgoodput.optim import adaptive as adaptation
 from jaxgoodput.optim import noise
 from jaxgoodput.optim.preconditioner import MomentConstants
+from jaxgoodput.parallel.partition import path_name
 from jaxgoodput.parallel.strategy import anywhere
 
 # (params, model state, batch, key) -> (what `loss_kind` allows, new model state)
-LossAndState = Callable[[PyTree, PyTree, PyTree, Array], tuple[Array | Loss, PyTree]]
+LossAndState = Callable[..., tuple[Array | Loss, PyTree]]
+# Elements of a leaf whose update is worked out twice, to see what it is before anything is applied.
+SMALL = 2**14
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,8 @@ class Problem:
     """An `adaptive(...)`."""
     base_batch_size: int
     """The batch that the learning rate was tuned for."""
+    takes_mask: bool = False
+    """Whether `loss_and_state` takes `mask=` too: 1 for real samples, 0 for padding, `[batch]`."""
     trainable: Callable[[PyTree], PyTree] | None = None
     """From parameters to a tree of bool; None: all train."""
     preconditioned: bool = False
@@ -86,11 +92,20 @@ class Problem:
         return noise.preconditioner(opt_state, kept, b2=self.moments.b2, eps=self.moments.eps)
 
 
-def init_state(problem: Problem, key: Array) -> TrainState:
-    """The state before the first step. Buffers are never shared between leaves."""
+def init_state(
+    problem: Problem, key: Array, given: Mapping[str, Array] = MappingProxyType({})
+) -> TrainState:
+    """The state before the first step. Buffers are never shared between leaves.
+
+    `given` are leaves by their names in `Variables`, such as "params/layers/0/kernel", in place of those that
+    `init` makes; the compiler leaves out what made those.
+    """
     init_key, run_key = jax.random.split(key)
     made = problem.init(init_key)
     variables = made if isinstance(made, Variables) else Variables(params=made, model_state=())
+    variables = jax.tree_util.tree_map_with_path(
+        lambda path, leaf: given.get(path_name(path), leaf), variables
+    )
     trainable, _ = split(variables.params, problem.mask(variables.params))
     return TrainState(
         params=variables.params,
@@ -273,12 +288,15 @@ def local_sums(
     """
     kept, rest = split(params, problem.mask(params))
     batch = _without_padding(batch, mask, blocks)
+    asked = {"mask": mask} if problem.takes_mask else {}
     if part is not None:
         mask = mask * part
 
     def objective(kept: PyTree, factors: norm_layers.Factors):
         with norm_layers.scaled(factors) as used:
-            out, new_state = problem.loss_and_state(combine(kept, rest), model_state, batch, key)
+            out, new_state = problem.loss_and_state(
+                combine(kept, rest), model_state, batch, key, **asked
+            )
         norm_layers.require_all(factors, used)
         total, weight, aux = _weighted(out, mask)
         return total, (weight, aux, new_state)
@@ -365,6 +383,36 @@ def _advance(old: PyTree, new: PyTree, samples: Array) -> PyTree:
     )
 
 
+def _stays_finite(old: PyTree, new: PyTree) -> Array:
+    """Whether all floating numbers are that were before: a running minimum may begin at infinity."""
+    pairs = zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True)
+    lost = [
+        (jnp.isfinite(a) & ~jnp.isfinite(b)).any()
+        for a, b in pairs
+        if jnp.issubdtype(b.dtype, jnp.floating)
+    ]
+    return ~jnp.any(jnp.stack([jnp.zeros((), bool), *lost]))
+
+
+def _is_update_finite(
+    problem: Problem, state: TrainState, total: Sums, loss: Array, share: Array
+) -> Array:
+    """Whether the updates of all small leaves are, which a schedule that turns NaN spoils like all others.
+
+    Worked out beforehand: an update that is looked at while it is applied has to be written out (twice the
+    CPU time of the recommender's steps). Large leaves get a constant here, so that nothing reads theirs:
+    1, because a norm of all that is 0 would be divided by. Where all are large, the smallest stands for them.
+    """
+    kept, _ = split(state.params, problem.mask(state.params))
+    small = max(SMALL, min(g.size for g in jax.tree.leaves(total.grads)))
+    grads = jax.tree.map(lambda g: g * share if g.size <= small else jnp.ones_like(g), total.grads)
+    updates, _ = problem.tx.update(
+        grads, state.opt_state, kept, global_batch_size=total.samples, value=loss
+    )
+    is_finite = [jnp.isfinite(u).all() for u in jax.tree.leaves(updates) if u.size <= small]
+    return jnp.all(jnp.stack(is_finite))
+
+
 def update(
     problem: Problem,
     state: TrainState,
@@ -374,9 +422,9 @@ def update(
 ) -> tuple[TrainState, StepMetrics[Array]]:
     """The next state from the sums of a whole batch, and what to report.
 
-    A loss or gradient that is not finite, or a batch without weight, leaves parameters, their average,
-    optimizer and model state as they were; only the step count, the guard and the samples gone by move
-    on. `measure` takes a noise sample from the groups of this batch.
+    A loss, gradient, update or model state that is not finite, or a batch without weight, leaves
+    parameters, their average, optimizer and model state as they were; only the step count, the guard and
+    the samples gone by move on. `measure` takes a noise sample from the groups of this batch.
     """
     kept, rest = split(state.params, problem.mask(state.params))
     weight = jnp.maximum(total.weight, 1e-30)
@@ -410,9 +458,12 @@ def update(
                 sample, num_groups=jnp.where(settled, sample.num_groups, 0)
             )
 
+    # Times the reciprocal: XLA fuses a product into both of its uses, and writes a quotient out.
+    share = 1.0 / weight
+    finite &= _stays_finite(state.model_state, total.model_state)
+    finite &= _is_update_finite(problem, state, total, loss, share)
+
     def take(grads: PyTree) -> tuple[PyTree, PyTree, PyTree, PyTree]:
-        # Times the reciprocal: XLA fuses a product into both of its uses, and writes a quotient out.
-        share = 1.0 / weight
         updates, opt_state = problem.tx.update(
             jax.tree.map(lambda g: g * share, grads),
             state.opt_state,

@@ -114,6 +114,15 @@ class BatchLimits:
         """The smallest global batch size allowed, samples."""
         return self.base if self.min_global is None else self.min_global
 
+    def allows(self, config: BatchConfig) -> bool:
+        """Whether a batch is within the limits."""
+        low, high = self.span
+        return (
+            low <= config.micro_batch_size <= high
+            and config.num_micro_batches <= self.max_micro_batches
+            and self.smallest <= config.global_batch_size <= self.max
+        )
+
     def ladder(self, num_replicas: int | None = None) -> tuple[int, ...]:
         """The only micro-batch sizes that are ever compiled: at most 16, both ends included.
 

@@ -15,7 +15,16 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from jaxgoodput.clock import Clock, SystemClock
-from jaxgoodput.launcher.supervise import SAVED, UsageError, supervise
+from jaxgoodput.launcher.supervise import (
+    DONE,
+    SAVED,
+    USAGE,
+    End,
+    UsageError,
+    say,
+    supervise,
+    told_within,
+)
 from jaxgoodput.launcher.worker import WorkerEnv, inherited_environ
 
 _SHIM = ("-m", "jaxgoodput.launcher")
@@ -28,6 +37,7 @@ _KEEP_FREED_PAGES = {
     "MALLOC_TRIM_THRESHOLD_": str((1 << 31) - 1),
     "MALLOC_TOP_PAD_": str(1 << 26),
 }
+LONGEST_PAUSE_S = 60.0  # before a job that crashed is started again
 _OLDEST_GLIBC = (2, 36)  # older ones were not tried; some refuse to keep blocks above 32 MiB
 
 
@@ -105,14 +115,16 @@ def run_local(
 ) -> int:
     """Run `command` as one job of `num_processes` workers on this host; its exit code.
 
-    Every line of a worker appears here behind its rank, `[0] ...`. SIGTERM and SIGINT are passed
-    on to all workers, which then have `grace_s` to save and leave; a second SIGINT kills. When a
+    Every line of a worker appears here behind its rank, `[0] ...`. SIGTERM, SIGINT and SIGHUP are
+    passed on to all workers, which then have `grace_s` to save and leave; a second SIGINT kills. When a
     worker fails, the others get `crash_grace_s` to see it, as long again after SIGTERM, and are
     then killed. When this process is killed, its workers die with it.
 
     The code is 0 if all workers are done, 143 if all are done or saved, otherwise that of the first
-    to fail. A job that ends with 143 (saved, wants a restart) without having been told to is
-    started again, at most `max_restarts` times.
+    to fail. A job that ends without having been told to is started again, at most `max_restarts`
+    times: at once after 143 (saved, wants a restart), after a crash when a pause is over that doubles
+    each time, and not after 2 (wrong usage). Two crashes in a row at which it came no further than
+    before end it: a script without a `Trainer` never tells how far it came.
 
     On a GPU machine process r uses the devices [r * devices_per_process, (r + 1) *
     devices_per_process) (default 1); on CPU that many virtual ones. `JAX_PLATFORMS` chooses, as
@@ -137,8 +149,8 @@ def run_local(
     devices = devices_per_process or 1
     inherited = inherited_environ()
     inherited |= keep_freed_pages(inherited)
-    code, restart = SAVED, 0
-    while code == SAVED and restart <= max_restarts:
+    restarts = Restarts(max_restarts)
+    while True:
         with contextlib.ExitStack() as stack:
             coordinator = None
             if num_processes > 1:
@@ -159,7 +171,8 @@ def run_local(
                         local_device_ids=None
                         if everything
                         else tuple(range(rank * devices, (rank + 1) * devices)),
-                        restart=restart,
+                        restart=restarts.num,
+                        grace_s=grace_s,
                     ).to_environ(),
                 }
                 for rank in range(num_processes)
@@ -172,10 +185,40 @@ def run_local(
                 crash_grace_s=crash_grace_s,
                 clock=clock or SystemClock(),
             )
-        if end.told:
+        pause_s = restarts.pause_s(end)
+        if pause_s is None or told_within(pause_s):
             return end.code
-        code, restart = end.code, restart + 1
-    return code
+
+
+class Restarts:
+    """Decides whether a job that has ended is started again, and when; remembers how it went so far."""
+
+    def __init__(self, most: int):
+        self.num = 0
+        self._most = most
+        self._num_crashes = 0
+        self._num_fruitless = 0  # crashes in a row
+        self._furthest: int | None = None
+
+    def pause_s(self, end: End) -> float | None:
+        """How long to wait before the next start; None: there is none."""
+        if end.told or end.code in (DONE, USAGE) or self.num >= self._most:
+            return None
+        self.num += 1
+        before = end.began if self._furthest is None else self._furthest
+        has_progressed = end.step is not None and before is not None and end.step > before
+        if has_progressed:
+            self._furthest = end.step
+        if end.code == SAVED:
+            return 0.0
+        self._num_crashes += 1
+        self._num_fruitless = 0 if has_progressed else self._num_fruitless + 1
+        if self._num_fruitless == 2:
+            say("it has crashed twice without coming any further, and is not started again")
+            return None
+        pause_s = min(2.0 ** (self._num_crashes - 1), LONGEST_PAUSE_S)
+        say(f"starting again in {pause_s:g} s, for the {self.num}. time of {self._most} at most")
+        return pause_s
 
 
 def run_coordinated(
@@ -213,6 +256,7 @@ def run_coordinated(
         **inherited_environ(),
         "JAXGOODPUT_COORDINATOR": service.address,
         "JAXGOODPUT_NUM_PROCESSES": str(num_processes),
+        "JAXGOODPUT_GRACE_S": str(grace_s),
     }
     with contextlib.ExitStack() as stack:
         stack.callback(service.shutdown)

@@ -79,6 +79,11 @@ def trainer_of(script: str, arguments: Sequence[str]) -> Any:
     """
     from jaxgoodput.train.trainer import Trainer
 
+    if os.path.isdir(script) and not os.path.exists(os.path.join(script, "__main__.py")):
+        raise UsageError(
+            f"{script} is a folder without a __main__.py. Name the script that trains."
+        )
+
     def found(trainer: Any) -> Any:
         raise _Found(trainer)
 
@@ -90,7 +95,7 @@ def trainer_of(script: str, arguments: Sequence[str]) -> Any:
         runpy.run_path(script, run_name="__main__")
     except _Found as reached:
         return reached.trainer
-    except OSError as error:
+    except (OSError, SyntaxError) as error:
         raise UsageError(f"{script} cannot be run: {error}.") from error
     except SystemExit as ended:
         why = f"ended with {ended.code!r}"

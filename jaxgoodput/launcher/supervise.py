@@ -1,5 +1,6 @@
 """Watches a set of child processes to their common end: signals passed on, grace, nobody left."""
 
+import collections
 import contextlib
 import os
 import queue
@@ -9,14 +10,17 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import BinaryIO
+from typing import BinaryIO, TextIO
 
 from jaxgoodput.clock import Clock
-from jaxgoodput.launcher.worker import lifeline_name
+from jaxgoodput.launcher.worker import pipe_name
 
-DONE, FAILED, USAGE, SAVED = 0, 1, 2, 143  # exit codes of every command and worker
+# Exit codes of every command and worker; NOT_SAVED: the last step could not be (EX_TEMPFAIL).
+DONE, FAILED, USAGE, NOT_SAVED, SAVED = 0, 1, 2, 75, 143
 
 _OUTPUT_DRAIN_S = 5.0
+_LAST_LINES = 15  # of a process that failed, once more at the end
+_STILL_S = 600.0  # a worker that beat, and then does not for so long, has stopped running Python
 
 
 class UsageError(ValueError):
@@ -29,6 +33,8 @@ class End:
 
     code: int  # of the whole set, see `exit_code`
     told: bool  # a signal had asked it to stop
+    began: int | None = None  # the step that a worker had done when it was heard of first
+    step: int | None = None  # the last one that any of them had done
 
 
 @dataclass(frozen=True)
@@ -63,15 +69,18 @@ def supervise(
     grace_s: float,
     crash_grace_s: float,
     clock: Clock,
+    still_s: float = _STILL_S,
 ) -> End:
     """Run all commands at once, command i with `environs[i]`, and wait for all of them.
 
     With `prefix_output` each line of process i appears here behind `[i] `; without it the processes
-    write where this one writes. SIGTERM and SIGINT are passed on to all once (a second SIGINT
+    write where this one writes. SIGTERM, SIGINT and SIGHUP are passed on to all once (a second SIGINT
     kills), and those that have not gone `grace_s` later are killed. When one fails, the others have
     `crash_grace_s` to see it, as long again after SIGTERM, and are then killed; when one has saved
-    and gone (143), the others have `grace_s` each. Should this process be killed, a process that
-    watches JAXGOODPUT_LIFELINE (`worker.initialize`) dies too.
+    and gone (143), the others have `grace_s` each. A process that trains tells on JAXGOODPUT_BEATS
+    that it runs, and is killed where it does not for `still_s`. At the end it is said who failed first,
+    and how. Should this process be killed, a process that watches JAXGOODPUT_LIFELINE
+    (`worker.initialize`) dies too.
 
     Call it in the main thread: elsewhere signals cannot be received, and are not.
 
@@ -87,9 +96,22 @@ def supervise(
         stack.callback(lambda: [process.finish() for process in processes])
         with contextlib.closing(os.fdopen(lifeline)):
             for rank, (command, environ) in enumerate(zip(commands, environs, strict=True)):
-                child = {**environ, "JAXGOODPUT_LIFELINE": lifeline_name(lifeline)}
-                processes.append(_Process(rank, command, child, lifeline, prefix_output, events))
-        return _wait(processes, events, grace_s, crash_grace_s, clock)
+                child = {**environ, "JAXGOODPUT_LIFELINE": pipe_name(lifeline)}
+                processes.append(
+                    _Process(rank, command, child, lifeline, prefix_output, events, clock)
+                )
+        return _wait(processes, events, grace_s, crash_grace_s, clock, still_s)
+
+
+def told_within(seconds: float) -> bool:
+    """Wait so long, or until a signal says to stop: True then."""
+    events: queue.SimpleQueue[_Exited | _Signalled] = queue.SimpleQueue()
+    with _signals_to(events):
+        try:
+            events.get(timeout=seconds)
+        except queue.Empty:
+            return False
+        return True
 
 
 def _wait(
@@ -98,7 +120,10 @@ def _wait(
     grace_s: float,
     crash_grace_s: float,
     clock: Clock,
+    still_s: float,
 ) -> End:
+    began_s = clock.now()
+    failed: list[tuple[_Exited, float]] = []  # in the order of their ends, and when
     codes: list[int] = []
     running = dict(enumerate(processes))
     told = False
@@ -110,10 +135,20 @@ def _wait(
 
     while running:
         try:
-            event = events.get(timeout=max(plan[0][0] - clock.now(), 0.0) if plan else None)
+            due_s = [at_s for at_s, _ in plan[:1]]
+            due_s += [p.beat_s + still_s for p in running.values() if p.beat_s is not None]
+            event = events.get(timeout=max(min(due_s) - clock.now(), 0.0) if due_s else 1.0)
         except queue.Empty:
+            now_s = clock.now()
+            for rank, process in running.items():
+                if process.beat_s is not None and now_s - process.beat_s >= still_s:
+                    say(f"SIGKILL to process {rank}, which has stood still for {still_s:g} s")
+                    process.beat_s = None
+                    process.send(signal.SIGKILL)
+            if not plan or now_s < plan[0][0]:
+                continue
             (_, signum), *plan = plan
-            _say(f"{signum.name} to process {_ranks(running)}, which has not ended by itself")
+            say(f"{signum.name} to process {_ranks(running)}, which has not ended by itself")
             send(signum)
             continue
         now_s = clock.now()
@@ -128,14 +163,36 @@ def _wait(
         del running[event.rank]
         codes.append(event.code)
         code = exit_code([event.code])
+        if code not in (DONE, SAVED):
+            failed.append((event, now_s - began_s))
         if code == DONE:
             continue
         if code != SAVED and exit_code(codes[:-1]) in (DONE, SAVED):
-            _say(f"process {event.rank} ended with {code}; still running: {_ranks(running)}")
+            say(f"process {event.rank} ended with {code}; still running: {_ranks(running)}")
             plan = _earlier(plan, now_s, crash_grace_s)
         elif code == SAVED and not plan:
             plan = _earlier(plan, now_s, grace_s)
-    return End(exit_code(codes), told)
+    _sum_up(failed, processes)
+    steps = [p.step for p in processes if p.step is not None]
+    began = [p.began for p in processes if p.began is not None]
+    return End(exit_code(codes), told, max(began, default=None), max(steps, default=None))
+
+
+def _sum_up(failed: Sequence[tuple[_Exited, float]], processes: Sequence["_Process"]) -> None:
+    """Who failed first and how, and the last lines of all that failed."""
+    for place, (end, after_s) in enumerate(failed):
+        process = processes[end.rank]
+        step = "" if process.step is None else f", step {process.step} done"
+        order = "failed first" if place == 0 else "failed then"
+        say(f"process {end.rank} {order}: {_how(end.code)} after {after_s:.1f} s{step}")
+        for line in process.last_lines:
+            say(f"    [{end.rank}] {line}")
+
+
+def _how(code: int) -> str:
+    if code < 0:
+        return f"killed by {signal.Signals(-code).name}"
+    return "its last step could not be saved (75)" if code == NOT_SAVED else f"exit code {code}"
 
 
 def _earlier(
@@ -150,7 +207,8 @@ def _ranks(running: Mapping[int, object]) -> str:
     return ", ".join(map(str, running)) or "none"
 
 
-def _say(message: str) -> None:
+def say(message: str) -> None:
+    """A line of the launcher's own, among those of its processes."""
     print(f"jaxgoodput: {message}", file=sys.stderr, flush=True)
 
 
@@ -160,7 +218,9 @@ def _signals_to(events: "queue.SimpleQueue[_Exited | _Signalled]") -> Iterator[N
         yield
         return
     # SimpleQueue.put is reentrant: the one thing a handler can do safely.
-    kinds = (signal.SIGTERM, signal.SIGINT)
+    kinds = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # nohup
+        kinds.remove(signal.SIGHUP)
     before = [signal.signal(kind, lambda s, _: events.put(_Signalled(s))) for kind in kinds]
     try:
         yield
@@ -180,17 +240,30 @@ class _Process:
         lifeline: int,
         prefix_output: bool,
         events: "queue.SimpleQueue[_Exited | _Signalled]",
+        clock: Clock,
     ):
         pipe = subprocess.PIPE if prefix_output else None
-        self._child = subprocess.Popen(
-            list(command),
-            env=dict(environ),
-            stdin=subprocess.DEVNULL if prefix_output else None,
-            stdout=pipe,
-            stderr=pipe,
-            start_new_session=True,
-            pass_fds=(lifeline,),
-        )
+        self.last_lines: collections.deque[str] = collections.deque(maxlen=_LAST_LINES)
+        self.began: int | None = None  # the first step that it told of
+        self.step: int | None = None  # the last one
+        self.beat_s: float | None = None
+        beats, beaten = os.pipe()
+        try:
+            self._child = subprocess.Popen(
+                list(command),
+                env={**environ, "JAXGOODPUT_BEATS": pipe_name(beaten)},
+                stdin=subprocess.DEVNULL if prefix_output else None,
+                stdout=pipe,
+                stderr=pipe,
+                start_new_session=True,
+                pass_fds=(lifeline, beaten),
+            )
+        except OSError:
+            os.close(beats)
+            raise
+        finally:
+            os.close(beaten)
+        threading.Thread(target=self._hear, args=(os.fdopen(beats), clock), daemon=True).start()
         self._lock = threading.Lock()
         self._reaped = False
         self._readers = []
@@ -205,11 +278,21 @@ class _Process:
         thread.start()
         self._readers.append(thread)
 
-    @staticmethod
-    def _copy_lines(rank: int, source: BinaryIO, sink: BinaryIO) -> None:
+    def _hear(self, beats: TextIO, clock: Clock) -> None:
+        with beats:
+            for line in beats:
+                if line == "\n":  # it trains no more
+                    self.beat_s = None
+                    continue
+                self.step, self.beat_s = int(line), clock.now()
+                if self.began is None:
+                    self.began = self.step
+
+    def _copy_lines(self, rank: int, source: BinaryIO, sink: BinaryIO) -> None:
         prefix = f"[{rank}] ".encode()
         with source:
             for line in source:
+                self.last_lines.append(line.decode(errors="replace").rstrip())
                 try:
                     sink.write(prefix + line.removesuffix(b"\n") + b"\n")
                     sink.flush()

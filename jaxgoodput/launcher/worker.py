@@ -7,12 +7,14 @@ joins the job that the environment describes and runs the script in this process
 no such variables it only runs the script. So a script needs no line of its own to be distributed.
 """
 
+import contextlib
+import dataclasses
 import os
 import runpy
 import signal
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 _PREFIX = "JAXGOODPUT_"
@@ -34,7 +36,9 @@ class WorkerEnv:
     devices_per_process: int | None = None  # JAXGOODPUT_DEVICES_PER_PROCESS: virtual, on CPU
     local_device_ids: tuple[int, ...] | None = None  # JAX_LOCAL_DEVICE_IDS: GPUs it may use
     restart: int = 0  # JAXGOODPUT_RESTART: how often the launcher started this job again
-    lifeline: str | None = None  # JAXGOODPUT_LIFELINE: see `lifeline_name`
+    lifeline: str | None = None  # JAXGOODPUT_LIFELINE: see `pipe_name`
+    beats: str | None = None  # JAXGOODPUT_BEATS: a pipe for the number of the last step
+    grace_s: float | None = None  # JAXGOODPUT_GRACE_S: from a stop signal to SIGKILL
 
     def __post_init__(self):
         if self.num_processes < 1:
@@ -98,6 +102,8 @@ class WorkerEnv:
             else None,
             restart=_number(environ, "JAXGOODPUT_RESTART", "SLURM_RESTART_COUNT") or 0,
             lifeline=_first(environ, "JAXGOODPUT_LIFELINE"),
+            beats=_first(environ, "JAXGOODPUT_BEATS"),
+            grace_s=_seconds(environ, "JAXGOODPUT_GRACE_S"),
         )
 
     def to_environ(self) -> dict[str, str]:
@@ -110,6 +116,8 @@ class WorkerEnv:
             "JAXGOODPUT_DEVICES_PER_PROCESS": self.devices_per_process,
             "JAXGOODPUT_RESTART": self.restart,
             "JAXGOODPUT_LIFELINE": self.lifeline,
+            "JAXGOODPUT_BEATS": self.beats,
+            "JAXGOODPUT_GRACE_S": self.grace_s,
             "JAX_LOCAL_DEVICE_IDS": None
             if self.local_device_ids is None
             else ",".join(map(str, self.local_device_ids)),
@@ -130,6 +138,13 @@ def _integer(name: str, text: str) -> int:
         return int(text)
     except ValueError:
         raise ValueError(f"{name}={text!r} is not a whole number.") from None
+
+
+def _seconds(environ: Mapping[str, str], name: str) -> float | None:
+    try:
+        return float(environ[name]) if environ.get(name) else None
+    except ValueError:
+        raise ValueError(f"{name}={environ[name]!r} is not a number of seconds.") from None
 
 
 def inherited_environ() -> dict[str, str]:
@@ -156,11 +171,15 @@ def initialize(environ: Mapping[str, str] | None = None) -> WorkerEnv | None:
     import jax
 
     from jaxgoodput import _jax
+    from jaxgoodput.train.process import LAUNCHED, Launched
 
     if env.coordinator is not None and _jax.connected_to() == env.coordinator:
         return env
     if env.lifeline is not None:
         _die_with_the_launcher(env.lifeline)
+    beats = None if env.beats is None else _inherited(env.beats)
+    told = Launched(grace_s=env.grace_s)
+    LAUNCHED.set(told if beats is None else dataclasses.replace(told, beat=_beat_into(beats)))
 
     if env.devices_per_process is not None:
         jax.config.update("jax_num_cpu_devices", env.devices_per_process)
@@ -175,26 +194,46 @@ def initialize(environ: Mapping[str, str] | None = None) -> WorkerEnv | None:
     return env
 
 
-def lifeline_name(fd: int) -> str:
+def pipe_name(fd: int) -> str:
     """A name for the pipe `fd` that only a process which has inherited it can use.
 
-    The launcher holds the writing end and never writes: it closes when the launcher dies. The
-    number alone could mean another pipe in a process that was started over detours (srun, ssh).
+    The number alone could mean another pipe in a process that was started over detours (srun, ssh).
     """
     status = os.fstat(fd)
     return f"{fd}:{status.st_dev}:{status.st_ino}"
 
 
-def _die_with_the_launcher(lifeline: str) -> None:
-    """Kill this process's group when the pipe `lifeline` closes: no orphans, however it died."""
-    fd = _integer("JAXGOODPUT_LIFELINE", lifeline.split(":")[0])
+def _inherited(name: str) -> int | None:
+    """The pipe of this name; None where something between the launcher and this process has closed it."""
+    fd = _integer("JAXGOODPUT_LIFELINE or JAXGOODPUT_BEATS", name.split(":")[0])
     try:
-        inherited = lifeline_name(fd) == lifeline
+        if pipe_name(fd) != name:
+            return None
     except OSError:
-        inherited = False
-    if not inherited:  # something between the launcher and this process has closed it
-        return
+        return None
     os.set_inheritable(fd, False)
+    return fd
+
+
+def _beat_into(fd: int) -> Callable[[int | None], None]:
+    os.set_blocking(fd, False)
+
+    def beat(step: int | None) -> None:
+        # A launcher that does not read for a while misses nothing: the next one says more.
+        with contextlib.suppress(BlockingIOError, BrokenPipeError):
+            os.write(fd, b"\n" if step is None else b"%d\n" % step)
+
+    return beat
+
+
+def _die_with_the_launcher(lifeline: str) -> None:
+    """Kill this process's group when the pipe `lifeline` closes: no orphans, however it died.
+
+    The launcher holds its writing end, and never writes.
+    """
+    fd = _inherited(lifeline)
+    if fd is None:
+        return
 
     def wait():
         while os.read(fd, 1):

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, ClassVar
 
+from jaxtyping import PyTree
+
 from jaxgoodput.data.cursor import Cursor
 from jaxgoodput.goodput.efficiency import Grad, GradParams
 from jaxgoodput.goodput.fit import PerfFit, StepTimings
@@ -183,6 +185,20 @@ class EvalEnd(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class StateShown(Event):
+    """The parameters as they were between two steps, because someone asked (`Trainer.request_state`)."""
+
+    hook: ClassVar[str] = "on_state"
+    journaled: ClassVar[bool] = False
+    progress: float
+    """Base steps done."""
+    params: PyTree
+    """The average where the run keeps one; NumPy arrays on the host, not to be written to."""
+    model_state: PyTree
+    """Likewise; random keys stay keys."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Checkpoint(Event):
     """A checkpoint was handed to the writer, or failed."""
 
@@ -190,6 +206,15 @@ class Checkpoint(Event):
     seconds: float
     """How long the loop stood still."""
     error: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadsRetried(Event):
+    """Samples could not be read at first, and were at another attempt."""
+
+    hook: ClassVar[str] = "on_reads_retried"
+    num_retried: int
+    """Attempts that failed since the process began, in the process that tells."""
 
 
 @dataclass(frozen=True, kw_only=True)

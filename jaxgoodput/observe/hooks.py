@@ -4,7 +4,7 @@ They run on the analyst's thread, in order, behind the loop and never in its way
 hook stops training with a checkpoint, at the loop's next step; it is never swallowed.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from jaxgoodput.observe.events import (
@@ -14,7 +14,9 @@ from jaxgoodput.observe.events import (
     FitEnd,
     FitStart,
     Preempt,
+    ReadsRetried,
     Resharded,
+    StateShown,
     StepEnd,
     TuneEnd,
     Window,
@@ -48,11 +50,17 @@ class Hook:
     def on_eval_end(self, event: EvalEnd, /) -> None:
         """An evaluation is done."""
 
+    def on_state(self, event: StateShown, /) -> None:
+        """The parameters as they are now, after `Trainer.request_state`."""
+
     def on_checkpoint(self, event: Checkpoint, /) -> None:
         """A checkpoint was handed to the writer, or failed."""
 
+    def on_reads_retried(self, event: ReadsRetried, /) -> None:
+        """Reads of samples failed and were repeated; the samples of this step were there at last."""
+
     def on_preempt(self, event: Preempt, /) -> None:
-        """A signal asked to stop; the state will be saved."""
+        """A stop was asked for, and the state has been saved: the `Checkpoint` before says whether it was."""
 
     def on_fit_end(self, event: FitEnd, /) -> None:
         """Training is over."""
@@ -81,7 +89,7 @@ def hear(hooks: Sequence[Any], kind: type[Event]) -> bool:
     return any(getattr(method, "__func__", method) not in idle for method in methods)
 
 
-def call(hooks: Sequence[Any], event: Event) -> None:
+def call(hooks: Iterable[Any], event: Event) -> None:
     """Tell every hook that has a method for it about `event`."""
     names = ["on_event", *_for_record(type(event)), event.hook]
     if isinstance(event, TuneEnd) and event.switched:

@@ -1,25 +1,39 @@
-"""The run's own story as lines of JSON: `workdir/goodput.jsonl`, appended to, never rewritten.
+"""The run's own story as lines of JSON: `workdir/goodput.jsonl`, only ever appended to.
 
 One object a line: `event` (the name of a class of `events.py`), `wall` (Unix seconds), `restart`,
 and the event's fields. After a crash the reader leaves out what the restart has undone, so that
-nothing counts twice.
+nothing counts twice. Lines that are none of these are passed over.
+
+A file that has grown to `SEGMENT_BYTES` is set aside as `goodput.1.jsonl`, the next as `goodput.2.jsonl`,
+and so on. The newest `NUM_WHOLE` of them stay as they are; in older ones neighbouring windows of one
+batch become one, and verdicts that changed nothing a count, so that a month takes megabytes and its
+totals are what they were.
 """
 
 import dataclasses
+import itertools
 import json
+import math
 import os
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from absl import logging
 
-from jaxgoodput._serial import encode
+from jaxgoodput._serial import encode, parse
 from jaxgoodput.clock import Clock
 from jaxgoodput.observe.badput import SavedLedger, TimeLedger
-from jaxgoodput.observe.events import Event, FitStart
+from jaxgoodput.observe.events import EvalEnd, Event, FitStart, TuneEnd, Window
 
 FILE_NAME = "goodput.jsonl"
+SEGMENT_BYTES = 32 * 2**20
+NUM_WHOLE = 4
+MOST_MERGED = 100  # windows that become one
+
+_BLOCK_BYTES = 2**20  # read at once, and the longest line that can be one of ours
+_LARGEST = 1e100  # beyond it a number is damage, and sums of it overflow
+_START = f'"{FitStart.__name__}"'.encode()
 
 
 class Journal:
@@ -29,14 +43,13 @@ class Journal:
     """
 
     def __init__(self, workdir: str | os.PathLike[str], *, clock: Clock):
-        path = pathlib.Path(workdir) / FILE_NAME
-        path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = pathlib.Path(workdir) / FILE_NAME
+        self._path.parent.mkdir(parents=True, exist_ok=True)
         self._clock = clock
         self._restart = 0
         self._num_lost = 0
-        # Unbuffered: after a refused write nothing lingers that would be written later,
-        # out of order.
-        self._file = open(path, "ab+", buffering=0)
+        self._set_aside_at = SEGMENT_BYTES
+        self._file = self._open()
         self._torn = _ends_mid_line(self._file)
 
     def write(self, event: Event) -> None:
@@ -52,7 +65,7 @@ class Journal:
         for field in dataclasses.fields(event):
             if field.metadata.get("journaled", True):
                 line[field.name] = encode(getattr(event, field.name))
-        data = json.dumps(line, allow_nan=False).encode("ascii") + b"\n"
+        data = _line(line)
         if self._torn:
             # A line that a killed run or a full disk left unfinished must not swallow this one.
             data = b"\n" + data
@@ -64,10 +77,35 @@ class Journal:
         self._torn = written != len(data)
         if self._torn:
             self._lost(name, f"only {written} of {len(data)} bytes were taken")
+        elif self._file.tell() >= self._set_aside_at:
+            self._set_aside()
 
     def close(self) -> None:
         """Close the file; `write` may not be called afterwards."""
         self._file.close()
+
+    def _open(self) -> Any:
+        # Unbuffered: after a refused write nothing lingers that would be written later,
+        # out of order.
+        return open(self._path, "ab+", buffering=0)
+
+    def _set_aside(self) -> None:
+        """Begin a new file; the one that is no longer among the newest becomes short."""
+        older = _older(self._path)
+        number = max(older, default=0) + 1
+        try:
+            self._path.rename(
+                self._path.with_name(f"{self._path.stem}.{number}{self._path.suffix}")
+            )
+            file = self._open()
+            self._file.close()
+            self._file, self._set_aside_at = file, SEGMENT_BYTES
+            if (long := number - NUM_WHOLE) in older:
+                _shorten(older[long])
+        # A full disk, or lines that nobody wrote like that: it grows on, or one stays long.
+        except (OSError, RecursionError) as error:
+            self._set_aside_at = self._file.tell() + SEGMENT_BYTES
+            logging.warning("the journal %s could not be divided: %s", self._path, error)
 
     def _lost(self, name: str, why: str) -> None:
         self._num_lost += 1
@@ -82,11 +120,149 @@ class Journal:
             )
 
 
-def _warn_torn(line_number: int, text: str) -> None:
+def _line(record: dict[str, Any]) -> bytes:
+    return json.dumps(record, allow_nan=False).encode("ascii") + b"\n"
+
+
+def segments(path: str | os.PathLike[str]) -> list[pathlib.Path]:
+    """The files of a journal, oldest first; none where there is no journal."""
+    path = pathlib.Path(path)
+    return [*_older(path).values(), *([path] if path.is_file() else [])]
+
+
+def _older(path: pathlib.Path) -> dict[int, pathlib.Path]:
+    """What was set aside of a journal, by number, oldest first."""
+    found = {}
+    for other in path.parent.glob(f"{path.stem}.*{path.suffix}"):
+        number = other.name.removeprefix(f"{path.stem}.").removesuffix(path.suffix)
+        if number.isascii() and number.isdigit() and len(number) < 10:
+            found[int(number)] = other
+    return dict(sorted(found.items()))
+
+
+def _shorten(path: pathlib.Path) -> None:
+    """Rewrite a segment with windows merged and verdicts counted; what cannot be read is left out."""
+    brief = path.with_suffix(".tmp")
+    try:
+        with brief.open("wb") as file:
+            file.writelines(map(_line, _merged(filter(None, map(_record, _lines(path))))))
+        brief.replace(path)
+    finally:
+        brief.unlink(missing_ok=True)
+
+
+def _merged(records: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The records with neighbouring windows of one batch as one, whatever verdicts lie between.
+
+    Across evaluations, but not across a checkpoint: a run that resumes there undoes whole ones.
+    """
+    window: dict[str, Any] | None = None
+    verdict: dict[str, Any] | None = None
+    for record in records:
+        if record["event"] == Window.__name__:
+            if window is not None and _can_merge(window, record):
+                window = _merged_windows(window, record)
+                continue
+            yield from filter(None, (window, verdict))
+            window, verdict = record, None
+        elif record["event"] == TuneEnd.__name__ and not record.get("switched"):
+            told = 0 if verdict is None else num_merged(verdict)
+            verdict = {**record, "num_merged": told + num_merged(record)}
+        else:
+            if record["event"] != EvalEnd.__name__:
+                yield from filter(None, (window, verdict))
+                window = verdict = None
+            yield record
+    yield from filter(None, (window, verdict))
+
+
+def num_merged(record: dict[str, Any]) -> int:
+    """How many events a record stands for."""
+    return record.get("num_merged", 1)
+
+
+_SUMMED = ("num_steps", "seconds")
+_AVERAGED = ("measured_step_s", "predicted_step_s", "throughput", "efficiency") + (
+    "goodput_measured",
+    "goodput_predicted",
+    "noise_scale",
+    "gain",
+)
+
+
+def _can_merge(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    whole = all(_is_number(window.get(name)) for window in (a, b) for name in _SUMMED)
+    same = a["restart"] == b["restart"] and a.get("config") == b.get("config")
+    # A mean of what is known would be one over other steps than the mean beside it.
+    known = all(_is_number(a.get(name)) == _is_number(b.get(name)) for name in _AVERAGED)
+    return whole and same and known and num_merged(a) < MOST_MERGED
+
+
+def _merged_windows(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
+    """Sums and means by steps over both; of all else the newest that is known."""
+
+    def mean(x: Any, y: Any) -> Any:
+        known = [(v, w["num_steps"]) for v, w in ((x, a), (y, b)) if _is_number(v)]
+        total = sum(steps for _, steps in known)
+        return sum(v * steps for v, steps in known) / total if total else None
+
+    merged = {**a, **{name: value for name, value in b.items() if value is not None}}
+    merged |= {name: a[name] + b[name] for name in _SUMMED}
+    merged |= {name: mean(a.get(name), b.get(name)) for name in _AVERAGED if name in merged}
+    x, y = a.get("metrics"), b.get("metrics")
+    if isinstance(x, dict) and isinstance(y, dict):
+        merged["metrics"] = {name: mean(x.get(name), y.get(name)) for name in x | y}
+    return {**merged, "num_merged": num_merged(a) + num_merged(b)}
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float)
+
+
+def _record(raw: bytes) -> dict[str, Any] | None:
+    """What a line holds; None where that is no record."""
+    try:
+        record = parse(raw, largest=_LARGEST)
+    except ValueError:
+        return None
+    is_one = (
+        isinstance(record, dict)
+        and isinstance(record.get("event"), str)
+        and _is_number(record.get("wall"))
+        and all(type(record.get(name)) is int for name in ("restart", "step"))
+        and type(record.get("num_merged", 1)) is int
+    )
+    return record if is_one else None
+
+
+def _lines(path: pathlib.Path) -> Iterator[bytes]:
+    """The lines of a file; of one that is too long to be ours the beginning."""
+    with path.open("rb") as file:
+        while raw := file.readline(_BLOCK_BYTES):
+            yield raw
+            while raw and not raw.endswith(b"\n"):
+                raw = file.readline(_BLOCK_BYTES)
+
+
+def _lines_backwards(path: pathlib.Path, holding: bytes = b"") -> Iterator[bytes]:
+    """The lines of a file that hold some text, the last one first, read as far as they are asked for."""
+    with path.open("rb") as file:
+        end, tail = file.seek(0, os.SEEK_END), b""
+        while end > 0:
+            start = max(end - _BLOCK_BYTES, 0)
+            file.seek(start)
+            first, cut, whole = (file.read(end - start) + tail).partition(b"\n")
+            if cut and holding in whole:  # most blocks are passed over in one look
+                yield from (line for line in reversed(whole.split(b"\n")) if holding in line)
+            end, tail = start, first[:_BLOCK_BYTES]
+        yield tail
+
+
+def _warn_torn(where: str, text: str) -> None:
     logging.warning(
-        "line %d of the journal is unfinished (a run was killed while writing it) and was left "
-        "out: %.60s",
-        line_number,
+        "%s of the journal cannot be read (a run was killed while writing it, or the disk was full) and "
+        "was left out: %.60s",
+        where,
         text,
     )
 
@@ -95,39 +271,47 @@ def read(
     path: str | os.PathLike[str],
     *,
     keep_undone: bool = False,
-    on_torn: Callable[[int, str], None] = _warn_torn,
+    on_torn: Callable[[str, str], None] = _warn_torn,
 ) -> list[dict[str, Any]]:
-    """The records of a journal in order, each as the dictionary that was written.
+    """The records of a journal in order, what was set aside of it first, as the dictionaries written.
 
     A run that resumed at step s undid what earlier runs did beyond s: those records are left out,
-    or, with `keep_undone`, kept with `"undone": True`. Unfinished lines are passed to
-    `on_torn(line_number, text)`, by default a logged warning, and left out.
+    or, with `keep_undone`, kept with `"undone": True`. Lines that hold no record are passed to
+    `on_torn("goodput.jsonl:LINE", text)`, by default a logged warning, and left out.
 
     Raises:
-      FileNotFoundError: there is no such file.
+      FileNotFoundError: there is no journal.
     """
-    records: list[dict[str, Any]] = []
-    lines = pathlib.Path(path).read_bytes().split(b"\n")
-    for number, raw in enumerate(lines, start=1):
-        if not raw.strip():
-            continue
-        text = raw.decode("ascii", errors="replace")
-        try:
-            record = json.loads(text)
-        except ValueError:
-            on_torn(number, text)
-            continue
-        if not isinstance(record, dict) or "event" not in record:
-            on_torn(number, text)
-            continue
-        if record["event"] == FitStart.__name__:
-            for earlier in records:
-                if earlier.get("step", 0) > record["step"]:
-                    earlier["undone"] = True
-        records.append(record)
+    records = [record for _, record in lines(path, on_torn)]
+    for record, gone in zip(records, undone(records), strict=True):
+        if gone:
+            record["undone"] = True
     if keep_undone:
         return records
     return [record for record in records if not record.get("undone")]
+
+
+def lines(
+    path: str | os.PathLike[str], on_torn: Callable[[str, str], None]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The records of a journal with where they are, one by one, as `read` reads them."""
+    for segment in segments(path) or [pathlib.Path(path)]:
+        for number, raw in enumerate(_lines(segment), start=1):
+            record, where = _record(raw), f"{segment.name}:{number}"
+            if record is not None:
+                yield where, record
+            elif raw.strip():
+                on_torn(where, raw[:200].decode("ascii", errors="replace"))
+
+
+def undone(records: Sequence[Mapping[str, Any]]) -> list[bool]:
+    """Which of the records a later run undid, by resuming before their step."""
+    lowest, found = math.inf, []
+    for record in reversed(records):
+        found.append(record["step"] > lowest)
+        if record["event"] == FitStart.__name__:
+            lowest = min(lowest, record["step"])
+    return found[::-1]
 
 
 def _ends_mid_line(file: Any) -> bool:
@@ -161,14 +345,23 @@ class EarlierRuns(NamedTuple):
 
 
 def earlier_runs(workdir: str | os.PathLike[str], *, before: int | None = None) -> EarlierRuns:
-    """The runs in this workdir so far, or those before restart number `before`."""
-    path = pathlib.Path(workdir) / FILE_NAME
-    records = read(path, keep_undone=True) if path.exists() else []
-    records = [r for r in records if before is None or r["restart"] < before]
-    starts = [r["wall"] for r in records if r["event"] == FitStart.__name__]
-    if not starts:
+    """The runs in this workdir so far, or those before restart number `before`.
+
+    Read from the end of the journal, as far as the start of the latest of them.
+    """
+    files = segments(pathlib.Path(workdir) / FILE_NAME)[::-1]
+
+    def latest(holding: bytes = b"") -> Iterator[dict[str, Any]]:
+        for raw in itertools.chain.from_iterable(_lines_backwards(f, holding) for f in files):
+            record = _record(raw)
+            if record is not None and (before is None or record["restart"] < before):
+                yield record
+
+    start = next((r for r in latest(_START) if r["event"] == FitStart.__name__), None)
+    if start is None:
         return EarlierRuns(0, None, None)
-    return EarlierRuns(len(starts), max(r["wall"] for r in records), starts[-1])
+    newest = next(latest())
+    return EarlierRuns(max(newest["restart"], start["restart"]) + 1, newest["wall"], start["wall"])
 
 
 def resume(workdir: str | os.PathLike[str], ledger: TimeLedger, saved: SavedLedger | None) -> int:

@@ -5,7 +5,8 @@ import math
 import os
 import pathlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import ClassVar, TypeVar
 
 import numpy as np
 from rich import box
@@ -13,16 +14,153 @@ from rich.bar import Bar
 from rich.console import Console, RenderableType
 from rich.table import Table
 
+from jaxgoodput._serial import decode
 from jaxgoodput.observe import journal
 from jaxgoodput.observe.badput import BUCKETS, PRODUCTIVE
 from jaxgoodput.text import compact, seconds
-
-Record = Mapping[str, Any]
 
 _SPARKS = "▁▂▃▄▅▆▇█"
 _WIDTH = 60
 _UNLIMITED = 10_000
 _MOST_VERDICTS = 12
+_MOST_LINES = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Part:
+    """What the report needs of an object of the journal, of this version and older ones."""
+
+    is_part: ClassVar[bool] = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Record(_Part):
+    """A line of the journal; those of other kinds only show that the run lived."""
+
+    event: str
+    step: int
+    wall: float
+    restart: int
+    num_merged: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Config(_Part):
+    micro_batch_size: int
+    num_micro_batches: int
+    num_replicas: int
+    strategy: str = ""
+
+    @property
+    def size(self) -> int:
+        return self.micro_batch_size * self.num_micro_batches * self.num_replicas
+
+    @property
+    def identity(self) -> str:
+        shape = f"{self.micro_batch_size} x {self.num_replicas} x {self.num_micro_batches}"
+        return f"{shape} {self.strategy}".strip()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Limits(_Part):
+    base: int
+    max: int
+    micro: tuple[int, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Settings(_Part):
+    policy: str | Mapping[str, int] = "-"
+    rule: str | None = None
+    base_steps: float = math.nan
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Start(_Record):
+    progress: float
+    limits: _Limits
+    settings: _Settings
+    device_kind: str
+    num_devices: int
+    num_processes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Window(_Record):
+    progress: float
+    samples: int
+    config: _Config
+    num_steps: int
+    seconds: float
+    metrics: Mapping[str, float]
+    measured_step_s: float
+    predicted_step_s: float
+    goodput_measured: float
+    throughput: float
+    efficiency: float
+    noise_scale: float
+    noise_is_lower_bound: bool = False
+    gain: float
+    skipped_steps: int
+    loss_gained: float = math.nan
+    loss_gained_error: float = math.nan
+    loss_gained_expected: float = math.nan
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Verdict(_Part):
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Fit(_Part):
+    error: float
+    unidentified: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Tune(_Record):
+    verdict: _Verdict
+    fit: _Fit | None
+    switched: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Eval(_Record):
+    seconds: float
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Save(_Record):
+    seconds: float
+    error: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Stop(_Record):
+    signal: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class _End(_Record):
+    progress: float
+    samples: int | None = None
+    seconds: float
+    reason: str
+    buckets_s: Mapping[str, float] = field(default_factory=dict)
+
+
+_KINDS: Mapping[str, type[_Record]] = {
+    "FitStart": _Start,
+    "Window": _Window,
+    "TuneEnd": _Tune,
+    "EvalEnd": _Eval,
+    "Checkpoint": _Save,
+    "Preempt": _Stop,
+    "FitEnd": _End,
+}
+R = TypeVar("R", bound=_Record)
 
 
 def report(workdir: str | os.PathLike[str]) -> str:
@@ -38,31 +176,46 @@ def report(workdir: str | os.PathLike[str]) -> str:
         raise FileNotFoundError(
             f"There is no folder {folder}. Pass the --workdir that the training was started with."
         )
-    if not path.is_file():
+    if not journal.segments(path):
         raise FileNotFoundError(
             f"{folder} holds no {journal.FILE_NAME}, so no jaxgoodput run has started there. "
             "Pass the --workdir that the training was started with."
         )
-    torn: list[int] = []
-    records = journal.read(path, keep_undone=True, on_torn=lambda number, _: torn.append(number))
-    starts = _of(records, "FitStart")
+    records, torn = _read(path)
+    starts = _of(records, _Start)
     if not starts:
         raise ValueError(
-            f"{path} holds {len(records)} record(s) but no start of a run. Was it cut or edited? "
-            "The run itself can still be continued from its checkpoints."
+            f"{path} holds {len(records)} record(s) but no start of a run, and {len(torn)} line(s) that "
+            "cannot be read. Was it cut or edited? The run itself can still be continued from its "
+            "checkpoints."
         )
-    kept = [record for record in records if not record.get("undone")]
-    windows = _of(kept, "Window")
+    gone = journal.undone([vars(record) for record in records])
+    kept = [record for record, is_undone in zip(records, gone, strict=True) if not is_undone]
+    windows, ends = _of(kept, _Window), _of(kept, _End)
     parts = [
-        _header(folder, starts, windows, _of(kept, "FitEnd")),
-        _time(_of(kept, "FitEnd"), windows, kept),
+        _header(folder, starts, windows, ends),
+        _time(ends, windows, kept),
         _batches(windows),
         _evidence(windows),
-        _verdicts(_of(kept, "TuneEnd")),
-        _curves(windows, _of(kept, "EvalEnd")),
+        _verdicts(_of(kept, _Tune)),
+        _curves(windows, _of(kept, _Eval)),
         _incidents(records, windows, torn),
     ]
-    return "\n\n".join(part for part in parts if part) + "\n"
+    text = "\n\n".join(part for part in parts if part) + "\n"
+    # What a program or a damaged line put in between moves no cursor and ends no line.
+    return "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text)
+
+
+def _read(path: pathlib.Path) -> tuple[list[_Record], list[str]]:
+    """The records of a journal, and where lines are that hold none."""
+    records: list[_Record] = []
+    torn: list[str] = []
+    for where, record in journal.lines(path, lambda where, _: torn.append(where)):
+        try:
+            records.append(decode(record, _KINDS.get(record["event"], _Record), where))
+        except ValueError:
+            torn.append(where)
+    return records, torn
 
 
 def sparkline(values: Sequence[float], *, width: int = _WIDTH, log: bool = False) -> str:
@@ -115,13 +268,8 @@ def _plain(table: Table) -> str:
     return "\n".join(line.rstrip() for line in written.get().splitlines())
 
 
-def _of(records: Iterable[Record], event: str) -> list[Record]:
-    return [record for record in records if record["event"] == event]
-
-
-def _number(value: Any) -> float:
-    """What the journal wrote as null was NaN."""
-    return math.nan if value is None else float(value)
+def _of(records: Iterable[_Record], kind: type[R]) -> list[R]:
+    return [record for record in records if isinstance(record, kind)]
 
 
 def _mean(pairs: Iterable[tuple[float, int]]) -> float:
@@ -131,68 +279,51 @@ def _mean(pairs: Iterable[tuple[float, int]]) -> float:
     return sum(v * w for v, w in known) / total if total else math.nan
 
 
-def _global(config: Record) -> int:
-    return config["micro_batch_size"] * config["num_micro_batches"] * config["num_replicas"]
-
-
-def _identity(config: Record) -> str:
-    shape = (
-        f"{config['micro_batch_size']} x {config['num_replicas']} x {config['num_micro_batches']}"
-    )
-    return " ".join([shape, config.get("strategy", "")]).strip()
-
-
 def _section(title: str, body: str) -> str:
     return f"{title}\n{'=' * len(title)}\n{body}"
 
 
 def _header(
     folder: pathlib.Path,
-    starts: Sequence[Record],
-    windows: Sequence[Record],
-    ends: Sequence[Record],
+    starts: Sequence[_Start],
+    windows: Sequence[_Window],
+    ends: Sequence[_End],
 ) -> str:
     start, first = starts[-1], starts[0]
-    limits, settings = start["limits"], start["settings"]
-    last: Record = windows[-1] if windows else start
-    ended = ends[-1] if ends and ends[-1]["wall"] >= start["wall"] else None
-    if ended is None:
-        outcome = "no end recorded: still running, or killed"
-    else:
-        outcome = ended["reason"]
-        last = ended
-    length = settings.get("base_steps")
-    progress = compact(_number(last["progress"]))
+    limits, settings = start.limits, start.settings
+    ended = ends[-1] if ends and ends[-1].wall >= start.wall else None
+    last = ended or (windows[-1] if windows else start)
+    samples = None if isinstance(last, _Start) else last.samples
+    length = settings.base_steps
     rows = [
         ("workdir", str(folder)),
-        ("devices", f"{start['num_devices']} x {start['device_kind']}, "
-         f"{start['num_processes']} process(es)"),
-        ("policy", f"{settings.get('policy', '-')}, "
-         f"learning-rate rule {settings.get('rule') or 'auto'}"),
-        ("limits", f"global batch base {limits['base']}, at most {limits['max']}; "
-         f"micro-batch {limits['micro'][0]} to {limits['micro'][1]}"),
-        ("progress", f"step {last['step']}, {progress} base steps"
-         + (f" of {compact(length)}" if length else "")
-         + (f", {compact(last['samples'])} samples" if "samples" in last else "")),
-        ("outcome", outcome),
-        ("runs", f"{len(starts)} ({starts[-1]['restart']} restart(s)), first seen to last "
-         f"{seconds(last['wall'] - first['wall'])}"),
+        ("devices", f"{start.num_devices} x {start.device_kind}, "
+         f"{start.num_processes} process(es)"),
+        ("policy", f"{settings.policy}, learning-rate rule {settings.rule or 'auto'}"),
+        ("limits", f"global batch base {limits.base}, at most {limits.max}; "
+         f"micro-batch {limits.micro[0]} to {limits.micro[1]}"),
+        ("progress", f"step {last.step}, {compact(last.progress)} base steps"
+         + (f" of {compact(length)}" if length > 0 else "")
+         + (f", {compact(samples)} samples" if samples is not None else "")),
+        ("outcome", ended.reason if ended else "no end recorded: still running, or killed"),
+        ("runs", f"{len(starts)} ({start.restart} restart(s)), first seen to last "
+         f"{seconds(last.wall - first.wall)}"),
     ]  # fmt: skip
     return _section("Run", _pairs(rows))
 
 
-def _time(ends: Sequence[Record], windows: Sequence[Record], kept: Sequence[Record]) -> str:
-    if ends and ends[-1].get("buckets_s"):
-        spent = {name: _number(value) for name, value in ends[-1]["buckets_s"].items()}
+def _time(ends: Sequence[_End], windows: Sequence[_Window], kept: Sequence[_Record]) -> str:
+    if ends and ends[-1].buckets_s:
+        spent = dict(ends[-1].buckets_s)
         if PRODUCTIVE not in spent:
-            spent[PRODUCTIVE] = max(_number(ends[-1]["seconds"]) - sum(spent.values()), 0.0)
+            spent[PRODUCTIVE] = max(ends[-1].seconds - sum(spent.values()), 0.0)
         note = ""
     else:
         # A run that has not ended: what its records add up to.
         spent = {
-            PRODUCTIVE: sum(_number(w["seconds"]) for w in windows),
-            "evaluation": sum(_number(e["seconds"]) for e in _of(kept, "EvalEnd")),
-            "checkpoint_save": sum(_number(c["seconds"]) for c in _of(kept, "Checkpoint")),
+            PRODUCTIVE: sum(w.seconds for w in windows),
+            "evaluation": sum(e.seconds for e in _of(kept, _Eval)),
+            "checkpoint_save": sum(c.seconds for c in _of(kept, _Save)),
         }
         lost_s = spent["evaluation"] + spent["checkpoint_save"]
         spent[PRODUCTIVE] = max(spent[PRODUCTIVE] - lost_s, 0.0)
@@ -212,37 +343,34 @@ def _time(ends: Sequence[Record], windows: Sequence[Record], kept: Sequence[Reco
     return _section("Where the time went", _table(("bucket", "time", "share", ""), rows) + note)
 
 
-def _batches(windows: Sequence[Record]) -> str:
+def _batches(windows: Sequence[_Window]) -> str:
     if not windows:
         return ""
-    groups: dict[tuple[int, str], list[tuple[Record, int]]] = {}
-    before: Record | None = None
+    groups: dict[tuple[int, str], list[tuple[_Window, int]]] = {}
+    before: _Window | None = None
     for window in windows:
-        key = (_global(window["config"]), _identity(window["config"]))
-        samples = key[0] * window["num_steps"]
-        if before is not None and window["samples"] >= before["samples"]:
-            samples = window["samples"] - before["samples"]
+        key = (window.config.size, window.config.identity)
+        samples = key[0] * window.num_steps
+        if before is not None and window.samples >= before.samples:
+            samples = window.samples - before.samples
         groups.setdefault(key, []).append((window, samples))
         before = window
-    total_s = sum(_number(window["seconds"]) for window in windows)
+    total_s = sum(window.seconds for window in windows)
     rows = []
     for (size, identity), members in sorted(groups.items()):
-        spent_s = sum(_number(w["seconds"]) for w, _ in members)
+        spent_s = sum(w.seconds for w, _ in members)
 
-        def mean(name: str, members: Sequence[tuple[Record, int]] = members) -> float:
-            return _mean((_number(w[name]), w["num_steps"]) for w, _ in members)
+        def mean(name: str, members: Sequence[tuple[_Window, int]] = members) -> float:
+            return _mean((getattr(w, name), w.num_steps) for w, _ in members)
 
-        both = [
-            (_number(w["predicted_step_s"]) / _number(w["measured_step_s"]) - 1, w["num_steps"])
-            for w, _ in members
-            if w["predicted_step_s"] is not None and w["measured_step_s"]
-        ]
-        error = _mean(both)
+        both = [m for m in members if math.isfinite(m[0].predicted_step_s * m[0].measured_step_s)]
+        measured_s = mean("measured_step_s", both)
+        error = mean("predicted_step_s", both) / measured_s - 1 if measured_s else math.nan
         rows.append(
             (
                 str(size),
                 identity,
-                compact(sum(w["num_steps"] for w, _ in members)),
+                compact(sum(w.num_steps for w, _ in members)),
                 compact(sum(samples for _, samples in members)),
                 f"{spent_s / total_s:.1%}" if total_s else "-",
                 seconds(mean("measured_step_s")),
@@ -263,22 +391,22 @@ def _batches(windows: Sequence[Record]) -> str:
     )
 
 
-def _evidence(windows: Sequence[Record]) -> str:
+def _evidence(windows: Sequence[_Window]) -> str:
     """What the loss says of every stretch of one batch that was long enough, beside the model."""
-    last: list[Record] = []
+    last: list[_Window] = []
     for window in windows:
-        if window.get("loss_gained") is None:
+        if math.isnan(window.loss_gained):
             continue
-        if last and _global(last[-1]["config"]) == _global(window["config"]):
+        if last and last[-1].config.size == window.config.size:
             last.pop()
         last.append(window)
     rows = [
         (
-            str(_global(window["config"])),
-            str(window["step"]),
-            compact(_number(window["loss_gained"])),
-            compact(2 * _number(window["loss_gained_error"])),
-            compact(_number(window["loss_gained_expected"])),
+            str(window.config.size),
+            str(window.step),
+            compact(window.loss_gained),
+            compact(2 * window.loss_gained_error),
+            compact(window.loss_gained_expected),
         )
         for window in last
     ]
@@ -289,8 +417,8 @@ def _evidence(windows: Sequence[Record]) -> str:
     return _section("What the loss says", body + note)
 
 
-def _verdicts(tunes: Sequence[Record]) -> str:
-    switches = [tune for tune in tunes if tune["switched"]]
+def _verdicts(tunes: Sequence[_Tune]) -> str:
+    switches = [tune for tune in tunes if tune.switched]
     lines = []
     shown = switches
     if len(switches) > _MOST_VERDICTS:
@@ -299,39 +427,38 @@ def _verdicts(tunes: Sequence[Record]) -> str:
     for number, tune in enumerate(shown):
         if len(shown) < len(switches) and number == _MOST_VERDICTS // 2:
             lines.append(f"  ... {len(switches) - len(shown)} more ...")
-        lines.append(f"step {tune['step']}: {tune['verdict']['reason']}")
-    if tunes and not tunes[-1]["switched"]:
-        lines.append(f"last, step {tunes[-1]['step']}: {tunes[-1]['verdict']['reason']}")
+        lines.append(f"step {tune.step}: {tune.verdict.reason}")
+    if tunes and not tunes[-1].switched:
+        lines.append(f"last, step {tunes[-1].step}: {tunes[-1].verdict.reason}")
     if not lines:
         return ""
-    errors = [_number(t["fit"]["error"]) for t in tunes if t["fit"] is not None]
-    summary = f"{len(tunes)} verdicts, {len(switches)} changes"
-    if errors:
-        summary += f"; error of the last fit {errors[-1]:.1%}"
-        unidentified = [t for t in tunes if t["fit"] is not None][-1]["fit"].get("unidentified")
-        if unidentified:
-            summary += f"; not identified by the data: {', '.join(unidentified)}"
+    fits = [tune.fit for tune in tunes if tune.fit is not None]
+    summary = f"{sum(t.num_merged for t in tunes)} verdicts, {len(switches)} changes"
+    if fits:
+        summary += f"; error of the last fit {fits[-1].error:.1%}"
+        if fits[-1].unidentified:
+            summary += f"; not identified by the data: {', '.join(fits[-1].unidentified)}"
     return _section("Verdicts", "\n".join([summary, *lines]))
 
 
-def _curves(windows: Sequence[Record], evals: Sequence[Record]) -> str:
-    is_bound = bool(windows) and windows[-1].get("noise_is_lower_bound", False)
+def _curves(windows: Sequence[_Window], evals: Sequence[_Eval]) -> str:
+    is_bound = bool(windows) and windows[-1].noise_is_lower_bound
     curves: list[tuple[str, list[float], bool]] = [
-        ("global batch", [float(_global(w["config"])) for w in windows], True),
+        ("global batch", [float(w.config.size) for w in windows], True),
         (
             "noise scale >=" if is_bound else "noise scale",
-            [_number(w["noise_scale"]) for w in windows],
+            [w.noise_scale for w in windows],
             True,
         ),
-        ("goodput", [_number(w["goodput_measured"]) for w in windows], False),
-        ("lr gain", [_number(w["gain"]) for w in windows], False),
+        ("goodput", [w.goodput_measured for w in windows], False),
+        ("lr gain", [w.gain for w in windows], False),
     ]
-    if any("loss" in w["metrics"] for w in windows):
-        losses = [_number(w["metrics"].get("loss")) for w in windows]
+    if any("loss" in w.metrics for w in windows):
+        losses = [w.metrics.get("loss", math.nan) for w in windows]
         curves.append(("loss", losses, False))
-    names = dict.fromkeys(name for e in evals for name in e["metrics"])
+    names = dict.fromkeys(name for e in evals for name in e.metrics)
     for name in names:
-        results = [_number(e["metrics"].get(name)) for e in evals]
+        results = [e.metrics.get(name, math.nan) for e in evals]
         curves.append((f"eval/{name}", results, False))
     rows = []
     for name, values, log in curves:
@@ -346,37 +473,37 @@ def _curves(windows: Sequence[Record], evals: Sequence[Record]) -> str:
     return _section("Over time", _pairs(rows)) if rows else ""
 
 
-def _incidents(records: Sequence[Record], windows: Sequence[Record], torn: Sequence[int]) -> str:
+def _incidents(records: Sequence[_Record], windows: Sequence[_Window], torn: Sequence[str]) -> str:
     lines = []
     for number, record in enumerate(records):
-        event = record["event"]
-        if event == "FitStart" and number:
+        if isinstance(record, _Start) and number:
             before = records[number - 1]
             lost = max(
-                (r.get("step", 0) for r in records[:number] if r["restart"] < record["restart"]),
-                default=record["step"],
+                (r.step for r in records[:number] if r.restart < record.restart),
+                default=record.step,
             )
-            undone = max(lost - record["step"], 0)
+            undone = max(lost - record.step, 0)
             lines.append(
-                f"restart {record['restart']}: resumed at step {record['step']}, "
+                f"restart {record.restart}: resumed at step {record.step}, "
                 f"{undone} step(s) undone, "
-                f"{seconds(record['wall'] - before['wall'])} after the last record"
+                f"{seconds(record.wall - before.wall)} after the last record"
             )
-        elif event == "Preempt":
-            lines.append(f"step {record['step']}: {record['signal']}")
-        elif event == "Checkpoint" and record["error"]:
-            lines.append(f"step {record['step']}: checkpoint failed: {record['error']}")
-    saves = [_number(c["seconds"]) for c in _of(records, "Checkpoint") if not c["error"]]
+        elif isinstance(record, _Stop):
+            lines.append(f"step {record.step}: {record.signal}")
+        elif isinstance(record, _Save) and record.error:
+            lines.append(f"step {record.step}: checkpoint failed: {record.error}")
+    saves = [save.seconds for save in _of(records, _Save) if not save.error]
     if saves:
         lines.append(
             f"{len(saves)} checkpoint(s), the loop stood still for {seconds(sum(saves))} in all, "
             f"{seconds(max(saves))} at most"
         )
-    skipped = windows[-1]["skipped_steps"] if windows else 0
+    skipped = windows[-1].skipped_steps if windows else 0
     lines.append(f"{skipped} update(s) skipped because a gradient was not finite")
     if torn:
-        numbers = ", ".join(map(str, torn))
+        more = f" and {len(torn) - _MOST_LINES} more" if len(torn) > _MOST_LINES else ""
         lines.append(
-            f"unfinished journal line(s) left out: {numbers} (a run was killed while writing)"
+            f"journal line(s) left out, which cannot be read: {', '.join(torn[:_MOST_LINES])}{more} (a "
+            "run was killed while writing, the disk was full, or the file was changed)"
         )
     return _section("Restarts, checkpoints, skipped steps", "\n".join(lines))

@@ -172,6 +172,7 @@ CHARTS: dict[str, dict[str, tuple[str, list[str]]]] = {
         "productive time (%)": _lines("goodput_time/productive_pct"),
         "lost: compilation, first runs (%)": _lines("badput/compilation", "badput/first_execution"),
         "lost: input, evaluation (%)": _lines("badput/data_loading_sync", "badput/evaluation"),
+        "lost: hooks (%)": _lines("badput/hooks_behind"),
         "lost: checkpoints (%)": _lines("badput/checkpoint_save", "badput/checkpoint_restore"),
         "lost: disruption, skipped steps (%)": _lines(
             "badput/wasted_progress_from_disruption", "badput/skipped_steps"

@@ -77,6 +77,7 @@ def adaptive(
     schedules: ScheduleClock = "progress",
     second_moment_decay: float | None = None,
     keeps_fresh: bool = True,
+    shrinks: bool = True,
 ) -> optax.GradientTransformationExtraArgs:
     """The optimizer `tx`, tuned at `base_batch_size`, for batches of any size.
 
@@ -120,6 +121,8 @@ def adaptive(
     `schedules="samples"` they are set to the samples gone by over the base batch size instead: for a
     run that ends after so many samples, whose progress would not have come to the schedule's end by
     then.
+
+    Without `shrinks` a batch below the base keeps the learning rate of the base batch, as in a plain loop.
 
     `labels` is a tree of strings with the structure of params (or a prefix, or a function that
     makes one), as in `optax.multi_transform`; groups are in sorted order of their labels.
@@ -211,13 +214,14 @@ def adaptive(
             grad = noises.cautious_grad_params(
                 statistics, num_std_errors, min_samples=min_samples, per_group=True
             )
+        rated = scale if shrinks else jnp.maximum(scale, 1)
         over_labels = {"in_axes": (None, 0, None), "axis_size": own.gain.size}
-        wanted = jax.vmap(rule, **over_labels)(scale, grad, own.progress)
+        wanted = jax.vmap(rule, **over_labels)(rated, grad, own.progress)
         wanted = jnp.asarray(wanted, own.gain.dtype)
         second_moment, moment_weight = own.second_moment, own.moment_weight
         gains: Any = 1.0
         if second_moment_decay is not None:
-            gains = jax.vmap(adascale, **over_labels)(scale, grad, own.progress)
+            gains = jax.vmap(adascale, **over_labels)(rated, grad, own.progress)
             wanted = wanted * jnp.sqrt(gains * second_moment)
         # From 1 rather than from the last gain where that is smaller: a warm-up starts at 0.
         factors = jnp.minimum(wanted, jnp.maximum(own.gain, 1) * max_gain_growth)

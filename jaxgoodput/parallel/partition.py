@@ -86,6 +86,11 @@ def path_name(path: KeyPath) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
+def leaves_by_name(tree: PyTree) -> dict[str, Any]:
+    """The leaves of a tree by `path_name`."""
+    return {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
 @dataclass(frozen=True)
 class ParamSpecs:
     """The spec of every parameter under a strategy, and of whatever has a parameter's path and shape."""

@@ -31,6 +31,7 @@ from jaxgoodput.simulate.model_jobs import ModelApplication, fixed_step_s
 from jaxgoodput.simulate.traces import TraceJob
 
 DAY_H, PEAK_H, PEAK_WIDTH_H = 24.0, 3.5, 1.0
+LONGEST_H = 1e5  # arrivals are drawn minute by minute
 LONGEST = 20.0  # no job has more than so many times the median work of its family
 
 
@@ -113,8 +114,10 @@ def synthetic_workload(
             raise ValueError(f"{name}={value} must be at least {least}: there would be no jobs.")
     if per_node < 1:
         raise ValueError(f"per_node={per_node} must be at least 1 device on a node.")
-    if not (hours > 0 and math.isfinite(hours)):
-        raise ValueError(f"hours={hours} must be above 0 and finite: jobs arrive during them.")
+    if not 0 < hours <= LONGEST_H:
+        raise ValueError(
+            f"hours={hours} must be above 0 and at most {LONGEST_H:g}: jobs arrive during them."
+        )
     if not (peak >= 1 and math.isfinite(peak)):
         raise ValueError(f"peak={peak} must be at least 1 (1 = the same rate all day) and finite.")
     rng = np.random.default_rng([seed, 0x6A6F6273])

@@ -56,7 +56,8 @@ STATE_BYTES: Mapping[str, float] = {
 }  # fmt: skip
 SETTINGS = ("own", "pollux", "sia", "gavel", "events", "realistic")
 
-_PART = re.compile(r"(?:(?P<kind>[A-Za-z0-9_.-]+):)?(?P<nodes>[0-9]+)x(?P<each>[0-9]+)")
+_PART = re.compile(r"(?:(?P<kind>[A-Za-z0-9_.-]+):)?(?P<nodes>[0-9]{1,6})x(?P<each>[0-9]{1,6})")
+_MOST_DEVICES = 100_000
 _GAVEL_TABLES = ("simulation_throughputs.json", "tacc_throughputs.json")
 
 
@@ -81,18 +82,24 @@ def read_cluster(text: str, *, kind: str = "t4") -> ClusterSpec:
     """
     if text.endswith(".json"):
         try:
-            return loads(pathlib.Path(text).read_text(), ClusterSpec)
+            spec = loads(pathlib.Path(text).read_text(encoding="utf-8"), ClusterSpec)
         except OSError as error:
             raise ValueError(f"--cluster {text}: cannot be read: {error.strerror}.") from error
         except ValueError as error:
             raise ValueError(f"--cluster {text}: {error}") from error
+        if sum(node.num_devices for node in spec.nodes) > _MOST_DEVICES:
+            raise ValueError(f"--cluster {text}: has more than {_MOST_DEVICES} devices.")
+        return spec
     nodes = []
     for part in text.split(","):
         found = _PART.fullmatch(part.strip())
-        if found is None or int(found["nodes"]) < 1 or int(found["each"]) < 1:
+        num_devices = 0 if found is None else int(found["nodes"]) * int(found["each"])
+        room = _MOST_DEVICES - sum(node.num_devices for node in nodes)
+        if found is None or not 0 < num_devices <= room:
             raise ValueError(
                 f"--cluster {text!r}: {part!r} is not of the form [KIND:]NODESxDEVICES with both at "
-                "least 1, such as 16x4 or aws:6x4,rtx:3x8; or give a .json file of a ClusterSpec."
+                f"least 1 and at most {_MOST_DEVICES} devices, such as 16x4 or aws:6x4,rtx:3x8; or give a "
+                ".json file of a ClusterSpec."
             )
         name = found["kind"] or kind
         first = sum(node.kind == name for node in nodes)
@@ -155,10 +162,10 @@ def _synthetic(
     workload: str, cluster: str | None, seed: int, hours: float, speed: str | None
 ) -> Scenario:
     _, _, number = workload.partition(":")
-    if number and not number.isdigit():
+    if number and not re.fullmatch("[0-9]{1,6}", number):
         raise ValueError(
-            f"--workload {workload!r}: behind synthetic: comes the number of jobs, such as "
-            "synthetic:160."
+            f"--workload {workload!r}: behind synthetic: comes the number of jobs, below a million, such "
+            "as synthetic:160."
         )
     spec = read_cluster(cluster or CLUSTERS["synthetic"])
     speeds = read_speeds(speed)

@@ -6,12 +6,13 @@ the simulator of Qiao et al., "Pollux", OSDI 2021.
 """
 
 import bisect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 from scipy.interpolate import LinearNDInterpolator
+from scipy.spatial import QhullError
 
 Counts = tuple[int, ...]  # devices on each node that a job uses, in the order of its ring
 
@@ -92,7 +93,7 @@ class StepTable:
         return np.asarray(self._elsewhere(where))
 
     @cached_property
-    def _elsewhere(self) -> LinearNDInterpolator:
+    def _elsewhere(self) -> Callable[[np.ndarray], np.ndarray]:
         """The triangulation; its points are in a fixed order, which decides between equal ones."""
         rows: dict[tuple[int, int, float], list[tuple[float, float]]] = {}
         for counts, curve in self.curves.items():
@@ -103,7 +104,10 @@ class StepTable:
         table = np.concatenate([np.array(keys, float), means], 1)
         if len(self.points):
             table = np.concatenate([table, self.points])
-        return LinearNDInterpolator(table[:, :3], table[:, 3:])
+        try:
+            return LinearNDInterpolator(table[:, :3], table[:, 3:])
+        except QhullError:  # too few, or all in one plane: nothing lies between them
+            return lambda where: np.full((len(where), 2), np.nan)
 
 
 @dataclass(frozen=True)

@@ -4,21 +4,25 @@ A line that cannot be read is an error that names the file, the line, the column
 expected; nothing is skipped.
 """
 
-import ast
 import csv
-import json
 import math
 import pathlib
+import re
+import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
+from jaxgoodput._serial import parse
 from jaxgoodput.simulate.settings import Mode
 from jaxgoodput.simulate.tables import Application, Curve, Runs, StepTable, normalised
 
 Path = str | pathlib.Path
 
+# Of numbers in a file: more is damage, and its sums and products overflow or never come to an end.
+_LARGEST, _LARGEST_S = 1e30, 1e9
 # Pollux measured larger micro-batches of it than its jobs may use.
 CAPPED_MICRO_BATCH = {"yolov3": 8}
 _CATEGORIES: Mapping[str, Mode] = {
@@ -73,7 +77,7 @@ def _read_workload(path: pathlib.Path) -> tuple[TraceJob, ...]:
             raise row.error("name", "a name that no earlier line has")
         jobs[name] = TraceJob(
             id=name,
-            submit_s=row.number("time", least=0.0),
+            submit_s=row.number("time", least=0.0, most=_LARGEST_S),
             application=row.text("application"),
             num_devices=row.integer("num_replicas"),
             global_batch_size=row.integer("batch_size"),
@@ -87,7 +91,7 @@ def read_gavel_trace(path: Path) -> tuple[TraceJob, ...]:
     path = pathlib.Path(path)
     layouts = {len(names): names for names in (_GAVEL_OLD, _GAVEL, _SHOCKWAVE)}
     jobs = []
-    for number, line in enumerate(_lines(path), 1):
+    for number, line in enumerate(_text(path).splitlines(), 1):
         if not line.strip():
             continue
         cells = line.split("\t")
@@ -102,7 +106,7 @@ def read_gavel_trace(path: Path) -> tuple[TraceJob, ...]:
         jobs.append(
             TraceJob(
                 id=str(len(jobs)),
-                submit_s=row.number("arrival_time", least=0.0),
+                submit_s=row.number("arrival_time", least=0.0, most=_LARGEST_S),
                 application=row.text("job_type"),
                 num_devices=row.integer("scale_factor"),
                 num_steps=row.integer("total_steps"),
@@ -128,6 +132,10 @@ _GAVEL = ("job_type", "command", "working_directory", "num_steps_arg", "needs_da
 )
 _SHOCKWAVE = (*_GAVEL[:7], "mode", "priority_weight", "SLO", "duration_s", "arrival_time")
 
+_JOB_KEY = re.compile(
+    r"""\((?P<quote>['"])(?P<name>[^'"\\]+)(?P=quote), ?(?P<scale>[0-9]{1,9})\)"""
+)
+
 # Kind -> (job type, devices) -> partner (None = alone) -> steps/s of the first and of the partner.
 Throughputs = dict[
     str, dict[tuple[str, int], dict[tuple[str, int] | None, float | tuple[float, float]]]
@@ -141,40 +149,45 @@ def read_gavel_throughputs(path: Path) -> Throughputs:
     """
     path = pathlib.Path(path)
     try:
-        data = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise TraceError(
-            f"{path}, line {error.lineno}, column {error.colno}: not JSON: {error.msg}"
-        ) from error
+        data = parse(_text(path))
+    except ValueError as error:
+        raise TraceError(f"{path}: {error}") from error
     tables: Throughputs = {}
-    for kind, jobs in data.items():
+    for kind, jobs in _object(data, f"{path}: ", "kinds of devices").items():
         tables[kind] = {}
-        for job, partners in jobs.items():
+        for job, partners in _object(jobs, f"{path}, [{kind!r}]: ", "jobs").items():
             row = tables[kind][_job_key(path, kind, job)] = {}
-            for partner, value in partners.items():
+            pairs = _object(partners, f"{path}, [{kind!r}][{job!r}]: ", "partners of the job")
+            for partner, value in pairs.items():
                 numbers = value if isinstance(value, list) else [value]
                 alone = partner == "null"
                 wanted = 1 if alone else 2
                 if len(numbers) != wanted or not all(
-                    isinstance(v, (int, float)) and math.isfinite(v) and v >= 0 for v in numbers
+                    type(v) in (int, float) and 0 <= v <= _LARGEST_S for v in numbers
                 ):
                     raise TraceError(
-                        f"{path}, [{kind!r}][{job!r}][{partner!r}]: expected {wanted} numbers >= 0 "
-                        f"(steps/s), got {value!r}."
+                        f"{path}, [{kind!r}][{job!r}][{partner!r}]: expected {wanted} numbers >= 0 and <= "
+                        f"{_LARGEST_S:g} (steps/s), got {reprlib.repr(value)}."
                     )
                 key = None if alone else _job_key(path, kind, partner)
                 row[key] = float(numbers[0]) if alone else (float(numbers[0]), float(numbers[1]))
     return tables
 
 
+def _object(value: Any, where: str, names: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise TraceError(f"{where}expected an object by {names}, got {reprlib.repr(value)}.")
+    return value
+
+
 def _job_key(path: pathlib.Path, kind: str, text: str) -> tuple[str, int]:
-    try:
-        name, scale = ast.literal_eval(text)
-        return str(name), int(scale)
-    except (ValueError, SyntaxError, TypeError) as error:
+    found = _JOB_KEY.fullmatch(text)
+    if found is None:
         raise TraceError(
-            f"{path}, [{kind!r}]: the key {text!r} is not of the form ('job type', scale factor)."
-        ) from error
+            f"{path}, [{kind!r}]: the key {reprlib.repr(text)} is not of the form ('job type', scale "
+            "factor)."
+        )
+    return found["name"], int(found["scale"])
 
 
 def read_pollux_applications(folder: Path, *, kind: str = "t4") -> dict[str, Application]:
@@ -214,9 +227,11 @@ def _read_steps(place: pathlib.Path, kind: str, suffix: str) -> StepTable:
     times = ("local_bsz", "step_time", "sync_time")
     for row in _rows(place / f"placements{suffix}.csv", ("placement", *times)):
         digits = row.text("placement")
-        if not digits.isdigit() or "0" in digits:
+        if not re.fullmatch("[1-9]+", digits):
             raise row.error("placement", "one digit per node, 1 to 9")
         rows.setdefault(normalised([int(d) for d in digits]), []).append(row.times())
+    if not rows:
+        raise TraceError(f"{place}/placements{suffix}.csv: no measurement below the header.")
     curves = {}
     for counts, measured in rows.items():
         sizes, step, sync = np.array(sorted(measured)).T
@@ -231,14 +246,23 @@ def _read_steps(place: pathlib.Path, kind: str, suffix: str) -> StepTable:
 
 def _read_runs(place: pathlib.Path) -> Runs:
     columns = ("progress", "iteration", "grad_sqr", "grad_var")
-    tables: dict[int, list[tuple[float, ...]]] = {}
+    tables: dict[int, list[tuple[float, float, float, float]]] = {}
     for path in place.glob("validation-*.csv"):
         size = path.stem.removeprefix("validation-")
-        if not size.isdigit():
+        if not re.fullmatch("[1-9][0-9]{0,8}", size):
             raise TraceError(f"{path}: expected validation-BATCH.csv with a whole number as BATCH.")
-        tables[int(size)] = [
-            tuple(row.number(name, least=0.0) for name in columns) for row in _rows(path, columns)
-        ]
+        rows = tables[int(size)] = []
+        done = 0.0, 0.0
+        for row in _rows(path, columns):
+            rows.append(
+                (
+                    row.number("progress", above=done[0]),
+                    row.number("iteration", above=done[1]),
+                    row.number("grad_sqr", least=0.0),
+                    row.number("grad_var", above=0.0),
+                )
+            )
+            done = rows[-1][:2]
     if not tables or not all(tables.values()):
         raise TraceError(f"{place}: expected validation-*.csv files with at least one epoch each.")
     batches = tuple(sorted(tables))
@@ -266,15 +290,21 @@ class _Row:
             raise self.error(column, "a name")
         return self.cells[column]
 
-    def number(self, column: str, *, least: float = -math.inf, above: float = -math.inf) -> float:
-        bound = "" if least == -math.inf else f" of at least {least:g}"
-        bound = bound if above == -math.inf else f" above {above:g}"
+    def number(
+        self,
+        column: str,
+        *,
+        least: float = -_LARGEST,
+        above: float = -math.inf,
+        most: float = _LARGEST,
+    ) -> float:
+        bound = f" of at least {least:g}" if above == -math.inf else f" above {above:g}"
         try:
             value = float(self.cells[column])
         except ValueError:
-            raise self.error(column, f"a number{bound}") from None
-        if not (math.isfinite(value) and value >= least and value > above):
-            raise self.error(column, f"a number{bound}")
+            raise self.error(column, f"a number{bound} and at most {most:g}") from None
+        if not (least <= value <= most and value > above):
+            raise self.error(column, f"a number{bound} and at most {most:g}")
         return value
 
     def integer(self, column: str, *, least: int = 1) -> int:
@@ -282,29 +312,41 @@ class _Row:
             value = float(self.cells[column])
         except ValueError:
             value = math.nan
-        if not (value >= least and value.is_integer()):
-            raise self.error(column, f"a whole number of at least {least}")
+        if not (least <= value <= _LARGEST_S and value.is_integer()):
+            raise self.error(
+                column, f"a whole number of at least {least} and at most {_LARGEST_S:g}"
+            )
         return int(value)
 
     def times(self) -> tuple[float, float, float]:
         """(batch per device, step_s, sync_s)."""
-        size, step = self.integer("local_bsz"), self.number("step_time", above=0.0)
+        size, step = (
+            self.integer("local_bsz"),
+            self.number("step_time", least=1e-9, most=_LARGEST_S),
+        )
         sync = self.number("sync_time", least=0.0)
         if sync >= step:
             raise self.error("sync_time", f"less than the step_time of {step:g} that it is part of")
         return float(size), step, sync
 
 
-def _lines(path: pathlib.Path) -> list[str]:
+def _text(path: pathlib.Path) -> str:
     try:
-        return path.read_text().splitlines()
+        return path.read_text(encoding="utf-8-sig")  # spreadsheets begin it with a mark
     except (OSError, UnicodeDecodeError) as error:
         raise TraceError(f"{path}: cannot be read: {error}") from error
 
 
 def _rows(path: pathlib.Path, columns: Sequence[str]) -> Iterator[_Row]:
     """The lines below the header, which must name at least `columns`."""
-    reader = csv.reader(_lines(path))
+    reader = csv.reader(_text(path).splitlines())
+    try:
+        yield from _checked_rows(path, reader, columns)
+    except csv.Error as error:  # such as a cell of more than 128 KiB
+        raise TraceError(f"{path}, line {reader.line_num}: {error}.") from error
+
+
+def _checked_rows(path: pathlib.Path, reader: Any, columns: Sequence[str]) -> Iterator[_Row]:
     header = next(reader, [])
     missing = [name for name in columns if name not in header]
     if missing:

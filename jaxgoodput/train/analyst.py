@@ -10,7 +10,7 @@ import math
 import queue
 import statistics
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -50,6 +50,7 @@ FIRST_CADENCE = 2
 # they do here, only a change that promises to double the goodput is believed meanwhile.
 UNKNOWN_DOUBT = 1.0
 CALM_STEPS = 8  # after a compilation, before times are compared
+MOST_BEHIND = 256  # steps that hooks may be behind the loop
 
 
 class Analyst:
@@ -80,6 +81,9 @@ class Analyst:
         self._may_start = config.compiles_behind
         self._compile_s = compile_s  # what one size took
         self._hooks = hooks
+        self._in_hook: Any = None  # told of an event last
+        self._is_slow = False  # whether the loop has had to wait for hooks
+        self.is_awaited = False  # whether it does now
         self._tells_steps = hooking.hear(hooks, StepEnd)
         self._clock = clock
         self._on_error = on_error
@@ -113,9 +117,8 @@ class Analyst:
         self._tried_from: BatchConfig | None = None  # before the probe
         self._tried: set[str] = set()  # strategies that have had their trial
         self._first_noise: FirstNoise | None = None  # near the beginning, of this or an earlier run
-        self._settled: tuple[BatchConfig, int] | None = (
-            None  # where an earlier run ended, and since when
-        )
+        # Where an earlier run ended, and after how many samples it had come there.
+        self._settled: tuple[BatchConfig, int] | None = None
         # Which batches were taken up, and after how many samples, without trials that were given up; empty
         # where the run began in another process.
         self._taken_up: list[tuple[int, BatchConfig]] = [(0, current)]
@@ -130,7 +133,9 @@ class Analyst:
     # -- from other threads ----------------------------------------------------------------------
 
     def result(self, result: Result) -> None:
-        """A step is done."""
+        """A step is done. Waits where hooks are far behind, but not once a stop was asked for."""
+        if self._queue.qsize() >= MOST_BEHIND:
+            self._wait_for_hooks()
         self._queue.put(result)
 
     def tell(self, event: Event) -> None:
@@ -189,6 +194,22 @@ class Analyst:
         self._queue.put(None)
         self._thread.join()
 
+    def _wait_for_hooks(self) -> None:
+        if not self._is_slow:
+            self._is_slow = True
+            logging.warning(
+                "hooks are %d steps behind, and training waits for them. At work is %s: have it do less, or "
+                "less often (jg.Every).",
+                MOST_BEHIND,
+                type(self._in_hook).__qualname__,
+            )
+        start_s = self._clock.now()
+        self.is_awaited = True
+        while self._queue.qsize() >= MOST_BEHIND and self._requests.signal is None:
+            self._thread.join(0.01)
+        self.is_awaited = False
+        self._book("hooks_behind", self._clock.now() - start_s)
+
     # -- on the analyst's own thread -------------------------------------------------------------
 
     def _run(self) -> None:
@@ -207,9 +228,15 @@ class Analyst:
                 else:
                     if self._window:
                         self._draw()
-                    hooking.call(self._hooks, item)
+                    hooking.call(self._told_hooks(), item)
             except BaseException as error:
                 self._on_error(error)
+
+    def _told_hooks(self) -> Iterator[Any]:
+        """The hooks, one after the other; notes which of them is at work."""
+        for hook in self._hooks:
+            self._in_hook = hook
+            yield hook
 
     def _take(self, result: Result) -> None:
         ticket, metrics = result.ticket, result.metrics
@@ -255,7 +282,7 @@ class Analyst:
         self._steps_seen += 1
         self._window.append(result)
         if self._tells_steps:
-            hooking.call(self._hooks, _step_end(result))
+            hooking.call(self._told_hooks(), _step_end(result))
         now = self._clock.now()
         if now - self._window_start_s >= self._config.reporting.window_s:
             self._draw()
@@ -271,7 +298,7 @@ class Analyst:
     def _is_compiling_worth_it(self, metrics: StepMetrics[float]) -> bool:
         """Whether other batches may save more of the time left than it takes to compile them."""
         grad = metrics.noise.cautious
-        most = self._limits.max_micro_batches if self._config.tuning.accumulate else 1
+        most = self._limits.max_micro_batches if self._config.accumulates else 1
         sizes = self._strategies.sizes(self._current.strategy)
         batches = np.multiply.outer(sizes, np.arange(1, most + 1)) * self._current.num_replicas
         hopes = hoped_gain(grad, self._limits, self._current.global_batch_size, batches)
@@ -404,7 +431,7 @@ class Analyst:
                 max_growth=self._max_growth(),
                 switch_s=statistics.median(self._switches_s) if self._switches_s else 0.0,
             ),
-            accumulate=config.tuning.accumulate,
+            accumulate=config.accumulates,
             statistics_every=self._cadence(),
             adapt=self._adapt,
             scheduled=self._scheduled(),
@@ -498,7 +525,7 @@ class Analyst:
         if verdict.statistics_every != self._every:
             self._set_cadence(verdict.statistics_every)
         hooking.call(
-            self._hooks,
+            self._told_hooks(),
             TuneEnd(
                 step=situation.step,
                 before=current,
@@ -552,7 +579,7 @@ class Analyst:
             at = latest.ticket.samples / self._limits.base
         rate = self._learning_rate(at)
         hooking.call(
-            self._hooks,
+            self._told_hooks(),
             window_of(
                 results,
                 seconds,

@@ -139,6 +139,7 @@ class SizeCompiler:
         self._measurable: dict[int, bool] = {}  # False: memory does not allow it
         self._known: dict[int, StepBytes] = {}
         self._smallest_refused: int | None = None
+        self._soon: tuple[Callable[[], Program], ...] = ()  # before anything else
         self._stopping = False
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
@@ -223,6 +224,14 @@ class SizeCompiler:
             self._run_thread()
             self._changed.notify_all()
 
+    def compile_soon(self, programs: Sequence[Callable[[], Program]]) -> None:
+        """Compile these next, in the background; without one, whoever needs them does."""
+        with self._changed:
+            self._soon = tuple(programs) if self._background else ()
+            if self._soon:
+                self._run_thread()
+                self._changed.notify_all()
+
     def _run_thread(self) -> None:
         """Have a thread; the lock is held."""
         if self._thread is None and not self._stopping:
@@ -254,6 +263,12 @@ class SizeCompiler:
         if thread is not None:
             thread.join()
 
+    def abandon(self) -> None:
+        """Stop, and leave the thread to the executable in hand: for a process that is about to end."""
+        with self._changed:
+            self._stopping, self._thread = True, None
+            self._changed.notify_all()
+
     def _run(self) -> None:
         try:
             while True:
@@ -270,14 +285,22 @@ class SizeCompiler:
     def _is_waiting(self) -> bool:
         """Whether there is anything left to do; the lock is held."""
         is_other = self._others and self._next < len(self._order)
-        return is_other or self._to_measure() is not None
+        return is_other or bool(self._soon) or self._to_measure() is not None
 
     def _to_measure(self) -> int | None:
         """The size in use, if it cannot measure the noise yet; the lock is held."""
         return None if self._current in self._measurable else self._current
 
     def _step(self) -> bool:
-        """Have the size in use measure, or try the next one; False where there is neither."""
+        """Compile what is wanted soon, have the size in use measure, or try the next one; False where there
+        is none of it.
+        """
+        if soon := self._soon:
+            self._compile(soon)
+            with self._changed:
+                self._soon = self._soon if self._soon is not soon else ()
+                self._changed.notify_all()
+            return not self._stopping
         with self._changed:
             if self._stopping or not self._is_waiting():
                 return False
@@ -483,6 +506,14 @@ class StrategyCompiler:
                     "memory under it."
                 )
 
+    def fits(self, config: BatchConfig) -> bool:
+        """Whether steps of `config` fit into memory; compiles on the caller's thread what is missing."""
+        engine, size = self.engine(config.strategy), config.micro_batch_size
+        for program in engine.training_programs(size, accumulate=config.num_micro_batches > 1):
+            engine.compile_program(program)
+        need = engine.bytes_of(size)
+        return need is None or need.peak <= self._budget
+
     def leave_out(self, strategy: str) -> None:
         """Never offer this strategy again."""
         with self._changed:
@@ -549,6 +580,14 @@ class StrategyCompiler:
             compiler.close()
         if self._thread is not None:
             self._thread.join()
+
+    def abandon(self) -> None:
+        """Stop, and leave the threads to what they compile: for a process that is about to end."""
+        with self._changed:
+            self._stopping, self._thread = True, None
+            compilers = list(self._sizes.values())
+        for compiler in compilers:
+            compiler.abandon()
 
     # -- preparing others ------------------------------------------------------------------------
 

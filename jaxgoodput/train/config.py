@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import difflib
-import json
+import re
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,13 +11,14 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 
-from jaxgoodput._serial import decode
+from jaxgoodput._serial import decode, parse
 from jaxgoodput.goodput.search import BatchLimits
 from jaxgoodput.optim.learning_rate import Rule
 from jaxgoodput.parallel.strategy import Strategy
 
 POLICIES = ("goodput", "fixed")
-LOSSES = ("auto", "global", "separate")
+LOSSES = ("auto", "global", "separate", "whole")
+LAST_BATCHES = ("smaller", "drop")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +47,8 @@ class Tuning:
     With `policy="goodput"` and one process. Such a run compiles the batches that it will want before it
     starts, needs no probes, and begins with the batch that the earlier one ended with, where that one's
     first noise is known and rates have no labels. It tries no smaller one before as many samples have gone
-    by as the earlier run took to get there, and a tenth of the run at most, unless the
-    loss denies it. Its learning rate goes by its own noise, and by the remembered one until that is known.
+    by as the earlier run took to get there, and a tenth of the run at most. Its learning rate goes by its own
+    noise, and by the remembered one until that is known.
     Kept in `execution.compilation_cache`; where that is None, not at all.
     """
 
@@ -105,6 +106,18 @@ class Execution:
     """Share of it that is left free."""
     prefetch: int = 2
     """Global batches that wait on the devices."""
+    readers: int | None = None
+    """Threads that read a data set sample by sample; None: 16 for a grain `MapDataset`, as grain itself has,
+    and one for others, of which nothing says that `[]` may be called by several threads.
+
+    More of them help with reads that wait (disks, networks) or decode outside of the interpreter; those that
+    compute in Python wait for one another. Arrays, streams, and sources with a `batch` of their own have one.
+    """
+    read_retries: int = 3
+    """How often a read is repeated that failed with an OSError (TimeoutError is one): after 0.5 s, 1 s, ...
+
+    The log and the journal say so. A stream is not read again.
+    """
     background_compile: bool = True
     """Compile other batch sizes and strategies while training goes on."""
     compilation_cache: str | None = ""
@@ -122,8 +135,8 @@ class Execution:
 
     def __post_init__(self):
         """Refuse what cannot work, naming what to change."""
-        _check_positive(self, "memory_bytes")
-        _check_not_negative(self, "prefetch")
+        _check_positive(self, "memory_bytes", "readers")
+        _check_not_negative(self, "prefetch", "read_retries")
         _check_share(self, "memory_margin")
 
 
@@ -145,18 +158,44 @@ class Evaluation:
 
 @dataclass(frozen=True, kw_only=True)
 class Saving:
-    """How often the run is saved, and how many checkpoints stay."""
+    """How often the run is saved, and which checkpoints stay.
 
-    every_s: float = 600.0
-    """Seconds between two checkpoints."""
+    No checkpoint that is due is written while updates are being skipped; those that are asked for are.
+    """
+
+    every_s: float | None = 600.0
+    """Seconds between two checkpoints; None: not by time."""
+    every_base_steps: float | None = None
+    """Progress between two checkpoints; None: not by progress."""
     keep: int = 3
-    """Checkpoints that stay; older ones are deleted."""
+    """Newest checkpoints that stay; older ones are deleted."""
+    keep_every_base_steps: float | None = None
+    """Besides, the first checkpoint after every so much progress stays for good."""
+    best: str | None = None
+    """Besides, the checkpoint with the best value of this metric of the evaluations stays.
+
+    An evaluation that is the best so far is saved at once.
+    """
+    best_mode: Literal["min", "max"] = "min"
+    """Which value of it is the best."""
     at_end: bool = True
     """Save once more when training is done."""
+    allow_changed_data: bool = False
+    """Go on from a checkpoint though the data set or `batch.base` is not the one that it was written with."""
+    grace_s: float = 60.0
+    """Seconds from a stop signal to the end of the process; a launcher's own `--grace-s` goes before it."""
+    hang_after_s: float = 600.0
+    """Seconds without a step after which a run counts as hanging, and ten times the usual time at least.
+
+    It then writes the stacks of all its threads to the log, and stops as if by a signal.
+    """
 
     def __post_init__(self):
         """Refuse what cannot work, naming what to change."""
-        _check_positive(self, "every_s", "keep")
+        _check_positive(self, "every_s", "every_base_steps", "keep", "keep_every_base_steps")
+        _check_positive(self, "grace_s", "hang_after_s")
+        if self.best_mode not in ("min", "max"):
+            raise ValueError(f'Saving.best_mode must be "min" or "max"; got {self.best_mode!r}.')
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,9 +226,12 @@ class Config:
     batch: BatchLimits
     """Which batches are allowed."""
     base_steps: float | None = None
-    """Length in *progress*: updates that the base batch would have needed; the last ones may pass it."""
+    """Length in *progress*: updates that the base batch would have needed; the last one may pass it."""
     epochs: int | None = None
-    """Length in passes over the data, to the sample."""
+    """Length in whole passes over the data, to the sample."""
+    last_batch: Literal["smaller", "drop"] = "smaller"
+    """What is left at the end of `epochs`: "smaller", a batch of its own size, for which a program is
+    compiled behind the loop; "drop", not trained on."""
     seed: int = 0
     """Of the parameters, the order of the data and the keys that losses get."""
     shuffle: bool = True
@@ -200,10 +242,11 @@ class Config:
     The first that fits into memory is the start; where there are several, the one of highest goodput is
     found while training.
     """
-    loss: Literal["auto", "global", "separate"] = "auto"
+    loss: Literal["auto", "global", "separate", "whole"] = "auto"
     """"global": `loss` sees the rows of all replicas, in one program that the compiler cuts; "separate":
     those of one whole copy of the model; "auto": separate where each device holds a whole copy and the model
-    constrains no sharding.
+    constrains no sharding; "whole": all rows of the batch, which is never split into micro-batches either,
+    for losses in which samples see each other.
     """
     rule: Rule | None = None
     """Learning-rate gain; None: adam_scale for Adam and its kin, of_noise_share for others that divide the
@@ -245,12 +288,23 @@ class Config:
     """Dashboard and terminal."""
 
     @property
+    def accumulates(self) -> bool:
+        """Whether a batch may be made of several micro-batches."""
+        return self.tuning.accumulate and self.loss != "whole"
+
+    @property
     def compiles_behind(self) -> bool:
         """Whether other batches are compiled while training goes on; those of a schedule are there before."""
         return self.execution.background_compile and isinstance(self.policy, str)
 
     def __post_init__(self):
         """Refuse what cannot work, naming what to change."""
+        if not isinstance(self.batch, BatchLimits):
+            raise ValueError(
+                f"Config.batch says which batches are allowed; got {self.batch!r}. Write "
+                "batch=BatchLimits(base=64, max=4096); base is the batch that the learning rate was tuned "
+                "for, and where max is the same, so is every batch."
+            )
         if (self.base_steps is None) == (self.epochs is None):
             raise ValueError(
                 "exactly one of base_steps and epochs must be given; got "
@@ -265,9 +319,22 @@ class Config:
                 )
         else:
             _check_schedule(self.policy, self.batch)
+        _check_local(self.workdir)
+        evaluation = self.evaluation
+        if self.saving.best is not None and not (evaluation.every_s or evaluation.every_base_steps):
+            raise ValueError(
+                f"Config.saving.best={self.saving.best!r} needs evaluations while training: set "
+                "evaluation.every_base_steps or evaluation.every_s."
+            )
         if self.loss not in LOSSES:
             raise ValueError(f"Config.loss must be one of {LOSSES}; got {self.loss!r}.")
+        if self.last_batch not in LAST_BATCHES:
+            raise ValueError(
+                f"Config.last_batch must be one of {LAST_BATCHES}; got {self.last_batch!r}."
+            )
         _check_positive(self, "base_steps", "epochs", "max_skipped_in_a_row")
+        whole = "a whole number of passes, an int (base_steps ends a run within one)"
+        _check(self, ("epochs",), whole, lambda value: isinstance(value, int))
         _check(self, ("ema",), "a share, above 0 and below 1", lambda value: 0 < value < 1)
         if self.compute_dtype is not None and not _is_floating(self.compute_dtype):
             raise ValueError(
@@ -279,6 +346,14 @@ class Config:
                 "Config.compute_dtype='float16' needs losses scaled against underflow, which is not done "
                 "here: gradients below 6e-8 would vanish. Use 'bfloat16', which has float32's range."
             )
+
+
+def _check_local(workdir: str) -> None:
+    if re.match(r"[\w+.-]+:[/\\]|~", str(workdir)):
+        raise ValueError(
+            f"Config.workdir must be a folder of a mounted file system; got {workdir!r}. A bucket can be "
+            "mounted (gcsfuse, s3fs); write a home folder out, or use os.path.expanduser."
+        )
 
 
 def _check_schedule(schedule: Mapping[int | float, int], limits: BatchLimits) -> None:
@@ -364,8 +439,8 @@ def _replaced(settings: Any, path: Sequence[str], text: str, where: str) -> Any:
 
 def _read(text: str, type_: Any, where: str) -> Any:
     try:
-        value = json.loads(text)
-    except json.JSONDecodeError:
+        value = parse(text)
+    except ValueError:
         value = text
     try:
         return decode(value, type_, where)

@@ -13,21 +13,55 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jaxgoodput.engine.state import TrainState
 from jaxgoodput.goodput.search import BatchConfig
 from jaxgoodput.train.config import Config
 
 # A step is dispatched once the step this many before it is done: one runs, one waits behind it.
 DEPTH = 2
-CONTROL_SIZE = 10
+CONTROL_SIZE = 11
+
+
+SAVED, UNSAVED = 143, 75  # exit codes; 75 is EX_TEMPFAIL of <sysexits.h>
 
 
 class Preempted(SystemExit):
-    """The run was asked to stop; its state is saved. Exit code 143: it wants a restart."""
+    """The run was asked to stop; its state is saved. Exit code 143: it wants a restart.
 
-    def __init__(self, step: int, signal_name: str):
-        super().__init__(143)
+    `step` is the last one; None where the run was still getting ready, and had nothing to lose.
+    """
+
+    def __init__(self, step: int | None, signal_name: str):
+        super().__init__(SAVED)
         self.step = step
         self.signal_name = signal_name
+
+
+class NotSaved(SystemExit):
+    """The run is over and its last step could not be saved. Exit code 75: started again, it repeats some.
+
+    `step` is the last one, `safe_step` that of the newest checkpoint (None: there is none), and `state` what
+    was trained, where training was done.
+    """
+
+    def __init__(self, step: int, safe_step: int | None, why: str, state: TrainState | None = None):
+        super().__init__(UNSAVED)
+        self.step = step
+        self.safe_step = safe_step
+        self.why = why
+        self.state = state
+
+    def __str__(self) -> str:
+        safe = "no step is" if self.safe_step is None else f"step {self.safe_step} is"
+        return f"step {self.step} could not be saved ({self.why}); {safe} safe"
+
+
+class Stopping(Exception):
+    """A stop was asked for, and what was waited for is not needed any more; caught by the loop."""
+
+
+class PeerLost(RuntimeError):
+    """Another process of this job has gone, or does not answer any more."""
 
 
 class Diverged(RuntimeError):
@@ -51,6 +85,7 @@ class Control:
     finish: bool = False  # end as if complete
     save: bool = False
     evaluate: bool = False
+    show: bool = False  # the parameters to the hooks
     batch: BatchConfig | BatchWish | None = None  # to use from now on
     statistics_every: int | None = None
     num_ready: int = 0  # sizes compiled or refused, summed over processes
@@ -63,6 +98,7 @@ class Control:
             finish=self.finish or later.finish,
             save=self.save or later.save,
             evaluate=self.evaluate or later.evaluate,
+            show=self.show or later.show,
             batch=later.batch or self.batch,
             statistics_every=later.statistics_every or self.statistics_every,
             num_ready=self.num_ready + later.num_ready,
@@ -80,6 +116,7 @@ class Requests:
         self._lock = threading.Lock()
         self._wish = NOTHING
         self.signal: str | None = None  # what asked to stop, for the record
+        self.is_overdue = False  # whether that was long ago: nobody is waited for any more
         self.num_batches = 0  # wishes for a batch that were posted
         self.num_batches_taken = 0
 
@@ -107,13 +144,22 @@ class Due:
     def __init__(self, config: Config, now_s: float, progress: float):
         self._config = config
         self._save_s = self._evaluate_s = now_s
-        self._progress = progress
+        self._saved = self._progress = progress
 
-    def asked(self, now_s: float, progress: float | None) -> Control | None:
-        """The wishes of this moment, None where there are none; `progress` None: not known yet."""
+    def asked(
+        self, now_s: float, progress: float | None, *, skipping: bool = False
+    ) -> Control | None:
+        """The wishes of this moment, None where there are none; `progress` None: not known yet.
+
+        While updates are being skipped (`skipping`), no checkpoint is due: it would take the place of one
+        from before whatever went wrong.
+        """
         config, save, evaluate = self._config, False, False
-        if now_s - self._save_s >= config.saving.every_s:
+        every_s, every = config.saving.every_s, config.saving.every_base_steps
+        if every_s and now_s - self._save_s >= every_s and not skipping:
             self._save_s, save = now_s, True
+        if every and progress and progress - self._saved >= every and not skipping:
+            self._saved, save = progress, True
         if config.evaluation.every_s and now_s - self._evaluate_s >= config.evaluation.every_s:
             self._evaluate_s, evaluate = now_s, True
         every = config.evaluation.every_base_steps
@@ -141,6 +187,7 @@ def encode(control: Control, strategies: Sequence[str]) -> np.ndarray:
             control.num_ready,
             control.num_measuring,
             0 if strategy is None else 1 + strategies.index(strategy),
+            control.show,
         ],
         np.float32,
     )
@@ -149,7 +196,7 @@ def encode(control: Control, strategies: Sequence[str]) -> np.ndarray:
 def decode(total: np.ndarray, strategies: Sequence[str]) -> Control:
     """The agreed control. Batches come from process 0 alone, so that their sum is its own."""
     numbers = (int(round(float(x))) for x in total)
-    stop, finish, save, evaluate, micro, count, every, ready, measuring, strategy = numbers
+    stop, finish, save, evaluate, micro, count, every, ready, measuring, strategy, show = numbers
     batch = None
     if micro and count:
         batch = BatchWish(
@@ -162,6 +209,7 @@ def decode(total: np.ndarray, strategies: Sequence[str]) -> Control:
         finish=finish > 0,
         save=save > 0,
         evaluate=evaluate > 0,
+        show=show > 0,
         batch=batch,
         statistics_every=every or None,
         num_ready=ready,

@@ -5,8 +5,10 @@ state's own mesh, and each way of cutting parameters has an executable of its ow
 """
 
 import math
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,6 +17,8 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
+from jaxgoodput.clock import Clock
+from jaxgoodput.data.readers import Readers, Reading
 from jaxgoodput.data.rows import held_rows, narrow, put_rows
 from jaxgoodput.data.sources import Source, abstract_sample
 from jaxgoodput.engine.memory import StepBytes, step_bytes
@@ -61,15 +65,26 @@ class Evaluator:
         compute_dtype: Any = None,
         process_index: int = 0,
         process_count: int = 1,
+        clock: Clock,
+        num_readers: int | None = 1,
+        num_retries: int = 0,
     ):
         self._metrics = metrics
         self._source = source
+        self._readers = partial(
+            Readers, source, clock=clock, num_readers=num_readers, num_retries=num_retries
+        )
         self._layout = layout
         self._micro_batch_size = micro_batch_size
         self._compute_dtype = compute_dtype
         self._process_index = process_index
         self._process_count = process_count
         self._placed: dict[tuple[Any, ...], _Placed] = {}
+        self.num_batches = 0  # begun so far: a sign of life
+
+    def check(self, abstract: TrainState) -> None:
+        """Raise TypeError where a metric is not one value per sample; nothing is compiled."""
+        self._planned(abstract)
 
     def compile(self, abstract: TrainState) -> None:
         """Compile ahead for states that lie like this abstract one; safe from any thread.
@@ -85,7 +100,8 @@ class Evaluator:
         found = self._placed.get(_placement(abstract))
         return None if found is None else step_bytes(found.run)
 
-    def _compile(self, abstract: TrainState) -> _Placed:
+    def _planned(self, abstract: TrainState) -> tuple[Program, int, NamedSharding]:
+        """The program of a batch, its rows, and where they lie."""
         where = abstract.step.sharding
         mesh: Any = where.mesh if isinstance(where, NamedSharding) else self._layout.mesh
         sharding = NamedSharding(mesh, self._layout.batch_sharding.spec)
@@ -116,6 +132,14 @@ class Evaluator:
                     f"value (or row) per sample, shape ({num_rows}, ...): padding is left out and "
                     "parts are put together afterwards."
                 )
+        # What every process is to fetch has to lie whole in every process.
+        out = NamedSharding(mesh, PartitionSpec()) if spans else sharding
+        return Program(run, (), arguments, out), num_rows, sharding
+
+    def _compile(self, abstract: TrainState) -> _Placed:
+        program, num_rows, sharding = self._planned(abstract)
+        mesh: Any = sharding.mesh
+        spans = not sharding.is_fully_addressable
         cuts = mesh.size > mesh.shape[DATA_AXIS]
         options: dict[str, str | bool] = {}
         depth = DEPTH
@@ -124,20 +148,20 @@ class Evaluator:
             # runs out of threads, and hangs, where many executables with collectives wait at once.
             options["xla_cpu_scheduler_type"] = "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"
             depth = 1
-        # What every process is to fetch has to lie whole in every process.
-        out = NamedSharding(mesh, PartitionSpec()) if spans else sharding
-        lowered = Program(run, (), arguments, out).lower()
         return _Placed(
-            run=lowered.compile(compiler_options=options),
+            run=program.lower().compile(compiler_options=options),
             num_rows=num_rows,
             batch_sharding=sharding,
             depth=depth,
         )
 
-    def __call__(self, state: TrainState) -> dict[str, np.ndarray]:
+    def __call__(
+        self, state: TrainState, *, meanwhile: Callable[[], None] = lambda: None
+    ) -> dict[str, np.ndarray]:
         """The outputs for every sample of the set, in its order, on the host.
 
-        Of the average of the parameters where the state has one (`TrainState.averaged`).
+        Of the average of the parameters where the state has one (`TrainState.averaged`). `meanwhile` is
+        called before every batch, and may raise.
         """
         self.compile(jax.tree.map(_abstract, state))
         placed = self._placed[_placement(state)]
@@ -150,14 +174,26 @@ class Evaluator:
         held = held_rows(sharding, num_rows)
         pending, parts = [], []
         # A process without a sample runs one batch all the same: the others wait for its outputs.
-        for start in range(0, max(len(mine), 1), num_rows):
-            indices = mine[start : start + num_rows]
-            padded = np.resize(indices, num_rows)
-            rows = narrow(self._source.batch(padded[held]))
-            batch = put_rows(rows, held, sharding, num_rows=num_rows)
-            pending.append((len(indices), placed.run(state.averaged, state.model_state, batch)))
-            if len(pending) >= placed.depth:
-                parts.append(_fetch(*pending.pop(0)))
+        cut = [mine[i : i + num_rows] for i in range(0, max(len(mine), 1), num_rows)]
+        with self._readers() as readers:
+
+            def begun(indices: np.ndarray) -> Reading:
+                rows = np.resize(indices, num_rows)[held]
+                return readers.begin(rows, np.zeros_like(rows))
+
+            ahead = deque([begun(cut[0])])
+            for indices, following in zip(cut, [*cut[1:], None], strict=True):
+                self.num_batches += 1
+                meanwhile()
+                if (
+                    following is not None
+                ):  # read while this one is computed, where there are threads
+                    ahead.append(begun(following))
+                rows = narrow(ahead.popleft().result())
+                batch = put_rows(rows, held, sharding, num_rows=num_rows)
+                pending.append((len(indices), placed.run(state.averaged, state.model_state, batch)))
+                if len(pending) >= placed.depth:
+                    parts.append(_fetch(*pending.pop(0)))
         parts += [_fetch(*p) for p in pending]
         merged = {name: np.concatenate([p[name] for p in parts]) for name in parts[0]}
         return merged if num_parts == 1 else self._everyone(merged, total)

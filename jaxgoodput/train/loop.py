@@ -6,9 +6,11 @@ Whatever is decided elsewhere (a verdict, a stop, a save) arrives as a `Control`
 every process.
 """
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 
 import jax
 import numpy as np
@@ -17,13 +19,25 @@ from jaxtyping import Array
 
 from jaxgoodput import _serial
 from jaxgoodput.clock import Clock
+from jaxgoodput.data.cursor import Cursor
 from jaxgoodput.data.loader import StepBatch
+from jaxgoodput.data.sources import StreamState
 from jaxgoodput.engine.engine import Engine
-from jaxgoodput.engine.state import StepMetrics, TrainState
+from jaxgoodput.engine.programs import Program
+from jaxgoodput.engine.state import StepMetrics, TrainState, host_copy
 from jaxgoodput.goodput.memory import TooLarge
 from jaxgoodput.goodput.search import BatchConfig
 from jaxgoodput.observe.badput import TimeLedger
-from jaxgoodput.observe.events import Checkpoint, EvalEnd, FitEnd, FitStart, Preempt, Resharded
+from jaxgoodput.observe.events import (
+    Checkpoint,
+    EvalEnd,
+    FitEnd,
+    FitStart,
+    Preempt,
+    ReadsRetried,
+    Resharded,
+    StateShown,
+)
 from jaxgoodput.parallel.move import MoveDoesNotFit
 from jaxgoodput.train.analyst import Analyst
 from jaxgoodput.train.checkpoint import CheckpointMeta
@@ -31,12 +45,17 @@ from jaxgoodput.train.compile_ahead import SizeCompiler
 from jaxgoodput.train.config import Config
 from jaxgoodput.train.control import (
     DEPTH,
+    SAVED,
+    UNSAVED,
     BatchWish,
     Control,
     Diverged,
     Due,
+    NotSaved,
+    PeerLost,
     Preempted,
     Requests,
+    Stopping,
     decode,
     encode,
 )
@@ -81,11 +100,23 @@ class Loop:
         self.batch: BatchConfig = start.batch
         self.step: int = start.step
         self.samples: int = start.samples
+        self.cursor: Cursor = start.loader.cursor  # behind the last step; the loader may be ahead
+        self.stream: StreamState | None = start.loader.stream  # the same, where the data are one
         # What the loop remembers between steps.
         self._latest: Result | None = None
+        self._evaluated: tuple[int, dict[str, float]] = (
+            -1,
+            {},
+        )  # the step of the newest one, and its metrics
         self._untimed = DEPTH  # steps that are not to be timed
+        self._num_retried = 0  # reads, as last told
+        self._rest_of: BatchConfig | None = None  # batch whose rest at the end was asked for
         self._outcome: str | None = None  # what ended the run before its end
-        self._hook_error: BaseException | None = None
+        self._error: BaseException | None = None  # of a hook or of the task
+        self._is_alone = False  # whether other processes may have gone, or wait in a step
+        self._is_dispatching = False  # whether state, step, samples and cursor may disagree
+        self._expects_steps = False  # whether a run without steps hangs
+        self._saving = threading.Lock()
         self._began_s = clock.now()  # made anew at the first step
         self._due = Due(config, self._began_s, start.progress)
         # Sizes whose noise every process can measure, by strategy: the first was compiled before the start.
@@ -137,6 +168,9 @@ class Loop:
 
     def close(self) -> None:
         """End the threads: results stop before the analyst does."""
+        if self.requests.signal is not None:  # what is being read or compiled is not waited for
+            self.loader.close(wait=False)
+            self.strategies.abandon()
         self.watcher.close()
         self.analyst.close()
 
@@ -150,26 +184,25 @@ class Loop:
     def run(self) -> TrainState:
         """The whole run. See `Trainer.fit` for what it raises."""
         first, reason = self.step, "interrupted"
+        must_save = is_best = False
         self._began_s = self.clock.now()
         self._due = Due(self.config, self._began_s, self.start.progress)
+        unsaved: str | None = None
         try:
-            with jax.transfer_guard("disallow"):
-                while self._obey(self._settled(first)):
-                    batch = self._next_batch()
-                    if batch is None:
-                        break
-                    self._dispatch(batch)
-            self._drain(first)
-            self.analyst.flush()  # the hooks have heard of every step
-            if self._outcome and self._hook_error is None:
+            try:
+                is_best = self._train(first)
+            except Diverged:
+                raise  # what came of it is not worth keeping
+            except Exception as error:
+                self._error, self._is_alone = error, self.where.process_count > 1
+            if must_save := is_best or self._must_save(first):
+                unsaved = self._save_last()
+            if self._outcome and self._error is None:
                 self.analyst.tell(Preempt(step=self.step, signal=self._outcome))
-            if self.evaluator is not None and self._outcome is None:
-                self._evaluate()
-            if self._outcome or self.config.saving.at_end:
-                self._save(wait=True)
+            self.analyst.flush()  # the hooks have heard of every step
             reason = "preempted" if self._outcome else "done"
-            if self._hook_error is not None:
-                reason = _named(self._hook_error)
+            if self._error is not None:
+                reason = _named(self._error)
             elif self.start.memory is not None:
                 self.start.memory.write(self.analyst.remembered(self.step))
         except Exception as error:
@@ -177,13 +210,40 @@ class Loop:
             raise
         finally:
             self._finish(reason)
-        if self._hook_error is not None:
-            if self.where.process_count == 1:
-                self._save(wait=True)  # of what came after the last step, nothing is saved yet
-            raise self._hook_error
+        if self._error is not None:
+            if not must_save and self.where.process_count == 1 and self.step > first:
+                self._save(wait=True)  # a hook failed at the very end
+            if not _is_of_a_peer(self._error) or self.where.process_count == 1:
+                raise self._error
+            if self._outcome is None and self.requests.signal is None:
+                raise self._peer_lost() from self._error
+            self._outcome = self._outcome or self.requests.signal  # the others have left already
+            logging.warning("another process has left before the last step: %s", self._error)
+        if unsaved is not None:
+            failure = NotSaved(self.step, self._safe_step(), unsaved, self.state)
+            logging.error("%s", failure)  # a SystemExit says nothing
+            raise failure
         if self._outcome:
             raise Preempted(self.step, self._outcome)
         return self.state
+
+    def _train(self, first: int) -> bool:
+        """Step to the end, or to where a stop is due; True where the evaluation at the end is the best."""
+        self._expects_steps = True
+        try:
+            with jax.transfer_guard("disallow"):
+                while self._obey(self._settled(first)):
+                    batch = self._next_batch()
+                    if batch is None:
+                        self._tell_dropped()
+                        break
+                    self._dispatch(batch)
+            self._drain(first)
+            if self.evaluator is not None and self._outcome is None:
+                return self._evaluate()
+            return False
+        finally:
+            self._expects_steps = False
 
     def _settled(self, first: int) -> Result | None:
         """The newest result that every process has by now: of the step before the one in flight."""
@@ -205,27 +265,54 @@ class Loop:
         """Do what was asked; False to end the loop."""
         if self.is_chief:  # the answer takes effect everywhere
             progress = None if result is None else result.metrics.progress
-            wish = self._due.asked(self.clock.now(), progress)
+            skipping = result is not None and result.metrics.skipped_in_a_row > 0
+            wish = self._due.asked(self.clock.now(), progress, skipping=skipping)
             if wish is not None:
                 self.requests.post(wish)
         control = self._control(result)
         if control.stop:
             self._outcome = self.requests.signal or "peer"
             return False
-        total = self.config.base_steps
-        if control.finish or (total is not None and self._progress() >= total):
+        if control.finish or self._is_complete():
             return False
-        if control.evaluate:
-            self._evaluate()
-        if control.save:
+        is_best = control.evaluate and self._evaluate()
+        if self._outcome:
+            return False
+        if control.save or is_best:
             self._save()
+        if control.show:
+            self._show()
         if control.statistics_every:
             self._every = control.statistics_every
         if control.batch is not None:
             self._take_up(control.batch)
         return True
 
+    def _is_complete(self) -> bool:
+        """Whether `base_steps` are done. Where the steps in flight may do the rest, it waits for them."""
+        total, progress = self.config.base_steps, self._progress()
+        if total is None:
+            return False
+        seen = self.start.step if self._latest is None else self._latest.ticket.step
+        most = max(self.batch.global_batch_size / self.config.batch.base, 1) * (self.step - seen)
+        if progress < total <= progress + most:
+            progress = self.watcher.result(self.step, keep=True).metrics.progress
+        return progress >= total
+
     def _take_up(self, wish: BatchConfig | BatchWish) -> None:
+        with self._pausing():
+            self._change(wish)
+
+    @contextlib.contextmanager
+    def _pausing(self) -> Iterator[None]:
+        """No step is expected while the block lasts: a compilation may take any time."""
+        before, self._expects_steps = self._expects_steps, False
+        try:
+            yield
+        finally:
+            self._expects_steps = before
+
+    def _change(self, wish: BatchConfig | BatchWish) -> None:
         strategy = self.batch.strategy if wish.strategy is None else wish.strategy
         batch = BatchConfig(
             micro_batch_size=wish.micro_batch_size,
@@ -233,6 +320,19 @@ class Loop:
             num_replicas=self.strategies.engine(strategy).num_replicas,
             strategy=strategy,
         )
+        refusal = self._refusal(batch)
+        if refusal is not None:
+            logging.warning(
+                "training goes on with batches of %d samples: %d in %d micro-batches of %d on each of %d "
+                "replicas %s.",
+                self.batch.global_batch_size,
+                batch.global_batch_size,
+                batch.num_micro_batches,
+                batch.micro_batch_size,
+                batch.num_replicas,
+                refusal,
+            )
+            return
         if batch.strategy != self.batch.strategy and not self._switch(batch):
             return  # the batch asked for belongs to the other strategy
         if self.where.spans:
@@ -243,6 +343,17 @@ class Loop:
             self.strategies.use(
                 batch
             )  # compiles here only where nothing is compiled in the background
+
+    def _refusal(self, batch: BatchConfig) -> str | None:
+        """Why a batch that is asked for cannot be used; None where it can."""
+        if not self.config.batch.allows(batch):
+            return "are not what Config.batch allows"
+        if batch.num_micro_batches > 1 and not self.config.accumulates:
+            return "would be split, which Config does not allow"
+        with self.ledger.bucket("compilation"), jax.transfer_guard("allow"):
+            fits = self.strategies.fits(batch)
+            self.where.meet(f"a batch, step {self.step}")
+        return None if self._everywhere(fits) else "do not fit into memory"
 
     def _switch(self, batch: BatchConfig) -> bool:
         """Move the state to the layout of a batch's strategy, in memory; the loop waits for it.
@@ -332,19 +443,66 @@ class Loop:
 
     def _next_batch(self) -> StepBatch | None:
         try:
-            batch = self.loader.next(self.batch)
-        except Exception as error:
-            if self.where.process_count > 1:
-                raise  # the others are told by the collective that this process does not join
-            # What was learned so far is saved; then the error is raised.
-            self._hook_error, self._outcome = error, "the data set failed"
+            batch = self.loader.next(self.batch, meanwhile=self._unless_stopping)
+        except Stopping:
+            self._give_up()
             return None
-        if batch is not None and batch.wait_s > 1e-4:
+        if batch is None:
+            return None
+        if batch.wait_s > 1e-4:
             self.ledger.add("data_loading_sync", batch.wait_s)
+        if self.loader.num_retried > self._num_retried:
+            self._num_retried = self.loader.num_retried
+            self.analyst.tell(ReadsRetried(step=self.step, num_retried=self._num_retried))
+        if batch.num_samples < batch.config.global_batch_size:
+            with (
+                self._pausing(),
+                self.ledger.bucket("compilation"),
+                jax.transfer_guard("allow"),
+            ):
+                for program in self._last_programs(batch.num_samples):
+                    self.engine.compile_program(program)  # it is there, unless the run was short
+                self.where.meet(f"the last batch, step {self.step}")
         return batch
+
+    def _tell_dropped(self) -> None:
+        total = self.start.total_samples
+        if total is not None and self._outcome is None and self.samples < total:
+            left = total - self.samples
+            logging.info('the last %d samples were dropped, as last_batch="drop" says', left)
+
+    def _compile_last_batch(self) -> None:
+        """From half of the run on, have what the batch in use leaves at the end compiled behind the loop."""
+        total = self.start.total_samples
+        if total is None or 2 * self.samples < total or self._rest_of == self.batch:
+            return
+        self._rest_of = self.batch
+        left = (total - self.samples) % self.batch.global_batch_size
+        if self.config.last_batch != "drop":
+            self.sizes.compile_soon(self._last_programs(left))
+
+    def _last_programs(self, num_samples: int) -> tuple[Callable[[], Program], ...]:
+        """What a last batch of so many samples takes besides the programs of the batch in use."""
+        micro, replicas = self.batch.micro_batch_size, self.batch.num_replicas
+        if self.engine.layout.strategy.stage > 1:
+            return ()  # it is padded to the size of others
+        full, rest = divmod(num_samples, micro * replicas)
+        own = -(-rest // replicas)
+        return self.engine.last_programs(own, alone=not full) if 0 < own < micro else ()
+
+    def _unless_stopping(self) -> None:
+        """Raise Stopping where a stop is due now: called while the loop waits for data, or evaluates."""
+        # Others hear of it along with the next step: left alone only where that does not come.
+        if self.requests.is_overdue or (self.requests.signal and self.where.process_count == 1):
+            raise Stopping
+
+    def _give_up(self) -> None:
+        self._outcome, self._is_alone = self.requests.signal, self.where.process_count > 1
 
     def _dispatch(self, batch: StepBatch) -> None:
         """Start one step; nothing here waits for a device."""
+        self._compile_last_batch()
+        self._is_dispatching = True
         measured, compiled = self._is_measured(batch), self.compilations.num
         dispatched_s = self.clock.now()
         engine, marks = self.engine, (None, None)
@@ -367,7 +525,10 @@ class Loop:
             self.state, metrics = engine.update(self.state, total, work)
         self.step += 1
         self.samples += batch.num_samples
-        timed = self._untimed <= 0 and self.compilations.num == compiled and not batch.num_padded
+        self.cursor, self.stream = batch.after, self.loader.stream
+        self._is_dispatching = False
+        is_whole = batch.num_samples == batch.config.global_batch_size
+        timed = self._untimed <= 0 and self.compilations.num == compiled and is_whole
         self._untimed -= 1
         self.watcher.submit(
             Ticket(
@@ -403,6 +564,8 @@ class Loop:
         """Whether this step measures gradient noise: one step in `every`."""
         if self.engine.world is not None or len(batch.micro_batches) > 1:
             return True
+        if batch.num_samples < batch.config.global_batch_size:
+            return False  # the run's last, for which nothing that measures is compiled
         size = batch.config.micro_batch_size
         can = self.sizes.can_measure(size)
         if self.where.process_count > 1:  # one decision
@@ -419,46 +582,135 @@ class Loop:
 
     # -- what the loop does besides stepping -----------------------------------------------------
 
-    def _evaluate(self) -> None:
+    def _evaluate(self) -> bool:
+        """Evaluate the state; True where it is the best so far, by `Saving.best`."""
         assert self.evaluator is not None
         start_s = self.clock.now()
-        with self.ledger.bucket("evaluation"):
-            summary = self.task.summarize(self.evaluator(self.state))
+        try:
+            # What is the user's (samples, `summarize`) may use jnp as it likes.
+            with self.ledger.bucket("evaluation"), jax.transfer_guard("allow"):
+                with self._pausing():
+                    self.evaluator.compile(self.engine.abstract_state())
+                outputs = self.evaluator(self.state, meanwhile=self._unless_stopping)
+                summary = self.task.summarize(outputs)
+                metrics = {name: float(value) for name, value in summary.items()}
+        except Stopping:
+            logging.info("the evaluation of step %d is left out: a stop was asked for", self.step)
+            self._give_up()
+            return False
         end_s = self.clock.now()
+        self._evaluated = self.step, metrics
         self.analyst.tell(
             EvalEnd(
                 step=self.step,
                 progress=self._progress(),
                 at_s=end_s,
                 seconds=end_s - start_s,
-                metrics={k: float(v) for k, v in summary.items()},
+                metrics=metrics,
             )
         )
+        is_best = self.checkpoints.is_best(metrics)
+        if self.config.saving.best is None:
+            return False
+        return self._everywhere(is_best or not self.is_chief)  # who knows all checkpoints decides
 
-    def _save(self, *, wait: bool = False) -> None:
+    def _must_save(self, first: int) -> bool:
+        """Whether the last step is to be saved at the end; the same in all processes that are not alone."""
+        if self._error is not None and (self._is_alone or self.where.process_count == 1):
+            return self.step > first
+        return self._outcome is not None or self.config.saving.at_end
+
+    def _save_last(self) -> str | None:
+        """Save the last step and wait for it; None, or why it is not safe.
+
+        All processes come here together and get one answer, unless they are alone: then the one that writes
+        does it by itself, and the others look whether it has.
+        """
+        if not self._is_alone:
+            error = self._save(wait=True)
+            is_safe = self._everywhere(not self.is_chief or self._is_safe())
+        else:
+            error = self._save(wait=True) if self.is_chief and not self.where.spans else None
+            for _ in range(0 if self.is_chief or self._error else 20):
+                if self._is_safe():
+                    break
+                self.clock.sleep(0.5)
+            is_safe = self._is_safe()
+        return None if is_safe else error or "the process that writes did not"
+
+    def _save(self, *, wait: bool = False) -> str | None:
+        """Save this step; what went wrong with it, or with the one before."""
         start_s = self.clock.now()
-        with self.ledger.bucket("checkpoint_save"), jax.transfer_guard("allow"):
-            meta = CheckpointMeta(
-                step=self.step,
-                samples=self.samples,
-                cursor=self.loader.cursor,
-                batch=self.batch,
-                timings=self.analyst.timings(),
-                statistics_every=self.analyst.statistics_every,
-                ledger=self.ledger.saved(),
-            )
-            error = self.checkpoints.save(self.state, meta)
-            if wait:
-                error = error or self.checkpoints.wait()
+        with self.ledger.bucket("checkpoint_save"), jax.transfer_guard("allow"), self._saving:
+            error = self.checkpoints.save(*self._snapshot())
+            if wait:  # in every process, whatever has failed in this one
+                failed = self.checkpoints.wait(alone=self._is_alone)
+                error = error or failed
         if error is not None:
             logging.warning(
-                "a checkpoint was not written (%s). Training goes on, and older checkpoints stay. "
-                "Free some space, or make %s writable.",
+                "a checkpoint was not written (%s). %solder checkpoints stay.%s",
                 error,
-                self.config.workdir,
+                "" if wait else "Training goes on, and ",
+                f" Free some space, or make {self.config.workdir} writable."
+                if "Errno" in error or "os_error_code" in error  # of Python, of tensorstore
+                else "",
             )
         seconds = self.clock.now() - start_s
         self.analyst.tell(Checkpoint(step=self.step, seconds=seconds, error=error))
+        return error
+
+    def _snapshot(self) -> tuple[TrainState, CheckpointMeta]:
+        return self.state, CheckpointMeta(
+            step=self.step,
+            samples=self.samples,
+            cursor=self.cursor,
+            stream=self.stream,
+            batch=self.batch,
+            timings=self.analyst.timings(),
+            statistics_every=self.analyst.statistics_every,
+            ledger=self.ledger.saved(),
+            progress=self._progress(),
+            metrics=self._evaluated[1] if self._evaluated[0] == self.step else {},
+            data=self.start.data,
+            base_batch_size=self.config.batch.base,
+        )
+
+    def _safe_step(self) -> int | None:
+        """The step of the newest checkpoint."""
+        try:
+            return self.checkpoints.newest()
+        except OSError as error:  # the workdir itself has gone
+            logging.error("there is no telling what is saved: %s", error)
+            return None
+
+    def _is_safe(self) -> bool:
+        """Whether nothing would be lost now: the last step done is saved, or there was none."""
+        return (self._safe_step() or 0) >= self.done
+
+    def _peer_lost(self) -> PeerLost:
+        silent = self.where.silent(self.clock)
+        who = ", ".join(map(str, silent)) or "unknown"
+        return PeerLost(
+            f"another process of this job has gone or does not answer; of {self.where.process_count} there "
+            f"is no word from: {who}. Its own output says why, and the launcher names the first to fail. "
+            f"Start the job again: it goes on from step {self._safe_step() or 0}."
+        )
+
+    def _show(self) -> None:
+        """Tell the hooks the parameters, on the host: the state's buffers go to the next step."""
+        with self.ledger.bucket("other"), jax.transfer_guard("allow"):
+            state, own = self.state, self.state.params
+            params = jax.tree.map(lambda x, own: host_copy(x, own.dtype), state.averaged, own)
+            model_state = jax.tree.map(host_copy, state.model_state)
+        if self.is_chief:
+            self.analyst.tell(
+                StateShown(
+                    step=self.step,
+                    progress=self._progress(),
+                    params=params,
+                    model_state=model_state,
+                )
+            )
 
     def _progress(self) -> float:
         return self.start.progress if self._latest is None else self._latest.metrics.progress
@@ -479,9 +731,42 @@ class Loop:
 
     # -- called from other threads ---------------------------------------------------------------
 
+    @property
+    def done(self) -> int:
+        """The last step that is done, as far as is known."""
+        newest = self.watcher.newest
+        return self.start.step if newest is None else newest
+
+    def pulse(self) -> tuple[int, int] | None:
+        """Something that changes while the loop lives; None where it may stand still."""
+        if not self._expects_steps or self.analyst.is_awaited:
+            return None
+        return self.done, 0 if self.evaluator is None else self.evaluator.num_batches
+
+    def save_aside(self) -> None:
+        """Save the last step from another thread, where the loop is busy with something else than steps."""
+        can_write = self.is_chief and not self.where.spans
+        if not can_write or self._is_dispatching or not self._saving.acquire(blocking=False):
+            return
+        try:
+            state, meta = self._snapshot()
+            if self._is_dispatching or meta.step != self.step:
+                return  # the loop has come back
+            with jax.transfer_guard("allow"):
+                error = self.checkpoints.save(state, meta) or self.checkpoints.wait(alone=True)
+            logging.warning("step %d, saved beside the loop: %s", meta.step, error or "done")
+        finally:
+            self._saving.release()
+
+    def farewell(self) -> tuple[int, str]:
+        """The exit code by what is safe now, and a sentence on it."""
+        if self._is_safe():
+            return SAVED, f"step {self._safe_step() or 0} is saved"
+        return UNSAVED, str(NotSaved(self.done, self._safe_step(), "it took too long"))
+
     def _hook_failed(self, error: BaseException) -> None:
         """A hook or the analysis failed, not the computation: stop and save, everywhere, then raise."""
-        self._hook_error = self._hook_error or error
+        self._error = self._error or error
         self.requests.interrupt("a hook failed")
 
     def _read(self, metrics: Array) -> tuple[StepMetrics[float], np.ndarray]:
@@ -505,10 +790,19 @@ def _refused(weight: float) -> tuple[str, str]:
             "A weight says how much a sample counts, 0 at least. To train away from samples, change the "
             "sign of their loss, not of their weight."
         )
-    return "had a loss or gradient that is not finite", (
+    return "had a loss, gradient, update or model state that is not finite", (
         "Lower the learning rate, clip gradients, or look at the samples of these steps (the data cursor "
-        "is in the checkpoint)."
+        "is in the checkpoint). Where the loss is finite, look at the schedule and the optimizer, or at "
+        "what loss_and_state returns as the new state."
     )
+
+
+def _is_of_a_peer(error: BaseException) -> bool:
+    """Whether it looks like a collective that failed because another process has gone."""
+    if not isinstance(error, jax.errors.JaxRuntimeError | ValueError):
+        return False
+    text = str(error).lower()
+    return any(word in text for word in ("gloo", "nccl", "connection", "heartbeat", "coordination"))
 
 
 def _named(error: BaseException) -> str:

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import inspect
 import json
 import math
 import os
@@ -20,18 +21,26 @@ import optax
 from absl import logging
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh
-from jaxtyping import PyTree
+from jaxtyping import Array, PyTree
 
-from jaxgoodput import __version__, _serial
+from jaxgoodput import __version__, _disk, _serial
 from jaxgoodput._jax import shared_store
 from jaxgoodput.clock import Clock
 from jaxgoodput.data.cursor import Cursor
+from jaxgoodput.data.fingerprint import Fingerprint, fingerprint
 from jaxgoodput.data.loader import Loader
-from jaxgoodput.data.sources import Source, abstract_sample, as_source
+from jaxgoodput.data.rows import narrow
+from jaxgoodput.data.sources import (
+    Source,
+    StreamSource,
+    abstract_sample,
+    as_source,
+    is_endless,
+)
 from jaxgoodput.engine import memory
 from jaxgoodput.engine.engine import Engine, Engines
 from jaxgoodput.engine.state import TrainState, Variables, split
-from jaxgoodput.engine.step import Problem
+from jaxgoodput.engine.step import LossAndState, Problem
 from jaxgoodput.goodput.memory import StepBytes, TooLarge
 from jaxgoodput.goodput.search import BatchConfig, BatchLimits
 from jaxgoodput.observe import journal
@@ -51,7 +60,16 @@ from jaxgoodput.optim.probe import (
 )
 from jaxgoodput.parallel.partition import CannotDivide, whole_leaves
 from jaxgoodput.parallel.strategy import DATA_AXIS, Layout, Strategy, anywhere
-from jaxgoodput.train.checkpoint import CheckpointMeta, Checkpoints, saveable
+from jaxgoodput.train.checkpoint import (
+    CheckpointMeta,
+    Checkpoints,
+    Restored,
+    WrongWorkdirError,
+    check_writable,
+    initial_leaves,
+    restore,
+    saveable,
+)
 from jaxgoodput.train.compile_ahead import StrategyCompiler
 from jaxgoodput.train.config import Config
 from jaxgoodput.train.control import CONTROL_SIZE
@@ -105,6 +123,15 @@ class Place:
         store = shared_store()
         if self.process_count > 1 and store is not None:
             store.barrier(f"jaxgoodput: {moment}", timeout_s=1800.0)
+
+    def silent(self, clock: Clock) -> tuple[int, ...]:
+        """The processes that do not come here within a second or so of this one."""
+        store = shared_store()
+        assert store is not None
+        keys = [f"jaxgoodput: process {rank} has lost a peer" for rank in range(self.process_count)]
+        store.set(keys[self.process_index], "", overwrite=True)
+        clock.sleep(1.0)
+        return tuple(rank for rank, key in enumerate(keys) if store.try_get(key) is None)
 
     def everywhere(self, holds: bool) -> bool:
         """Whether it holds in every process; they come here together."""
@@ -165,6 +192,8 @@ class Start:
     batch: BatchConfig
     limits: BatchLimits
     dataset_size: int
+    data: Fingerprint
+    total_samples: int | None  # with which the run ends; None: it ends by progress
     step: int
     samples: int
     progress: float
@@ -180,6 +209,7 @@ def prepare(
     config: Config,
     devices: Sequence[Any] | None,
     *,
+    initial: Any,
     hooks: Sequence[Any],
     stack: contextlib.ExitStack,
     ledger: TimeLedger,
@@ -191,33 +221,16 @@ def prepare(
     """
     where = place(devices, config.strategies)
     source = as_source(task.dataset())
+    _check_endless(config, source)
     if config.execution.keep_freed_pages:
         keep_freed_pages(where.own_devices[0].platform)
     budget = _budget(config, where)
-    problem = problem_of(task, config)
-
-    def engines_of(where: Place) -> Engines:
-        return Engines(
-            problem,
-            abstract_sample(source),
-            world=where.world,
-            control_size=CONTROL_SIZE if where.process_count > 1 else 0,
-            memory_bytes=budget,
-            loss=config.loss,
-        )
-
-    engines = engines_of(where)
-    kind = engines.loss_kind()  # before anything is compiled: a loss of a wrong shape is named
-    if where.world is not None and engines.is_global(where.layout):
-        where = place(devices, config.strategies, spanning=True)
-        engines = engines_of(where)
-    checkpoints = Checkpoints(config.workdir, keep=config.saving.keep, spans=where.spans)
+    where, by_strategy, kind = _engines(task, config, devices, where, source, budget)
+    _hold(config.workdir, where, stack)
+    checkpoints = Checkpoints(config.workdir, keep=config.saving, spans=where.spans)
     stack.callback(checkpoints.close)
-    # Rules that do not fit are named before anything is read.
-    by_strategy = _engines_by_strategy(engines, where)
-    where = dataclasses.replace(
-        where, layouts={name: engine.layout for name, engine in by_strategy.items()}
-    )
+    checkpoints.remove_leftovers()
+    data = fingerprint(source)
     plan_of = functools.partial(_plan, config, by_strategy, len(source), budget)
 
     def planned(prefer: str) -> BatchPlan:
@@ -226,46 +239,61 @@ def prepare(
 
     def planned_for(meta: CheckpointMeta) -> TrainState:
         """What to restore: onto the saved strategy, or, where it does not fit here, the first that does."""
+        _check_same_data(meta, data, config, where)
         found.append(planned(_nearest_strategy(meta.batch.strategy, where)))
-        abstract = by_strategy[found[-1].start.strategy].abstract_state()
-        return abstract if meta.has_average else dataclasses.replace(abstract, ema=None)
+        return _abstract_as_saved(by_strategy[found[-1].start.strategy], meta)
 
     found: list[BatchPlan] = []
     with ledger.bucket("checkpoint_restore"):
         restored = checkpoints.restore(planned_for)
     plan = found[-1] if restored is not None else planned(next(iter(where.layouts)))
     engine = by_strategy[plan.start.strategy]
-    _check_length(config, plan, source, kind)
     step, samples, progress = 0, 0, 0.0
     batch, cursor = plan.start, Cursor(seed=config.seed)
     memory = _memory(config, where, engine, plan, len(source))
     earlier = None if memory is None else memory.earlier
     if restored is None:
-        state = engine.init(jax.random.key(config.seed))
+        given: dict[str, Any] = {}
+        if initial is not None:
+            with ledger.bucket("checkpoint_restore"):
+                given = initial_leaves(initial, engine.abstract_state().variables)
+        state = engine.init(jax.random.key(config.seed), given)
         if earlier is not None:
             batch, state = _begun(engine, plan, earlier, budget, ledger, state)
     else:
-        state, meta = restored.state, restored.meta
-        if config.ema is not None and not meta.has_average:
+        state, meta = _with_average(engine, restored), restored.meta
+        if initial is not None:
             logging.warning(
-                "the checkpoint of step %d holds no average of the parameters (Config.ema): it begins with "
-                "them as they are there.",
+                "the run goes on from its checkpoint of step %d: initial= is for a new workdir, not read.",
                 meta.step,
             )
-            state = engine.with_average(state)
         step, samples, cursor = meta.step, meta.samples, meta.cursor
+        if cursor.offset > len(source):  # of a larger data set; it may be allowed
+            cursor = dataclasses.replace(cursor, epoch=cursor.epoch + 1, offset=0)
+        _go_on(source, meta)
         progress = float(adaptation.progress(state.opt_state))
         if config.policy != "fixed":
             batch = plan.resumed(meta.batch, lambda size: _fits(engine, size, budget, ledger))
-    evaluation = None
-    if config.evaluation.every_s or config.evaluation.every_base_steps:
-        evaluation = evaluator(task, config, where)
-        with ledger.bucket("compilation"):
-            evaluation.compile(engine.abstract_state())
+    total = None if config.epochs is None else config.epochs * len(source)
+    remaining = None if total is None else max(total - samples, 0)
+    can_leave_out = kind == "sample" or engine.problem.takes_mask
+    if not can_leave_out and config.last_batch != "drop":
+        _require_even_rest(config, plan, source, by_strategy, remaining)
+    if restored is None:
+        _warn_of_coupling(config, engine, state, source, plan)
+    held_out, evaluation = task.eval_dataset(), None
+    every = config.evaluation.every_s or config.evaluation.every_base_steps
+    is_ahead = bool(every) or where.process_count > 1  # which would wait for the slowest
+    if held_out is not None or every:
+        evaluation = evaluator(task, config, where, held_out, clock)
+        evaluation.check(engine.abstract_state())  # what is wrong there is named before training
 
     def compile_evaluation(other: Engine) -> None:
-        if evaluation is not None:
+        if evaluation is not None and is_ahead:
             evaluation.compile(other.abstract_state())
+
+    with ledger.bucket("compilation"):
+        compile_evaluation(engine)
 
     strategies = StrategyCompiler(
         by_strategy,
@@ -291,9 +319,6 @@ def prepare(
                 )
         if not config.compiles_behind:
             strategies.prepare()
-    remaining = None
-    if config.epochs is not None:
-        remaining = max(config.epochs * len(source) - samples, 0)
     loader = Loader(
         source,
         sharding=engine.layout.batch_sharding,
@@ -301,8 +326,11 @@ def prepare(
         process_index=where.process_index,
         process_count=where.process_count,
         max_samples=remaining,
+        drop_last=config.last_batch == "drop",
         prefetch=config.execution.prefetch,
         shuffle=config.shuffle,
+        num_readers=config.execution.readers,
+        num_retries=config.execution.read_retries,
         clock=clock,
     )
     stack.callback(loader.close)
@@ -325,6 +353,8 @@ def prepare(
         batch=batch,
         limits=plan.limits,
         dataset_size=len(source),
+        data=data,
+        total_samples=total,
         step=step,
         samples=samples,
         progress=progress,
@@ -333,6 +363,116 @@ def prepare(
         restored=None if restored is None else restored.meta,
         memory=memory,
         hooks=told,
+    )
+
+
+def restored_state(
+    task: Task, config: Config, devices: Sequence[Any] | None, *, step: int | None, best: bool
+) -> TrainState:
+    """A checkpoint's state, on the strategy of this run that is nearest to the one it was saved under.
+
+    Nothing else is got ready. Raises what `Trainer.restore` says.
+    """
+    where, source = place(devices, config.strategies), as_source(task.dataset())
+    where, engines, _ = _engines(task, config, devices, where, source, None)
+
+    def engine_for(meta: CheckpointMeta) -> Engine:
+        return engines[_nearest_strategy(meta.batch.strategy, where)]
+
+    restored = restore(
+        config.workdir,
+        lambda meta: _abstract_as_saved(engine_for(meta), meta),
+        step=step,
+        best=best,
+        saving=config.saving,
+    )
+    return _with_average(engine_for(restored.meta), restored)
+
+
+def _engines(
+    task: Task,
+    config: Config,
+    devices: Sequence[Any] | None,
+    where: Place,
+    source: Source,
+    budget: int | None,
+) -> tuple[Place, Mapping[str, Engine], str]:
+    """The engine of every strategy that can be had, where they run, and the kind of the loss."""
+    problem = problem_of(task, config)
+
+    def engines_of(where: Place) -> Engines:
+        return Engines(
+            problem,
+            abstract_sample(source),
+            world=where.world,
+            control_size=CONTROL_SIZE if where.process_count > 1 else 0,
+            memory_bytes=budget,
+            loss=config.loss,
+        )
+
+    engines = engines_of(where)
+    kind = engines.loss_kind()  # before anything is compiled: a loss of a wrong shape is named
+    if where.world is not None and engines.is_global(where.layout):
+        where = place(devices, config.strategies, spanning=True)
+        engines = engines_of(where)
+    # Rules that do not fit are named before anything is read.
+    by_strategy = _engines_by_strategy(engines, where)
+    layouts = {name: engine.layout for name, engine in by_strategy.items()}
+    return dataclasses.replace(where, layouts=layouts), by_strategy, kind
+
+
+def _abstract_as_saved(engine: Engine, meta: CheckpointMeta) -> TrainState:
+    """The state of an engine, abstract, without an average where the checkpoint has none."""
+    abstract = engine.abstract_state()
+    return abstract if meta.has_average else dataclasses.replace(abstract, ema=None)
+
+
+def _with_average(engine: Engine, restored: Restored) -> TrainState:
+    """The state that was read, with an average where this run wants one."""
+    if engine.problem.ema is None or restored.meta.has_average:
+        return restored.state
+    logging.warning(
+        "the checkpoint of step %d holds no average of the parameters (Config.ema): it begins with "
+        "them as they are there.",
+        restored.meta.step,
+    )
+    return engine.with_average(restored.state)
+
+
+def _hold(workdir: str, where: Place, stack: contextlib.ExitStack) -> None:
+    """Hold the workdir until `stack` closes, by process 0 for all.
+
+    Raises InUse in all of them where another run holds it, PermissionError where it cannot be written.
+    """
+    refused = None
+    try:
+        check_writable(pathlib.Path(workdir))
+        if where.process_index == 0:
+            stack.enter_context(_disk.held(pathlib.Path(workdir)))
+    except (OSError, _disk.InUse) as error:
+        refused = error
+    if not where.everywhere(refused is None):
+        raise refused or _disk.InUse(f"{workdir} cannot be used, as another process says.")
+
+
+def _check_same_data(meta: CheckpointMeta, data: Fingerprint, config: Config, where: Place) -> None:
+    """Refuse, in all processes, a checkpoint that was written with other data or another base batch."""
+    changed = []
+    difference = None if meta.data is None else meta.data.difference(data)
+    if difference is not None:
+        changed.append(f"the data set {difference}")
+    if meta.base_batch_size not in (None, config.batch.base):
+        changed.append(f"batch.base is {config.batch.base} instead of {meta.base_batch_size}")
+    if where.everywhere(not changed):
+        return
+    what = " and ".join(changed) or "another process reads other data"
+    if not config.saving.allow_changed_data:
+        raise WrongWorkdirError(
+            f"{what}, against the checkpoint of step {meta.step} in {config.workdir}. Use another workdir, "
+            "or set Config.saving.allow_changed_data: then samples need no longer come exactly once."
+        )
+    logging.warning(
+        "%s, against the checkpoint of step %d. It goes on, as allowed.", what, meta.step
     )
 
 
@@ -422,9 +562,11 @@ def problem_of(task: Task, config: Config) -> Problem:
             better,
         )
     labels = task.labels if task.labels(kept) is not None else None
+    loss_and_state, takes_mask = _loss_of(task)
     return Problem(
         init=task.init,
-        loss_and_state=task.loss_and_state,
+        loss_and_state=loss_and_state,
+        takes_mask=takes_mask,
         tx=adaptation.adaptive(
             tx,
             rule,
@@ -433,6 +575,8 @@ def problem_of(task: Task, config: Config) -> Problem:
             labels=labels,
             # A run of so many epochs ends by its samples, and so do its schedules.
             schedules="progress" if config.epochs is None else "samples",
+            # Fixed is fixed, for the last batch too, which is smaller.
+            shrinks=config.policy != "fixed" or config.tuning.fixed_tolerance > 0,
             second_moment_decay=remembered if rule is rules.adam_scale else None,
         ),
         base_batch_size=config.batch.base,
@@ -446,31 +590,58 @@ def problem_of(task: Task, config: Config) -> Problem:
     )
 
 
+def _loss_of(task: Task) -> tuple[LossAndState, bool]:
+    """The user's loss, and whether it asks for the mask of real rows, by a parameter of that name."""
+    has_state = type(task).loss_and_state is not Task.loss_and_state
+    written: Callable[..., Any] = task.loss_and_state if has_state else task.loss
+    if "mask" not in inspect.signature(written).parameters:
+        return task.loss_and_state, False
+
+    def masked(
+        params: PyTree, model_state: PyTree, batch: PyTree, key: Array, mask: Array | None = None
+    ) -> tuple[Any, PyTree]:
+        if mask is None:  # only looked at
+            mask = jnp.ones(len(jax.tree.leaves(batch)[0]))
+        if has_state:
+            return written(params, model_state, batch, key, mask=mask)
+        return written(params, batch, key, mask=mask), model_state
+
+    return masked, True
+
+
 def _holds(opt_state: PyTree, kind: type) -> bool:
     """Whether a state of this kind is anywhere in an optimizer's."""
     nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, kind))
     return any(isinstance(x, kind) for x in nodes)
 
 
-def evaluator(task: Task, config: Config, where: Place) -> Evaluator:
-    """The compiled evaluation of this task.
+def evaluator(task: Task, config: Config, where: Place, data: Any, clock: Clock) -> Evaluator:
+    """The evaluation of this task on its held-out `data`.
 
-    Raises ValueError where it has no eval_dataset.
+    Raises ValueError where there are none, or they have no end.
     """
-    data = task.eval_dataset()
     if data is None:
         raise ValueError(
             f"{type(task).__name__}.eval_dataset() returned None: there is nothing to evaluate on."
         )
+    source = as_source(data)
+    if is_endless(source):
+        raise ValueError(
+            f"{type(task).__name__}.eval_dataset() returned a {type(data).__name__} that is a stream or has "
+            "no end, and an evaluation takes every sample once. Return something with a length."
+        )
     base = max(config.batch.base // where.num_replicas, 1)
     return Evaluator(
         task.metrics_with_state,
-        as_source(data),
+        source,
         where.layout,
         micro_batch_size=config.evaluation.micro_batch_size or base,
         compute_dtype=None if config.compute_dtype is None else jnp.dtype(config.compute_dtype),
         process_index=where.process_index,
         process_count=where.process_count,
+        clock=clock,
+        num_readers=config.execution.readers,
+        num_retries=config.execution.read_retries,
     )
 
 
@@ -508,7 +679,7 @@ def _plan(
         num_samples,
         budget=budget,
         needs=needs,
-        accumulate=config.tuning.accumulate,
+        accumulate=config.accumulates,
         fixed=config.policy == "fixed",
         schedule=None if isinstance(config.policy, str) else config.policy,
         tolerance=config.tuning.fixed_tolerance,
@@ -617,18 +788,80 @@ def _begun(
     return batch, dataclasses.replace(state, opt_state=held)
 
 
-def _check_length(config: Config, plan: BatchPlan, source: Source, kind: str) -> None:
-    """A loss that cannot leave padding out must never meet a padded batch: refuse before training."""
-    if config.epochs is None or kind == "sample":
-        return
-    total = config.epochs * len(source)
-    constant = config.policy == "fixed" and total % plan.start.global_batch_size == 0
-    if not constant:
+def _check_endless(config: Config, source: Source) -> None:
+    if config.epochs is not None and is_endless(source):
         raise ValueError(
-            f"loss() returns a scalar mean, and the last batch of {config.epochs} epochs of "
-            f"{len(source)} samples will have to be padded. Return per-sample losses [batch], or "
-            "Loss(sum, weight) per sample, so that padding can be left out exactly; or train for "
-            "base_steps instead of epochs."
+            f"Config.epochs={config.epochs} counts passes over the data, and dataset() returned a stream or "
+            "a data set that repeats without end. Set Config.base_steps instead, or leave out .repeat()."
+        )
+
+
+def _go_on(source: Source, meta: CheckpointMeta) -> None:
+    """Set a stream back to where the checkpoint left it."""
+    if isinstance(source, StreamSource) != (meta.stream is not None):
+        raise WrongWorkdirError(
+            f"the checkpoint of step {meta.step} is of a run whose data set was "
+            f"{'no stream' if meta.stream is None else 'a stream'}, and that of this one is "
+            f"{'one' if meta.stream is None else 'not'}. Resume with the data set that it began with, or use "
+            "another workdir."
+        )
+    if isinstance(source, StreamSource) and meta.stream is not None:
+        source.restore(meta.stream)
+
+
+def _require_even_rest(
+    config: Config,
+    plan: BatchPlan,
+    source: Source,
+    engines: Mapping[str, Engine],
+    remaining: int | None,
+) -> None:
+    """A loss that cannot leave padding out must never meet a padded batch: refuse before training."""
+    counts = sorted({engine.num_replicas for engine in engines.values()})
+    in_stages = any(engine.layout.strategy.stage > 1 for engine in engines.values())
+    if remaining is None:  # only a stream ends all the same, and anywhere
+        is_even = not isinstance(source, StreamSource) or (counts == [1] and not in_stages)
+        what = "a stream"
+    else:
+        what = f"the {remaining} samples until the end of `epochs`"
+        # Where there are several, what is left for one of them depends on how long others were used.
+        is_even = len(counts) == 1 and remaining % counts[0] == 0
+        if in_stages:  # the last batch keeps its size there
+            is_even = config.policy == "fixed" and remaining % plan.start.global_batch_size == 0
+    if not is_even:
+        raise ValueError(
+            f"loss() returns a scalar mean, and the last batch of {what} may have to be padded, so that "
+            f"{' or '.join(map(str, counts))} replicas, or stages, can share it. "
+            "Return per-sample losses [batch], or Loss(sum, weight) per sample, so that padding can be left "
+            "out exactly; or give loss() a parameter `mask`; or set Config.last_batch to "
+            '"drop"; or train for base_steps.'
+        )
+
+
+def _warn_of_coupling(
+    config: Config, engine: Engine, state: TrainState, source: Source, plan: BatchPlan
+) -> None:
+    """Warn where batches may be split, and a loss says other things of the same samples when they are."""
+    accumulates = plan.accumulate and (config.policy != "fixed" or plan.start.num_micro_batches > 1)
+    separate = engine.num_replicas > 1 and not engine.engines.is_global(engine.layout)
+    # Layers in stages need more rows than that; and processes would have to try it together.
+    cannot_try = engine.spans or engine.layout.strategy.stage > 1 or len(source) < 4
+    if cannot_try or not (accumulates or separate):
+        return
+    if (
+        isinstance(source, StreamSource) and source.available(0, 4) < 4
+    ):  # it keeps them for training
+        return
+    if engine.couples_samples(state, narrow(source.batch(np.arange(4)))):
+        logging.warning(
+            "the loss of a sample depends on the samples beside it (batch statistics, in-batch negatives, "
+            "ranks), and batches may be split over %s: it then sees those of its own part. "
+            'Config.loss="whole" never splits a batch.',
+            "micro-batches and replicas"
+            if accumulates and separate
+            else "replicas"
+            if separate
+            else "micro-batches",
         )
 
 

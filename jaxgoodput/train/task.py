@@ -24,7 +24,9 @@ class Task(abc.ABC):
 
         Returns per-sample losses `[micro_batch_size]`; or `Loss(sum, weight, aux)`, per sample or in
         total, where the weight is not the number of samples; or a scalar mean, which cannot leave
-        padded samples out. `key` is a fresh key for every micro-batch on every replica.
+        padded samples out. `key` is a fresh key for every micro-batch on every replica. A further
+        parameter called `mask` is given 1 for real rows and 0 for padding, `[micro_batch_size]`, for losses
+        in which samples see each other; see `Config.loss` for what splitting a batch means for those.
         """
         raise TypeError(
             f"{type(self).__name__} defines neither loss nor loss_and_state. Write "
@@ -36,6 +38,8 @@ class Task(abc.ABC):
         self, params: PyTree, model_state: PyTree, batch: PyTree, key: Array
     ) -> tuple[Any, PyTree]:
         """`loss` for a model with mutable state: also returns the state after the micro-batch.
+
+        It is given `mask`, too, where it has a parameter of that name.
 
         Floating leaves (BatchNorm statistics) are averaged over replicas, weighted by samples; other
         leaves (counters, keys) must advance alike on every replica.
@@ -65,12 +69,27 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def dataset(self) -> Any:
-        """Training samples: a dict of arrays, anything with `__len__` and `__getitem__`, or a grain
-        `MapDataset`.
+        """Training samples: a dict of arrays, anything with `__len__` and `__getitem__`, a `Source`, a grain
+        `MapDataset`, or a stream.
+
+        Samples are PyTrees of numbers of one shape. Each is used exactly once an epoch, in an order that
+        follows from `Config.seed` and the epoch, over any change of batch, devices and processes.
+
+        Random augmentation: a grain `MapDataset` draws anew in every epoch (sample i of epoch e is read at
+        `e * len + i`); an object with a method `item_of_epoch(index, epoch)` is read through that instead of
+        `[index]`, and a `Source` by `batch_of_epochs(indices, epochs)`. Drawn from (index, epoch) alone, it
+        is the same in a resumed run. Evaluations read epoch 0. `Config.execution.readers` says how many
+        threads may call `[index]` at once.
+
+        Without epochs, under `Config.base_steps`, in their own order: a `MapDataset` after `.repeat()`, by
+        place; and, in one process, a stream (a grain `IterDataset`, or anything iterable whose iterator has
+        `get_state()` and `set_state(state)`, of JSON values or bytes), whose state is part of the checkpoint.
+        Its samples are used exactly once if, set back, it gives the same ones again. The run ends where it
+        does.
         """
 
     def eval_dataset(self) -> Any:
-        """Held-out samples, or None."""
+        """Held-out samples, or None. `Config.evaluation` says when they are evaluated; at the end anyway."""
         return None
 
     def metrics(self, params: PyTree, batch: PyTree) -> Mapping[str, Any]:

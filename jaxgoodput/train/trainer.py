@@ -11,7 +11,7 @@ from jaxgoodput.train.config import Config
 from jaxgoodput.train.control import BatchWish, Control, Requests
 from jaxgoodput.train.evaluation import Evaluator
 from jaxgoodput.train.loop import Loop
-from jaxgoodput.train.prepare import evaluator, place, prepare
+from jaxgoodput.train.prepare import evaluator, place, prepare, restored_state
 from jaxgoodput.train.process import Compilations, changed_process
 from jaxgoodput.train.task import Task
 
@@ -19,8 +19,10 @@ from jaxgoodput.train.task import Task
 class Trainer(Task):
     """Subclass it, write `init`, `loss`, `optimizer` and `dataset`, and call `fit()`.
 
-    `devices` defaults to all devices of this process; `clock` and `loop`, the class of the loop, are for
-    tests.
+    `initial` is what a new run begins with in place of what `init` makes: parameters or `Variables`, whole
+    or in part, the workdir of another run, or `FromCheckpoint`, which renames and leaves out. A run that
+    goes on from a checkpoint of its own does not read it. `devices` defaults to all devices of this process;
+    `clock` and `loop`, the class of the loop, are for tests.
     """
 
     def __init__(
@@ -30,12 +32,14 @@ class Trainer(Task):
         clock: Clock | None = None,
         devices: Sequence[Any] | None = None,
         hooks: Sequence[Any] = (),
+        initial: Any = None,
         loop: type[Loop] = Loop,
     ):
         self.config = config
         self.clock = clock or SystemClock()
         self.devices = devices
         self.hooks = tuple(hooks)
+        self.initial = initial
         self._loop_class = loop
         self._requests: Requests | None = None
         self._loop: Loop | None = None
@@ -47,11 +51,21 @@ class Trainer(Task):
 
         Its `params` are those that were trained; `averaged` has their average, where `Config.ema` keeps one.
 
+        On SIGTERM, SIGINT, SIGHUP, `request_stop`, or where no step ends for long (`Saving.hang_after_s`),
+        the last step is saved first, then hooks are told, within `Saving.grace_s`. Where that time is over
+        and something still does not answer, the process ends all the same; an interactive session never. An
+        exception in a hook or in the task's own code saves first as well, as far as the devices still answer,
+        and is raised. A second SIGINT interrupts without saving.
+
         Raises:
-          Preempted: SIGTERM, SIGINT or a hook asked to stop; the state is saved. It is a SystemExit
-            with code 143, so that a script that does not catch it ends with that code.
+          Preempted: it was asked to stop; the state is saved, or there was no step yet that could be lost. It
+            is a SystemExit with code 143, so that a script that does not catch it ends with that code.
+          NotSaved: asked to stop or done, but the last step could not be saved. A SystemExit with code 75;
+            it names the step that is safe.
           Diverged: too many updates in a row were not finite.
-          RuntimeError: a sample could not be read. In one process what was learned is saved first.
+          InUse: another run holds the workdir; a RuntimeError.
+          PeerLost: another process of the job has gone.
+          RuntimeError: a sample could not be read.
           ValueError, TypeError: a setting, a loss or a data set that cannot work, with the remedy.
         """
         requests, ledger = Requests(), TimeLedger(self.clock)
@@ -60,17 +74,19 @@ class Trainer(Task):
             with contextlib.ExitStack() as stack:
                 compilations = stack.enter_context(Compilations(ledger).counted())
                 # Before anything that takes long: what is asked during compilation is done at step 0.
-                stack.enter_context(changed_process(self.config, requests))
+                guard = stack.enter_context(changed_process(self.config, requests, self.clock))
                 with ledger.bucket("training_prep"):
                     start = prepare(
                         self,
                         self.config,
                         self.devices,
+                        initial=self.initial,
                         hooks=self.hooks,
                         stack=stack,
                         ledger=ledger,
                         clock=self.clock,
                     )
+                    self._evaluator = start.evaluator or self._evaluator
                     loop = self._loop = self._loop_class(
                         self,
                         self.config,
@@ -83,9 +99,24 @@ class Trainer(Task):
                     stack.callback(loop.close)
                     loop.announce()
                     start.where.meet("before the first step")
+                guard.watch(loop)
                 return loop.run()
         finally:
             self._requests = self._loop = None
+
+    @final
+    def restore(self, step: int | None = None, best: bool = False) -> TrainState:
+        """The state of the newest checkpoint of the workdir, of `step`'s, or of the best, without training.
+
+        The best is by `Config.saving.best`; where that is None, by the one that the run had. On this
+        trainer's devices, under its strategy that is nearest to the saved one. Nothing is written, so that a
+        run may be going on there.
+
+        Raises:
+          FileNotFoundError: there is no such checkpoint.
+          ValueError: it is damaged, or, as a `WrongWorkdirError`, of another model.
+        """
+        return restored_state(self, self.config, self.devices, step=step, best=best)
 
     @final
     def evaluate(self, state: TrainState) -> dict[str, float]:
@@ -96,7 +127,8 @@ class Trainer(Task):
         """
         if self._evaluator is None:
             where = place(self.devices, self.config.strategies)
-            self._evaluator = evaluator(self, self.config, where)
+            data = self.eval_dataset()
+            self._evaluator = evaluator(self, self.config, where, data, self.clock)
         summary = self.summarize(self._evaluator(state))
         return {name: float(value) for name, value in summary.items()}
 
@@ -118,6 +150,14 @@ class Trainer(Task):
         self._request(Control(save=True))
 
     @final
+    def request_state(self) -> None:
+        """Have hooks hear of the parameters before the next step (`on_state`). Callable from hooks.
+
+        What is asked for after the last step is not done: `fit` returns that state.
+        """
+        self._request(Control(show=True))
+
+    @final
     def compile_sizes(self) -> None:
         """Compile other batch sizes and strategies in the background from now on. Callable from hooks.
 
@@ -132,7 +172,8 @@ class Trainer(Task):
         """Use this batch from the next step on, as if a verdict had said so. Callable from hooks.
 
         `strategy` names another one of `Config.strategies` to use it under, such as "fsdp8". What is not
-        ready is compiled in the loop: see `compile_sizes`. To have no verdict interfere, set
+        ready is compiled in the loop: see `compile_sizes`. A batch that `Config` does not allow, or that
+        does not fit into memory, is not used, and warned of. To have no verdict interfere, set
         `Config.tuning.warm_up_steps` beyond the end.
         """
         if micro_batch_size < 1 or num_micro_batches < 1:

@@ -68,6 +68,7 @@ class Watcher:
         self._results: dict[int, Result] = {}
         self._done = threading.Condition()
         self._error: BaseException | None = None
+        self.newest: int | None = None  # the last step that is done, as far as is known
         self._thread = threading.Thread(target=self._run, name="jaxgoodput-watcher", daemon=True)
         self._thread.start()
 
@@ -75,15 +76,15 @@ class Watcher:
         """Watch this step. Returns at once."""
         self._tickets.put(ticket)
 
-    def result(self, step: int) -> Result:
-        """The result of `step`, waiting for it; each may be asked for once.
+    def result(self, step: int, *, keep: bool = False) -> Result:
+        """The result of `step`, waiting for it; each may be asked for once, but for those that are to `keep`.
 
         Raises what the computation or a consumer of results raised.
         """
         with self._done:
             self._done.wait_for(lambda: step in self._results or self._error is not None)
             if step in self._results:
-                return self._results.pop(step)
+                return self._results[step] if keep else self._results.pop(step)
             assert self._error is not None
             raise self._error
 
@@ -115,6 +116,7 @@ class Watcher:
                 continue
             with self._done:
                 self._results[ticket.step] = result
+                self.newest = ticket.step
                 self._done.notify_all()
 
     def _watch(self, ticket: Ticket, previous_s: float | None) -> Result:

@@ -73,7 +73,8 @@ class BatchPlan:
         wanted = saved.global_batch_size
         here = {"num_replicas": self.start.num_replicas, "strategy": self.start.strategy}
         same = dataclasses.replace(saved, **here)
-        if same.global_batch_size == wanted and same.micro_batch_size in sizes:
+        can = self.accumulate or saved.num_micro_batches == 1
+        if can and same.global_batch_size == wanted and same.micro_batch_size in sizes:
             return same
         return min(
             self.batches(sizes) or [self.start],

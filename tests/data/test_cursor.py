@@ -3,6 +3,7 @@
 import dataclasses
 import doctest
 import json
+import unittest.mock as mock
 
 import numpy as np
 import pytest
@@ -10,10 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxgoodput.data import cursor as module
-from jaxgoodput.data.cursor import Cursor, Permutations, epoch_order, take
+from jaxgoodput.data.cursor import Cursor, Order, Permutations, epochs_of, take
 
 SIZES = st.integers(1, 40)
 COUNTS = st.lists(st.integers(0, 90), max_size=8)
+ORDERS = st.sampled_from(["keyed", "drawn"])
+
+
+def epoch_order(seed, epoch, size, order: Order = "keyed"):
+    return take(Cursor(seed, epoch, order=order), size, size)[0]
 
 
 def take_all(cursor, size, counts, **options):
@@ -25,21 +31,33 @@ def take_all(cursor, size, counts, **options):
     return np.concatenate([np.empty(0, np.int64), *pieces]), cursor
 
 
-@given(size=SIZES, counts=COUNTS, seed=st.integers(0, 2**70), shuffle=st.booleans())
-def test_batches_are_cut_from_the_epochs_permutations(size, counts, seed, shuffle):
-    got, cursor = take_all(Cursor(seed), size, counts, shuffle=shuffle, permutations=Permutations())
+@given(size=SIZES, counts=COUNTS, seed=st.integers(0, 2**70), shuffle=st.booleans(), order=ORDERS)
+def test_batches_are_cut_from_the_epochs_permutations(size, counts, seed, shuffle, order):
+    start = Cursor(seed, order=order)
+    got, cursor = take_all(start, size, counts, shuffle=shuffle, permutations=Permutations())
     epochs = range(sum(counts) // size + 1)
-    orders = [epoch_order(seed, e, size) if shuffle else np.arange(size) for e in epochs]
+    orders = [epoch_order(seed, e, size, order) if shuffle else np.arange(size) for e in epochs]
     np.testing.assert_array_equal(got, np.concatenate(orders)[: sum(counts)])
     for order in orders:
         np.testing.assert_array_equal(np.sort(order), np.arange(size))
     assert cursor.num_samples(size) == sum(counts) and cursor.offset < size
+    np.testing.assert_array_equal(
+        epochs_of(start, size, sum(counts)), np.repeat(epochs, size)[: sum(counts)]
+    )
 
 
-@given(size=SIZES, before=COUNTS, after=COUNTS, seed=st.integers(0, 9))
-def test_resume_from_any_cursor_equals_going_on(size, before, after, seed):
-    whole, end = take_all(Cursor(seed), size, before + after)
-    first, stop = take_all(Cursor(seed), size, before)
+@given(part=st.integers(1, 9), size=SIZES, counts=COUNTS)
+def test_a_keyed_order_is_the_same_in_parts(part, size, counts):
+    with mock.patch.object(module, "PART", part):
+        got, _ = take_all(Cursor(3), size, counts, permutations=Permutations())
+    np.testing.assert_array_equal(got, take_all(Cursor(3), size, counts)[0])
+
+
+@given(size=SIZES, before=COUNTS, after=COUNTS, seed=st.integers(0, 9), order=ORDERS)
+def test_resume_from_any_cursor_equals_going_on(size, before, after, seed, order):
+    start = Cursor(seed, order=order)
+    whole, end = take_all(start, size, before + after)
+    first, stop = take_all(start, size, before)
     restored = Cursor(**json.loads(json.dumps(dataclasses.asdict(stop))))
     second, resumed_end = take_all(restored, size, after)
     np.testing.assert_array_equal(np.concatenate([first, second]), whole)
@@ -48,38 +66,44 @@ def test_resume_from_any_cursor_equals_going_on(size, before, after, seed):
 
 def test_epochs_and_seeds_give_different_orders():
     orders = {
-        tuple(epoch_order(seed, epoch, 50).tolist()) for seed in range(3) for epoch in range(3)
+        tuple(epoch_order(seed, epoch, 50, order).tolist())
+        for seed in range(3)
+        for epoch in range(3)
+        for order in ("keyed", "drawn")
     }
-    assert len(orders) == 9
+    assert len(orders) == 18
 
 
 def test_the_order_is_part_of_the_checkpoint_format():
-    # A numpy that draws other permutations would repeat and lose samples on resume.
-    assert epoch_order(0, 0, 10).tolist() == [4, 6, 2, 7, 3, 5, 9, 0, 8, 1]
-    assert epoch_order(7, 3, 8).tolist() == [3, 5, 0, 4, 2, 7, 1, 6]
+    # A numpy that draws others, or a shuffle that computes others, would repeat and lose samples on resume.
+    assert epoch_order(0, 0, 10).tolist() == [0, 5, 6, 9, 2, 7, 4, 3, 1, 8]
+    assert epoch_order(7, 3, 8).tolist() == [7, 2, 5, 4, 6, 3, 0, 1]
+    assert epoch_order(0, 0, 10, "drawn").tolist() == [4, 6, 2, 7, 3, 5, 9, 0, 8, 1]
+    assert epoch_order(7, 3, 8, "drawn").tolist() == [3, 5, 0, 4, 2, 7, 1, 6]
 
 
 def test_what_is_taken_belongs_to_the_caller():
     permutations = Permutations()
-    first, _ = take(Cursor(0), 10, 5, permutations=permutations)
+    cursor = Cursor(0, order="drawn")
+    first, _ = take(cursor, 10, 5, permutations=permutations)
     expected = first.copy()
     first[:] = -1
-    again, _ = take(Cursor(0), 10, 5, permutations=permutations)
+    again, _ = take(cursor, 10, 5, permutations=permutations)
     np.testing.assert_array_equal(again, expected)
 
 
 def test_permutations_are_drawn_once_and_only_two_are_kept(monkeypatch):
-    drawn = []
+    drawn, draw = [], np.random.default_rng
 
-    def counted(seed, epoch, size):
-        drawn.append(epoch)
-        return epoch_order(seed, epoch, size)
+    def counted(key):
+        drawn.append(key[1])
+        return draw(key)
 
-    monkeypatch.setattr(module, "epoch_order", counted)
-    permutations = Permutations()
-    take_all(Cursor(0), 10, [3] * 20, permutations=permutations)
+    monkeypatch.setattr(module.np.random, "default_rng", counted)
+    permutations, start = Permutations(), Cursor(0, order="drawn")
+    take_all(start, 10, [3] * 20, permutations=permutations)
     assert drawn == [0, 1, 2, 3, 4, 5]
-    take(Cursor(0), 10, 5, permutations=permutations)
+    take(start, 10, 5, permutations=permutations)
     assert drawn[6:] == [0]
 
 

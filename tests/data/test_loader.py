@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import sys
 import threading
 import unittest.mock as mock
 import warnings
@@ -15,9 +16,9 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxgoodput.clock import FakeClock
-from jaxgoodput.data.cursor import Cursor, epoch_order, take
+from jaxgoodput.data.cursor import Cursor, take
 from jaxgoodput.data.loader import Loader
-from jaxgoodput.data.sources import Source, as_source
+from jaxgoodput.data.sources import Source, StreamSource, abstract_sample, as_source
 from jaxgoodput.goodput.search import BatchConfig
 
 
@@ -238,7 +239,7 @@ def test_a_nested_source_of_three_levels_keeps_structure_dtypes_and_values():
     }
     with loader_of(arrays, 2, max_samples=11) as loader:
         batch = step(loader, config_of(4, 2, 2))
-    assert batch.num_samples == 11 and batch.num_padded == 5
+    assert batch.num_samples == 11 and batch.num_padded == 1
     got = jax.tree.map(
         lambda *parts: np.concatenate(parts)[:11], *(m.data for m in batch.micro_batches)
     )
@@ -261,21 +262,21 @@ def test_the_loop_runs_under_the_transfer_guard():
 # -- the last batch -------------------------------------------------------------------------------
 
 
-def test_the_last_batch_is_padded_with_real_values_of_weight_zero():
+def test_the_last_batch_is_as_small_as_can_be_and_padded_with_real_values_of_weight_zero():
     data = {"x": np.arange(100, dtype=np.float32)[:, None] + 5, "id": np.arange(100)}
     with loader_of(data, 2, max_samples=37) as loader:
         batches = drain(loader, [config_of(4, 3, 2)] * 9)
         assert loader.next(config_of(1)) is None and loader.next(config_of(4, 3, 2)) is None
     assert [b.num_samples for b in batches] == [24, 13]
-    assert [b.num_padded for b in batches] == [0, 3]
+    assert [b.num_padded for b in batches] == [0, 1]
     last = batches[-1]
-    # 13 samples are two micro-batches of 8; the third would be all padding.
+    # 13 samples are a micro-batch of 8 and one of 6 (two replicas), of which 5 are real.
     assert len(last.micro_batches) == 2 and last.config.num_micro_batches == 3
     mask = np.asarray(last.micro_batches[1].mask)
-    assert mask.tolist() == [1] * 5 + [0] * 3
+    assert mask.tolist() == [1] * 5 + [0]
     x = np.asarray(last.micro_batches[1].data["x"])[:, 0]
     np.testing.assert_array_equal(x[:5], last.indices[8:] + 5)
-    np.testing.assert_array_equal(x[5:], [last.indices[8] + 5] * 3)
+    np.testing.assert_array_equal(x[5:], [last.indices[8] + 5])
     assert last.after == Cursor(0, 0, 37)
 
 
@@ -284,17 +285,26 @@ def test_full_micro_batches_share_one_mask_and_a_padded_one_has_its_own():
         batches = drain(loader, [config_of(4, 2)] * 2)
     *full, last = [micro.mask for batch in batches for micro in batch.micro_batches]
     assert len(full) == 3 and all(mask is full[0] for mask in full)
-    assert last is not full[0] and np.asarray(last).tolist() == [1] * 3 + [0] * 5
+    assert last is not full[0] and np.asarray(last).tolist() == [1] * 3 + [0]
     assert np.asarray(full[0]).tolist() == [1] * 8
 
 
 def test_a_process_may_get_padding_only():
-    with loader_of(numbers(10), max_samples=2, process_index=1, process_count=2) as loader:
+    with loader_of(numbers(10), max_samples=1, process_index=1, process_count=2) as loader:
         batch = step(loader, config_of(3))
     (micro,) = batch.micro_batches
-    assert np.asarray(micro.mask).tolist() == [0, 0, 0]
-    assert np.asarray(micro.data["id"]).tolist() == [batch.indices[0]] * 3
-    assert (batch.num_samples, batch.num_padded) == (2, 4)
+    assert np.asarray(micro.mask).tolist() == [0]
+    assert np.asarray(micro.data["id"]).tolist() == [batch.indices[0]]
+    assert (batch.num_samples, batch.num_padded) == (1, 1)
+
+
+@pytest.mark.parametrize("config", [config_of(4), config_of(2, 2)])
+def test_what_is_no_whole_batch_is_left_out_where_that_is_asked_for(config):
+    with loader_of(numbers(30), 2, max_samples=30, drop_last=True) as loader:
+        batches = drain(loader, [config] * 9)
+        assert loader.next(config) is None
+    assert [b.num_samples for b in batches] == [8, 8, 8]
+    assert loader.cursor == batches[-1].after
 
 
 def test_weighted_means_over_padded_batches_are_those_of_the_samples():
@@ -303,7 +313,7 @@ def test_weighted_means_over_padded_batches_are_those_of_the_samples():
         batches = drain(loader, [config_of(4, 2, 2), config_of(5), config_of(4)])
     total = sum(float((m.data["x"] * m.mask).sum()) for b in batches for m in b.micro_batches)
     np.testing.assert_allclose(total, values.sum(), rtol=1e-5)
-    assert sum(b.num_samples for b in batches) == 30 and batches[-1].num_padded == 4
+    assert sum(b.num_samples for b in batches) == 30 and batches[-1].num_padded == 0
 
 
 # -- prefetch -------------------------------------------------------------------------------------
@@ -358,7 +368,7 @@ def test_what_was_prefetched_is_handed_out_while_the_source_hangs():
         gate.wait_for_reads(10)  # hangs
         gate.open()
         batches += drain(loader, [config_of(2, 3)])
-    np.testing.assert_array_equal(ids(batches), epoch_order(0, 0, 1000)[:48])
+    np.testing.assert_array_equal(ids(batches), take(Cursor(0), 1000, 48)[0])
 
 
 def test_a_change_of_micro_batch_count_alone_reads_nothing_twice():
@@ -367,13 +377,13 @@ def test_a_change_of_micro_batch_count_alone_reads_nothing_twice():
     with loader_of(gate, prefetch=3, max_samples=22) as loader:
         batches = drain(loader, [config_of(1, count) for count in counts])
     assert sum(gate.reads) == 22
-    np.testing.assert_array_equal(ids(batches), epoch_order(0, 0, 1000)[:22])
+    np.testing.assert_array_equal(ids(batches), take(Cursor(0), 1000, 22)[0])
 
 
 def test_configurations_may_alternate_every_step():
     with loader_of(numbers(1000)) as loader:
         batches = drain(loader, [config_of(3, 2), config_of(5)] * 20)
-    np.testing.assert_array_equal(ids(batches), epoch_order(0, 0, 1000)[: 20 * 22])
+    np.testing.assert_array_equal(ids(batches), take(Cursor(0), 1000, 20 * 22)[0])
 
 
 def test_without_prefetch_there_is_no_thread_and_nothing_is_read_ahead():
@@ -494,8 +504,8 @@ def test_a_source_that_breaks_its_promises_is_named():
         def batch(self, indices):
             return {"x": np.zeros(7)}
 
-    with loader_of(Wrong()) as loader:
-        with pytest.raises(RuntimeError, match=r"samples 4, 6 .*\['x'\] of shape \(7,\) for 2"):
+    with loader_of(Wrong(), shuffle=False) as loader:
+        with pytest.raises(RuntimeError, match=r"samples 0, 1 .*\['x'\] of shape \(7,\) for 2"):
             loader.next(config_of(1))
 
 
@@ -541,6 +551,262 @@ def test_a_dataset_smaller_than_the_batch_is_said_once_and_still_counts_exactly(
     assert warned.call_count == 1
     counts = np.bincount(ids(batches), minlength=10)
     assert counts.sum() == 96 and counts.max() - counts.min() <= 2
+
+
+# -- readers, retries, epochs -----------------------------------------------------------------------
+
+
+class Meeting:
+    """Samples that are their indices; `num` reads have to be under way at once before any ends."""
+
+    def __init__(self, num, size=1000):
+        self.barrier, self.size = threading.Barrier(num, timeout=60), size
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        self.barrier.wait()
+        return {"id": index}
+
+
+@pytest.mark.parametrize("prefetch", [1, 2])
+@pytest.mark.parametrize("micro_batch_size", [1, 3, 8])
+def test_all_readers_are_at_work_whatever_the_micro_batch(micro_batch_size, prefetch):
+    config = config_of(micro_batch_size)
+    options = dict(num_readers=4, prefetch=prefetch, max_samples=48)
+    with loader_of(Meeting(4), **options) as loader:
+        batches = drain(loader, [config] * 48)
+    np.testing.assert_array_equal(ids(batches), take(Cursor(0), 1000, 48)[0])
+    got = [real_ids(micro) for batch in batches for micro in batch.micro_batches]
+    np.testing.assert_array_equal(np.concatenate(got), ids(batches))
+
+
+class Uneven:
+    """Later samples are often there first; counts how often each was read."""
+
+    def __init__(self, size):
+        self.size, self.counts, self.lock = size, np.zeros(size, int), threading.Lock()
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        with self.lock:
+            self.counts[index] += 1
+        threading.Event().wait(0.0005 * (index % 4))
+        return {"id": index}
+
+
+@settings(deadline=None, max_examples=10)
+@given(configs=CONFIGS, prefetch=st.integers(0, 3), shuffle=st.booleans())
+@pytest.mark.filterwarnings("ignore:global_batch_size=")
+def test_readers_keep_the_order_over_any_change_of_batch(configs, prefetch, shuffle):
+    options = dict(num_readers=5, prefetch=prefetch, shuffle=shuffle, max_samples=100)
+    with loader_of(Uneven(60), **options) as loader:
+        batches = drain(loader, configs)
+        expected, end = take(Cursor(0), 60, len(ids(batches)), shuffle=shuffle)
+        assert loader.cursor == end
+    np.testing.assert_array_equal(ids(batches), expected)
+    got = [real_ids(micro) for batch in batches for micro in batch.micro_batches]
+    np.testing.assert_array_equal(np.concatenate(got), expected)
+
+
+def test_readers_read_nothing_twice_while_the_micro_batch_stays():
+    dataset = Uneven(56)  # full micro-batches: padding would be one more read
+    with loader_of(dataset, num_readers=5, max_samples=56) as loader:
+        drain(loader, [config_of(4), config_of(4, 3)] * 9)
+    assert dataset.counts.tolist() == [1] * 56
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_readers_name_the_first_sample_that_fails(prefetch):
+    with loader_of(Bad(), prefetch=prefetch, num_readers=4, shuffle=False) as loader:
+        assert ids(drain(loader, [config_of(2)] * 3)).tolist() == list(range(12))
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=r"offset 12\).*sample 13 .*truncated file"):
+                loader.next(config_of(2))
+        assert loader.cursor == Cursor(0, 0, 12)
+        assert ids(drain(loader, [config_of(1, 1, 1)])).tolist() == [12]
+
+
+def test_a_reader_that_hangs_is_left_behind_with_a_warning(monkeypatch):
+    monkeypatch.setattr("jaxgoodput.data.loader.CLOSE_TIMEOUT_S", 0.05)
+    hangs, door = threading.Event(), threading.Event()
+
+    class Hanging(Uneven):
+        def __getitem__(self, index):
+            if index == 6:
+                hangs.set()
+                assert door.wait(60)
+            return super().__getitem__(index)
+
+    loader = loader_of(Hanging(60), num_readers=3, shuffle=False)
+    loader.next(config_of(2))
+    assert hangs.wait(60)
+    threads = [t for t in threading.enumerate() if t.name.startswith("jaxgoodput-")]
+    with pytest.warns(ResourceWarning, match="cannot be interrupted"):
+        loader.close()
+    door.set()
+    for thread in threads:
+        thread.join(60)
+
+
+class Flaky(Uneven):
+    """The first `num_failures` reads of every fifth sample fail."""
+
+    def __init__(self, num_failures, error=None):
+        super().__init__(40)
+        self.num_failures, self.error = num_failures, error or OSError("connection reset")
+
+    def __getitem__(self, index):
+        item = super().__getitem__(index)
+        if index % 5 == 0 and self.counts[index] <= self.num_failures:
+            raise self.error
+        return item
+
+
+@pytest.mark.parametrize("num_readers", [1, 3])
+def test_a_read_that_fails_in_passing_is_repeated_and_counted(num_readers, clock):
+    dataset = Flaky(2)
+    options = dict(num_readers=num_readers, num_retries=3, max_samples=40, clock=clock)
+    with loader_of(dataset, **options) as loader:
+        batches = drain(loader, [config_of(4)] * 9)
+        assert loader.num_retried == 16
+    np.testing.assert_array_equal(ids(batches), take(Cursor(0), 40, 40)[0])
+    assert clock.now() == 8 * (0.5 + 1.0)
+    assert dataset.counts.tolist() == [3, 1, 1, 1, 1] * 8  # no other sample of the batch again
+
+
+@pytest.mark.parametrize(
+    ("error", "reads", "told"),
+    [
+        (TimeoutError("slow"), 3, r"sample 0 .*TimeoutError: slow.* It was tried 3 times\."),
+        (
+            KeyError("label"),
+            1,
+            r"sample 0 .*KeyError: 'label'[^.]*\. No sample is skipped .* weight 0\.$",
+        ),
+    ],
+)
+def test_a_read_that_keeps_failing_says_how_often(error, reads, told, clock):
+    dataset = Flaky(99, error)
+    with loader_of(dataset, num_retries=2, shuffle=False, clock=clock) as loader:
+        with pytest.raises(RuntimeError, match=told):
+            loader.next(config_of(2))
+    assert dataset.counts[0] == reads
+
+
+def test_sources_read_as_arrays_are_repeated_as_a_whole(clock):
+    class Remote(Source):
+        num_reads = 0
+
+        def __len__(self):
+            return 10
+
+        def batch(self, indices):
+            self.num_reads += 1
+            if self.num_reads % 2:
+                raise ConnectionError("reset")
+            return indices
+
+    with loader_of(Remote(), num_readers=4, num_retries=1, clock=clock, max_samples=10) as loader:
+        assert len(drain(loader, [config_of(1)] * 9)) == 5 and loader.num_retried == 5
+        assert not [t for t in threading.enumerate() if "reader" in t.name]
+
+
+@pytest.mark.parametrize("num_readers", [1, 3])
+def test_every_sample_is_read_as_its_epoch_has_it(num_readers):
+    class Told(Uneven):
+        def item_of_epoch(self, index, epoch):
+            return {**self[index], "epoch": epoch}
+
+    configs = [config_of(4), config_of(3, 2), config_of(1), config_of(5)] * 3
+    with loader_of(Told(13), num_readers=num_readers, cursor=Cursor(1, 2, 7)) as loader:
+        batches = drain(loader, configs[:4])
+        cursor = loader.cursor
+    with loader_of(Told(13), num_readers=num_readers, cursor=cursor) as loader:
+        batches += drain(loader, configs[4:])
+    got = [micro.data["epoch"] for batch in batches for micro in batch.micro_batches]
+    wanted = (2 * 13 + 7 + np.arange(len(ids(batches)))) // 13
+    np.testing.assert_array_equal(np.concatenate(got), wanted)
+
+
+# -- streams and data sets without end ----------------------------------------------------------------
+
+
+class Numbers:
+    """A stream of numbers, up to an end."""
+
+    def __init__(self, end=10**9):
+        self.place, self.end = 0, end
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.place >= self.end:
+            raise StopIteration
+        self.place += 1
+        return {"id": self.place - 1}
+
+    def get_state(self):
+        return {"place": self.place}
+
+    def set_state(self, state):
+        self.place = state["place"]
+
+
+@settings(deadline=None, max_examples=30)
+@given(lives=st.lists(CONFIGS, max_size=4), prefetch=st.integers(0, 3), end=st.integers(1, 200))
+def test_a_stream_comes_exactly_once_over_any_batches_and_restarts(lives, prefetch, end):
+    cursor, state, got, num_padded = Cursor(0), None, [], 0
+    for configs in lives:
+        source = as_source(Numbers(end))
+        assert isinstance(source, StreamSource)
+        abstract_sample(source)
+        if state is not None:
+            source.restore(state)
+        with loader_of(source, cursor=cursor, prefetch=prefetch) as loader:
+            for batch in drain(loader, configs):
+                got += [real_ids(micro) for micro in batch.micro_batches]
+                np.testing.assert_array_equal(
+                    np.concatenate(got)[-batch.num_samples :], batch.indices
+                )
+                num_padded += batch.num_padded
+            cursor, state = loader.cursor, loader.stream
+    wanted = sum(config.global_batch_size for configs in lives for config in configs)
+    assert np.concatenate([np.empty(0), *got]).tolist() == list(range(min(wanted, end)))
+
+
+def test_a_stream_forgets_what_was_handed_out():
+    source = as_source(Numbers())
+    assert isinstance(source, StreamSource)
+    with loader_of(source, prefetch=2) as loader:
+        drain(loader, [config_of(4, 2)] * 50)
+        drain(loader, [config_of(3)] * 50)
+    assert len(source._items) <= 16 and len(source._states) <= 5
+
+
+def test_a_stream_is_for_one_process():
+    with pytest.raises(ValueError, match="read by one process, and there are 2.*random access"):
+        loader_of(as_source(Numbers()), process_count=2)
+
+
+def test_a_data_set_without_end_is_read_in_its_own_order():
+    class Endless(Source):
+        def __len__(self):
+            return sys.maxsize
+
+        def batch(self, indices):
+            return {"id": indices.astype(np.int32)}
+
+    with loader_of(Endless(), shuffle=True) as loader:
+        batches = drain(loader, [config_of(3, 2), config_of(5)] * 3)
+        cursor = loader.cursor
+    with loader_of(Endless(), cursor=cursor, process_count=2) as loader:
+        batches += drain(loader, [config_of(4)] * 3)
+    assert ids(batches).tolist() == list(range(3 * 22 + 3 * 8))
 
 
 # -- closing --------------------------------------------------------------------------------------

@@ -1,12 +1,16 @@
 """Sources: the same samples by whatever way they are read, and errors that name the culprit."""
 
-import sys
+import json
+import pickle
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from jaxgoodput._serial import decode, encode
 from jaxgoodput.data.rows import check_same_kind, narrow
 from jaxgoodput.data.sources import (
     ArraySource,
@@ -14,8 +18,11 @@ from jaxgoodput.data.sources import (
     Indexing,
     SequenceSource,
     Source,
+    StreamSource,
+    StreamState,
     abstract_sample,
     as_source,
+    is_endless,
 )
 
 INDICES = np.array([5, 0, 5, 2])
@@ -139,8 +146,8 @@ def test_a_source_of_the_users_own_is_taken_as_it_is():
         ({"x": np.float32(1)}, ValueError, "single number"),
         ({"x": np.array(["a", "b"])}, TypeError, r"\['x'\].*dtype <U1"),
         ({"x": np.array([None, {}])}, TypeError, "dtype object"),
-        (iter([1, 2]), TypeError, "list_iterator has no __len__ and no __getitem__"),
-        (3, TypeError, "random access"),
+        (iter([1, 2]), TypeError, "list_iterator has neither: .* no get_state and no set_state"),
+        (3, TypeError, "random access, but int has no __len__ and no __getitem__"),
     ],
 )
 def test_unusable_datasets_are_named(dataset, kind, message):
@@ -252,17 +259,11 @@ def test_bfloat16_is_a_number():
 def test_grain_is_recognised_without_importing_it():
     # A stand-in with grain's name, so that this runs where grain is absent.
     base = type("MapDataset", (Items,), {"__module__": "grain._src.python.dataset.dataset"})
-    stream = type("IterDataset", (), {"__module__": "grain._src.python.dataset.dataset"})
     source = as_source(type("Mapped", (base,), {})([{"x": 1}, None]))
     assert isinstance(source, GrainSource)
     assert source.batch(np.array([0]))["x"].tolist() == [1]
     with pytest.raises(ValueError, match="no sample 1: it was filtered"):
         source.batch(np.array([0, 1]))
-    endless = type("Endless", (base,), {"__len__": lambda self: sys.maxsize})
-    with pytest.raises(ValueError, match=r"infinite.*\.repeat"):
-        as_source(endless([]))
-    with pytest.raises(TypeError, match="stream without random access"):
-        as_source(stream())
     assert type(as_source(Items([1]))) is SequenceSource
     assert type(as_source({"x": np.zeros(1)})) is ArraySource
 
@@ -276,7 +277,174 @@ def test_a_grain_map_dataset_is_read_by_random_access():
     assert rows["square"].tolist() == (INDICES**2).tolist()
     with pytest.raises(ValueError, match="filtered"):
         as_source(dataset.filter(lambda row: row["x"] % 2 == 0)).batch(np.arange(4))
-    with pytest.raises(ValueError, match="infinite"):
-        as_source(dataset.repeat())
-    with pytest.raises(TypeError, match="stream"):
-        as_source(dataset.to_iter_dataset())
+
+
+def noisy(grain, size=20, **options):
+    """A grain data set whose samples are their numbers and something random."""
+    numbers = grain.MapDataset.source(np.arange(size)).seed(7)
+    return numbers.random_map(lambda x, rng: {"id": x, "noise": rng.random()}, **options)
+
+
+def test_grain_draws_anew_in_every_epoch_and_the_same_again_after_a_restart():
+    grain = pytest.importorskip("grain", reason="grain (the extra of that name) is not installed")
+    sources = [as_source(noisy(grain)) for _ in range(2)]  # of two processes
+    seen = []
+    for epoch in range(5):
+        first, again = (s.batch_of_epochs(INDICES, np.full(4, epoch)) for s in sources)
+        assert first["id"].tolist() == INDICES.tolist()
+        assert first["noise"].tolist() == again["noise"].tolist()
+        seen.append(first["noise"][1])
+    assert len(set(seen)) == 5
+    first = sources[0].batch(INDICES)
+    assert first["noise"][1] == seen[0]  # an evaluation's
+    mixed = sources[0].batch_of_epochs(np.full(5, INDICES[1]), np.arange(5))
+    assert mixed["noise"].tolist() == seen
+
+
+def test_a_grain_data_set_that_repeats_is_read_from_place_to_place():
+    grain = pytest.importorskip("grain", reason="grain (the extra of that name) is not installed")
+    source = as_source(noisy(grain).shuffle().repeat())
+    assert is_endless(source) and not is_endless(as_source(noisy(grain)))
+    rows = source.batch_of_epochs(np.arange(60), np.zeros(60, int))
+    epochs = rows["id"].reshape(3, 20)
+    assert (np.sort(epochs) == np.arange(20)).all() and len(set(rows["noise"].tolist())) == 60
+    assert len({tuple(epoch) for epoch in epochs.tolist()}) == 3
+
+
+def test_sources_may_take_the_epoch():
+    class Shifted(Items):
+        def item_of_epoch(self, index, epoch):
+            return {"x": self.items[index] + 100 * epoch}
+
+    class Times(Source):
+        def __len__(self):
+            return 7
+
+        def batch(self, indices):
+            return {"x": indices}
+
+        def batch_of_epochs(self, indices, epochs):
+            return {"x": indices + 100 * epochs}
+
+    epochs = np.array([0, 1, 2, 0])
+    for source in (as_source(Shifted(list(range(7)))), Times()):
+        rows = source.batch_of_epochs(INDICES, epochs)
+        assert rows["x"].tolist() == (INDICES + 100 * epochs).tolist()
+        assert source.batch(INDICES)["x"].tolist() == INDICES.tolist()
+    plain = as_source(list(range(7)))
+    assert plain.batch_of_epochs(INDICES, epochs).tolist() == INDICES.tolist()
+
+
+# -- streams --------------------------------------------------------------------------------------
+
+
+class Counting:
+    """A stream of its own state, which is a number of samples (as `wrap` has it) and nothing else."""
+
+    def __init__(self, end=10**9, wrap=lambda place: {"place": place}, unwrap=lambda s: s["place"]):
+        self.place, self.end, self.wrap, self.unwrap = 0, end, wrap, unwrap
+        self.bad = -1
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.place == self.bad:
+            self.bad = -1
+            self.place = self.end  # as a generator is after an exception
+            raise OSError("the pipe broke")
+        if self.place >= self.end:
+            raise StopIteration
+        self.place += 1
+        return {"id": self.place - 1}
+
+    def get_state(self):
+        return self.wrap(self.place)
+
+    def set_state(self, state):
+        self.place = self.unwrap(state)
+
+
+def test_a_stream_keeps_what_was_read_until_it_is_released():
+    source = as_source(Counting(end=20))
+    assert isinstance(source, StreamSource) and is_endless(source)
+    assert abstract_sample(source)["id"].shape == ()
+    assert source.available(0, 8) == 8
+    assert source.batch(np.array([3, 4, 5, 3]))["id"].tolist() == [3, 4, 5, 3]
+    source.release(4)
+    assert source.batch(np.array([4, 5]))["id"].tolist() == [4, 5]
+    with pytest.raises(ValueError, match="cannot give sample 3: .* below 4 are used"):
+        source.batch(np.array([3]))
+    assert [source.available(4, n) for n in (10, 16, 17, 50)] == [10, 16, 16, 16]
+    assert source.available(20, 5) == 0 == source.available(30, 5)
+    with pytest.raises(ValueError, match="cannot give sample 20: it was read up to 20"):
+        source.batch(np.array([20]))
+
+
+@settings(deadline=None)
+@given(reads=st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), max_size=8))
+def test_a_stream_goes_on_from_any_place_that_was_not_released(reads):
+    source, used = as_source(Counting()), 0
+    assert isinstance(source, StreamSource)
+    for ahead, released in reads:
+        source.available(used, ahead)
+        used += min(released, ahead)
+        source.release(used)
+    saved = decode(json.loads(json.dumps(encode(source.state_at(used)))), StreamState, "stream")
+    assert saved.place <= used
+    other = as_source(Counting())
+    assert isinstance(other, StreamSource)
+    abstract_sample(other)
+    other.restore(saved)
+    assert other.available(used, 5) == 5
+    assert other.batch(np.arange(used, used + 5))["id"].tolist() == list(range(used, used + 5))
+
+
+def test_the_state_of_a_stream_is_json_or_bytes():
+    def pickled(place):
+        return pickle.dumps((place, {1: "one"}))
+
+    stream = Counting(wrap=pickled, unwrap=lambda state: pickle.loads(state)[0])
+    source = as_source(stream)
+    assert isinstance(source, StreamSource)
+    source.available(0, 3)
+    source.available(3, 3)
+    source.restore(source.state_at(4))
+    assert stream.place == 3 and source.available(4, 2) == 2
+    for state in ((1, 2), {1: 2}, np.int64(3), object()):
+        with pytest.raises(TypeError, match="JSON cannot give back as it is"):
+            as_source(Counting(wrap=lambda _, state=state: state))
+
+
+def test_a_stream_that_raised_has_not_ended():
+    stream = Counting(end=20)
+    stream.bad = 5
+    source = as_source(stream)
+    assert isinstance(source, StreamSource)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="sample 5 .*the pipe broke") as caught:
+            source.available(0, 8)
+        assert isinstance(caught.value.__cause__, OSError)
+    assert source.available(0, 5) == 5
+
+
+def test_a_grain_stream_goes_on_where_it_stopped():
+    grain = pytest.importorskip("grain", reason="grain (the extra of that name) is not installed")
+
+    def stream():
+        return as_source(noisy(grain).shuffle().repeat(3).to_iter_dataset())
+
+    whole, first, second = stream(), stream(), stream()
+    assert isinstance(whole, StreamSource) and isinstance(first, StreamSource)
+    assert isinstance(second, StreamSource)
+    assert whole.available(0, 100) == 60
+    expected = whole.batch(np.arange(60))
+    for start in range(0, 28, 4):
+        first.available(start, 8)  # some are read ahead
+        first.release(start + 4)
+    second.restore(first.state_at(28))
+    assert second.available(28, 100) == 32
+    rows = second.batch(np.arange(28, 60))
+    assert jax.tree.map(np.ndarray.tolist, rows) == jax.tree.map(
+        lambda x: x[28:].tolist(), expected
+    )

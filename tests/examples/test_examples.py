@@ -63,7 +63,10 @@ def test_quickstart_reaches_its_accuracy(tmp_path):
 
 @pytest.mark.slow
 def test_language_model_beats_single_bytes_after_few_steps(tmp_path):
-    text = run("language_model", tmp_path / "run", "base_steps=60")
+    text = run(
+        "language_model", tmp_path / "run", "base_steps=60", "evaluation.every_base_steps=10"
+    )
+    assert "base steps: " in text  # what it writes
     assert printed(text, "files: ") < 4.0
 
 

@@ -92,7 +92,7 @@ NIGHTLY = (pytest.mark.slow, pytest.mark.nightly)
 @pytest.mark.multihost
 @pytest.mark.parametrize("code", [pytest.param(0, marks=NIGHTLY), 5])
 def test_local_trains_and_passes_the_exit_code_on(code, train, environ):
-    environ = {**environ, "PROCESSES": "2", "DEVICES": "3"}
+    environ = {**environ, "PROCESSES": "2", "DEVICES": "3", "RESTARTS": "0"}
     with Job([str(LAUNCH / "local.sh"), train, str(code), "b c"], environ) as job:
         end = job.wait()
     assert end.code == code, end

@@ -10,8 +10,8 @@ import pytest
 from processes import Job, gone, run, start
 
 from jaxgoodput import cli
-from jaxgoodput.launcher.local import keep_freed_pages, run_local, shim_command
-from jaxgoodput.launcher.supervise import UsageError
+from jaxgoodput.launcher.local import Restarts, keep_freed_pages, run_local, shim_command
+from jaxgoodput.launcher.supervise import End, UsageError
 
 SHIM = ["-m", "jaxgoodput.launcher"]
 
@@ -304,6 +304,54 @@ def test_a_job_that_saved_starts_again_as_often_as_allowed(allowed, code, starts
     assert end.code == code, end
     for rank in range(2):
         assert end.lines(rank) == [f"restart {i}" for i in range(starts)]
+
+
+def ended(code, began=None, step=None, *, told=False):
+    return End(code, told, began, step)
+
+
+def pauses(most, *ends):
+    restarts = Restarts(most)
+    return [restarts.pause_s(end) for end in ends]
+
+
+def test_what_saved_starts_again_at_once_and_what_crashed_after_ever_longer_pauses():
+    crashes = [ended(1, 10 * i, 10 * i + 10) for i in range(9)]
+    assert pauses(99, *crashes) == [1, 2, 4, 8, 16, 32, 60, 60, 60]
+    assert pauses(99, ended(143), ended(143), ended(143), ended(143)) == [0, 0, 0, 0]
+    assert pauses(1, ended(1, 0, 5), ended(1, 5, 9)) == [1, None]
+
+
+def test_two_crashes_in_a_row_that_came_no_further_end_a_job():
+    assert pauses(99, ended(1), ended(1)) == [1, None]  # before any step
+    at_57 = ended(137, 0, 57), ended(137, 40, 57), ended(1, 40, 56)
+    assert pauses(99, *at_57) == [1, 2, None]
+    between = ended(1, 0, 5), ended(1, 5, 5), ended(75, 5, 8), ended(1, 8, 8), ended(1)
+    assert pauses(99, *between) == [1, 2, 4, 8, None]
+
+
+@pytest.mark.parametrize("end", [ended(0), ended(2), ended(143, told=True), ended(1, told=True)])
+def test_what_is_done_or_wrongly_used_or_was_told_to_stop_is_not_started_again(end):
+    assert pauses(99, end) == [None]
+
+
+@pytest.mark.multihost
+def test_a_job_that_crashes_starts_again_once_it_has_come_further():
+    body = """
+        [ "$JAXGOODPUT_GRACE_S" = 7.5 ] || exit 2
+        echo "restart $JAXGOODPUT_RESTART"
+        echo $JAXGOODPUT_RESTART > /proc/self/fd/${JAXGOODPUT_BEATS%%:*}
+        echo $((JAXGOODPUT_RESTART + 1)) > /proc/self/fd/${JAXGOODPUT_BEATS%%:*}
+        [ $JAXGOODPUT_RESTART -ge 2 ] || { echo the reason; exit 9; }
+    """
+    with shell(body, 1, "--max-restarts", "5", "--grace-s", "7.5") as job:
+        end = job.wait()
+    assert end.code == 0, end
+    assert [line for line in end.lines(0) if "restart" in line] == [
+        f"restart {i}" for i in range(3)
+    ]
+    assert end.err.count("process 0 failed first: exit code 9") == 2
+    assert end.err.count("[0] the reason") == 2
 
 
 @pytest.mark.multihost

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from processes import gone, signal_soon
 
 from jaxgoodput.clock import SystemClock
-from jaxgoodput.launcher.supervise import DONE, SAVED, End, exit_code, supervise
+from jaxgoodput.launcher.supervise import DONE, SAVED, End, exit_code, supervise, told_within
 
 pytestmark = pytest.mark.multihost
 
 
-def run(*scripts, grace_s=20.0, crash_grace_s=0.2, prefix_output=True):
+def run(*scripts, grace_s=20.0, crash_grace_s=0.2, prefix_output=True, still_s=600.0):
     """Supervise one shell per script; each knows its RANK."""
     return supervise(
         [["sh", "-c", script] for script in scripts],
@@ -26,6 +26,7 @@ def run(*scripts, grace_s=20.0, crash_grace_s=0.2, prefix_output=True):
         grace_s=grace_s,
         crash_grace_s=crash_grace_s,
         clock=SystemClock(),
+        still_s=still_s,
     )
 
 
@@ -66,7 +67,7 @@ def test_without_prefixes_output_passes_through(capfd):
     assert capfd.readouterr().out == "plain\n"
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_reaches_all_once(signum, tmp_path):
     name = signum.name.removeprefix("SIG")
     script = f"""
@@ -96,9 +97,52 @@ def test_a_second_interrupt_kills(tmp_path):
 
 
 def test_the_handlers_from_before_are_put_back():
-    before = [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)]
+    kinds = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    before = [signal.getsignal(s) for s in kinds]
     run("true")
-    assert [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)] == before
+    assert [signal.getsignal(s) for s in kinds] == before
+
+
+def test_what_nohup_ignores_stays_ignored(tmp_path):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        signal_soon(signal.SIGHUP, tmp_path / "up")
+        assert run(f": > {tmp_path}/up; sleep 1") == End(0, told=False)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+# A shell that tells how far it has come, as a trainer's process does.
+BEAT = "beat() { echo $1 > /proc/self/fd/${JAXGOODPUT_BEATS%%:*}; }; "
+
+
+def test_how_far_a_job_came_is_known_at_its_end():
+    end = run(BEAT + "beat 5; beat 9; exit 3", BEAT + "beat 5; beat 8; sleep 600")
+    assert end == End(3, told=False, began=5, step=9)
+
+
+def test_a_process_that_stands_still_is_killed_but_not_one_that_trains_no_more():
+    assert run(BEAT + "beat 5; sleep 600", still_s=0.5).code == 137
+    assert run(BEAT + "beat 5; beat; sleep 2", still_s=0.5).code == 0
+
+
+def test_the_end_says_who_failed_first_and_shows_the_last_lines_of_all(capfd):
+    first = BEAT + "beat 7; echo all well; echo the reason >&2; exit 4"
+    then = "trap 'echo a consequence; exit 5' TERM; while :; do sleep 0.05; done"
+    assert run(then, first).code == 4
+    told = capfd.readouterr().err.split("still running: 0")[1]
+    order = ["process 1 failed first: exit code 4", "step 7 done", "[1] the reason"]
+    order += ["process 0 failed then: exit code 5", "[0] a consequence"]
+    places = [told.index(words) for words in order]
+    assert places == sorted(places), told
+
+
+def test_a_signal_ends_a_pause(tmp_path):
+    ready = tmp_path / "ready"
+    signal_soon(signal.SIGTERM, ready)
+    ready.touch()
+    assert told_within(600.0)
+    assert not told_within(0.01)
 
 
 @pytest.mark.parametrize("deaf", ["", "trap '' TERM;"])

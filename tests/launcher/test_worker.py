@@ -33,6 +33,8 @@ def workers(draw):
         local_device_ids=draw(st.none() | st.lists(counts, min_size=1).map(tuple)),
         restart=draw(st.integers(0, 100)),
         lifeline=draw(st.none() | st.just("3:14:159")),
+        beats=draw(st.none() | st.just("4:14:160")),
+        grace_s=draw(st.none() | st.floats(0, 1e4)),
     )
 
 
@@ -99,6 +101,7 @@ def test_a_process_alone_is_left_alone(environ):
         ({**OURS, "JAXGOODPUT_PROCESS_ID": "-1"}, r"-1 is not in \[0, 4\)"),
         ({**OURS, "JAXGOODPUT_PROCESS_ID": "one"}, "JAXGOODPUT_PROCESS_ID='one' is not a whole"),
         ({**OURS, "JAXGOODPUT_NUM_PROCESSES": "0"}, "at least one process"),
+        ({**OURS, "JAXGOODPUT_GRACE_S": "long"}, "JAXGOODPUT_GRACE_S='long' is not a number"),
         ({**OURS, "JAXGOODPUT_DEVICES_PER_PROCESS": "0"}, "at least 1 device"),
         ({**OURS, "JAX_LOCAL_DEVICE_IDS": "0,x"}, "JAX_LOCAL_DEVICE_IDS='x'"),
         (SLURM, "jaxgoodput coordinate"),  # srun without a coordinator: tasks would be strangers
@@ -117,7 +120,7 @@ import os, sys, time
 from jaxgoodput.launcher import worker
 (mine, a), (strangers, b) = os.pipe(), os.pipe()
 os.close(a), os.close(b)
-name = worker.lifeline_name(mine)
+name = worker.pipe_name(mine)
 if sys.argv[1] == "stranger":
     name = name.replace(f"{mine}:", f"{strangers}:", 1)
 worker.initialize({"JAXGOODPUT_NUM_PROCESSES": "1", "JAXGOODPUT_PROCESS_ID": "0",

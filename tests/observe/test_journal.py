@@ -14,7 +14,7 @@ from jaxgoodput.clock import FakeClock
 from jaxgoodput.data.cursor import Cursor
 from jaxgoodput.observe import hooks, journal
 from jaxgoodput.observe.badput import TimeLedger
-from jaxgoodput.observe.events import Checkpoint, EvalEnd, Event, StepEnd
+from jaxgoodput.observe.events import Checkpoint, EvalEnd, Event, StateShown, StepEnd
 from jaxgoodput.observe.hooks import Hook
 from jaxgoodput.observe.journal import Journal, Recorder
 
@@ -38,7 +38,7 @@ def step_end(step):
 def test_every_record_reads_back(tmp_path, clock):
     sent = []
     synthetic.run(sent.append, clock, steps=200)
-    sent.insert(1, step_end(1))
+    sent[1:1] = [step_end(1), StateShown(step=1, progress=1.0, params={}, model_state=())]
     kinds = {type(event) for event in sent}
     assert kinds == set(Event.__subclasses__()), "an event that this test does not send"
     writer = Journal(tmp_path, clock=clock)
@@ -48,7 +48,7 @@ def test_every_record_reads_back(tmp_path, clock):
     back = journal.read(tmp_path / journal.FILE_NAME)
     assert [record["event"] for record in back] == [type(r).__name__ for r in sent]
     assert back[1]["metrics"] == {"loss": None}
-    assert back[1]["after"] == {"seed": 1, "epoch": 0, "offset": 64}
+    assert back[1]["after"] == {"seed": 1, "epoch": 0, "offset": 64, "order": "keyed"}
     tune = next(r for r in back if r["event"] == "TuneEnd" and r["fit"] is not None)
     assert tune["fit"]["params"]["compute_base"] == synthetic.PERF.compute_base
     assert tune["fit"]["params"]["inter_base"] is None
@@ -199,7 +199,7 @@ def test_torn_lines_are_reported(tmp_path, clock, caplog):
     path.write_bytes(path.read_bytes() + b'{"event": "Check')
     with caplog.at_level("WARNING", logger="absl"):
         assert len(journal.read(path)) == 1
-    assert "line 2" in caplog.text
+    assert "goodput.jsonl:2" in caplog.text
 
 
 def test_what_a_restart_undid_does_not_count(tmp_path, clock):
@@ -244,6 +244,131 @@ def test_a_full_disk_costs_lines_not_the_run(tmp_path, clock, monkeypatch, caplo
     writer.close()
     back = journal.read(tmp_path / journal.FILE_NAME, on_torn=lambda number, text: None)
     assert [record["step"] for record in back] == [3]
+
+
+ANY_LINE = [
+    b"",
+    b"null",
+    b"[]",
+    b"\0" * 100,
+    b"\xff\xfe",
+    b"[" * 100_000,
+    b'{"event": 3}',
+    b'{"event": "FitStart"}',
+    b'{"event": "FitStart", "wall": "now", "restart": 0, "step": 0}',
+    b'{"event": "FitStart", "wall": 1e999, "restart": 0, "step": 0}',
+    b'{"event": "FitStart", "wall": NaN, "restart": 0, "step": 0}',
+    b'{"event": "FitStart", "wall": 1.0, "restart": [], "step": 0}',
+    b'{"event": "FitStart", "wall": 1.0, "restart": 0, "step": ' + b"9" * 5000 + b"}",
+    b"x" * 3_000_000,
+]
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
+@given(places=st.lists(st.tuples(st.integers(0, 8), st.sampled_from(ANY_LINE)), max_size=6))
+def test_lines_of_any_kind_cost_nothing_but_themselves(tmp_path, places):
+    path = tmp_path / journal.FILE_NAME
+    path.unlink(missing_ok=True)
+    clock = FakeClock(100.0)
+    writer = Journal(tmp_path, clock=clock)
+    for restart, step in ((0, 0), (1, 20)):
+        writer.write(synthetic.fit_start(step=step, restart=restart))
+        for after in (10, 20, 30):
+            clock.advance(1.0)
+            writer.write(synthetic.window(step + after, 1.0, 640))
+    writer.close()
+    whole, runs = journal.read(path), journal.earlier_runs(tmp_path)
+    assert runs == (2, 106.0, 103.0)
+    lines = path.read_bytes().splitlines()
+    for place, line in places:
+        lines.insert(place, line)
+    path.write_bytes(b"\n".join(lines) + b"\n")
+    torn = []
+    assert journal.read(path, on_torn=lambda where, text: torn.append(where)) == whole
+    assert len(torn) == sum(bool(line.strip()) for _, line in places)
+    assert journal.earlier_runs(tmp_path) == runs
+    assert journal.earlier_runs(tmp_path, before=1) == (1, 103.0, 100.0)
+
+
+def test_a_start_reads_the_end_of_a_journal_and_no_more(tmp_path, clock, monkeypatch):
+    writer = Journal(tmp_path, clock=clock)
+    for restart in range(3):
+        for step in range(300):
+            if step == 0:
+                writer.write(synthetic.fit_start(restart=restart))
+            clock.advance(1.0)
+            writer.write(synthetic.window(step, 1.0, 640))
+    writer.close()
+    parsed = []
+    parse = journal.parse
+    monkeypatch.setattr(journal, "_BLOCK_BYTES", 10_000)
+    monkeypatch.setattr(journal, "parse", lambda *a, **k: (parsed.append(1), parse(*a, **k))[1])
+    path = tmp_path / journal.FILE_NAME
+    own = path.read_bytes().rindex(b'"FitStart"') - 20_000  # two blocks before it, at most
+    assert own > 0.6 * path.stat().st_size
+    data = path.read_bytes()
+    path.write_bytes(b"\0" * own + data[own:])
+    assert journal.earlier_runs(tmp_path) == (3, 900.0, 600.0)
+    assert len(parsed) == 3  # a blank end, the newest, and the start
+
+
+@pytest.mark.parametrize("block_bytes", [1, 7, 100, 2**20])
+def test_lines_are_the_same_from_both_ends(tmp_path, monkeypatch, block_bytes):
+    monkeypatch.setattr(journal, "_BLOCK_BYTES", block_bytes)
+    path = tmp_path / "lines"
+    for data in (b"", b"\n", b"a", b"a\n", b"\n\na\nbb\n\nccc"):
+        path.write_bytes(data)
+        backwards = [line[:block_bytes] for line in journal._lines_backwards(path)]
+        assert backwards[::-1] == [line[:block_bytes] for line in data.split(b"\n")]
+
+
+def test_a_journal_is_set_aside_in_parts_and_none_of_it_is_lost(tmp_path, clock, monkeypatch):
+    monkeypatch.setattr(journal, "SEGMENT_BYTES", 5_000)
+    monkeypatch.setattr(journal, "MOST_MERGED", 3)
+    writer = Journal(tmp_path, clock=clock)
+    writer.write(synthetic.fit_start())
+    spent_s = 0.0
+    for step in range(1, 101):
+        clock.advance(1.0)
+        window = synthetic.window(10 * step, float(step), 640 * step, metrics={"loss": float(step)})
+        spent_s += window.seconds
+        writer.write(window)
+        writer.write(synthetic.tune_end(10 * step, 0.0, synthetic.START, known=False))
+    writer.close()
+    path = tmp_path / journal.FILE_NAME
+    parts = journal.segments(path)
+    assert len(parts) > journal.NUM_WHOLE + 2
+    assert [part.name for part in parts] == [
+        *(f"goodput.{i}.jsonl" for i in range(1, len(parts))),
+        journal.FILE_NAME,
+    ]
+    back = journal.read(path)
+    windows = [record for record in back if record["event"] == "Window"]
+    verdicts = [record for record in back if record["event"] == "TuneEnd"]
+    assert len(windows) < 90
+    assert sum(w["num_steps"] for w in windows) == 1000
+    assert sum(w["seconds"] for w in windows) == pytest.approx(spent_s)
+    assert sum(w["num_steps"] * w["metrics"]["loss"] for w in windows) == pytest.approx(50500)
+    assert sum(map(journal.num_merged, windows)) == sum(map(journal.num_merged, verdicts)) == 100
+    assert [w["step"] for w in windows] == sorted({w["step"] for w in windows})
+    assert (windows[-1]["step"], windows[-1]["samples"]) == (1000, 64000)
+    assert journal.earlier_runs(tmp_path) == (1, 100.0, 0.0)
+
+
+def test_a_journal_that_cannot_be_divided_grows_on(tmp_path, clock, monkeypatch, caplog):
+    monkeypatch.setattr(journal, "SEGMENT_BYTES", 200)
+    writer = Journal(tmp_path, clock=clock)
+
+    def refuse(self, target):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(type(tmp_path), "rename", refuse)
+    with caplog.at_level("WARNING", logger="absl"):
+        for step in range(1, 11):
+            writer.write(Checkpoint(step=step, seconds=0.1))
+    writer.close()
+    assert 1 <= caplog.text.count("could not be divided") <= 5
+    assert [r["step"] for r in journal.read(tmp_path / journal.FILE_NAME)] == list(range(1, 11))
 
 
 def test_a_missing_journal_is_an_error(tmp_path):

@@ -1,8 +1,11 @@
 """The report tells the planted story."""
 
+import io
+
 import pytest
 import synthetic
 
+from jaxgoodput import cli
 from jaxgoodput.goodput.search import BatchConfig
 from jaxgoodput.observe import journal
 from jaxgoodput.observe.events import Checkpoint, EvalEnd, FitEnd
@@ -130,7 +133,7 @@ def test_a_run_that_was_killed_or_goes_on_is_reported_too(tmp_path, clock):
     text = report(tmp_path)
     assert "still running, or killed" in text
     assert "no end recorded yet" in text
-    assert "unfinished journal line(s) left out: 13" in text
+    assert "journal line(s) left out, which cannot be read: goodput.jsonl:13 " in text
 
 
 def test_a_run_without_a_window_is_reported(tmp_path, clock):
@@ -170,9 +173,46 @@ def test_errors_say_what_to_pass(tmp_path):
         report(tmp_path / "nowhere")
     with pytest.raises(FileNotFoundError, match="holds no goodput.jsonl.*--workdir"):
         report(tmp_path)
-    (tmp_path / journal.FILE_NAME).write_text('{"event": "Checkpoint", "step": 3}\n')
-    with pytest.raises(ValueError, match="1 record.*no start of a run"):
+    line = '{"event": "Checkpoint", "step": 3, "wall": 1.0, "restart": 0}'
+    (tmp_path / journal.FILE_NAME).write_text(f"{line}\n{{\n")
+    with pytest.raises(ValueError, match="0 record.*no start of a run, and 2 line"):
         report(tmp_path)
+
+
+def test_a_terminal_that_knows_few_signs_gets_the_rest(planted, monkeypatch):
+    out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr("sys.stdout", out)
+    assert cli.main(["report", str(planted[0])]) == 0
+    out.flush()
+    assert b"Where the time went" in out.buffer.getvalue()
+
+
+def test_a_journal_in_parts_is_one_run_with_the_same_totals(tmp_path, clock, monkeypatch):
+    """Parts that are old enough to be short tell the same, but for the curves."""
+    told = {}
+    for name, size in (("whole", journal.SEGMENT_BYTES), ("parts", 30_000)):
+        monkeypatch.setattr(journal, "SEGMENT_BYTES", size)
+        writer = Journal(tmp_path / name, clock=type(clock)())
+        now = synthetic.run(writer.write, type(clock)(), steps=2000, end=False)
+        synthetic.run(
+            writer.write, type(clock)(), steps=4000, start_step=1800, restart=1, state=now
+        )
+        writer.close()
+        told[name] = report(tmp_path / name).split("Over time")
+    first, second = told["whole"], told["parts"]
+    assert len(list((tmp_path / "parts").glob("goodput.*.jsonl"))) > journal.NUM_WHOLE + 3
+    assert first[0].replace("whole", "parts") == second[0]
+    assert first[1].partition("Restarts")[2] == second[1].partition("Restarts")[2]
+    sizes = [p.stat().st_size for p in journal.segments(tmp_path / "parts" / journal.FILE_NAME)]
+    assert max(sizes[: -1 - journal.NUM_WHOLE]) < 0.6 * min(sizes[-1 - journal.NUM_WHOLE : -1])
+
+
+def test_what_stands_in_a_line_cannot_move_the_cursor(tmp_path, clock):
+    writer = Journal(tmp_path, clock=clock)
+    writer.write(synthetic.fit_start())
+    writer.write(Checkpoint(step=1, seconds=0.1, error="full\x1b[2J\r\ud800"))
+    writer.close()
+    assert "checkpoint failed: full\ufffd[2J\ufffd\ufffd" in report(tmp_path)
 
 
 def test_a_sparkline_rises_with_its_values_and_keeps_its_width():

@@ -1,6 +1,7 @@
 """`jaxgoodput simulate`: a table for every policy, files where asked, and clear words for bad input."""
 
 import json
+import re
 
 import pytest
 
@@ -151,6 +152,10 @@ WRONG = {
     "no such policy": (["--policy", "goodput,wizard"], "'wizard'"),
     "no such workload": (["--workload", "/no/such/file.csv"], "no such file"),
     "no number of jobs": (["--workload", "synthetic:many"], "number of jobs"),
+    "a number that is none": (["--workload", "synthetic:²"], "number of jobs"),
+    "more jobs than memory": (["--workload", "synthetic:99999999999"], "below a million"),
+    "more hours than memory": (["--hours", "1e8"], "at most 100000"),
+    "more devices than memory": (["--cluster", "999999x999999"], "at most 100000 devices"),
     "no jobs": (["--workload", "synthetic:0"], "at least 1"),
     "no hours": (["--hours", "0"], "hours"),
     "cluster of words": (["--cluster", "large"], "NODESxDEVICES"),
@@ -161,7 +166,6 @@ WRONG = {
     "speed of words": (["--speed", "t4=fast"], "KIND=NUMBER"),
     "speed of nothing": (["--speed", "t4=0"], "above 0"),
     "one kind": (["--cluster", "t4:2x4,a100:1x4", "--policy", "optimus"], "one kind"),
-    "endless restarts": (["--restart-s", "inf"], "finite"),
 }
 
 
@@ -171,6 +175,13 @@ def test_bad_input_is_named_and_nothing_is_written(capsys, tmp_path, arguments, 
     code, said, err = run(capsys, *SMALL, *arguments, "--out", str(out))
     assert code == 2 and says in err and err.startswith("jaxgoodput: ")
     assert not said and not out.exists()
+
+
+@pytest.mark.parametrize("text, says", [("inf", "inf is more"), ("nan", "nan is less")])
+def test_seconds_are_finite(capsys, text, says):
+    with pytest.raises(SystemExit):
+        cli.main(["simulate", "--restart-s", text])
+    assert f"--restart-s: {says}" in capsys.readouterr().err
 
 
 def test_a_file_in_the_way_is_found_before_anything_runs(capsys, tmp_path):
@@ -196,6 +207,35 @@ def test_a_malformed_line_is_named(capsys, artifact):
     path.write_text(path.read_text().replace("100,toy", "soon,toy"))
     code, _, err = run(capsys, "--workload", str(path))
     assert code == 2 and "line 3" in err and "'time'" in err
+
+
+DEEP = "[" * 3000
+DAMAGED = {
+    "no object": ("[]", "expected an object by kinds of devices, got \\[\\]"),
+    "no jobs": ('{"v100": 3}', "'v100'\\]: expected an object by jobs, got 3"),
+    "no partners": ('{"v100": {"(\'A3C\', 1)": null}}', "object by partners of the job, got None"),
+    "too deep": (DEEP, "too deep in each other"),
+    "not a number": ('{"v100": {"(\'A3C\', 1)": {"null": NaN}}}', "the number NaN"),
+    "too large": ('{"v100": {"(\'A3C\', 1)": {"null": 1' + "0" * 400 + "}}}", "the number 1000"),
+    "no key": ('{"v100": {"(((": {}}}', "'\\(\\(\\(' is not of the form"),
+    "not text": (b"\xff{}", "cannot be read: .*codec can't decode"),
+}
+
+
+@pytest.mark.parametrize("data, says", DAMAGED.values(), ids=DAMAGED)
+def test_damaged_tables_are_named(capsys, artifact, data, says):
+    path = artifact.gavel()
+    table = path.parent / "simulation_throughputs.json"
+    table.write_bytes(data if isinstance(data, bytes) else data.encode())
+    code, _, err = run(capsys, "--policy", "fifo", "--workload", str(path), "--cluster", "1x4")
+    assert code == 2 and re.match(rf"jaxgoodput: {table}.*{says}", err), err
+
+
+def test_a_cluster_that_lies_too_deep_is_refused(capsys, tmp_path):
+    path = tmp_path / "cluster.json"
+    path.write_text(DEEP)
+    code, _, err = run(capsys, *SMALL, "--cluster", str(path))
+    assert code == 2 and "too deep" in err and str(path) in err
 
 
 def test_an_application_without_tables_is_named(capsys, artifact):

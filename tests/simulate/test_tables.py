@@ -28,6 +28,16 @@ def table():
     return StepTable("plane", curves, np.array(points))
 
 
+def test_of_one_measured_placement_nothing_else_follows():
+    whole = table()
+    alone = StepTable("one", {(1,): whole.curves[1,]}, np.empty((0, 5)))
+    assert alone.times((1,), 8) == whole.times((1,), 8)
+    with pytest.raises(
+        ValueError, match=r"one: 8 samples .* on \[2\] .* outside of what was measured"
+    ):
+        alone.times((2,), 8)
+
+
 @given(st.lists(st.integers(0, 8), min_size=1, max_size=6).filter(any), st.integers(0, 5))
 def test_rotations_and_idle_nodes_make_no_difference(counts, by):
     rotated = counts[by % len(counts) :] + counts[: by % len(counts)]

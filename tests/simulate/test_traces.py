@@ -131,6 +131,14 @@ def test_applications_are_read_from_the_folders_that_have_the_kinds(tmp_path):
         ("validation-8.csv", RUN + "30,x,0,1,2\n", "line 4, column 'iteration'"),
         ("validation-8.csv", RUN.split("\n")[0], "at least one epoch"),
         ("validation-big.csv", RUN, "whole number"),
+        ("validation-².csv", RUN, "whole number"),
+        ("placements.csv", STEPS.split("\n")[0], "no measurement below the header"),
+        ("placements.csv", STEPS + "²,8,1,0.1\n", "line 4, column 'placement'"),
+        ("placements.csv", STEPS + "2,8,1e999,0\n", "line 4, column 'step_time'"),
+        ("placements.csv", STEPS + "2" * 200_000, "line 4: field larger"),
+        ("validation-8.csv", RUN + "0,30,0,1,2\n", "line 4, column 'progress': .* above 20"),
+        ("validation-8.csv", RUN + "30,20,0,1,2\n", "line 4, column 'iteration': .* above 20"),
+        ("validation-8.csv", RUN + "30,30,0,0,0\n", "line 4, column 'grad_var': .* above 0"),
     ],
 )
 def test_malformed_measurements(tmp_path, file, text, message):

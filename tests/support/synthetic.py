@@ -16,6 +16,7 @@ from jaxgoodput.observe.events import (
     FitEnd,
     FitStart,
     Preempt,
+    ReadsRetried,
     Resharded,
     TuneEnd,
     Window,
@@ -214,6 +215,7 @@ def run(receive, clock, *, steps=600, start_step=0, restart=0, rng=None, state=N
                 )
             )
     if end:
+        receive(ReadsRetried(step=steps, num_retried=1))
         receive(Preempt(step=steps, signal="SIGTERM"))
         receive(
             FitEnd(

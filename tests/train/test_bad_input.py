@@ -10,6 +10,7 @@ import pytest
 from absl import logging
 from problems import (
     NUM_SAMPLES,
+    WIDTH,
     Counting,
     Evaluated,
     InStep,
@@ -20,7 +21,7 @@ from problems import (
     rows,
 )
 
-from jaxgoodput.engine.state import Loss
+from jaxgoodput.engine.state import Loss, Variables
 from jaxgoodput.goodput.search import BatchLimits
 from jaxgoodput.observe.events import Checkpoint, FitEnd, StepEnd, Window
 from jaxgoodput.parallel.strategy import Strategy
@@ -166,13 +167,20 @@ def test_an_optimizer_that_asks_for_the_loss_gets_it(tmp_path):
     assert 0 < np.asarray(scale) <= 0.25  # no loss is below zero, which is what would count
 
 
+def test_a_loss_is_what_the_documentation_writes():
+    for loss in (Loss(3.0, 2.0), Loss(sum=3.0, weight=2.0), Loss.of(3.0, 2.0)):
+        assert (loss.sum, loss.weight, loss.aux) == (3.0, 2.0, {})
+    assert Loss(3.0, 2.0, {"hits": 1.0}) == Loss.of(3.0, 2.0, hits=1.0)
+
+
 @pytest.mark.parametrize("trainer", [ScalarMean, ScalarSums])
 def test_a_loss_that_cannot_leave_padding_out_is_refused_for_epochs(tmp_path, trainer):
     limits = BatchLimits(base=40, max=40, micro=(1, 40))
-    with pytest.raises(ValueError, match="last batch of 2 epochs of 96") as refused:
-        trainer(config(tmp_path / "a", batch=limits)).fit()
+    with pytest.raises(ValueError, match="last batch of the 194 samples .* 8 replicas") as refused:
+        trainer(config(tmp_path / "a", batch=limits), data=rows(97)).fit()
     assert "per-sample losses [batch]" in str(refused.value)
-    assert "base_steps" in str(refused.value)
+    assert '"drop"' in str(refused.value) and "base_steps" in str(refused.value)
+    trainer(config(tmp_path / "d", batch=limits, last_batch="drop"), data=rows(97)).fit()
     # Where no batch is ever padded there is nothing to refuse.
     trainer(config(tmp_path / "b")).fit()
     trainer(config(tmp_path / "c", batch=limits, base_steps=3.0)).fit()
@@ -243,17 +251,16 @@ class NoMetrics(Mean):
         (Mean, ValueError, r"eval_dataset\(\) returned None"),
     ],
 )
-@pytest.mark.parametrize("up_front", [True, False])
-def test_evaluations_that_cannot_work(tmp_path, trainer, error, what, up_front):
-    """Before training where evaluations are due in it, else when one is asked for."""
+@pytest.mark.parametrize("every_base_steps", [2.0, None])
+def test_evaluations_that_cannot_work(tmp_path, trainer, error, what, every_base_steps):
+    """Before training where evaluations are due in it, or at its end; else when one is asked for."""
     seen = Recorder()
-    if up_front:
-        broken = trainer(config(tmp_path, evaluation__every_base_steps=2.0), hooks=[seen])
+    broken = trainer(config(tmp_path, evaluation__every_base_steps=every_base_steps), hooks=[seen])
+    if every_base_steps or trainer is not Mean:
         with pytest.raises(error, match=what):
             broken.fit()
         assert not seen.of(StepEnd)
     else:
-        broken = trainer(config(tmp_path))
         state = broken.fit()
         with pytest.raises(error, match=what):
             broken.evaluate(state)
@@ -314,9 +321,77 @@ def test_too_many_in_a_row_stop_training_with_the_last_good_checkpoint_kept(tmp_
 
     # With better data the run goes on from there.
     again = Recorder()
-    state = Mean(config(tmp_path, epochs=2, shuffle=False), hooks=[again]).fit()
+    state = Mean(
+        config(tmp_path, epochs=2, shuffle=False, saving__allow_changed_data=True), hooks=[again]
+    ).fit()
     assert again.events[0].step == 3
     assert np.isfinite(state.params["w"]).all()
+
+
+def nan_at(first, last):
+    """A learning rate that is not a number from one progress to another."""
+    return lambda count: jnp.where((count >= first) & (count < last), jnp.nan, 0.05)
+
+
+@pytest.mark.parametrize("count", [1, 8])
+@pytest.mark.parametrize("make", [optax.sgd, optax.adam, optax.inject_hyperparams(optax.sgd)])
+def test_an_update_that_is_not_finite_is_refused(tmp_path, make, count):
+    seen = Recorder()
+    settings = config(tmp_path, epochs=5, max_skipped_in_a_row=3)
+    trainer = Mean(settings, tx=make(nan_at(4, 6)), hooks=[seen], devices=jax.devices()[:count])
+    state = trainer.fit()
+    assert [s.metrics["skipped"] for s in seen.of(StepEnd)] == [0] * 4 + [1] + [2] * 25
+    assert np.isfinite(state.params["w"]).all() and int(state.guard.skipped) == 2
+
+
+def test_a_schedule_that_stays_nan_ends_the_run_with_its_last_good_state(tmp_path):
+    settings = config(tmp_path, epochs=None, base_steps=1e6, max_skipped_in_a_row=3)
+    with pytest.raises(Diverged, match="update or model state that is not finite.*the schedule"):
+        Mean(settings, tx=optax.sgd(nan_at(4, 1e9))).fit()
+
+
+@pytest.mark.parametrize("count", [1, 8])
+def test_a_model_state_that_is_not_finite_is_refused(tmp_path, count):
+    class Stateful(Mean):
+        def init(self, key) -> Any:
+            return Variables(params=super().init(key), model_state={"mean": jnp.zeros(())})
+
+        def loss_and_state(self, params, model_state, batch, key):
+            root = jnp.sqrt(batch["x"][:, 0] - 50)  # of what is negative
+            mean = jnp.where(jnp.any(batch["x"] > 100), root.sum(), 1 + model_state["mean"])
+            return self.loss(params, batch, key), {"mean": mean}
+
+    data = rows()
+    data["x"][20, 1] = 101.0  # in the second batch
+    settings = config(tmp_path, epochs=1, shuffle=False)
+    state = Stateful(settings, data=data, devices=jax.devices()[:count]).fit()
+    assert int(state.guard.skipped) == 1
+    assert float(state.model_state["mean"]) == 5
+
+
+class Wide(Mean):
+    """All of its parameters are one large leaf."""
+
+    def init(self, key):
+        return {"w": jnp.zeros((3, 2**13))}
+
+    def loss(self, params, batch, key):
+        return jnp.sum((params["w"][None, :, :WIDTH] - batch["x"][:, None]) ** 2, axis=(-2, -1))
+
+
+def test_an_update_that_is_not_finite_is_refused_where_no_leaf_is_small(tmp_path):
+    settings = config(tmp_path, epochs=2, max_skipped_in_a_row=3)
+    state = Wide(settings, tx=optax.sgd(nan_at(4, 6))).fit()
+    assert np.isfinite(state.params["w"]).all() and int(state.guard.skipped) == 2
+
+
+def test_a_model_state_may_hold_infinity(tmp_path):
+    class Masked(Mean):
+        def init(self, key) -> Any:
+            return Variables(params=super().init(key), model_state={"mask": jnp.asarray(-jnp.inf)})
+
+    state = Masked(config(tmp_path, epochs=1), devices=jax.devices()[:1]).fit()
+    assert int(state.guard.skipped) == 0
 
 
 class Weighted(Mean):
@@ -384,7 +459,7 @@ def test_a_fixed_batch_leaves_the_sizes_alone(tmp_path):
 
 def test_a_sample_that_cannot_be_read_costs_nothing_of_what_was_learned(tmp_path):
     data = {**rows(), "id": np.arange(NUM_SAMPLES)}
-    settings = counting_config(tmp_path, shuffle=False, epochs=1)
+    settings = counting_config(tmp_path, shuffle=False, epochs=1, execution__read_retries=0)
     seen = Recorder()
     trainer = Counting(settings, hooks=[seen])
     trainer.data = Fails(data, bad=70)  # in the fifth batch of 16

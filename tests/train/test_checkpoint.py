@@ -1,7 +1,9 @@
 """Checkpoints: everything comes back to the bit, on any devices; a bad one costs only itself."""
 
+import contextlib
 import dataclasses
 import gc
+import itertools
 import json
 import os
 import pathlib
@@ -16,26 +18,34 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import problems
 import pytest
 from absl import logging
 from hypothesis import given
 from hypothesis import strategies as st
-from problems import Counting, InStep, Mean, Recorder, config, counting_config, same
+from old_checkpoints import SINCE_2, as_version_1
+from problems import Counting, Evaluated, InStep, Mean, Recorder, config, counting_config, same
 
+from jaxgoodput import _disk
 from jaxgoodput._serial import encode
 from jaxgoodput.data.cursor import Cursor
 from jaxgoodput.data.sources import abstract_sample, as_source
 from jaxgoodput.engine.engine import Engines
 from jaxgoodput.goodput.search import BatchConfig, BatchLimits
-from jaxgoodput.observe.events import Checkpoint, FitStart, StepEnd
+from jaxgoodput.observe.events import Checkpoint, EvalEnd, FitStart, StepEnd
 from jaxgoodput.train.checkpoint import (
     VERSION,
     CheckpointMeta,
     Checkpoints,
     LeafKind,
+    Note,
     WrongWorkdirError,
+    best_step,
     differences,
+    kept,
 )
+from jaxgoodput.train.config import Saving
+from jaxgoodput.train.control import Preempted
 from jaxgoodput.train.prepare import place, problem_of
 
 STEPS = 12  # of two epochs of 96 samples in batches of 16
@@ -263,10 +273,37 @@ def nothing_inside(newest):
     newest.mkdir()
 
 
+def no_sums(newest):
+    (newest / _disk.SUMS).unlink()
+
+
+def one_bit(newest):
+    (path,) = files(newest, "state/manifest.ocdbt")
+    flip(path, 8 * path.stat().st_size // 2)
+
+
+def a_file_too_many(newest):
+    (newest / "state" / "d" / "new").write_bytes(b"")
+
+
+def flip(path, bit):
+    data = bytearray(path.read_bytes())
+    data[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(data)
+
+
 DAMAGES = [
-    cut_all, empty_all, cut_arrays, cut_meta, no_meta, no_state, garbage_meta, a_foreign_meta,
+    cut_all,
+    empty_all,
+    cut_arrays,
+    cut_meta,
+    no_meta,
+    no_state,
+    garbage_meta,
+    a_foreign_meta,
     nothing_inside,
-]  # fmt: skip
+]
+SILENT = [no_sums, one_bit, a_file_too_many]
 
 
 # Orbax leaves coroutines behind where a read fails.
@@ -274,7 +311,7 @@ left_behind = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExcepti
 
 
 @left_behind
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("damage", [*DAMAGES, *SILENT])
 def test_a_damaged_newest_is_named_and_set_aside_and_the_one_before_is_used(workdir, told, damage):
     damage(workdir / "checkpoints" / "12")
     found = restored(workdir)
@@ -316,6 +353,271 @@ def test_damage_everywhere_starts_over_and_says_so(workdir, told):
     assert restored(workdir) is None
     assert len(told) == 3
     gc.collect()
+
+
+def test_a_checkpoint_from_before_there_were_sums_is_used_unchecked(workdir, original):
+    as_version_1(workdir / "checkpoints" / "12")
+    found = restored(workdir)
+    assert found.meta.step == 12 and same(found.state, original[1])
+    assert found.meta.data is None
+    Counting(counting_config(workdir, epochs=3)).fit()
+
+
+def test_a_finished_run_from_before_there_were_sums_is_done(workdir):
+    settings = counting_config(workdir, epochs=1)
+    Counting(settings).fit()
+    newest = max(steps_in(workdir))
+    as_version_1(workdir / "checkpoints" / str(newest))
+    state = Counting(settings).fit()  # and does not end as if nothing were saved
+    assert int(state.step) == newest
+
+
+@left_behind
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_the_damage_of_a_checkpoint_from_before_there_were_sums(workdir, told, damage):
+    as_version_1(workdir / "checkpoints" / "12")
+    damage(workdir / "checkpoints" / "12")
+    assert restored(workdir).meta.step == 9
+    gc.collect()
+    assert len(told) == 1
+
+
+NUM_FLIPS = 200
+
+
+@left_behind
+@pytest.mark.slow
+def test_no_damage_of_any_file_is_restored_in_silence(original, tmp_path, told):
+    """Each file deleted, cut, zeroed, and 200 flips: the checkpoint before, or the same bits."""
+    found = {step: restored_at(original[0], step) for step in (9, 12)}
+    rng = np.random.default_rng(12)
+    newest = original[0] / "checkpoints" / "12"
+    names = [p.relative_to(newest) for p in files(newest)]
+    assert pathlib.Path(_disk.SUMS) in names and len(names) > 8
+
+    def flipped(path):
+        flip(path, int(rng.integers(8 * path.stat().st_size)))
+
+    whole = {
+        "deleted": pathlib.Path.unlink,
+        "cut": lambda path: truncate(path, 0.5),
+        "emptied": lambda path: truncate(path, 0.0),
+        "zeroed": lambda path: path.write_bytes(bytes(path.stat().st_size)),
+    }
+    cases = [(name, how, harm) for name in names for how, harm in whole.items()]
+    drawn = rng.choice(len(names), NUM_FLIPS)
+    cases += [(names[i], "flipped", flipped) for i in drawn]
+    used = {9: 0, 12: 0}
+    for name, how, harm in cases:
+        shutil.rmtree(tmp_path / "run", ignore_errors=True)
+        shutil.copytree(original[0], tmp_path / "run")
+        harm(tmp_path / "run" / "checkpoints" / "12" / name)
+        told.clear()
+        got = restored(tmp_path / "run")
+        used[got.meta.step] += 1
+        wanted = found[got.meta.step]
+        assert same(got.state, wanted.state) and got.meta == wanted.meta, (name, how)
+        assert len(told) == (got.meta.step == 9), (name, how, told)
+        # What lies within is never used once it was touched.
+        assert got.meta.step == 9 or len(name.parts) == 1 or how == "zeroed", (name, how)
+    print(used)
+    gc.collect()
+
+
+def restored_at(workdir, step):
+    """What a checkpoint that nobody has touched gives back."""
+    with contextlib.ExitStack() as stack:
+        hidden = [p for p in (workdir / "checkpoints").iterdir() if int(p.name) > step]
+        for path in hidden:
+            path.rename(workdir / path.name)
+            stack.callback((workdir / path.name).rename, path)
+        return restored(workdir)
+
+
+# -- who writes, which stay, which data --------------------------------------------------------------
+
+
+def test_a_checkpoint_has_its_name_only_with_its_sums_and_the_newest_is_asked_for(
+    workdir, tmp_path
+):
+    found = Checkpoints(str(workdir), keep=3)
+    assert all(_disk.is_sealed(workdir / "checkpoints" / str(step)) for step in steps_in(workdir))
+    (workdir / "checkpoints" / "15.orbax-checkpoint-tmp").mkdir()
+    (workdir / "checkpoints" / "15.orbax-checkpoint-tmp" / _disk.SUMS).touch()
+    assert found.newest() == 12
+    found.close()
+    found = Checkpoints(str(tmp_path / "empty"), keep=3)
+    assert found.newest() is None
+    found.close()
+
+
+def test_two_runs_in_one_workdir_are_refused_and_leftovers_go_at_the_start(workdir):
+    left = workdir / "checkpoints" / "15.orbax-checkpoint-tmp"
+    left.mkdir()
+    again = Counting(counting_config(workdir, epochs=3))
+    with _disk.held(workdir), pytest.raises(_disk.InUse, match=f"process {os.getpid()} on"):
+        again.fit()
+    assert left.is_dir()
+    again.fit()
+    assert not left.exists()
+
+
+notes = st.dictionaries(
+    st.integers(1, 200),
+    st.builds(Note, st.floats(0, 100), st.sampled_from([np.nan, np.inf, 0.5, 1.0, 2.0])),
+)
+
+
+@given(notes=notes, keep=st.integers(1, 4), mode=st.sampled_from(["min", "max"]))
+def test_the_newest_the_best_and_the_first_of_every_stretch_stay(notes, keep, mode):
+    saving = Saving(keep=keep, best="loss", best_mode=mode, keep_every_base_steps=10.0)
+    stay = kept(notes, saving)
+    newest = set(sorted(notes)[-keep:])
+    assert newest <= stay <= set(notes)
+    values = {step: note.value for step, note in notes.items() if np.isfinite(note.value)}
+    best = best_step(notes, saving)
+    assert (best is None) == (not values)
+    if best is not None:
+        assert best in stay and values[best] == (min if mode == "min" else max)(values.values())
+    firsts = {}
+    for step in sorted(notes):
+        firsts.setdefault(int(notes[step].progress // 10), step)
+    assert stay == newest | ({best} - {None}) | {s for k, s in firsts.items() if k > 0}
+    assert kept({step: notes[step] for step in stay}, saving) == stay
+    assert kept(notes, Saving(keep=keep)) == newest
+
+
+def test_checkpoints_by_progress_and_every_so_many_of_them_stay(tmp_path):
+    settings = config(
+        tmp_path,
+        base_steps=20.0,
+        saving__every_s=None,
+        saving__every_base_steps=3.0,
+        saving__keep=1,
+        saving__keep_every_base_steps=6.0,
+        saving__at_end=False,
+    )
+    seen = Recorder()
+    Mean(settings, hooks=[seen], loop=InStep).fit()
+    steps = [c.step for c in seen.of(Checkpoint)]
+    assert len(steps) >= 5 and {b - a for a, b in itertools.pairwise(steps)} == {3}
+    progress = {s.step: s.progress for s in seen.of(StepEnd)}
+    firsts = {}
+    for step in steps:
+        # What is known of the progress is that of the step before.
+        firsts.setdefault(progress[step - 1] // 6, step)
+    assert steps_in(tmp_path) == sorted({s for k, s in firsts.items() if k} | {steps[-1]})
+
+
+class Wavering(Evaluated):
+    """An evaluation that says what it is told to."""
+
+    values: list[float] = []
+
+    def summarize(self, outputs):
+        return {**super().summarize(outputs), "score": self.values.pop(0)}
+
+
+def wavering(tmp_path, *values, **settings):
+    """A run with an evaluation at every second base step; the steps at which it saved."""
+    usual = {
+        "evaluation__every_base_steps": 2.0,
+        "saving__best": "score",
+        "saving__best_mode": "max",
+        "saving__keep": 1,
+        "saving__every_s": None,
+    }
+    seen = Recorder()
+    trainer = Wavering(config(tmp_path, **{**usual, **settings}), hooks=[seen], loop=InStep)
+    trainer.values = list(values)
+    trainer.fit()
+    assert not trainer.values
+    return [e.step for e in seen.of(EvalEnd)], [c.step for c in seen.of(Checkpoint)]
+
+
+def test_the_best_is_saved_when_it_is_found_and_stays(tmp_path):
+    evaluated, saved = wavering(tmp_path, 1.0, np.nan, 3.0, 3.0, 2.0, 0.0)
+    assert saved == [evaluated[0], evaluated[2], evaluated[-1]]
+    assert steps_in(tmp_path) == [evaluated[2], evaluated[-1]]
+    # The next run knows the best of this one.
+    later, saved = wavering(tmp_path, 2.5, 2.9, 3.5, 0.0, 0.0, 0.0, epochs=4)
+    assert saved == [later[2], later[-1]]
+    assert steps_in(tmp_path) == [later[2], later[-1]]
+    found = Checkpoints(str(tmp_path), keep=Saving(keep=1, best="score", best_mode="max"))
+    assert found.best() == later[2] and found.newest() == later[-1]
+    found.close()
+
+
+def test_a_metric_that_no_evaluation_has_is_named(tmp_path):
+    with pytest.raises(ValueError, match="best is 'scores'.*It has distance, first, score"):
+        wavering(tmp_path, *[0.0] * 6, saving__best="scores")
+
+
+class Poisoned(Mean):
+    """Of twelve batches the fifth to the eighth are not finite."""
+
+    def __init__(self, settings, **options):
+        bad = (np.arange(192) >= 64) & (np.arange(192) < 128)
+        data = {"x": np.ones((192, 4), np.float32), "bad": bad}
+        super().__init__(settings, data=data, **options)
+
+    def loss(self, params, batch, key):
+        return jnp.where(batch["bad"], jnp.nan, super().loss(params, batch, key))
+
+
+def poisoned_config(workdir, **settings):
+    return config(workdir, epochs=1, shuffle=False, saving__at_end=False, **settings)
+
+
+def test_what_is_due_while_updates_are_skipped_waits_for_one_that_is_applied(tmp_path, clock):
+    seen = Recorder(lambda e: clock.advance(10.0))
+    settings = poisoned_config(tmp_path, saving__every_s=1.0, saving__every_base_steps=0.5)
+    Poisoned(settings, clock=clock, hooks=[seen], loop=InStep).fit()
+    finite = {s.step: s.finite for s in seen.of(StepEnd)}
+    assert [step for step, held in finite.items() if not held] == [5, 6, 7, 8]
+    # The newest known result is that of the step before.
+    assert [c.step for c in seen.of(Checkpoint)] == [1, 2, 3, 4, 5, 10, 11, 12]
+
+
+def test_a_stop_saves_what_skipped_updates_have_left_as_it_was(tmp_path):
+    whole = Poisoned(poisoned_config(tmp_path / "whole")).fit()
+    stop = Recorder(lambda e: trainer.request_stop() if e.step == 6 else None)
+    trainer = Poisoned(poisoned_config(tmp_path / "parts"), hooks=[stop], loop=InStep)
+    with pytest.raises(Preempted):
+        trainer.fit()
+    assert steps_in(tmp_path / "parts") == [6]
+    seen = Recorder()
+    parts = Poisoned(poisoned_config(tmp_path / "parts"), hooks=[seen]).fit()
+    assert [s.finite for s in seen.of(StepEnd)] == [False] * 2 + [True] * 4
+    assert same(parts.params, whole.params)
+
+
+@pytest.mark.parametrize(
+    "change, what",
+    [
+        ({"num_samples": 97}, "the data set has 97 samples instead of 96"),
+        ({"num_samples": 95}, "the data set has 95 samples instead of 96"),
+        ({"offset": 1.0}, "the data set holds other samples"),
+        ({"base": 8}, "batch.base is 8 instead of 16"),
+    ],
+)
+def test_other_data_and_another_base_are_refused_unless_allowed(tmp_path, change, what):
+    stop = Recorder(lambda e: first.request_stop() if e.step == 11 else None)
+    first = Mean(config(tmp_path), hooks=[stop], loop=InStep)
+    with pytest.raises(Preempted):
+        first.fit()
+    change = dict(change)
+    limits = BatchLimits(base=change.pop("base", 16), max=64, micro=(1, 64))
+    data = problems.rows(**change)
+    with pytest.raises(WrongWorkdirError, match=what) as refused:
+        Mean(config(tmp_path, batch=limits), data=data).fit()
+    assert "set Config.saving.allow_changed_data" in str(refused.value)
+    assert steps_in(tmp_path) == [11]
+    allowed = config(tmp_path, epochs=4, batch=limits, saving__allow_changed_data=True)
+    seen = Recorder()
+    Mean(allowed, data=data, hooks=[seen]).fit()
+    assert seen.of(FitStart)[0].step == 11 and len(seen.of(StepEnd)) > 8
+    Mean(config(tmp_path, epochs=5, batch=limits), data=data).fit()  # they are the run's own now
 
 
 def test_another_model_is_refused_naming_the_leaf_and_both_shapes(workdir):
@@ -367,7 +669,10 @@ tables = st.lists(objects(key=keys, last=counts, clean=steps, busy=steps), max_s
 saved_metas = objects(
     step=counts,
     samples=counts,
-    cursor=objects(seed=counts, epoch=counts, offset=counts),
+    cursor=objects(
+        seed=counts, epoch=counts, offset=counts, order=st.sampled_from(["keyed", "drawn"])
+    ),
+    stream=st.none() | objects(place=counts, state=st.text(), is_bytes=st.booleans()),
     batch=batches,
     timings=st.dictionaries(st.sampled_from(["", "data8", "fsdp8"]), tables, max_size=2),
     statistics_every=st.integers(1, 64),
@@ -377,6 +682,11 @@ saved_metas = objects(
     leaves=st.dictionaries(
         st.text(), objects(shape=st.lists(counts, max_size=3), dtype=st.just("float32")), max_size=3
     ),
+    is_named=st.booleans(),
+    progress=seconds,
+    metrics=st.dictionaries(st.text(), seconds, max_size=2),
+    data=st.none() | objects(num_samples=counts, content=st.none() | st.text()),
+    base_batch_size=st.none() | counts,
     version=st.just(VERSION),
 )
 
@@ -401,17 +711,29 @@ def test_what_was_written_before_there_were_versions_is_read(saved, nameless):
         ]
         for strategy, rows in saved["timings"].items()
     }
-    before = {name: saved[name] for name in ("step", "samples", "cursor", "batch", "ledger")}
+    saved = {**saved, "cursor": {**saved["cursor"], "order": "drawn"}, "stream": None}
+    before = {name: saved[name] for name in ("step", "samples", "batch", "ledger")}
+    before["cursor"] = {name: saved["cursor"][name] for name in ("seed", "epoch", "offset")}
     before["leaves"] = {
         path: [leaf["shape"], leaf["dtype"]] for path, leaf in saved["leaves"].items()
     }
     before["progress"] = 12.5
+    saved = saved | SINCE_2
     before["analyst"] = {
         "timings": tables[""] if nameless else tables,
         "fits": {"": None},
         "statistics_every": saved["statistics_every"],
     }
     assert CheckpointMeta.from_json(json.loads(json.dumps(before))).to_json() == saved
+
+
+@given(saved=saved_metas)
+def test_what_was_written_before_there_were_sums_is_read(saved):
+    """By version 1, whose runs keep the orders of their samples that they began with."""
+    saved = {**saved, "cursor": {**saved["cursor"], "order": "drawn"}, "stream": None}
+    before = {name: x for name, x in saved.items() if name not in {*SINCE_2, "stream"}}
+    before["cursor"] = {name: saved["cursor"][name] for name in ("seed", "epoch", "offset")}
+    assert CheckpointMeta.from_json({**before, "version": 1}).to_json() == saved | SINCE_2
 
 
 @given(saved=saved_metas, ahead=st.integers(1, 100))
@@ -542,5 +864,6 @@ def test_a_checkpoint_with_other_noise_statistics_is_named(tmp_path):
     labelled = {**saved["leaves"], own: {"shape": [99], "dtype": "float32"}}
     for leaves in (before, labelled):
         meta.write_text(json.dumps({**saved, "leaves": leaves}))
+        _disk.seal(meta.parents[1])
         with pytest.raises(WrongWorkdirError, match="other statistics of the gradient noise"):
             Mean(config(tmp_path, epochs=3)).fit()

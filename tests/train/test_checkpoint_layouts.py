@@ -8,6 +8,7 @@ import pytest
 from layouts import engine, windows
 
 from jaxgoodput.data.cursor import Cursor
+from jaxgoodput.engine import saved as saved_states
 from jaxgoodput.goodput.search import BatchConfig
 from jaxgoodput.observe.badput import SavedLedger
 from jaxgoodput.parallel.strategy import Strategy
@@ -69,15 +70,15 @@ def saved(request, tmp_path_factory):
 @pytest.fixture
 def reader(saved, monkeypatch):
     """Its checkpoints, and the arrays that Orbax hands over."""
-    checkpoints, handed = Checkpoints(saved[0], keep=1), []
-    read = checkpoints._manager.restore
+    checkpoints, handed = Checkpoints(saved[0], keep=1), {}
+    read = saved_states.read
 
-    def watch(*arguments, **named):
-        found = read(*arguments, **named)
-        handed.extend(x for x in jax.tree.leaves(dict(found)) if isinstance(x, jax.Array))
+    def watch(*arguments):
+        found = read(*arguments)
+        handed.update(found)
         return found
 
-    monkeypatch.setattr(checkpoints._manager, "restore", watch)
+    monkeypatch.setattr(saved_states, "read", watch)
     yield checkpoints, handed
     checkpoints.close()
 
@@ -88,9 +89,10 @@ def test_a_state_comes_back_on_any_layout_to_the_bit(saved, reader, strategy):
     abstract = engine(strategy).abstract_state()
     found = checkpoints.restore(lambda meta: abstract)
     engines.assert_same_bits(found.state, saved[1])
-    for x, planned, read in zip(
-        jax.tree.leaves(found.state), jax.tree.leaves(abstract), handed, strict=True
-    ):
+    leaves, _ = jax.tree_util.tree_flatten_with_path(found.state)
+    assert len(handed) == len(leaves)
+    for (path, x), planned in zip(leaves, jax.tree.leaves(abstract), strict=True):
+        read = handed[jax.tree_util.keystr(path)]
         assert x.sharding == planned.sharding and x.dtype == planned.dtype
         # Never whole on its way, and not held twice.
         assert read.sharding == planned.sharding and read.is_deleted()

@@ -1,5 +1,6 @@
 """Settings that cannot work are refused by name; overrides reach every field and keep its type."""
 
+import copy
 import dataclasses
 import json
 import operator
@@ -59,12 +60,40 @@ def config(*overrides, **settings):
         (lambda: Execution(prefetch=-2), "Execution.prefetch must be at least 0; got -2"),
         (lambda: Evaluation(micro_batch_size=0), "Evaluation.micro_batch_size must be positive"),
         (lambda: Saving(keep=0), "Saving.keep must be positive"),
+        (lambda: Saving(every_base_steps=0.0), "Saving.every_base_steps must be positive"),
+        (lambda: config("saving.best=loss"), "best='loss' needs evaluations.*every_base_steps"),
+        (
+            lambda: config(workdir="gs://bucket/run"),
+            "must be a folder of a mounted.*'gs://bucket/r",
+        ),
+        (
+            lambda: config(workdir="s3://bucket/run"),
+            "must be a folder of a mounted.*'s3://bucket/r",
+        ),
+        (lambda: config(workdir="~/run"), "must be a folder of a mounted.*'~/run'.*expanduser"),
+        (lambda: config(workdir="C:\\run"), "must be a folder of a mounted file system"),
         (lambda: Reporting(window_s=0.0), "Reporting.window_s must be positive; got 0.0"),
     ],
 )
 def test_a_setting_that_cannot_work_is_refused_by_name(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("batch", 64, "which batches are allowed; got 64. Write batch=BatchLimits"),
+        ("last_batch", "pad", "last_batch must be one of .*; got 'pad'"),
+        ("epochs", 1.5, "epochs must be a whole number of passes, an int .base_steps .*; got 1.5"),
+        ("loss", "all", "loss must be one of .*; got 'all'"),
+    ],
+)
+def test_a_value_of_another_type_is_refused_by_name(name, value, message):
+    made = copy.copy(config(base_steps=None, epochs=1))
+    object.__setattr__(made, name, value)  # as without the types that tests are checked by
+    with pytest.raises(ValueError, match=message):
+        made.__post_init__()
 
 
 def test_every_default_works():

@@ -29,6 +29,7 @@ controls = st.builds(
     finish=st.booleans(),
     save=st.booleans(),
     evaluate=st.booleans(),
+    show=st.booleans(),
     batch=st.none() | st.builds(batch_of, counts, counts, st.sampled_from([None, *STRATEGIES])),
     statistics_every=st.none() | counts,
     num_ready=st.integers(0, 100),
@@ -41,6 +42,7 @@ followers = st.builds(
     finish=st.booleans(),
     save=st.booleans(),
     evaluate=st.booleans(),
+    show=st.booleans(),
     num_ready=st.integers(0, 100),
     num_measuring=st.integers(0, 1),
 )
@@ -57,7 +59,7 @@ def test_a_control_survives_the_vector(control):
 def test_the_sum_over_processes_is_what_anyone_wished_and_what_process_0_decided(first, others):
     everyone = [first, *others]
     agreed = decode(np.stack([encode(c, STRATEGIES) for c in everyone]).sum(axis=0), STRATEGIES)
-    for name in ("stop", "finish", "save", "evaluate"):
+    for name in ("stop", "finish", "save", "evaluate", "show"):
         assert getattr(agreed, name) == any(getattr(c, name) for c in everyone)
     for name in ("batch", "statistics_every"):
         assert getattr(agreed, name) == getattr(first, name)
@@ -68,7 +70,7 @@ def test_the_sum_over_processes_is_what_anyone_wished_and_what_process_0_decided
 @given(first=controls, later=controls)
 def test_two_wishes_are_both_and_of_two_batches_or_cadences_the_later_one(first, later):
     both = first.also(later)
-    for name in ("stop", "finish", "save", "evaluate"):
+    for name in ("stop", "finish", "save", "evaluate", "show"):
         assert getattr(both, name) == (getattr(first, name) or getattr(later, name))
     for name in ("batch", "statistics_every"):
         wanted = getattr(later, name)

@@ -1,5 +1,7 @@
 """An evaluation covers every held-out sample exactly once, wherever and whenever it runs."""
 
+from typing import Any
+
 import engines
 import jax
 import jax.numpy as jnp
@@ -8,6 +10,7 @@ import numpy as np
 import pytest
 from problems import Evaluated, InStep, Recorder, config, rows
 
+from jaxgoodput.clock import FakeClock
 from jaxgoodput.data.sources import as_source
 from jaxgoodput.observe.events import EvalEnd, StepEnd
 from jaxgoodput.parallel.strategy import Strategy
@@ -64,6 +67,49 @@ def test_evaluations_by_base_steps_and_at_the_end(tmp_path):
     assert kinds == 5 * [StepEnd] + [EvalEnd] + 4 * [StepEnd] + [EvalEnd] + 3 * [StepEnd] + [
         EvalEnd
     ]
+
+
+def test_without_an_interval_it_is_evaluated_once_at_the_end(tmp_path):
+    seen = Recorder()
+    trainer = Evaluated(config(tmp_path), hooks=[seen])
+    state = trainer.fit()
+    (only,) = seen.of(EvalEnd)
+    assert only.step == 12 and only.metrics == pytest.approx(trainer.evaluate(state))
+
+
+class AsArrays:
+    """Rows that are made with jnp, when they are read."""
+
+    def __init__(self, data):
+        self.data = data
+
+    def __len__(self):
+        return len(self.data["x"])
+
+    def __getitem__(self, index):
+        return {"x": np.asarray(jnp.asarray(self.data["x"][index]) + jnp.zeros(()))}
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_what_is_the_users_may_use_jnp_as_it_likes(tmp_path, prefetch):
+    """The loop's own thread may not send anything unasked."""
+
+    class Free(Evaluated):
+        def summarize(self, outputs) -> Any:
+            return {name: jnp.mean(jnp.asarray(x) + np.ones(())) for name, x in outputs.items()}
+
+        def dataset(self):
+            return AsArrays(super().dataset())
+
+        def eval_dataset(self) -> Any:
+            return AsArrays(super().eval_dataset())
+
+    seen = Recorder()
+    settings = config(
+        tmp_path, evaluation__every_base_steps=4.0, execution__prefetch=prefetch, epochs=1
+    )
+    Free(settings, hooks=[seen]).fit()
+    assert np.isfinite([e.metrics["first"] for e in seen.of(EvalEnd)]).all() and seen.of(EvalEnd)
 
 
 def test_evaluations_by_time(tmp_path, clock):
@@ -134,7 +180,7 @@ def outputs(params, model_state, batch):
 def following():
     """One evaluator, made for a single device, and what it says of a state there."""
     home = Strategy().on(jax.devices()[:1])
-    evaluator = Evaluator(outputs, as_source(WINDOWS), home, micro_batch_size=4)
+    evaluator = Evaluator(outputs, as_source(WINDOWS), home, micro_batch_size=4, clock=FakeClock())
     alone = layouts.engine(Strategy())
     return evaluator, evaluator(engines.start(alone, jax.random.key(0)))
 
@@ -175,7 +221,9 @@ def test_cut_parameters_are_whole_one_after_the_other(scanned):
 
     one = engines.make(init=init, strategy=Strategy(fsdp=8), tx=layouts.ADAM)
     codes = {"code": np.arange(8 * rows, dtype=np.int32) % (4 * width)}
-    evaluator = Evaluator(deep, as_source(codes), one.layout, micro_batch_size=rows)
+    evaluator = Evaluator(
+        deep, as_source(codes), one.layout, micro_batch_size=rows, clock=FakeClock()
+    )
     evaluator.compile(one.abstract_state())
     need = evaluator.bytes_of(one.abstract_state())
     a_leaf = 4 * width * width * 4

@@ -5,6 +5,7 @@ import importlib.util
 import itertools
 import json
 import pathlib
+import re
 import subprocess
 import sys
 from typing import Any
@@ -15,13 +16,14 @@ import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from problems import Counting, InStep, Mean, Recorder, config, counting_config, same
+from problems import Counting, InStep, Mean, Recorder, config, counting_config, rows, same
 
 from jaxgoodput.data.cursor import Cursor, take
+from jaxgoodput.goodput.search import BatchLimits
 from jaxgoodput.observe.events import FitEnd, FitStart, StepEnd
 from jaxgoodput.train.control import Preempted
 
-BENCHMARK = pathlib.Path(__file__).resolve().parents[2] / "benchmarks" / "resume.py"
+BENCHMARK = pathlib.Path(__file__).resolve().parents[2] / "benchmarks" / "kills.py"
 
 
 def devices(count):
@@ -45,21 +47,37 @@ class Noisy(Mean):
         return super().loss(params, {"x": batch["x"] * kept}, key)
 
 
-@pytest.mark.parametrize("count, statistics_every", [(1, 5), (8, 1), (8, 5)])
-def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(tmp_path, count, statistics_every):
-    options = {"devices": devices(count), "tx": optax.adam(0.05)}
-    settings = {"statistics__every_steps": statistics_every, "epochs": 3}
+@pytest.mark.parametrize("count", [1, 8])
+@pytest.mark.parametrize(
+    "tx", [optax.sgd(0.05, momentum=0.9), optax.adamw(0.05)], ids=["sgd", "adamw"]
+)
+@pytest.mark.parametrize("end", [{"epochs": 3}, {"base_steps": 7.0}], ids=["epochs", "base_steps"])
+def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(tmp_path, count, tx, end):
+    """Three epochs are seven batches of 40 and one of 8."""
+    options = {"devices": devices(count), "tx": tx}
+    limits = BatchLimits(base=40, max=40, micro=(1, 40))
+    settings = {"batch": limits, "ema": 0.9, "statistics__every_steps": 2, **end}
     whole = Noisy(config(tmp_path / "whole", **settings), **options).fit()
-    for step in (4, 11):
+    for step in (3, 6):
         stopped_at(Noisy, config(tmp_path / "parts", **settings), step, **options)
     parts = Noisy(config(tmp_path / "parts", **settings), **options).fit()
+    assert same(parts, whole)
+    assert int(parts.step) == (8 if "epochs" in end else 7)
 
-    assert same(parts.params, whole.params)
-    assert same(parts.opt_state.inner, whole.opt_state.inner)
-    assert int(parts.step) == int(whole.step) == 18
-    if count > 1:
-        # On one device the noise statistics lack the differences across a restart.
-        assert same(parts, whole)
+
+@pytest.mark.parametrize("make", [lambda: optax.sgd(0.05, momentum=0.9), lambda: optax.adam(0.05)])
+def test_a_fixed_batch_is_a_plain_loop_the_smaller_last_one_included(tmp_path, make):
+    limits = BatchLimits(base=40, max=40, micro=(1, 40))
+    trained = Mean(config(tmp_path, batch=limits, epochs=3), tx=make(), devices=devices(1)).fit()
+    cursor, data, tx = Cursor(seed=0), rows()["x"], make()
+    params: Any = {"w": np.zeros(4, np.float32)}
+    opt_state = tx.init(params)
+    for size in [40] * 7 + [8]:
+        indices, cursor = take(cursor, 96, size)
+        grads = {"w": params["w"] - data[indices].mean(0)}
+        updates, opt_state = tx.update(grads, opt_state, params)
+        params = optax.apply_updates(params, updates)
+    np.testing.assert_allclose(trained.params["w"], params["w"], rtol=1e-5)
 
 
 @pytest.mark.parametrize("count", [1, 8])
@@ -142,7 +160,7 @@ def test_another_seed_starts_elsewhere_but_a_restart_keeps_its_own(tmp_path):
 @pytest.fixture(scope="module")
 def witness():
     """The benchmark's own functions: what counts the samples must be right itself."""
-    spec = importlib.util.spec_from_file_location("resume_benchmark", BENCHMARK)
+    spec = importlib.util.spec_from_file_location("kills_benchmark", BENCHMARK)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -199,6 +217,21 @@ def test_the_log_of_a_wrong_run_does_not(witness, wrong):
 
 
 @pytest.mark.slow
+def test_a_long_run_is_watched_and_ends_by_itself():
+    """That it takes no more of anything shows after minutes only: `benchmarks/soak.py --minutes 30`."""
+    soak = BENCHMARK.with_name("soak.py")
+    ended = subprocess.run(
+        [sys.executable, str(soak), "--minutes", "0.5"], capture_output=True, text=True, timeout=500
+    )
+    assert ended.returncode in (0, 1) and not ended.stderr.count("Traceback"), ended.stderr
+    done = re.search(
+        r"(\d+) steps, (\d+) evaluations, (\d+) checkpoints, (\d+) batches", ended.stdout
+    )
+    assert done is not None and all(map(int, done.groups())), ended.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.multihost
 def test_a_run_that_is_killed_applies_every_sample_exactly_once():
     ended = subprocess.run(
         [sys.executable, str(BENCHMARK), "--kills", "4", "--seed", "1"],

@@ -96,7 +96,7 @@ def own_handlers():
     def note(number, frame):
         heard.append(number)
 
-    before = {s: signal.signal(s, note) for s in (signal.SIGTERM, signal.SIGINT)}
+    before = {s: signal.signal(s, note) for s in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
     yield note, heard
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -110,12 +110,12 @@ def given_back(own_handlers):
     note, heard = own_handlers
     assert signal.getsignal(signal.SIGTERM) is note
     assert signal.getsignal(signal.SIGINT) is note
-    left = [t.name for t in threading.enumerate() if t.name.startswith("jaxgoodput")]
-    assert not left
+    left = {t.name for t in threading.enumerate() if t.name.startswith("jaxgoodput")}
+    assert left <= {"jaxgoodput-guard"}  # which sees to it that the process ends
     return not heard
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_between_steps_is_heard_at_the_next(tmp_path, own_handlers, signum):
     seen = Recorder(lambda e: send(signum) if e.step == 3 else None)
     with pytest.raises(Preempted) as stopped:
@@ -129,19 +129,21 @@ def test_a_signal_between_steps_is_heard_at_the_next(tmp_path, own_handlers, sig
     assert seen.of(FitEnd)[0].reason == "preempted"
 
 
-def test_a_signal_during_compilation_is_heard_before_the_first_step(tmp_path, own_handlers):
+def test_a_signal_during_compilation_ends_a_run_that_has_nothing_to_lose(tmp_path, own_handlers):
     class Compiling(Counting):
         def loss(self, params, batch, key):
             if not sent:
-                sent.append(send(signal.SIGTERM))
+                sent.append(signal.SIGTERM)
+                send(signal.SIGTERM)
             return super().loss(params, batch, key)
 
     sent = []
     seen = Recorder()
-    with pytest.raises(Preempted):
+    with pytest.raises(Preempted) as stopped:
         Compiling(counting_config(tmp_path), hooks=[seen]).fit()
     assert given_back(own_handlers)
-    assert not seen.of(StepEnd)
+    assert stopped.value.code == 143 and stopped.value.step is None
+    assert not seen.events
     state = Compiling(counting_config(tmp_path)).fit()
     np.testing.assert_array_equal(state.params["count"], 2)
 

@@ -5,9 +5,11 @@ import functools
 import threading
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from absl import logging
 from problems import (
     NUM_SAMPLES,
     Counting,
@@ -45,6 +47,14 @@ LONG = 1e5  # base steps: a run that something else must end
 
 def devices(count):
     return jax.devices()[:count]
+
+
+@pytest.fixture
+def told(monkeypatch):
+    """What users are warned of."""
+    said = []
+    monkeypatch.setattr(logging, "warning", lambda m, *values: said.append(m % values))
+    return said
 
 
 @pytest.mark.parametrize("count, background", [(1, True), (1, False), (8, True), (8, False)])
@@ -94,8 +104,7 @@ def test_epochs_end_to_the_sample_with_a_padded_last_batch(tmp_path, count):
 def test_base_steps_count_progress(tmp_path, base_steps):
     seen = Recorder()
     Mean(config(tmp_path, base_steps=base_steps), hooks=[seen]).fit()
-    assert base_steps <= len(seen.of(StepEnd)) <= base_steps + 1
-    assert seen.of(FitEnd)[0].progress >= base_steps
+    assert len(seen.of(StepEnd)) == seen.of(FitEnd)[0].progress == base_steps
 
 
 def test_a_fixed_policy_keeps_the_global_batch_and_still_learns_the_model(tmp_path):
@@ -301,7 +310,9 @@ def test_a_decay_ends_where_the_run_does(tmp_path, end):
         assert counts == [15]
         assert seen.of(Window)[-1].learning_rate == pytest.approx(0.0, abs=1e-6)
     else:
-        assert last.samples > 256 and counts == [int(last.progress)]
+        before = seen.of(StepEnd)[-2]
+        assert last.samples > 256 and before.progress < 16 <= last.progress
+        assert counts == [int(before.progress) + 1]  # the schedule counts on by itself
 
 
 @pytest.mark.parametrize("chosen", [False, True], ids=["workdir", "chosen"])
@@ -407,11 +418,37 @@ def test_a_batch_that_is_asked_for_while_a_run_is_prepared_is_used_from_its_firs
             return super().dataset()
 
     seen = Recorder()
-    limits = BatchLimits(base=16, max=64, micro=(1, 16))
-    Asking(config(tmp_path, batch=limits, epochs=1), hooks=[seen], devices=devices(1)).fit()
+    limits = BatchLimits(base=16, max=64, micro=(1, 16), min_global=4)
+    settings = config(tmp_path, batch=limits, epochs=1, tuning__accumulate=True)
+    Asking(settings, hooks=[seen], devices=devices(1)).fit()
     assert {(s.config.micro_batch_size, s.config.num_micro_batches) for s in seen.of(StepEnd)} == {
         (2, 2)
     }
+
+
+@pytest.mark.parametrize(
+    ("asked", "why"),
+    [
+        ((8,), "8 in 1 micro-batches of 8 on each of 1 replicas are not what Config.batch allows"),
+        ((128,), "are not what Config.batch allows"),
+        ((16, 2), "would be split, which Config does not allow"),
+        ((64,), "do not fit into memory"),
+    ],
+)
+def test_a_batch_that_is_not_allowed_or_does_not_fit_is_not_used(tmp_path, told, asked, why):
+    class Large(Mean):
+        def loss(self, params, batch, key):
+            wide = jnp.outer(batch["x"].ravel(), jnp.ones(1 << 14)).reshape(len(batch["x"]), -1)
+            return super().loss(params, batch, key) + 0 * jnp.sort(wide, axis=1)[:, 0]
+
+    seen = Recorder(lambda e: trainer.request_batch(*asked) if e.step == 2 else None)
+    limits = BatchLimits(base=16, max=64, micro=(1, 64))
+    settings = config(tmp_path, batch=limits, execution__memory_bytes=12 << 20)
+    trainer = Large(settings, hooks=[seen], devices=devices(1), loop=InStep)
+    trainer.fit()
+    assert {s.config.global_batch_size for s in seen.of(StepEnd)} == {16}
+    (sentence,) = [line for line in told if "training goes on" in line]
+    assert why in sentence
 
 
 def test_request_stop_saves_and_raises_with_exit_code_143(tmp_path):
@@ -422,7 +459,7 @@ def test_request_stop_saves_and_raises_with_exit_code_143(tmp_path):
     assert stopped.value.code == 143
     step = stopped.value.step
     assert step == 3
-    assert [type(e) for e in seen.events[-3:]] == [Preempt, Checkpoint, FitEnd]
+    assert [type(e) for e in seen.events[-3:]] == [Checkpoint, Preempt, FitEnd]
     assert [e.step for e in seen.events[-3:]] == [step] * 3
 
     again = Recorder()

@@ -348,7 +348,8 @@ def run_verdicts(out, section):
             micro, count = wanted[event.step]
             ask(watch, micro, count)
 
-    given = counting_settings(**{"tuning.accumulate": True})
+    limits = BatchLimits(base=24, max=96, min_global=12)
+    given = counting_settings(batch=limits, **{"tuning.accumulate": True})
     watched(Counting, out, section, config(out, section, **given), on_step=on_step).fit()
 
 

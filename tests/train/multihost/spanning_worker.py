@@ -16,6 +16,7 @@ from multihost_worker import NUM_COUNTED, Counting, config, watched
 from jaxgoodput.goodput.search import BatchLimits
 from jaxgoodput.optim import learning_rate as rules
 from jaxgoodput.parallel.strategy import REPLICA_AXES, Strategy
+from jaxgoodput.train.checkpoint import FromCheckpoint
 
 INPUTS, HIDDEN, NUM_EVAL = 16, 64, 37
 EPOCHS = 3
@@ -105,6 +106,40 @@ def run_layout(out, section, **options):
     watch.write("evaluated at the end", metrics=watch.trainer.evaluate(state))
 
 
+class Shown(worker.Watch):
+    """Asks for the parameters after step 3."""
+
+    def on_step_end(self, event):
+        super().on_step_end(event)
+        if event.step == 3:
+            self.trainer.request_state()
+
+    def on_state(self, event):
+        count = event.params["count"]
+        self.write(
+            "shown", step=event.step, count=count.tolist(), shape=event.params["up"]["kernel"].shape
+        )
+
+
+def run_begun(out, section, **options):
+    """Begins with what was learned under "fsdp8", and restores what it comes to."""
+    given = settings(strategies=STRATEGIES["fsdp4.tensor2"])
+    other = FromCheckpoint(config(out, "fsdp8", **settings()).workdir, averaged=False)
+    watch = Shown(
+        Cut, config(out, section, **given), worker.lines_of(out, section), initial=other, **options
+    )
+    state, found = watch.fit(), watch.trainer.restore()
+    same = jax.tree.map(
+        lambda a, b: all(
+            np.array_equal(x.data, y.data)
+            for x, y in zip(a.addressable_shards, b.addressable_shards, strict=True)
+        ),
+        state.params,
+        found.params,
+    )
+    watch.write("restored", same=all(jax.tree.leaves(same)))
+
+
 def run_constrained(out, section, **options):
     """No strategy is asked for, and the model is one program over all devices."""
     given = settings(epochs=None, base_steps=2.0)
@@ -151,6 +186,7 @@ def counted(out, section, strategy, **options):
 
 SECTIONS = {
     **dict.fromkeys(STRATEGIES, run_layout),
+    "begun": run_begun,
     "constrained": run_constrained,
     "switched": run_switched,
     "stopped": run_stopped,

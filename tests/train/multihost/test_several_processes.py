@@ -10,6 +10,7 @@ import pytest
 from multihost_worker import COUNTED_EPOCHS, NUM_COUNTED, Counting, Watch, newest, read
 from processes import gone, run, start
 
+from jaxgoodput import _disk
 from jaxgoodput.data.cursor import Cursor, take
 from jaxgoodput.goodput.search import BatchConfig
 
@@ -284,6 +285,16 @@ def test_every_sample_of_every_epoch_is_applied_exactly_once_over_all_jobs(resta
         assert state["leaves"]["[0]['count']"] == [COUNTED_EPOCHS] * NUM_COUNTED
 
 
+def test_a_workdir_in_use_is_refused_by_all_processes(folder):
+    out = folder / "held"
+    (out / "finish").mkdir(parents=True)
+    with _disk.held(out / "finish"):
+        finished = work(out, 2, 1, "finish")
+    assert finished.code == 1, told(finished)
+    for rank in (0, 1):
+        assert "is in use" in "".join(finished.lines(rank, "err")), told(finished)
+
+
 @pytest.mark.parametrize(
     "section, words", [("crash_source", "the disk of process 1"), ("crash_hook", "this hook")]
 )
@@ -295,6 +306,12 @@ def test_a_process_that_fails_takes_the_job_down_and_leaves_the_checkpoint(folde
         finished = job.wait(limit_s=100.0)
     assert finished.code not in (0, 143), told(finished)
     assert words in finished.err
+    if (
+        section == "crash_source"
+    ):  # the other process says what it knows, and not to free some space
+        assert "PeerLost: another process" in finished.err and "word from: 1" in finished.err
+        assert "Free some space" not in finished.err
+        assert "process 1 failed first" in finished.err
     for rank in (0, 1):
         assert gone(int(finished.value(rank, "pid")))
     saved = newest(out / section)

@@ -15,7 +15,7 @@ from jaxgoodput.train.control import Preempted
 pytestmark = [pytest.mark.multihost, pytest.mark.slow]
 
 WORKER = spanning_worker.__file__
-SECTIONS = (*STRATEGIES, "switched", "constrained", "stopped")
+SECTIONS = (*STRATEGIES, "begun", "switched", "constrained", "stopped")
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,7 @@ def test_a_layout_over_several_processes_gives_the_updates_of_one(request, one, 
     # With tensor 2 there are half as many replicas, and other rows are every fourth of one.
     if section not in ("switched", "fsdp4.tensor2"):
         names += ["grad_sqr", "grad_var"]
-    assert got[-1]["num_samples"] == 8  # half of it is padding
+    assert got[-1]["num_samples"] == 8  # half of a batch
     for a, b in zip(expected, got, strict=True):
         same = ("step", "samples", "num_samples", "before", "after")
         assert [a[k] for k in same] == [b[k] for k in same]
@@ -121,6 +121,19 @@ def test_strategies_change_at_the_same_step_in_all_processes(two):
     names = [strategy for _, strategy in used[0]]
     changes = [a for a, b in zip(names, [None, *names], strict=False) if a != b]
     assert changes == ["fsdp4.tensor2", "data2.fsdp4", "fsdp4.tensor2"]
+
+
+def test_a_run_begins_with_another_ones_checkpoint_and_its_state_can_be_seen_and_restored(two):
+    (other,), (state,) = seen(two, "fsdp8", "state"), seen(two, "begun", "state")
+    counts = [np.asarray(line["leaves"]["[0]['count']"]) for line in (other, state)]
+    np.testing.assert_array_equal(counts[0], 1)  # every sample once, in the first
+    np.testing.assert_array_equal(counts[1], 2)  # and once more
+    (shown,) = seen(two, "begun", "shown")
+    assert shown["step"] >= 3 and shown["shape"] == [16, 64]
+    assert sum(shown["count"]) == 120 + 16 * shown["step"]
+    for rank in (0, 1):
+        (restored,) = seen(two, "begun", "restored", rank)
+        assert restored["same"]
 
 
 def test_a_model_with_constraints_is_one_program_over_all_processes(two):

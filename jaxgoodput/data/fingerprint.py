@@ -1,0 +1,58 @@
+"""Whether two runs read the same data: how many samples there are, and what a few of them hold."""
+
+import hashlib
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+from jaxgoodput.data.rows import leaf_name
+from jaxgoodput.data.sources import Source, is_endless
+
+NUM_READ = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fingerprint:
+    """What a checkpoint keeps of the data set."""
+
+    num_samples: int
+    content: str | None = None
+    """Of samples at fixed places; None: they are drawn anew at every read, as by a random augmentation."""
+
+    def difference(self, other: "Fingerprint") -> str | None:
+        """How `other` is not this data set, in words; None where nothing tells them apart."""
+        if self.num_samples != other.num_samples:
+            return f"has {other.num_samples} samples instead of {self.num_samples}"
+        if None in (self.content, other.content) or self.content == other.content:
+            return None
+        return "holds other samples, or holds them in another order"
+
+
+def fingerprint(source: Source) -> Fingerprint:
+    """Of a source. Reads eight samples, one at a time, and each twice: what then differs says nothing.
+
+    Of one without end nothing is read: a stream's samples would be gone.
+
+    Raises what reading a sample raises.
+
+    >>> from jaxgoodput.data.sources import as_source
+    >>> fingerprint(as_source(np.arange(10))).difference(fingerprint(as_source(np.arange(11))))
+    'has 11 samples instead of 10'
+    """
+    if is_endless(source):
+        return Fingerprint(num_samples=len(source))
+    places = np.unique(np.linspace(0, len(source) - 1, NUM_READ).astype(np.int64))
+
+    def content() -> str:
+        total = hashlib.sha256()
+        for place in places:
+            rows = source.batch(place[None])
+            for path, leaf in jax.tree_util.tree_flatten_with_path(rows)[0]:
+                leaf = np.asarray(leaf)
+                total.update(f"{leaf_name(path)} {leaf.dtype} {leaf.shape} ".encode())
+                total.update(leaf.tobytes())
+        return total.hexdigest()
+
+    once, again = content(), content()
+    return Fingerprint(num_samples=len(source), content=once if once == again else None)

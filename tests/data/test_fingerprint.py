@@ -1,0 +1,85 @@
+"""Data that changed is told from data that did not, and from data that is drawn anew at every read."""
+
+import json
+
+import numpy as np
+import pytest
+
+from jaxgoodput._serial import decode, encode
+from jaxgoodput.data.fingerprint import Fingerprint, fingerprint
+from jaxgoodput.data.sources import as_source
+
+
+def rows(num=1000, seed=0):
+    rng = np.random.default_rng(seed)
+    return {"x": rng.normal(size=(num, 3)).astype(np.float32), "y": rng.integers(0, 9, num)}
+
+
+class Drawn:
+    """Every read of a sample is another one, but for those of `steady`."""
+
+    def __init__(self, steady=()):
+        self._rng = np.random.default_rng()
+        self._steady = steady
+
+    def __len__(self):
+        return 100
+
+    def __getitem__(self, index):
+        return np.full(2, index) + (0 if index in self._steady else self._rng.normal(size=2))
+
+
+def of(dataset):
+    return fingerprint(as_source(dataset))
+
+
+def shuffled(data):
+    order = np.random.default_rng(1).permutation(len(data["x"]))
+    return {name: x[order] for name, x in data.items()}
+
+
+@pytest.mark.parametrize(
+    "change, difference",
+    [
+        (lambda data: data, None),
+        (lambda data: rows(1001), "has 1001 samples instead of 1000"),
+        (lambda data: rows(seed=1), "holds other samples"),
+        (shuffled, "in another order"),
+        (lambda data: {**data, "x": data["x"].astype(np.float64)}, "holds other samples"),
+        (lambda data: {**data, "y": data["y"] + 1}, "holds other samples"),
+        (lambda data: {"x": data["x"], "z": data["y"]}, "holds other samples"),
+    ],
+)
+def test_another_length_other_values_types_names_or_order_are_told(change, difference):
+    found = of(rows()).difference(of(change(rows())))
+    assert found == difference or (difference is not None and difference in found)
+
+
+def test_samples_that_are_drawn_anew_say_nothing_but_their_number():
+    for steady in ((), {0, 99}):
+        drawn = of(Drawn(steady))
+        assert drawn == Fingerprint(num_samples=100)
+        assert drawn.difference(of(Drawn())) is None
+        assert drawn.difference(of(np.zeros((100, 2)))) is None
+        assert drawn.difference(of(np.zeros((99, 2)))) is not None
+
+
+def test_it_comes_back_through_json():
+    for found in (of(rows()), of(Drawn())):
+        assert decode(json.loads(json.dumps(encode(found))), Fingerprint, "data") == found
+
+
+def test_few_samples_are_read_of_many_and_one_at_a_time():
+    class Counted:
+        reads = 0
+
+        def __len__(self):
+            return 10**9
+
+        def __getitem__(self, index):
+            self.reads += 1
+            return np.zeros(1 + index % 3)  # of different lengths
+
+    data = Counted()
+    assert of(data).content is not None and data.reads == 16
+    assert of(np.zeros(1)).content is not None
