@@ -289,16 +289,23 @@ MODELS = {
 }
 # What stands for the whole of `STRATEGIES` in every run, and what is special to a model.
 OFTEN = {
-    "linen": (Strategy(fsdp=8), Strategy(data=2, fsdp=2, tensor=2)),
-    "linen_axis_1": (Strategy(fsdp=4, tensor=2), Strategy(fsdp=4, context=2)),
-    "nnx": (DATA8, Strategy(fsdp=2, tensor=4)),
-    "mixture": (Strategy(fsdp=8), Strategy(fsdp=4, expert=2)),
+    "linen": (Strategy(data=2, fsdp=2, tensor=2),),
+    "linen_axis_1": (Strategy(fsdp=4, tensor=2),),
+    "nnx": (DATA8,),
+    "mixture": (Strategy(fsdp=4, expert=2),),
     "images": (Strategy(fsdp=8),),
-    "llama": (DATA8, Strategy(tensor=8)),
-    "pipeline": (Strategy(data=2, stage=4), Strategy(fsdp=2, tensor=2, stage=2)),
-    "constrained": (DATA8, Strategy(data=2, tensor=4)),
+    "llama": (Strategy(tensor=8),),
+    "pipeline": (Strategy(data=2, stage=4),),
+    "constrained": (Strategy(data=2, tensor=4),),
 }
-SELDOM = {"pipeline": (Strategy(data=4, stage=2), Strategy(fsdp=2, stage=4))}
+SELDOM = {
+    "linen_axis_1": (Strategy(fsdp=4, context=2),),
+    "pipeline": (
+        Strategy(data=4, stage=2),
+        Strategy(fsdp=2, stage=4),
+        Strategy(fsdp=2, tensor=2, stage=2),
+    ),
+}
 
 
 def cases():

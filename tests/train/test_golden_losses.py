@@ -271,6 +271,15 @@ def compared(*parts: str) -> str:
 
 # -- the tests ---------------------------------------------------------------------------------------
 
+
+@pytest.fixture(autouse=True, scope="module")
+def _bits_are_those_of_code_as_users_run_it():
+    before = jax.config.values["jax_disable_most_optimizations"]
+    jax.config.update("jax_disable_most_optimizations", before and machine() not in recorded())
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
 # Random keys and accumulation take long to compile where parameters are cut.
 SLOW = [(s, k) for s in STRATEGIES if s != "data8" for k in ("plain", "frozen")]
 

@@ -278,13 +278,15 @@ class Greedy(Loop):
 
     def __init__(self, *arguments, **named):
         super().__init__(*arguments, **named, tuner=functools.partial(Tuner, answer=largest))
-        compile_program = self.engine.compile_program
+        compile_program, compiled = self.engine.compile_program, []
 
         def look_and_compile(program):
             shapes = [x for x in program.args if isinstance(x, SampleShape)]
-            if any(shape.micro_batch_size > 2 for shape in shapes):
+            named = (program.func, program.args, program.keywords)
+            if named not in compiled and any(shape.micro_batch_size > 2 for shape in shapes):
                 self.look()
             compile_program(program)
+            compiled.append(named)
 
         self.engine.compile_program = look_and_compile
 

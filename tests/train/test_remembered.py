@@ -21,6 +21,7 @@ from jaxgoodput.tune.remembered import FOLDER, Memory, Remembered
 from jaxgoodput.tune.timings import Parts
 
 SIZES = (16, 32, 64)
+NIGHTLY = (pytest.mark.slow, pytest.mark.nightly)
 
 
 # Almost nothing but a cost per step, so that noise decides; data around 0 are nothing but noise.
@@ -148,9 +149,9 @@ class Other(Mean):
     "change",
     [
         {"task": Other},
-        {"tx": optax.sgd(0.04)},
-        {"count": 2},
-        {"compute_dtype": "bfloat16"},
+        pytest.param({"tx": optax.sgd(0.04)}, marks=NIGHTLY),
+        pytest.param({"count": 2}, marks=NIGHTLY),
+        pytest.param({"compute_dtype": "bfloat16"}, marks=NIGHTLY),
         {"statistics__smoothing": 0.99},
         {"data": rows(961, offset=0.0)},
     ],
@@ -202,9 +203,9 @@ def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path):
     "off",
     [
         {"tuning__remember": False},
-        {"policy": "fixed"},
-        {"policy": {0: 16, 0.5: 32}},
-        {"execution__compilation_cache": None},
+        pytest.param({"policy": "fixed"}, marks=NIGHTLY),
+        pytest.param({"policy": {0: 16, 0.5: 32}}, marks=NIGHTLY),
+        pytest.param({"execution__compilation_cache": None}, marks=NIGHTLY),
     ],
 )
 def test_what_does_not_remember_reads_and_writes_nothing(tmp_path, off):
@@ -246,6 +247,7 @@ def test_a_resumed_run_goes_on_where_its_checkpoint_is(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_the_program_that_names_a_memory_is_compiled_once(tmp_path, uncached):
     def steps(**changes):
         found = []

@@ -4,12 +4,14 @@ import dataclasses
 import importlib.util
 import itertools
 import json
+import os
 import pathlib
 import re
 import subprocess
 import sys
 from typing import Any
 
+import compilations
 import jax
 import numpy as np
 import optax
@@ -217,6 +219,7 @@ def test_the_log_of_a_wrong_run_does_not(witness, wrong):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_long_run_is_watched_and_ends_by_itself():
     """That it takes no more of anything shows after minutes only: `benchmarks/soak.py --minutes 30`."""
     soak = BENCHMARK.with_name("soak.py")
@@ -234,7 +237,8 @@ def test_a_long_run_is_watched_and_ends_by_itself():
 @pytest.mark.multihost
 def test_a_run_that_is_killed_applies_every_sample_exactly_once():
     ended = subprocess.run(
-        [sys.executable, str(BENCHMARK), "--kills", "4", "--seed", "1"],
+        [sys.executable, str(BENCHMARK), "--kills", "3", "--seed", "1"],
+        env={**os.environ, **compilations.JOBS},
         capture_output=True,
         text=True,
         timeout=500,
@@ -242,7 +246,7 @@ def test_a_run_that_is_killed_applies_every_sample_exactly_once():
     assert ended.returncode == 0, ended.stdout + ended.stderr
     table = dict(line.rsplit(maxsplit=1) for line in ended.stdout.splitlines()[1:])
     table = {name.strip(): value for name, value in table.items()}
-    assert table["kills (SIGKILL)"] == "4"
+    assert table["kills (SIGKILL)"] == "3"
     assert table["log: samples applied never"] == "0"
     assert table["log: samples applied once"] == str(3 * 800)
     assert table["log: samples applied more often"] == "0"

@@ -291,8 +291,8 @@ def test_a_workdir_in_use_is_refused_by_all_processes(folder):
     with _disk.held(out / "finish"):
         finished = work(out, 2, 1, "finish")
     assert finished.code == 1, told(finished)
-    for rank in (0, 1):
-        assert "is in use" in "".join(finished.lines(rank, "err")), told(finished)
+    for rank, words in enumerate(("is in use", "cannot be used, as another process says")):
+        assert words in "".join(finished.lines(rank, "err")), told(finished)
 
 
 @pytest.mark.parametrize(
