@@ -248,6 +248,6 @@ def test_a_run_that_is_killed_applies_every_sample_exactly_once():
     table = {name.strip(): value for name, value in table.items()}
     assert table["kills (SIGKILL)"] == "3"
     assert table["log: samples applied never"] == "0"
-    assert table["log: samples applied once"] == str(3 * 800)
+    assert table["log: samples applied once"] == str(3 * 600)
     assert table["log: samples applied more often"] == "0"
-    assert table["device: samples with count 3"] == "800"
+    assert table["device: samples with count 3"] == "600"

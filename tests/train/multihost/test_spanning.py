@@ -67,8 +67,8 @@ def one(folder):
     "job, section",
     [
         *(("two", section) for section in (*STRATEGIES, "switched")),
-        ("four", "fsdp4.tensor2"),
-        ("four", "data2.fsdp4"),
+        pytest.param("four", "fsdp4.tensor2", marks=pytest.mark.nightly),
+        pytest.param("four", "data2.fsdp4", marks=pytest.mark.nightly),
     ],
 )
 def test_a_layout_over_several_processes_gives_the_updates_of_one(request, one, job, section):
