@@ -280,14 +280,21 @@ def _bits_are_those_of_code_as_users_run_it():
     jax.config.update("jax_disable_most_optimizations", before)
 
 
-# Random keys and accumulation take long to compile where parameters are cut.
-SLOW = [(s, k) for s in STRATEGIES if s != "data8" for k in ("plain", "frozen")]
+# Programs take long to compile where parameters are cut, those of random keys and accumulation longest.
+NIGHTLY = [
+    (s, k) for s in STRATEGIES if s != "data8" for k in KINDS if (s, k) != ("fsdp8", "bfloat16")
+]
 
 
 @pytest.mark.parametrize(
     "strategy, kind",
     [
-        pytest.param(s, k, id=compared(s, k), marks=pytest.mark.slow if (s, k) in SLOW else ())
+        pytest.param(
+            s,
+            k,
+            id=compared(s, k),
+            marks=(pytest.mark.slow, pytest.mark.nightly) if (s, k) in NIGHTLY else (),
+        )
         for s in STRATEGIES
         for k in KINDS
     ],
