@@ -144,8 +144,9 @@ def test_a_stop_is_heard_while_the_data_hang(tmp_path):
     thread.join()
     data.release.set()
     assert not data.release_timed_out
-    assert 3 <= stopped.value.step < 12
-    assert stopped.value.step == newest(tmp_path) == len(seen.of(StepEnd))
+    step = stopped.value.step
+    assert step is not None and 3 <= step < 12
+    assert step == newest(tmp_path) == len(seen.of(StepEnd))
     state = Counting(counting_config(tmp_path)).fit()
     np.testing.assert_array_equal(state.params["count"], 2)
 
