@@ -1,13 +1,16 @@
 """Whether two runs read the same data: how many samples there are, and what a few of them hold."""
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import jax
 import numpy as np
 
 from jaxgoodput.data.rows import leaf_name
-from jaxgoodput.data.sources import Source, is_endless
+from jaxgoodput.data.sources import ENDLESS, Source, is_endless
 
 NUM_READ = 8
 
@@ -23,16 +26,19 @@ class Fingerprint:
     def difference(self, other: "Fingerprint") -> str | None:
         """How `other` is not this data set, in words; None where nothing tells them apart."""
         if self.num_samples != other.num_samples:
-            return f"has {other.num_samples} samples instead of {self.num_samples}"
+            return f"has {_in_words(other.num_samples)} instead of {_in_words(self.num_samples)}"
         if None in (self.content, other.content) or self.content == other.content:
             return None
         return "holds other samples, or holds them in another order"
 
 
-def fingerprint(source: Source) -> Fingerprint:
+def fingerprint(
+    source: Source, again: Callable[[Callable[[], Any]], Any] = lambda read: read()
+) -> Fingerprint:
     """Of a source. Reads eight samples, one at a time, and each twice: what then differs says nothing.
 
-    Of one without end nothing is read: a stream's samples would be gone.
+    Of one without end nothing is read: a stream's samples would be gone. `again` does each read, in as
+    many attempts as it may take (`readers.Attempts`).
 
     Raises what reading a sample raises.
 
@@ -47,12 +53,16 @@ def fingerprint(source: Source) -> Fingerprint:
     def content() -> str:
         total = hashlib.sha256()
         for place in places:
-            rows = source.batch(place[None])
+            rows = again(partial(source.batch, place[None]))
             for path, leaf in jax.tree_util.tree_flatten_with_path(rows)[0]:
                 leaf = np.asarray(leaf)
                 total.update(f"{leaf_name(path)} {leaf.dtype} {leaf.shape} ".encode())
                 total.update(leaf.tobytes())
         return total.hexdigest()
 
-    once, again = content(), content()
-    return Fingerprint(num_samples=len(source), content=once if once == again else None)
+    once, twice = content(), content()
+    return Fingerprint(num_samples=len(source), content=once if once == twice else None)
+
+
+def _in_words(num_samples: int) -> str:
+    return "no end" if num_samples >= ENDLESS else f"{num_samples} samples"

@@ -28,6 +28,42 @@ FIRST_PAUSE_S = 0.5  # before the first retry; twice as long before each of the 
 JOIN_TIMEOUT_S = 10.0
 
 
+@dataclass(frozen=True, kw_only=True)
+class Attempts:
+    """What a read may take: one that ends in an OSError, TimeoutError among them, is repeated up to
+    `num_retries` times, 0.5 s, 1 s, 2 s ... later.
+    """
+
+    num_retries: int
+    clock: Clock
+    is_over: Callable[[], bool] = lambda: False
+    """Whether nobody waits for it any more."""
+    on_retry: Callable[[], None] = lambda: None
+
+    def __call__(self, read: Callable[[], T]) -> T:
+        """What `read` returns, in as many attempts as it takes and may take; raises what the last raised."""
+        num_tried = 0
+        while True:
+            try:
+                return read()
+            except Exception as error:
+                num_tried += 1
+                if self.num_retries == 0 or self.is_over() or not _may_pass(error):
+                    raise
+                if num_tried > self.num_retries:
+                    raise RuntimeError(f"{error} It was tried {num_tried} times.") from error
+                pause_s = FIRST_PAUSE_S * 2 ** (num_tried - 1)
+                logging.warning(
+                    "%s It is tried again in %g s (%d of %d).",
+                    error,
+                    pause_s,
+                    num_tried,
+                    self.num_retries,
+                )
+                self.on_retry()
+                self.clock.sleep(pause_s)
+
+
 @dataclass(frozen=True)
 class Reading:
     """A batch that is being read."""
@@ -48,16 +84,19 @@ class Readers:
 
     `num_readers` threads call a source that is read sample by sample; None is what the source says of itself
     (`SequenceSource.num_readers`), and one means the caller's own thread, as for every other kind of
-    source. A read that ends in an OSError, TimeoutError among them, is repeated up to `num_retries` times,
-    0.5 s, 1 s, 2 s ... later.
+    source. Reads that fail in passing are repeated up to `num_retries` times (`Attempts`).
     """
 
     def __init__(
         self, source: Source, *, clock: Clock, num_readers: int | None = None, num_retries: int = 0
     ):
         self._source = source
-        self._clock = clock
-        self._num_retries = num_retries
+        self._again = Attempts(
+            num_retries=num_retries,
+            clock=clock,
+            is_over=lambda: self._stopped,
+            on_retry=self._count_retry,
+        )
         self._lock = threading.Lock()
         self._num_retried = 0
         self._stopped = False
@@ -159,29 +198,9 @@ class Readers:
                     future.set_exception(error)
             del task, future, read  # not to be kept alive while there is nothing to do
 
-    def _again(self, read: Callable[[], T]) -> T:
-        """What `read` returns, in as many attempts as it takes and may take."""
-        num_tried = 0
-        while True:
-            try:
-                return read()
-            except Exception as error:
-                num_tried += 1
-                if self._num_retries == 0 or self._stopped or not _may_pass(error):
-                    raise
-                if num_tried > self._num_retries:
-                    raise RuntimeError(f"{error} It was tried {num_tried} times.") from error
-                pause_s = FIRST_PAUSE_S * 2 ** (num_tried - 1)
-                logging.warning(
-                    "%s It is tried again in %g s (%d of %d).",
-                    error,
-                    pause_s,
-                    num_tried,
-                    self._num_retries,
-                )
-                with self._lock:
-                    self._num_retried += 1
-                self._clock.sleep(pause_s)
+    def _count_retry(self) -> None:
+        with self._lock:
+            self._num_retried += 1
 
 
 def _may_pass(error: BaseException | None) -> bool:

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from jaxgoodput.clock import Clock
-from jaxgoodput.data.readers import Readers, Reading
+from jaxgoodput.data.readers import Attempts, Readers, Reading
 from jaxgoodput.data.rows import held_rows, narrow, put_rows
 from jaxgoodput.data.sources import Source, abstract_sample
 from jaxgoodput.engine.memory import StepBytes, step_bytes
@@ -71,6 +71,7 @@ class Evaluator:
     ):
         self._metrics = metrics
         self._source = source
+        self._again = Attempts(num_retries=num_retries, clock=clock)
         self._readers = partial(
             Readers, source, clock=clock, num_readers=num_readers, num_retries=num_retries
         )
@@ -113,7 +114,7 @@ class Evaluator:
         num_rows = min(self._micro_batch_size, share) * num_replicas
         batch = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct((num_rows, *x.shape), x.dtype, sharding=sharding),
-            abstract_sample(self._source),
+            self._again(partial(abstract_sample, self._source)),
         )
 
         metrics = in_mesh(self._metrics, mesh.abstract_mesh, self._layout.strategy)

@@ -29,6 +29,7 @@ from jaxgoodput.clock import Clock
 from jaxgoodput.data.cursor import Cursor
 from jaxgoodput.data.fingerprint import Fingerprint, fingerprint
 from jaxgoodput.data.loader import Loader
+from jaxgoodput.data.readers import Attempts
 from jaxgoodput.data.rows import narrow
 from jaxgoodput.data.sources import (
     Source,
@@ -225,12 +226,14 @@ def prepare(
     if config.execution.keep_freed_pages:
         keep_freed_pages(where.own_devices[0].platform)
     budget = _budget(config, where)
-    where, by_strategy, kind = _engines(task, config, devices, where, source, budget)
+    again = Attempts(num_retries=config.execution.read_retries, clock=clock)
+    sample = again(functools.partial(abstract_sample, source))
+    where, by_strategy, kind = _engines(task, config, devices, where, sample, budget)
     _hold(config.workdir, where, stack)
     checkpoints = Checkpoints(config.workdir, keep=config.saving, spans=where.spans)
     stack.callback(checkpoints.close)
     checkpoints.remove_leftovers()
-    data = fingerprint(source)
+    data = fingerprint(source, again)
     plan_of = functools.partial(_plan, config, by_strategy, len(source), budget)
 
     def planned(prefer: str) -> BatchPlan:
@@ -280,7 +283,7 @@ def prepare(
     if not can_leave_out and config.last_batch != "drop":
         _require_even_rest(config, plan, source, by_strategy, remaining)
     if restored is None:
-        _warn_of_coupling(config, engine, state, source, plan)
+        _warn_of_coupling(config, engine, state, source, plan, again)
     held_out, evaluation = task.eval_dataset(), None
     every = config.evaluation.every_s or config.evaluation.every_base_steps
     is_ahead = bool(every) or where.process_count > 1  # which would wait for the slowest
@@ -374,7 +377,7 @@ def restored_state(
     Nothing else is got ready. Raises what `Trainer.restore` says.
     """
     where, source = place(devices, config.strategies), as_source(task.dataset())
-    where, engines, _ = _engines(task, config, devices, where, source, None)
+    where, engines, _ = _engines(task, config, devices, where, abstract_sample(source), None)
 
     def engine_for(meta: CheckpointMeta) -> Engine:
         return engines[_nearest_strategy(meta.batch.strategy, where)]
@@ -394,7 +397,7 @@ def _engines(
     config: Config,
     devices: Sequence[Any] | None,
     where: Place,
-    source: Source,
+    sample: PyTree[jax.ShapeDtypeStruct],
     budget: int | None,
 ) -> tuple[Place, Mapping[str, Engine], str]:
     """The engine of every strategy that can be had, where they run, and the kind of the loss."""
@@ -403,7 +406,7 @@ def _engines(
     def engines_of(where: Place) -> Engines:
         return Engines(
             problem,
-            abstract_sample(source),
+            sample,
             world=where.world,
             control_size=CONTROL_SIZE if where.process_count > 1 else 0,
             memory_bytes=budget,
@@ -839,7 +842,12 @@ def _require_even_rest(
 
 
 def _warn_of_coupling(
-    config: Config, engine: Engine, state: TrainState, source: Source, plan: BatchPlan
+    config: Config,
+    engine: Engine,
+    state: TrainState,
+    source: Source,
+    plan: BatchPlan,
+    again: Attempts,
 ) -> None:
     """Warn where batches may be split, and a loss says other things of the same samples when they are."""
     accumulates = plan.accumulate and (config.policy != "fixed" or plan.start.num_micro_batches > 1)
@@ -852,7 +860,7 @@ def _warn_of_coupling(
         isinstance(source, StreamSource) and source.available(0, 4) < 4
     ):  # it keeps them for training
         return
-    if engine.couples_samples(state, narrow(source.batch(np.arange(4)))):
+    if engine.couples_samples(state, narrow(again(lambda: source.batch(np.arange(4))))):
         logging.warning(
             "the loss of a sample depends on the samples beside it (batch statistics, in-batch negatives, "
             "ranks), and batches may be split over %s: it then sees those of its own part. "

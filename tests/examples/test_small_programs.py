@@ -157,7 +157,7 @@ class Normalised(jg.Trainer):
 
 
 def test_batch_normalisation_predicts_with_its_averages(tmp_path, devices):
-    trainer = Normalised(config(tmp_path, loss="whole", epochs=20), devices=devices)
+    trainer = Normalised(config(tmp_path, loss="whole", epochs=40), devices=devices)
     assert trainer.evaluate(trainer.fit())["accuracy"] > 0.93
 
 

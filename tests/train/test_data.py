@@ -21,6 +21,7 @@ from problems import (
 
 from jaxgoodput.clock import FakeClock
 from jaxgoodput.data.cursor import Cursor
+from jaxgoodput.goodput.search import BatchLimits
 from jaxgoodput.observe import journal
 from jaxgoodput.observe.events import FitEnd, ReadsRetried, StepEnd
 from jaxgoodput.train import prepare
@@ -116,7 +117,11 @@ def growing(trainer):
 @pytest.mark.slow
 def test_a_stream_is_used_once_over_restarts_and_changes_of_batch(tmp_path):
     settings = counting_config(
-        tmp_path, base_steps=1000.0, policy="goodput", tuning__warm_up_steps=10**6
+        tmp_path,
+        base_steps=1000.0,
+        policy="goodput",
+        batch=BatchLimits(base=16, min_global=5, max=32, micro=(4, 32)),
+        tuning__warm_up_steps=10**6,
     )
     device, steps, state = jax.devices()[:1], [], None
     for end in (4, 9, 14, None):
@@ -184,7 +189,7 @@ def test_what_a_stream_cannot_do_is_refused(tmp_path):
 def test_a_run_on_a_stream_does_not_go_on_with_another_kind_of_data(tmp_path):
     settings = counting_config(tmp_path, base_steps=20.0)
     stopped_at(Stream(settings, loop=InStep), 3)
-    with pytest.raises(WrongWorkdirError, match="was a stream, and that of this one is not"):
+    with pytest.raises(WrongWorkdirError, match="has 96 samples instead of no end"):
         Counting(settings).fit()
 
 
@@ -192,16 +197,16 @@ def test_a_run_on_a_stream_does_not_go_on_with_another_kind_of_data(tmp_path):
 
 
 class Flaky:
-    """The samples of `data`, some of which are there at the second attempt only."""
+    """The samples of `data`, of which every twentieth, from `first`, is there at the second attempt only."""
 
-    def __init__(self, data):
-        self.data, self.failed = data, set()
+    def __init__(self, data, first=8):
+        self.data, self.first, self.failed = data, first, set()
 
     def __len__(self):
         return len(self.data["x"])
 
     def __getitem__(self, index):
-        if index % 20 == 7 and index not in self.failed:
+        if index % 20 == self.first and index not in self.failed:
             self.failed.add(index)
             raise TimeoutError("the network is slow")
         return {name: rows[index] for name, rows in self.data.items()}
@@ -218,6 +223,14 @@ def test_reads_that_fail_in_passing_are_counted_in_the_journal(tmp_path, readers
     assert seen.of(ReadsRetried)[-1].num_retried == 5
     records = journal.read(tmp_path / journal.FILE_NAME)
     assert [r["num_retried"] for r in records if r["event"] == "ReadsRetried"][-1] == 5
+
+
+@pytest.mark.parametrize("first", [0, 1, 7])
+def test_reads_that_fail_in_passing_before_training_keep_no_run_from_starting(tmp_path, first):
+    settings = counting_config(tmp_path, epochs=1)
+    trainer = Counting(settings, clock=FakeClock())
+    trainer.data = Flaky({**rows(), "id": np.arange(NUM_SAMPLES)}, first)
+    np.testing.assert_array_equal(trainer.fit().params["count"], 1)
 
 
 def test_an_evaluation_reads_by_threads_and_again(tmp_path):

@@ -69,6 +69,7 @@ def alone(folder):
 
 
 SECTIONS = ("sgd", "adam")
+NOISE = ("grad_sqr", "grad_var", "noise_samples", "newest_noise_samples")
 DAMAGED = 999  # a step that no run reaches
 
 
@@ -86,10 +87,13 @@ def test_two_processes_of_two_devices_give_the_update_of_four_devices(numbers, a
         assert [a[k] for k in same] == [b[k] for k in same]
         assert a["metrics"].keys() == b["metrics"].keys()
         assert {"loss", "grad_norm", "gain", "grad_sqr", "grad_var"} <= b["metrics"].keys()
+        # The smaller last batch of one process is the only one that measures no noise.
+        apart = NOISE if a is expected[-1] else ()
         for name, value in a["metrics"].items():
-            np.testing.assert_allclose(
-                b["metrics"][name], value, rtol=5e-6, atol=1e-6, err_msg=name
-            )
+            if name not in apart:
+                np.testing.assert_allclose(
+                    b["metrics"][name], value, rtol=5e-6, atol=1e-6, err_msg=name
+                )
     assert not np.isnan(got[-1]["metrics"]["grad_var"])
     (wanted,) = seen(one, section, "state")
     for rank in (0, 1):
