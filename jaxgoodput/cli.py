@@ -167,8 +167,11 @@ def _simulate_options(simulate: argparse.ArgumentParser) -> None:
         "--policy": "names separated by commas (default: goodput,sia,pollux,tiresias); see --list",
         "--workload": "synthetic[:JOBS], or a workload file, or a folder that holds one, as Pollux, "
         "Sia or Gavel ship it; their tables are looked for above it (default: synthetic:160)",
-        "--cluster": "[KIND:]NODESxDEVICES,... or a .json file of a ClusterSpec (default: that of "
-        "the workload's artifact; t4:16x4)",
+        "--cluster": "[KIND:]NODESxDEVICES[/NODES PER RACK],... or a .json file of a ClusterSpec (default: "
+        "that of the workload's artifact; t4:16x4)",
+        "--faults": "what goes wrong, in hours: node=BETWEEN:REPAIR, rack=BETWEEN:REPAIR, "
+        "slow=BETWEEN:LENGTH:SPEED, crash=BETWEEN, cancel=SHARE:AFTER, checkpoint=BETWEEN, separated by "
+        "commas; the same for every policy (default: nothing)",
         "--rules": "own (of the workload's artifact; events for synthetic), pollux, sia, gavel: "
         "rounds as published; events: as jobs come and go; realistic: with noise, interference, "
         "failures and measured restart costs (default: own)",
@@ -188,6 +191,7 @@ def _simulate_options(simulate: argparse.ArgumentParser) -> None:
         metavar="S",
         help="seconds that a change of devices costs (default: the rules'; 30 for synthetic)",
     )
+    simulate.add_argument("--faults", metavar="F", default=None, help=text["--faults"])
     simulate.add_argument(
         "--declared-progress", action="store_true", help="adaptive jobs say how much work is left"
     )
@@ -340,6 +344,7 @@ def _simulate(options, command: list[str], parser: argparse.ArgumentParser) -> i
             restart_s=options.restart_s,
             seed=options.seed,
             declared_progress=options.declared_progress,
+            faults=options.faults,
         )
         folder = _folder(options.out)
         with _progress() as on_progress:
@@ -348,6 +353,9 @@ def _simulate(options, command: list[str], parser: argparse.ArgumentParser) -> i
         devices = sum(node.num_devices for node in scenario.cluster.nodes)
         print(f"{scenario.name}, {len(scenario.jobs)} jobs on {devices} devices\n")
         print(table(results))
+        if settings.faults is not None:
+            print()
+            print("\n".join(f"{r.policy}: {r.faults() or 'nothing went wrong'}" for r in results))
         if folder is not None:
             _write(folder, scenario, settings, results)
     except (ValueError, OSError, Stalled) as error:

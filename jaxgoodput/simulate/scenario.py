@@ -14,6 +14,13 @@ from typing import Literal
 from jaxgoodput._serial import loads
 from jaxgoodput.scheduler.policies.catalogue import Named
 from jaxgoodput.simulate import traces
+from jaxgoodput.simulate.conditions.faults import (
+    Cancellations,
+    Faults,
+    FaultScript,
+    Outages,
+    Slowdowns,
+)
 from jaxgoodput.simulate.gavel_jobs import GavelTruth
 from jaxgoodput.simulate.generator import (
     FAMILIES,
@@ -56,8 +63,13 @@ STATE_BYTES: Mapping[str, float] = {
 }  # fmt: skip
 SETTINGS = ("own", "pollux", "sia", "gavel", "events", "realistic")
 
-_PART = re.compile(r"(?:(?P<kind>[A-Za-z0-9_.-]+):)?(?P<nodes>[0-9]{1,6})x(?P<each>[0-9]{1,6})")
+_PART = re.compile(
+    r"(?:(?P<kind>[A-Za-z0-9_.-]+):)?(?P<nodes>[0-9]{1,6})x(?P<each>[0-9]{1,6})"
+    r"(?:/(?P<rack>[1-9][0-9]{0,5}))?"
+)
 _MOST_DEVICES = 100_000
+# Of `--faults`: how many numbers each takes.
+_FAULTS = {"node": 2, "rack": 2, "slow": 3, "crash": 1, "cancel": 2, "checkpoint": 1}
 _GAVEL_TABLES = ("simulation_throughputs.json", "tacc_throughputs.json")
 
 
@@ -73,9 +85,10 @@ class Scenario:
 
 
 def read_cluster(text: str, *, kind: str = "t4") -> ClusterSpec:
-    """A cluster from `KIND:NODESxDEVICES,...`, or from a JSON file of a `ClusterSpec`.
+    """A cluster from `KIND:NODESxDEVICES[/N],...`, or from a JSON file of a `ClusterSpec`.
 
-    A part without a kind is of `kind`. Raises ValueError where it is neither.
+    A part without a kind is of `kind`; `/N` puts N nodes into each rack. Raises ValueError where it is
+    neither.
 
     >>> [node.name for node in read_cluster("2x4,rtx:1x8").nodes]
     ['t4-000', 't4-001', 'rtx-000']
@@ -104,10 +117,19 @@ def read_cluster(text: str, *, kind: str = "t4") -> ClusterSpec:
         name = found["kind"] or kind
         first = sum(node.kind == name for node in nodes)
         nodes += [
-            Node(name=f"{name}-{first + i:03d}", kind=name, num_devices=int(found["each"]))
+            Node(
+                name=f"{name}-{first + i:03d}",
+                kind=name,
+                num_devices=int(found["each"]),
+                labels=_rack(name, first + i, found["rack"]),
+            )
             for i in range(int(found["nodes"]))
         ]
     return ClusterSpec(nodes=tuple(nodes))
+
+
+def _rack(kind: str, index: int, nodes_each: str | None) -> dict[str, str]:
+    return {} if nodes_each is None else {"rack": f"{kind}-rack-{index // int(nodes_each):03d}"}
 
 
 def read_speeds(text: str | None) -> dict[str, float]:
@@ -122,6 +144,61 @@ def read_speeds(text: str | None) -> dict[str, float]:
                 f"--speed {text!r}: {part!r} is not of the form KIND=NUMBER, such as a100=4."
             ) from None
     return speeds
+
+
+def read_faults(text: str) -> Faults:
+    """Faults from `WHAT=NUMBER[:NUMBER...],...`, in hours; `slow` may be said more than once.
+
+    `node` and `rack`: from a repair to the next failure, and the repair. `slow`: from one slow stay of a
+    node to the next, its length, and the speed that is left. `crash`: a job's work between two crashes.
+    `cancel`: the share of jobs, and the time from the submission. `checkpoint`: from one to the next.
+    Raises ValueError where it is something else.
+
+    >>> read_faults("node=720:0.5,crash=48").mean_to_crash_s
+    172800.0
+    """
+    hour = 3600.0
+    found: dict[str, list[list[float]]] = {}
+    for part in text.split(","):
+        what, _, rest = part.strip().partition("=")
+        try:
+            numbers = [float(number) for number in rest.split(":")]
+        except ValueError:
+            numbers = []
+        if len(numbers) != _FAULTS.get(what):
+            raise ValueError(
+                f"--faults {text!r}: {part!r} is not one of node=HOURS:REPAIR, rack=HOURS:REPAIR, "
+                "slow=HOURS:LENGTH:SPEED, crash=HOURS, cancel=SHARE:HOURS and checkpoint=HOURS, such as "
+                "node=720:0.5,crash=48."
+            )
+        if what in found and what != "slow":
+            raise ValueError(f"--faults {text!r}: {what} is there twice; leave one of them out.")
+        found.setdefault(what, []).append(numbers)
+
+    def outages(what: str) -> Outages | None:
+        for between, repair in found.get(what, []):
+            return Outages(mean_between_s=between * hour, mean_repair_s=repair * hour)
+        return None
+
+    slow = tuple(
+        Slowdowns(mean_between_s=between * hour, mean_length_s=length * hour, speed=speed)
+        for between, length, speed in found.get("slow", [])
+    )
+    cancelled = [
+        Cancellations(share=share, mean_after_s=after * hour)
+        for share, after in found.get("cancel", [])
+    ]
+    try:
+        return Faults(
+            nodes=outages("node"),
+            racks=outages("rack"),
+            slow=slow,
+            mean_to_crash_s=found["crash"][0][0] * hour if "crash" in found else None,
+            cancellations=cancelled[0] if cancelled else None,
+            checkpoint_s=found["checkpoint"][0][0] * hour if "checkpoint" in found else 600.0,
+        )
+    except ValueError as error:
+        raise ValueError(f"--faults {text!r}: {error}") from error
 
 
 def read_scenario(
@@ -274,14 +351,15 @@ def read_settings(
     restart_s: float | None = None,
     seed: int = 0,
     declared_progress: bool = False,
+    faults: str | None = None,
 ) -> Settings:
     """One of `SETTINGS`: the published ones of an artifact, or those of the workload's own on events.
 
     "own" = those of the workload's artifact; events for synthetic jobs. "events": decisions follow
     arrivals and ends, and jobs may be offered any size at once. "realistic": events, with noisy
     measurements, interference, nodes that break, and restarts that cost what saving and reading the
-    state was measured to cost; Gavel's jobs, whose states are not known, need `restart_s`. Raises
-    ValueError for what cannot be.
+    state was measured to cost; Gavel's jobs, whose states are not known, need `restart_s`. `faults`: see
+    `read_faults`. Raises ValueError for what cannot be.
     """
     if restart_s is not None and not (restart_s >= 0 and math.isfinite(restart_s)):
         raise ValueError(f"--restart-s {restart_s}: must be at least 0 seconds, and finite.")
@@ -307,6 +385,8 @@ def read_settings(
         settings = replace(settings, restart_s=restart_by_state(STATE_BYTES), told_restart_s=None)
     if restart_s is not None:
         settings = replace(settings, restart_s=restart_s, told_restart_s=None)
+    if faults is not None:
+        settings = replace(settings, faults=read_faults(faults))
     return replace(settings, seed=seed, declared_progress=declared_progress)
 
 
@@ -338,6 +418,8 @@ def check(scenario: Scenario, settings: Settings, name: str, named: Named) -> No
                 f"{len(scenario.jobs)} jobs ask for more, such as {wide[0].id!r}. Leave it out."
             )
     settings = replace(settings, mode=named.mode)
+    if settings.faults is not None:
+        FaultScript(settings.faults, scenario.cluster.nodes, settings.seed)
     for application in {job.application for job in scenario.jobs}:
         settings.restart_of(application)
         settings.told_restart_of(application)

@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from jaxgoodput.simulate.conditions.faults import Faults
+
 # benchmarks/restart_cost.py: from the signal to the first step of the next process.
 RESTART_BASE_S, RESTART_BYTES_PER_S = 2.2, 7.1e8
 
@@ -74,6 +76,8 @@ class Settings:
     observe_s: float = 5.0
     """Seconds, on events, from the start of a new size until it is measured."""
     failures: Failures | None = None
+    faults: Faults | None = None
+    """What else goes wrong with nodes, racks and jobs."""
     seed: int = 0
     """What noise and failures are drawn from."""
 

@@ -8,7 +8,7 @@ failures and first measurements, kept apart by the settings' two gaps.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from jaxgoodput.clock import Clock, SystemClock
 from jaxgoodput.scheduler.policy import JobView, Policy
 from jaxgoodput.scheduler.reconcile import reconcile
 from jaxgoodput.scheduler.shapes import shapes
+from jaxgoodput.simulate.conditions.faults import FaultScript
 from jaxgoodput.simulate.job import SimulatedJob, Truth, every_size, packed
 from jaxgoodput.simulate.records import Interval, JobRecord, Result
 from jaxgoodput.simulate.settings import Settings
@@ -58,8 +59,13 @@ class _Entry:
     fraction: dict[str, float] = field(default_factory=dict)
     intervals: list[Interval] = field(default_factory=list)
     measured_s: float = math.inf  # when its new size will have been measured
-    saved: Any = None  # the last checkpoint, where nodes can fail
+    saved: Any = None  # the last checkpoint, where work can be lost
     contention: float = 0.0  # integral of the number of unfinished jobs over its stay
+    crashes: int = 0
+    crash_ahead_s: Iterator[float] = field(default_factory=lambda: iter(()))
+    crash_in_s: float = math.inf  # seconds of its own work
+    cancel_s: float = math.inf  # when its user gives up
+    cancelled: bool = False
 
     @property
     def running(self) -> bool:
@@ -133,6 +139,17 @@ class _World:
         rng = np.random.default_rng([settings.seed, 0x6661696C])
         self._rng = rng
         self._fails_at = {node.name: self._lifetime() for node in cluster.nodes}
+        self._script: FaultScript | None = None
+        checkpoints = [] if settings.failures is None else [settings.failures.checkpoint_s]
+        if settings.faults is not None:
+            script = FaultScript(settings.faults, cluster.nodes, settings.seed)
+            checkpoints += [settings.faults.checkpoint_s] if settings.faults.lose_work else []
+            for index, entry in enumerate(self.entries):
+                entry.crash_ahead_s = script.crashes(index)
+                entry.crash_in_s = next(entry.crash_ahead_s, math.inf)
+                entry.cancel_s = entry.trace.submit_s + script.cancelled_after_s(index)
+            self._script = script
+        self._checkpoint_s = min(checkpoints, default=math.inf)
 
     # Time.
 
@@ -155,11 +172,22 @@ class _World:
             self._wanted = True
 
     def _work(self, entry: _Entry, seconds: float, speed: float) -> float:
-        delay = min(entry.restoring_s, seconds)
-        entry.restoring_s -= delay
-        used = delay
-        if seconds > delay:
-            used += float(entry.job.advance(seconds - delay, speed))
+        used, left = 0.0, seconds
+        while True:
+            delay = min(entry.restoring_s, left)
+            entry.restoring_s -= delay
+            used += delay
+            if not left > delay:
+                break
+            left -= delay
+            worked = float(entry.job.advance(min(left, entry.crash_in_s), speed))
+            used += worked
+            crashed = worked >= entry.crash_in_s and not entry.job.done
+            entry.crash_in_s -= worked
+            if not crashed:
+                break
+            left -= worked
+            self._crash(entry)
         devices, kind = entry.allocation.num_devices, entry.kind
         entry.received[kind] = entry.received.get(kind, 0.0) + used * devices
         entry.fraction[kind] = entry.fraction.get(kind, 0.0) + used
@@ -167,6 +195,13 @@ class _World:
             entry.finish_s = self.now_s + used
             self._close(entry, entry.finish_s)
         return used
+
+    def _crash(self, entry: _Entry) -> None:
+        """It starts again where it is, from its last checkpoint."""
+        entry.crashes += 1
+        entry.crash_in_s = next(entry.crash_ahead_s)
+        entry.job.restore(entry.saved[1])
+        entry.restoring_s = self.settings.restart_of(entry.job.application)
 
     def _speeds(self) -> dict[str, float]:
         """Job id -> its speed relative to what its tables or model say, where others are in its way."""
@@ -190,15 +225,18 @@ class _World:
                             # Two that do not fit beside each other take turns.
                             before = speeds.get(entry.trace.id, 1.0)
                             speeds[entry.trace.id] = before * (beside or 1.0 / len(group))
+        if self._script is not None:
+            for entry in self.waiting:
+                left = self._script.speed(entry.allocation.devices) if entry.running else 1.0
+                if left < 1.0:
+                    speeds[entry.trace.id] = left * speeds.get(entry.trace.id, 1.0)
         return speeds
 
     def next_event(self) -> None:
         """Go to the next event, and decide where one asks for it or the largest gap is over."""
         future = [e.trace.submit_s for e in self.waiting if e.trace.submit_s > self.now_s]
         measured = [e.measured_s for e in self.waiting if e.running]
-        until = min(
-            [max(self._decision_s(), self.now_s), self._next_failure_s(), *future, *measured]
-        )
+        until = min([max(self._decision_s(), self.now_s), self._next_fault_s(), *future, *measured])
         span = until - self.now_s
         speeds = self._speeds()
         for entry in self.waiting:
@@ -216,7 +254,7 @@ class _World:
             if arrived or entry.measured_s <= self.now_s:
                 self._wanted = True
                 entry.measured_s = math.inf
-        self._fail_and_repair()
+        self._befall()
         if self.now_s >= self._decision_s() - EPSILON_S:
             self.decide()
 
@@ -229,7 +267,7 @@ class _World:
     def decide(self) -> None:
         """Ask the policy and act on its plan."""
         if self.settings.round_s is not None:
-            self._fail_and_repair()
+            self._befall()
         active = [e for e in self.waiting if e.trace.submit_s <= self.now_s]
         self._last_solve_s, self._wanted = self.now_s, False
         self._next_solve_s = math.inf
@@ -252,7 +290,7 @@ class _World:
         for entry in active:
             self._place(entry, plan.allocations[entry.trace.id])
         future = any(e.trace.submit_s > self.now_s for e in self.waiting)
-        if any(e.running for e in active) or future or self._down_until:
+        if any(e.running for e in active) or future or self._down():
             self._next_change_s = self.now_s + STALLED_S
         elif self.now_s > self._next_change_s:
             raise Stalled(
@@ -316,7 +354,7 @@ class _World:
         entry.restoring_s = self.settings.restart_of(entry.job.application)
         if allocation.num_devices > entry.job.largest_profiled:
             entry.measured_s = self.now_s + entry.restoring_s + self.settings.observe_s
-        if self.settings.failures is not None:
+        if self._checkpoint_s < math.inf:
             entry.saved = self.now_s, entry.job.save()
         entry.job.place(entry.kind, tuple(map(len, allocation.devices.values())))
 
@@ -330,25 +368,59 @@ class _World:
             )
             entry.intervals.append(interval)
 
-    # Failures.
+    # Faults.
 
     def _lifetime(self) -> float:
         if self.settings.failures is None:
             return math.inf
         return self.now_s + float(self._rng.exponential(self.settings.failures.mean_between_s))
 
-    def _next_failure_s(self) -> float:
-        if self.settings.failures is None:
-            return math.inf
-        return min([*self._fails_at.values(), *self._down_until.values()])
+    def _next_fault_s(self) -> float:
+        soonest = math.inf
+        if self.settings.failures is not None:
+            soonest = min([*self._fails_at.values(), *self._down_until.values()])
+        if self._script is not None:
+            soonest = min([soonest, self._script.next_s, *(e.cancel_s for e in self.waiting)])
+        return soonest
+
+    def _befall(self) -> None:
+        """All that has gone wrong, or has come back, up to now."""
+        for entry in self.waiting:
+            if entry.running and self._checkpoint_s < math.inf:
+                if self.now_s - entry.saved[0] >= self._checkpoint_s:
+                    entry.saved = self.now_s, entry.job.save()
+        self._fail_and_repair()
+        if self._script is None:
+            return
+        before = self._script.down
+        failed = self._script.pass_to(self.now_s)
+        self.num_failures += len(failed)
+        for name in sorted(failed):
+            self._lose(name)
+        self._wanted |= bool(failed) or self._script.down != before
+        if any(entry.cancel_s <= self.now_s for entry in self.waiting):
+            self._cancel()
+
+    def _lose(self, node: str) -> None:
+        """Who runs there falls back to the last checkpoint, without devices."""
+        for entry in self.waiting:
+            if node in entry.allocation.devices:
+                entry.job.restore(entry.saved[1])
+                self._place(entry, Allocation(generation=entry.allocation.generation + 1))
+
+    def _cancel(self) -> None:
+        """The users whose patience is over take their jobs away."""
+        for entry in self.waiting:
+            if entry.cancel_s <= self.now_s:
+                entry.cancelled, entry.finish_s = True, self.now_s
+                self._close(entry, self.now_s)
+        self.waiting = [e for e in self.waiting if e.finish_s is None]
+        self._wanted = True
 
     def _fail_and_repair(self) -> None:
         failures = self.settings.failures
         if failures is None:
             return
-        for entry in self.waiting:
-            if entry.running and self.now_s - entry.saved[0] >= failures.checkpoint_s:
-                entry.saved = self.now_s, entry.job.save()
         for name, until in list(self._down_until.items()):
             if until <= self.now_s:
                 del self._down_until[name]
@@ -360,17 +432,20 @@ class _World:
                 self._wanted = True
                 self._down_until[name] = self.now_s + failures.repair_s
                 self._fails_at[name] = math.inf
-                for entry in self.waiting:
-                    if name in entry.allocation.devices:
-                        entry.job.restore(entry.saved[1])
-                        self._place(entry, Allocation(generation=entry.allocation.generation + 1))
+                self._lose(name)
+
+    def _down(self) -> frozenset[str]:
+        """The nodes that are broken."""
+        scripted = frozenset() if self._script is None else self._script.down
+        return scripted | self._down_until.keys()
 
     def _present(self) -> ClusterSpec:
         """The cluster as it is now."""
-        if not self._down_until:
+        down = self._down()
+        if not down:
             return self._cluster
         nodes = tuple(
-            replace(node, state="down") if node.name in self._down_until else node
+            replace(node, state="down") if node.name in down else node
             for node in self._cluster.nodes
         )
         return replace(self._cluster, nodes=nodes)
@@ -379,17 +454,19 @@ class _World:
 
     def record(self, entry: _Entry) -> JobRecord:
         """What happened to a finished job."""
-        assert entry.finish_s is not None and entry.start_s is not None  # only once all are done
+        assert entry.finish_s is not None  # only once all are done
         return JobRecord(
             id=entry.trace.id,
             application=entry.job.application,
             submit_s=entry.trace.submit_s,
-            start_s=entry.start_s,
+            start_s=entry.finish_s if entry.start_s is None else entry.start_s,
             finish_s=entry.finish_s,
             restarts=entry.restarts,
             device_s=dict(entry.received),
             intervals=tuple(entry.intervals),
-            rho=self._rho(entry),
+            rho=None if entry.cancelled else self._rho(entry),
+            crashes=entry.crashes,
+            cancelled=entry.cancelled,
         )
 
     def _rho(self, entry: _Entry) -> float | None:
