@@ -9,7 +9,7 @@ import pathlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from jaxgoodput._serial import loads
 from jaxgoodput.scheduler.policies.catalogue import Named
@@ -21,6 +21,8 @@ from jaxgoodput.simulate.conditions.faults import (
     Outages,
     Slowdowns,
 )
+from jaxgoodput.simulate.conditions.inputs import Inputs
+from jaxgoodput.simulate.conditions.restarts import RestartCosts, Storage
 from jaxgoodput.simulate.gavel_jobs import GavelTruth
 from jaxgoodput.simulate.generator import (
     FAMILIES,
@@ -30,6 +32,7 @@ from jaxgoodput.simulate.generator import (
 from jaxgoodput.simulate.job import Truth
 from jaxgoodput.simulate.model_jobs import ModelTruth
 from jaxgoodput.simulate.settings import (
+    RESTART_BASE_S,
     Settings,
     gavel_settings,
     pollux_settings,
@@ -201,6 +204,74 @@ def read_faults(text: str) -> Faults:
         raise ValueError(f"--faults {text!r}: {error}") from error
 
 
+def read_costs(text: str) -> RestartCosts:
+    """Costs by kind of change from `WHAT=NUMBER,...`.
+
+    `start`, `resume`, `move`, `shape` and `kind` in units of the restart seconds, `compile` in seconds, and
+    `storage`, which those that restart together share, in GiB/s; the sizes of checkpoints are
+    `STATE_BYTES`. Raises ValueError where it is something else.
+
+    >>> read_costs("resume=0.5,compile=60").resume
+    0.5
+    """
+    known = ("start", "resume", "move", "shape", "kind", "compile", "storage")
+    found = _numbers("--costs", text, known, "resume=0.5,compile=60,storage=2")
+    changes: dict[str, Any] = {k: v for k, v in found.items() if k not in ("compile", "storage")}
+    if "compile" in found:
+        changes["compile_s"] = found["compile"]
+    try:
+        if "storage" in found:
+            bytes_per_s = found["storage"] * 2**30
+            changes["storage"] = Storage(bytes_per_s=bytes_per_s, state_bytes=STATE_BYTES)
+        return RestartCosts(**changes)
+    except ValueError as error:
+        raise ValueError(f"--costs {text!r}: {error}") from error
+
+
+def read_inputs(text: str) -> Inputs:
+    """Processors from `cpus=NUMBER,APPLICATION=SAMPLES,...`, and `per-device=NUMBER`.
+
+    `cpus` are those of a node, `per-device` what a job asks for, and the others what one processor
+    prepares of an application in a second; those that are not named never wait. Raises ValueError where
+    it is something else.
+
+    >>> read_inputs("cpus=32,bert=50").samples_per_cpu_s
+    {'bert': 50.0}
+    """
+    found = _numbers("--inputs", text, None, "cpus=32,bert=50")
+    if "cpus" not in found:
+        raise ValueError(
+            f"--inputs {text!r}: how many processors a node has is not said; add cpus=NUMBER."
+        )
+    cpus, asked = found.pop("cpus"), found.pop("per-device", None)
+    try:
+        return Inputs(cpus_per_node=cpus, samples_per_cpu_s=found, cpus_per_device=asked)
+    except ValueError as error:
+        raise ValueError(f"--inputs {text!r}: {error}") from error
+
+
+def _numbers(
+    option: str, text: str, known: tuple[str, ...] | None, example: str
+) -> dict[str, float]:
+    """`NAME=NUMBER,...`, each once; `known` None = any names."""
+    found: dict[str, float] = {}
+    for part in text.split(","):
+        name, _, number = (word.strip() for word in part.partition("="))
+        try:
+            value = float(number)
+        except ValueError:
+            value = math.nan
+        if not name or name in found or not math.isfinite(value):
+            raise ValueError(
+                f"{option} {text!r}: {part!r} is not of the form NAME=NUMBER, each name once, such as "
+                f"{example}."
+            )
+        if known is not None and name not in known:
+            raise ValueError(f"{option} {text!r}: {name!r} is not one of {', '.join(known)}.")
+        found[name] = value
+    return found
+
+
 def read_scenario(
     workload: str,
     cluster: str | None = None,
@@ -352,14 +423,17 @@ def read_settings(
     seed: int = 0,
     declared_progress: bool = False,
     faults: str | None = None,
+    costs: str | None = None,
+    inputs: str | None = None,
 ) -> Settings:
     """One of `SETTINGS`: the published ones of an artifact, or those of the workload's own on events.
 
     "own" = those of the workload's artifact; events for synthetic jobs. "events": decisions follow
     arrivals and ends, and jobs may be offered any size at once. "realistic": events, with noisy
     measurements, interference, nodes that break, and restarts that cost what saving and reading the
-    state was measured to cost; Gavel's jobs, whose states are not known, need `restart_s`. `faults`: see
-    `read_faults`. Raises ValueError for what cannot be.
+    state was measured to cost; Gavel's jobs, whose states are not known, need `restart_s`. `faults`,
+    `costs` and `inputs`: see `read_faults`, `read_costs` and `read_inputs`. Raises ValueError for
+    what cannot be.
     """
     if restart_s is not None and not (restart_s >= 0 and math.isfinite(restart_s)):
         raise ValueError(f"--restart-s {restart_s}: must be at least 0 seconds, and finite.")
@@ -387,6 +461,14 @@ def read_settings(
         settings = replace(settings, restart_s=restart_s, told_restart_s=None)
     if faults is not None:
         settings = replace(settings, faults=read_faults(faults))
+    if inputs is not None:
+        settings = replace(settings, inputs=read_inputs(inputs))
+    if costs is not None:
+        settings = replace(settings, costs=read_costs(costs))
+        if settings.costs.storage is not None and name == "realistic" and restart_s is None:
+            # What is written and read goes by the storage now; the rest is what a process takes to start.
+            told = settings.restart_s
+            settings = replace(settings, restart_s=RESTART_BASE_S, told_restart_s=told)
     return replace(settings, seed=seed, declared_progress=declared_progress)
 
 
@@ -423,6 +505,16 @@ def check(scenario: Scenario, settings: Settings, name: str, named: Named) -> No
     for application in {job.application for job in scenario.jobs}:
         settings.restart_of(application)
         settings.told_restart_of(application)
+        if settings.costs is not None:
+            settings.costs.bytes("move", application)
+            settings.costs.seconds("move", application, 0.0, True)
+    if settings.inputs is not None and isinstance(settings.inputs.samples_per_cpu_s, Mapping):
+        known = {job.application for job in scenario.jobs}
+        unknown = sorted(settings.inputs.samples_per_cpu_s.keys() - known)
+        if unknown:
+            raise ValueError(
+                f"--inputs: no job runs {unknown[0]!r}; they run {', '.join(sorted(known))}."
+            )
     for index, trace in enumerate(scenario.jobs):
         spec = scenario.truth.job(trace, settings, index).spec
         most = max(sizes.get(kind, 0) for kind in spec.kinds or sizes)

@@ -15,10 +15,12 @@ from typing import Any
 import numpy as np
 
 from jaxgoodput.clock import Clock, SystemClock
-from jaxgoodput.scheduler.policy import JobView, Policy
+from jaxgoodput.scheduler.policy import JobView, Plan, Policy
 from jaxgoodput.scheduler.reconcile import reconcile
 from jaxgoodput.scheduler.shapes import shapes
 from jaxgoodput.simulate.conditions.faults import FaultScript
+from jaxgoodput.simulate.conditions.inputs import fed
+from jaxgoodput.simulate.conditions.restarts import Change, RestartCosts, Traffic, change_of
 from jaxgoodput.simulate.job import SimulatedJob, Truth, every_size, packed
 from jaxgoodput.simulate.records import Interval, JobRecord, Result
 from jaxgoodput.simulate.settings import Settings
@@ -26,6 +28,7 @@ from jaxgoodput.simulate.traces import TraceJob
 from jaxgoodput.specs import Allocation, ClusterSpec, Node, Shape
 
 EPSILON_S = 1e-6  # events closer than this happen at once
+NEWCOMER_S = 60.0  # what a job that is only asked about has run on each kind of device
 STALLED_S = 24 * 3600.0  # nothing runs and nothing happens for so long: it never will
 
 
@@ -51,6 +54,9 @@ class _Entry:
     allocation: Allocation = field(default_factory=Allocation)
     kind: str = ""
     restoring_s: float = 0.0  # still to pass before it works again
+    after_storage_s: float = 0.0  # of that, what comes after its checkpoint has been read
+    last_shape: Shape | None = None
+    had: set[Shape] = field(default_factory=set)  # shapes that its program was compiled for
     since_s: float | None = None
     start_s: float | None = None
     finish_s: float | None = None
@@ -113,6 +119,62 @@ def simulate(
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Decided:
+    """One decision of a simulation: what the policy was asked, and the plan."""
+
+    jobs: tuple[JobView, ...]
+    cluster: ClusterSpec
+    """As it was then, with the nodes that were down."""
+    now_s: float
+    plan: Plan
+    applications: Mapping[str, str]
+    """What each job runs."""
+    submitted_s: Mapping[str, float]
+    """Of all jobs of the workload, in its order; those that were not there had not come, or had left."""
+
+
+def decision_at(
+    jobs: Sequence[TraceJob],
+    cluster: ClusterSpec,
+    policy: Policy,
+    truth: Truth,
+    at_s: float,
+    *,
+    settings: Settings | None = None,
+    added: TraceJob | None = None,
+) -> tuple[Decided, JobView | None]:
+    """The last decision that was taken up to a moment, and `added` as a job that came then would look.
+
+    That job has run a minute on one device of each kind, so that its table is known. Raises ValueError where
+    nothing was decided by then, or all was over.
+    """
+    settings = Settings() if settings is None else settings
+    world = _World(jobs, cluster, policy, truth, settings, SystemClock())
+    if settings.round_s is not None and settings.decide_at_start:
+        world.decide()
+    found = world.last
+    while world.waiting and world.now_s <= at_s:
+        if settings.round_s is not None:
+            world.advance(settings.round_s)
+            world.decide()
+        else:
+            world.next_event()
+        if world.last is not None and world.last.now_s <= at_s:
+            found = world.last
+    if not world.waiting and world.now_s < at_s:
+        raise ValueError(
+            f"all {len(world.entries)} jobs were done by {world.now_s:,.0f} s. Name an earlier time."
+        )
+    if found is None:
+        first = min((trace.submit_s for trace in jobs), default=math.inf)
+        raise ValueError(
+            f"nothing was decided up to {at_s:,.0f} s; the first job comes at {first:,.0f} s. Name a "
+            "later time."
+        )
+    return found, None if added is None else world.newcomer(added, found.now_s)
+
+
 class _World:
     """The state of one simulation."""
 
@@ -125,16 +187,24 @@ class _World:
         self.now_s = 0.0
         self.decision_s: list[float] = []
         self.num_failures = 0
+        self.last: Decided | None = None
         self._policy: Policy = policy
+        self._truth: Truth = truth
         self._clock: Clock = clock
         self._cluster: ClusterSpec = cluster
         self._down_until: dict[str, float] = {}
         self._kinds = {node.name: node.kind for node in cluster.nodes}
+        self._nodes = {node.name: node for node in cluster.nodes}
+        self._costs = RestartCosts() if settings.costs is None else settings.costs
+        storage = self._costs.storage
+        self._traffic = None if storage is None else Traffic(storage.bytes_per_s)
         self._all_sizes = every_size(_kinds(cluster))
         self._few_sizes = shapes(cluster)
         self._last_solve_s = -math.inf
         self._next_solve_s = math.inf  # when the last plan wants to be looked at again
         self._wanted = True  # an event asks for a decision
+        self._applications = {e.trace.id: e.job.application for e in self.entries}
+        self._submitted_s = {e.trace.id: e.trace.submit_s for e in self.entries}
         self._next_change_s = 0.0
         rng = np.random.default_rng([settings.seed, 0x6661696C])
         self._rng = rng
@@ -201,7 +271,7 @@ class _World:
         entry.crashes += 1
         entry.crash_in_s = next(entry.crash_ahead_s)
         entry.job.restore(entry.saved[1])
-        entry.restoring_s = self.settings.restart_of(entry.job.application)
+        entry.restoring_s = self._restart_s(entry, "resume")
 
     def _speeds(self) -> dict[str, float]:
         """Job id -> its speed relative to what its tables or model say, where others are in its way."""
@@ -230,6 +300,14 @@ class _World:
                 left = self._script.speed(entry.allocation.devices) if entry.running else 1.0
                 if left < 1.0:
                     speeds[entry.trace.id] = left * speeds.get(entry.trace.id, 1.0)
+        if self.settings.inputs is not None:
+            running = [e for e in self.waiting if e.running]
+            places = [(e.trace.id, e.job.application, e.allocation) for e in running]
+            feeds = fed(self.settings.inputs, self._nodes, places)
+            for entry in running:
+                if entry.trace.id in feeds:
+                    most = feeds[entry.trace.id] / entry.job.samples_per_s()
+                    speeds[entry.trace.id] = min(speeds.get(entry.trace.id, 1.0), most)
         return speeds
 
     def next_event(self) -> None:
@@ -286,9 +364,18 @@ class _World:
             max_gap_s=self.settings.max_gap_s,
         )
         self.decision_s.append(self._clock.now() - begun)
+        self.last = Decided(
+            jobs=tuple(views),
+            cluster=cluster,
+            now_s=self.now_s,
+            plan=plan,
+            applications=self._applications,
+            submitted_s=self._submitted_s,
+        )
         self._next_solve_s = plan.next_solve_s
         for entry in active:
             self._place(entry, plan.allocations[entry.trace.id])
+        self._share_storage()
         future = any(e.trace.submit_s > self.now_s for e in self.waiting)
         if any(e.running for e in active) or future or self._down():
             self._next_change_s = self.now_s + STALLED_S
@@ -321,6 +408,18 @@ class _World:
             shared_goodput=self._shared(entry, goodput, active) if self.settings.sharing else {},
         )
 
+    def newcomer(self, trace: TraceJob, now_s: float) -> JobView:
+        """A job that comes now, after a minute on one device of each kind that it can use."""
+        job = self._truth.job(trace, self.settings, len(self.entries))
+        before = job.save()
+        for kind in dict.fromkeys(self._kinds.values()):
+            if job.spec.mode == "adaptive" and (job.spec.kinds is None or kind in job.spec.kinds):
+                job.place(kind, (1,))
+                job.advance(NEWCOMER_S)
+                job.restore(before)
+        view = self._view(_Entry(trace, job), [])
+        return replace(view, submitted_s=now_s)
+
     def _shared(
         self, entry: _Entry, goodput: Mapping[Shape, float], active: Sequence[_Entry]
     ) -> dict[tuple[str, Shape], float]:
@@ -344,6 +443,9 @@ class _World:
         self._close(entry, self.now_s)
         entry.allocation = allocation
         entry.measured_s = math.inf
+        if self._traffic is not None:
+            self._traffic.leave(entry.trace.id, self.now_s)
+        running = entry.since_s is not None
         if not allocation.devices:
             entry.since_s, entry.restoring_s = None, 0.0
             return
@@ -351,12 +453,40 @@ class _World:
         entry.restarts += entry.start_s is not None
         entry.start_s = self.now_s if entry.start_s is None else entry.start_s
         entry.since_s = self.now_s
-        entry.restoring_s = self.settings.restart_of(entry.job.application)
+        self._restart(entry, running)
         if allocation.num_devices > entry.job.largest_profiled:
             entry.measured_s = self.now_s + entry.restoring_s + self.settings.observe_s
         if self._checkpoint_s < math.inf:
             entry.saved = self.now_s, entry.job.save()
         entry.job.place(entry.kind, tuple(map(len, allocation.devices.values())))
+
+    def _restart(self, entry: _Entry, running: bool) -> None:
+        """What the change to its new devices costs; `running`: it held others until now."""
+        shape = Shape(entry.kind, entry.allocation.num_nodes, entry.allocation.num_devices)
+        change = change_of(entry.last_shape, running, shape)
+        entry.restoring_s = self._restart_s(entry, change, shape not in entry.had)
+        entry.last_shape = shape
+        entry.had.add(shape)
+        if self._traffic is not None:
+            size = self._costs.bytes(change, entry.job.application)
+            self._traffic.join(entry.trace.id, size, self.now_s)
+            entry.after_storage_s = entry.restoring_s
+
+    def _restart_s(self, entry: _Entry, change: Change, new_shape: bool = False) -> float:
+        application = entry.job.application
+        restart_s = self.settings.restart_of(application)
+        return self._costs.seconds(change, application, restart_s, new_shape)
+
+    def _share_storage(self) -> None:
+        """Those whose checkpoints are on their way wait for one another."""
+        if self._traffic is None:
+            return
+        left_s = self._traffic.left_s(self.now_s)
+        for entry in self.waiting:
+            if entry.trace.id in left_s:
+                entry.restoring_s = left_s[entry.trace.id] + entry.after_storage_s
+                if entry.measured_s < math.inf:
+                    entry.measured_s = self.now_s + entry.restoring_s + self.settings.observe_s
 
     def _close(self, entry: _Entry, end_s: float) -> None:
         if entry.since_s is not None and entry.allocation.devices:
@@ -413,6 +543,8 @@ class _World:
         for entry in self.waiting:
             if entry.cancel_s <= self.now_s:
                 entry.cancelled, entry.finish_s = True, self.now_s
+                if self._traffic is not None:
+                    self._traffic.leave(entry.trace.id, self.now_s)
                 self._close(entry, self.now_s)
         self.waiting = [e for e in self.waiting if e.finish_s is None]
         self._wanted = True
@@ -437,7 +569,7 @@ class _World:
     def _down(self) -> frozenset[str]:
         """The nodes that are broken."""
         scripted = frozenset() if self._script is None else self._script.down
-        return scripted | self._down_until.keys()
+        return scripted.union(self._down_until)
 
     def _present(self) -> ClusterSpec:
         """The cluster as it is now."""

@@ -210,7 +210,9 @@ class FaultScript:
         held = [(speed, comings.active) for speed, comings in self._slow if comings.active]
         if not held:
             return 1.0
-        return min(math.prod(speed for speed, slow in held if node in slow) for node in nodes)
+        return min(
+            math.prod((speed for speed, slow in held if node in slow), start=1.0) for node in nodes
+        )
 
     def crashes(self, index: int) -> Iterator[float]:
         """Seconds of work before each of a job's crashes; `index` is its line in the workload."""
