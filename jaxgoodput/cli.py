@@ -156,7 +156,9 @@ def _parser() -> argparse.ArgumentParser:
         "fairness: a job's time over what it would take alone on its share; above 1 is unfair.\n\n"
         "examples: jaxgoodput simulate --policy goodput,sia,tiresias --out /tmp/compared\n"
         "          jaxgoodput simulate --workload sia/workloads/philly/workload-1.csv \\\n"
-        "              --cluster aws:6x4,dgx-ext:2x8,rtx:3x8 --policy goodput,sia",
+        "              --cluster aws:6x4,dgx-ext:2x8,rtx:3x8 --policy goodput,sia\n"
+        "          jaxgoodput simulate --explain vision-small-12@3h\n"
+        "          jaxgoodput simulate --what-if language-model:8,weight=2@3h",
     )
     _simulate_options(simulate)
     return parser
@@ -164,20 +166,31 @@ def _parser() -> argparse.ArgumentParser:
 
 def _simulate_options(simulate: argparse.ArgumentParser) -> None:
     text = {
-        "--policy": "names separated by commas (default: goodput,sia,pollux,tiresias); see --list",
+        "--policy": "names separated by commas (default: goodput,sia,pollux,tiresias; goodput with --explain "
+        "and --what-if); see --list",
+        "--explain": "instead of comparing: why that job had what it had then, what else it could have "
+        "had at which price, and who had the devices; TIME in seconds or as 90m, 1.5h, 2d",
+        "--what-if": "instead of comparing: the plan at that time if one job more were there, "
+        "APPLICATION[:DEVICES][,mode=M][,batch=N][,weight=W][,id=NAME]; who would change, and by how much",
         "--workload": "synthetic[:JOBS], or a workload file, or a folder that holds one, as Pollux, "
         "Sia or Gavel ship it; their tables are looked for above it (default: synthetic:160)",
-        "--cluster": "[KIND:]NODESxDEVICES,... or a .json file of a ClusterSpec (default: that of "
-        "the workload's artifact; t4:16x4)",
+        "--cluster": "[KIND:]NODESxDEVICES[/NODES PER RACK],... or a .json file of a ClusterSpec (default: "
+        "that of the workload's artifact; t4:16x4)",
+        "--faults": "what goes wrong, in hours: node=BETWEEN:REPAIR, rack=BETWEEN:REPAIR, "
+        "slow=BETWEEN:LENGTH:SPEED, crash=BETWEEN, cancel=SHARE:AFTER, checkpoint=BETWEEN, separated by "
+        "commas; the same for every policy (default: nothing)",
         "--rules": "own (of the workload's artifact; events for synthetic), pollux, sia, gavel: "
         "rounds as published; events: as jobs come and go; realistic: with noise, interference, "
         "failures and measured restart costs (default: own)",
+        "--costs": "restarts by kind of change, in units of --restart-s: start=N, resume=N, move=N, "
+        "shape=N, kind=N; compile=SECONDS for a shape that a job has not had; storage=GIB/S, shared by those "
+        "that restart together (default: all alike)",
+        "--inputs": "cpus=NUMBER of a node and APPLICATION=SAMPLES that one of them prepares in a second, "
+        "per-device=NUMBER that a job asks for (default: no job waits for its samples)",
         "--speed": "speeds of kinds for synthetic jobs, KIND=NUMBER,..., 1 = a T4",
         "--out": "write results.json and the pictures into this folder",
     }
-    simulate.add_argument(
-        "--policy", metavar="A,B,...", default="goodput,sia,pollux,tiresias", help=text["--policy"]
-    )
+    simulate.add_argument("--policy", metavar="A,B,...", default=None, help=text["--policy"])
     simulate.add_argument("--workload", metavar="W", default="synthetic", help=text["--workload"])
     simulate.add_argument("--cluster", metavar="C", default=None, help=text["--cluster"])
     simulate.add_argument("--rules", metavar="R", default="own", help=text["--rules"])
@@ -188,6 +201,9 @@ def _simulate_options(simulate: argparse.ArgumentParser) -> None:
         metavar="S",
         help="seconds that a change of devices costs (default: the rules'; 30 for synthetic)",
     )
+    simulate.add_argument("--faults", metavar="F", default=None, help=text["--faults"])
+    simulate.add_argument("--costs", metavar="X", default=None, help=text["--costs"])
+    simulate.add_argument("--inputs", metavar="I", default=None, help=text["--inputs"])
     simulate.add_argument(
         "--declared-progress", action="store_true", help="adaptive jobs say how much work is left"
     )
@@ -201,6 +217,9 @@ def _simulate_options(simulate: argparse.ArgumentParser) -> None:
     )
     simulate.add_argument("--speed", metavar="K=N", default=None, help=text["--speed"])
     simulate.add_argument("--out", metavar="DIR", default=None, help=text["--out"])
+    asked = simulate.add_mutually_exclusive_group()
+    asked.add_argument("--explain", metavar="JOB@TIME", default=None, help=text["--explain"])
+    asked.add_argument("--what-if", metavar="SPEC@TIME", default=None, help=text["--what-if"])
     simulate.add_argument("--list", action="store_true", help="name all policies and stop")
 
 
@@ -312,15 +331,25 @@ def _report(options, command: list[str], parser: argparse.ArgumentParser) -> int
 
 def _simulate(options, command: list[str], parser: argparse.ArgumentParser) -> int:
     from jaxgoodput.scheduler import catalogue
-    from jaxgoodput.simulate import Stalled, compare, read_scenario, read_settings, table
+    from jaxgoodput.simulate import (
+        Stalled,
+        compare,
+        explanation,
+        read_scenario,
+        read_settings,
+        table,
+        what_if,
+    )
 
     known = catalogue()
     if options.list:
         width = max(map(len, known))
         print("\n".join(f"{name:{width}}  {named.says}" for name, named in known.items()))
         return _DONE
+    question = options.explain or options.what_if
+    default = "goodput" if question else "goodput,sia,pollux,tiresias"
     try:
-        names = [name.strip() for name in options.policy.split(",")]
+        names = [name.strip() for name in (options.policy or default).split(",")]
         for name in names:
             if name not in known:
                 raise ValueError(
@@ -340,7 +369,17 @@ def _simulate(options, command: list[str], parser: argparse.ArgumentParser) -> i
             restart_s=options.restart_s,
             seed=options.seed,
             declared_progress=options.declared_progress,
+            faults=options.faults,
+            costs=options.costs,
+            inputs=options.inputs,
         )
+        if question:
+            if options.out is not None:
+                raise ValueError("--out: answers are printed only; leave it out, or the question.")
+            answer = explanation if options.explain else what_if
+            said = [answer(scenario, name, known[name], settings, question) for name in names]
+            print("\n\n".join(said))
+            return _DONE
         folder = _folder(options.out)
         with _progress() as on_progress:
             policies = {name: known[name] for name in names}
@@ -348,6 +387,9 @@ def _simulate(options, command: list[str], parser: argparse.ArgumentParser) -> i
         devices = sum(node.num_devices for node in scenario.cluster.nodes)
         print(f"{scenario.name}, {len(scenario.jobs)} jobs on {devices} devices\n")
         print(table(results))
+        if settings.faults is not None:
+            print()
+            print("\n".join(f"{r.policy}: {r.faults() or 'nothing went wrong'}" for r in results))
         if folder is not None:
             _write(folder, scenario, settings, results)
     except (ValueError, OSError, Stalled) as error:

@@ -6,6 +6,7 @@ may not change, checks its answer, and makes a `Plan` of it. Policies that give 
 `RoundScheduler` makes a policy of it. `catalogue` names all of them.
 """
 
+from jaxgoodput.scheduler.alternatives import Alternative, Change, alternatives, changes, with_job
 from jaxgoodput.scheduler.explain import Explanation, explain
 from jaxgoodput.scheduler.gavel.discrete import (
     AlloX,
@@ -36,10 +37,11 @@ from jaxgoodput.scheduler.reconcile import PlanError, reconcile
 from jaxgoodput.scheduler.shapes import capacity, shape_of, shapes
 
 __all__ = [
-    "AlloX", "Decision", "Explanation", "FinishTimeFairness", "FirstInFirstOut", "FractionPolicy",
-    "FractionProblem", "Fractions", "GandivaLike", "Goodput", "Hierarchical", "Isolated", "JobView",
-    "Makespan", "MaxMinFairness", "Named", "Optimus", "Plan", "PlanError", "Policy", "Pollux",
-    "Proportional", "RoundScheduler", "ShapeProblem", "Sia", "SolverError", "SolverTimeout", "Static",
-    "Tiresias", "TotalThroughput", "WaterFilling", "capacity", "catalogue", "explain", "place",
-    "reconcile", "shape_of", "shapes",
+    "AlloX", "Alternative", "Change", "Decision", "Explanation", "FinishTimeFairness",
+    "FirstInFirstOut", "FractionPolicy", "FractionProblem", "Fractions", "GandivaLike", "Goodput",
+    "Hierarchical", "Isolated", "JobView", "Makespan", "MaxMinFairness", "Named", "Optimus", "Plan",
+    "PlanError", "Policy", "Pollux", "Proportional", "RoundScheduler", "ShapeProblem", "Sia",
+    "SolverError", "SolverTimeout", "Static", "Tiresias", "TotalThroughput", "WaterFilling",
+    "alternatives", "capacity", "catalogue", "changes", "explain", "place", "reconcile", "shape_of",
+    "shapes", "with_job",
 ]  # fmt: skip

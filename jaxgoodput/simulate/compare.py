@@ -64,6 +64,16 @@ def compare(
 
 def table(results: Sequence[Result]) -> str:
     """A line per policy, as plain text; FTF is finish-time fairness, above 1 is unfair (see `records`)."""
+    rows = []
+    for result in results:
+        found = result.summary()
+        cells = [_number(found[key] / divisor, digits) for _, _, key, divisor, digits in _COLUMNS]
+        rows.append((result.policy, *cells))
+    return plain_table(["\npolicy", *(f"{above}\n{below}" for above, below, *_ in _COLUMNS)], rows)
+
+
+def plain_table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
+    """Rows under their heads, as plain text; the first `left` columns begin at the left."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -71,13 +81,10 @@ def table(results: Sequence[Result]) -> str:
     blank, dashes = " " * 4, " -  "
     plain = box.Box("\n".join([blank, blank, dashes, *[blank] * 5]) + "\n", ascii=True)
     drawn = Table(box=plain, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-    drawn.add_column("\npolicy", no_wrap=True)
-    for above, below, *_ in _COLUMNS:
-        drawn.add_column(f"{above}\n{below}", justify="right", no_wrap=True)
-    for result in results:
-        found = result.summary()
-        cells = [_number(found[key] / divisor, digits) for _, _, key, divisor, digits in _COLUMNS]
-        drawn.add_row(result.policy, *cells)
+    for i, head in enumerate(heads):
+        drawn.add_column(head, justify="left" if i < left else "right", no_wrap=True)
+    for row in rows:
+        drawn.add_row(*row)
     text = io.StringIO()
     Console(file=text, width=1000, color_system=None, force_terminal=False, markup=False).print(
         drawn

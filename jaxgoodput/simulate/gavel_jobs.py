@@ -96,6 +96,10 @@ class GavelJob:
         needed = self._left / (self._speeds[self._kind] * speed)
         return needed if needed <= seconds else None
 
+    def samples_per_s(self) -> float:
+        """Steps/s where it is now: how many samples a step has is not known."""
+        return self._speeds[self._kind]
+
     def goodput(self, shapes: tuple[Shape, ...]) -> Mapping[Shape, float]:
         """Steps/s on every shape of its size."""
         if self._offered[0] is not shapes:

@@ -52,6 +52,10 @@ class SimulatedJob(Protocol):
         """
         ...
 
+    def samples_per_s(self) -> float:
+        """Samples that it takes in a second where it is now, or steps where it knows no samples."""
+        ...
+
     def goodput(self, shapes: tuple[Shape, ...]) -> Mapping[Shape, float]:
         """What it expects of each shape, as `JobView.goodput`; shapes it cannot use are left out."""
         ...

@@ -14,7 +14,7 @@ import numpy as np
 from jaxgoodput.goodput.efficiency import GradParams
 from jaxgoodput.goodput.model import GoodputModel
 from jaxgoodput.goodput.perf import PerfParams, Placement, step_time
-from jaxgoodput.goodput.search import BatchLimits, goodput_table
+from jaxgoodput.goodput.search import BatchLimits, best_batch, goodput_table
 from jaxgoodput.simulate.job import SimulatedJob, mode_of, spec_of
 from jaxgoodput.simulate.settings import Settings
 from jaxgoodput.simulate.tables import Counts
@@ -109,6 +109,20 @@ class ModelTruth:
             self._known[key] = table
         return self._known[key]
 
+    def efficiency(
+        self, name: str, kind: str, phase: int, place: tuple[int, int], batch: int | None = None
+    ) -> float:
+        """Which share of its samples is of use on (nodes, devices); `batch` None = at the best one."""
+        key = "efficiency", name, kind, phase, place, batch
+        if key not in self._known:
+            application = self.applications[name]
+            model = application.model(kind, phase)
+            if batch is None:
+                at = Placement(num_nodes=place[0], num_replicas=place[1])
+                batch = best_batch(model, at, application.limits)[0].global_batch_size
+            self._known[key] = float(model.efficiency(batch))
+        return self._known[key]
+
 
 class ModelJob:
     """One job of `ModelTruth`; see `SimulatedJob`."""
@@ -189,6 +203,13 @@ class ModelJob:
         finished = self.done
         self._done, self._largest = before
         return used if finished else None
+
+    def samples_per_s(self) -> float:
+        """Samples that it takes in a second where it is now, the useless ones included."""
+        phase = self._phase
+        place = len(self._counts), sum(self._counts)
+        worth = self._truth.efficiency(self.application, self._kind, phase, place, self._batch)
+        return self._rate(phase) / worth
 
     def goodput(self, shapes: tuple[Shape, ...]) -> Mapping[Shape, float]:
         """Useful samples/s; before its first run its smallest shape of each kind is worth 1.

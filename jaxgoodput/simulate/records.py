@@ -41,7 +41,7 @@ class JobRecord:
     application: str
     submit_s: float
     start_s: float
-    """When its first allocation began."""
+    """When its first allocation began; `finish_s` where it was cancelled before."""
     finish_s: float
     restarts: int
     """How often its allocation changed after the first; pauses do not count."""
@@ -49,7 +49,10 @@ class JobRecord:
     """Device-seconds that it used, by kind."""
     intervals: tuple[Interval, ...]
     rho: float | None = None
-    """Finish-time fairness; None = the isolated time is unknown."""
+    """Finish-time fairness; None = the isolated time is unknown, or it was cancelled."""
+    crashes: int = 0
+    cancelled: bool = False
+    """Its user gave up; `finish_s` is when."""
 
     @property
     def jct_s(self) -> float:
@@ -68,9 +71,22 @@ class Result:
     num_failures: int = 0
     """Of nodes."""
 
+    def faults(self) -> str:
+        """What went wrong, in words; empty where nothing did."""
+        counts = {
+            "failures of nodes": self.num_failures,
+            "crashes of jobs": sum(job.crashes for job in self.jobs),
+            "jobs cancelled": sum(job.cancelled for job in self.jobs),
+        }
+        return ", ".join(f"{count} {what}" for what, count in counts.items() if count)
+
     def summary(self) -> dict[str, float]:
-        """The numbers that schedulers are compared by, in seconds unless their name says otherwise."""
-        jct = np.array([job.jct_s for job in self.jobs])
+        """The numbers that schedulers are compared by, in seconds unless their name says otherwise.
+
+        Completion times are of the jobs that were not cancelled, devices and restarts of all.
+        """
+        done = [job for job in self.jobs if not job.cancelled]
+        jct = np.array([job.jct_s for job in done])
         rho = np.array([job.rho for job in self.jobs if job.rho is not None])
         made = np.array(self.decision_s) if self.decision_s else np.zeros(1)
         start = min((job.submit_s for job in self.jobs), default=0.0)
@@ -79,7 +95,7 @@ class Result:
             "average_jct_s": float(jct.mean()) if len(jct) else math.nan,
             "median_jct_s": float(np.median(jct)) if len(jct) else math.nan,
             "p99_jct_s": float(np.percentile(jct, 99)) if len(jct) else math.nan,
-            "makespan_s": max((job.finish_s for job in self.jobs), default=start) - start,
+            "makespan_s": max((job.finish_s for job in done), default=start) - start,
             "restarts_per_job": sum(job.restarts for job in self.jobs) / max(len(self.jobs), 1),
             "device_hours": float(sum(hours)),
             "worst_rho": float(rho.max()) if len(rho) else math.nan,

@@ -9,11 +9,20 @@ import pathlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from jaxgoodput._serial import loads
 from jaxgoodput.scheduler.policies.catalogue import Named
 from jaxgoodput.simulate import traces
+from jaxgoodput.simulate.conditions.faults import (
+    Cancellations,
+    Faults,
+    FaultScript,
+    Outages,
+    Slowdowns,
+)
+from jaxgoodput.simulate.conditions.inputs import Inputs
+from jaxgoodput.simulate.conditions.restarts import RestartCosts, Storage
 from jaxgoodput.simulate.gavel_jobs import GavelTruth
 from jaxgoodput.simulate.generator import (
     FAMILIES,
@@ -23,6 +32,7 @@ from jaxgoodput.simulate.generator import (
 from jaxgoodput.simulate.job import Truth
 from jaxgoodput.simulate.model_jobs import ModelTruth
 from jaxgoodput.simulate.settings import (
+    RESTART_BASE_S,
     Settings,
     gavel_settings,
     pollux_settings,
@@ -56,8 +66,13 @@ STATE_BYTES: Mapping[str, float] = {
 }  # fmt: skip
 SETTINGS = ("own", "pollux", "sia", "gavel", "events", "realistic")
 
-_PART = re.compile(r"(?:(?P<kind>[A-Za-z0-9_.-]+):)?(?P<nodes>[0-9]{1,6})x(?P<each>[0-9]{1,6})")
+_PART = re.compile(
+    r"(?:(?P<kind>[A-Za-z0-9_.-]+):)?(?P<nodes>[0-9]{1,6})x(?P<each>[0-9]{1,6})"
+    r"(?:/(?P<rack>[1-9][0-9]{0,5}))?"
+)
 _MOST_DEVICES = 100_000
+# Of `--faults`: how many numbers each takes.
+_FAULTS = {"node": 2, "rack": 2, "slow": 3, "crash": 1, "cancel": 2, "checkpoint": 1}
 _GAVEL_TABLES = ("simulation_throughputs.json", "tacc_throughputs.json")
 
 
@@ -73,9 +88,10 @@ class Scenario:
 
 
 def read_cluster(text: str, *, kind: str = "t4") -> ClusterSpec:
-    """A cluster from `KIND:NODESxDEVICES,...`, or from a JSON file of a `ClusterSpec`.
+    """A cluster from `KIND:NODESxDEVICES[/N],...`, or from a JSON file of a `ClusterSpec`.
 
-    A part without a kind is of `kind`. Raises ValueError where it is neither.
+    A part without a kind is of `kind`; `/N` puts N nodes into each rack. Raises ValueError where it is
+    neither.
 
     >>> [node.name for node in read_cluster("2x4,rtx:1x8").nodes]
     ['t4-000', 't4-001', 'rtx-000']
@@ -104,10 +120,19 @@ def read_cluster(text: str, *, kind: str = "t4") -> ClusterSpec:
         name = found["kind"] or kind
         first = sum(node.kind == name for node in nodes)
         nodes += [
-            Node(name=f"{name}-{first + i:03d}", kind=name, num_devices=int(found["each"]))
+            Node(
+                name=f"{name}-{first + i:03d}",
+                kind=name,
+                num_devices=int(found["each"]),
+                labels=_rack(name, first + i, found["rack"]),
+            )
             for i in range(int(found["nodes"]))
         ]
     return ClusterSpec(nodes=tuple(nodes))
+
+
+def _rack(kind: str, index: int, nodes_each: str | None) -> dict[str, str]:
+    return {} if nodes_each is None else {"rack": f"{kind}-rack-{index // int(nodes_each):03d}"}
 
 
 def read_speeds(text: str | None) -> dict[str, float]:
@@ -122,6 +147,129 @@ def read_speeds(text: str | None) -> dict[str, float]:
                 f"--speed {text!r}: {part!r} is not of the form KIND=NUMBER, such as a100=4."
             ) from None
     return speeds
+
+
+def read_faults(text: str) -> Faults:
+    """Faults from `WHAT=NUMBER[:NUMBER...],...`, in hours; `slow` may be said more than once.
+
+    `node` and `rack`: from a repair to the next failure, and the repair. `slow`: from one slow stay of a
+    node to the next, its length, and the speed that is left. `crash`: a job's work between two crashes.
+    `cancel`: the share of jobs, and the time from the submission. `checkpoint`: from one to the next.
+    Raises ValueError where it is something else.
+
+    >>> read_faults("node=720:0.5,crash=48").mean_to_crash_s
+    172800.0
+    """
+    hour = 3600.0
+    found: dict[str, list[list[float]]] = {}
+    for part in text.split(","):
+        what, _, rest = part.strip().partition("=")
+        try:
+            numbers = [float(number) for number in rest.split(":")]
+        except ValueError:
+            numbers = []
+        if len(numbers) != _FAULTS.get(what):
+            raise ValueError(
+                f"--faults {text!r}: {part!r} is not one of node=HOURS:REPAIR, rack=HOURS:REPAIR, "
+                "slow=HOURS:LENGTH:SPEED, crash=HOURS, cancel=SHARE:HOURS and checkpoint=HOURS, such as "
+                "node=720:0.5,crash=48."
+            )
+        if what in found and what != "slow":
+            raise ValueError(f"--faults {text!r}: {what} is there twice; leave one of them out.")
+        found.setdefault(what, []).append(numbers)
+
+    def outages(what: str) -> Outages | None:
+        for between, repair in found.get(what, []):
+            return Outages(mean_between_s=between * hour, mean_repair_s=repair * hour)
+        return None
+
+    slow = tuple(
+        Slowdowns(mean_between_s=between * hour, mean_length_s=length * hour, speed=speed)
+        for between, length, speed in found.get("slow", [])
+    )
+    cancelled = [
+        Cancellations(share=share, mean_after_s=after * hour)
+        for share, after in found.get("cancel", [])
+    ]
+    try:
+        return Faults(
+            nodes=outages("node"),
+            racks=outages("rack"),
+            slow=slow,
+            mean_to_crash_s=found["crash"][0][0] * hour if "crash" in found else None,
+            cancellations=cancelled[0] if cancelled else None,
+            checkpoint_s=found["checkpoint"][0][0] * hour if "checkpoint" in found else 600.0,
+        )
+    except ValueError as error:
+        raise ValueError(f"--faults {text!r}: {error}") from error
+
+
+def read_costs(text: str) -> RestartCosts:
+    """Costs by kind of change from `WHAT=NUMBER,...`.
+
+    `start`, `resume`, `move`, `shape` and `kind` in units of the restart seconds, `compile` in seconds, and
+    `storage`, which those that restart together share, in GiB/s; the sizes of checkpoints are
+    `STATE_BYTES`. Raises ValueError where it is something else.
+
+    >>> read_costs("resume=0.5,compile=60").resume
+    0.5
+    """
+    known = ("start", "resume", "move", "shape", "kind", "compile", "storage")
+    found = _numbers("--costs", text, known, "resume=0.5,compile=60,storage=2")
+    changes: dict[str, Any] = {k: v for k, v in found.items() if k not in ("compile", "storage")}
+    if "compile" in found:
+        changes["compile_s"] = found["compile"]
+    try:
+        if "storage" in found:
+            bytes_per_s = found["storage"] * 2**30
+            changes["storage"] = Storage(bytes_per_s=bytes_per_s, state_bytes=STATE_BYTES)
+        return RestartCosts(**changes)
+    except ValueError as error:
+        raise ValueError(f"--costs {text!r}: {error}") from error
+
+
+def read_inputs(text: str) -> Inputs:
+    """Processors from `cpus=NUMBER,APPLICATION=SAMPLES,...`, and `per-device=NUMBER`.
+
+    `cpus` are those of a node, `per-device` what a job asks for, and the others what one processor
+    prepares of an application in a second; those that are not named never wait. Raises ValueError where
+    it is something else.
+
+    >>> read_inputs("cpus=32,bert=50").samples_per_cpu_s
+    {'bert': 50.0}
+    """
+    found = _numbers("--inputs", text, None, "cpus=32,bert=50")
+    if "cpus" not in found:
+        raise ValueError(
+            f"--inputs {text!r}: how many processors a node has is not said; add cpus=NUMBER."
+        )
+    cpus, asked = found.pop("cpus"), found.pop("per-device", None)
+    try:
+        return Inputs(cpus_per_node=cpus, samples_per_cpu_s=found, cpus_per_device=asked)
+    except ValueError as error:
+        raise ValueError(f"--inputs {text!r}: {error}") from error
+
+
+def _numbers(
+    option: str, text: str, known: tuple[str, ...] | None, example: str
+) -> dict[str, float]:
+    """`NAME=NUMBER,...`, each once; `known` None = any names."""
+    found: dict[str, float] = {}
+    for part in text.split(","):
+        name, _, number = (word.strip() for word in part.partition("="))
+        try:
+            value = float(number)
+        except ValueError:
+            value = math.nan
+        if not name or name in found or not math.isfinite(value):
+            raise ValueError(
+                f"{option} {text!r}: {part!r} is not of the form NAME=NUMBER, each name once, such as "
+                f"{example}."
+            )
+        if known is not None and name not in known:
+            raise ValueError(f"{option} {text!r}: {name!r} is not one of {', '.join(known)}.")
+        found[name] = value
+    return found
 
 
 def read_scenario(
@@ -274,14 +422,18 @@ def read_settings(
     restart_s: float | None = None,
     seed: int = 0,
     declared_progress: bool = False,
+    faults: str | None = None,
+    costs: str | None = None,
+    inputs: str | None = None,
 ) -> Settings:
     """One of `SETTINGS`: the published ones of an artifact, or those of the workload's own on events.
 
     "own" = those of the workload's artifact; events for synthetic jobs. "events": decisions follow
     arrivals and ends, and jobs may be offered any size at once. "realistic": events, with noisy
     measurements, interference, nodes that break, and restarts that cost what saving and reading the
-    state was measured to cost; Gavel's jobs, whose states are not known, need `restart_s`. Raises
-    ValueError for what cannot be.
+    state was measured to cost; Gavel's jobs, whose states are not known, need `restart_s`. `faults`,
+    `costs` and `inputs`: see `read_faults`, `read_costs` and `read_inputs`. Raises ValueError for
+    what cannot be.
     """
     if restart_s is not None and not (restart_s >= 0 and math.isfinite(restart_s)):
         raise ValueError(f"--restart-s {restart_s}: must be at least 0 seconds, and finite.")
@@ -307,6 +459,16 @@ def read_settings(
         settings = replace(settings, restart_s=restart_by_state(STATE_BYTES), told_restart_s=None)
     if restart_s is not None:
         settings = replace(settings, restart_s=restart_s, told_restart_s=None)
+    if faults is not None:
+        settings = replace(settings, faults=read_faults(faults))
+    if inputs is not None:
+        settings = replace(settings, inputs=read_inputs(inputs))
+    if costs is not None:
+        settings = replace(settings, costs=read_costs(costs))
+        if settings.costs.storage is not None and name == "realistic" and restart_s is None:
+            # What is written and read goes by the storage now; the rest is what a process takes to start.
+            told = settings.restart_s
+            settings = replace(settings, restart_s=RESTART_BASE_S, told_restart_s=told)
     return replace(settings, seed=seed, declared_progress=declared_progress)
 
 
@@ -338,9 +500,21 @@ def check(scenario: Scenario, settings: Settings, name: str, named: Named) -> No
                 f"{len(scenario.jobs)} jobs ask for more, such as {wide[0].id!r}. Leave it out."
             )
     settings = replace(settings, mode=named.mode)
+    if settings.faults is not None:
+        FaultScript(settings.faults, scenario.cluster.nodes, settings.seed)
     for application in {job.application for job in scenario.jobs}:
         settings.restart_of(application)
         settings.told_restart_of(application)
+        if settings.costs is not None:
+            settings.costs.bytes("move", application)
+            settings.costs.seconds("move", application, 0.0, True)
+    if settings.inputs is not None and isinstance(settings.inputs.samples_per_cpu_s, Mapping):
+        known = {job.application for job in scenario.jobs}
+        unknown = sorted(settings.inputs.samples_per_cpu_s.keys() - known)
+        if unknown:
+            raise ValueError(
+                f"--inputs: no job runs {unknown[0]!r}; they run {', '.join(sorted(known))}."
+            )
     for index, trace in enumerate(scenario.jobs):
         spec = scenario.truth.job(trace, settings, index).spec
         most = max(sizes.get(kind, 0) for kind in spec.kinds or sizes)

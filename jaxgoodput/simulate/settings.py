@@ -5,11 +5,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from jaxgoodput.simulate.conditions.faults import Faults
+from jaxgoodput.simulate.conditions.inputs import Inputs
+from jaxgoodput.simulate.conditions.restarts import RestartCosts, Seconds, of_application
+
 # benchmarks/restart_cost.py: from the signal to the first step of the next process.
 RESTART_BASE_S, RESTART_BYTES_PER_S = 2.2, 7.1e8
 
 Mode = Literal["adaptive", "elastic", "rigid"]
-Seconds = float | Mapping[str, float]  # for every application, or by application
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,8 @@ class Settings:
     max_gap_s: float = 60.0
     restart_s: Seconds = 30.0
     """What a change of allocation costs."""
+    costs: RestartCosts | None = None
+    """How that differs by kind of change, and what compiling and storage add; None = it does not."""
     told_restart_s: Seconds | None = None
     """What policies are told it costs; None = the truth."""
     mode: Mode = "adaptive"
@@ -74,6 +79,10 @@ class Settings:
     observe_s: float = 5.0
     """Seconds, on events, from the start of a new size until it is measured."""
     failures: Failures | None = None
+    faults: Faults | None = None
+    """What else goes wrong with nodes, racks and jobs."""
+    inputs: Inputs | None = None
+    """The processors that prepare samples; None = no job waits for them."""
     seed: int = 0
     """What noise and failures are drawn from."""
 
@@ -103,23 +112,12 @@ class Settings:
 
     def restart_of(self, application: str) -> float:
         """Seconds that a change of allocation costs a job of it."""
-        return _of(self.restart_s, application, "restart_s")
+        return of_application(self.restart_s, application, "Settings.restart_s")
 
     def told_restart_of(self, application: str) -> float:
         """Seconds that policies believe it costs."""
         told = self.restart_s if self.told_restart_s is None else self.told_restart_s
-        return _of(told, application, "told_restart_s")
-
-
-def _of(seconds: Seconds, application: str, name: str) -> float:
-    if not isinstance(seconds, Mapping):
-        return float(seconds)
-    if application not in seconds:
-        raise ValueError(
-            f"Settings.{name} has no entry for {application!r}; it has {', '.join(sorted(seconds))}. "
-            "Add one, or give one number for all."
-        )
-    return float(seconds[application])
+        return of_application(told, application, "Settings.told_restart_s")
 
 
 def pollux_settings(**changes) -> Settings:

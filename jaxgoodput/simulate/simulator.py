@@ -8,16 +8,19 @@ failures and first measurements, kept apart by the settings' two gaps.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from jaxgoodput.clock import Clock, SystemClock
-from jaxgoodput.scheduler.policy import JobView, Policy
+from jaxgoodput.scheduler.policy import JobView, Plan, Policy
 from jaxgoodput.scheduler.reconcile import reconcile
 from jaxgoodput.scheduler.shapes import shapes
+from jaxgoodput.simulate.conditions.faults import FaultScript
+from jaxgoodput.simulate.conditions.inputs import fed
+from jaxgoodput.simulate.conditions.restarts import Change, RestartCosts, Traffic, change_of
 from jaxgoodput.simulate.job import SimulatedJob, Truth, every_size, packed
 from jaxgoodput.simulate.records import Interval, JobRecord, Result
 from jaxgoodput.simulate.settings import Settings
@@ -25,6 +28,7 @@ from jaxgoodput.simulate.traces import TraceJob
 from jaxgoodput.specs import Allocation, ClusterSpec, Node, Shape
 
 EPSILON_S = 1e-6  # events closer than this happen at once
+NEWCOMER_S = 60.0  # what a job that is only asked about has run on each kind of device
 STALLED_S = 24 * 3600.0  # nothing runs and nothing happens for so long: it never will
 
 
@@ -50,6 +54,9 @@ class _Entry:
     allocation: Allocation = field(default_factory=Allocation)
     kind: str = ""
     restoring_s: float = 0.0  # still to pass before it works again
+    after_storage_s: float = 0.0  # of that, what comes after its checkpoint has been read
+    last_shape: Shape | None = None
+    had: set[Shape] = field(default_factory=set)  # shapes that its program was compiled for
     since_s: float | None = None
     start_s: float | None = None
     finish_s: float | None = None
@@ -58,8 +65,13 @@ class _Entry:
     fraction: dict[str, float] = field(default_factory=dict)
     intervals: list[Interval] = field(default_factory=list)
     measured_s: float = math.inf  # when its new size will have been measured
-    saved: Any = None  # the last checkpoint, where nodes can fail
+    saved: Any = None  # the last checkpoint, where work can be lost
     contention: float = 0.0  # integral of the number of unfinished jobs over its stay
+    crashes: int = 0
+    crash_ahead_s: Iterator[float] = field(default_factory=lambda: iter(()))
+    crash_in_s: float = math.inf  # seconds of its own work
+    cancel_s: float = math.inf  # when its user gives up
+    cancelled: bool = False
 
     @property
     def running(self) -> bool:
@@ -107,6 +119,62 @@ def simulate(
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Decided:
+    """One decision of a simulation: what the policy was asked, and the plan."""
+
+    jobs: tuple[JobView, ...]
+    cluster: ClusterSpec
+    """As it was then, with the nodes that were down."""
+    now_s: float
+    plan: Plan
+    applications: Mapping[str, str]
+    """What each job runs."""
+    submitted_s: Mapping[str, float]
+    """Of all jobs of the workload, in its order; those that were not there had not come, or had left."""
+
+
+def decision_at(
+    jobs: Sequence[TraceJob],
+    cluster: ClusterSpec,
+    policy: Policy,
+    truth: Truth,
+    at_s: float,
+    *,
+    settings: Settings | None = None,
+    added: TraceJob | None = None,
+) -> tuple[Decided, JobView | None]:
+    """The last decision that was taken up to a moment, and `added` as a job that came then would look.
+
+    That job has run a minute on one device of each kind, so that its table is known. Raises ValueError where
+    nothing was decided by then, or all was over.
+    """
+    settings = Settings() if settings is None else settings
+    world = _World(jobs, cluster, policy, truth, settings, SystemClock())
+    if settings.round_s is not None and settings.decide_at_start:
+        world.decide()
+    found = world.last
+    while world.waiting and world.now_s <= at_s:
+        if settings.round_s is not None:
+            world.advance(settings.round_s)
+            world.decide()
+        else:
+            world.next_event()
+        if world.last is not None and world.last.now_s <= at_s:
+            found = world.last
+    if not world.waiting and world.now_s < at_s:
+        raise ValueError(
+            f"all {len(world.entries)} jobs were done by {world.now_s:,.0f} s. Name an earlier time."
+        )
+    if found is None:
+        first = min((trace.submit_s for trace in jobs), default=math.inf)
+        raise ValueError(
+            f"nothing was decided up to {at_s:,.0f} s; the first job comes at {first:,.0f} s. Name a "
+            "later time."
+        )
+    return found, None if added is None else world.newcomer(added, found.now_s)
+
+
 class _World:
     """The state of one simulation."""
 
@@ -119,20 +187,39 @@ class _World:
         self.now_s = 0.0
         self.decision_s: list[float] = []
         self.num_failures = 0
+        self.last: Decided | None = None
         self._policy: Policy = policy
+        self._truth: Truth = truth
         self._clock: Clock = clock
         self._cluster: ClusterSpec = cluster
         self._down_until: dict[str, float] = {}
         self._kinds = {node.name: node.kind for node in cluster.nodes}
+        self._nodes = {node.name: node for node in cluster.nodes}
+        self._costs = RestartCosts() if settings.costs is None else settings.costs
+        storage = self._costs.storage
+        self._traffic = None if storage is None else Traffic(storage.bytes_per_s)
         self._all_sizes = every_size(_kinds(cluster))
         self._few_sizes = shapes(cluster)
         self._last_solve_s = -math.inf
         self._next_solve_s = math.inf  # when the last plan wants to be looked at again
         self._wanted = True  # an event asks for a decision
+        self._applications = {e.trace.id: e.job.application for e in self.entries}
+        self._submitted_s = {e.trace.id: e.trace.submit_s for e in self.entries}
         self._next_change_s = 0.0
         rng = np.random.default_rng([settings.seed, 0x6661696C])
         self._rng = rng
         self._fails_at = {node.name: self._lifetime() for node in cluster.nodes}
+        self._script: FaultScript | None = None
+        checkpoints = [] if settings.failures is None else [settings.failures.checkpoint_s]
+        if settings.faults is not None:
+            script = FaultScript(settings.faults, cluster.nodes, settings.seed)
+            checkpoints += [settings.faults.checkpoint_s] if settings.faults.lose_work else []
+            for index, entry in enumerate(self.entries):
+                entry.crash_ahead_s = script.crashes(index)
+                entry.crash_in_s = next(entry.crash_ahead_s, math.inf)
+                entry.cancel_s = entry.trace.submit_s + script.cancelled_after_s(index)
+            self._script = script
+        self._checkpoint_s = min(checkpoints, default=math.inf)
 
     # Time.
 
@@ -155,11 +242,22 @@ class _World:
             self._wanted = True
 
     def _work(self, entry: _Entry, seconds: float, speed: float) -> float:
-        delay = min(entry.restoring_s, seconds)
-        entry.restoring_s -= delay
-        used = delay
-        if seconds > delay:
-            used += float(entry.job.advance(seconds - delay, speed))
+        used, left = 0.0, seconds
+        while True:
+            delay = min(entry.restoring_s, left)
+            entry.restoring_s -= delay
+            used += delay
+            if not left > delay:
+                break
+            left -= delay
+            worked = float(entry.job.advance(min(left, entry.crash_in_s), speed))
+            used += worked
+            crashed = worked >= entry.crash_in_s and not entry.job.done
+            entry.crash_in_s -= worked
+            if not crashed:
+                break
+            left -= worked
+            self._crash(entry)
         devices, kind = entry.allocation.num_devices, entry.kind
         entry.received[kind] = entry.received.get(kind, 0.0) + used * devices
         entry.fraction[kind] = entry.fraction.get(kind, 0.0) + used
@@ -167,6 +265,13 @@ class _World:
             entry.finish_s = self.now_s + used
             self._close(entry, entry.finish_s)
         return used
+
+    def _crash(self, entry: _Entry) -> None:
+        """It starts again where it is, from its last checkpoint."""
+        entry.crashes += 1
+        entry.crash_in_s = next(entry.crash_ahead_s)
+        entry.job.restore(entry.saved[1])
+        entry.restoring_s = self._restart_s(entry, "resume")
 
     def _speeds(self) -> dict[str, float]:
         """Job id -> its speed relative to what its tables or model say, where others are in its way."""
@@ -190,15 +295,26 @@ class _World:
                             # Two that do not fit beside each other take turns.
                             before = speeds.get(entry.trace.id, 1.0)
                             speeds[entry.trace.id] = before * (beside or 1.0 / len(group))
+        if self._script is not None:
+            for entry in self.waiting:
+                left = self._script.speed(entry.allocation.devices) if entry.running else 1.0
+                if left < 1.0:
+                    speeds[entry.trace.id] = left * speeds.get(entry.trace.id, 1.0)
+        if self.settings.inputs is not None:
+            running = [e for e in self.waiting if e.running]
+            places = [(e.trace.id, e.job.application, e.allocation) for e in running]
+            feeds = fed(self.settings.inputs, self._nodes, places)
+            for entry in running:
+                if entry.trace.id in feeds:
+                    most = feeds[entry.trace.id] / entry.job.samples_per_s()
+                    speeds[entry.trace.id] = min(speeds.get(entry.trace.id, 1.0), most)
         return speeds
 
     def next_event(self) -> None:
         """Go to the next event, and decide where one asks for it or the largest gap is over."""
         future = [e.trace.submit_s for e in self.waiting if e.trace.submit_s > self.now_s]
         measured = [e.measured_s for e in self.waiting if e.running]
-        until = min(
-            [max(self._decision_s(), self.now_s), self._next_failure_s(), *future, *measured]
-        )
+        until = min([max(self._decision_s(), self.now_s), self._next_fault_s(), *future, *measured])
         span = until - self.now_s
         speeds = self._speeds()
         for entry in self.waiting:
@@ -216,7 +332,7 @@ class _World:
             if arrived or entry.measured_s <= self.now_s:
                 self._wanted = True
                 entry.measured_s = math.inf
-        self._fail_and_repair()
+        self._befall()
         if self.now_s >= self._decision_s() - EPSILON_S:
             self.decide()
 
@@ -229,7 +345,7 @@ class _World:
     def decide(self) -> None:
         """Ask the policy and act on its plan."""
         if self.settings.round_s is not None:
-            self._fail_and_repair()
+            self._befall()
         active = [e for e in self.waiting if e.trace.submit_s <= self.now_s]
         self._last_solve_s, self._wanted = self.now_s, False
         self._next_solve_s = math.inf
@@ -248,11 +364,20 @@ class _World:
             max_gap_s=self.settings.max_gap_s,
         )
         self.decision_s.append(self._clock.now() - begun)
+        self.last = Decided(
+            jobs=tuple(views),
+            cluster=cluster,
+            now_s=self.now_s,
+            plan=plan,
+            applications=self._applications,
+            submitted_s=self._submitted_s,
+        )
         self._next_solve_s = plan.next_solve_s
         for entry in active:
             self._place(entry, plan.allocations[entry.trace.id])
+        self._share_storage()
         future = any(e.trace.submit_s > self.now_s for e in self.waiting)
-        if any(e.running for e in active) or future or self._down_until:
+        if any(e.running for e in active) or future or self._down():
             self._next_change_s = self.now_s + STALLED_S
         elif self.now_s > self._next_change_s:
             raise Stalled(
@@ -283,6 +408,18 @@ class _World:
             shared_goodput=self._shared(entry, goodput, active) if self.settings.sharing else {},
         )
 
+    def newcomer(self, trace: TraceJob, now_s: float) -> JobView:
+        """A job that comes now, after a minute on one device of each kind that it can use."""
+        job = self._truth.job(trace, self.settings, len(self.entries))
+        before = job.save()
+        for kind in dict.fromkeys(self._kinds.values()):
+            if job.spec.mode == "adaptive" and (job.spec.kinds is None or kind in job.spec.kinds):
+                job.place(kind, (1,))
+                job.advance(NEWCOMER_S)
+                job.restore(before)
+        view = self._view(_Entry(trace, job), [])
+        return replace(view, submitted_s=now_s)
+
     def _shared(
         self, entry: _Entry, goodput: Mapping[Shape, float], active: Sequence[_Entry]
     ) -> dict[tuple[str, Shape], float]:
@@ -306,6 +443,9 @@ class _World:
         self._close(entry, self.now_s)
         entry.allocation = allocation
         entry.measured_s = math.inf
+        if self._traffic is not None:
+            self._traffic.leave(entry.trace.id, self.now_s)
+        running = entry.since_s is not None
         if not allocation.devices:
             entry.since_s, entry.restoring_s = None, 0.0
             return
@@ -313,12 +453,40 @@ class _World:
         entry.restarts += entry.start_s is not None
         entry.start_s = self.now_s if entry.start_s is None else entry.start_s
         entry.since_s = self.now_s
-        entry.restoring_s = self.settings.restart_of(entry.job.application)
+        self._restart(entry, running)
         if allocation.num_devices > entry.job.largest_profiled:
             entry.measured_s = self.now_s + entry.restoring_s + self.settings.observe_s
-        if self.settings.failures is not None:
+        if self._checkpoint_s < math.inf:
             entry.saved = self.now_s, entry.job.save()
         entry.job.place(entry.kind, tuple(map(len, allocation.devices.values())))
+
+    def _restart(self, entry: _Entry, running: bool) -> None:
+        """What the change to its new devices costs; `running`: it held others until now."""
+        shape = Shape(entry.kind, entry.allocation.num_nodes, entry.allocation.num_devices)
+        change = change_of(entry.last_shape, running, shape)
+        entry.restoring_s = self._restart_s(entry, change, shape not in entry.had)
+        entry.last_shape = shape
+        entry.had.add(shape)
+        if self._traffic is not None:
+            size = self._costs.bytes(change, entry.job.application)
+            self._traffic.join(entry.trace.id, size, self.now_s)
+            entry.after_storage_s = entry.restoring_s
+
+    def _restart_s(self, entry: _Entry, change: Change, new_shape: bool = False) -> float:
+        application = entry.job.application
+        restart_s = self.settings.restart_of(application)
+        return self._costs.seconds(change, application, restart_s, new_shape)
+
+    def _share_storage(self) -> None:
+        """Those whose checkpoints are on their way wait for one another."""
+        if self._traffic is None:
+            return
+        left_s = self._traffic.left_s(self.now_s)
+        for entry in self.waiting:
+            if entry.trace.id in left_s:
+                entry.restoring_s = left_s[entry.trace.id] + entry.after_storage_s
+                if entry.measured_s < math.inf:
+                    entry.measured_s = self.now_s + entry.restoring_s + self.settings.observe_s
 
     def _close(self, entry: _Entry, end_s: float) -> None:
         if entry.since_s is not None and entry.allocation.devices:
@@ -330,25 +498,61 @@ class _World:
             )
             entry.intervals.append(interval)
 
-    # Failures.
+    # Faults.
 
     def _lifetime(self) -> float:
         if self.settings.failures is None:
             return math.inf
         return self.now_s + float(self._rng.exponential(self.settings.failures.mean_between_s))
 
-    def _next_failure_s(self) -> float:
-        if self.settings.failures is None:
-            return math.inf
-        return min([*self._fails_at.values(), *self._down_until.values()])
+    def _next_fault_s(self) -> float:
+        soonest = math.inf
+        if self.settings.failures is not None:
+            soonest = min([*self._fails_at.values(), *self._down_until.values()])
+        if self._script is not None:
+            soonest = min([soonest, self._script.next_s, *(e.cancel_s for e in self.waiting)])
+        return soonest
+
+    def _befall(self) -> None:
+        """All that has gone wrong, or has come back, up to now."""
+        for entry in self.waiting:
+            if entry.running and self._checkpoint_s < math.inf:
+                if self.now_s - entry.saved[0] >= self._checkpoint_s:
+                    entry.saved = self.now_s, entry.job.save()
+        self._fail_and_repair()
+        if self._script is None:
+            return
+        before = self._script.down
+        failed = self._script.pass_to(self.now_s)
+        self.num_failures += len(failed)
+        for name in sorted(failed):
+            self._lose(name)
+        self._wanted |= bool(failed) or self._script.down != before
+        if any(entry.cancel_s <= self.now_s for entry in self.waiting):
+            self._cancel()
+
+    def _lose(self, node: str) -> None:
+        """Who runs there falls back to the last checkpoint, without devices."""
+        for entry in self.waiting:
+            if node in entry.allocation.devices:
+                entry.job.restore(entry.saved[1])
+                self._place(entry, Allocation(generation=entry.allocation.generation + 1))
+
+    def _cancel(self) -> None:
+        """The users whose patience is over take their jobs away."""
+        for entry in self.waiting:
+            if entry.cancel_s <= self.now_s:
+                entry.cancelled, entry.finish_s = True, self.now_s
+                if self._traffic is not None:
+                    self._traffic.leave(entry.trace.id, self.now_s)
+                self._close(entry, self.now_s)
+        self.waiting = [e for e in self.waiting if e.finish_s is None]
+        self._wanted = True
 
     def _fail_and_repair(self) -> None:
         failures = self.settings.failures
         if failures is None:
             return
-        for entry in self.waiting:
-            if entry.running and self.now_s - entry.saved[0] >= failures.checkpoint_s:
-                entry.saved = self.now_s, entry.job.save()
         for name, until in list(self._down_until.items()):
             if until <= self.now_s:
                 del self._down_until[name]
@@ -360,17 +564,20 @@ class _World:
                 self._wanted = True
                 self._down_until[name] = self.now_s + failures.repair_s
                 self._fails_at[name] = math.inf
-                for entry in self.waiting:
-                    if name in entry.allocation.devices:
-                        entry.job.restore(entry.saved[1])
-                        self._place(entry, Allocation(generation=entry.allocation.generation + 1))
+                self._lose(name)
+
+    def _down(self) -> frozenset[str]:
+        """The nodes that are broken."""
+        scripted = frozenset() if self._script is None else self._script.down
+        return scripted.union(self._down_until)
 
     def _present(self) -> ClusterSpec:
         """The cluster as it is now."""
-        if not self._down_until:
+        down = self._down()
+        if not down:
             return self._cluster
         nodes = tuple(
-            replace(node, state="down") if node.name in self._down_until else node
+            replace(node, state="down") if node.name in down else node
             for node in self._cluster.nodes
         )
         return replace(self._cluster, nodes=nodes)
@@ -379,17 +586,19 @@ class _World:
 
     def record(self, entry: _Entry) -> JobRecord:
         """What happened to a finished job."""
-        assert entry.finish_s is not None and entry.start_s is not None  # only once all are done
+        assert entry.finish_s is not None  # only once all are done
         return JobRecord(
             id=entry.trace.id,
             application=entry.job.application,
             submit_s=entry.trace.submit_s,
-            start_s=entry.start_s,
+            start_s=entry.finish_s if entry.start_s is None else entry.start_s,
             finish_s=entry.finish_s,
             restarts=entry.restarts,
             device_s=dict(entry.received),
             intervals=tuple(entry.intervals),
-            rho=self._rho(entry),
+            rho=None if entry.cancelled else self._rho(entry),
+            crashes=entry.crashes,
+            cancelled=entry.cancelled,
         )
 
     def _rho(self, entry: _Entry) -> float | None:

@@ -179,6 +179,13 @@ class TableJob:
         needed = (runs.epoch_ends[self._epoch] - self._progress) * seconds / reach
         return float(needed) if needed <= seconds else None
 
+    def samples_per_s(self) -> float:
+        """Samples that it takes in a second where it is now, by the tables."""
+        step, sync = self._app.steps[self._kind].times(self._counts, self._micro)
+        seconds = step + (step - sync) * (self._count - 1)
+        slowdown = self._settings.slowdown.get(self.application, 1.0)
+        return float(self.global_batch_size / seconds / slowdown)
+
     def goodput(self, shapes: tuple[Shape, ...]) -> Mapping[Shape, float]:
         """Useful samples/s by its own models; steps/s, true ones, where its batch is fixed.
 
