@@ -12,7 +12,9 @@ from jaxgoodput.scheduler.gavel.packing import best_partners, combined_speed
 
 @dataclass(frozen=True, kw_only=True)
 class FirstInFirstOut:
-    """Jobs run in order of arrival until the first that fits nowhere; nobody overtakes it.
+    """Jobs run in order of arrival until the first for which no kind has room; nobody overtakes it.
+
+    One that could only get kinds on which its speed is 0 is passed over: it would keep devices idle.
 
     `kinds="fastest"`: each takes the free kind on which it is fastest, anew at every call.
     `kinds="any"` cannot tell kinds apart: jobs that run stay where they are, others take the kind with
@@ -41,7 +43,11 @@ class FirstInFirstOut:
             i = queue[0]
             fits = (free >= problem.scale_factor[i]) & (problem.throughput[i] > 0)
             if not fits.any():
-                break
+                if not (free >= problem.scale_factor[i]).any():
+                    break
+                reasons[problem.job_ids[i]] = "passed over: its speed on all that is free is 0"
+                queue.pop(0)
+                continue
             score = problem.throughput[i] if self.kinds == "fastest" else free
             j = int(np.argmax(np.where(fits, score, -1.0)))
             alone[i, j] = 1.0
@@ -56,7 +62,7 @@ class FirstInFirstOut:
             queue.pop(0)
         if queue:
             head = problem.job_ids[queue[0]]
-            reasons = {problem.job_ids[i]: f"waits its turn behind {head}" for i in queue[1:]}
+            reasons |= {problem.job_ids[i]: f"waits its turn behind {head}" for i in queue[1:]}
             reasons[head] = (
                 f"first in the queue: no kind has its {problem.scale_factor[queue[0]]} free"
             )

@@ -1,6 +1,7 @@
 """Ours, the default: every device at its price, a price for every change, weights by attained service.
 
-    maximise  sum_i (w_i + price . k_i*) (G_i / G_i*)^a (1 - [shape changes] restart_i / stay_i)
+    maximise  sum_i (w_i + price . k_i*) ((G_i / G_i*)^a (1 - [shape changes] restart_i / stay_i)
+                                          + [runs on] restart_i / stay_i)
 
 A second of job i costs its user w_i, and others the price of the devices that it holds; so a unit of its
 work costs at least c_i = min (w_i + price . k) / G_i(k), at its best shape k_i*, G_i*. What it does in a
@@ -10,11 +11,12 @@ together want as many devices as there are (`clearing_prices`), so jobs that sca
 than a utility that is the same for all would give.
 
 A change costs the restart's share of the time until the next one (`expected_stay_s`), nine tenths at most,
-so that nobody is frozen where he is. The weight falls with the device-seconds that a job has had (who has had
-little probably needs little more, and leaves soon) and rises with its age, so that of two that are both
-large the earlier one is finished first; a job that declares its progress is weighed by what is left
-instead. One that has not run yet is offered the kinds at the ratios that others found
-(`with_usual_kinds`).
+so that nobody is frozen where he is; a job that is paused restarts once more (`transitions.py`). The weight
+falls with the device-seconds that a job has had (who has had little probably needs little more, and leaves
+soon) and rises with its age, so that of two that are both large the earlier one is finished first; a job
+that declares its progress is weighed by what is left instead. One that has not run yet is offered the kinds
+at the ratios that others found (`with_usual_kinds`). Who has had far less than an equal share runs all the
+same (`guarantee.py`).
 """
 
 import math
@@ -24,17 +26,20 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxgoodput.scheduler.policies.guarantee import due, promises
 from jaxgoodput.scheduler.policies.shape_choice import ShapeProblem
+from jaxgoodput.scheduler.policies.transitions import (
+    lost_by_change,
+    too_young_to_pause,
+    worth_of_no_pause,
+)
 from jaxgoodput.scheduler.policy import Decision, JobView
 from jaxgoodput.scheduler.shapes import capacity
 from jaxgoodput.specs import ClusterSpec
 
-MOST_LOST = 0.9  # 1 would stop a job on an empty cluster once its present shape is not offered
 STEPS = 36  # of the search for prices; each is one pass over jobs and shapes
 SHRINK = 0.86  # of the step, so that the last ones change a price by less than 1 %
 HIGHEST = 10.0  # a price is at most so many times the mean weight: beyond, weights would not count
-STAY_SHARE = 0.8  # of the mean time between changes; tuned, see BUILD_NOTES.md
-BEFORE_S = 120.0  # what a job that came just now is taken to have lasted, beside two restarts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +53,14 @@ class Goodput:
     """The power a above; 1 = every unit of work is worth the same."""
     kind_change: float = 1.5
     """Restarts that another kind costs: what is known of it may be guessed."""
+    pause: float = 1.0
+    """Restarts that a first pause costs; 0 = pausing and coming back cost nothing."""
+    least_run: float = 4.0
+    """For so many of its restarts a job that has begun is not paused."""
+    guaranteed: float = 0.25
+    """The part of an equal share that every job gets, whatever others make of the devices; 0 = none."""
+    patience_s: float = 3600.0
+    """How old a job is when that begins to hold."""
     service_scale_s: float = 6000.0
     """Device-seconds at which a job's weight begins to fall."""
     service_power: float = -0.75
@@ -75,6 +88,10 @@ class Goodput:
             value = getattr(self, name)
             if not (value > 0 and math.isfinite(value)):
                 raise ValueError(f"Goodput.{name} must be above 0 and finite, got {value}.")
+        for name in ("pause", "least_run", "guaranteed", "patience_s"):
+            value = getattr(self, name)
+            if not (value >= 0 and math.isfinite(value)):
+                raise ValueError(f"Goodput.{name} must be at least 0 and finite, got {value}.")
         for name in ("service_power", "declared_power", "age_power"):
             if not math.isfinite(getattr(self, name)):
                 raise ValueError(f"Goodput.{name} must be finite, got {getattr(self, name)}.")
@@ -94,22 +111,27 @@ class Goodput:
             np.array([each[kind] for kind in problem.kinds], np.float64),
         )
         share = problem.goodput / market.best[:, None]
-        utility = (market.cost * market.best)[:, None] * share**self.diminishing
+        usual = market.cost * market.best
+        worth = usual[:, None] * share**self.diminishing
+        utility = worth * (1.0 - lost_by_change(problem, self.kind_change))
+        utility += worth_of_no_pause(problem, worth, usual, self.pause)[:, None]
+        is_due = due(problem, self.guaranteed, self.patience_s)
+        promised = promises(
+            problem, is_due, problem.restoring(), too_young_to_pause(problem, self.least_run)
+        )
         choice = problem.choose(
-            utility * (1.0 - self._lost(problem)),
-            pinned=problem.restoring(),
+            utility,
+            pinned=promised.pinned,
+            at_least=promised.at_least,
             relative_gap=self.relative_gap,
             time_limit_s=self.time_limit_s,
         )
-        return problem.decide(choice)
-
-    def _lost(self, problem: ShapeProblem) -> np.ndarray:
-        """[jobs, shapes] the share of a shape's worth that changing to it costs."""
-        held = np.append(problem.kind, -1)[problem.present]  # -1 = none of these
-        other = (held >= 0)[:, None] & (problem.kind != held[:, None])
-        restart_s = problem.restart_s()[:, None] * np.where(other, self.kind_change, 1.0)
-        lost = np.minimum(restart_s / expected_stay_s(problem)[:, None], MOST_LOST)
-        return np.where(problem.changes, lost, 0.0)
+        decision = problem.decide(choice)
+        reasons = dict(decision.reasons)
+        for view in (problem.jobs[i] for i in np.flatnonzero(is_due)):
+            if view.spec.id in decision.allocations and not view.allocation.devices:
+                reasons[view.spec.id] += ": it has had less than its guaranteed share of the time"
+        return replace(decision, reasons=reasons)
 
     def _weight(self, problem: ShapeProblem) -> np.ndarray:
         """[jobs] priority times what service or declared progress says about how much is left."""
@@ -180,19 +202,6 @@ def clearing_prices(
         np.where(worth >= np.repeat(most, length), rate, 0.0), start
     )
     return Market(prices, cost, best)
-
-
-def expected_stay_s(problem: ShapeProblem) -> np.ndarray:
-    """[jobs] seconds, above 0, in which a change has to pay back its restart: how long the job stays.
-
-    stay = 0.8 (age + 2 restart + 120 s) / (restarts + 1): the mean time between its changes so far is the
-    estimate of the next one, as if it had lived a little longer than it has. A fixed horizon is too long
-    for a job whose devices others keep taking, and too short for one that is rarely disturbed: on made-up
-    days of three kinds with restarts of 25 to 250 s it led to 7.7 restarts per job where this leads to 4.
-    Sia's restart factor is built on the same mean, but can reach 0 and freeze the job.
-    """
-    lived_s = problem.age_s() + 2.0 * problem.restart_s() + BEFORE_S
-    return STAY_SHARE * lived_s / (problem.num_restarts() + 1.0)
 
 
 def with_usual_kinds(problem: ShapeProblem) -> np.ndarray:

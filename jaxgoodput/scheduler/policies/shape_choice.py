@@ -116,6 +116,11 @@ class ShapeProblem:
                 stays &= ~its
         return np.where(stays, self.present, -1)
 
+    def paused(self) -> np.ndarray:
+        """[jobs] bool: has no devices, but has had some."""
+        had = [view.num_restarts > 0 or any(view.received_s.values()) for view in self.jobs]
+        return ~self.running & np.array(had, bool)
+
     def age_s(self) -> np.ndarray:
         """[jobs] seconds since submission, at least 0 (clocks differ)."""
         submitted_s = np.array([view.submitted_s for view in self.jobs], np.float64)
@@ -151,10 +156,14 @@ class ShapeProblem:
         utility: np.ndarray,
         *,
         pinned: np.ndarray | None = None,
+        at_least: np.ndarray | None = None,
         relative_gap: float,
         time_limit_s: float,
     ) -> Choice:
-        """The best choice within capacity, placeability and quotas; `pinned` jobs keep their shape."""
+        """The best choice within capacity, placeability and quotas.
+
+        `pinned` jobs keep their shape; those of `at_least` run, where they fit.
+        """
         each = capacity(self.cluster)
         limits = np.array([each[kind] for kind in self.kinds], np.float64)
         rows = capacity_rows(self.cluster, self.shapes)
@@ -174,6 +183,7 @@ class ShapeProblem:
             self.kind,
             limits,
             pinned=pinned,
+            at_least=at_least,
             quotas=quotas,
             rows=rows.matrix[more],
             row_limit=rows.limits[more],

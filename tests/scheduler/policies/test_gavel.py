@@ -273,12 +273,26 @@ def test_answers_are_vertices():
     assert above + 1 <= 2 * problem.num_jobs + len(problem.kinds)  # the objective is a variable too
 
 
-def test_fifo_never_lets_a_job_overtake():
+def test_fifo_never_lets_a_job_overtake_that_can_run_anywhere():
     problem = random_problem(np.random.default_rng(9), 30, crowd=4)
+    problem = dataclasses.replace(problem, throughput=np.maximum(problem.throughput, 0.1))
     x = FirstInFirstOut()(problem).alone.sum(axis=1)
     order = [i for i in np.argsort(-problem.since_arrival_s) if problem.runnable[i]]
     runs = x[order]
     assert (np.diff(runs) <= 0).all() and 0 < runs.sum() < len(order)
+
+
+def test_fifo_passes_a_job_whose_speed_on_all_that_is_free_is_0():
+    problem = dataclasses.replace(
+        random_problem(np.random.default_rng(0), 4, 2, gangs=False),
+        throughput=np.array([[1.0, 0.0], [1.0, 0.0], [1.0, 1.0], [1.0, 1.0]]),
+        capacity=np.array([1, 1]),
+        since_arrival_s=np.array([4.0, 3.0, 2.0, 1.0]),
+    )
+    found = FirstInFirstOut()(problem)
+    assert found.alone.tolist() == [[1, 0], [0, 0], [0, 1], [0, 0]]
+    assert "passed over" in found.reasons[problem.job_ids[1]]
+    assert "no kind has its 1 free" in found.reasons[problem.job_ids[3]]
 
 
 def test_allox_minimises_the_mean_finish_time():

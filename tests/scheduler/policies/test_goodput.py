@@ -193,6 +193,8 @@ def test_a_growth_limit_holds_where_it_is_asked_for():
         {"diminishing": 0.0},
         {"kind_change": 0.0},
         {"age_power": float("nan")},
+        {"pause": -1.0},
+        {"least_run": float("inf")},
         {"relative_gap": -1.0},
         {"time_limit_s": -1.0},
         {"age_scale_s": -1.0},
@@ -202,3 +204,31 @@ def test_a_growth_limit_holds_where_it_is_asked_for():
 def test_settings_that_cannot_be_are_refused(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         Goodput(**wrong)
+
+
+def on_one_device(now_s, **settings):
+    """Who has the only device: one that was served for an hour and began 60 s ago, or one that came now."""
+    cluster = ClusterSpec(nodes=(Node(name="n", kind="k", num_devices=1),))
+    (shape,) = shapes(cluster)
+    runs = JobView(
+        spec=JobSpec(id="runs"),
+        goodput={shape: 1.0},
+        allocation=Allocation(devices={"n": (0,)}),
+        submitted_s=-3600.0,
+        since_s=0.0,
+        received_s={"k": 36000.0},
+        largest_profiled=1,
+    )
+    waits = JobView(spec=JobSpec(id="waits"), goodput={shape: 1.0}, largest_profiled=1)
+    (given,) = Goodput(**settings)([runs, waits], cluster, now_s).allocations
+    return given
+
+
+def test_a_job_that_has_just_begun_is_left_in_peace_and_then_gives_way():
+    assert on_one_device(60.0) == "runs"
+    assert on_one_device(60.0, least_run=1.0) == "waits"
+    assert on_one_device(300.0) == "waits"
+
+
+def test_a_pause_must_be_worth_the_restarts_that_it_causes():
+    assert on_one_device(300.0, pause=200.0) == "runs"

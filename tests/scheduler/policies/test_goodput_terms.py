@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from jaxgoodput.scheduler.policies.goodput import (
     Goodput,
     clearing_prices,
-    expected_stay_s,
     with_usual_kinds,
 )
 from jaxgoodput.scheduler.policies.shape_choice import ShapeProblem
+from jaxgoodput.scheduler.policies.transitions import expected_stay_s
 from jaxgoodput.scheduler.policy import JobView
 from jaxgoodput.scheduler.shapes import shapes
 from jaxgoodput.specs import ClusterSpec, JobSpec, Node

@@ -1,0 +1,241 @@
+"""Does the default policy hold where jobs outnumber devices? Asked and measured, beside the published ones.
+
+    python benchmarks/scheduler_pressure.py [--all] [--worlds NAME ...] [--skip worlds pair gang]
+
+Worlds of made-up jobs (`synthetic_workload`), two to five times as many as devices, on events, restarts of
+30 s. Every policy sees the same jobs; Sia and Pollux may use any size at once, as `Goodput` may.
+Tiresias is least attained service, Static is first in, first out; both run jobs on the devices that
+their users asked for. Without `--all` the worlds are the first five, which take a few minutes; each line says
+its seed. The gang rows put one rigid gang into a stream of single-device jobs at 1.5 times the capacity of 64
+devices, and say what the gang costs the others.
+"""
+
+import argparse
+import dataclasses
+import math
+import time
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxgoodput.scheduler import Goodput, Pollux, Sia
+from jaxgoodput.scheduler.policies.baselines import Static, Tiresias
+from jaxgoodput.simulate import (
+    Settings,
+    TraceJob,
+    simulate,
+    synthetic_applications,
+    synthetic_workload,
+    uniform_cluster,
+)
+from jaxgoodput.simulate.model_jobs import ModelTruth
+
+RULES = {"round_s": None, "rounding": False, "growth": None, "restart_s": 30.0}
+TRUTH = ModelTruth(synthetic_applications({"t4": 1.0}))
+STEPS_PER_S = 1.0 / (0.02 + 8e-4 * 128)  # of vision-small on one device at its base batch of 128
+POLICIES = {
+    "goodput": (Goodput(), "adaptive"),
+    "sia": (Sia(growth=None), "adaptive"),
+    "pollux": (Pollux(), "adaptive"),
+    "las": (Tiresias(), "rigid"),
+    "fifo": (Static(), "rigid"),
+}
+
+
+class World(NamedTuple):
+    """Jobs and a cluster; `rigid` jobs keep the devices that they ask for under every policy."""
+
+    nodes: int
+    each: int
+    num_jobs: int
+    seed: int
+    hours: float = 4.0
+    rigid: bool = False
+    gangs: tuple[int, ...] = ()
+    weights: tuple[float, ...] = (1.0,)
+
+
+WORLDS = {
+    "one device, 10 jobs": World(1, 1, 10, 3, hours=2.0),
+    "4 devices, 40 jobs": World(1, 4, 40, 0),
+    "16 devices x2": World(4, 4, 32, 1),
+    "16 devices x3, rigid": World(4, 4, 48, 2, rigid=True),
+    "12 devices x5, burst": World(3, 4, 60, 4, hours=0.2),
+    "16 devices x3": World(4, 4, 48, 5),
+    "16 devices x5": World(4, 4, 80, 6),
+    "16 devices x3, priorities": World(4, 4, 48, 7, weights=(1.0, 2.0, 4.0)),
+    "one device, 5 jobs, burst": World(1, 1, 5, 8, hours=0.1),
+    "16 devices x5, rigid": World(4, 4, 80, 9, rigid=True),
+    "64 devices x2, gangs of 8-32": World(8, 8, 128, 10, rigid=True, gangs=(8, 16, 32)),
+    "32 devices x3, gangs of 8-16, burst": World(
+        4, 8, 96, 11, hours=0.2, rigid=True, gangs=(8, 16)
+    ),
+}
+FEW = tuple(WORLDS)[:5]
+
+
+def jobs_of(world):
+    devices = world.nodes * world.each
+    jobs = synthetic_workload(
+        world.num_jobs,
+        hours=world.hours,
+        seed=world.seed,
+        largest=min(16, devices),
+        per_node=world.each,
+    )
+    rng = np.random.default_rng([world.seed, 0x70726573])
+    changed = []
+    for i, job in enumerate(jobs):
+        fields = {"weight": float(rng.choice(world.weights))}
+        if world.rigid:
+            fields["mode"] = "rigid"
+        if (
+            world.gangs and i % 8 == 0
+        ):  # every eighth job is a gang, of a program that scales so far
+            size = int(rng.choice(world.gangs))
+            fields |= {
+                "application": "vision-small",
+                "num_devices": size,
+                "global_batch_size": 128 * size,
+                "num_steps": int(3600 * 0.5 * STEPS_PER_S),
+            }
+        changed.append(dataclasses.replace(job, **fields))
+    return tuple(changed)
+
+
+def run(jobs, cluster, policy, mode="adaptive"):
+    """The result and its CPU seconds."""
+    begun = time.process_time()
+    found = simulate(jobs, cluster, policy, TRUTH, settings=Settings(**RULES, mode=mode))
+    return found, time.process_time() - begun
+
+
+def longest_wait_s(result):
+    """The longest time without a device of any job, from its submission to its end."""
+    longest = 0.0
+    for job in result.jobs:
+        ends = [job.submit_s, *(stay.end_s for stay in job.intervals)]
+        starts = [*(stay.start_s for stay in job.intervals), job.finish_s]
+        longest = max([longest, *(b - a for a, b in zip(ends, starts, strict=True))])
+    return longest
+
+
+def verdict(holds):
+    return "ok" if holds else "OVER"
+
+
+def worlds(names):
+    heading = ("avg h", "p99 h", "restarts", "most", "wait h", "CPU s")
+    print(f"{'world, seed':44s} {'policy':8s} " + " ".join(f"{h:>8s}" for h in heading))
+    ratios = []
+    for name in names:
+        world = WORLDS[name]
+        cluster = uniform_cluster("t4", world.nodes, world.each)
+        average = {}
+        for label, (policy, mode) in POLICIES.items():
+            found, cpu_s = run(jobs_of(world), cluster, policy, mode)
+            total = found.summary()
+            average[label] = total["average_jct_s"]
+            print(
+                f"{f'{name}, {world.seed}':44s} {label:8s} {average[label] / 3600:8.3f} "
+                f"{total['p99_jct_s'] / 3600:8.2f} {total['restarts_per_job']:8.2f} "
+                f"{max(job.restarts for job in found.jobs):8d} "
+                f"{longest_wait_s(found) / 3600:8.2f} {cpu_s:8.1f}"
+                + (
+                    f"  asked <= 5 restarts {verdict(total['restarts_per_job'] <= 5)}"
+                    if label == "goodput"
+                    else ""
+                ),
+                flush=True,
+            )
+        best = min(average[label] for label in ("sia", "pollux", "las"))
+        ratios.append(average["goodput"] / best)
+        print(
+            f"{'':44s} average to the best of the three: {ratios[-1]:.3f}, asked <= 1.02 "
+            f"{verdict(ratios[-1] <= 1.02)}",
+            flush=True,
+        )
+    mean = float(np.mean(ratios)) if ratios else math.nan
+    print(f"mean of the ratios {mean:.3f}, asked <= 0.9 {verdict(mean <= 0.9)}", flush=True)
+
+
+def single(name, hours, submit_s=0.0, num_devices=1, **fields):
+    """A job of about so many hours on its devices."""
+    return TraceJob(
+        id=name,
+        submit_s=submit_s,
+        application="vision-small",
+        num_devices=num_devices,
+        global_batch_size=128 * num_devices,
+        num_steps=max(int(3600 * hours * STEPS_PER_S), 1),
+        **fields,
+    )
+
+
+def pair():
+    print("\ntwo equal jobs, one device; asked: at most 4 restarts each")
+    for hours in (0.03, 0.5, 3.0):
+        for label in ("goodput", "sia"):
+            jobs = [single("a", hours), single("b", hours)]
+            found, _ = run(jobs, uniform_cluster("t4", 1, 1), POLICIES[label][0])
+            ends = ", ".join(f"{job.finish_s:.0f} s" for job in found.jobs)
+            most = max(job.restarts for job in found.jobs)
+            print(
+                f"{hours:5.2f} h {label:8s} ends {ends}; restarts {most} {verdict(most <= 4)}",
+                flush=True,
+            )
+
+
+def stream(num_devices, load, hours, seed, each_h=1.0):
+    """Single-device jobs of about `each_h` hours that want `load` times the devices that there are."""
+    rng = np.random.default_rng([seed, 0x67616E67])
+    count = int(load * num_devices * hours / each_h)
+    return [
+        single(f"s{i}", each_h * float(rng.lognormal(-0.32, 0.8)), float(at), mode="rigid")
+        for i, at in enumerate(np.sort(rng.random(count)) * hours * 3600.0)
+    ]
+
+
+def gang(sizes, hours):
+    print("\none rigid gang at hour 1 among single devices at 1.5 times the capacity of 64, seed 0")
+    cluster = uniform_cluster("t4", 8, 8)
+    others = stream(64, 1.5, hours, 0)
+    for label, policy in (
+        ("no gang", Goodput()),
+        ("goodput", Goodput()),
+        ("no guarantee", Goodput(guaranteed=0.0)),
+        ("sia", Sia(growth=None)),
+    ):
+        for size in sizes if label != "no gang" else (0,):
+            extra = [single("gang", 0.5, 3600.0, size, mode="rigid")] if size else []
+            found, cpu_s = run([*others, *extra], cluster, policy)
+            done = {job.id: job for job in found.jobs}
+            mean_h = np.mean([done[job.id].jct_s for job in others]) / 3600
+            said = f"others' average {mean_h:.3f} h, restarts {found.summary()['restarts_per_job']:.2f}"
+            if size:
+                its = done["gang"]
+                wait_h = (its.start_s - its.submit_s) / 3600
+                said += (
+                    f"; gang of {size} starts after {wait_h:.2f} h (asked <= 2 "
+                    f"{verdict(wait_h <= 2)}), ends after {its.jct_s / 3600:.2f} h"
+                )
+            print(f"{label:12s} {said}; CPU {cpu_s:.0f} s", flush=True)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--all", action="store_true", help="all worlds, and longer streams")
+    parser.add_argument("--worlds", nargs="*", choices=[*WORLDS], help="these only")
+    parser.add_argument("--skip", nargs="*", choices=["worlds", "pair", "gang"], default=[])
+    options = parser.parse_args()
+    if "worlds" not in options.skip:
+        names = options.worlds if options.worlds is not None else WORLDS if options.all else FEW
+        worlds(names)
+    if "pair" not in options.skip:
+        pair()
+    if "gang" not in options.skip:
+        gang((8, 32), hours=12.0 if options.all else 3.0)
+
+
+if __name__ == "__main__":
+    main()
