@@ -14,7 +14,7 @@ import argparse
 import dataclasses
 import math
 import time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -29,6 +29,7 @@ from jaxgoodput.simulate import (
     uniform_cluster,
 )
 from jaxgoodput.simulate.model_jobs import ModelTruth
+from jaxgoodput.simulate.settings import Mode
 
 RULES = {"round_s": None, "rounding": False, "growth": None, "restart_s": 30.0}
 TRUTH = ModelTruth(synthetic_applications({"t4": 1.0}))
@@ -86,12 +87,11 @@ def jobs_of(world):
     rng = np.random.default_rng([world.seed, 0x70726573])
     changed = []
     for i, job in enumerate(jobs):
-        fields = {"weight": float(rng.choice(world.weights))}
+        fields: dict[str, Any] = {"weight": float(rng.choice(world.weights))}
         if world.rigid:
             fields["mode"] = "rigid"
-        if (
-            world.gangs and i % 8 == 0
-        ):  # every eighth job is a gang, of a program that scales so far
+        # Every eighth job is a gang, of a program that scales so far.
+        if world.gangs and i % 8 == 0:
             size = int(rng.choice(world.gangs))
             fields |= {
                 "application": "vision-small",
@@ -103,7 +103,7 @@ def jobs_of(world):
     return tuple(changed)
 
 
-def run(jobs, cluster, policy, mode="adaptive"):
+def run(jobs, cluster, policy, mode: Mode = "adaptive"):
     """The result and its CPU seconds."""
     begun = time.process_time()
     found = simulate(jobs, cluster, policy, TRUTH, settings=Settings(**RULES, mode=mode))

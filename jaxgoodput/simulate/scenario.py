@@ -464,8 +464,9 @@ def read_settings(
     if inputs is not None:
         settings = replace(settings, inputs=read_inputs(inputs))
     if costs is not None:
-        settings = replace(settings, costs=read_costs(costs))
-        if settings.costs.storage is not None and name == "realistic" and restart_s is None:
+        read = read_costs(costs)
+        settings = replace(settings, costs=read)
+        if read.storage is not None and name == "realistic" and restart_s is None:
             # What is written and read goes by the storage now; the rest is what a process takes to start.
             told = settings.restart_s
             settings = replace(settings, restart_s=RESTART_BASE_S, told_restart_s=told)

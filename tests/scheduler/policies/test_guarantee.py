@@ -91,7 +91,7 @@ def test_everybody_gets_the_guaranteed_share(sizes, seed):
 
 @pytest.mark.parametrize("guaranteed", [0.25, 0.0])
 def test_a_gang_among_many_small_jobs_starts(guaranteed):
-    gang = rigid("gang", 8)
+    gang, now_s, given = rigid("gang", 8), 0.0, {}
     for turn in range(30):  # newcomers every 10 minutes, more than there are devices
         now_s = 600.0 * turn
         young = [rigid(f"y{turn}-{i}", 1, submitted_s=now_s - 30.0 * i) for i in range(12)]
