@@ -152,7 +152,7 @@ class Other(Mean):
         pytest.param({"tx": optax.sgd(0.04)}, marks=NIGHTLY),
         pytest.param({"count": 2}, marks=NIGHTLY),
         pytest.param({"compute_dtype": "bfloat16"}, marks=NIGHTLY),
-        {"statistics__smoothing": 0.99},
+        pytest.param({"statistics__smoothing": 0.99}, marks=NIGHTLY),
         {"data": rows(961, offset=0.0)},
     ],
     ids=lambda change: next(iter(change)),
