@@ -460,14 +460,19 @@ STUCK = """
 """
 
 
-def test_a_thread_that_is_stuck_does_not_hold_up_the_exit():
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(STUCK)],
+def script(text):
+    """A process of its own that runs this text, once it has ended."""
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(text)],
         env={**os.environ, "JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
         timeout=LIMIT_S,
     )
+
+
+def test_a_thread_that_is_stuck_does_not_hold_up_the_exit():
+    done = script(STUCK)
     assert done.returncode == 143
     assert "some threads do not end" in done.stderr
 
@@ -493,24 +498,12 @@ COMPILING = """
 
 
 def test_the_interpreter_is_not_taken_down_while_something_compiles():
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(COMPILING)],
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-    )
+    done = script(COMPILING)
     assert (done.returncode, done.stdout) == (75, "the user's own\n"), done.stderr
 
 
 def test_a_signal_to_a_forked_child_is_not_the_runs():
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(FORKED)],
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-    )
+    done = script(FORKED)
     assert done.stdout.split() == ["15", "None"], done.stderr
 
 
