@@ -53,6 +53,15 @@ def require_supported_version(version: str | None = None) -> None:
         )
 
 
+def waits_for_xla(frame: types.FrameType | None) -> bool:
+    """Whether the thread of `frame` is inside a compilation, which goes on if the thread leaves it."""
+    while frame is not None:
+        if frame.f_globals is vars(compiler):
+            return True
+        frame = frame.f_back
+    return False
+
+
 def quiet_runtime_log() -> None:
     """Keep only errors of the C++ runtime's log, for a process that is a launcher and nothing else.
 

@@ -1,8 +1,10 @@
 """Each private JAX call does what is needed of it: a JAX version that changes one fails here."""
 
+import signal
 import socket
 import textwrap
 import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +46,34 @@ def test_an_unknown_version_is_named_with_the_remedy(version):
 
 def test_the_installed_version_is_supported():
     _jax.require_supported_version()
+
+
+def test_a_signal_knows_whether_the_main_thread_waits_for_xla():
+    def deep(x):
+        for _ in range(100):
+            x = jnp.sin(x) @ x
+        return x
+
+    traced = jax.jit(jax.grad(lambda x: deep(x).sum())).trace(jnp.ones((8, 8)))
+    seen: list[tuple[str, bool]] = []
+    doing = "lowering"
+    before = signal.signal(
+        signal.SIGALRM, lambda number, frame: seen.append((doing, _jax.waits_for_xla(frame)))
+    )
+    signal.setitimer(signal.ITIMER_REAL, 0.005, 0.005)
+    try:
+        lowered = traced.lower()
+        doing = "compiling"
+        lowered.compile()
+        doing = "done"
+        deadline = time.monotonic() + 60.0
+        while ("done", False) not in seen:
+            assert time.monotonic() < deadline
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+    assert {("lowering", False), ("compiling", True), ("done", False)} <= set(seen)
+    assert not {("lowering", True), ("done", True)} & set(seen)
 
 
 # --- the coordination service -----------------------------------------------------------------

@@ -13,13 +13,14 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, Protocol, runtime_checkable
 
 import jax
 from absl import logging
 from jax.experimental.compilation_cache import compilation_cache
 
-from jaxgoodput._jax import Compilation, listen_for_compilations
+from jaxgoodput._jax import Compilation, listen_for_compilations, waits_for_xla
 from jaxgoodput.clock import Clock
 from jaxgoodput.observe.badput import TimeLedger
 from jaxgoodput.train.config import Config, Saving
@@ -253,6 +254,15 @@ class Guard:
             code, why = self._loop.farewell()
             self._leave(code, f"{why}. It did not end by itself; what its threads do:\n{stacks()}")
 
+    def cannot_interrupt(self) -> None:
+        """The main thread waits for XLA, whose threads would compile on while the process is taken down.
+
+        An exception there ends in a crash; so what has nothing to save leaves at once, and a loop is asked as
+        soon as it goes on, or `PROMPT_S` after a second SIGINT.
+        """
+        if not self.is_ready:
+            self._leave(SAVED, "told to stop while it compiles: there is nothing to save")
+
     def _leave(self, code: int, why: str) -> None:
         if hasattr(sys, "ps1"):  # an interactive session goes on
             return
@@ -318,11 +328,13 @@ def _heeded(guard: Guard, requests: Requests) -> Iterator[None]:
         del before[signal.SIGHUP]
     heard: list[int] = []
 
-    def ask(number: int, frame: Any) -> None:
+    def ask(number: int, frame: FrameType | None) -> None:
         is_again = bool(heard)
         heard.append(number)
         name = signal.Signals(number).name
         requests.interrupt(name)
+        if waits_for_xla(frame):
+            return guard.cannot_interrupt()
         if number == signal.SIGINT and is_again:
             raise KeyboardInterrupt
         if not guard.is_ready:
