@@ -26,7 +26,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxgoodput.scheduler.policies.guarantee import due, promises
+from jaxgoodput.scheduler.policies.guarantee import claims_of, due
+from jaxgoodput.scheduler.policies.promises import promises
 from jaxgoodput.scheduler.policies.shape_choice import ShapeProblem
 from jaxgoodput.scheduler.policies.transitions import (
     lost_by_change,
@@ -117,10 +118,13 @@ class Goodput:
         utility += worth_of_no_pause(problem, worth, usual, self.pause)[:, None]
         is_due = due(problem, self.guaranteed, self.patience_s)
         promised = promises(
-            problem, is_due, problem.restoring(), too_young_to_pause(problem, self.least_run)
+            problem,
+            claims_of(problem, is_due),
+            problem.restoring(),
+            too_young_to_pause(problem, self.least_run),
         )
         choice = problem.choose(
-            utility,
+            np.where(promised.allowed, utility, np.nan),
             pinned=promised.pinned,
             at_least=promised.at_least,
             relative_gap=self.relative_gap,

@@ -11,22 +11,11 @@ that waits runs at once where it fits beside none, and a younger one waits for t
 whom takes at most twice its guaranteed share of the time: together less than all of it.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
-
 import numpy as np
 
+from jaxgoodput.scheduler.policies.promises import Claim
 from jaxgoodput.scheduler.policies.shape_choice import ShapeProblem
-from jaxgoodput.scheduler.shapes import capacity, capacity_rows
-
-
-class Promises(NamedTuple):
-    """What the choice of shapes has to keep; all of it can be kept together."""
-
-    pinned: np.ndarray
-    """[jobs] the shape that a job keeps, -1 = free."""
-    at_least: np.ndarray
-    """[jobs] bool: runs, in whatever shape."""
+from jaxgoodput.scheduler.shapes import capacity
 
 
 def due(problem: ShapeProblem, guaranteed: float, patience_s: float) -> np.ndarray:
@@ -49,58 +38,10 @@ def due(problem: ShapeProblem, guaranteed: float, patience_s: float) -> np.ndarr
     return can & (age_s > patience_s) & (ran_s < share * part * age_s)
 
 
-def promises(
-    problem: ShapeProblem, is_due: np.ndarray, restoring: np.ndarray, young: np.ndarray
-) -> Promises:
-    """Who surely runs: the due by age, then who is restarting, then who began lately, as far as they fit.
-
-    restoring: [jobs] the shape of who is restarting, else -1; young: [jobs] bool.
-    """
-    if not is_due.any():
-        return Promises(restoring, young & (restoring < 0))  # they run, so they fit
-    room = _Room(problem)
-    pinned = np.full(len(problem.jobs), -1)
-    at_least = np.zeros(len(problem.jobs), bool)
+def claims_of(problem: ShapeProblem, is_due: np.ndarray) -> list[Claim]:
+    """What the due claim: any of their shapes, the oldest first."""
     order = sorted(
         np.flatnonzero(is_due).tolist(),
         key=lambda i: (problem.jobs[i].submitted_s, problem.jobs[i].spec.id),
     )
-    for i in order:
-        if restoring[i] >= 0 and room.take(i, [int(restoring[i])]):
-            pinned[i] = restoring[i]
-        else:
-            at_least[i] = room.take(i, room.sizes(i))
-    for i in np.flatnonzero((restoring >= 0) & ~is_due).tolist():
-        if room.take(i, [int(restoring[i])]):
-            pinned[i] = restoring[i]
-    for i in np.flatnonzero(young & (restoring < 0) & ~is_due).tolist():
-        at_least[i] = room.take(i, room.sizes(i))
-    return Promises(pinned, at_least)
-
-
-class _Room:
-    """What is left of capacity and quotas while jobs are promised devices one after the other."""
-
-    def __init__(self, problem: ShapeProblem):
-        self._problem = problem
-        rows = capacity_rows(problem.cluster, problem.shapes)
-        self._use, self._left = rows.matrix, rows.limits.copy()
-        self._quota = dict(problem.cluster.quota)
-
-    def sizes(self, job: int) -> Sequence[int]:
-        """The shapes that a job may have, the smallest first."""
-        allowed = np.flatnonzero(~np.isnan(self._problem.goodput[job]))
-        return [int(s) for s in allowed[np.argsort(self._problem.devices[allowed], kind="stable")]]
-
-    def take(self, job: int, shapes: Sequence[int]) -> bool:
-        """Take the first of these shapes that fits; False where none does."""
-        tenant = self._problem.jobs[job].spec.tenant
-        for shape in shapes:
-            devices = int(self._problem.devices[shape])
-            fits = (self._use[:, shape] <= self._left + 1e-9).all()
-            if fits and devices <= self._quota.get(tenant, devices):
-                self._left = self._left - self._use[:, shape]
-                if tenant in self._quota:
-                    self._quota[tenant] -= devices
-                return True
-        return False
+    return [Claim(i, problem.sizes(i)) for i in order]

@@ -116,6 +116,11 @@ class ShapeProblem:
                 stays &= ~its
         return np.where(stays, self.present, -1)
 
+    def sizes(self, job: int) -> list[int]:
+        """The shapes that a job may have, the smallest first."""
+        allowed = np.flatnonzero(~np.isnan(self.goodput[job]))
+        return [int(s) for s in allowed[np.argsort(self.devices[allowed], kind="stable")]]
+
     def paused(self) -> np.ndarray:
         """[jobs] bool: has no devices, but has had some."""
         had = [view.num_restarts > 0 or any(view.received_s.values()) for view in self.jobs]
