@@ -153,7 +153,7 @@ class JobSpec:
     level: str | None = None
     """The label of `Node` within which all of its nodes must lie, such as "rack"."""
     deadline_s: float | None = None
-    """Soft: reported, never a reason to starve others."""
+    """Met ahead of other jobs where the job declares its work left and that is possible; else reported."""
 
     def __post_init__(self):
         said = f"job {self.id!r}"

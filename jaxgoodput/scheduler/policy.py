@@ -45,6 +45,11 @@ class JobView:
     fractions_since_s: float | None = None
     """When `fraction_received_s` began to count; None = `submitted_s`."""
 
+    @property
+    def is_measured(self) -> bool:
+        """Whether its goodput is in samples/s; that of an adaptive job that has not run is in no unit."""
+        return self.largest_profiled > 0 or self.spec.mode != "adaptive"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:

@@ -219,7 +219,7 @@ class ModelJob:
         growth, most = self._settings.growth, self.spec.max_devices
         growth = growth if self._batch is None else None
         limit = most if growth is None else min(most, max(int(growth * self._largest), 1))
-        key = shapes, self._phase, limit
+        key = shapes, self._phase, limit, self._largest > 0
         if self._offered[0] != key:
             table: dict[Shape, float] = {}
             for kind in self._app.perf:
@@ -242,8 +242,9 @@ class ModelJob:
         return self._offered[1]
 
     def remaining(self) -> float | None:
-        """Useful samples left, if the settings let it say so or its batch is fixed."""
+        """Useful samples left, if the settings let it say so, its batch is fixed or it has a deadline."""
         declared = self._settings.declared_progress or self._batch is not None
+        declared |= self.spec.deadline_s is not None
         return self._total - self._done if declared else None
 
     def save(self) -> float:

@@ -599,6 +599,7 @@ class _World:
             rho=None if entry.cancelled else self._rho(entry),
             crashes=entry.crashes,
             cancelled=entry.cancelled,
+            deadline_s=entry.job.spec.deadline_s,
         )
 
     def _rho(self, entry: _Entry) -> float | None:

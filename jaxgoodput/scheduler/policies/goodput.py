@@ -15,8 +15,8 @@ so that nobody is frozen where he is; a job that is paused restarts once more (`
 falls with the device-seconds that a job has had (who has had little probably needs little more, and leaves
 soon) and rises with its age, so that of two that are both large the earlier one is finished first; a job
 that declares its progress is weighed by what is left instead. One that has not run yet is offered the kinds
-at the ratios that others found (`with_usual_kinds`). Who has had far less than an equal share runs all the
-same (`guarantee.py`).
+at the ratios that others found (`with_usual_kinds`). Whatever it is worth, who has to run for its deadline
+runs (`deadlines.py`), and then who has had far less than an equal share (`guarantee.py`).
 """
 
 import math
@@ -26,6 +26,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxgoodput.scheduler.policies.deadlines import deadlines_of
 from jaxgoodput.scheduler.policies.guarantee import claims_of, due
 from jaxgoodput.scheduler.policies.promises import promises
 from jaxgoodput.scheduler.policies.shape_choice import ShapeProblem
@@ -117,9 +118,10 @@ class Goodput:
         utility = worth * (1.0 - lost_by_change(problem, self.kind_change))
         utility += worth_of_no_pause(problem, worth, usual, self.pause)[:, None]
         is_due = due(problem, self.guaranteed, self.patience_s)
+        deadlines = deadlines_of(problem)
         promised = promises(
             problem,
-            claims_of(problem, is_due),
+            [*deadlines.claims, *claims_of(problem, is_due)],
             problem.restoring(),
             too_young_to_pause(problem, self.least_run),
         )
@@ -132,6 +134,12 @@ class Goodput:
         )
         decision = problem.decide(choice)
         reasons = dict(decision.reasons)
+        for i, why in deadlines.given_up.items():
+            reasons[problem.jobs[i].spec.id] += f"; {why}"
+        for claim in deadlines.claims:
+            spec = problem.jobs[claim.job].spec
+            if spec.id in decision.allocations and spec.deadline_s is not None:
+                reasons[spec.id] += f": its deadline is in {spec.deadline_s - now_s:.0f} s"
         for view in (problem.jobs[i] for i in np.flatnonzero(is_due)):
             if view.spec.id in decision.allocations and not view.allocation.devices:
                 reasons[view.spec.id] += ": it has had less than its guaranteed share of the time"
