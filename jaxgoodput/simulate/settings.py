@@ -79,8 +79,8 @@ class Settings:
     gradient_noise: float = 0.0
     """Standard deviation of the log of a measured moment of the gradient."""
     told_noise: float = 0.0
-    """The same of what each entry of a job's table is told with: wrong from the job's first step to its last,
-    for every shape in another way."""
+    """Standard deviation of the log of what each entry of a job's table is wrong by: a factor of its own for
+    every job and shape, which never changes."""
     declared_errors: bool = False
     """Whether jobs say how large that is (`JobView.goodput_error`)."""
     observe_s: float = 5.0

@@ -57,8 +57,8 @@ class _Entry:
     kind: str = ""
     index: int = 0  # in the workload
     restoring_s: float = 0.0  # still to pass before it works again
-    takes_s: float | None = None  # what the restart that it is in takes from its beginning to its end
-    took_s: list[float] = field(default_factory=list)  # what those that it has behind it took
+    takes_s: float | None = None  # all of the restart that it is in
+    took_s: list[float] = field(default_factory=list)  # what those behind it took
     factors: dict[Shape, float] = field(default_factory=dict)  # what its table is wrong by
     after_storage_s: float = 0.0  # of that, what comes after its checkpoint has been read
     last_shape: Shape | None = None
@@ -432,9 +432,7 @@ class _World:
         settings, factors = self.settings, entry.factors
         for shape in goodput:
             if shape not in factors:
-                factors[shape] = told_factor(
-                    settings.told_noise, settings.seed, entry.index, shape
-                )
+                factors[shape] = told_factor(settings.told_noise, settings.seed, entry.index, shape)
         return {shape: rate * factors[shape] for shape, rate in goodput.items()}
 
     def newcomer(self, trace: TraceJob, now_s: float) -> JobView:

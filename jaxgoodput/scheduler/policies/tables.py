@@ -6,22 +6,22 @@ curve, so what an entry is off by shows in how far it lies from its neighbours.
 
     log G(k devices) = level + slope x + sum_m bend_m max(x - m, 0) + step [several nodes],  x = log2 k
 
-for every job and kind of device; least squares with a prior on slope, bends and step, which few entries
-hardly move and many do. *Noise* is what an entry differs by from the mean of its two neighbours, in a way
-that no bend explains; the median over a row resists single outliers, and short rows use that of all rows.
-An entry keeps MISFIT^2 / (MISFIT^2 + noise^2) of its distance to the curve: MISFIT is how far exact tables
-lie from it. Rows with less noise than EXACT, which tables of fitted models have, stay as they are, to the bit.
+for every job and kind of device; least squares with a prior on slope, bends and step, which few or noisy
+entries hardly move. *Noise* is how far entries scatter about the line between their two neighbours: a median,
+which single outliers do not move; short rows use that of all rows. An entry keeps
+MISFIT^2 / (MISFIT^2 + noise^2) of its distance to the curve, MISFIT being that of exact tables: empirical
+Bayes. Entries with less noise than EXACT, which tables of fitted models have, stay as they are, to the bit.
 """
 
 import numpy as np
 
 from jaxgoodput.scheduler.policies.shape_choice import ShapeProblem
 
-EXACT = 0.06  # relative noise below which a row is left alone
-MISFIT = 0.04  # relative distance of exact tables from the curve
-SLOPE = 0.55, 0.25  # prior mean and deviation of the gain in log goodput by the first doubling
-BEND = -0.06, 0.10  # of the change of that gain at each further doubling
-STEP = -0.05, 0.15  # of what several nodes cost
+EXACT = 0.05  # relative noise below which a row is left alone
+MISFIT = 0.02  # relative distance of exact tables from the curve
+# Prior means and deviations, in log goodput: of what the first doubling adds (0.62 = 1.86 times as much), of
+# what each further one adds to that, and of what it means to lie on several nodes.
+SLOPE, BEND, STEP = (0.62, 0.20), (-0.10, 0.08), (-0.10, 0.15)
 LEAST = 8  # differences by which a row knows its own noise
 QUARTILE = 0.6745  # of a standard normal number
 
@@ -38,11 +38,11 @@ def shrunk(
     goodput: [jobs, shapes] > 0, NaN = not allowed, which stays; devices, nodes, kind: [shapes], kinds counted
     from 0; error: [jobs, shapes] the relative standard error that is known of an entry, NaN = unknown.
     """
-    found = goodput
-    with np.errstate(invalid="ignore"):
-        log = np.log(goodput)
+    found, log = goodput, np.log(goodput)
     groups = [np.flatnonzero(kind == k) for k in np.unique(kind)]
     groups = [g[np.argsort(devices[g], kind="stable")] for g in groups if len(g) > 1]
+    if not groups:
+        return goodput
     rough = [differences(log[:, g], np.log2(devices[g]), nodes[g] > 1) for g in groups]
     noise = noise_of(rough, len(goodput))
     for i, columns in enumerate(groups):
@@ -66,7 +66,9 @@ def shrunk(
         )
         kept = MISFIT**2 / (MISFIT**2 + variance[rows])
         own = log[np.ix_(rows, columns)]
-        found[np.ix_(rows, columns)] = np.exp(curve + kept * (own - curve))
+        drawn = np.exp(curve + kept * (own - curve))
+        exact = variance[rows] <= EXACT**2
+        found[np.ix_(rows, columns)] = np.where(exact, goodput[np.ix_(rows, columns)], drawn)
     return found
 
 
@@ -87,12 +89,16 @@ def differences(log: np.ndarray, x: np.ndarray, wide: np.ndarray) -> np.ndarray:
 def noise_of(rough: list[np.ndarray], num_jobs: int) -> np.ndarray:
     """[jobs, groups] relative noise of an entry, from the differences of the row, else from all there are.
 
-    It is the median distance from their median: curves that all bend alike are not noise.
+    It is the median distance from their median: curves that all bend alike are not noise. A row of a dozen
+    differences knows its own to a quarter only, so the mean with that of all counts, unless it is exact.
     """
-    noise = np.full((num_jobs, len(rough)), _scatter(np.concatenate([r.ravel() for r in rough])[None])[0])
+    noise = np.full(
+        (num_jobs, len(rough)), _scatter(np.concatenate([r.ravel() for r in rough])[None])[0]
+    )
     for i, r in enumerate(rough):
         own = _scatter(r)
-        noise[:, i] = np.where(np.isnan(own), noise[:, i], own)
+        mean = np.sqrt((own**2 + noise[:, i] ** 2) / 2)
+        noise[:, i] = np.where(np.isnan(own), noise[:, i], np.where(own > EXACT, mean, own))
     return np.nan_to_num(noise)
 
 
@@ -110,7 +116,7 @@ def smooth(log: np.ndarray, variance: np.ndarray, x: np.ndarray, wide: np.ndarra
     """[jobs, sizes] the curve through the entries that are there, for every size."""
     knots = np.arange(1.0, np.floor(x.max()))
     columns = [np.ones_like(x), x, *(np.maximum(x - m, 0.0) for m in knots), wide.astype(float)]
-    prior = [(0.0, 1e3), SLOPE, *[BEND] * len(knots), STEP]
+    prior = [(0.0, 1e4), SLOPE, *[BEND] * len(knots), STEP]
     basis = np.stack(columns, 1)
     mean, deviation = np.array(prior).T
     known = ~np.isnan(log)
