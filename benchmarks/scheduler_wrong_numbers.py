@@ -1,7 +1,7 @@
 """What do wrong numbers cost the default policy? Completion times over those of the undisturbed run.
 
     python benchmarks/scheduler_wrong_numbers.py [--made-up 5] [--jobs 60] [--rows tables restarts]
-        [--data ../shared/data] [--workload 8] [--workload-jobs 160] [--seeds 1]
+        [--data ../shared/data] [--workload 2] [--workload-jobs 160] [--seeds 1]
 
 Told tables: every entry of every job's table is wrong by a log-normal factor of its own that never changes,
 of 10 and of 30 %; with `Goodput.smooth_tables`, and without, as every other policy takes them. Told restarts:
@@ -141,7 +141,7 @@ def main():
     parser.add_argument("--jobs", type=int, default=60, help="of a made-up day")
     parser.add_argument("--rows", nargs="*", choices=[*ROWS], default=[*ROWS])
     parser.add_argument("--data", type=pathlib.Path, help="the folder that holds pollux/")
-    parser.add_argument("--workload", type=int, default=8)
+    parser.add_argument("--workload", type=int, default=2)
     parser.add_argument("--workload-jobs", type=int, default=160, help="the first so many of it")
     parser.add_argument("--seeds", type=int, default=1, help="of the noise on that workload")
     options = parser.parse_args()

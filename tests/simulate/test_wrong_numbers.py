@@ -24,7 +24,7 @@ from jaxgoodput.specs import Shape
 
 EVENTS = Settings(round_s=None, rounding=False, growth=None)
 MODELS = ModelTruth(synthetic_applications({"t4": 1.0}))
-NODES = uniform_cluster("t4", 4, 4)
+NODES = uniform_cluster("t4", 2, 4)
 
 
 class Asked:
@@ -38,10 +38,16 @@ class Asked:
         return self.policy(jobs, cluster, now_s)
 
 
-def asked(settings, jobs=20, made=MODELS):
+SMALL = tuple(
+    dataclasses.replace(line, num_steps=min(line.num_steps or 0, 8_000))
+    for line in synthetic_workload(20, hours=0.5, seed=3)
+    if line.application in ("vision-small", "recommender")
+)[:8]
+
+
+def asked(settings):
     policy = Asked()
-    lines = synthetic_workload(jobs, hours=2.0, seed=3)
-    found = simulate(lines, NODES, policy, made, settings=settings, clock=FakeClock())
+    found = simulate(SMALL, NODES, policy, MODELS, settings=settings, clock=FakeClock())
     return policy.views, found
 
 
@@ -70,23 +76,20 @@ def test_factors_are_log_normal():
 def test_what_a_table_is_wrong_by_never_changes():
     settings = dataclasses.replace(EVENTS, told_noise=0.3, declared_errors=True)
     views, _ = asked(settings)
-    index = {line.id: i for i, line in enumerate(synthetic_workload(20, hours=2.0, seed=3))}
-    seen = {}
+    index = {line.id: i for i, line in enumerate(SMALL)}
+    checked = 0
     for view in (view for moment in views for view in moment.values()):
         if view.largest_profiled == 0:
             assert set(view.goodput.values()) == {1.0} and not view.goodput_error
             continue
         assert dict(view.goodput_error) == dict.fromkeys(view.goodput, 0.3)
-        truth_now = {
-            shape: told / told_factor(0.3, 0, index[view.spec.id], shape)
-            for shape, told in view.goodput.items()
-        }
-        one = truth_now[Shape("t4", 1, 1)]
-        # The same phase of the same program: the same truth, whichever job tells it.
-        key = view.spec.id.rsplit("-", 1)[0], round(one, 6)
-        ratios = [rate / one for rate in truth_now.values()]
-        assert seen.setdefault(key, ratios) == pytest.approx(ratios)
-    assert len(seen) > 10
+        i = index[view.spec.id]
+        so = [told / told_factor(0.3, 0, i, shape) for shape, told in view.goodput.items()]
+        places = tuple((shape.num_nodes, shape.num_devices) for shape in view.goodput)
+        phases = [MODELS.goodput(SMALL[i].application, "t4", p, places) for p in range(10)]
+        assert any(np.allclose(so, phase, rtol=1e-9) for phase in phases)
+        checked += 1
+    assert checked > 20
 
 
 def test_jobs_that_ran_know_all_shapes_although_they_were_asked_before():
@@ -105,50 +108,50 @@ def test_what_is_told_of_restarts_gives_way_to_what_they_took():
         (dataclasses.replace(told, learned_restarts=True), 30.0),
     ):
         views, _ = asked(settings)
-        last = {}
-        for moment in views:
-            for view in moment.values():
-                last.setdefault(view.spec.id, view.restart_s)
-                if view.since_s is not None and view.restoring_until_s is None:
-                    last[view.spec.id] = view.restart_s
-        assert all(first.restart_s == 150.0 for first in views[0].values())
-        assert set(last.values()) == {known}
+        every = [view for moment in views for view in moment.values()]
+        new = [v for v in every if v.num_restarts == 0 and v.since_s is None]
+        working = [v for v in every if v.since_s is not None and v.restoring_until_s is None]
+        assert new and {view.restart_s for view in new} == {150.0}
+        assert working and {view.restart_s for view in working} == {known}
 
 
 def test_learning_changes_nothing_where_the_truth_is_told():
-    for costs in (None, RestartCosts()):
-        plain = dataclasses.replace(EVENTS, costs=costs)
-        learned = dataclasses.replace(plain, learned_restarts=True)
-        assert asked(plain)[1] == asked(learned)[1]
+    learned = dataclasses.replace(EVENTS, learned_restarts=True)
+    assert asked(EVENTS)[1] == asked(learned)[1]
 
 
 def test_restarts_through_the_storage_are_learned_as_they_took():
-    costs = RestartCosts(storage=Storage(bytes_per_s=1e9, state_bytes=2e11))
+    # Its second time on devices takes 20 GB twice through 1 GB/s, or longer where others are there.
+    costs = RestartCosts(start=0.0, storage=Storage(bytes_per_s=1e9, state_bytes=2e10))
     views, _ = asked(dataclasses.replace(EVENTS, costs=costs, learned_restarts=True))
-    learned = {v.restart_s for moment in views for v in moment.values() if v.num_restarts > 2}
-    assert (
-        max(learned) > 400.0
-    )  # twice 200 GB at 1 GB/s, and 30 s, and longer where others were there
+    every = [view for moment in views for view in moment.values()]
+    once = {v.restart_s for v in every if v.num_restarts == 0 and v.restoring_until_s is None}
+    assert once <= {0.0, 30.0} and 0.0 in once
+    assert max(v.restart_s for v in every if v.num_restarts > 1) >= 50.0
 
 
 def test_measured_tables_are_told_wrong_too():
-    settings = Settings(told_noise=0.2, round_s=None, rounding=False)
-    jobs, nodes = workload(), uniform_cluster("a", 2, 2)
-    found = simulate(jobs, nodes, Goodput(), truth(), settings=settings, clock=FakeClock())
-    again = simulate(jobs, nodes, Goodput(), truth(), settings=settings, clock=FakeClock())
-    assert found == again and len(found.jobs) == len(jobs)
+    settings = Settings(told_noise=0.2, round_s=None, rounding=False, mode="elastic")
+    jobs, nodes = workload(4), uniform_cluster("a", 2, 2)
+    policy = Asked()
+    simulate(jobs, nodes, policy, truth(), settings=settings, clock=FakeClock())
+    exact = Asked()
+    right = dataclasses.replace(settings, told_noise=0.0)
+    simulate(jobs, nodes, exact, truth(), settings=right, clock=FakeClock())
+    (told,), (so,) = policy.views[0].values(), exact.views[0].values()
+    assert {s: g * told_factor(0.2, 0, 0, s) for s, g in so.goodput.items()} == told.goodput
 
 
 @pytest.mark.slow
 def test_tables_wrong_by_thirty_percent_cost_little_once_smoothed():
     smoothed, taken = [], []
     for seed in range(2):
-        lines = synthetic_workload(40, hours=6.0, seed=seed)
+        lines = synthetic_workload(30, hours=6.0, seed=seed)
         settings = dataclasses.replace(EVENTS, seed=seed)
 
         def average_s(policy, noise, lines=lines, settings=settings):
             told = dataclasses.replace(settings, told_noise=noise)
-            found = simulate(lines, uniform_cluster("t4", 6, 4), policy, MODELS, settings=told)
+            found = simulate(lines, uniform_cluster("t4", 4, 4), policy, MODELS, settings=told)
             return found.summary()["average_jct_s"]
 
         alone = average_s(Goodput(), 0.0)
