@@ -30,6 +30,7 @@ from jaxgoodput.scheduler.policies.deadlines import deadlines_of
 from jaxgoodput.scheduler.policies.guarantee import claims_of, due
 from jaxgoodput.scheduler.policies.promises import promises
 from jaxgoodput.scheduler.policies.shape_choice import ShapeProblem
+from jaxgoodput.scheduler.policies.tables import shrunk_tables
 from jaxgoodput.scheduler.policies.transitions import (
     lost_by_change,
     too_young_to_pause,
@@ -75,6 +76,8 @@ class Goodput:
     """How fast it rises; those that came together do not all finish together."""
     growth: float | None = None
     """The most that is offered, in largest sizes that a job has run on; None = trust its table."""
+    smooth_tables: bool = True
+    """Whether tables whose entries contradict each other are drawn towards smooth curves (`tables.py`)."""
     relative_gap: float = 1e-3
     """The gap to the best objective that is good enough; up to about 100 devices it is 0 anyway."""
     time_limit_s: float = 2.0
@@ -103,6 +106,8 @@ class Goodput:
     def __call__(self, jobs: Sequence[JobView], cluster: ClusterSpec, now_s: float, /) -> Decision:
         """The choice of greatest weighted utility after switching prices; restarting jobs stay."""
         problem = ShapeProblem.of(jobs, cluster, now_s, growth=self.growth)
+        if self.smooth_tables:
+            problem = replace(problem, goodput=shrunk_tables(problem))
         problem = replace(problem, goodput=with_usual_kinds(problem))
         each = capacity(cluster)
         market = clearing_prices(
