@@ -16,7 +16,7 @@ falls with the device-seconds that a job has had (who has had little probably ne
 soon) and rises with its age, so that of two that are both large the earlier one is finished first; a job
 that declares its progress is weighed by what is left instead. One that has not run yet is offered the kinds
 at the ratios that others found (`with_usual_kinds`). Who has had far less than an equal share runs all the
-same (`guarantee.py`).
+same (`guarantee.py`), and where nothing happens nothing changes (`steady.py`).
 """
 
 import math
@@ -29,6 +29,7 @@ import numpy as np
 from jaxgoodput.scheduler.policies.guarantee import claims_of, due
 from jaxgoodput.scheduler.policies.promises import promises
 from jaxgoodput.scheduler.policies.shape_choice import ShapeProblem
+from jaxgoodput.scheduler.policies.steady import as_of_last_event
 from jaxgoodput.scheduler.policies.transitions import (
     lost_by_change,
     too_young_to_pause,
@@ -72,6 +73,8 @@ class Goodput:
     """Seconds since submission at which the weight begins to rise."""
     age_power: float = 0.25
     """How fast it rises; those that came together do not all finish together."""
+    settle_s: float = 600.0
+    """So long after the last event the weights of jobs that all run stand still; nobody may be waiting."""
     growth: float | None = None
     """The most that is offered, in largest sizes that a job has run on; None = trust its table."""
     relative_gap: float = 1e-3
@@ -89,7 +92,7 @@ class Goodput:
             value = getattr(self, name)
             if not (value > 0 and math.isfinite(value)):
                 raise ValueError(f"Goodput.{name} must be above 0 and finite, got {value}.")
-        for name in ("pause", "least_run", "guaranteed", "patience_s"):
+        for name in ("pause", "least_run", "guaranteed", "patience_s", "settle_s"):
             value = getattr(self, name)
             if not (value >= 0 and math.isfinite(value)):
                 raise ValueError(f"Goodput.{name} must be at least 0 and finite, got {value}.")
@@ -103,10 +106,11 @@ class Goodput:
         """The choice of greatest weighted utility after switching prices; restarting jobs stay."""
         problem = ShapeProblem.of(jobs, cluster, now_s, growth=self.growth)
         problem = replace(problem, goodput=with_usual_kinds(problem))
+        then = as_of_last_event(problem, self.settle_s)
         each = capacity(cluster)
         market = clearing_prices(
             problem.goodput,
-            self._weight(problem),
+            self._weight(then),
             problem.devices,
             problem.kind,
             np.array([each[kind] for kind in problem.kinds], np.float64),
@@ -114,8 +118,8 @@ class Goodput:
         share = problem.goodput / market.best[:, None]
         usual = market.cost * market.best
         worth = usual[:, None] * share**self.diminishing
-        utility = worth * (1.0 - lost_by_change(problem, self.kind_change))
-        utility += worth_of_no_pause(problem, worth, usual, self.pause)[:, None]
+        utility = worth * (1.0 - lost_by_change(then, self.kind_change))
+        utility += worth_of_no_pause(then, worth, usual, self.pause)[:, None]
         is_due = due(problem, self.guaranteed, self.patience_s)
         promised = promises(
             problem,
