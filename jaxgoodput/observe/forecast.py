@@ -260,9 +260,7 @@ def _read(folder: pathlib.Path) -> list[_Record]:
     return records
 
 
-def _learnt(
-    folder: pathlib.Path, records: Sequence[_Record], start: _Start
-) -> dict[str, _Learnt]:
+def _learnt(folder: pathlib.Path, records: Sequence[_Record], start: _Start) -> dict[str, _Learnt]:
     """By name, each strategy that has a fit, with the last noise that was known."""
     tunes = [r for r in records if isinstance(r, _Tune)]
     grads = [g for g in (_grad(t.grad) for t in tunes) if g is not None]

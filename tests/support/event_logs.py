@@ -118,6 +118,7 @@ class EventWorld:
 
     cluster: ClusterSpec
     policy: Policy
+    max_gap_s: float = MAX_GAP_S
     now_s: float = 0.0
     jobs: dict[str, Running] = field(default_factory=dict)
     last: Plan | None = None
@@ -183,9 +184,7 @@ class EventWorld:
         )
         self.cluster = dataclasses.replace(self.cluster, nodes=nodes)
 
-    def reserve(
-        self, which: int, size: int, tenant: str | None, span: tuple[float, float]
-    ) -> None:
+    def reserve(self, which: int, size: int, tenant: str | None, span: tuple[float, float]) -> None:
         """Devices of a node are for one tenant for a while; no node is promised twice."""
         node = self.cluster.nodes[which % len(self.cluster.nodes)]
         others = tuple(r for r in self.cluster.reservations if r.node != node.name)
@@ -287,7 +286,7 @@ class EventWorld:
             self.now_s,
             last=last,
             min_gap_s=MIN_GAP_S,
-            max_gap_s=MAX_GAP_S,
+            max_gap_s=self.max_gap_s,
         )
 
     def check(self, plan: Plan, views: tuple[JobView, ...], solved: bool) -> None:
@@ -295,16 +294,14 @@ class EventWorld:
         check_plan(plan, views, dataclasses.replace(self.cluster, quota={}))
         assert plan.solved_s is not None and plan.solved_s <= self.now_s
         assert not solved or plan.solved_s == self.now_s
-        assert self.now_s < plan.next_solve_s <= self.now_s + MAX_GAP_S
+        assert self.now_s < plan.next_solve_s <= self.now_s + self.max_gap_s
         moved: dict[str, str] = {}
         stays: set[str] = set()
         for view in views:
             id_, before = view.spec.id, view.allocation
             now = plan.allocations[id_]
             if now.devices != before.devices:
-                moved[id_] = (
-                    "pause" if not now.devices else "resize" if before.devices else "start"
-                )
+                moved[id_] = "pause" if not now.devices else "resize" if before.devices else "start"
             if before.devices and self.is_held(view):
                 assert now is before, (id_, plan.reasons[id_])
                 stays.add(id_)
@@ -359,7 +356,9 @@ class EventWorld:
     def fits_nowhere(self, view: JobView) -> bool:
         """Whether it is not for want of quota that a job has no devices."""
         free = dataclasses.replace(self.cluster, quota={})
-        return not reconcile((view,), free, self.policy, self.now_s).allocations[view.spec.id].devices
+        return (
+            not reconcile((view,), free, self.policy, self.now_s).allocations[view.spec.id].devices
+        )
 
     # The end.
 
@@ -387,7 +386,7 @@ class EventWorld:
             for id_, job in self.jobs.items()
             if id_ in wanted
         )
-        limit_s = self.now_s + 4 * serial_s + 3600.0 + 4 * MAX_GAP_S
+        limit_s = self.now_s + 4 * serial_s + 3600.0 + 4 * self.max_gap_s
         begun = self.num_decisions
         while wanted & self.jobs.keys():
             plan = self.decide(twice=False)

@@ -243,7 +243,9 @@ class ShapeProblem:
             return f"keeps {said}"
         before = int(self.present[row])
         if before == shape:
-            return f"moves to other devices, {said}, {self._why_moved(view.allocation, allocations)}"
+            return (
+                f"moves to other devices, {said}, {self._why_moved(view.allocation, allocations)}"
+            )
         goodput = self.goodput[row]
         if before >= 0 and goodput[before] > 0:
             return f"gets {said}: {goodput[shape] / goodput[before]:.2f} times its present goodput"
