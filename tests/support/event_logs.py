@@ -1,4 +1,4 @@
-"""Random logs of what happens to a small cluster, and a world that lives through them and checks every plan."""
+"""Random logs of what happens to a small cluster, and a world that lives through them and checks plans."""
 
 import dataclasses
 import math
@@ -114,7 +114,7 @@ class Running:
 
 @dataclass
 class EventWorld:
-    """A cluster in which jobs work as their tables say; every decision is checked against the laws of plans."""
+    """A cluster in which jobs work as their tables say; every plan is checked against the laws."""
 
     cluster: ClusterSpec
     policy: Policy
@@ -376,7 +376,7 @@ class EventWorld:
         return found
 
     def run_out(self, *, most_decisions: int = 300) -> None:
-        """Nothing more happens: all that can run end, within a time in which they could one after the other."""
+        """Nothing more happens: all that can run end, within a few times what one after the other takes."""
         future = [r.end_s - self.now_s for r in self.cluster.reservations if r.end_s > self.now_s]
         self.pass_reservations(max(future, default=0.0))
         wanted = self.admissible()
@@ -406,7 +406,7 @@ class EventWorld:
 
 
 def every_shape(cluster: ClusterSpec, scaling: float) -> dict[Shape, float]:
-    """A goodput for every spread of a kind's devices over nodes: rate x devices^scaling, less across nodes."""
+    """A goodput for every spread over nodes of a kind: rate x devices^scaling, less across nodes."""
     found: dict[Shape, float] = {}
     for kind in sorted({node.kind for node in cluster.nodes}):
         sizes = [node.num_devices for node in cluster.nodes if node.kind == kind]
