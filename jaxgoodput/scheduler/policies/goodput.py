@@ -15,8 +15,9 @@ so that nobody is frozen where he is; a job that is paused restarts once more (`
 falls with the device-seconds that a job has had (who has had little probably needs little more, and leaves
 soon) and rises with its age, so that of two that are both large the earlier one is finished first; a job
 that declares its progress is weighed by what is left instead. One that has not run yet is offered the kinds
-at the ratios that others found (`with_usual_kinds`). Whatever it is worth, who has to run for its deadline
-runs (`deadlines.py`), and then who has had far less than an equal share (`guarantee.py`).
+at the ratios that others found (`with_usual_kinds`), and tables that contradict themselves are smoothed
+(`tables.py`). Whatever it is worth, who has to run for its deadline runs (`deadlines.py`), and then who has
+had far less than an equal share (`guarantee.py`); where nothing happens nothing changes (`steady.py`).
 """
 
 import math
@@ -30,6 +31,7 @@ from jaxgoodput.scheduler.policies.deadlines import deadlines_of
 from jaxgoodput.scheduler.policies.guarantee import claims_of, due
 from jaxgoodput.scheduler.policies.promises import promises
 from jaxgoodput.scheduler.policies.shape_choice import ShapeProblem
+from jaxgoodput.scheduler.policies.steady import as_of_last_event
 from jaxgoodput.scheduler.policies.tables import shrunk_tables
 from jaxgoodput.scheduler.policies.transitions import (
     lost_by_change,
@@ -74,6 +76,8 @@ class Goodput:
     """Seconds since submission at which the weight begins to rise."""
     age_power: float = 0.25
     """How fast it rises; those that came together do not all finish together."""
+    settle_s: float = 600.0
+    """So long after the last event the weights of jobs that all run stand still; nobody may be waiting."""
     growth: float | None = None
     """The most that is offered, in largest sizes that a job has run on; None = trust its table."""
     smooth_tables: bool = True
@@ -93,7 +97,7 @@ class Goodput:
             value = getattr(self, name)
             if not (value > 0 and math.isfinite(value)):
                 raise ValueError(f"Goodput.{name} must be above 0 and finite, got {value}.")
-        for name in ("pause", "least_run", "guaranteed", "patience_s"):
+        for name in ("pause", "least_run", "guaranteed", "patience_s", "settle_s"):
             value = getattr(self, name)
             if not (value >= 0 and math.isfinite(value)):
                 raise ValueError(f"Goodput.{name} must be at least 0 and finite, got {value}.")
@@ -109,10 +113,11 @@ class Goodput:
         if self.smooth_tables:
             problem = replace(problem, goodput=shrunk_tables(problem))
         problem = replace(problem, goodput=with_usual_kinds(problem))
+        then = as_of_last_event(problem, self.settle_s)
         each = capacity(cluster)
         market = clearing_prices(
             problem.goodput,
-            self._weight(problem),
+            self._weight(then),
             problem.devices,
             problem.kind,
             np.array([each[kind] for kind in problem.kinds], np.float64),
@@ -120,8 +125,8 @@ class Goodput:
         share = problem.goodput / market.best[:, None]
         usual = market.cost * market.best
         worth = usual[:, None] * share**self.diminishing
-        utility = worth * (1.0 - lost_by_change(problem, self.kind_change))
-        utility += worth_of_no_pause(problem, worth, usual, self.pause)[:, None]
+        utility = worth * (1.0 - lost_by_change(then, self.kind_change))
+        utility += worth_of_no_pause(then, worth, usual, self.pause)[:, None]
         is_due = due(problem, self.guaranteed, self.patience_s)
         deadlines = deadlines_of(problem)
         promised = promises(
