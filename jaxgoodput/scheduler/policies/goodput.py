@@ -15,7 +15,8 @@ so that nobody is frozen where he is; a job that is paused restarts once more (`
 falls with the device-seconds that a job has had (who has had little probably needs little more, and leaves
 soon) and rises with its age, so that of two that are both large the earlier one is finished first; a job
 that declares its progress is weighed by what is left instead. One that has not run yet is offered the kinds
-at the ratios that others found (`with_usual_kinds`). Who has had far less than an equal share runs all the
+at the ratios that others found (`with_usual_kinds`); tables whose entries contradict each other are drawn
+towards smooth curves (`tables.py`). Who has had far less than an equal share runs all the
 same (`guarantee.py`).
 """
 
