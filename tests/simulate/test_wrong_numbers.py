@@ -140,22 +140,3 @@ def test_measured_tables_are_told_wrong_too():
     simulate(jobs, nodes, exact, truth(), settings=right, clock=FakeClock())
     (told,), (so,) = policy.views[0].values(), exact.views[0].values()
     assert {s: g * told_factor(0.2, 0, 0, s) for s, g in so.goodput.items()} == told.goodput
-
-
-@pytest.mark.slow
-def test_tables_wrong_by_thirty_percent_cost_little_once_smoothed():
-    smoothed, taken = [], []
-    for seed in range(2):
-        lines = synthetic_workload(30, hours=6.0, seed=seed)
-        settings = dataclasses.replace(EVENTS, seed=seed)
-
-        def average_s(policy, noise, lines=lines, settings=settings):
-            told = dataclasses.replace(settings, told_noise=noise)
-            found = simulate(lines, uniform_cluster("t4", 4, 4), policy, MODELS, settings=told)
-            return found.summary()["average_jct_s"]
-
-        alone = average_s(Goodput(), 0.0)
-        assert alone == average_s(Goodput(smooth_tables=False), 0.0)
-        smoothed.append(average_s(Goodput(), 0.3) / alone)
-        taken.append(average_s(Goodput(smooth_tables=False), 0.3) / alone)
-    assert np.mean(smoothed) < 1.10 < np.mean(taken)

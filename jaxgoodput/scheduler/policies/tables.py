@@ -4,7 +4,8 @@ Of twenty entries that are each wrong by 30 %, the best looking one is mostly th
 takes it at its word gives a job many devices for nothing. But how goodput grows with devices is a smooth
 curve, so what an entry is off by shows in how far it lies from its neighbours.
 
-    log G(k devices) = level + slope x + sum_m bend_m max(x - m, 0) + step [several nodes],  x = log2 k
+    log G(k devices) = level + slope x + sum_m bend_m max(x - m, 0) + step [several nodes],
+    x = log2 k, m = 1, 1.5, 2, ...
 
 for every job and kind of device; least squares with a prior on slope, bends and step, which few or noisy
 entries hardly move. *Noise* is how far entries scatter about the line between their two neighbours: a median,
@@ -20,8 +21,8 @@ from jaxgoodput.scheduler.policies.shape_choice import ShapeProblem
 EXACT = 0.05  # relative noise below which a row is left alone
 MISFIT = 0.02  # relative distance of exact tables from the curve
 # Prior means and deviations, in log goodput: of what the first doubling adds (0.62 = 1.86 times as much), of
-# what each further one adds to that, and of what it means to lie on several nodes.
-SLOPE, BEND, STEP = (0.62, 0.20), (-0.10, 0.08), (-0.10, 0.15)
+# how that changes with every further half of one, and of what it means to lie on several nodes.
+SLOPE, BEND, STEP = (0.62, 0.20), (-0.05, 0.06), (-0.10, 0.15)
 LEAST = 8  # differences by which a row knows its own noise
 QUARTILE = 0.6745  # of a standard normal number
 
@@ -114,7 +115,7 @@ def _scatter(rough: np.ndarray) -> np.ndarray:
 
 def smooth(log: np.ndarray, variance: np.ndarray, x: np.ndarray, wide: np.ndarray) -> np.ndarray:
     """[jobs, sizes] the curve through the entries that are there, for every size."""
-    knots = np.arange(1.0, np.floor(x.max()))
+    knots = np.arange(1.0, np.floor(x.max()), 0.5)
     columns = [np.ones_like(x), x, *(np.maximum(x - m, 0.0) for m in knots), wide.astype(float)]
     prior = [(0.0, 1e4), SLOPE, *[BEND] * len(knots), STEP]
     basis = np.stack(columns, 1)
