@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jaxgoodput.scheduler.limits import Use, together
 from jaxgoodput.scheduler.policy import JobView
 from jaxgoodput.scheduler.shapes import (
     capacity,
@@ -83,39 +84,26 @@ def constraints_of(jobs: Sequence[JobView], cluster: ClusterSpec, now_s: float) 
     )
 
 
-def withhold(
-    cluster: ClusterSpec, taken: Mapping[str, Iterable[int]], quota_used: Mapping[str, int]
-) -> ClusterSpec:
-    """The cluster without these devices, without reservations, and with what is left of the quotas."""
+def withhold(cluster: ClusterSpec, taken: Mapping[str, Iterable[int]], used: Use) -> ClusterSpec:
+    """The cluster without these devices, without reservations, and with what is left of the quotas.
+
+    used: what counts as the tenants' already.
+    """
     nodes = tuple(
         dataclasses.replace(n, withheld=tuple(sorted({*n.withheld, *taken[n.name]})))
         if taken.get(n.name)
         else n
         for n in cluster.nodes
     )
-    quota = {t: max(limit - quota_used.get(t, 0), 0) for t, limit in cluster.quota.items()}
-    return dataclasses.replace(cluster, nodes=nodes, reservations=(), quota=quota)
+    quota = {t: max(limit - sum(used.get(t, {}).values()), 0) for t, limit in cluster.quota.items()}
+    in_use = together((cluster.in_use, used)) if cluster.tenants else cluster.in_use
+    return dataclasses.replace(cluster, nodes=nodes, reservations=(), quota=quota, in_use=in_use)
 
 
 def add_devices(into: Devices, more: Mapping[str, Iterable[int]]):
     """Adds devices to a set of devices, in place."""
     for name, local in more.items():
         into.setdefault(name, set()).update(local)
-
-
-def devices_by_tenant(
-    allocations: Mapping[str, Allocation], tenants: Mapping[str, str]
-) -> dict[str, int]:
-    """What counts against each quota; tenants: by job id. A share group counts once, for its first job."""
-    seen: set[str] = set()
-    used: dict[str, int] = {}
-    for id_ in sorted(allocations):
-        group = allocations[id_].share_group
-        if group not in seen:
-            used[tenants[id_]] = used.get(tenants[id_], 0) + allocations[id_].num_devices
-        if group is not None:
-            seen.add(group)
-    return used
 
 
 def _lost(allocation: Allocation, nodes: Mapping[str, Node]) -> str | None:

@@ -16,7 +16,7 @@ falls with the device-seconds that a job has had (who has had little probably ne
 soon) and rises with its age, so that of two that are both large the earlier one is finished first; a job
 that declares its progress is weighed by what is left instead. One that has not run yet is offered the kinds
 at the ratios that others found (`with_usual_kinds`). Who has had far less than an equal share runs all the
-same (`guarantee.py`).
+same (`guarantee.py`), and so do as many of a tenant's jobs as it is guaranteed devices (`tenants.py`).
 """
 
 import math
@@ -29,6 +29,12 @@ import numpy as np
 from jaxgoodput.scheduler.policies.guarantee import claims_of, due
 from jaxgoodput.scheduler.policies.promises import promises
 from jaxgoodput.scheduler.policies.shape_choice import ShapeProblem
+from jaxgoodput.scheduler.policies.tenants import (
+    Guaranteed,
+    fair_factors,
+    guaranteed,
+    with_tenants,
+)
 from jaxgoodput.scheduler.policies.transitions import (
     lost_by_change,
     too_young_to_pause,
@@ -62,6 +68,9 @@ class Goodput:
     """The part of an equal share that every job gets, whatever others make of the devices; 0 = none."""
     patience_s: float = 3600.0
     """How old a job is when that begins to hold."""
+    fairness: float = 2.0
+    """The power of (deserved / had of late) by which the weights of a tenant's jobs are multiplied, 1/8 to 8;
+    0 = tenants have guarantees and limits only."""
     service_scale_s: float = 6000.0
     """Device-seconds at which a job's weight begins to fall."""
     service_power: float = -0.75
@@ -89,7 +98,7 @@ class Goodput:
             value = getattr(self, name)
             if not (value > 0 and math.isfinite(value)):
                 raise ValueError(f"Goodput.{name} must be above 0 and finite, got {value}.")
-        for name in ("pause", "least_run", "guaranteed", "patience_s"):
+        for name in ("pause", "least_run", "guaranteed", "patience_s", "fairness"):
             value = getattr(self, name)
             if not (value >= 0 and math.isfinite(value)):
                 raise ValueError(f"Goodput.{name} must be at least 0 and finite, got {value}.")
@@ -104,9 +113,12 @@ class Goodput:
         problem = ShapeProblem.of(jobs, cluster, now_s, growth=self.growth)
         problem = replace(problem, goodput=with_usual_kinds(problem))
         each = capacity(cluster)
+        weight = self._weight(problem)
+        if cluster.tenants and self.fairness > 0:
+            weight = weight * fair_factors(problem, self.fairness)
         market = clearing_prices(
             problem.goodput,
-            self._weight(problem),
+            weight,
             problem.devices,
             problem.kind,
             np.array([each[kind] for kind in problem.kinds], np.float64),
@@ -117,9 +129,12 @@ class Goodput:
         utility = worth * (1.0 - lost_by_change(problem, self.kind_change))
         utility += worth_of_no_pause(problem, worth, usual, self.pause)[:, None]
         is_due = due(problem, self.guaranteed, self.patience_s)
+        own = Guaranteed([], {}, {})
+        if any(tenant.guaranteed for tenant in cluster.tenants):
+            own = guaranteed(problem, utility, is_due)
         promised = promises(
             problem,
-            claims_of(problem, is_due),
+            [*own.claims, *claims_of(problem, is_due)],
             problem.restoring(),
             too_young_to_pause(problem, self.least_run),
         )
@@ -131,6 +146,8 @@ class Goodput:
             time_limit_s=self.time_limit_s,
         )
         decision = problem.decide(choice)
+        if cluster.tenants:
+            decision = with_tenants(decision, problem, own)
         reasons = dict(decision.reasons)
         for view in (problem.jobs[i] for i in np.flatnonzero(is_due)):
             if view.spec.id in decision.allocations and not view.allocation.devices:

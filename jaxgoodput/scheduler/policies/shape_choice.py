@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jaxgoodput.scheduler.limits import Limit, counts, limits_of, per_device
 from jaxgoodput.scheduler.placement.placement import place
 from jaxgoodput.scheduler.policy import Decision, JobView
 from jaxgoodput.scheduler.shapes import (
@@ -110,11 +111,18 @@ class ShapeProblem:
             bool,
         )
         devices = np.append(self.devices, 0)[self.present]
-        for tenant, limit in self.cluster.quota.items():
-            its = stays & np.array([view.spec.tenant == tenant for view in self.jobs], bool)
-            if devices[its].sum() > limit:
+        kind = np.append(self.kind, 0)[self.present]
+        for limit, counted, units in self.limits():
+            its = stays & counted
+            if (devices[its] * units[kind[its]]).sum() > limit.left + 1e-9:
                 stays &= ~its
         return np.where(stays, self.present, -1)
+
+    def limits(self) -> list[tuple[Limit, np.ndarray, np.ndarray]]:
+        """Each limit with [jobs] bool, whose use counts, and [kinds] what a device counts."""
+        found = limits_of(self.cluster)
+        counted = counts(found, (view.spec.tenant for view in self.jobs))
+        return list(zip(found, counted, per_device(found, self.kinds), strict=True))
 
     def sizes(self, job: int) -> list[int]:
         """The shapes that a job may have, the smallest first."""
@@ -177,10 +185,9 @@ class ShapeProblem:
             for row, limit, kind in zip(rows.matrix, rows.limits, rows.kinds, strict=True)
         ]
         more = np.flatnonzero(~np.array(plain, bool))
-        tenants = [view.spec.tenant for view in self.jobs]
         quotas = [
-            Quota(jobs=np.array([t == tenant for t in tenants], bool), limit=limit)
-            for tenant, limit in sorted(self.cluster.quota.items())
+            Quota(jobs=counted, limit=limit.left, per_device=None if limit.price is None else units)
+            for limit, counted, units in self.limits()
         ]
         return allocate(
             utility,
@@ -210,6 +217,8 @@ class ShapeProblem:
             one_multi_node_job_per_node=one_multi_node_job_per_node,
         )
         reasons = {}
+        limits = self.limits()
+        used_up = self._used_up(choice, limits)
         for row, view in enumerate(self.jobs):
             id_ = view.spec.id
             if id_ in allocations:
@@ -224,6 +233,8 @@ class ShapeProblem:
                 reasons[id_] = (
                     f"waits: {no_shape_reason(view, capacity(self.cluster), set(self.shapes).__contains__)}"
                 )
+            elif used_up[row] >= 0:
+                reasons[id_] = f"waits: {limits[used_up[row]][0].said}, leaves it no shape"
             else:
                 reasons[id_] = "waits: others make more of every device that it could use"
         return Decision(
@@ -232,6 +243,22 @@ class ShapeProblem:
             objective=choice.objective,
             bound=choice.bound,
         )
+
+    def _used_up(
+        self, choice: Choice, limits: Sequence[tuple[Limit, np.ndarray, np.ndarray]]
+    ) -> np.ndarray:
+        """[jobs] the limit that leaves a job no shape beside what was chosen; -1 = none."""
+        found = np.full(len(self.jobs), -1)
+        if not len(self.shapes):
+            return found
+        chosen = np.flatnonzero(choice.shape >= 0)
+        for at, (limit, counted, units) in enumerate(limits):
+            use = units[self.kind] * self.devices
+            its = chosen[counted[chosen]]
+            left = limit.left - use[choice.shape[its]].sum()
+            least = np.where(np.isnan(self.goodput), np.inf, use).min(1)
+            found[(found < 0) & counted & (least > left + 1e-9)] = at
+        return found
 
     def _why(self, row: int, shape: int, stays: bool) -> str:
         said = shape_in_words(self.shapes[shape])
