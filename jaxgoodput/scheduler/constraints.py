@@ -5,12 +5,14 @@ that no policy needs to know about minimum run times, reservations or draining n
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from jaxgoodput.scheduler.costs import within_budget
 from jaxgoodput.scheduler.limits import Use, together
 from jaxgoodput.scheduler.policy import JobView
 from jaxgoodput.scheduler.shapes import (
@@ -20,7 +22,7 @@ from jaxgoodput.scheduler.shapes import (
     shape_in_words,
     size_limits,
 )
-from jaxgoodput.specs import Allocation, ClusterSpec, Node, Shape
+from jaxgoodput.specs import Allocation, ClusterSpec, JobSpec, Node, Shape
 
 Devices = dict[str, set[int]]  # node name -> local indices
 
@@ -49,6 +51,8 @@ def constraints_of(jobs: Sequence[JobView], cluster: ClusterSpec, now_s: float) 
     nodes = {node.name: node for node in cluster.nodes}
     views: dict[str, JobView] = {}
     remarks: dict[str, list[str]] = {}
+    spent: dict[str, str] = {}
+    empty = _EmptyCluster(cluster)
     for view in jobs:
         if view.spec.id in views:
             raise ValueError(
@@ -66,14 +70,20 @@ def constraints_of(jobs: Sequence[JobView], cluster: ClusterSpec, now_s: float) 
             remarks.setdefault(view.spec.id, []).append(wrong)
         if late := _deadline(cleaned, now_s):
             remarks.setdefault(view.spec.id, []).append(late)
-        views[view.spec.id] = cleaned
+        purse = within_budget(
+            cleaned, cluster.price_per_hour, functools.partial(empty.could_run, cleaned.spec)
+        )
+        if purse.remark:
+            remarks.setdefault(view.spec.id, []).append(purse.remark)
+        if purse.spent:
+            spent[view.spec.id] = purse.spent
+        views[view.spec.id] = purse.view
     _check_disjoint(views.values())
-    held = _held(views, nodes, now_s)
-    empty = _EmptyCluster(cluster)
-    refused = {
+    held = _held({id_: v for id_, v in views.items() if id_ not in spent}, nodes, now_s)
+    refused = spent | {
         id_: reason
         for id_, view in views.items()
-        if id_ not in held and (reason := empty.refusal(view)) is not None
+        if id_ not in held and id_ not in spent and (reason := empty.refusal(view)) is not None
     }
     return Constraints(
         views=views,
@@ -205,21 +215,20 @@ class _EmptyCluster:
 
     def refusal(self, view: JobView) -> str | None:
         """Why the job could not run even if it were alone; None = it could."""
-        spec = view.spec
-        least, most = size_limits(spec)
         for shape in view.goodput:
-            if (
-                least <= shape.num_devices <= most
-                and (spec.kinds is None or shape.kind in spec.kinds)
-                and self._has_room(shape)
-                and (
-                    spec.level is None
-                    or shape.num_nodes == 1
-                    or self._one_domain(shape, spec.level)
-                )
-            ):
+            if self.could_run(view.spec, shape):
                 return None
         return no_shape_reason(view, self._devices, self._has_room)
+
+    def could_run(self, spec: JobSpec, shape: Shape) -> bool:
+        """Whether the job could have that shape if it were alone."""
+        least, most = size_limits(spec)
+        return (
+            least <= shape.num_devices <= most
+            and (spec.kinds is None or shape.kind in spec.kinds)
+            and self._has_room(shape)
+            and (spec.level is None or shape.num_nodes == 1 or self._one_domain(shape, spec.level))
+        )
 
     def _has_room(self, shape: Shape) -> bool:
         on_one = -(-shape.num_devices // shape.num_nodes)

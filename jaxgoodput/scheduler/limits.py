@@ -4,7 +4,7 @@ A limit counts devices, or what these cost in an hour; both grow with devices, s
 of their problems. What jobs have about which a policy is not asked is taken off before.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -112,15 +112,13 @@ def together(uses: Iterable[Use]) -> dict[str, dict[str, int]]:
     return total
 
 
-def counts(limits: Iterable[Limit], tenants: Iterable[str]) -> np.ndarray:
+def counts(limits: Sequence[Limit], tenants: Sequence[str]) -> np.ndarray:
     """[limits, jobs] bool: whether a job of that tenant counts."""
-    names = list(tenants)
-    rows = [[name in limit.tenants for name in names] for limit in limits]
-    return np.array(rows, bool).reshape(-1, len(names))
+    rows = [[name in limit.tenants for name in tenants] for limit in limits]
+    return np.array(rows, bool).reshape(len(limits), len(tenants))
 
 
-def per_device(limits: Iterable[Limit], kinds: Iterable[str]) -> np.ndarray:
+def per_device(limits: Sequence[Limit], kinds: Sequence[str]) -> np.ndarray:
     """[limits, kinds] what a device of each kind counts."""
-    names = list(kinds)
-    rows = [[limit.per_device(kind) for kind in names] for limit in limits]
-    return np.array(rows, np.float64).reshape(-1, len(names))
+    rows = [[limit.per_device(kind) for kind in kinds] for limit in limits]
+    return np.array(rows, np.float64).reshape(len(limits), len(kinds))

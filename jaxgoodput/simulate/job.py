@@ -115,6 +115,8 @@ def spec_of(
         weight=trace.weight,
         kinds=tuple(kinds),
         deadline_s=deadline_s,
+        tenant=trace.tenant,
+        budget=trace.budget,
     )
 
 

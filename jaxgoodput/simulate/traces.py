@@ -54,6 +54,9 @@ class TraceJob:
     weight: float = 1.0
     slo: float | None = None
     """Its deadline as a multiple of its isolated duration, in Gavel's traces."""
+    tenant: str = "default"
+    budget: float | None = None
+    """The most that it may cost; None = no limit."""
 
 
 def read_pollux_workload(path: Path) -> tuple[TraceJob, ...]:

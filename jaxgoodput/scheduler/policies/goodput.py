@@ -142,6 +142,7 @@ class Goodput:
             np.where(promised.allowed, utility, np.nan),
             pinned=promised.pinned,
             at_least=promised.at_least,
+            start=promised.granted if own.claims else None,
             relative_gap=self.relative_gap,
             time_limit_s=self.time_limit_s,
         )

@@ -32,6 +32,8 @@ class Promises(NamedTuple):
     """[jobs] bool: runs, on an allowed shape."""
     allowed: np.ndarray
     """[jobs, shapes] bool: False where a granted claim does not name the shape."""
+    granted: np.ndarray
+    """[jobs] shapes with which all that is kept, -1 = none."""
 
 
 def promises(
@@ -44,25 +46,32 @@ def promises(
     """
     allowed = np.ones(problem.goodput.shape, bool)
     if not claims:
-        return Promises(restoring, young & (restoring < 0), allowed)  # they run, so they fit
+        granted = np.where(young | (restoring >= 0), problem.present, -1)  # they run, so they fit
+        return Promises(restoring, young & (restoring < 0), allowed, granted)
     room = Room(problem)
     pinned = np.full(len(problem.jobs), -1)
-    at_least = np.zeros(len(problem.jobs), bool)
+    granted = np.full(len(problem.jobs), -1)
+
+    def take(i: int, shapes: Sequence[int]) -> bool:
+        """Grant the first of these shapes that fits, if one does."""
+        shape = room.take(i, shapes)
+        granted[i] = -1 if shape is None else shape
+        return shape is not None
+
     for i, shapes in claims:
-        if pinned[i] >= 0 or at_least[i]:
+        if granted[i] >= 0:
             continue
-        if restoring[i] in shapes and room.take(i, [int(restoring[i])]) is not None:
+        if restoring[i] in shapes and take(i, [int(restoring[i])]):
             pinned[i] = restoring[i]
-        elif room.take(i, shapes) is not None:
-            at_least[i] = True
+        elif take(i, shapes):
             allowed[i] = False
             allowed[i, list(shapes)] = True
-    for i in np.flatnonzero((restoring >= 0) & (pinned < 0) & ~at_least).tolist():
-        if room.take(i, [int(restoring[i])]) is not None:
+    for i in np.flatnonzero((restoring >= 0) & (granted < 0)).tolist():
+        if take(i, [int(restoring[i])]):
             pinned[i] = restoring[i]
-    for i in np.flatnonzero(young & (restoring < 0) & ~at_least).tolist():
-        at_least[i] = room.take(i, problem.sizes(i)) is not None
-    return Promises(pinned, at_least, allowed)
+    for i in np.flatnonzero(young & (restoring < 0) & (granted < 0)).tolist():
+        take(i, problem.sizes(i))
+    return Promises(pinned, (granted >= 0) & (pinned < 0), allowed, granted)
 
 
 class Room:

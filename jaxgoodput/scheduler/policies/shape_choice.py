@@ -121,7 +121,7 @@ class ShapeProblem:
     def limits(self) -> list[tuple[Limit, np.ndarray, np.ndarray]]:
         """Each limit with [jobs] bool, whose use counts, and [kinds] what a device counts."""
         found = limits_of(self.cluster)
-        counted = counts(found, (view.spec.tenant for view in self.jobs))
+        counted = counts(found, [view.spec.tenant for view in self.jobs])
         return list(zip(found, counted, per_device(found, self.kinds), strict=True))
 
     def sizes(self, job: int) -> list[int]:
@@ -170,12 +170,14 @@ class ShapeProblem:
         *,
         pinned: np.ndarray | None = None,
         at_least: np.ndarray | None = None,
+        start: np.ndarray | None = None,
         relative_gap: float,
         time_limit_s: float,
     ) -> Choice:
         """The best choice within capacity, placeability and quotas.
 
-        `pinned` jobs keep their shape; those of `at_least` run, where they fit.
+        `pinned` jobs keep their shape; those of `at_least` run, where they fit. start: [jobs] shapes that
+        keep all that, where such are known.
         """
         each = capacity(self.cluster)
         limits = np.array([each[kind] for kind in self.kinds], np.float64)
@@ -199,6 +201,7 @@ class ShapeProblem:
             quotas=quotas,
             rows=rows.matrix[more],
             row_limit=rows.limits[more],
+            start=start,
             relative_gap=relative_gap,
             time_limit_s=time_limit_s,
         )

@@ -142,33 +142,34 @@ class _Spending:
     def grow(self, jobs: list[int], left: int):
         """Spend what is left on those that have begun, wherever a device more is worth most."""
         devices = self._problem.devices
-        never: set[tuple[int, int]] = set()  # does not fit beside the others
-        queue: list[tuple[float, int, int, int]] = []  # of a step: -worth, job, from, to
+        queue: list[tuple[float, int, int]] = []  # of a step: -worth, job, to
 
-        def offer(job: int):
-            at = self._shape[job]
-            utility = self._utility[job]
-            more = devices - devices[at]
-            better = (more > 0) & (more <= left) & (utility > utility[at])
-            steps = [s for s in np.flatnonzero(better).tolist() if (job, s) not in never]
-            if steps:
-                worth = (utility[steps] - utility[at]) / more[steps]
-                best = int(np.argmax(worth))
-                heapq.heappush(queue, (-float(worth[best]), job, at, steps[best]))
+        def offer(jobs: list[int]):
+            at = np.array([self._shape[job] for job in jobs], np.int64)
+            gain = utility[jobs] - utility[jobs, at][:, None]
+            more = devices - devices[at][:, None]
+            with np.errstate(invalid="ignore"):
+                better = (more > 0) & (more <= left) & (gain > 0.0)
+            worth = np.where(better, gain / np.maximum(more, 1), 0.0)
+            best = worth.argmax(1)
+            of_best = worth[np.arange(len(jobs)), best]
+            for job, to, each in zip(jobs, best.tolist(), of_best.tolist(), strict=True):
+                if each > 0.0:
+                    heapq.heappush(queue, (-each, job, to))
 
-        if left > 0:
-            for job in jobs:
-                if job not in self._pinned:
-                    offer(job)
+        utility = self._utility.copy()
+        free = [job for job in jobs if job not in self._pinned]
+        if left > 0 and free:
+            offer(free)
         while queue and left > 0:
-            _, job, at, to = heapq.heappop(queue)
-            more = int(devices[to] - devices[at])
+            _, job, to = heapq.heappop(queue)
+            more = int(devices[to]) - self.devices(job)
             if more <= left:
                 if self._change(job, to):
                     left -= more
                 else:
-                    never.add((job, to))
-            offer(job)
+                    utility[job, to] = np.nan  # does not fit beside the others
+            offer([job])
 
     def let_restart(self):
         """Who is restarting on more than its tenant is guaranteed keeps that where it is free."""
