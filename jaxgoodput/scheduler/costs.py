@@ -33,7 +33,8 @@ def cost(received_s: Mapping[str, float], price_per_hour: Mapping[str, float]) -
     >>> cost({"t4": 7200.0}, {"t4": 0.5})
     1.0
     """
-    return sum(s / 3600.0 * price_per_hour.get(kind, 0.0) for kind, s in received_s.items())
+    each = (s / 3600.0 * price_per_hour.get(kind, 0.0) for kind, s in received_s.items())
+    return float(sum(each))
 
 
 def cost_to_finish(

@@ -32,6 +32,14 @@ def deserved(cluster: ClusterSpec, active: Iterable[str], num_devices: float) ->
     below = subtrees(cluster)
     others = [Tenant(name=name) for name in sorted(wanting - known)]
 
+    def most(tenant: Tenant) -> float:
+        """Devices that it may have and its active tenants can take."""
+        own = math.inf if tenant.limit is None else float(tenant.limit)
+        inner = [t for t in cluster.tenants if t.parent == tenant.name and below[t.name] & wanting]
+        if tenant.name in wanting or not inner:
+            return own
+        return min(own, sum(map(most, inner)))
+
     def share_out(parent: str | None, devices: float) -> None:
         ones = [t for t in cluster.tenants if t.parent == parent and below[t.name] & wanting]
         if parent is None:
@@ -41,7 +49,8 @@ def deserved(cluster: ClusterSpec, active: Iterable[str], num_devices: float) ->
                 found[parent] = devices
                 return
             ones.append(Tenant(name=parent))
-        for one, its in zip(ones, _shares(ones, devices), strict=True):
+        limits = [math.inf if one.name == parent else most(one) for one in ones]
+        for one, its in zip(ones, _shares(ones, limits, devices), strict=True):
             if one.name == parent or one.name not in known:
                 found[one.name] = its
             else:
@@ -51,14 +60,14 @@ def deserved(cluster: ClusterSpec, active: Iterable[str], num_devices: float) ->
     return found
 
 
-def _shares(tenants: list[Tenant], devices: float) -> list[float]:
+def _shares(tenants: list[Tenant], limits: list[float], devices: float) -> list[float]:
     """What each deserves: guarantee and a part of the rest by weight, no more than its limit."""
     if not tenants:
         return []
-    sure = np.array([tenant.guaranteed for tenant in tenants], np.float64)
+    most = np.array(limits, np.float64)
+    sure = np.minimum([float(tenant.guaranteed) for tenant in tenants], most)
     sure *= min(1.0, devices / max(sure.sum(), 1e-9))
     weight = np.array([tenant.weight for tenant in tenants], np.float64)
-    most = np.array([math.inf if t.limit is None else t.limit for t in tenants], np.float64)
     its, open_ = sure.copy(), np.ones(len(tenants), bool)
     while True:  # who would have more than its limit has that; the others share what is left
         rest = devices - its[~open_].sum() - sure[open_].sum()

@@ -256,7 +256,7 @@ class _World:
         for entry in active:
             have[entry.job.spec.tenant] += entry.allocation.num_devices if entry.running else 0
         self._had_s = faded(self._had_s, have, seconds, self.settings.usage_half_life_s)
-        devices = sum(capacity(self._present()).values())
+        devices = float(sum(capacity(self._present()).values()))
         for name, its in deserved(self._cluster, have, devices).items():
             self._deserved_s[name] = self._deserved_s.get(name, 0.0) + its * seconds
 

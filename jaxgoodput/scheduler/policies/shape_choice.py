@@ -111,10 +111,10 @@ class ShapeProblem:
             bool,
         )
         devices = np.append(self.devices, 0)[self.present]
-        kind = np.append(self.kind, 0)[self.present]
+        kind = np.append(self.kind, -1)[self.present]
         for limit, counted, units in self.limits():
             its = stays & counted
-            if (devices[its] * units[kind[its]]).sum() > limit.left + 1e-9:
+            if (devices * np.append(units, 0.0)[kind])[its].sum() > limit.left + 1e-9:
                 stays &= ~its
         return np.where(stays, self.present, -1)
 

@@ -44,7 +44,7 @@ def fair_factors(problem: ShapeProblem, power: float) -> np.ndarray:
     for view in problem.jobs:
         had_s |= view.tenant_received_s
         break  # all jobs say the same
-    found = factors(cluster, active, had_s, _num_devices(cluster), power=power)
+    found = factors(cluster, active, had_s, float(_num_devices(cluster)), power=power)
     return np.array([found[view.spec.tenant] for view in problem.jobs], np.float64)
 
 
