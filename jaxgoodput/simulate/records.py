@@ -91,7 +91,7 @@ class Result:
     num_failures: int = 0
     """Of nodes."""
     tenants: tuple[TenantRecord, ...] = ()
-    """In the order of the cluster; empty where it has none."""
+    """In the order of the cluster, then others that have jobs; empty where the cluster has none."""
 
     def faults(self) -> str:
         """What went wrong, in words; empty where nothing did."""

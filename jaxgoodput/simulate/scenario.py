@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from jaxgoodput._serial import loads
+from jaxgoodput.scheduler.limits import limits_of
 from jaxgoodput.scheduler.policies.catalogue import Named
 from jaxgoodput.simulate import traces
 from jaxgoodput.simulate.conditions.faults import (
@@ -572,6 +573,7 @@ def check(scenario: Scenario, settings: Settings, name: str, named: Named) -> No
             raise ValueError(
                 f"--inputs: no job runs {unknown[0]!r}; they run {', '.join(sorted(known))}."
             )
+    limits = limits_of(scenario.cluster)
     for index, trace in enumerate(scenario.jobs):
         spec = scenario.truth.job(trace, settings, index).spec
         most = max(sizes.get(kind, 0) for kind in spec.kinds or sizes)
@@ -581,3 +583,10 @@ def check(scenario: Scenario, settings: Settings, name: str, named: Named) -> No
                 f"but the cluster has {most}; it would wait for ever. Enlarge the cluster, or take "
                 "the job out."
             )
+        for limit in (one for one in limits if spec.tenant in one.tenants):
+            least = min(spec.min_devices * limit.per_device(kind) for kind in spec.kinds or sizes)
+            if least > limit.left:
+                raise ValueError(
+                    f"--policy {name}: job {trace.id!r} needs {spec.min_devices} devices, which is more than "
+                    f"{limit.said}; it would wait for ever. Raise that, or take the job out."
+                )

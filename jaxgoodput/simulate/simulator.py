@@ -28,7 +28,7 @@ from jaxgoodput.simulate.job import SimulatedJob, Truth, every_size, packed
 from jaxgoodput.simulate.records import Interval, JobRecord, Result, TenantRecord
 from jaxgoodput.simulate.settings import Settings
 from jaxgoodput.simulate.traces import TraceJob
-from jaxgoodput.specs import Allocation, ClusterSpec, Node, Shape
+from jaxgoodput.specs import Allocation, ClusterSpec, Node, Shape, Tenant
 
 EPSILON_S = 1e-6  # events closer than this happen at once
 NEWCOMER_S = 60.0  # what a job that is only asked about has run on each kind of device
@@ -643,10 +643,14 @@ class _World:
         )
 
     def tenants(self, records: Sequence[JobRecord]) -> tuple[TenantRecord, ...]:
-        """What every tenant had, with all below it."""
+        """What every tenant had, with all below it; others that have jobs come last."""
+        if not self._cluster.tenants:
+            return ()
+        below = subtrees(self._cluster)
+        others = sorted({job.tenant for job in records} - set(below))
         found = []
-        for tenant in self._cluster.tenants:
-            its = subtrees(self._cluster)[tenant.name]
+        for tenant in (*self._cluster.tenants, *(Tenant(name=name) for name in others)):
+            its = below.get(tenant.name, frozenset({tenant.name}))
             jobs = [job for job in records if job.tenant in its]
             jct_s = [job.jct_s for job in jobs if not job.cancelled]
             priced = [job.cost for job in jobs if job.cost is not None]

@@ -42,7 +42,7 @@ def test_only_what_can_be_paid_is_offered(budget, spent, remaining):
         assert "budget" in fixed.refused["j"] and "is spent" in fixed.refused["j"]
         return
     offered = fixed.views["j"].goodput
-    wanted = {shape: cost_to_finish(job, shape, PRICES) for shape in job.goodput}
+    wanted = {shape: cost_to_finish(job, shape, PRICES) or 0.0 for shape in job.goodput}
     left = budget - spent
     cheap = {shape for shape, money in wanted.items() if money <= left}
     if cheap:
