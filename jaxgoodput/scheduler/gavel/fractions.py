@@ -91,7 +91,8 @@ class FractionProblem:
         for limit in self.limits:
             if limit.left <= 0:
                 its = np.array([tenant in limit.tenants for tenant in self.tenant], bool)
-                barred = barred | (its[:, None] & (per_device([limit], self.kinds) > 0))
+                counted = per_device([limit], self.kinds) > 0
+                barred = np.logical_or(barred, np.logical_and(its[:, None], counted))
         object.__setattr__(self, "throughput", np.where(barred, 0.0, self.throughput))
         if self.pairs:
             either = barred[np.asarray(self.pairs)].any(axis=1)[:, None, :]

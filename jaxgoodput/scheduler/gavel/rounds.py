@@ -209,7 +209,7 @@ def greedy(problem: RoundProblem, start: Int[np.ndarray, " rows"] | None = None)
         free[kind] -= problem.size[row]
         taken.update(problem.members[row])
         for b, (use, _) in enumerate(problem.budgets):
-            left[b] -= use[row, kind]
+            left[b] -= float(use[row, kind])
 
     for row in np.flatnonzero(chosen >= 0).tolist():
         take(row, int(chosen[row]))

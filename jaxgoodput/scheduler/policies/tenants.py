@@ -186,7 +186,7 @@ class _Spending:
     def claim(self, job: int) -> Claim:
         """Its shape, or any that has as many devices."""
         devices, at = self._problem.devices, self._shape[job]
-        enough = ~np.isnan(self._problem.goodput[job]) & (devices >= devices[at])
+        enough = ~np.isnan(self._utility[job]) & (devices >= devices[at])
         if job in self._moved:
             enough[self._restoring[job]] = False
         others = np.flatnonzero(enough)
