@@ -129,12 +129,16 @@ def _parser() -> argparse.ArgumentParser:
             "plan",
             _plan,
             "say what each strategy would do on devices that need not be there",
-            "jaxgoodput plan SCRIPT (--topology v5e:16x16 | --devices N) [options] [-- args ...]",
+            "jaxgoodput plan SCRIPT (--topology v5e:16x16 | --devices N) [options] [-- args ...]\n"
+            "       jaxgoodput plan WORKDIR --devices N [--nodes M]",
             "Run a script up to its Trainer.fit(), compile the step for each of Config.strategies (none:\n"
             "all that suit the model), and print what fits, what a device holds at its peak, what is\n"
-            "sent, and the step time that a roofline of the chip gives, best first. Nothing is trained.\n\n"
+            "sent, and the step time that a roofline of the chip gives, best first. Nothing is trained.\n"
+            "Of the workdir of a run: which devices, batch and strategy it would do best on, by the\n"
+            "step times and the gradient noise that it measured itself, and what of that is guessed.\n\n"
             "examples: jaxgoodput plan train.py --topology v5e:16x16 -- --workdir /tmp/run\n"
-            "          jaxgoodput plan train.py --devices 8 -- --workdir /tmp/run",
+            "          jaxgoodput plan train.py --devices 8 -- --workdir /tmp/run\n"
+            "          jaxgoodput plan /tmp/run --devices 16 --nodes 2",
         )
     )
     report = add(
@@ -233,7 +237,9 @@ def _simulate_options(simulate: argparse.ArgumentParser) -> None:
 
 
 def _plan_options(plan: argparse.ArgumentParser) -> None:
-    plan.add_argument("script", metavar="SCRIPT", help="the script that trains")
+    plan.add_argument(
+        "script", metavar="SCRIPT|WORKDIR", help="the script that trains, or the --workdir of a run"
+    )
     where = plan.add_mutually_exclusive_group(required=True)
     where.add_argument(
         "--topology",
@@ -242,6 +248,12 @@ def _plan_options(plan: argparse.ArgumentParser) -> None:
     )
     where.add_argument(
         "--devices", type=_at_least(1), metavar="N", help="devices at hand; virtual ones on CPU"
+    )
+    plan.add_argument(
+        "--nodes",
+        type=_at_least(1),
+        metavar="M",
+        help="WORKDIR only: over which the devices are spread evenly (default: 1)",
     )
     plan.add_argument(
         "--num-slices",
@@ -316,7 +328,15 @@ def _coordinate(options, command: list[str], parser: argparse.ArgumentParser) ->
 
 def _plan(options, command: list[str], parser: argparse.ArgumentParser) -> int:
     from jaxgoodput.launcher.plan import plan
+    from jaxgoodput.launcher.plan_run import is_workdir
 
+    if is_workdir(options.script):
+        return _plan_run(options, command)
+    if options.nodes is not None:
+        parser.error(
+            f"--nodes is for the workdir of a run, and {options.script} is none; a script's strategies are "
+            "planned for --devices or a --topology"
+        )
     given = {
         "--topology": options.topology,
         "--devices": options.devices,
@@ -326,6 +346,29 @@ def _plan(options, command: list[str], parser: argparse.ArgumentParser) -> int:
     }
     flags = [f"{name}={value}" for name, value in given.items() if value is not None]
     return plan([*flags, options.script, *command], num_devices=options.devices)
+
+
+def _plan_run(options, command: list[str]) -> int:
+    from jaxgoodput.launcher.plan_run import plan_run
+    from jaxgoodput.launcher.supervise import UsageError
+
+    try:
+        for name, value, default in (
+            ("--topology", options.topology, None),
+            ("--num-slices", options.num_slices, 1),
+            ("--micro-batch-size", options.micro_batch_size, None),
+            ("--memory-gib", options.memory_gib, None),
+            ("a command after --", command, []),
+        ):
+            if value != default:
+                raise UsageError(
+                    f"{name} is for a script, and {options.script} is a folder: a run is planned by what it "
+                    "measured on its own kind of device. Use --devices and --nodes."
+                )
+        print(plan_run(options.script, options.devices, options.nodes or 1))
+    except UsageError as error:
+        return _wrong(error)
+    return _DONE
 
 
 def _report(options, command: list[str], parser: argparse.ArgumentParser) -> int:

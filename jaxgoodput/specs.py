@@ -245,7 +245,7 @@ class JobSpec:
     level: str | None = None
     """The label of `Node` within which all of its nodes must lie, such as "rack"."""
     deadline_s: float | None = None
-    """Soft: reported, never a reason to starve others."""
+    """Met ahead of other jobs where the job declares its work left and that is possible; else reported."""
     budget: float | None = None
     """The most that it may cost in total, by the cluster's prices; None: no limit."""
 

@@ -157,7 +157,7 @@ def _deadline(view: JobView, now_s: float) -> str | None:
         return None
     if now_s > deadline:
         return f"its deadline passed {now_s - deadline:.0f} s ago"
-    if view.remaining is not None and view.goodput:
+    if view.remaining is not None and view.goodput and view.is_measured:
         least_s = view.remaining / max(view.goodput.values())
         if now_s + least_s > deadline:
             return (

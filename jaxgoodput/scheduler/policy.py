@@ -22,6 +22,9 @@ class JobView:
     """Useful samples (or any unit of the job's own) per second on each shape, packed on as few nodes as the
     shape says. A shape that is missing is unknown or not allowed. For an elastic or rigid job the batch is
     fixed, so this is its throughput."""
+    goodput_error: Mapping[Shape, float] = field(default_factory=dict)
+    """Relative standard error of an entry of `goodput`, independent of those of the others: 0.1 is about
+    10 %. A shape that is missing has an unknown one, and a policy judges it by how rough the table is."""
     submitted_s: float = 0.0
     since_s: float | None = None
     """When the present allocation began; None = not running."""
@@ -29,7 +32,8 @@ class JobView:
     """While it restarts, it is not worth moving again."""
     num_restarts: int = 0
     restart_s: float = 30.0
-    """Seconds that one change costs, measured or estimated."""
+    """Seconds that the next change costs: as told, until its restarts have shown what they take
+    (`estimated_restart_s`)."""
     received_s: Mapping[str, float] = field(default_factory=dict)
     """Device-seconds that it has had, by kind."""
     fraction_received_s: Mapping[str, float] = field(default_factory=dict)
@@ -47,6 +51,11 @@ class JobView:
     tenant_received_s: Mapping[str, float] = field(default_factory=dict)
     """Device-seconds that every tenant had of late (`fair_share.faded`), the same for all jobs of a
     decision; who is absent had none."""
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether its goodput is in samples/s; that of an adaptive job that has not run is in no unit."""
+        return self.largest_profiled > 0 or self.spec.mode != "adaptive"
 
 
 @dataclass(frozen=True, kw_only=True)

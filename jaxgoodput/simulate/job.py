@@ -114,7 +114,7 @@ def spec_of(
         num_devices=most if rigid else None,
         weight=trace.weight,
         kinds=tuple(kinds),
-        deadline_s=deadline_s,
+        deadline_s=trace.deadline_s if deadline_s is None else deadline_s,
         tenant=trace.tenant,
         budget=trace.budget,
     )

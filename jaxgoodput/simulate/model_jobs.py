@@ -219,7 +219,8 @@ class ModelJob:
         growth, most = self._settings.growth, self.spec.max_devices
         growth = growth if self._batch is None else None
         limit = most if growth is None else min(most, max(int(growth * self._largest), 1))
-        key = shapes, self._phase, limit
+        ran = self._largest > 0 or self._batch is not None
+        key = shapes, self._phase, limit, ran
         if self._offered[0] != key:
             table: dict[Shape, float] = {}
             for kind in self._app.perf:
@@ -235,15 +236,16 @@ class ModelJob:
                 )
                 known = {s: float(g) * self._noise for s, g in zip(mine, speeds, strict=True) if g}
                 least = min((s.num_devices for s in known), default=0)
-                if not self._largest and self._batch is None:
+                if not ran:
                     known = {s: 1.0 for s in known if s.num_devices == least}
                 table |= {s: g for s, g in known.items() if s.num_devices <= max(limit, least)}
             self._offered = key, table
         return self._offered[1]
 
     def remaining(self) -> float | None:
-        """Useful samples left, if the settings let it say so or its batch is fixed."""
+        """Useful samples left, if the settings let it say so, its batch is fixed or it has a deadline."""
         declared = self._settings.declared_progress or self._batch is not None
+        declared |= self.spec.deadline_s is not None
         return self._total - self._done if declared else None
 
     def save(self) -> float:

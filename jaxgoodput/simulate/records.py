@@ -58,11 +58,17 @@ class JobRecord:
     """Of its devices, by the cluster's prices; None = these are not known."""
     out_of_money: bool = False
     """Its budget was spent before its work was done."""
+    deadline_s: float | None = None
 
     @property
     def jct_s(self) -> float:
         """Job completion time: from submission to the end."""
         return self.finish_s - self.submit_s
+
+    @property
+    def is_in_time(self) -> bool:
+        """Whether it ended by its deadline; True where it has none."""
+        return self.deadline_s is None or self.finish_s <= self.deadline_s
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -52,6 +52,8 @@ class Settings:
     """How that differs by kind of change, and what compiling and storage add; None = it does not."""
     told_restart_s: Seconds | None = None
     """What policies are told it costs; None = the truth."""
+    learned_restarts: bool = False
+    """Whether they are told what the job's own restarts took, as soon as it had some; as published: not."""
     mode: Mode = "adaptive"
     """How jobs run whose trace does not say."""
     pins: Mapping[str, Pin] = field(default_factory=dict)
@@ -76,6 +78,11 @@ class Settings:
     """Standard deviation of the log of a measured time."""
     gradient_noise: float = 0.0
     """Standard deviation of the log of a measured moment of the gradient."""
+    told_noise: float = 0.0
+    """Standard deviation of the log of what each entry of a job's table is wrong by: a factor of its own for
+    every job and shape, which never changes."""
+    declared_errors: bool = False
+    """Whether jobs say how large that is (`JobView.goodput_error`)."""
     observe_s: float = 5.0
     """Seconds, on events, from the start of a new size until it is measured."""
     failures: Failures | None = None
@@ -100,7 +107,7 @@ class Settings:
         for name, value in positive.items():
             if not (value > 0 and math.isfinite(value)):
                 raise ValueError(f"Settings.{name} must be above 0 and finite, got {value}.")
-        for name in ("step_noise", "gradient_noise", "observe_s"):
+        for name in ("step_noise", "gradient_noise", "told_noise", "observe_s"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"Settings.{name} must be at least 0, got {getattr(self, name)}.")
         if not 0 <= self.interference < 1:
@@ -181,5 +188,6 @@ def realistic(settings: Settings, **changes) -> Settings:
         "gradient_noise": 0.1,
         "interference": 0.1,
         "failures": Failures(mean_between_s=30 * 24 * 3600.0),
+        "learned_restarts": True,
     }
     return replace(settings, **{**assumed, **changes})

@@ -20,10 +20,12 @@ from jaxgoodput.scheduler.fair_share import deserved, faded
 from jaxgoodput.scheduler.limits import subtrees
 from jaxgoodput.scheduler.policy import JobView, Plan, Policy
 from jaxgoodput.scheduler.reconcile import reconcile
+from jaxgoodput.scheduler.restart_estimate import estimated_restart_s
 from jaxgoodput.scheduler.shapes import capacity, shapes
 from jaxgoodput.simulate.conditions.faults import FaultScript
 from jaxgoodput.simulate.conditions.inputs import fed
 from jaxgoodput.simulate.conditions.restarts import Change, RestartCosts, Traffic, change_of
+from jaxgoodput.simulate.conditions.told import told_factor
 from jaxgoodput.simulate.job import SimulatedJob, Truth, every_size, packed
 from jaxgoodput.simulate.records import Interval, JobRecord, Result, TenantRecord
 from jaxgoodput.simulate.settings import Settings
@@ -56,7 +58,11 @@ class _Entry:
     job: SimulatedJob
     allocation: Allocation = field(default_factory=Allocation)
     kind: str = ""
+    index: int = 0  # in the workload
     restoring_s: float = 0.0  # still to pass before it works again
+    takes_s: float | None = None  # all of the restart that it is in
+    took_s: list[float] = field(default_factory=list)  # what those behind it took
+    factors: dict[Shape, float] = field(default_factory=dict)  # what its table is wrong by
     after_storage_s: float = 0.0  # of that, what comes after its checkpoint has been read
     last_shape: Shape | None = None
     had: set[Shape] = field(default_factory=set)  # shapes that its program was compiled for
@@ -186,7 +192,8 @@ class _World:
     def __init__(self, jobs, cluster, policy, truth, settings, clock):
         self.settings: Settings = settings
         self.entries = [
-            _Entry(trace, truth.job(trace, settings, index)) for index, trace in enumerate(jobs)
+            _Entry(trace, truth.job(trace, settings, index), index=index)
+            for index, trace in enumerate(jobs)
         ]
         self.waiting = list(self.entries)  # not done, in the order of the workload
         self.now_s = 0.0
@@ -266,6 +273,9 @@ class _World:
             delay = min(entry.restoring_s, left)
             entry.restoring_s -= delay
             used += delay
+            if entry.takes_s is not None and entry.restoring_s <= 0.0:
+                entry.took_s.append(entry.takes_s)
+                entry.takes_s = None
             if not left > delay:
                 break
             left -= delay
@@ -290,7 +300,7 @@ class _World:
         entry.crashes += 1
         entry.crash_in_s = next(entry.crash_ahead_s)
         entry.job.restore(entry.saved[1])
-        entry.restoring_s = self._restart_s(entry, "resume")
+        entry.restoring_s = entry.takes_s = self._restart_s(entry, "resume")
 
     def _speeds(self) -> dict[str, float]:
         """Job id -> its speed relative to what its tables or model say, where others are in its way."""
@@ -411,15 +421,24 @@ class _World:
         few = job.spec.mode == "adaptive"
         restoring = entry.restoring_s > 0 and entry.running
         goodput = job.goodput(self._few_sizes if few else self._all_sizes)
+        error: dict[Shape, float] = {}
+        if self.settings.told_noise and not (few and job.largest_profiled == 0):  # 1 is no estimate
+            goodput = self._as_told(entry, goodput)
+            if self.settings.declared_errors:
+                error = dict.fromkeys(goodput, self.settings.told_noise)
+        restart_s = self.settings.told_restart_of(job.application)
+        if self.settings.learned_restarts:
+            restart_s = estimated_restart_s(restart_s, entry.took_s)
         return JobView(
             spec=job.spec,
             allocation=entry.allocation,
             goodput=goodput,
+            goodput_error=error,
             submitted_s=entry.trace.submit_s,
             since_s=entry.since_s,
             restoring_until_s=self.now_s + entry.restoring_s if restoring else None,
             num_restarts=entry.restarts,
-            restart_s=self.settings.told_restart_of(job.application),
+            restart_s=restart_s,
             received_s=dict(entry.received),
             fraction_received_s=dict(entry.fraction),
             largest_profiled=job.largest_profiled,
@@ -428,6 +447,14 @@ class _World:
             shared_goodput=self._shared(entry, goodput, active) if self.settings.sharing else {},
             tenant_received_s=self._had_s,
         )
+
+    def _as_told(self, entry: _Entry, goodput: Mapping[Shape, float]) -> dict[Shape, float]:
+        """Its table with what is wrong with it."""
+        settings, factors = self.settings, entry.factors
+        for shape in goodput:
+            if shape not in factors:
+                factors[shape] = told_factor(settings.told_noise, settings.seed, entry.index, shape)
+        return {shape: rate * factors[shape] for shape, rate in goodput.items()}
 
     def newcomer(self, trace: TraceJob, now_s: float) -> JobView:
         """A job that comes now, after a minute on one device of each kind that it can use."""
@@ -438,7 +465,7 @@ class _World:
                 job.place(kind, (1,))
                 job.advance(NEWCOMER_S)
                 job.restore(before)
-        view = self._view(_Entry(trace, job), [])
+        view = self._view(_Entry(trace, job, index=len(self.entries)), [])
         return replace(view, submitted_s=now_s)
 
     def _shared(
@@ -468,7 +495,7 @@ class _World:
             self._traffic.leave(entry.trace.id, self.now_s)
         running = entry.since_s is not None
         if not allocation.devices:
-            entry.since_s, entry.restoring_s = None, 0.0
+            entry.since_s, entry.restoring_s, entry.takes_s = None, 0.0, None
             return
         entry.kind = self._kinds[next(iter(allocation.devices))]
         entry.restarts += entry.start_s is not None
@@ -485,7 +512,7 @@ class _World:
         """What the change to its new devices costs; `running`: it held others until now."""
         shape = Shape(entry.kind, entry.allocation.num_nodes, entry.allocation.num_devices)
         change = change_of(entry.last_shape, running, shape)
-        entry.restoring_s = self._restart_s(entry, change, shape not in entry.had)
+        entry.restoring_s = entry.takes_s = self._restart_s(entry, change, shape not in entry.had)
         entry.last_shape = shape
         entry.had.add(shape)
         if self._traffic is not None:
@@ -506,6 +533,7 @@ class _World:
         for entry in self.waiting:
             if entry.trace.id in left_s:
                 entry.restoring_s = left_s[entry.trace.id] + entry.after_storage_s
+                entry.takes_s = self.now_s - (entry.since_s or 0.0) + entry.restoring_s
                 if entry.measured_s < math.inf:
                     entry.measured_s = self.now_s + entry.restoring_s + self.settings.observe_s
 
@@ -640,6 +668,7 @@ class _World:
             tenant=entry.job.spec.tenant,
             cost=cost(entry.received, prices) if prices else None,
             out_of_money=entry.out_of_money,
+            deadline_s=entry.job.spec.deadline_s,
         )
 
     def tenants(self, records: Sequence[JobRecord]) -> tuple[TenantRecord, ...]:

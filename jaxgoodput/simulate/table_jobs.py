@@ -266,14 +266,14 @@ class TableJob:
         return float(rate) if rate > 0 else None
 
     def remaining(self) -> float | None:
-        """Steps left where the batch is fixed; else useful samples, if the settings let it say so."""
+        """Steps left where the batch is fixed; else useful samples, if it may say so or has a deadline."""
         runs, batch = self._app.runs, self._batch
         if self.spec.mode != "adaptive" and batch is not None:
             last = runs.num_epochs - 1
             if self._epoch >= last:
                 return 1.0  # as published: the last epoch counts as one step
             return runs.iterations_at_end(batch, last) - runs.iterations_at_end(batch, self._epoch)
-        if not self._settings.declared_progress:
+        if not self._settings.declared_progress and self.spec.deadline_s is None:
             return None
         return float(runs.epoch_ends[-1] - self._progress) * self._app.base_batch
 

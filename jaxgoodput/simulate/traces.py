@@ -54,6 +54,8 @@ class TraceJob:
     weight: float = 1.0
     slo: float | None = None
     """Its deadline as a multiple of its isolated duration, in Gavel's traces."""
+    deadline_s: float | None = None
+    """Its deadline; a job that has one declares its work left."""
     tenant: str = "default"
     budget: float | None = None
     """The most that it may cost; None = no limit."""

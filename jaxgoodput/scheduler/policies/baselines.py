@@ -1,8 +1,8 @@
-"""The schedulers that others are compared with: Tiresias, Optimus, and a static one.
+"""The schedulers that others are compared with: Tiresias, Optimus, earliest deadline first, a static one.
 
-They follow the versions that Pollux's artifact simulates (Qiao et al., OSDI 2021), including their
-placement: a job goes to the emptiest nodes, the first of equals. They therefore answer with
-devices, and use the generic placement nowhere.
+The first two and the last follow the versions that Pollux's artifact simulates (Qiao et al., OSDI 2021),
+including their placement: a job goes to the emptiest nodes, the first of equals. They therefore answer
+with devices, and use the generic placement nowhere.
 """
 
 import heapq
@@ -193,6 +193,35 @@ def _gain(speeds: Mapping[int, float], size: int, remaining: float) -> float:
     if size + 1 not in speeds:
         return 0.0
     return (1.0 / speeds[size] - 1.0 / speeds[size + 1]) * remaining
+
+
+@dataclass(frozen=True, kw_only=True)
+class EarliestDeadline:
+    """The earliest deadline first, on the devices that users asked for; later ones are preempted.
+
+    Jobs without a deadline come last, in order of arrival. Who does not fit beside those before it is passed
+    over. Liu and Layland, 1973, for devices instead of one processor.
+    """
+
+    def __call__(self, jobs: Sequence[JobView], cluster: ClusterSpec, now_s: float, /) -> Decision:
+        """Allocations by deadline."""
+        _one_kind(cluster, "EarliestDeadline")
+        free = _Free(cluster)
+        budget = free.num_devices
+        running, reasons = [], {}
+        last = float("inf")
+        for job in sorted(
+            _arrival(jobs), key=lambda j: last if j.spec.deadline_s is None else j.spec.deadline_s
+        ):
+            wanted = job.spec.num_devices or job.rigid_shape_hint or job.spec.min_devices
+            wanted = max(job.spec.min_devices, min(wanted, job.spec.max_devices))
+            reasons[job.spec.id] = f"{wanted} devices in order of deadlines"
+            if wanted <= budget:
+                budget -= wanted
+                running.append((job, wanted))
+            else:
+                reasons[job.spec.id] += f" do not fit into the {budget} left by jobs before it"
+        return _place(running, free, reasons)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,7 +25,7 @@ from jaxgoodput.scheduler.gavel.fairness import (
 from jaxgoodput.scheduler.gavel.fractions import FractionPolicy
 from jaxgoodput.scheduler.gavel.rounds import RoundScheduler
 from jaxgoodput.scheduler.gavel.throughput import TotalThroughput
-from jaxgoodput.scheduler.policies.baselines import Optimus, Static, Tiresias
+from jaxgoodput.scheduler.policies.baselines import EarliestDeadline, Optimus, Static, Tiresias
 from jaxgoodput.scheduler.policies.goodput import Goodput
 from jaxgoodput.scheduler.policies.pollux import Pollux
 from jaxgoodput.scheduler.policies.sia import Sia
@@ -69,6 +69,9 @@ def catalogue() -> Mapping[str, Named]:
             policy=Optimus(), mode="elastic", one_kind=True, says="devices where they save most time"
         ),
         "tiresias": Named(policy=Tiresias(), one_kind=True, says="two queues by attained service"),
+        "edf": Named(
+            policy=EarliestDeadline(), one_kind=True, says="earliest deadline first, preemptive"
+        ),
         "static": Named(
             policy=Static(), one_kind=True, says="first in, first out, never interrupted"
         ),

@@ -15,8 +15,10 @@ so that nobody is frozen where he is; a job that is paused restarts once more (`
 falls with the device-seconds that a job has had (who has had little probably needs little more, and leaves
 soon) and rises with its age, so that of two that are both large the earlier one is finished first; a job
 that declares its progress is weighed by what is left instead. One that has not run yet is offered the kinds
-at the ratios that others found (`with_usual_kinds`). Who has had far less than an equal share runs all the
-same (`guarantee.py`), and so do as many of a tenant's jobs as it is guaranteed devices (`tenants.py`).
+at the ratios that others found (`with_usual_kinds`), and tables that contradict themselves are smoothed
+(`tables.py`). Whatever it is worth, as many of a tenant's jobs run as it is guaranteed devices
+(`tenants.py`), who has to run for its deadline runs (`deadlines.py`), and then who has had far less than an
+equal share (`guarantee.py`); where nothing happens nothing changes (`steady.py`).
 """
 
 import math
@@ -26,9 +28,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxgoodput.scheduler.policies.deadlines import deadlines_of
 from jaxgoodput.scheduler.policies.guarantee import claims_of, due
 from jaxgoodput.scheduler.policies.promises import promises
 from jaxgoodput.scheduler.policies.shape_choice import ShapeProblem
+from jaxgoodput.scheduler.policies.steady import as_of_last_event
+from jaxgoodput.scheduler.policies.tables import shrunk_tables
 from jaxgoodput.scheduler.policies.tenants import (
     Guaranteed,
     fair_factors,
@@ -81,8 +86,12 @@ class Goodput:
     """Seconds since submission at which the weight begins to rise."""
     age_power: float = 0.25
     """How fast it rises; those that came together do not all finish together."""
+    settle_s: float = 600.0
+    """So long after the last event the weights of jobs that all run stand still; nobody may be waiting."""
     growth: float | None = None
     """The most that is offered, in largest sizes that a job has run on; None = trust its table."""
+    smooth_tables: bool = True
+    """Whether tables whose entries contradict each other are drawn towards smooth curves (`tables.py`)."""
     relative_gap: float = 1e-3
     """The gap to the best objective that is good enough; up to about 100 devices it is 0 anyway."""
     time_limit_s: float = 2.0
@@ -98,7 +107,7 @@ class Goodput:
             value = getattr(self, name)
             if not (value > 0 and math.isfinite(value)):
                 raise ValueError(f"Goodput.{name} must be above 0 and finite, got {value}.")
-        for name in ("pause", "least_run", "guaranteed", "patience_s", "fairness"):
+        for name in ("pause", "least_run", "guaranteed", "patience_s", "settle_s", "fairness"):
             value = getattr(self, name)
             if not (value >= 0 and math.isfinite(value)):
                 raise ValueError(f"Goodput.{name} must be at least 0 and finite, got {value}.")
@@ -111,9 +120,12 @@ class Goodput:
     def __call__(self, jobs: Sequence[JobView], cluster: ClusterSpec, now_s: float, /) -> Decision:
         """The choice of greatest weighted utility after switching prices; restarting jobs stay."""
         problem = ShapeProblem.of(jobs, cluster, now_s, growth=self.growth)
+        if self.smooth_tables:
+            problem = replace(problem, goodput=shrunk_tables(problem))
         problem = replace(problem, goodput=with_usual_kinds(problem))
+        then = as_of_last_event(problem, self.settle_s)
         each = capacity(cluster)
-        weight = self._weight(problem)
+        weight = self._weight(then)
         if cluster.tenants and self.fairness > 0:
             weight = weight * fair_factors(problem, self.fairness)
         market = clearing_prices(
@@ -126,15 +138,22 @@ class Goodput:
         share = problem.goodput / market.best[:, None]
         usual = market.cost * market.best
         worth = usual[:, None] * share**self.diminishing
-        utility = worth * (1.0 - lost_by_change(problem, self.kind_change))
-        utility += worth_of_no_pause(problem, worth, usual, self.pause)[:, None]
+        utility = worth * (1.0 - lost_by_change(then, self.kind_change))
+        utility += worth_of_no_pause(then, worth, usual, self.pause)[:, None]
         is_due = due(problem, self.guaranteed, self.patience_s)
+        deadlines = deadlines_of(problem)
         own = Guaranteed([], {}, {})
         if any(tenant.guaranteed for tenant in cluster.tenants):
-            own = guaranteed(problem, utility, is_due)
+            # On shapes that meet deadlines, where there are such; these come first.
+            wanted, first = utility.copy(), is_due.copy()
+            for claim in deadlines.claims:
+                others = np.setdiff1d(np.arange(len(problem.shapes)), claim.shapes)
+                wanted[claim.job, others] = np.nan
+                first[claim.job] = True
+            own = guaranteed(problem, wanted, first)
         promised = promises(
             problem,
-            [*own.claims, *claims_of(problem, is_due)],
+            [*own.claims, *deadlines.claims, *claims_of(problem, is_due)],
             problem.restoring(),
             too_young_to_pause(problem, self.least_run),
         )
@@ -150,6 +169,12 @@ class Goodput:
         if cluster.tenants:
             decision = with_tenants(decision, problem, own)
         reasons = dict(decision.reasons)
+        for i, why in deadlines.given_up.items():
+            reasons[problem.jobs[i].spec.id] += f"; {why}"
+        for claim in deadlines.claims:
+            spec = problem.jobs[claim.job].spec
+            if spec.id in decision.allocations and spec.deadline_s is not None:
+                reasons[spec.id] += f": its deadline is in {spec.deadline_s - now_s:.0f} s"
         for view in (problem.jobs[i] for i in np.flatnonzero(is_due)):
             if view.spec.id in decision.allocations and not view.allocation.devices:
                 reasons[view.spec.id] += ": it has had less than its guaranteed share of the time"

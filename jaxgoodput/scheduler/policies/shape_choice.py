@@ -1,6 +1,6 @@
 """A decision as matrices, and a choice of shapes as a decision: what the goodput policies share."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +18,7 @@ from jaxgoodput.scheduler.shapes import (
     shapes,
 )
 from jaxgoodput.scheduler.solve.assignment import Choice, Quota, allocate
-from jaxgoodput.specs import ClusterSpec, Shape
+from jaxgoodput.specs import Allocation, ClusterSpec, Shape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,11 +98,7 @@ class ShapeProblem:
         of its tenant that restart exceed the quota together: then none of these is sure of its devices.
         """
         until = np.array([view.restoring_until_s or -np.inf for view in self.jobs], np.float64)
-        offered = {
-            n.name: set(range(n.num_devices)) - set(n.withheld)
-            for n in self.cluster.nodes
-            if n.state != "down"
-        }
+        offered = offered_devices(self.cluster, draining=True)
         stays = (until > self.now_s) & np.array(
             [
                 all(offered.get(name, set()).issuperset(local) for name, local in devices.items())
@@ -225,9 +221,7 @@ class ShapeProblem:
         for row, view in enumerate(self.jobs):
             id_ = view.spec.id
             if id_ in allocations:
-                reasons[id_] = self._why(
-                    row, int(choice.shape[row]), allocations[id_] is view.allocation
-                )
+                reasons[id_] = self._why(row, int(choice.shape[row]), allocations)
             elif id_ in wanted:
                 reasons[id_] = (
                     f"waits: {shape_in_words(wanted[id_])} do not fit beside the jobs placed first"
@@ -235,6 +229,11 @@ class ShapeProblem:
             elif np.isnan(self.goodput[row]).all():
                 reasons[id_] = (
                     f"waits: {no_shape_reason(view, capacity(self.cluster), set(self.shapes).__contains__)}"
+                )
+            elif (least := int(self.devices[self.sizes(row)[0]])) > self._quota(view):
+                reasons[id_] = (
+                    f"waits: {self._quota(view)} devices are left of the quota of tenant "
+                    f"{view.spec.tenant!r}, and it needs at least {least}"
                 )
             elif used_up[row] >= 0:
                 reasons[id_] = f"waits: {limits[used_up[row]][0].said}, leaves it no shape"
@@ -263,20 +262,52 @@ class ShapeProblem:
             found[(found < 0) & counted & (least > left + 1e-9)] = at
         return found
 
-    def _why(self, row: int, shape: int, stays: bool) -> str:
+    def _quota(self, view: JobView) -> int:
+        """Devices that the job's tenant may have, without those of jobs that stay."""
+        return self.cluster.quota.get(view.spec.tenant, int(self.devices.max(initial=0)))
+
+    def _why(self, row: int, shape: int, allocations: Mapping[str, Allocation]) -> str:
         said = shape_in_words(self.shapes[shape])
-        if stays:
+        view = self.jobs[row]
+        if allocations[view.spec.id] is view.allocation:
             return f"keeps {said}"
         before = int(self.present[row])
         if before == shape:
-            return f"moves to other devices, {said}, so that a larger job fits"
+            return (
+                f"moves to other devices, {said}, {self._why_moved(view.allocation, allocations)}"
+            )
         goodput = self.goodput[row]
         if before >= 0 and goodput[before] > 0:
             return f"gets {said}: {goodput[shape] / goodput[before]:.2f} times its present goodput"
         return f"gets {said}"
 
+    def _why_moved(self, left: Allocation, allocations: Mapping[str, Allocation]) -> str:
+        """Why a job of the same shape is elsewhere now: who has the devices that it left, or nobody may."""
+        offered = offered_devices(self.cluster)
+        if any(not offered.get(name, set()).issuperset(d) for name, d in left.devices.items()):
+            return "because those that it had are not to be given away now"
+        takers = sorted(
+            id_
+            for id_, given in allocations.items()
+            if any(set(given.devices.get(name, ())) & set(d) for name, d in left.devices.items())
+        )
+        if not takers:
+            return "so that all fit"
+        more = f" and {len(takers) - 1} more" if len(takers) > 1 else ""
+        return f"so that {takers[0]}{more} can be placed where it was"
+
     def _is(self, kind: str) -> np.ndarray:
         return np.array([shape.kind == kind for shape in self.shapes], bool)
+
+
+def offered_devices(cluster: ClusterSpec, *, draining: bool = False) -> dict[str, set[int]]:
+    """Node name -> local indices that may be given away; with `draining` those of draining nodes, too."""
+    states = ("up", "draining") if draining else ("up",)
+    return {
+        node.name: set(range(node.num_devices)) - set(node.withheld)
+        for node in cluster.nodes
+        if node.state in states
+    }
 
 
 def normalised(goodput: np.ndarray) -> np.ndarray:

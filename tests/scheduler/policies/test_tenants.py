@@ -127,10 +127,8 @@ def test_a_guarantee_is_spent_by_weight_then_by_submission():
     ]
     jobs += [job(f"b{i}", "b", most=1) for i in range(4)]
     jobs += [job(f"x{i}", "else", most=1, weight=50.0) for i in range(20)]
-    cluster = dataclasses.replace(SIXTEEN, tenants=TREE[1:2])
-    cluster = dataclasses.replace(
-        cluster, tenants=(dataclasses.replace(TREE[1], parent=None, weight=1e-3),)
-    )
+    poor = dataclasses.replace(TREE[1], parent=None, weight=1e-3)
+    cluster = dataclasses.replace(SIXTEEN, tenants=(poor,))
     plan = reconcile(jobs, cluster, Goodput(), 0.0)
     ours = {id_ for id_, given in plan.allocations.items() if given.devices and id_[0] == "a"}
     assert {"a2", "a8", "a7", "a6"} <= ours
