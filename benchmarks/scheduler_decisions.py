@@ -2,19 +2,23 @@
 
     python benchmarks/scheduler_decisions.py [--rounds 9] [--largest]
 
-Clusters of one and of three kinds at the same load. A round: ten of a hundred jobs end and others
-arrive, some have learned to grow; then one decision. Tables are timed apart: reading the goodput of
-every job on every shape into a matrix. Times are CPU time of one core, and wall time.
+Clusters of one and of three kinds at the same load, and such with racks, which a third of the jobs must not
+leave, and eight tenants below two others, with guarantees, limits and hourly budgets. A round: ten of a
+hundred jobs end and others arrive, some have learned to grow; then one decision. Tables are timed apart:
+reading the goodput of every job on every shape into a matrix. Times are CPU time of one core, and wall time.
 """
 
 import argparse
 import time
+from dataclasses import replace
 
 import numpy as np
 
 from jaxgoodput.scheduler import Goodput, JobView, ShapeProblem, shape_of, shapes
-from jaxgoodput.specs import Allocation, ClusterSpec, JobSpec, Node
+from jaxgoodput.scheduler.fair_share import faded
+from jaxgoodput.specs import Allocation, ClusterSpec, JobSpec, Node, Tenant
 
+TEAMS = tuple(f"team-{i}" for i in range(8))
 ROW = "{:>8} {:>6} {:>6} {:>9} {:>11} {:>11} {:>11} {:>11} {:>9} {:>8}"
 
 
@@ -30,7 +34,29 @@ def cluster_of(num_devices, num_kinds):
     return ClusterSpec(nodes=tuple(nodes))
 
 
-def new_job(rng, index, offered, now_s):
+def with_tenants(cluster):
+    """The cluster in racks of eight nodes, with tenants in two levels."""
+    nodes = [replace(n, labels={"rack": f"{n.kind}-{i // 8}"}) for i, n in enumerate(cluster.nodes)]
+    total = sum(node.num_devices for node in nodes)
+    labs = [
+        Tenant(name=f"lab-{i}", guaranteed=3 * total // 8, budget_per_hour=0.8 * total)
+        for i in range(2)
+    ]
+    teams = [
+        Tenant(
+            name=name,
+            parent=f"lab-{i % 2}",
+            guaranteed=total // 16,
+            limit=total // 3,
+            weight=1.0 + i % 3,
+        )
+        for i, name in enumerate(TEAMS)
+    ]
+    prices = {kind: 1.0 for kind in {node.kind for node in nodes}}
+    return replace(cluster, nodes=tuple(nodes), tenants=(*labs, *teams), price_per_hour=prices)
+
+
+def new_job(rng, index, offered, now_s, tenants=()):
     """A job of its own scaling, limits and preference for a kind."""
     largest = int(2 ** rng.integers(0, 7))
     power = rng.uniform(0.5, 0.97)
@@ -41,6 +67,9 @@ def new_job(rng, index, offered, now_s):
         if s.num_devices <= largest
     }
     spec = JobSpec(id=f"job-{index:06d}", max_devices=largest)
+    if tenants:
+        level = "rack" if rng.random() < 1 / 3 else None
+        spec = replace(spec, tenant=tenants[int(rng.integers(len(tenants)))], level=level)
     return JobView(
         spec=spec, goodput=table, submitted_s=now_s, largest_profiled=largest, restart_s=30.0
     )
@@ -66,13 +95,14 @@ def after(view, allocation, now_s, span_s, rng):
     )
 
 
-def measure(num_devices, num_jobs, num_kinds, rounds, policy):
+def measure(num_devices, num_jobs, num_kinds, rounds, policy, tenants=()):
     rng = np.random.default_rng(num_devices + num_kinds)
     cluster = cluster_of(num_devices, num_kinds)
-    offered = shapes(cluster)
+    cluster = with_tenants(cluster) if tenants else cluster
+    offered, had_s = shapes(cluster), {}
     kind_of = {node.name: node.kind for node in cluster.nodes}
     now_s, count = 0.0, num_jobs
-    jobs = [new_job(rng, i, offered, 0.0) for i in range(num_jobs)]
+    jobs = [new_job(rng, i, offered, 0.0, tenants) for i in range(num_jobs)]
     tables, spent, walls, gaps = [], [], [], []
     same, kept = 0, 0
     for turn in range(rounds + 2):
@@ -94,15 +124,17 @@ def measure(num_devices, num_jobs, num_kinds, rounds, policy):
                         same += 1
                         kept += before.devices == given.devices
         now_s += 60.0
+        if tenants:
+            had_s = faded(had_s, devices_of(jobs, decision), 60.0, 6 * 3600.0)
         following = []
         for view in jobs:
             if rng.random() < 0.1:
-                following.append(new_job(rng, count, offered, now_s))
+                following.append(new_job(rng, count, offered, now_s, tenants))
                 count += 1
             else:
                 given = decision.allocations.get(view.spec.id, Allocation())
                 following.append(after(view, given, now_s, 60.0, rng))
-        jobs = following
+        jobs = [replace(v, tenant_received_s=had_s) for v in following] if tenants else following
     milli = 1e3
     print(
         ROW.format(
@@ -121,6 +153,15 @@ def measure(num_devices, num_jobs, num_kinds, rounds, policy):
     )
 
 
+def devices_of(jobs, decision):
+    """What each tenant has."""
+    counts = dict.fromkeys(TEAMS, 0.0)
+    for view in jobs:
+        given = decision.allocations.get(view.spec.id, Allocation())
+        counts[view.spec.tenant] += given.num_devices
+    return counts
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=9, help="decisions timed per row")
@@ -134,6 +175,9 @@ def main():
         for num_kinds in (1, 3):
             rounds = options.rounds if num_devices < 10000 else max(2, options.rounds // 3)
             measure(num_devices, num_jobs, num_kinds, rounds, Goodput())
+    print("with racks and eight tenants in two levels; asked at 2,048 devices: wall <= 300 ms")
+    for num_kinds in (1, 3):
+        measure(2048, 800, num_kinds, options.rounds, Goodput(), TEAMS)
 
 
 if __name__ == "__main__":

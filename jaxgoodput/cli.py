@@ -192,6 +192,12 @@ def _simulate_options(simulate: argparse.ArgumentParser) -> None:
         "--inputs": "cpus=NUMBER of a node and APPLICATION=SAMPLES that one of them prepares in a second, "
         "per-device=NUMBER that a job asks for (default: no job waits for its samples)",
         "--speed": "speeds of kinds for synthetic jobs, KIND=NUMBER,..., 1 = a T4",
+        "--tenants": "who shares the cluster, [PARENT/]NAME[:KEY=NUMBER...],... with guaranteed= and limit= "
+        "in devices, weight=, budget= per hour, jobs= the part of the jobs that are its; results by tenant "
+        "(default: nobody)",
+        "--prices": "of a device per hour, KIND=NUMBER,... (default: those of the cluster's file)",
+        "--budgets": "the most that a job may cost, NAME=NUMBER,... with the id of a job, an application or "
+        "all as NAME (default: no limit)",
         "--out": "write results.json and the pictures into this folder",
     }
     simulate.add_argument("--policy", metavar="A,B,...", default=None, help=text["--policy"])
@@ -208,6 +214,9 @@ def _simulate_options(simulate: argparse.ArgumentParser) -> None:
     simulate.add_argument("--faults", metavar="F", default=None, help=text["--faults"])
     simulate.add_argument("--costs", metavar="X", default=None, help=text["--costs"])
     simulate.add_argument("--inputs", metavar="I", default=None, help=text["--inputs"])
+    simulate.add_argument("--tenants", metavar="T", default=None, help=text["--tenants"])
+    simulate.add_argument("--prices", metavar="K=N", default=None, help=text["--prices"])
+    simulate.add_argument("--budgets", metavar="B", default=None, help=text["--budgets"])
     simulate.add_argument(
         "--declared-progress", action="store_true", help="adaptive jobs say how much work is left"
     )
@@ -383,6 +392,7 @@ def _simulate(options, command: list[str], parser: argparse.ArgumentParser) -> i
         table,
         what_if,
     )
+    from jaxgoodput.simulate.compare import costs_in_words, tenants_table
 
     known = catalogue()
     if options.list:
@@ -405,6 +415,9 @@ def _simulate(options, command: list[str], parser: argparse.ArgumentParser) -> i
             seed=options.seed,
             hours=options.hours,
             speed=options.speed,
+            tenants=options.tenants,
+            prices=options.prices,
+            budgets=options.budgets,
         )
         settings = read_settings(
             options.rules,
@@ -430,6 +443,11 @@ def _simulate(options, command: list[str], parser: argparse.ArgumentParser) -> i
         devices = sum(node.num_devices for node in scenario.cluster.nodes)
         print(f"{scenario.name}, {len(scenario.jobs)} jobs on {devices} devices\n")
         print(table(results))
+        if whose := tenants_table(results):
+            print(f"\n{whose}")
+        if costs := [said for said in map(costs_in_words, results) if said]:
+            print()
+            print("\n".join(costs))
         if settings.faults is not None:
             print()
             print("\n".join(f"{r.policy}: {r.faults() or 'nothing went wrong'}" for r in results))

@@ -87,8 +87,50 @@ class Reservation:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Tenant:
+    """Who shares the cluster with others: a team, or a group of teams, whose jobs count together.
+
+    A tenant is all jobs that name it (`JobSpec.tenant`) and those of the tenants below it.
+    """
+
+    name: str
+    parent: str | None = None
+    """The tenant that it is a part of; None: of none."""
+    guaranteed: int = 0
+    """Devices that its jobs have whenever they want them. While they do not, others may borrow them: the
+    other tenants below its parent first, then all."""
+    limit: int | None = None
+    """The most devices, with those that it borrows; None: no limit."""
+    weight: float = 1.0
+    """Its share of what nobody is guaranteed, relative to the others below its parent."""
+    budget_per_hour: float | None = None
+    """The most that its devices cost in an hour, by the cluster's prices; None: no limit."""
+
+    def __post_init__(self):
+        said = f"tenant {self.name!r}"
+        if self.guaranteed < 0:
+            raise ValueError(
+                f"{said} is guaranteed {self.guaranteed} devices. It must be 0 or more."
+            )
+        if self.limit is not None and self.limit < self.guaranteed:
+            raise ValueError(
+                f"{said} is guaranteed {self.guaranteed} devices but may have {self.limit} at most. Raise "
+                "the limit, lower the guarantee, or leave the limit out."
+            )
+        if not (math.isfinite(self.weight) and self.weight > 0):
+            raise ValueError(
+                f"{said} has weight={self.weight}. A weight is a finite number above 0 (1 = normal)."
+            )
+        budget = self.budget_per_hour
+        if budget is not None and not (math.isfinite(budget) and budget >= 0):
+            raise ValueError(
+                f"{said} has budget_per_hour={budget}. It is a finite number, 0 or more; None = no limit."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class ClusterSpec:
-    """The nodes, what is reserved on them, and what devices cost."""
+    """The nodes, what is reserved on them, what devices cost, and who shares them."""
 
     nodes: tuple[Node, ...]
     reservations: tuple[Reservation, ...] = ()
@@ -96,6 +138,12 @@ class ClusterSpec:
     """Of one device, by kind."""
     quota: Mapping[str, int] = field(default_factory=dict)
     """The most devices, by tenant; who is absent has no limit."""
+    tenants: tuple[Tenant, ...] = ()
+    """Who has guarantees, limits and shares; jobs of others have none of these and count as tenants of
+    weight 1."""
+    in_use: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    """Devices by tenant and kind that jobs have about which a policy is not asked: not its to give, but they
+    count as their tenants'. `reconcile` says so; a user leaves it empty."""
 
     def __post_init__(self):
         if not self.nodes:
@@ -128,6 +176,50 @@ class ClusterSpec:
                 raise ValueError(
                     f"kind {kind!r} costs {price} per hour. A price is a finite number, 0 or more."
                 )
+        if self.tenants:
+            _check_tree(self.tenants)
+            unpriced = sorted({node.kind for node in self.nodes} - set(self.price_per_hour))
+            for tenant in self.tenants:
+                if tenant.budget_per_hour is not None and unpriced:
+                    raise ValueError(
+                        f"tenant {tenant.name!r} has budget_per_hour={tenant.budget_per_hour}, but nobody "
+                        f"knows what a {unpriced[0]!r} costs. Add it to price_per_hour (0 = nothing)."
+                    )
+
+
+def _check_tree(tenants: tuple[Tenant, ...]):
+    by_name = {tenant.name: tenant for tenant in tenants}
+    if len(by_name) < len(tenants):
+        names = [tenant.name for tenant in tenants]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        raise ValueError(f"tenants {twice} occur more than once. A tenant is known by its name.")
+    below: dict[str, list[Tenant]] = {}
+    for tenant in tenants:
+        if tenant.parent is None:
+            continue
+        if tenant.parent not in by_name:
+            raise ValueError(
+                f"tenant {tenant.name!r} is below {tenant.parent!r}, which is not one of the tenants "
+                f"{sorted(by_name)}. Add it, or say parent=None."
+            )
+        below.setdefault(tenant.parent, []).append(tenant)
+        above, path = tenant, [tenant.name]
+        while above.parent in by_name:
+            above = by_name[above.parent]
+            path.append(above.name)
+            if len(path) > len(tenants):
+                raise ValueError(
+                    f"tenant {tenant.name!r} is below itself: {' below '.join(path[:4])} ... One of them "
+                    "must have parent=None."
+                )
+    for name, children in below.items():
+        wanted = sum(child.guaranteed for child in children)
+        if wanted > by_name[name].guaranteed:
+            raise ValueError(
+                f"the tenants below {name!r}, {', '.join(child.name for child in children)}, are guaranteed "
+                f"{wanted} devices, but it is itself guaranteed {by_name[name].guaranteed}. Guarantee it "
+                f"{wanted}, or them less."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,6 +246,8 @@ class JobSpec:
     """The label of `Node` within which all of its nodes must lie, such as "rack"."""
     deadline_s: float | None = None
     """Met ahead of other jobs where the job declares its work left and that is possible; else reported."""
+    budget: float | None = None
+    """The most that it may cost in total, by the cluster's prices; None: no limit."""
 
     def __post_init__(self):
         said = f"job {self.id!r}"
@@ -176,6 +270,10 @@ class JobSpec:
             )
         if not self.min_run_s >= 0:
             raise ValueError(f"{said} has min_run_s={self.min_run_s}. It must be 0 or more.")
+        if self.budget is not None and not (math.isfinite(self.budget) and self.budget >= 0):
+            raise ValueError(
+                f"{said} has budget={self.budget}. It is a finite number, 0 or more; None = no limit."
+            )
         if self.kinds is not None and not self.kinds:
             raise ValueError(
                 f"{said} allows no kind of device. List at least one, or say kinds=None for all."

@@ -5,12 +5,15 @@ that no policy needs to know about minimum run times, reservations or draining n
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from jaxgoodput.scheduler.costs import within_budget
+from jaxgoodput.scheduler.limits import Use, together
 from jaxgoodput.scheduler.policy import JobView
 from jaxgoodput.scheduler.shapes import (
     capacity,
@@ -19,7 +22,7 @@ from jaxgoodput.scheduler.shapes import (
     shape_in_words,
     size_limits,
 )
-from jaxgoodput.specs import Allocation, ClusterSpec, Node, Shape
+from jaxgoodput.specs import Allocation, ClusterSpec, JobSpec, Node, Shape
 
 Devices = dict[str, set[int]]  # node name -> local indices
 
@@ -48,6 +51,8 @@ def constraints_of(jobs: Sequence[JobView], cluster: ClusterSpec, now_s: float) 
     nodes = {node.name: node for node in cluster.nodes}
     views: dict[str, JobView] = {}
     remarks: dict[str, list[str]] = {}
+    spent: dict[str, str] = {}
+    empty = _EmptyCluster(cluster)
     for view in jobs:
         if view.spec.id in views:
             raise ValueError(
@@ -65,14 +70,20 @@ def constraints_of(jobs: Sequence[JobView], cluster: ClusterSpec, now_s: float) 
             remarks.setdefault(view.spec.id, []).append(wrong)
         if late := _deadline(cleaned, now_s):
             remarks.setdefault(view.spec.id, []).append(late)
-        views[view.spec.id] = cleaned
+        purse = within_budget(
+            cleaned, cluster.price_per_hour, functools.partial(empty.could_run, cleaned.spec)
+        )
+        if purse.remark:
+            remarks.setdefault(view.spec.id, []).append(purse.remark)
+        if purse.spent:
+            spent[view.spec.id] = purse.spent
+        views[view.spec.id] = purse.view
     _check_disjoint(views.values())
-    held = _held(views, nodes, now_s)
-    empty = _EmptyCluster(cluster)
-    refused = {
+    held = _held({id_: v for id_, v in views.items() if id_ not in spent}, nodes, now_s)
+    refused = spent | {
         id_: reason
         for id_, view in views.items()
-        if id_ not in held and (reason := empty.refusal(view)) is not None
+        if id_ not in held and id_ not in spent and (reason := empty.refusal(view)) is not None
     }
     return Constraints(
         views=views,
@@ -83,39 +94,26 @@ def constraints_of(jobs: Sequence[JobView], cluster: ClusterSpec, now_s: float) 
     )
 
 
-def withhold(
-    cluster: ClusterSpec, taken: Mapping[str, Iterable[int]], quota_used: Mapping[str, int]
-) -> ClusterSpec:
-    """The cluster without these devices, without reservations, and with what is left of the quotas."""
+def withhold(cluster: ClusterSpec, taken: Mapping[str, Iterable[int]], used: Use) -> ClusterSpec:
+    """The cluster without these devices, without reservations, and with what is left of the quotas.
+
+    used: what counts as the tenants' already.
+    """
     nodes = tuple(
         dataclasses.replace(n, withheld=tuple(sorted({*n.withheld, *taken[n.name]})))
         if taken.get(n.name)
         else n
         for n in cluster.nodes
     )
-    quota = {t: max(limit - quota_used.get(t, 0), 0) for t, limit in cluster.quota.items()}
-    return dataclasses.replace(cluster, nodes=nodes, reservations=(), quota=quota)
+    quota = {t: max(limit - sum(used.get(t, {}).values()), 0) for t, limit in cluster.quota.items()}
+    in_use = together((cluster.in_use, used)) if cluster.tenants else cluster.in_use
+    return dataclasses.replace(cluster, nodes=nodes, reservations=(), quota=quota, in_use=in_use)
 
 
 def add_devices(into: Devices, more: Mapping[str, Iterable[int]]):
     """Adds devices to a set of devices, in place."""
     for name, local in more.items():
         into.setdefault(name, set()).update(local)
-
-
-def devices_by_tenant(
-    allocations: Mapping[str, Allocation], tenants: Mapping[str, str]
-) -> dict[str, int]:
-    """What counts against each quota; tenants: by job id. A share group counts once, for its first job."""
-    seen: set[str] = set()
-    used: dict[str, int] = {}
-    for id_ in sorted(allocations):
-        group = allocations[id_].share_group
-        if group not in seen:
-            used[tenants[id_]] = used.get(tenants[id_], 0) + allocations[id_].num_devices
-        if group is not None:
-            seen.add(group)
-    return used
 
 
 def _lost(allocation: Allocation, nodes: Mapping[str, Node]) -> str | None:
@@ -217,21 +215,20 @@ class _EmptyCluster:
 
     def refusal(self, view: JobView) -> str | None:
         """Why the job could not run even if it were alone; None = it could."""
-        spec = view.spec
-        least, most = size_limits(spec)
         for shape in view.goodput:
-            if (
-                least <= shape.num_devices <= most
-                and (spec.kinds is None or shape.kind in spec.kinds)
-                and self._has_room(shape)
-                and (
-                    spec.level is None
-                    or shape.num_nodes == 1
-                    or self._one_domain(shape, spec.level)
-                )
-            ):
+            if self.could_run(view.spec, shape):
                 return None
         return no_shape_reason(view, self._devices, self._has_room)
+
+    def could_run(self, spec: JobSpec, shape: Shape) -> bool:
+        """Whether the job could have that shape if it were alone."""
+        least, most = size_limits(spec)
+        return (
+            least <= shape.num_devices <= most
+            and (spec.kinds is None or shape.kind in spec.kinds)
+            and self._has_room(shape)
+            and (spec.level is None or shape.num_nodes == 1 or self._one_domain(shape, spec.level))
+        )
 
     def _has_room(self, shape: Shape) -> bool:
         on_one = -(-shape.num_devices // shape.num_nodes)

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from jaxgoodput.scheduler.constraints import constraints_of
+from jaxgoodput.scheduler.costs import cost
+from jaxgoodput.scheduler.limits import subtrees
 from jaxgoodput.scheduler.policy import JobView, Plan, Policy
 from jaxgoodput.scheduler.reconcile import reconcile
 from jaxgoodput.scheduler.shapes import (
@@ -26,7 +28,11 @@ from jaxgoodput.specs import ClusterSpec, JobSpec, Node
 Constraint = Literal[
     "none",  # it runs
     "refused",  # it could not run even alone
+    "budget",  # the job's own: it is spent
     "quota",
+    "tenant limit",
+    "tenant budget",
+    "guarantee",  # of other tenants
     "reservation",
     "level",
     "minimum run time",  # of others, or others that may not be preempted
@@ -78,8 +84,12 @@ def explain(
         return Explanation(job=job, constraint="none", message=plan.reasons[job])
     if job in constraints_of(jobs, cluster, now_s).refused:
         changes = _changes_for_refused(question)
+        spent = question.view.spec.budget is not None and question.with_spec(budget=None)
         return Explanation(
-            job=job, constraint="refused", message=plan.reasons[job], changes=changes
+            job=job,
+            constraint="budget" if spent else "refused",
+            message=plan.reasons[job],
+            changes=changes,
         )
     return _explain_waiting(question, plan)
 
@@ -164,6 +174,7 @@ def _explain_waiting(question: _Question, plan: Plan) -> Explanation:
             reasons.append(
                 ("quota", f"the quota of tenant {spec.tenant!r} is {limit} devices", change)
             )
+    reasons += _tenants_limits(question)
     if cluster.reservations and question.with_cluster(reservations=()):
         reasons.append(
             (
@@ -221,6 +232,51 @@ def _explain_waiting(question: _Question, plan: Plan) -> Explanation:
         changes=tuple(change for change in changes if change),
         devices=devices,
     )
+
+
+def _tenants_limits(question: _Question) -> list[tuple[Constraint, str, str]]:
+    """What of the job's tenant, of those above it, or of others' guarantees keeps it from running."""
+    cluster = question.cluster
+    below = subtrees(cluster)
+    found: list[tuple[Constraint, str, str]] = []
+
+    def runs(name: str | None, **changes) -> bool:
+        """With another limit of one tenant, or of all."""
+        tenants = tuple(
+            dataclasses.replace(t, **changes) if name in (None, t.name) else t
+            for t in cluster.tenants
+        )
+        return question.with_cluster(tenants=tenants)
+
+    everything = 4 * sum(node.num_devices for node in cluster.nodes)
+    for tenant in cluster.tenants:
+        name, limit, budget = tenant.name, tenant.limit, tenant.budget_per_hour
+        if question.view.spec.tenant not in below[name]:
+            continue
+        if limit is not None and runs(name, limit=None):
+            more = _least(lambda n, at=limit, name=name: runs(name, limit=at + n), everything)
+            change = f"a limit of {limit + more} for {name!r}" if more else "no limit"
+            found.append(("tenant limit", f"{name!r} may have {limit} devices at most", change))
+        if budget is not None and runs(name, budget_per_hour=None):
+            step = max(cluster.price_per_hour.values(), default=1.0)
+            more = _least(
+                lambda n, at=budget, name=name, step=step: runs(
+                    name, budget_per_hour=at + n * step
+                ),
+                everything,
+            )
+            change = f"{budget + more * step:g} per hour for {name!r}" if more else "no budget"
+            found.append(("tenant budget", f"{name!r} may spend {budget:g} per hour", change))
+    if any(tenant.guaranteed for tenant in cluster.tenants) and runs(None, guaranteed=0):
+        others = [
+            f"{t.name!r} ({t.guaranteed})"
+            for t in cluster.tenants
+            if t.guaranteed and question.view.spec.tenant not in below[t.name]
+        ]
+        if others:
+            said = f"the devices are guaranteed to others, {' and '.join(others)}"
+            found.append(("guarantee", said, "lower guarantees of others"))
+    return found
 
 
 def _either(devices: Mapping[str, int]) -> str:
@@ -338,6 +394,9 @@ def _changes_for_refused(question: _Question) -> tuple[str, ...]:
     """What would let a job run that could not run even alone."""
     spec = question.view.spec
     changes: list[str] = []
+    if spec.budget is not None and question.with_spec(budget=None):
+        spent = cost(question.view.received_s, question.cluster.price_per_hour)
+        changes.append(f"a budget above {spent:.2f}")
     if spec.kinds is not None and question.with_spec(kinds=None):
         changes.append("allowing other kinds of devices")
     if spec.level is not None and question.with_spec(level=None):

@@ -48,6 +48,9 @@ class JobView:
     """What it does while it shares its devices with another job: (id of the other, shape) -> as goodput."""
     fractions_since_s: float | None = None
     """When `fraction_received_s` began to count; None = `submitted_s`."""
+    tenant_received_s: Mapping[str, float] = field(default_factory=dict)
+    """Device-seconds that every tenant had of late (`fair_share.faded`), the same for all jobs of a
+    decision; who is absent had none."""
 
     @property
     def is_measured(self) -> bool:

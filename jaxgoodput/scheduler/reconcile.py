@@ -5,7 +5,6 @@ what it answers is checked before it is believed.
 """
 
 import dataclasses
-from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -15,10 +14,10 @@ from jaxgoodput.scheduler.constraints import (
     Devices,
     add_devices,
     constraints_of,
-    devices_by_tenant,
     next_change_s,
     withhold,
 )
+from jaxgoodput.scheduler.limits import limits_of, together, use_by_tenant
 from jaxgoodput.scheduler.placement.placement import allocation_of
 from jaxgoodput.scheduler.policy import Decision, JobView, Plan, Policy, SolverError
 from jaxgoodput.scheduler.shapes import devices_in_words, domain_of, size_limits
@@ -91,12 +90,12 @@ def _solve(fixed: Constraints, cluster: ClusterSpec, policy: Policy, now_s: floa
     result = _Result({}, {})
     taken: Devices = {}  # by jobs that stay
     tenants = {id_: view.spec.tenant for id_, view in fixed.views.items()}
-    used: Counter[str] = Counter()  # devices of each tenant's quota
     for id_, why in fixed.held.items():
         result.allocations[id_] = fixed.views[id_].allocation
         result.reasons[id_] = f"keeps its devices: {why}"
         add_devices(taken, fixed.views[id_].allocation.devices)
-    used.update(devices_by_tenant(result.allocations, tenants))
+    kind_of = {node.name: node.kind for node in cluster.nodes}
+    used = use_by_tenant(result.allocations, tenants, kind_of)
     free = [id_ for id_ in fixed.views if id_ not in fixed.held and id_ not in fixed.refused]
     for tenant in sorted(t for t in fixed.reserved if t is not None):
         own = fixed.reserved[tenant]
@@ -110,7 +109,8 @@ def _solve(fixed: Constraints, cluster: ClusterSpec, policy: Policy, now_s: floa
         others = {n.name: set(range(n.num_devices)) - own.get(n.name, set()) for n in cluster.nodes}
         _ask(policy, pool, fixed, withhold(cluster, others, used), now_s, result)
         placed = [id_ for id_ in pool if result.allocations[id_].devices]
-        used.update(devices_by_tenant({id_: result.allocations[id_] for id_ in placed}, tenants))
+        more = {id_: result.allocations[id_] for id_ in placed}
+        used = together((used, use_by_tenant(more, tenants, kind_of)))
         free = [id_ for id_ in free if id_ not in set(placed)]
     for own in fixed.reserved.values():
         add_devices(taken, own)
@@ -231,12 +231,12 @@ def check_decision(decision: Decision, views: Sequence[JobView], cluster: Cluste
             if len(domains) > 1:
                 wrong(id_, f"nodes of several domains of level {spec.level!r}: {sorted(domains)}")
     tenants = {id_: known[id_].spec.tenant for id_ in decision.allocations}
-    for tenant, count in devices_by_tenant(decision.allocations, tenants).items():
-        if count > cluster.quota.get(tenant, count):
-            wrong(
-                max(id_ for id_, whose in tenants.items() if whose == tenant),
-                f"more than the quota of tenant {tenant!r}, {cluster.quota[tenant]} devices",
-            )
+    kind_of = {node.name: node.kind for node in cluster.nodes}
+    use = use_by_tenant(decision.allocations, tenants, kind_of)
+    for limit in limits_of(cluster):
+        if limit.used(use) > limit.left + 1e-6:
+            last = max(id_ for id_, whose in tenants.items() if whose in limit.tenants)
+            wrong(last, f"more than {limit.said}")
 
 
 def _plan(

@@ -72,6 +72,53 @@ def table(results: Sequence[Result]) -> str:
     return plain_table(["\npolicy", *(f"{above}\n{below}" for above, below, *_ in _COLUMNS)], rows)
 
 
+def tenants_table(results: Sequence[Result]) -> str:
+    """A line per policy and tenant, indented below its parent; empty without tenants.
+
+    Deserved is what `fair_share.deserved` says, as a share of the same device-hours.
+    """
+    rows = []
+    for result in results:
+        parent = {tenant.name: tenant.parent for tenant in result.tenants}
+        top = [tenant for tenant in result.tenants if tenant.parent is None]
+        had = max(sum(tenant.device_s for tenant in top), 1e-9)
+        due = max(sum(tenant.deserved_s for tenant in top), 1e-9)
+        for tenant in result.tenants:
+            depth, above = 0, tenant.parent
+            while above is not None:
+                depth, above = depth + 1, parent[above]
+            cost = math.nan if tenant.cost is None else tenant.cost
+            rows.append(
+                (
+                    result.policy,
+                    "  " * depth + tenant.name,
+                    str(tenant.num_jobs),
+                    _number(tenant.average_jct_s / 3600, 3),
+                    _number(tenant.device_s / 3600, 1),
+                    _number(100 * tenant.device_s / had, 1),
+                    _number(100 * tenant.deserved_s / due, 1),
+                    _number(cost, 2),
+                )
+            )
+    heads = ["\npolicy", "\ntenant", "\njobs", "average\nJCT h", "device-\nhours", "share\n%"]
+    return plain_table([*heads, "deserved\n%", "\ncost"], rows, left=2) if rows else ""
+
+
+def costs_in_words(result: Result) -> str:
+    """What the jobs cost, and which ran out of money; empty where nothing has a price."""
+    costs = {job.id: job.cost for job in result.jobs if job.cost is not None}
+    if not costs:
+        return ""
+    dearest = max(costs, key=lambda id_: costs[id_])
+    said = (
+        f"{result.policy}: cost {sum(costs.values()):,.2f}, {sum(costs.values()) / len(costs):,.2f} per job, "
+        f"the dearest {dearest} {costs[dearest]:,.2f}"
+    )
+    out = [job.id for job in result.jobs if job.out_of_money]
+    more = f" and {len(out) - 5} more" if len(out) > 5 else ""
+    return said + (f"; out of money: {', '.join(out[:5])}{more}" if out else "")
+
+
 def plain_table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
     """Rows under their heads, as plain text; the first `left` columns begin at the left."""
     from rich import box

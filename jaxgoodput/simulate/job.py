@@ -115,6 +115,8 @@ def spec_of(
         weight=trace.weight,
         kinds=tuple(kinds),
         deadline_s=trace.deadline_s if deadline_s is None else deadline_s,
+        tenant=trace.tenant,
+        budget=trace.budget,
     )
 
 

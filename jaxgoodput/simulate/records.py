@@ -52,7 +52,12 @@ class JobRecord:
     """Finish-time fairness; None = the isolated time is unknown, or it was cancelled."""
     crashes: int = 0
     cancelled: bool = False
-    """Its user gave up; `finish_s` is when."""
+    """Its user gave up, or its budget was spent; `finish_s` is when."""
+    tenant: str = "default"
+    cost: float | None = None
+    """Of its devices, by the cluster's prices; None = these are not known."""
+    out_of_money: bool = False
+    """Its budget was spent before its work was done."""
     deadline_s: float | None = None
 
     @property
@@ -67,6 +72,21 @@ class JobRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TenantRecord:
+    """What a tenant, with all below it, had and deserved while jobs of it were there."""
+
+    name: str
+    parent: str | None = None
+    num_jobs: int
+    average_jct_s: float
+    """Of the jobs that were not cancelled; NaN = of none."""
+    device_s: float
+    deserved_s: float
+    """Device-seconds, by `fair_share.deserved` at every moment."""
+    cost: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Result:
     """What a simulation found."""
 
@@ -76,6 +96,8 @@ class Result:
     """Time that each decision took."""
     num_failures: int = 0
     """Of nodes."""
+    tenants: tuple[TenantRecord, ...] = ()
+    """In the order of the cluster, then others that have jobs; empty where the cluster has none."""
 
     def faults(self) -> str:
         """What went wrong, in words; empty where nothing did."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from jaxgoodput._serial import loads
+from jaxgoodput.scheduler.limits import limits_of
 from jaxgoodput.scheduler.policies.catalogue import Named
 from jaxgoodput.simulate import traces
 from jaxgoodput.simulate.conditions.faults import (
@@ -23,6 +24,7 @@ from jaxgoodput.simulate.conditions.faults import (
 )
 from jaxgoodput.simulate.conditions.inputs import Inputs
 from jaxgoodput.simulate.conditions.restarts import RestartCosts, Storage
+from jaxgoodput.simulate.conditions.tenants import deal_out, parts, read_tenants, with_budgets
 from jaxgoodput.simulate.gavel_jobs import GavelTruth
 from jaxgoodput.simulate.generator import (
     FAMILIES,
@@ -279,13 +281,57 @@ def read_scenario(
     seed: int = 0,
     hours: float | None = None,
     speed: str | None = None,
+    tenants: str | None = None,
+    prices: str | None = None,
+    budgets: str | None = None,
 ) -> Scenario:
     """The jobs of `synthetic[:JOBS]`, or of a file or folder in an artifact's layout.
 
     `seed`, `hours` (None = 8) and `speed` (see `read_speeds`) are of synthetic jobs; the last two are
-    refused elsewhere. Raises ValueError, with what is wrong where, for anything that cannot be
-    simulated.
+    refused elsewhere. `tenants` (see `read_tenants`) among whom the jobs are dealt out by the seed;
+    `prices` of a device per hour by kind, `KIND=NUMBER,...`; `budgets` of jobs, `NAME=NUMBER,...` by id,
+    application or `all`. Raises ValueError, with what is wrong where, for anything that cannot be simulated.
     """
+    scenario = _read(workload, cluster, seed, hours, speed)
+    return _shared(scenario, seed, tenants, prices, budgets)
+
+
+def _shared(
+    scenario: Scenario, seed: int, tenants: str | None, prices: str | None, budgets: str | None
+) -> Scenario:
+    """With tenants, prices and budgets, where they are given."""
+    spec, jobs = scenario.cluster, scenario.jobs
+    try:
+        if prices is not None:
+            found = _numbers("--prices", prices, None, "t4=0.35,a100=3")
+            unknown = sorted(set(found) - {node.kind for node in spec.nodes})
+            if unknown:
+                raise ValueError(f"--prices: the cluster has no {unknown[0]!r}.")
+            spec = replace(spec, price_per_hour=found)
+        part = parts(spec.tenants, {})
+        if tenants is not None:
+            if spec.tenants:
+                raise ValueError("--tenants: the cluster's file has tenants already; leave it out.")
+            whose, part = read_tenants(tenants)
+            spec = replace(spec, tenants=whose)
+        if part:
+            jobs = deal_out(jobs, part, seed)
+    except ValueError as error:
+        said = str(error)
+        raise ValueError(said if said.startswith("--") else f"--tenants: {said}") from error
+    if budgets is not None:
+        if not spec.price_per_hour:
+            raise ValueError(
+                f"--budgets {budgets!r}: nobody knows what devices cost; add --prices, such as t4=0.35."
+            )
+        found = _numbers("--budgets", budgets, None, "all=5,bert=20")
+        jobs = with_budgets(jobs, found)
+    return replace(scenario, cluster=spec, jobs=jobs)
+
+
+def _read(
+    workload: str, cluster: str | None, seed: int, hours: float | None, speed: str | None
+) -> Scenario:
     if workload.partition(":")[0] == "synthetic":
         return _synthetic(workload, cluster, seed, 8.0 if hours is None else hours, speed)
     path = pathlib.Path(workload)
@@ -493,6 +539,17 @@ def check(scenario: Scenario, settings: Settings, name: str, named: Named) -> No
             f"--policy {name}: knows no quotas, but the cluster has them for "
             f"{', '.join(sorted(scenario.cluster.quota))}. Leave it out, or the quotas."
         )
+    if named.one_kind and scenario.cluster.tenants:
+        raise ValueError(
+            f"--policy {name}: knows no tenants. Leave it out, or --tenants "
+            f"({', '.join(tenant.name for tenant in scenario.cluster.tenants)})."
+        )
+    top = [tenant for tenant in scenario.cluster.tenants if tenant.parent is None]
+    if sum(tenant.guaranteed for tenant in top) > sum(sizes.values()):
+        raise ValueError(
+            f"--tenants: {' and '.join(f'{t.name!r} ({t.guaranteed})' for t in top if t.guaranteed)} are "
+            f"guaranteed more than the {sum(sizes.values())} devices that there are. Guarantee less."
+        )
     if named.largest_gang is not None:
         wide = [job for job in scenario.jobs if job.num_devices > named.largest_gang]
         if wide:
@@ -516,6 +573,7 @@ def check(scenario: Scenario, settings: Settings, name: str, named: Named) -> No
             raise ValueError(
                 f"--inputs: no job runs {unknown[0]!r}; they run {', '.join(sorted(known))}."
             )
+    limits = limits_of(scenario.cluster)
     for index, trace in enumerate(scenario.jobs):
         spec = scenario.truth.job(trace, settings, index).spec
         most = max(sizes.get(kind, 0) for kind in spec.kinds or sizes)
@@ -525,3 +583,10 @@ def check(scenario: Scenario, settings: Settings, name: str, named: Named) -> No
                 f"but the cluster has {most}; it would wait for ever. Enlarge the cluster, or take "
                 "the job out."
             )
+        for limit in (one for one in limits if spec.tenant in one.tenants):
+            least = min(spec.min_devices * limit.per_device(kind) for kind in spec.kinds or sizes)
+            if least > limit.left:
+                raise ValueError(
+                    f"--policy {name}: job {trace.id!r} needs {spec.min_devices} devices, which is more than "
+                    f"{limit.said}; it would wait for ever. Raise that, or take the job out."
+                )

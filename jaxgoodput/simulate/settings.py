@@ -90,11 +90,14 @@ class Settings:
     """What else goes wrong with nodes, racks and jobs."""
     inputs: Inputs | None = None
     """The processors that prepare samples; None = no job waits for them."""
+    usage_half_life_s: float = 6 * 3600.0
+    """Of what a tenant had, in the eyes of policies that share over time."""
     seed: int = 0
     """What noise and failures are drawn from."""
 
     def __post_init__(self):
         positive = {"min_gap_s": self.min_gap_s, "max_gap_s": self.max_gap_s}
+        positive["usage_half_life_s"] = self.usage_half_life_s
         positive |= {} if self.round_s is None else {"round_s": self.round_s}
         positive |= {} if self.growth is None else {"growth": self.growth}
         positive |= {f"slowdown[{k!r}]": v for k, v in self.slowdown.items()}

@@ -15,19 +15,22 @@ from typing import Any
 import numpy as np
 
 from jaxgoodput.clock import Clock, SystemClock
+from jaxgoodput.scheduler.costs import cost
+from jaxgoodput.scheduler.fair_share import deserved, faded
+from jaxgoodput.scheduler.limits import subtrees
 from jaxgoodput.scheduler.policy import JobView, Plan, Policy
 from jaxgoodput.scheduler.reconcile import reconcile
 from jaxgoodput.scheduler.restart_estimate import estimated_restart_s
-from jaxgoodput.scheduler.shapes import shapes
+from jaxgoodput.scheduler.shapes import capacity, shapes
 from jaxgoodput.simulate.conditions.faults import FaultScript
 from jaxgoodput.simulate.conditions.inputs import fed
 from jaxgoodput.simulate.conditions.restarts import Change, RestartCosts, Traffic, change_of
 from jaxgoodput.simulate.conditions.told import told_factor
 from jaxgoodput.simulate.job import SimulatedJob, Truth, every_size, packed
-from jaxgoodput.simulate.records import Interval, JobRecord, Result
+from jaxgoodput.simulate.records import Interval, JobRecord, Result, TenantRecord
 from jaxgoodput.simulate.settings import Settings
 from jaxgoodput.simulate.traces import TraceJob
-from jaxgoodput.specs import Allocation, ClusterSpec, Node, Shape
+from jaxgoodput.specs import Allocation, ClusterSpec, Node, Shape, Tenant
 
 EPSILON_S = 1e-6  # events closer than this happen at once
 NEWCOMER_S = 60.0  # what a job that is only asked about has run on each kind of device
@@ -78,6 +81,7 @@ class _Entry:
     crash_in_s: float = math.inf  # seconds of its own work
     cancel_s: float = math.inf  # when its user gives up
     cancelled: bool = False
+    out_of_money: bool = False
 
     @property
     def running(self) -> bool:
@@ -122,6 +126,7 @@ def simulate(
         jobs=records,
         decision_s=tuple(world.decision_s),
         num_failures=world.num_failures,
+        tenants=world.tenants(records),
     )
 
 
@@ -213,6 +218,8 @@ class _World:
         self._applications = {e.trace.id: e.job.application for e in self.entries}
         self._submitted_s = {e.trace.id: e.trace.submit_s for e in self.entries}
         self._next_change_s = 0.0
+        self._had_s: dict[str, float] = {}  # device-seconds of late by tenant
+        self._deserved_s: dict[str, float] = {}  # in total
         rng = np.random.default_rng([settings.seed, 0x6661696C])
         self._rng = rng
         self._fails_at = {node.name: self._lifetime() for node in cluster.nodes}
@@ -234,6 +241,8 @@ class _World:
         """Let time pass for everybody."""
         speeds = self._speeds()
         active = [e for e in self.waiting if e.trace.submit_s < self.now_s + seconds]
+        if self._cluster.tenants:
+            self._count_for_tenants(active, seconds)
         for entry in active:
             begin = max(entry.trace.submit_s, self.now_s)
             used = seconds
@@ -247,6 +256,16 @@ class _World:
         if any(entry.finish_s is not None for entry in active):
             self.waiting = [e for e in self.waiting if e.finish_s is None]
             self._wanted = True
+
+    def _count_for_tenants(self, active: Sequence[_Entry], seconds: float) -> None:
+        """What the tenants have, and what they deserve, while so much time passes."""
+        have = dict.fromkeys((e.job.spec.tenant for e in active), 0.0)
+        for entry in active:
+            have[entry.job.spec.tenant] += entry.allocation.num_devices if entry.running else 0
+        self._had_s = faded(self._had_s, have, seconds, self.settings.usage_half_life_s)
+        devices = float(sum(capacity(self._present()).values()))
+        for name, its in deserved(self._cluster, have, devices).items():
+            self._deserved_s[name] = self._deserved_s.get(name, 0.0) + its * seconds
 
     def _work(self, entry: _Entry, seconds: float, speed: float) -> float:
         used, left = 0.0, seconds
@@ -386,6 +405,7 @@ class _World:
         for entry in active:
             self._place(entry, plan.allocations[entry.trace.id])
         self._share_storage()
+        self._stop_who_has_spent_all()
         future = any(e.trace.submit_s > self.now_s for e in self.waiting)
         if any(e.running for e in active) or future or self._down():
             self._next_change_s = self.now_s + STALLED_S
@@ -425,6 +445,7 @@ class _World:
             remaining=job.remaining(),
             rigid_shape_hint=entry.trace.num_devices,
             shared_goodput=self._shared(entry, goodput, active) if self.settings.sharing else {},
+            tenant_received_s=self._had_s,
         )
 
     def _as_told(self, entry: _Entry, goodput: Mapping[Shape, float]) -> dict[Shape, float]:
@@ -570,12 +591,28 @@ class _World:
         """The users whose patience is over take their jobs away."""
         for entry in self.waiting:
             if entry.cancel_s <= self.now_s:
-                entry.cancelled, entry.finish_s = True, self.now_s
-                if self._traffic is not None:
-                    self._traffic.leave(entry.trace.id, self.now_s)
-                self._close(entry, self.now_s)
+                self._take_away(entry)
         self.waiting = [e for e in self.waiting if e.finish_s is None]
         self._wanted = True
+
+    def _stop_who_has_spent_all(self) -> None:
+        """They would wait for ever."""
+        prices = self._cluster.price_per_hour
+        for entry in self.waiting:
+            budget = entry.job.spec.budget
+            if budget is not None and prices and cost(entry.received, prices) >= budget:
+                entry.out_of_money = entry.trace.submit_s <= self.now_s
+                if entry.out_of_money:
+                    self._take_away(entry)
+        if any(entry.finish_s is not None for entry in self.waiting):
+            self.waiting = [e for e in self.waiting if e.finish_s is None]
+            self._wanted = True
+
+    def _take_away(self, entry: _Entry) -> None:
+        entry.cancelled, entry.finish_s = True, self.now_s
+        if self._traffic is not None:
+            self._traffic.leave(entry.trace.id, self.now_s)
+        self._close(entry, self.now_s)
 
     def _fail_and_repair(self) -> None:
         failures = self.settings.failures
@@ -615,6 +652,7 @@ class _World:
     def record(self, entry: _Entry) -> JobRecord:
         """What happened to a finished job."""
         assert entry.finish_s is not None  # only once all are done
+        prices = self._cluster.price_per_hour
         return JobRecord(
             id=entry.trace.id,
             application=entry.job.application,
@@ -627,8 +665,36 @@ class _World:
             rho=None if entry.cancelled else self._rho(entry),
             crashes=entry.crashes,
             cancelled=entry.cancelled,
+            tenant=entry.job.spec.tenant,
+            cost=cost(entry.received, prices) if prices else None,
+            out_of_money=entry.out_of_money,
             deadline_s=entry.job.spec.deadline_s,
         )
+
+    def tenants(self, records: Sequence[JobRecord]) -> tuple[TenantRecord, ...]:
+        """What every tenant had, with all below it; others that have jobs come last."""
+        if not self._cluster.tenants:
+            return ()
+        below = subtrees(self._cluster)
+        others = sorted({job.tenant for job in records} - set(below))
+        found = []
+        for tenant in (*self._cluster.tenants, *(Tenant(name=name) for name in others)):
+            its = below.get(tenant.name, frozenset({tenant.name}))
+            jobs = [job for job in records if job.tenant in its]
+            jct_s = [job.jct_s for job in jobs if not job.cancelled]
+            priced = [job.cost for job in jobs if job.cost is not None]
+            found.append(
+                TenantRecord(
+                    name=tenant.name,
+                    parent=tenant.parent,
+                    num_jobs=len(jobs),
+                    average_jct_s=float(np.mean(jct_s)) if jct_s else math.nan,
+                    device_s=sum(sum(job.device_s.values()) for job in jobs),
+                    deserved_s=sum(self._deserved_s.get(name, 0.0) for name in sorted(its)),
+                    cost=sum(priced) if self._cluster.price_per_hour else None,
+                )
+            )
+        return tuple(found)
 
     def _rho(self, entry: _Entry) -> float | None:
         """Finish-time fairness, as `records` defines it."""

@@ -56,6 +56,9 @@ class TraceJob:
     """Its deadline as a multiple of its isolated duration, in Gavel's traces."""
     deadline_s: float | None = None
     """Its deadline; a job that has one declares its work left."""
+    tenant: str = "default"
+    budget: float | None = None
+    """The most that it may cost; None = no limit."""
 
 
 def read_pollux_workload(path: Path) -> tuple[TraceJob, ...]:

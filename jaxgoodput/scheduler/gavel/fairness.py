@@ -21,6 +21,7 @@ import numpy as np
 
 from jaxgoodput.scheduler.gavel.fractions import FractionProblem, Fractions
 from jaxgoodput.scheduler.gavel.programs import LinearProgram, gauge
+from jaxgoodput.scheduler.limits import per_device
 from jaxgoodput.scheduler.policy import SolverError
 
 _EXACT = 1e-9  # relative; how far from feasible levels may be
@@ -289,10 +290,11 @@ def _fill(seen, problem, entities):
             least = _PRICED * binding.scale
             full = binding.kind_price * seen.capacity > least
             open_kinds &= ~(full[None, :] & rising[:, None])
-            limits = np.array(list(seen.quota.values()), dtype=float)
+            limits = np.array([limit.left for limit in seen.limits], dtype=float)
             spent = binding.quota_price * limits > least
-            for tenant in (t for t, out in zip(seen.quota, spent, strict=True) if out):
-                open_kinds[[i for i in np.flatnonzero(rising) if seen.tenant[i] == tenant]] = False
+            for limit in (one for one, out in zip(seen.limits, spent, strict=True) if out):
+                its = [i for i in np.flatnonzero(rising) if seen.tenant[i] in limit.tenants]
+                open_kinds[np.ix_(its, per_device([limit], seen.kinds)[0] > 0)] = False
     weighted = level * gang / problem.weight
     x = found.x if len(found.x) else np.zeros(len(program.row))
     lowest = weighted[problem.runnable].min(initial=np.inf)

@@ -17,6 +17,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Float, Int
 
+from jaxgoodput.scheduler.limits import Limit, limits_of, per_device
 from jaxgoodput.scheduler.policy import JobView
 from jaxgoodput.scheduler.shapes import capacity, node_size
 from jaxgoodput.specs import ClusterSpec, JobSpec, Shape
@@ -29,10 +30,11 @@ class FractionProblem:
     `throughput` is in steps (or any unit of the job's own) per second of the whole gang; 0 = cannot run
     there. `deadlines_s` count from now; infinite = none. `isolated_s` is the time that a job would have
     taken for what it has done so far on its own 1/m of the cluster (C_i of finish-time fairness).
-    Speeds on kinds without devices, or of tenants with a quota of 0, count as 0 whatever is given.
+    Speeds on kinds without devices, or of tenants with a limit of 0, count as 0 whatever is given.
     `held` is the kind that a job runs on at present, -1 = none. `pair_throughput[k, 0]` and `[k, 1]` are
     the speeds of the two members of `pairs[k]` while they share devices. `price` is per device and hour,
-    `quota` devices at once by tenant (absent = any).
+    `quota` devices at once by tenant (absent = any), `tenant_limits` those of whole subtrees, in devices or
+    money.
     """
 
     job_ids: tuple[str, ...]
@@ -53,6 +55,7 @@ class FractionProblem:
         default_factory=lambda: np.zeros((0, 2, 0))
     )
     quota: Mapping[str, int] = field(default_factory=dict)
+    tenant_limits: tuple[Limit, ...] = ()
 
     def __post_init__(self):
         num_jobs, num_kinds = self.throughput.shape
@@ -84,8 +87,12 @@ class FractionProblem:
             )
         if num_jobs and not (self.weight > 0).all():
             raise ValueError(f"weight must be above 0, got {float(self.weight.min())}.")
-        barred = self.capacity[None, :] == 0
-        barred = barred | np.array([self.quota.get(t) == 0 for t in self.tenant], bool)[:, None]
+        barred = np.repeat(self.capacity[None, :] == 0, num_jobs, axis=0)
+        for limit in self.limits:
+            if limit.left <= 0:
+                its = np.array([tenant in limit.tenants for tenant in self.tenant], bool)
+                counted = per_device([limit], self.kinds) > 0
+                barred = np.logical_or(barred, np.logical_and(its[:, None], counted))
         object.__setattr__(self, "throughput", np.where(barred, 0.0, self.throughput))
         if self.pairs:
             either = barred[np.asarray(self.pairs)].any(axis=1)[:, None, :]
@@ -97,6 +104,19 @@ class FractionProblem:
                     f"The pair {(i, j)} has gangs of {self.scale_factor[i]} and {self.scale_factor[j]} "
                     "devices; only two jobs of one gang size can share all of their devices."
                 )
+
+    @property
+    def limits(self) -> tuple[Limit, ...]:
+        """What tenants may have together: quotas, then limits of subtrees."""
+        quotas = (
+            Limit(
+                tenants=frozenset({t}),
+                left=float(n),
+                said=f"the quota of tenant {t!r}, {n} devices",
+            )
+            for t, n in self.quota.items()
+        )
+        return (*quotas, *self.tenant_limits)
 
     @property
     def num_jobs(self) -> int:
@@ -173,22 +193,22 @@ class Fractions:
         if problem.pairs:
             used = used + problem.scale_factor[[i for i, _ in problem.pairs]] @ self.together
         over = [per_job.sum(axis=1) - 1, used - problem.capacity, -self.alone.ravel()]
-        for tenant, limit in problem.quota.items():
-            over.append(
-                quota_use(problem, tenant) @ np.vstack([self.alone, self.together]).sum(1) - limit
-            )
+        for limit in problem.limits:
+            x = np.vstack([self.alone, self.together])
+            over.append((limit_use(problem, limit) * x).sum() - limit.left)
         return float(max(np.max(part, initial=0.0) for part in (*over, -self.together.ravel())))
 
 
-def quota_use(problem: FractionProblem, tenant: str) -> np.ndarray:
-    """[jobs + pairs] devices of a tenant's quota that each job or pair uses.
+def limit_use(problem: FractionProblem, limit: Limit) -> np.ndarray:
+    """[jobs + pairs, kinds] what each job or pair counts against a limit where it runs.
 
     A pair counts once, for the member whose id comes first, as `reconcile` counts it.
     """
     payers = [*range(problem.num_jobs)]
     payers += [min(pair, key=lambda i: problem.job_ids[i]) for pair in problem.pairs]
-    mine = np.array([problem.tenant[i] == tenant for i in payers], dtype=bool)
-    return np.where(mine, problem.scale_factor[np.array(payers, dtype=int)], 0).astype(float)
+    mine = np.array([problem.tenant[i] in limit.tenants for i in payers], dtype=bool)
+    size = np.where(mine, problem.scale_factor[np.array(payers, dtype=int)], 0).astype(float)
+    return size[:, None] * per_device([limit], problem.kinds)
 
 
 @runtime_checkable
@@ -241,11 +261,14 @@ def from_views(
     kinds = tuple(sorted(free))
     sizes = [gang_size(job.spec, job.rigid_shape_hint) for job in jobs]
     throughput = np.zeros((len(jobs), len(kinds)))
+    limits = limits_of(cluster)
     held = np.full(len(jobs), -1)
     kind_of = {node.name: node.kind for node in cluster.nodes}
     for i, (job, size) in enumerate(zip(jobs, sizes, strict=True)):
+        its = [limit for limit in limits if job.spec.tenant in limit.tenants]
         for j, kind in enumerate(kinds):
-            if size > min(free[kind], cluster.quota.get(job.spec.tenant, size)):
+            over = any(size * limit.per_device(kind) > limit.left + 1e-9 for limit in its)
+            if size > free[kind] or over:
                 continue
             if job.spec.kinds is not None and kind not in job.spec.kinds:
                 continue
@@ -278,6 +301,7 @@ def from_views(
         held=held,
         tenant=tuple(job.spec.tenant for job in jobs),
         quota=dict(cluster.quota),
+        tenant_limits=limits[len(cluster.quota) :],
     )
     isolated = problem.isolated_rate()
     remaining = np.maximum(done, assumed_remaining_s * isolated)

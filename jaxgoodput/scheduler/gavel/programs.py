@@ -13,7 +13,7 @@ import scipy.optimize
 import scipy.sparse
 from jaxtyping import Bool, Float
 
-from jaxgoodput.scheduler.gavel.fractions import FractionProblem, Fractions, quota_use
+from jaxgoodput.scheduler.gavel.fractions import FractionProblem, Fractions, limit_use
 from jaxgoodput.scheduler.policy import SolverError
 
 _TOLERANCE = 1e-10  # the smallest that HiGHS accepts
@@ -65,7 +65,7 @@ class LinearProgram:
             ),
             (num_jobs + num_kinds, len(row)),
         )
-        quotas = [quota_use(problem, tenant)[row] for tenant in problem.quota]
+        quotas = [limit_use(problem, limit)[row, column] for limit in problem.limits]
         if quotas:
             limits = scipy.sparse.csr_matrix(scipy.sparse.vstack([limits, np.array(quotas)]))
         return cls(problem, row, column, rate, limits)
@@ -74,7 +74,7 @@ class LinearProgram:
     def bounds(self) -> np.ndarray:
         """[rows] right-hand sides of `limits`."""
         problem = self.problem
-        quotas = [float(limit) for limit in problem.quota.values()]
+        quotas = [float(limit.left) for limit in problem.limits]
         return np.concatenate([np.ones(problem.num_jobs), problem.capacity, quotas])
 
     def fractions(self, x: np.ndarray, **more) -> Fractions:
@@ -123,7 +123,7 @@ def gauge(program: LinearProgram, need: Float[np.ndarray, " jobs"]) -> Gauge:
     prices = np.zeros(len(need))
     num_jobs, num_variables = cast(tuple[int, int], program.rate.shape)
     if len(asks) == 0:
-        nothing = np.zeros(len(program.problem.kinds)), np.zeros(len(program.problem.quota))
+        nothing = np.zeros(len(program.problem.kinds)), np.zeros(len(program.problem.limits))
         return Gauge(np.inf, np.zeros(num_variables), prices, *nothing)
     # In units of what a job can do at best, so that all coefficients are at most 1.
     relative = need[asks] / best[asks]

@@ -12,16 +12,17 @@ from typing import Literal
 import numpy as np
 from jaxtyping import Float, Int
 
-from jaxgoodput.scheduler.constraints import Devices, add_devices, devices_by_tenant, withhold
+from jaxgoodput.scheduler.constraints import Devices, add_devices, withhold
 from jaxgoodput.scheduler.gavel.fractions import (
     FractionPolicy,
     FractionProblem,
     Fractions,
     from_views,
     gang_shape,
-    quota_use,
+    limit_use,
 )
 from jaxgoodput.scheduler.gavel.packing import with_pairs_of_views
+from jaxgoodput.scheduler.limits import limits_of, use_by_tenant
 from jaxgoodput.scheduler.placement.placement import place
 from jaxgoodput.scheduler.policy import Decision, JobView
 from jaxgoodput.scheduler.shapes import capacity, node_size
@@ -77,7 +78,8 @@ class RoundScheduler:
         for allocation in allocations.values():
             add_devices(taken, allocation.devices)
         tenants = {job.spec.id: job.spec.tenant for job in jobs}
-        rest = withhold(cluster, taken, devices_by_tenant(allocations, tenants))
+        kind_of = {node.name: node.kind for node in cluster.nodes}
+        rest = withhold(cluster, taken, use_by_tenant(allocations, tenants, kind_of))
         received = fraction_received(jobs, problem, now_s)
         urgency = priorities(problem, target, received)
         chosen = self._choose(problem, target, urgency, received, rest, set(pinned.values()))
@@ -138,7 +140,7 @@ class RoundScheduler:
             size=size,
             capacity=np.array([free.get(kind, 0) for kind in problem.kinds], dtype=int),
             members=members,
-            budgets=[(quota_use(problem, t) > 0, limit) for t, limit in rest.quota.items()],
+            budgets=[(limit_use(problem, limit), limit.left) for limit in limits_of(rest)],
         )
         chosen = best_rows(round_problem) if exact else greedy(round_problem)
         if not target.fills:
@@ -181,15 +183,15 @@ class RoundProblem:
     """What may run in a round: rows are jobs alone, then pairs of jobs on the same devices.
 
     `value[row, kind]` is what running it there is worth, not positive = not there; `members[row]` are its
-    jobs, and each job runs in at most one row. `budgets` are quotas: rows that count against it, and how
-    many devices they may have at once.
+    jobs, and each job runs in at most one row. `budgets` are limits: what each row counts against it on each
+    kind, and how much of it there is.
     """
 
     value: Float[np.ndarray, "rows kinds"]
     size: Int[np.ndarray, " rows"]
     capacity: Int[np.ndarray, " kinds"]
     members: Sequence[tuple[int, ...]]
-    budgets: Sequence[tuple[np.ndarray, int]] = ()
+    budgets: Sequence[tuple[np.ndarray, float]] = ()
 
 
 def greedy(problem: RoundProblem, start: Int[np.ndarray, " rows"] | None = None) -> np.ndarray:
@@ -206,8 +208,8 @@ def greedy(problem: RoundProblem, start: Int[np.ndarray, " rows"] | None = None)
         chosen[row] = kind
         free[kind] -= problem.size[row]
         taken.update(problem.members[row])
-        for b, (rows, _) in enumerate(problem.budgets):
-            left[b] -= int(problem.size[row]) if rows[row] else 0
+        for b, (use, _) in enumerate(problem.budgets):
+            left[b] -= float(use[row, kind])
 
     for row in np.flatnonzero(chosen >= 0).tolist():
         take(row, int(chosen[row]))
@@ -215,7 +217,9 @@ def greedy(problem: RoundProblem, start: Int[np.ndarray, " rows"] | None = None)
     for at in np.argsort(-problem.value[rows, kinds], kind="stable").tolist():
         row, kind = int(rows[at]), int(kinds[at])
         size = int(problem.size[row])
-        within = all(not of[row] or size <= left[b] for b, (of, _) in enumerate(problem.budgets))
+        within = all(
+            use[row, kind] <= max(left[b] + 1e-9, 0.0) for b, (use, _) in enumerate(problem.budgets)
+        )
         if size <= free[kind] and within and not taken & set(problem.members[row]):
             take(row, kind)
     return chosen
@@ -232,7 +236,7 @@ def best_rows(problem: RoundProblem) -> np.ndarray:
     capacities = [
         (np.where(kind == k, problem.size[row], 0), n) for k, n in enumerate(problem.capacity)
     ]
-    capacities += [(np.where(of[row], problem.size[row], 0), n) for of, n in problem.budgets]
+    capacities += [(use[row, kind], n) for use, n in problem.budgets]
     for job in (job for job, count in counts.items() if count > 1):
         capacities.append((np.array([job in problem.members[r] for r in row.tolist()], int), 1))
     solution = solve(

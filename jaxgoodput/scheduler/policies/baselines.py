@@ -65,6 +65,11 @@ def _one_kind(cluster: ClusterSpec, policy: str) -> str | None:
             f"{policy} knows no quotas, but the cluster has them for {', '.join(sorted(cluster.quota))}; "
             "use another policy, or leave the quotas out."
         )
+    if cluster.tenants:
+        raise ValueError(
+            f"{policy} knows no tenants, but the cluster has {', '.join(t.name for t in cluster.tenants)}; "
+            "use another policy, or leave the tenants out."
+        )
     return kinds[0] if kinds else None
 
 

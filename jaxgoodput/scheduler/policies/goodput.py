@@ -16,8 +16,9 @@ falls with the device-seconds that a job has had (who has had little probably ne
 soon) and rises with its age, so that of two that are both large the earlier one is finished first; a job
 that declares its progress is weighed by what is left instead. One that has not run yet is offered the kinds
 at the ratios that others found (`with_usual_kinds`), and tables that contradict themselves are smoothed
-(`tables.py`). Whatever it is worth, who has to run for its deadline runs (`deadlines.py`), and then who has
-had far less than an equal share (`guarantee.py`); where nothing happens nothing changes (`steady.py`).
+(`tables.py`). Whatever it is worth, as many of a tenant's jobs run as it is guaranteed devices
+(`tenants.py`), who has to run for its deadline runs (`deadlines.py`), and then who has had far less than an
+equal share (`guarantee.py`); where nothing happens nothing changes (`steady.py`).
 """
 
 import math
@@ -33,6 +34,12 @@ from jaxgoodput.scheduler.policies.promises import promises
 from jaxgoodput.scheduler.policies.shape_choice import ShapeProblem
 from jaxgoodput.scheduler.policies.steady import as_of_last_event
 from jaxgoodput.scheduler.policies.tables import shrunk_tables
+from jaxgoodput.scheduler.policies.tenants import (
+    Guaranteed,
+    fair_factors,
+    guaranteed,
+    with_tenants,
+)
 from jaxgoodput.scheduler.policies.transitions import (
     lost_by_change,
     too_young_to_pause,
@@ -66,6 +73,9 @@ class Goodput:
     """The part of an equal share that every job gets, whatever others make of the devices; 0 = none."""
     patience_s: float = 3600.0
     """How old a job is when that begins to hold."""
+    fairness: float = 2.0
+    """The power of (deserved / had of late) by which the weights of a tenant's jobs are multiplied, 1/8 to 8;
+    0 = tenants have guarantees and limits only."""
     service_scale_s: float = 6000.0
     """Device-seconds at which a job's weight begins to fall."""
     service_power: float = -0.75
@@ -97,7 +107,7 @@ class Goodput:
             value = getattr(self, name)
             if not (value > 0 and math.isfinite(value)):
                 raise ValueError(f"Goodput.{name} must be above 0 and finite, got {value}.")
-        for name in ("pause", "least_run", "guaranteed", "patience_s", "settle_s"):
+        for name in ("pause", "least_run", "guaranteed", "patience_s", "settle_s", "fairness"):
             value = getattr(self, name)
             if not (value >= 0 and math.isfinite(value)):
                 raise ValueError(f"Goodput.{name} must be at least 0 and finite, got {value}.")
@@ -115,9 +125,12 @@ class Goodput:
         problem = replace(problem, goodput=with_usual_kinds(problem))
         then = as_of_last_event(problem, self.settle_s)
         each = capacity(cluster)
+        weight = self._weight(then)
+        if cluster.tenants and self.fairness > 0:
+            weight = weight * fair_factors(problem, self.fairness)
         market = clearing_prices(
             problem.goodput,
-            self._weight(then),
+            weight,
             problem.devices,
             problem.kind,
             np.array([each[kind] for kind in problem.kinds], np.float64),
@@ -129,9 +142,18 @@ class Goodput:
         utility += worth_of_no_pause(then, worth, usual, self.pause)[:, None]
         is_due = due(problem, self.guaranteed, self.patience_s)
         deadlines = deadlines_of(problem)
+        own = Guaranteed([], {}, {})
+        if any(tenant.guaranteed for tenant in cluster.tenants):
+            # On shapes that meet deadlines, where there are such; these come first.
+            wanted, first = utility.copy(), is_due.copy()
+            for claim in deadlines.claims:
+                others = np.setdiff1d(np.arange(len(problem.shapes)), claim.shapes)
+                wanted[claim.job, others] = np.nan
+                first[claim.job] = True
+            own = guaranteed(problem, wanted, first)
         promised = promises(
             problem,
-            [*deadlines.claims, *claims_of(problem, is_due)],
+            [*own.claims, *deadlines.claims, *claims_of(problem, is_due)],
             problem.restoring(),
             too_young_to_pause(problem, self.least_run),
         )
@@ -139,10 +161,13 @@ class Goodput:
             np.where(promised.allowed, utility, np.nan),
             pinned=promised.pinned,
             at_least=promised.at_least,
+            start=promised.granted if own.claims else None,
             relative_gap=self.relative_gap,
             time_limit_s=self.time_limit_s,
         )
         decision = problem.decide(choice)
+        if cluster.tenants:
+            decision = with_tenants(decision, problem, own)
         reasons = dict(decision.reasons)
         for i, why in deadlines.given_up.items():
             reasons[problem.jobs[i].spec.id] += f"; {why}"

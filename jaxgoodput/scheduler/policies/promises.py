@@ -1,7 +1,7 @@
 """What the choice of shapes has to keep, whatever it is worth: claims in order, as far as they fit together.
 
 A claim names a job and the shapes that satisfy it. Claims are granted one after the other, each on the first
-of its shapes for which capacity and quotas have room beside those granted before; so all that is granted can
+of its shapes for which capacity and limits have room beside those granted before; so all that is granted can
 be kept together, and the choice may still give a job any other of its claimed shapes. Then who is restarting
 keeps its shape, and who began lately runs on.
 """
@@ -32,6 +32,8 @@ class Promises(NamedTuple):
     """[jobs] bool: runs, on an allowed shape."""
     allowed: np.ndarray
     """[jobs, shapes] bool: False where a granted claim does not name the shape."""
+    granted: np.ndarray
+    """[jobs] shapes with which all that is kept, -1 = none."""
 
 
 def promises(
@@ -44,45 +46,57 @@ def promises(
     """
     allowed = np.ones(problem.goodput.shape, bool)
     if not claims:
-        return Promises(restoring, young & (restoring < 0), allowed)  # they run, so they fit
-    room = _Room(problem)
+        granted = np.where(young | (restoring >= 0), problem.present, -1)  # they run, so they fit
+        return Promises(restoring, young & (restoring < 0), allowed, granted)
+    room = Room(problem)
     pinned = np.full(len(problem.jobs), -1)
-    at_least = np.zeros(len(problem.jobs), bool)
+    granted = np.full(len(problem.jobs), -1)
+
+    def take(i: int, shapes: Sequence[int]) -> bool:
+        """Grant the first of these shapes that fits, if one does."""
+        shape = room.take(i, shapes)
+        granted[i] = -1 if shape is None else shape
+        return shape is not None
+
     for i, shapes in claims:
-        if pinned[i] >= 0 or at_least[i]:
+        if granted[i] >= 0:
             continue
-        if restoring[i] in shapes and room.take(i, [int(restoring[i])]):
+        if restoring[i] in shapes and take(i, [int(restoring[i])]):
             pinned[i] = restoring[i]
-        elif room.take(i, shapes):
-            at_least[i] = True
+        elif take(i, shapes):
             allowed[i] = False
             allowed[i, list(shapes)] = True
-    for i in np.flatnonzero((restoring >= 0) & (pinned < 0) & ~at_least).tolist():
-        if room.take(i, [int(restoring[i])]):
+    for i in np.flatnonzero((restoring >= 0) & (granted < 0)).tolist():
+        if take(i, [int(restoring[i])]):
             pinned[i] = restoring[i]
-    for i in np.flatnonzero(young & (restoring < 0) & ~at_least).tolist():
-        at_least[i] = room.take(i, problem.sizes(i))
-    return Promises(pinned, at_least, allowed)
+    for i in np.flatnonzero(young & (restoring < 0) & (granted < 0)).tolist():
+        take(i, problem.sizes(i))
+    return Promises(pinned, (granted >= 0) & (pinned < 0), allowed, granted)
 
 
-class _Room:
-    """What is left of capacity and quotas while jobs are promised devices one after the other."""
+class Room:
+    """What is left of capacity and limits while jobs are promised devices one after the other."""
 
     def __init__(self, problem: ShapeProblem):
-        self._problem = problem
         rows = capacity_rows(problem.cluster, problem.shapes)
-        self._use, self._left = rows.matrix, rows.limits.copy()
-        self._quota = dict(problem.cluster.quota)
+        limits = problem.limits()
+        units = [per_device[problem.kind] * problem.devices for _, _, per_device in limits]
+        self._use = np.vstack([rows.matrix, *units])  # [rows and limits, shapes]
+        self._left = np.concatenate([rows.limits, [limit.left for limit, _, _ in limits]])
+        # [jobs, rows and limits] which of them a job uses: all rows, and the limits of its tenant.
+        every = np.ones((len(problem.jobs), len(rows.limits)), bool)
+        self._counts = np.column_stack([every, *(counted for _, counted, _ in limits)])
 
-    def take(self, job: int, shapes: Sequence[int]) -> bool:
-        """Take the first of these shapes that fits; False where none does."""
-        tenant = self._problem.jobs[job].spec.tenant
+    def take(self, job: int, shapes: Sequence[int]) -> int | None:
+        """Take the first of these shapes that fits, and say which; None where none does."""
+        counted = self._counts[job]
         for shape in shapes:
-            devices = int(self._problem.devices[shape])
-            fits = (self._use[:, shape] <= self._left + 1e-9).all()
-            if fits and devices <= self._quota.get(tenant, devices):
-                self._left = self._left - self._use[:, shape]
-                if tenant in self._quota:
-                    self._quota[tenant] -= devices
-                return True
-        return False
+            use = np.where(counted, self._use[:, shape], 0.0)
+            if (use <= np.where(counted, self._left, np.inf) + 1e-9).all():
+                self._left = self._left - use
+                return int(shape)
+        return None
+
+    def give_back(self, job: int, shape: int):
+        """As if the job had not taken it."""
+        self._left = self._left + np.where(self._counts[job], self._use[:, shape], 0.0)

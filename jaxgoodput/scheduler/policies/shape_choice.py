@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jaxgoodput.scheduler.limits import Limit, counts, limits_of, per_device
 from jaxgoodput.scheduler.placement.placement import place
 from jaxgoodput.scheduler.policy import Decision, JobView
 from jaxgoodput.scheduler.shapes import (
@@ -106,11 +107,18 @@ class ShapeProblem:
             bool,
         )
         devices = np.append(self.devices, 0)[self.present]
-        for tenant, limit in self.cluster.quota.items():
-            its = stays & np.array([view.spec.tenant == tenant for view in self.jobs], bool)
-            if devices[its].sum() > limit:
+        kind = np.append(self.kind, -1)[self.present]
+        for limit, counted, units in self.limits():
+            its = stays & counted
+            if (devices * np.append(units, 0.0)[kind])[its].sum() > limit.left + 1e-9:
                 stays &= ~its
         return np.where(stays, self.present, -1)
+
+    def limits(self) -> list[tuple[Limit, np.ndarray, np.ndarray]]:
+        """Each limit with [jobs] bool, whose use counts, and [kinds] what a device counts."""
+        found = limits_of(self.cluster)
+        counted = counts(found, [view.spec.tenant for view in self.jobs])
+        return list(zip(found, counted, per_device(found, self.kinds), strict=True))
 
     def sizes(self, job: int) -> list[int]:
         """The shapes that a job may have, the smallest first."""
@@ -158,12 +166,14 @@ class ShapeProblem:
         *,
         pinned: np.ndarray | None = None,
         at_least: np.ndarray | None = None,
+        start: np.ndarray | None = None,
         relative_gap: float,
         time_limit_s: float,
     ) -> Choice:
         """The best choice within capacity, placeability and quotas.
 
-        `pinned` jobs keep their shape; those of `at_least` run, where they fit.
+        `pinned` jobs keep their shape; those of `at_least` run, where they fit. start: [jobs] shapes that
+        keep all that, where such are known.
         """
         each = capacity(self.cluster)
         limits = np.array([each[kind] for kind in self.kinds], np.float64)
@@ -173,10 +183,9 @@ class ShapeProblem:
             for row, limit, kind in zip(rows.matrix, rows.limits, rows.kinds, strict=True)
         ]
         more = np.flatnonzero(~np.array(plain, bool))
-        tenants = [view.spec.tenant for view in self.jobs]
         quotas = [
-            Quota(jobs=np.array([t == tenant for t in tenants], bool), limit=limit)
-            for tenant, limit in sorted(self.cluster.quota.items())
+            Quota(jobs=counted, limit=limit.left, per_device=None if limit.price is None else units)
+            for limit, counted, units in self.limits()
         ]
         return allocate(
             utility,
@@ -188,6 +197,7 @@ class ShapeProblem:
             quotas=quotas,
             rows=rows.matrix[more],
             row_limit=rows.limits[more],
+            start=start,
             relative_gap=relative_gap,
             time_limit_s=time_limit_s,
         )
@@ -206,6 +216,8 @@ class ShapeProblem:
             one_multi_node_job_per_node=one_multi_node_job_per_node,
         )
         reasons = {}
+        limits = self.limits()
+        used_up = self._used_up(choice, limits)
         for row, view in enumerate(self.jobs):
             id_ = view.spec.id
             if id_ in allocations:
@@ -223,6 +235,8 @@ class ShapeProblem:
                     f"waits: {self._quota(view)} devices are left of the quota of tenant "
                     f"{view.spec.tenant!r}, and it needs at least {least}"
                 )
+            elif used_up[row] >= 0:
+                reasons[id_] = f"waits: {limits[used_up[row]][0].said}, leaves it no shape"
             else:
                 reasons[id_] = "waits: others make more of every device that it could use"
         return Decision(
@@ -231,6 +245,22 @@ class ShapeProblem:
             objective=choice.objective,
             bound=choice.bound,
         )
+
+    def _used_up(
+        self, choice: Choice, limits: Sequence[tuple[Limit, np.ndarray, np.ndarray]]
+    ) -> np.ndarray:
+        """[jobs] the limit that leaves a job no shape beside what was chosen; -1 = none."""
+        found = np.full(len(self.jobs), -1)
+        if not len(self.shapes):
+            return found
+        chosen = np.flatnonzero(choice.shape >= 0)
+        for at, (limit, counted, units) in enumerate(limits):
+            use = units[self.kind] * self.devices
+            its = chosen[counted[chosen]]
+            left = limit.left - use[choice.shape[its]].sum()
+            least = np.where(np.isnan(self.goodput), np.inf, use).min(1)
+            found[(found < 0) & counted & (least > left + 1e-9)] = at
+        return found
 
     def _quota(self, view: JobView) -> int:
         """Devices that the job's tenant may have, without those of jobs that stay."""

@@ -51,6 +51,7 @@ def allocate(
     quotas: Sequence[Quota] = (),
     rows: np.ndarray | None = None,
     row_limit: np.ndarray | None = None,
+    start: np.ndarray | None = None,
     relative_gap: float = 1e-4,
     time_limit_s: float = 10.0,
 ) -> Choice:
@@ -61,7 +62,8 @@ def allocate(
     kind; capacity: [kinds] devices. pinned: [jobs] shape that a job keeps, -1 = free. at_least:
     [jobs] bool, must run on some shape; those that cannot all fit are in `unserved`, and the rest
     is served nevertheless. rows: [rows, shapes] further capacities, each growing with the devices of
-    a kind, and row_limit: [rows] how much of them there is.
+    a kind, and row_limit: [rows] how much of them there is. start: [jobs] shape, -1 = none, of a choice that
+    is known to keep all this; it is needed only where many must run.
 
     Raises SolverTimeout where no choice is known after `time_limit_s`, ValueError where the pinned
     jobs alone exceed the capacity or a quota.
@@ -109,7 +111,8 @@ def allocate(
         limit=limit - used,
         forced=forced & (pinned < 0),
     )
-    solution, unserved = _solve_what_fits(knapsack, relative_gap, time_limit_s)
+    known = None if start is None else _items(start, job[fits], shape[fits], utility, demand, kind)
+    solution, unserved = _solve_what_fits(knapsack, known, relative_gap, time_limit_s)
     chosen = pinned.copy()
     taken = solution.item >= 0
     chosen[taken] = shape[fits][solution.item[taken]]
@@ -140,11 +143,29 @@ def _undominated(
     return keep
 
 
+def _items(
+    start: np.ndarray,
+    job: np.ndarray,
+    shape: np.ndarray,
+    utility: np.ndarray,
+    demand: np.ndarray,
+    kind: np.ndarray,
+) -> np.ndarray:
+    """[jobs] the items of a choice of shapes, or what is better than these and no larger; -1 = none."""
+    wanted = start[job]
+    no_larger = (wanted >= 0) & (kind[shape] == kind[wanted]) & (demand[shape] <= demand[wanted])
+    items = np.flatnonzero(no_larger)
+    items = items[np.argsort(utility[job[items], shape[items]], kind="stable")]
+    known = np.full(len(start), -1)
+    known[job[items]] = items  # of several the last, which is the best
+    return known
+
+
 def _solve_what_fits(
-    knapsack: Knapsack, relative_gap: float, time_limit_s: float
+    knapsack: Knapsack, start: np.ndarray | None, relative_gap: float, time_limit_s: float
 ) -> tuple[Solution, tuple[int, ...]]:
     """The best choice, and the jobs that had to run and are left out because they cannot all fit."""
-    solution = solve(knapsack, relative_gap, time_limit_s)
+    solution = solve(knapsack, relative_gap, time_limit_s, start)
     if solution is not None:
         return solution, ()
     # Serve as many of them as fit; of equally many, those that use the least.

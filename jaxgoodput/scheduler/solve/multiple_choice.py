@@ -47,9 +47,15 @@ class Solution:
     bound: float
 
 
-def solve(knapsack: Knapsack, relative_gap: float, time_limit_s: float) -> Solution | None:
+def solve(
+    knapsack: Knapsack,
+    relative_gap: float,
+    time_limit_s: float,
+    start: np.ndarray | None = None,
+) -> Solution | None:
     """A choice within `relative_gap` of the best where time allows; None where none is feasible.
 
+    start: [jobs] items, -1 = none, of a choice that is known to be feasible: what rounding falls back on.
     Raises SolverTimeout where the time ends before any choice is known.
     """
     keep = np.flatnonzero(np.isfinite(knapsack.value))
@@ -67,7 +73,7 @@ def solve(knapsack: Knapsack, relative_gap: float, time_limit_s: float) -> Solut
     knapsack = _without_slack_rows(knapsack)
     if _cells(knapsack) <= CHEAP:
         return _by_program(knapsack)
-    found = _from_prices(knapsack, time_limit_s)
+    found = _from_prices(knapsack, time_limit_s, start)
     if found is None:
         return None
     prices, chosen = found
@@ -97,7 +103,7 @@ def _dual(knapsack: Knapsack, prices: np.ndarray) -> tuple[np.ndarray, np.ndarra
 
 
 def _from_prices(
-    knapsack: Knapsack, time_limit_s: float
+    knapsack: Knapsack, time_limit_s: float, start: np.ndarray | None
 ) -> tuple[np.ndarray, np.ndarray | None] | None:
     """Prices of the relaxation and a choice that they suggest; None where nothing is feasible.
 
@@ -106,7 +112,7 @@ def _from_prices(
     """
     if len(knapsack.job) <= LARGEST_PROGRAM:
         relaxed = _relax(knapsack, time_limit_s)
-        return relaxed and (relaxed[0], _round(knapsack, relaxed[1]))
+        return relaxed and (relaxed[0], _round(knapsack, relaxed[1], start))
     prices = dual_prices(
         knapsack.value, knapsack.use, knapsack.limit, knapsack.job, knapsack.forced
     )
@@ -132,13 +138,13 @@ def _from_prices(
         relaxed = _relax(inner, time_limit_s)
     if relaxed is None:  # the prices were too far off, or there is no solution: the whole program
         relaxed = _relax(knapsack, time_limit_s)
-        return relaxed and (relaxed[0], _round(knapsack, relaxed[1]))
+        return relaxed and (relaxed[0], _round(knapsack, relaxed[1], start))
     fractions = np.zeros(len(slack))
     fractions[fixed] = 1.0
     fractions[inside] = relaxed[1]
     if _dual(knapsack, relaxed[0])[2] < bound:
         prices = relaxed[0]
-    return prices, _round(knapsack, fractions)
+    return prices, _round(knapsack, fractions, start)
 
 
 def _finish(
@@ -290,8 +296,13 @@ def _relax(knapsack: Knapsack, time_limit_s: float) -> tuple[np.ndarray, np.ndar
     return prices, np.asarray(result.x)
 
 
-def _round(knapsack: Knapsack, fractions: np.ndarray) -> np.ndarray | None:
-    """The whole part of a fractional choice, filled up greedily; None where a forced job is left."""
+def _round(
+    knapsack: Knapsack, fractions: np.ndarray, start: np.ndarray | None
+) -> np.ndarray | None:
+    """The whole part of a fractional choice, filled up greedily.
+
+    Where a forced job is left, as near to that as `start` allows; None without one.
+    """
     chosen = np.full(len(knapsack.forced), -1)
     whole = np.flatnonzero(fractions > 1.0 - 1e-6)
     chosen[knapsack.job[whole]] = whole
@@ -300,11 +311,31 @@ def _round(knapsack: Knapsack, fractions: np.ndarray) -> np.ndarray | None:
         mine = np.flatnonzero(knapsack.job == job)
         mine = mine[(knapsack.use[mine] <= left + 1e-9).all(1)]
         if not len(mine):
-            return None
+            return None if start is None else _improve(knapsack, _mended(knapsack, chosen, start))
         least = mine[np.argmin(knapsack.use[mine].sum(1))]
         chosen[job] = least
         left = left - knapsack.use[least]
     return _improve(knapsack, chosen)
+
+
+def _mended(knapsack: Knapsack, chosen: np.ndarray, start: np.ndarray) -> np.ndarray:
+    """A choice that is feasible: job after job as `start` has it, the cheapest first, until it is."""
+    none = len(knapsack.value)
+    value = np.append(knapsack.value, 0.0)
+    use = np.concatenate([knapsack.use, np.zeros((1, knapsack.use.shape[1]))])
+    use = use / np.maximum(knapsack.limit, 1e-9)
+    then = np.where(start >= 0, start, none)
+    now = np.where(knapsack.forced & (chosen < 0), then, np.where(chosen >= 0, chosen, none))
+    while True:
+        over = use[now].sum(0) > 1.0 + 1e-9
+        if not over.any():
+            return np.where(now < none, now, -1)
+        freed = (use[now] - use[then])[:, over].sum(1)
+        loss = np.where(freed > 1e-12, value[now] - value[then], np.inf)
+        best = int(np.argmin(loss / np.maximum(freed, 1e-12)))
+        if not np.isfinite(loss[best]):
+            return start
+        now[best] = then[best]
 
 
 def _improve(knapsack: Knapsack, chosen: np.ndarray) -> np.ndarray:
