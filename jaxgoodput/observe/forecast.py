@@ -12,7 +12,7 @@ import pathlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
@@ -398,7 +398,8 @@ def _scaled(name: str, num_devices: int) -> str | None:
         return name  # a title of the user's
     grows = "fsdp" if "fsdp" in degrees and "data" not in degrees else "data"
     try:
-        return Strategy(**{**degrees, grows: -1}).resolved(num_devices).name
+        made: dict[str, Any] = {**degrees, grows: -1}
+        return Strategy(**made).resolved(num_devices).name
     except ValueError:
         return None
 

@@ -187,12 +187,16 @@ def goodput_matrix(
 
 
 def no_shape_reason(
-    view: JobView, devices: Mapping[str, int], has_room: Callable[[Shape], bool]
+    view: JobView,
+    devices: Mapping[str, int],
+    has_room: Callable[[Shape], bool],
+    *,
+    where: str = "in service",
 ) -> str:
     """Why a job has no shape at all: the first of its own limits that leaves none.
 
-    devices: in service, by kind. `has_room` says of a shape whether the cluster has room for it, whatever
-    its topology.
+    devices: by kind, those that `where` says. `has_room` says of a shape whether the cluster has room for
+    it, whatever its topology.
     """
     spec = view.spec
     least, most = size_limits(spec)
@@ -201,7 +205,7 @@ def no_shape_reason(
         return f"it allows only devices of kind {list(spec.kinds)}, and the cluster has {sorted(devices)}"
     said = devices_in_words(usable) or "none"
     if least > max(usable.values(), default=0):
-        return f"it needs at least {least} devices of one kind, and in service are {said}"
+        return f"it needs at least {least} devices of one kind, and {where} are {said}"
     if not view.goodput:
         return "its goodput table has no usable entry, so no shape is known to be of use to it"
     if spec.level is not None and any(
@@ -210,7 +214,7 @@ def no_shape_reason(
         return f"no domain of level {spec.level!r} is large enough for its {least} devices"
     return (
         f"its goodput table has no entry between {least} and {most} devices that the cluster has room for "
-        f"({said} in service)"
+        f"({said} {where})"
     )
 
 

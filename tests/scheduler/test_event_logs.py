@@ -18,20 +18,20 @@ def live_through(log, policy):
     world = EventWorld.of(nodes, policy)
     for recipe in first:
         world.arrive(recipe)
-    world.decide()
+    world.decide(twice=True)
     for event, value in events:
         world.live(event, value)
     world.run_out()
 
 
-@settings(max_examples=700, deadline=None, suppress_health_check=SLOW_TO_DRAW)
+@settings(max_examples=500, deadline=None, suppress_health_check=SLOW_TO_DRAW)
 @given(logs(most_events=5))
 def test_plans_keep_their_laws_through_any_log(log):
     live_through(log, POLICIES["goodput"])
 
 
 @pytest.mark.parametrize("name", ["sia", "pollux"])
-@settings(max_examples=150, deadline=None, suppress_health_check=SLOW_TO_DRAW)
+@settings(max_examples=250, deadline=None, suppress_health_check=SLOW_TO_DRAW)
 @given(logs(most_events=5))
 def test_so_do_the_plans_of_published_policies(name, log):
     live_through(log, POLICIES[name])

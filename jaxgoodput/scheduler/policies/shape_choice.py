@@ -227,9 +227,12 @@ class ShapeProblem:
                     f"waits: {shape_in_words(wanted[id_])} do not fit beside the jobs placed first"
                 )
             elif np.isnan(self.goodput[row]).all():
-                reasons[id_] = (
-                    f"waits: {no_shape_reason(view, capacity(self.cluster), set(self.shapes).__contains__)}"
+                offered = set(self.shapes)
+                free = capacity(self.cluster)  # `reconcile` has taken out what others keep
+                why = no_shape_reason(
+                    view, free, offered.__contains__, where="neither kept nor reserved"
                 )
+                reasons[id_] = f"waits: {why}"
             elif (least := int(self.devices[self.sizes(row)[0]])) > self._quota(view):
                 reasons[id_] = (
                     f"waits: {self._quota(view)} devices are left of the quota of tenant "

@@ -39,7 +39,7 @@ def rounds_with_changes(made, num_rounds):
     """The rounds in which anybody got other devices."""
     changed = []
     for number in range(num_rounds):
-        plan = made.decide(twice=False)
+        plan = made.decide()
         if plan.start or plan.resize or plan.pause:
             changed.append(number)
         made.pass_time(plan.next_solve_s - made.now_s)
@@ -55,7 +55,7 @@ def test_thirty_endless_jobs_come_to_rest(max_gap_s):
     assert all(job.view.allocation.devices for job in made.jobs.values())
     # An arrival is an event: the newcomer runs at once, and then there is rest again.
     made.arrive({**ENDLESS, "scaling": 0.9})
-    assert "j30" in made.decide(twice=False).start
+    assert "j30" in made.decide().start
     rounds_with_changes(made, 10)
     assert rounds_with_changes(made, 10) == []
 
