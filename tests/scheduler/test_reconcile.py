@@ -312,7 +312,8 @@ def test_between_two_decisions_lies_a_gap_but_losses_are_seen_at_once():
 def test_deadlines_that_cannot_be_met_are_reported_and_the_job_runs():
     best = max(table(TWO).values())
     late = dataclasses.replace(view("late", deadline_s=5.0))
-    tight = dataclasses.replace(view("tight", deadline_s=20.0), remaining=100 * best)
+    tight = view("tight", deadline_s=20.0)
+    tight = dataclasses.replace(tight, remaining=100 * best, largest_profiled=1)
     easy = dataclasses.replace(view("easy", deadline_s=1e6), remaining=100 * best)
     plan = reconcile([late, tight, easy], TWO, Fifo(), 10.0)
     assert "its deadline passed 5 s ago" in plan.reasons["late"]

@@ -87,7 +87,7 @@ class FractionProblem:
             )
         if num_jobs and not (self.weight > 0).all():
             raise ValueError(f"weight must be above 0, got {float(self.weight.min())}.")
-        barred = np.repeat(self.capacity[None, :] == 0, num_jobs, axis=0)
+        barred: np.ndarray = np.repeat(self.capacity[None, :] == 0, num_jobs, axis=0)
         for limit in self.limits:
             if limit.left <= 0:
                 its = np.array([tenant in limit.tenants for tenant in self.tenant], bool)
