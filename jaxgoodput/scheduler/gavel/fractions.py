@@ -87,12 +87,13 @@ class FractionProblem:
             )
         if num_jobs and not (self.weight > 0).all():
             raise ValueError(f"weight must be above 0, got {float(self.weight.min())}.")
-        barred: np.ndarray = np.repeat(self.capacity[None, :] == 0, num_jobs, axis=0)
+        barred = np.zeros((num_jobs, len(self.kinds)), bool)
+        barred |= np.asarray(self.capacity) == 0
         for limit in self.limits:
             if limit.left <= 0:
                 its = np.array([tenant in limit.tenants for tenant in self.tenant], bool)
                 counted = per_device([limit], self.kinds) > 0
-                barred = np.logical_or(barred, np.logical_and(its[:, None], counted))
+                barred |= its[:, None] & counted[None, :]
         object.__setattr__(self, "throughput", np.where(barred, 0.0, self.throughput))
         if self.pairs:
             either = barred[np.asarray(self.pairs)].any(axis=1)[:, None, :]
