@@ -198,6 +198,8 @@ def _simulate_options(simulate: argparse.ArgumentParser) -> None:
         "--prices": "of a device per hour, KIND=NUMBER,... (default: those of the cluster's file)",
         "--budgets": "the most that a job may cost, NAME=NUMBER,... with the id of a job, an application or "
         "all as NAME (default: no limit)",
+        "--deadlines": "SHARE:MULTIPLE: that share of the jobs is due so many times as long after its "
+        "submission as it takes alone (default: none)",
         "--out": "write results.json and the pictures into this folder",
     }
     simulate.add_argument("--policy", metavar="A,B,...", default=None, help=text["--policy"])
@@ -217,6 +219,7 @@ def _simulate_options(simulate: argparse.ArgumentParser) -> None:
     simulate.add_argument("--tenants", metavar="T", default=None, help=text["--tenants"])
     simulate.add_argument("--prices", metavar="K=N", default=None, help=text["--prices"])
     simulate.add_argument("--budgets", metavar="B", default=None, help=text["--budgets"])
+    simulate.add_argument("--deadlines", metavar="D", default=None, help=text["--deadlines"])
     simulate.add_argument(
         "--declared-progress", action="store_true", help="adaptive jobs say how much work is left"
     )
@@ -392,7 +395,7 @@ def _simulate(options, command: list[str], parser: argparse.ArgumentParser) -> i
         table,
         what_if,
     )
-    from jaxgoodput.simulate.compare import costs_in_words, tenants_table
+    from jaxgoodput.simulate.compare import costs_in_words, deadlines_in_words, tenants_table
 
     known = catalogue()
     if options.list:
@@ -418,6 +421,7 @@ def _simulate(options, command: list[str], parser: argparse.ArgumentParser) -> i
             tenants=options.tenants,
             prices=options.prices,
             budgets=options.budgets,
+            deadlines=options.deadlines,
         )
         settings = read_settings(
             options.rules,
@@ -445,6 +449,9 @@ def _simulate(options, command: list[str], parser: argparse.ArgumentParser) -> i
         print(table(results))
         if whose := tenants_table(results):
             print(f"\n{whose}")
+        if due := [said for said in map(deadlines_in_words, results) if said]:
+            print()
+            print("\n".join(due))
         if costs := [said for said in map(costs_in_words, results) if said]:
             print()
             print("\n".join(costs))

@@ -104,6 +104,20 @@ def tenants_table(results: Sequence[Result]) -> str:
     return plain_table([*heads, "deserved\n%", "\ncost"], rows, left=2) if rows else ""
 
 
+def deadlines_in_words(result: Result) -> str:
+    """How many deadlines were met, and by how much the others were missed; empty where there are none."""
+    due = [job for job in result.jobs if job.deadline_s is not None]
+    if not due:
+        return ""
+    late = sorted((j for j in due if not j.is_in_time), key=lambda j: j.late_s, reverse=True)
+    said = f"{result.policy}: {len(due) - len(late)} of {len(due)} deadlines met"
+    if not late:
+        return said
+    worst = ", ".join(f"{job.id} {job.late_s / 3600:.2f} h" for job in late[:3])
+    more = f" and {len(late) - 3} more" if len(late) > 3 else ""
+    return f"{said}; late: {worst}{more}"
+
+
 def costs_in_words(result: Result) -> str:
     """What the jobs cost, and which ran out of money; empty where nothing has a price."""
     costs = {job.id: job.cost for job in result.jobs if job.cost is not None}

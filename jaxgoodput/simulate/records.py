@@ -68,7 +68,14 @@ class JobRecord:
     @property
     def is_in_time(self) -> bool:
         """Whether it ended by its deadline; True where it has none."""
-        return self.deadline_s is None or self.finish_s <= self.deadline_s
+        return self.late_s <= 0.0
+
+    @property
+    def late_s(self) -> float:
+        """Seconds after its deadline, below 0 before it; a job that was cancelled missed it for good."""
+        if self.deadline_s is None:
+            return -math.inf
+        return math.inf if self.cancelled else self.finish_s - self.deadline_s
 
 
 @dataclass(frozen=True, kw_only=True)

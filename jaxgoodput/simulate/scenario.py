@@ -15,6 +15,7 @@ from jaxgoodput._serial import loads
 from jaxgoodput.scheduler.limits import limits_of
 from jaxgoodput.scheduler.policies.catalogue import Named
 from jaxgoodput.simulate import traces
+from jaxgoodput.simulate.conditions.due import read_deadlines, with_deadlines
 from jaxgoodput.simulate.conditions.faults import (
     Cancellations,
     Faults,
@@ -284,16 +285,30 @@ def read_scenario(
     tenants: str | None = None,
     prices: str | None = None,
     budgets: str | None = None,
+    deadlines: str | None = None,
 ) -> Scenario:
     """The jobs of `synthetic[:JOBS]`, or of a file or folder in an artifact's layout.
 
     `seed`, `hours` (None = 8) and `speed` (see `read_speeds`) are of synthetic jobs; the last two are
     refused elsewhere. `tenants` (see `read_tenants`) among whom the jobs are dealt out by the seed;
     `prices` of a device per hour by kind, `KIND=NUMBER,...`; `budgets` of jobs, `NAME=NUMBER,...` by id,
-    application or `all`. Raises ValueError, with what is wrong where, for anything that cannot be simulated.
+    application or `all`; `deadlines` of some of them (see `read_deadlines`). Raises ValueError, with what
+    is wrong where, for anything that cannot be simulated.
     """
     scenario = _read(workload, cluster, seed, hours, speed)
-    return _shared(scenario, seed, tenants, prices, budgets)
+    scenario = _shared(scenario, seed, tenants, prices, budgets)
+    if deadlines is not None:
+        share, multiple = read_deadlines(deadlines)
+        due = with_deadlines(
+            scenario.jobs,
+            scenario.cluster,
+            scenario.truth,
+            share=share,
+            multiple=multiple,
+            seed=seed,
+        )
+        scenario = replace(scenario, jobs=due)
+    return scenario
 
 
 def _shared(

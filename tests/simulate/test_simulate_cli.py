@@ -285,3 +285,19 @@ def test_rules_follow_the_workload(layout):
         real = read_settings("realistic", layout)
         large, small = real.restart_of("bert"), real.restart_of("cifar10")
         assert small < large < 10.0 and real.told_restart_of("bert") == large
+
+
+def test_deadlines_are_dealt_out_and_told(capsys):
+    small = ("--workload", "synthetic:12", "--hours", "1", "--cluster", "2x4")
+    code, said, _ = run(capsys, "--policy", "goodput,edf", *small, "--deadlines", "0.5:3")
+    assert code == 0
+    goodput, edf = (line for line in said.splitlines() if "deadlines met" in line)
+    assert goodput.startswith("goodput: ") and edf.startswith("edf: ")
+    num = int(goodput.split(" of ")[1].split()[0])
+    assert 0 < num < 12 and edf.split(" of ")[1].split()[0] == str(num)
+
+
+@pytest.mark.parametrize("text", ["0.5", "0:2", "1.5:2", "0.5:-1", "a:b", "0.5:inf", ""])
+def test_deadlines_that_are_none_are_refused(capsys, text):
+    code, _, err = run(capsys, "--workload", "synthetic:3", "--deadlines", text)
+    assert code == 2 and "--deadlines" in err and "Traceback" not in err
