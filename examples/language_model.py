@@ -32,11 +32,6 @@ def default_config(workdir: str) -> jg.Config:
         # Few sizes: on two cores, compiling one takes time from the steps beside it.
         batch=jg.BatchLimits(base=16, max=64, sizes=(16, 32, 64), max_micro_batches=1),
         base_steps=1000,
-        statistics=jg.Statistics(
-            # After Adam's division the rows of the n-gram tables that are hardly ever read would make up
-            # nearly all of the noise; they are a small part of what the model learns.
-            preconditioned=False,
-        ),
         evaluation=jg.Evaluation(every_base_steps=200, micro_batch_size=128),
     )
 
