@@ -93,7 +93,7 @@ class FractionProblem:
             if limit.left <= 0:
                 its = np.array([tenant in limit.tenants for tenant in self.tenant], bool)
                 counted = per_device([limit], self.kinds) > 0
-                barred |= its[:, None] & counted[None, :]
+                barred |= its[:, None] & counted
         object.__setattr__(self, "throughput", np.where(barred, 0.0, self.throughput))
         if self.pairs:
             either = barred[np.asarray(self.pairs)].any(axis=1)[:, None, :]

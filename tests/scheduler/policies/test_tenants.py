@@ -219,7 +219,7 @@ def test_who_waits_is_told_of_limits_and_guarantees():
 @settings(max_examples=50, deadline=None)
 @given(
     st.sets(st.sampled_from(["a", "b", "c", "lab", "else"]), min_size=1),
-    st.integers(0, 64),
+    st.integers(0, 64).map(float),
 )
 def test_what_is_deserved_is_all_there_is_and_no_more_than_limits(active, devices):
     found = deserved(SIXTEEN, active, devices)
