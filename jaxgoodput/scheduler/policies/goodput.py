@@ -138,8 +138,8 @@ class Goodput:
         share = problem.goodput / market.best[:, None]
         usual = market.cost * market.best
         worth = usual[:, None] * share**self.diminishing
-        utility = worth * (1.0 - lost_by_change(then, self.kind_change))
-        utility += worth_of_no_pause(then, worth, usual, self.pause)[:, None]
+        utility = worth * (1.0 - lost_by_change(problem, self.kind_change))
+        utility += worth_of_no_pause(problem, worth, usual, self.pause)[:, None]
         is_due = due(problem, self.guaranteed, self.patience_s)
         deadlines = deadlines_of(problem)
         own = Guaranteed([], {}, {})
