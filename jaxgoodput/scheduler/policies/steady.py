@@ -4,8 +4,8 @@ Weights fall with service and the price of a change falls with age. Of jobs that
 devices falls behind, gives them to another, gets them back, and so on for ever: 30 endless jobs on 64
 devices, where nothing ever happens, changed 113 times in rounds 50 to 400. What service says of jobs is worth
 something when somebody comes, leaves or measures something new, and jobs tell when that was last: at the
-latest arrival or change of devices. While somebody waits, all is of now: he has to get his turn. The price of a
-change is always of now: what jobs measure while nothing else happens is worth acting on.
+latest arrival or change of devices. While somebody waits, all is of now: he has to get his turn. The price of
+a change is always of now: what jobs measure while nothing else happens is worth acting on.
 """
 
 from collections.abc import Mapping
