@@ -237,7 +237,7 @@ class JobSpec:
     """Priority; 1 is normal."""
     tenant: str = "default"
     preemptible: bool = True
-    """Whether it may be taken off its devices."""
+    """Whether it may be taken off its devices, other than because its budget is spent."""
     min_run_s: float = 0.0
     """How long it runs before it may be taken off its devices again."""
     kinds: tuple[str, ...] | None = None

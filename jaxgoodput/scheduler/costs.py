@@ -61,9 +61,10 @@ def within_budget(
         what = "limits nothing" if len(unpriced) == len(kinds) else "does not count all kinds"
         remark = f"its budget of {budget:g} {what}: nobody knows what {', '.join(unpriced)} cost"
     spent = cost(view.received_s, price_per_hour)
-    if spent >= budget:
+    is_free = not any(price_per_hour.get(kind, 0.0) > 0.0 for kind in kinds)
+    if spent >= budget and not is_free:
         return Purse(view, f"its budget of {budget:g} is spent ({spent:.2f} so far)", None)
-    if view.remaining is None:
+    if view.remaining is None or not view.is_measured:  # goodput in no unit says nothing of time
         return Purse(view, None, remark)
     wanted = {
         shape: cost_to_finish(view, shape, price_per_hour) or 0.0

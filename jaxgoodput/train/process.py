@@ -258,7 +258,8 @@ class Guard:
         """The main thread waits for XLA, whose threads would compile on while the process is taken down.
 
         An exception there ends in a crash; so what has nothing to save leaves at once, and a loop is asked as
-        soon as it goes on, or `PROMPT_S` after a second SIGINT.
+        soon as it goes on, or `PROMPT_S` after a second SIGINT. In an interactive session, which is never
+        ended, both wait for the compilation.
         """
         if not self.is_ready:
             self._leave(SAVED, "told to stop while it compiles: there is nothing to save")

@@ -54,9 +54,12 @@ def with_deadlines(
         if has:
             job = truth.job(trace, Settings(), index)
             alone_s = min(
-                job.isolated_s(kind, packed(trace.num_devices, size))
-                for kind, size in each.items()
-                if job.spec.kinds is None or kind in job.spec.kinds
+                (
+                    job.isolated_s(kind, packed(trace.num_devices, size))
+                    for kind, size in each.items()
+                    if job.spec.kinds is None or kind in job.spec.kinds
+                ),
+                default=math.inf,
             )
             if math.isfinite(alone_s):
                 trace = replace(trace, deadline_s=trace.submit_s + multiple * alone_s)
