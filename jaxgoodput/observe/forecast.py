@@ -12,7 +12,7 @@ import pathlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -81,21 +81,14 @@ class Forecast:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Part:
-    """What a forecast needs of an object of the journal, of this version and older ones."""
-
-    is_part: ClassVar[bool] = True
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Record(_Part):
+class _Record(journal.Part):
     event: str
     step: int
     restart: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Batch(_Part):
+class _Batch(journal.Part):
     """The user's own limits; those of the run are narrowed to its devices."""
 
     base: int
@@ -106,13 +99,13 @@ class _Batch(_Part):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Settings(_Part):
+class _Settings(journal.Part):
     batch: _Batch
     policy: str | Mapping[str, int] = "goodput"
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Limits(_Part):
+class _Limits(journal.Part):
     base: int
     max: int
     micro: tuple[int, int]
@@ -136,7 +129,7 @@ class _Window(_Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Params(_Part):
+class _Params(journal.Part):
     compute_base: float
     compute_per_sample: float
     intra_base: float
@@ -148,7 +141,7 @@ class _Params(_Part):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Fit(_Part):
+class _Fit(journal.Part):
     params: _Params
     error: float
     links: tuple[str, ...] = ()
@@ -158,7 +151,7 @@ class _Fit(_Part):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Grad(_Part):
+class _Grad(journal.Part):
     sqr: float | tuple[float, ...]
     var: float | tuple[float, ...]
 

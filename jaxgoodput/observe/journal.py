@@ -17,7 +17,8 @@ import math
 import os
 import pathlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
 
 from absl import logging
 
@@ -322,6 +323,13 @@ def _ends_mid_line(file: Any) -> bool:
     last = file.read(1)
     file.seek(0, os.SEEK_END)
     return last != b"\n"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """What a reader needs of an object of the journal, of this version and older ones."""
+
+    is_part: ClassVar[bool] = True
 
 
 class Recorder:

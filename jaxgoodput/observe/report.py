@@ -6,7 +6,7 @@ import os
 import pathlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from rich import box
@@ -27,14 +27,7 @@ _MOST_LINES = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Part:
-    """What the report needs of an object of the journal, of this version and older ones."""
-
-    is_part: ClassVar[bool] = True
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Record(_Part):
+class _Record(journal.Part):
     """A line of the journal; those of other kinds only show that the run lived."""
 
     event: str
@@ -45,7 +38,7 @@ class _Record(_Part):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Config(_Part):
+class _Config(journal.Part):
     micro_batch_size: int
     num_micro_batches: int
     num_replicas: int
@@ -62,14 +55,14 @@ class _Config(_Part):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Limits(_Part):
+class _Limits(journal.Part):
     base: int
     max: int
     micro: tuple[int, int]
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Settings(_Part):
+class _Settings(journal.Part):
     policy: str | Mapping[str, int] = "-"
     rule: str | None = None
     base_steps: float = math.nan
@@ -108,12 +101,12 @@ class _Window(_Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Verdict(_Part):
+class _Verdict(journal.Part):
     reason: str
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Fit(_Part):
+class _Fit(journal.Part):
     error: float
     unidentified: tuple[str, ...] = ()
 

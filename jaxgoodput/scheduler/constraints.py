@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxgoodput.scheduler.costs import within_budget
+from jaxgoodput.scheduler.costs import cost, within_budget
 from jaxgoodput.scheduler.limits import Use, together
 from jaxgoodput.scheduler.policy import JobView
 from jaxgoodput.scheduler.shapes import (
@@ -288,9 +288,24 @@ def _reserved(
 def next_change_s(
     jobs: Sequence[JobView], cluster: ClusterSpec, held: Mapping[str, str], now_s: float
 ) -> float:
-    """When constraints next change by themselves: a minimum run time ends, a reservation starts or ends."""
+    """When constraints next change by themselves.
+
+    A minimum run time ends, a reservation starts or ends, a running job's budget is spent.
+    """
+    kind_of = {node.name: node.kind for node in cluster.nodes}
     times = [t for r in cluster.reservations for t in (r.start_s, r.end_s)]
     times += [
         v.since_s + v.spec.min_run_s for v in jobs if v.spec.id in held and v.since_s is not None
     ]
+    for view in jobs:
+        if view.spec.budget is not None and view.allocation.devices:
+            per_s: dict[str, float] = {}
+            for name, local in view.allocation.devices.items():
+                if name in kind_of:
+                    kind = kind_of[name]
+                    per_s[kind] = per_s.get(kind, 0.0) + len(local)
+            rate = cost(per_s, cluster.price_per_hour)
+            if rate > 0.0:
+                left = view.spec.budget - cost(view.received_s, cluster.price_per_hour)
+                times.append(now_s + left / rate)
     return min((t for t in times if t > now_s), default=math.inf)

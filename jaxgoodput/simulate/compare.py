@@ -113,7 +113,10 @@ def deadlines_in_words(result: Result) -> str:
     said = f"{result.policy}: {len(due) - len(late)} of {len(due)} deadlines met"
     if not late:
         return said
-    worst = ", ".join(f"{job.id} {job.late_s / 3600:.2f} h" for job in late[:3])
+    worst = ", ".join(
+        f"{job.id} {'never ended' if job.cancelled else f'{job.late_s / 3600:.2f} h'}"
+        for job in late[:3]
+    )
     more = f" and {len(late) - 3} more" if len(late) > 3 else ""
     return f"{said}; late: {worst}{more}"
 

@@ -85,3 +85,25 @@ def test_a_budget_without_prices_is_remarked():
 def test_a_budget_is_a_number():
     with pytest.raises(ValueError, match="budget=-1"):
         JobSpec(id="j", budget=-1.0)
+
+
+def test_the_next_decision_comes_when_the_budget_is_spent():
+    job = view(
+        2.0, received={"a": 3600.0}, max_devices=2
+    )  # 1.0 is left: 2 devices for half an hour
+    job = dataclasses.replace(job, allocation=Allocation(devices={"a0": (0, 1)}), since_s=0.0)
+    plan = reconcile([job], TWO, Goodput(), 100.0, max_gap_s=1e5)
+    assert plan.next_solve_s == pytest.approx(100.0 + 1800.0)
+    rich = dataclasses.replace(job, spec=dataclasses.replace(job.spec, budget=None))
+    assert reconcile([rich], TWO, Goodput(), 100.0, max_gap_s=1e5).next_solve_s == 1e5 + 100.0
+
+
+def test_a_job_that_has_measured_nothing_is_offered_every_kind():
+    new = dataclasses.replace(view(1.0, remaining=1e5), largest_profiled=0)
+    fixed = constraints_of([new], TWO, 0.0)
+    assert fixed.views["j"].goodput == new.goodput and not fixed.remarks
+
+
+def test_what_costs_nothing_needs_no_money():
+    free = dataclasses.replace(TWO, price_per_hour={"a": 0.0, "b": 0.0})
+    assert reconcile([view(0.0)], free, Goodput(), 0.0).start == ("j",)

@@ -6,7 +6,7 @@ with devices, and use the generic placement nowhere.
 """
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from jaxgoodput.scheduler.policy import Decision, JobView
@@ -95,19 +95,36 @@ class Tiresias:
         queues: tuple[list[JobView], list[JobView]] = ([], [])
         for job in _arrival(jobs):
             queues[served[job.spec.id] >= self.threshold_device_s].append(job)
-        free = _Free(cluster)
-        budget = free.num_devices
-        running, reasons = [], {}
-        for level, queue in enumerate(queues):
-            for job in queue:
-                wanted = job.spec.num_devices or job.spec.min_devices
-                reasons[job.spec.id] = f"queue {level}: {wanted} devices"
-                if wanted <= budget:
-                    budget -= wanted
-                    running.append((job, wanted))
-                else:
-                    reasons[job.spec.id] += f" do not fit into the {budget} left by jobs before it"
-        return _place(running, free, reasons)
+        return _in_order(
+            (
+                (job, wanted, f"queue {level}: {wanted} devices")
+                for level, queue in enumerate(queues)
+                for job in queue
+                for wanted in (job.spec.num_devices or job.spec.min_devices,)
+            ),
+            cluster,
+        )
+
+
+def _in_order(queue: Iterable[tuple[JobView, int, str]], cluster: ClusterSpec) -> Decision:
+    """Who fits beside those before it, of jobs with the devices that they want, and why."""
+    free = _Free(cluster)
+    budget = free.num_devices
+    running, reasons = [], {}
+    for job, wanted, why in queue:
+        reasons[job.spec.id] = why
+        if wanted <= budget:
+            budget -= wanted
+            running.append((job, wanted))
+        else:
+            reasons[job.spec.id] += f" do not fit into the {budget} left by jobs before it"
+    return _place(running, free, reasons)
+
+
+def _as_asked(job: JobView) -> int:
+    """The devices that its user would pick, within what it can have."""
+    wanted = job.spec.num_devices or job.rigid_shape_hint or job.spec.min_devices
+    return max(job.spec.min_devices, min(wanted, job.spec.max_devices))
 
 
 def _place(
@@ -206,22 +223,14 @@ class EarliestDeadline:
     def __call__(self, jobs: Sequence[JobView], cluster: ClusterSpec, now_s: float, /) -> Decision:
         """Allocations by deadline."""
         _one_kind(cluster, "EarliestDeadline")
-        free = _Free(cluster)
-        budget = free.num_devices
-        running, reasons = [], {}
         last = float("inf")
-        for job in sorted(
+        queue = sorted(
             _arrival(jobs), key=lambda j: last if j.spec.deadline_s is None else j.spec.deadline_s
-        ):
-            wanted = job.spec.num_devices or job.rigid_shape_hint or job.spec.min_devices
-            wanted = max(job.spec.min_devices, min(wanted, job.spec.max_devices))
-            reasons[job.spec.id] = f"{wanted} devices in order of deadlines"
-            if wanted <= budget:
-                budget -= wanted
-                running.append((job, wanted))
-            else:
-                reasons[job.spec.id] += f" do not fit into the {budget} left by jobs before it"
-        return _place(running, free, reasons)
+        )
+        return _in_order(
+            ((j, _as_asked(j), f"{_as_asked(j)} devices in order of deadlines") for j in queue),
+            cluster,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,8 +252,7 @@ class Static:
             name = job.spec.id
             if name in allocations:
                 continue
-            wanted = job.spec.num_devices or job.rigid_shape_hint or job.spec.min_devices
-            wanted = max(job.spec.min_devices, min(wanted, job.spec.max_devices))
+            wanted = _as_asked(job)
             if not blocked and wanted <= free.num_devices:
                 allocations[name] = free.emptiest(wanted, job.allocation.generation + 1)
                 reasons[name] = f"{wanted} devices as asked"

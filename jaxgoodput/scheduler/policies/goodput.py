@@ -144,13 +144,14 @@ class Goodput:
         deadlines = deadlines_of(problem)
         own = Guaranteed([], {}, {})
         if any(tenant.guaranteed for tenant in cluster.tenants):
-            # On shapes that meet deadlines, where there are such; these come first.
-            wanted, first = utility.copy(), is_due.copy()
-            for claim in deadlines.claims:
+            # On shapes that meet deadlines, where there are such; these come first, in their order.
+            num_due = len(deadlines.claims)
+            wanted, urgency = utility.copy(), np.where(is_due, num_due, num_due + 1)
+            for place, claim in enumerate(deadlines.claims):
                 others = np.setdiff1d(np.arange(len(problem.shapes)), claim.shapes)
                 wanted[claim.job, others] = np.nan
-                first[claim.job] = True
-            own = guaranteed(problem, wanted, first)
+                urgency[claim.job] = place
+            own = guaranteed(problem, wanted, urgency)
         promised = promises(
             problem,
             [*own.claims, *deadlines.claims, *claims_of(problem, is_due)],

@@ -48,16 +48,16 @@ def fair_factors(problem: ShapeProblem, power: float) -> np.ndarray:
     return np.array([found[view.spec.tenant] for view in problem.jobs], np.float64)
 
 
-def guaranteed(problem: ShapeProblem, utility: np.ndarray, is_due: np.ndarray) -> Guaranteed:
+def guaranteed(problem: ShapeProblem, utility: np.ndarray, urgency: np.ndarray) -> Guaranteed:
     """What tenants claim out of their guarantees.
 
-    utility: [jobs, shapes] what the policy makes of them, NaN = not allowed; is_due: [jobs] bool, who comes
-    first. Where fewer devices are in service than are guaranteed, all guarantees shrink alike.
+    utility: [jobs, shapes] what the policy makes of them, NaN = not allowed; urgency: [jobs] the lowest
+    comes first. Where fewer devices are in service than are guaranteed, all guarantees shrink alike.
     """
     cluster = problem.cluster
     below = subtrees(cluster)
     spending = _Spending(problem, utility)
-    order = _order(problem, utility, is_due)
+    order = _order(problem, utility, urgency)
     top = sum(tenant.guaranteed for tenant in cluster.tenants if tenant.parent is None)
     scale = min(1.0, _num_devices(cluster) / max(top, 1))
     whose: dict[int, str] = {}
@@ -88,7 +88,7 @@ def _num_devices(cluster: ClusterSpec) -> int:
     return sum(capacity(cluster).values()) + used
 
 
-def _order(problem: ShapeProblem, utility: np.ndarray, is_due: np.ndarray) -> list[int]:
+def _order(problem: ShapeProblem, utility: np.ndarray, urgency: np.ndarray) -> list[int]:
     """Jobs that can run at all, in the order in which a tenant serves its own."""
     if not utility.size:
         return []
@@ -97,7 +97,7 @@ def _order(problem: ShapeProblem, utility: np.ndarray, is_due: np.ndarray) -> li
     def rank(i: int):
         view = problem.jobs[i]
         return (
-            not is_due[i],
+            urgency[i],
             -view.spec.weight,
             -per_device[i],
             view.submitted_s,

@@ -284,3 +284,21 @@ def test_trees_that_cannot_be(tenants, says):
 def test_tenants_that_cannot_be(fields, says):
     with pytest.raises(ValueError, match=says):
         Tenant(name="a", **fields)
+
+
+def test_within_a_guarantee_the_earlier_deadline_comes_first():
+    tenants = (Tenant(name="mine", guaranteed=1), Tenant(name="theirs", guaranteed=1))
+    cluster = ClusterSpec(nodes=(Node(name="n", kind="k", num_devices=2),), tenants=tenants)
+
+    def due(id_, deadline_s, **spec):
+        view = job(id_, "mine", cluster, most=1, deadline_s=deadline_s, **spec)
+        rate = max(view.goodput.values())
+        return dataclasses.replace(view, remaining=600.0 * rate, restart_s=0.0)
+
+    jobs = [
+        due("late", 1000.0, weight=9.0),
+        due("early", 900.0),
+        job("x", "theirs", cluster, most=1),
+    ]
+    plan = reconcile(jobs, cluster, Goodput(), 0.0)
+    assert set(plan.start) == {"early", "x"}
