@@ -599,7 +599,8 @@ def check(scenario: Scenario, settings: Settings, name: str, named: Named) -> No
                 "the job out."
             )
         for limit in (one for one in limits if spec.tenant in one.tenants):
-            least = min(spec.min_devices * limit.per_device(kind) for kind in spec.kinds or sizes)
+            fitting = [k for k in spec.kinds or sizes if sizes.get(k, 0) >= spec.min_devices]
+            least = min(spec.min_devices * limit.per_device(kind) for kind in fitting)
             if least > limit.left:
                 raise ValueError(
                     f"--policy {name}: job {trace.id!r} needs {spec.min_devices} devices, which is more than "

@@ -2,19 +2,22 @@
 
 import dataclasses
 import math
+import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from hypothesis import strategies as st
 from worlds import check_plan, cluster_of
 
+from jaxgoodput.scheduler.limits import limits_of, use_by_tenant
 from jaxgoodput.scheduler.policy import JobView, Plan, Policy
 from jaxgoodput.scheduler.reconcile import reconcile
 from jaxgoodput.scheduler.shapes import shape_of, size_limits
-from jaxgoodput.specs import Allocation, ClusterSpec, JobSpec, Reservation, Shape
+from jaxgoodput.specs import Allocation, ClusterSpec, JobSpec, Reservation, Shape, Tenant
 
 TENANTS = ("red", "blue")
 RATE = {"a": 1.0, "b": 2.5}
+PRICES = {"a": 1.0, "b": 4.0}  # an hour
 MIN_GAP_S, MAX_GAP_S = 5.0, 3600.0
 LEAST_STEP_S = 1e-3  # time passes between two decisions
 
@@ -60,7 +63,38 @@ def jobs(draw) -> dict:
         "work_s": draw(rare([1.0, 100.0, 1000.0, 5000.0])),
         "scaling": draw(rare([0.5, 0.9, 1.0])),
         "declares": draw(rare([False, False, True])),
+        "noise": draw(rare([0.0, 0.0, 0.1, 0.4])),
+        "budget": draw(rare([None, None, None, 0.5, 50.0])),
     }
+
+
+@st.composite
+def trees(draw) -> tuple[Tenant, ...]:
+    """Red and blue side by side, or one or both of them below a third; or no tenants at all."""
+    parents = draw(st.sampled_from([None, (None, None), ("lab", "lab"), (None, "lab")]))
+    if parents is None:
+        return ()
+    rare = st.sampled_from
+    found = []
+    for name, parent in zip(TENANTS, parents, strict=True):
+        sure = draw(rare([0, 0, 1, 2, 6]))
+        more = draw(rare([None, None, 0, 2]))
+        found.append(
+            Tenant(
+                name=name,
+                parent=parent,
+                guaranteed=sure,
+                limit=None if more is None else sure + more,
+                weight=draw(rare([1.0, 1.0, 3.0])),
+                budget_per_hour=draw(rare([None, None, None, 2.0, 9.0])),
+            )
+        )
+    if "lab" in parents:
+        sure = sum(tenant.guaranteed for tenant in found if tenant.parent == "lab")
+        more = draw(rare([None, 0, 3]))
+        limit = None if more is None else sure + more
+        found.append(Tenant(name="lab", guaranteed=sure, limit=limit))
+    return tuple(found)
 
 
 _which = st.integers(0, 11)
@@ -85,6 +119,7 @@ _EVENTS = (
         st.just("quota"),
         st.tuples(st.sampled_from(TENANTS), st.sampled_from([None, None, 0, 1, 2, 4, 8])),
     ),
+    st.tuples(st.just("tenants"), trees()),
     st.tuples(st.just("restart"), st.none()),
 )
 
@@ -103,6 +138,8 @@ class Running:
     """A job with what the world knows of it."""
 
     view: JobView
+    truth: Mapping[Shape, float]
+    """Its goodput, which its table tells with some noise."""
     work: float
     """Left, in units of goodput x seconds."""
     declares: bool
@@ -131,7 +168,7 @@ class EventWorld:
     @classmethod
     def of(cls, nodes: list[dict], policy: Policy) -> "EventWorld":
         """An empty cluster."""
-        return cls(cluster_of(nodes), policy)
+        return cls(cluster_of(nodes, price_per_hour=PRICES), policy)
 
     # What happens.
 
@@ -156,6 +193,8 @@ class EventWorld:
             quota = {t: n for t, n in self.cluster.quota.items() if t != tenant}
             quota |= {} if limit is None else {tenant: limit}
             self.cluster = dataclasses.replace(self.cluster, quota=quota)
+        elif event == "tenants":
+            self.cluster = dataclasses.replace(self.cluster, tenants=value)
         elif event == "restart":
             self.last = None
         # Equal inputs give equal plans, and a scheduler that has forgotten everything decides alike.
@@ -163,7 +202,7 @@ class EventWorld:
 
     def arrive(self, recipe: Mapping) -> None:
         """A job comes, with a complete table."""
-        own = ("restart_s", "work_s", "scaling", "declares")
+        own = ("restart_s", "work_s", "scaling", "declares", "noise")
         fields = {name: value for name, value in recipe.items() if name not in own}
         if fields["deadline_s"] is not None:
             fields["deadline_s"] += self.now_s
@@ -171,17 +210,17 @@ class EventWorld:
         self.num_arrived += 1
         spec = JobSpec(id=id_, **fields)
         self.shapes = self.shapes or every_shape(self.cluster)
-        table = {
+        truth = {
             s: RATE[s.kind] * s.num_devices ** recipe["scaling"] * 0.95 ** (s.num_nodes - 1)
             for s in self.shapes
         }
-        slowest = min(goodput for shape, goodput in table.items() if _allows(spec, shape)) if any(
-            _allows(spec, shape) for shape in table
-        ) else 1.0  # fmt: skip
+        slowest = min((g for s, g in truth.items() if _allows(spec, s)), default=1.0)
+        noise = random.Random(self.num_arrived)
+        told = {s: g * math.exp(noise.gauss(0.0, recipe["noise"])) for s, g in truth.items()}
         view = JobView(
-            spec=spec, goodput=table, submitted_s=self.now_s, restart_s=recipe["restart_s"]
+            spec=spec, goodput=told, submitted_s=self.now_s, restart_s=recipe["restart_s"]
         )
-        self.jobs[id_] = Running(view, recipe["work_s"] * slowest, recipe["declares"])
+        self.jobs[id_] = Running(view, truth, recipe["work_s"] * slowest, recipe["declares"])
 
     def change_node(self, which: int, **fields) -> None:
         """A node gets another state, or other devices that are withheld."""
@@ -215,7 +254,7 @@ class EventWorld:
                 continue
             worked_s = max(until_s - max(self.now_s, job.free_s), 0.0)
             held_s = until_s - self.now_s
-            job.work -= worked_s * job.view.goodput[shape]
+            job.work -= worked_s * job.truth[shape]
             job.lost_s += held_s - worked_s
             received, fraction = dict(job.view.received_s), dict(job.view.fraction_received_s)
             received[shape.kind] = received.get(shape.kind, 0.0) + held_s * shape.num_devices
@@ -240,7 +279,7 @@ class EventWorld:
 
     def end_of(self, job: Running, shape: Shape, now_s: float) -> float:
         """The same, from a moment on."""
-        return max(now_s, job.free_s) + max(job.work, 0.0) / job.view.goodput[shape]
+        return max(now_s, job.free_s) + max(job.work, 0.0) / job.truth[shape]
 
     def shape(self, allocation: Allocation) -> Shape | None:
         """The shape of some devices."""
@@ -310,10 +349,12 @@ class EventWorld:
             now = plan.allocations[id_]
             if now.devices != before.devices:
                 moved[id_] = "pause" if not now.devices else "resize" if before.devices else "start"
-            if before.devices and self.is_held(view):
-                assert now is before, (id_, plan.reasons[id_])
-                stays.add(id_)
             reason = plan.reasons[id_]
+            broke = solved and reason.startswith("refused: its budget")  # stops whoever it is
+            assert not broke or not now.devices
+            if before.devices and self.is_held(view) and not broke:
+                assert now is before, (id_, reason)
+                stays.add(id_)
             if solved and not now.devices:
                 assert reason.startswith(("waits: ", "refused: ")), reason
             elif solved:
@@ -323,6 +364,7 @@ class EventWorld:
             assert getattr(plan, name) == tuple(id_ for id_ in moved if moved[id_] == name)
         if solved:
             self.check_quotas(plan, views, stays)
+            self.check_tenants(plan, views, stays)
             self.check_reservations(plan, views, stays)
 
     def is_held(self, view: JobView) -> bool:
@@ -347,6 +389,18 @@ class EventWorld:
             used = sum(plan.allocations[id_].num_devices for id_ in its)
             kept = sum(plan.allocations[id_].num_devices for id_ in its if id_ in stays)
             assert used <= max(limit, kept), (tenant, used, limit, kept)
+
+    def check_tenants(self, plan: Plan, views: tuple[JobView, ...], stays: set[str]) -> None:
+        """No subtree has more than its limit and budget, but for what may not be taken from its jobs."""
+        kind_of = {node.name: node.kind for node in self.cluster.nodes}
+        tenants = {view.spec.id: view.spec.tenant for view in views}
+        kept = {id_: plan.allocations[id_] for id_ in stays}
+        for limit in limits_of(dataclasses.replace(self.cluster, quota={})):
+            used, held = (
+                limit.used(use_by_tenant(given, tenants, kind_of))
+                for given in (plan.allocations, kept)
+            )
+            assert used <= max(limit.left, held) + 1e-9, (limit.said, used, held)
 
     def check_reservations(self, plan: Plan, views: tuple[JobView, ...], stays: set[str]) -> None:
         """What is reserved on a node is left to its tenant by all that may be moved."""
@@ -374,10 +428,10 @@ class EventWorld:
         future = [r.end_s - self.now_s for r in self.cluster.reservations if r.end_s > self.now_s]
         self.pass_reservations(max(future, default=0.0))
         slowest_s = (
-            job.work / min(g for s, g in job.view.goodput.items() if _allows(job.view.spec, s))
+            job.work / min(g for s, g in job.truth.items() if _allows(job.view.spec, s))
             + 10 * job.view.restart_s
             for job in self.jobs.values()
-            if any(_allows(job.view.spec, s) for s in job.view.goodput)
+            if any(_allows(job.view.spec, s) for s in job.truth)
         )
         limit_s = self.now_s + 4 * sum(slowest_s) + 3600.0 + 4 * self.max_gap_s
         begun = self.num_decisions

@@ -144,14 +144,13 @@ class Goodput:
         deadlines = deadlines_of(problem)
         own = Guaranteed([], {}, {})
         if any(tenant.guaranteed for tenant in cluster.tenants):
-            # On shapes that meet deadlines, where there are such; these come first, in their order.
+            # These come first, in the order of their deadlines, on shapes that meet them.
             num_due = len(deadlines.claims)
-            wanted, urgency = utility.copy(), np.where(is_due, num_due, num_due + 1)
+            urgency = np.where(is_due, num_due, num_due + 1)
             for place, claim in enumerate(deadlines.claims):
-                others = np.setdiff1d(np.arange(len(problem.shapes)), claim.shapes)
-                wanted[claim.job, others] = np.nan
                 urgency[claim.job] = place
-            own = guaranteed(problem, wanted, urgency)
+            meeting = {claim.job: claim.shapes for claim in deadlines.claims}
+            own = guaranteed(problem, utility, urgency, meeting)
         promised = promises(
             problem,
             [*own.claims, *deadlines.claims, *claims_of(problem, is_due)],
@@ -172,10 +171,16 @@ class Goodput:
         reasons = dict(decision.reasons)
         for i, why in deadlines.given_up.items():
             reasons[problem.jobs[i].spec.id] += f"; {why}"
-        for claim in deadlines.claims:
-            spec = problem.jobs[claim.job].spec
-            if spec.id in decision.allocations and spec.deadline_s is not None:
-                reasons[spec.id] += f": its deadline is in {spec.deadline_s - now_s:.0f} s"
+        for i, shapes in deadlines.claims:
+            spec = problem.jobs[i].spec
+            left_s = (spec.deadline_s or now_s) - now_s
+            if int(choice.shape[i]) not in shapes:
+                reasons[spec.id] += (
+                    f"; its deadline is in {left_s:.0f} s, and what others are promised leaves no shape "
+                    "that is fast enough"
+                )
+            elif spec.id in decision.allocations:
+                reasons[spec.id] += f": its deadline is in {left_s:.0f} s"
         for view in (problem.jobs[i] for i in np.flatnonzero(is_due)):
             if view.spec.id in decision.allocations and not view.allocation.devices:
                 reasons[view.spec.id] += ": it has had less than its guaranteed share of the time"

@@ -2,8 +2,9 @@
 
 A claim names a job and the shapes that satisfy it. Claims are granted one after the other, each on the first
 of its shapes for which capacity and limits have room beside those granted before; so all that is granted can
-be kept together, and the choice may still give a job any other of its claimed shapes. Then who is restarting
-keeps its shape, and who began lately runs on.
+be kept together, and the choice may still give a job any other of its claimed shapes. A later claim of the
+same job is granted on shapes that satisfy both. Then who is restarting keeps its shape, and who began lately
+runs on.
 """
 
 from collections.abc import Sequence
@@ -41,8 +42,7 @@ def promises(
 ) -> Promises:
     """Who surely runs: the claims in order, then who is restarting, then who began lately.
 
-    restoring: [jobs] the shape of who is restarting, else -1; young: [jobs] bool. Of several claims of one
-    job the first that fits is granted.
+    restoring: [jobs] the shape of who is restarting, else -1; young: [jobs] bool.
     """
     allowed = np.ones(problem.goodput.shape, bool)
     if not claims:
@@ -59,13 +59,22 @@ def promises(
         return shape is not None
 
     for i, shapes in claims:
-        if granted[i] >= 0:
+        had = int(granted[i])
+        both = [s for s in shapes if allowed[i, s]]
+        if not both or pinned[i] >= 0:
             continue
-        if restoring[i] in shapes and take(i, [int(restoring[i])]):
-            pinned[i] = restoring[i]
-        elif take(i, shapes):
-            allowed[i] = False
-            allowed[i, list(shapes)] = True
+        if had >= 0:
+            room.give_back(i, had)
+        first = [s for s in (int(restoring[i]), had) if s in both]
+        if take(i, [*first, *both]):
+            if granted[i] == restoring[i]:
+                pinned[i] = restoring[i]
+            else:
+                allowed[i] = False
+                allowed[i, both] = True
+        elif had >= 0:
+            again = take(i, [had])
+            assert again, "it was there a moment ago"
     for i in np.flatnonzero((restoring >= 0) & (granted < 0)).tolist():
         if take(i, [int(restoring[i])]):
             pinned[i] = restoring[i]

@@ -11,6 +11,7 @@ multiplied by what tenants deserve over what they had (`fair_share.py`).
 """
 
 import heapq
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -48,15 +49,21 @@ def fair_factors(problem: ShapeProblem, power: float) -> np.ndarray:
     return np.array([found[view.spec.tenant] for view in problem.jobs], np.float64)
 
 
-def guaranteed(problem: ShapeProblem, utility: np.ndarray, urgency: np.ndarray) -> Guaranteed:
+def guaranteed(
+    problem: ShapeProblem,
+    utility: np.ndarray,
+    urgency: np.ndarray,
+    preferred: Mapping[int, Sequence[int]],
+) -> Guaranteed:
     """What tenants claim out of their guarantees.
 
     utility: [jobs, shapes] what the policy makes of them, NaN = not allowed; urgency: [jobs] the lowest
-    comes first. Where fewer devices are in service than are guaranteed, all guarantees shrink alike.
+    comes first; preferred: by job, the shapes that it is to have where one of them fits into what is left of
+    the guarantee. Where fewer devices are in service than are guaranteed, all guarantees shrink alike.
     """
     cluster = problem.cluster
     below = subtrees(cluster)
-    spending = _Spending(problem, utility)
+    spending = _Spending(problem, utility, preferred)
     order = _order(problem, utility, urgency)
     top = sum(tenant.guaranteed for tenant in cluster.tenants if tenant.parent is None)
     scale = min(1.0, _num_devices(cluster) / max(top, 1))
@@ -110,9 +117,13 @@ def _order(problem: ShapeProblem, utility: np.ndarray, urgency: np.ndarray) -> l
 class _Spending:
     """Shapes for jobs while tenants spend their guarantees; all of them fit together."""
 
-    def __init__(self, problem: ShapeProblem, utility: np.ndarray):
+    def __init__(
+        self, problem: ShapeProblem, utility: np.ndarray, preferred: Mapping[int, Sequence[int]]
+    ):
         self._problem = problem
-        self._utility = utility
+        self._whole, self._utility = utility, utility.copy()
+        for job, shapes in preferred.items():
+            self._utility[job, np.setdiff1d(np.arange(utility.shape[1]), shapes)] = np.nan
         self._room = Room(problem)
         self._restoring = problem.restoring()
         self._shape: dict[int, int] = {}  # by job
@@ -125,6 +136,13 @@ class _Spending:
 
     def start(self, job: int, left: int) -> int:
         """The devices that it begins with, at most `left`; 0 where nothing fits."""
+        taken = self._start(job, left)
+        if not taken and np.isnan(self._utility[job]).sum() > np.isnan(self._whole[job]).sum():
+            self._utility[job] = self._whole[job]  # better one that it does not prefer than none
+            taken = self._start(job, left)
+        return taken
+
+    def _start(self, job: int, left: int) -> int:
         devices, utility = self._problem.devices, self._utility[job]
         allowed = np.flatnonzero(~np.isnan(utility) & (devices <= left))
         allowed = allowed[np.lexsort((-utility[allowed], devices[allowed]))].tolist()
