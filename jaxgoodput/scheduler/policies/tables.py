@@ -9,10 +9,10 @@ curve, so what an entry is off by shows in how far it lies from its neighbours.
 
 for every job and kind of device; least squares with a prior on slope, bends and step, which few or noisy
 entries hardly move. *Noise* is how far entries scatter about the line between their two neighbours: a median,
-which single outliers do not move; short rows use that of all rows, about parabolas, so that jobs may bend
-differently. An entry keeps MISFIT^2 / (MISFIT^2 + noise^2) of its distance to the curve, MISFIT being that of
-exact tables: empirical Bayes. Entries with less noise than EXACT, which tables of fitted models have, stay as
-they are, to the bit.
+which single outliers do not move. Rows too short to know theirs (of three entries, a knee looks like noise)
+use that of the others, and are taken at their word where there are none. An entry keeps
+MISFIT^2 / (MISFIT^2 + noise^2) of its distance to the curve, MISFIT being that of exact tables: empirical
+Bayes. Entries with less noise than EXACT, which tables of fitted models have, stay as they are, to the bit.
 """
 
 import numpy as np
@@ -45,10 +45,8 @@ def shrunk(
     groups = [g[np.argsort(devices[g], kind="stable")] for g in groups if len(g) > 1]
     if not groups:
         return goodput
-    each = [(log[:, g], np.log2(devices[g]), nodes[g] > 1) for g in groups]
-    lines = [differences(*of, points=3) for of in each]
-    parabolas = [differences(*of, points=4) for of in each]
-    noise = noise_of(lines, parabolas, len(goodput))
+    rough = [differences(log[:, g], np.log2(devices[g]), nodes[g] > 1) for g in groups]
+    noise = noise_of(rough)
     for i, columns in enumerate(groups):
         variance = np.broadcast_to(noise[:, i, None] ** 2, log[:, columns].shape)
         if error is not None:
@@ -76,34 +74,33 @@ def shrunk(
     return found
 
 
-def differences(log: np.ndarray, x: np.ndarray, wide: np.ndarray, points: int) -> np.ndarray:
-    """[jobs, runs] what so many neighbouring entries differ by from a polynomial of `points` - 2 degrees, in
-    standard deviations of an entry; NaN where one is missing.
+def differences(log: np.ndarray, x: np.ndarray, wide: np.ndarray) -> np.ndarray:
+    """[jobs, triples] what the middle of three entries differs by from the line between the outer two,
+    in standard deviations of an entry; NaN where one is missing.
 
-    log: [jobs, sizes] by increasing x; runs across the border between one and several nodes are left out.
+    log: [jobs, sizes] by increasing x; triples across the border between one and several nodes are left out.
     """
-    at = np.arange(points) + np.arange(max(len(x) - points + 1, 0))[:, None]  # [runs, points]
-    at = at[(wide[at[:, 0]] == wide[at[:, -1]]) & (np.diff(x[at], axis=1) > 0).all(1)]
-    apart = x[at][:, :, None] - x[at][:, None, :] + np.eye(points)
-    divided = 1.0 / apart.prod(2)  # Newton's divided differences
-    divided /= np.sqrt((divided**2).sum(1, keepdims=True))
-    return (log[:, at] * divided).sum(2)
+    a, b, c = np.arange(len(x) - 2), np.arange(1, len(x) - 1), np.arange(2, len(x))
+    good = (wide[a] == wide[c]) & (x[c] > x[b]) & (x[b] > x[a])
+    a, b, c = a[good], b[good], c[good]
+    part = (x[c] - x[b]) / (x[c] - x[a])
+    rest = log[:, b] - part * log[:, a] - (1 - part) * log[:, c]
+    return rest / np.sqrt(1 + part**2 + (1 - part) ** 2)
 
 
-def noise_of(lines: list[np.ndarray], parabolas: list[np.ndarray], num_jobs: int) -> np.ndarray:
-    """[jobs, groups] relative noise of an entry, from the row's differences to lines, else from all there are
-    to parabolas.
+def noise_of(rough: list[np.ndarray]) -> np.ndarray:
+    """[jobs, groups] relative noise of an entry, from the differences of the row; 0 where nobody knows.
 
     It is the median distance from their median: curves that all bend alike are not noise. A row of a dozen
-    differences knows its own to a quarter only, so the mean with that of all counts, unless it is exact.
+    differences knows its own to a quarter only, so the mean with the median of all counts, unless it is
+    exact; that median alone for a row of fewer than LEAST.
     """
-    pooled = _scatter(np.concatenate([r.ravel() for r in parabolas])[None])[0]
-    noise = np.full((num_jobs, len(lines)), pooled)
-    for i, r in enumerate(lines):
-        own = _scatter(r)
-        mean = np.sqrt((own**2 + np.where(np.isnan(pooled), own, pooled) ** 2) / 2)
-        noise[:, i] = np.where(np.isnan(own), pooled, np.where(own > EXACT, mean, own))
-    return np.nan_to_num(noise)
+    own = np.stack([_scatter(r) for r in rough], 1)
+    if np.isnan(own).all():
+        return np.zeros(own.shape)
+    usual = np.nanmedian(own)
+    mean = np.sqrt((own**2 + usual**2) / 2)
+    return np.where(np.isnan(own), usual, np.where(own > EXACT, mean, own))
 
 
 def _scatter(rough: np.ndarray) -> np.ndarray:

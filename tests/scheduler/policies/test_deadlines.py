@@ -14,7 +14,7 @@ from jaxgoodput.scheduler.policies.shape_choice import ShapeProblem
 from jaxgoodput.scheduler.policy import JobView
 from jaxgoodput.scheduler.reconcile import reconcile
 from jaxgoodput.simulate import uniform_cluster
-from jaxgoodput.specs import JobSpec, Shape
+from jaxgoodput.specs import JobSpec, Shape, Tenant
 
 ROUND_S = 60.0
 
@@ -125,6 +125,51 @@ def test_a_deadline_that_no_shape_meets_claims_nothing_and_is_told():
     assert not deadlines_of(ShapeProblem.of([hopeless], cluster, 0.0)).claims
     plan = reconcile([hopeless], cluster, Goodput(), 0.0)
     assert "cannot be met: it needs 5000 s" in plan.reasons["hopeless"]
+
+
+def test_a_deadline_that_the_offered_shapes_alone_miss_is_told():
+    job = view("a", 1000.0, 700.0, sizes=(1, 2, 4))
+    # Not more than it has run on yet.
+    plan = reconcile([job], uniform_cluster("t4", 1, 4), Goodput(growth=1.0), 0.0)
+    assert "on no shape that it is offered" in plan.reasons["a"]
+    assert "it would take 1000 s" in plan.reasons["a"]
+
+
+def test_what_a_tenant_may_not_have_pushes_nobody_out():
+    """Two jobs of a tenant that may have one device; a third job could use the rest."""
+    cluster = dataclasses.replace(
+        uniform_cluster("t4", 1, 4), tenants=(Tenant(name="poor", limit=1),)
+    )
+
+    def of(tenant, job):
+        return dataclasses.replace(job, spec=dataclasses.replace(job.spec, tenant=tenant))
+
+    first = of("poor", view("first", 600.0, 1000.0))
+    second = of("poor", view("second", 700.0, 1000.0))
+    wide = of("poor", view("wide", 1000.0, 1100.0, sizes=(4,)))
+    rich = of("rich", view("rich", 1100.0, 1300.0, sizes=(4,)))
+    found = deadlines_of(ShapeProblem.of([first, second, wide, rich], cluster, 0.0))
+    assert set(found.given_up) == {1, 2}  # for want of what their tenant may have
+    assert "the limit of tenant 'poor', 1 devices" in found.given_up[1]
+    assert "on no shape that it is offered" in found.given_up[2]
+    assert {claim.job for claim in found.claims} == {0, 3}
+
+
+def test_who_must_run_and_finds_no_room_is_told():
+    cluster = uniform_cluster("t4", 1, 4)
+    tenants = (Tenant(name="sure", guaranteed=4),)
+    cluster = dataclasses.replace(cluster, tenants=tenants)
+    late = view("late", 1000.0, 1500.0)
+    sure = [
+        JobView(
+            spec=JobSpec(id=f"s{i}", tenant="sure", max_devices=1),
+            goodput={Shape("t4", 1, 1): 1.0},
+            largest_profiled=1,
+        )
+        for i in range(4)
+    ]
+    reason = reconcile([late, *sure], cluster, Goodput(), 0.0).reasons["late"]
+    assert "its deadline is in 1500 s, and what others are promised leaves no shape" in reason
 
 
 def test_who_has_measured_nothing_runs_at_once_for_its_deadline():

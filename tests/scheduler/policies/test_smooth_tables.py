@@ -55,6 +55,23 @@ def test_exact_tables_stay_to_the_bit_however_much_of_them_is_known(rows, larges
     assert np.array_equal(shrunk(table, DEVICES, NODES, ONE_KIND), table, equal_nan=True)
 
 
+@given(
+    serial=st.lists(st.floats(0.0, 0.1), min_size=8, max_size=12),
+    knee=st.lists(st.integers(1, 5), min_size=12, max_size=12),
+    num_nodes=st.sampled_from([1, 2, 4]),
+)
+def test_exact_tables_of_jobs_that_scale_quite_differently_stay_on_small_clusters(
+    serial, knee, num_nodes
+):
+    """Amdahl's law up to a number of devices of the job's own, and nothing more beyond it."""
+    few = shapes(uniform_cluster("t4", num_nodes, 4))
+    devices = np.array([shape.num_devices for shape in few], np.int64)
+    nodes = np.array([shape.num_nodes for shape in few], np.int64)
+    useful = np.minimum(devices, np.array(knee[: len(serial)])[:, None])
+    table = useful / (1.0 + np.array(serial)[:, None] * (useful - 1.0)) * 0.9 ** (nodes > 1)
+    assert np.array_equal(shrunk(table, devices, nodes, np.zeros(len(few), int)), table)
+
+
 @given(deviation=st.sampled_from([0.15, 0.3, 0.5]), seed=st.integers(0, 10**6))
 def test_noisy_tables_come_nearer_to_the_truth(deviation, seed):
     told = noisy(EXACT, deviation, seed)

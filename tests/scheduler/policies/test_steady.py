@@ -21,6 +21,7 @@ ENDLESS = {
     "restart_s": 30.0,
     "work_s": np.inf,
     "declares": False,
+    "noise": 0.0,
 }
 
 

@@ -302,3 +302,19 @@ def test_within_a_guarantee_the_earlier_deadline_comes_first():
     ]
     plan = reconcile(jobs, cluster, Goodput(), 0.0)
     assert set(plan.start) == {"early", "x"}
+
+
+@pytest.mark.parametrize("others, has", [(0, 4), (1, 2)])
+def test_a_deadline_that_the_guarantee_is_too_small_for_still_has_what_is_guaranteed(others, has):
+    """Four devices would meet it and two are guaranteed: four while nobody else is sure of them, else two."""
+    tenants = Tenant(name="mine", guaranteed=2), Tenant(name="theirs", guaranteed=2)
+    cluster = ClusterSpec(nodes=(Node(name="n", kind="k", num_devices=4),), tenants=tenants)
+    mine = job("due", "mine", cluster, most=4, deadline_s=1000.0)
+    fastest = max(mine.goodput.values())
+    mine = dataclasses.replace(mine, remaining=900.0 * fastest)
+    rest = [job(f"o{i}", "theirs", cluster, most=2, min_devices=2) for i in range(others)]
+    # A hundred times as important as anybody's but what is guaranteed.
+    loose = [job(f"l{i}", "loose", cluster, most=1, weight=100.0) for i in range(4)]
+    plan = reconcile([mine, *rest, *loose], cluster, Goodput(), 0.0)
+    assert plan.allocations["due"].num_devices == has, plan.reasons
+    assert all(plan.allocations[view.spec.id].devices for view in rest)
