@@ -98,7 +98,7 @@ def engines():
     ("name", "replicas", "counts"),
     [
         ("per sample", 2, (1, 3)),
-        ("token weights", 1, (1, 4)),
+        pytest.param("token weights", 1, (1, 4), marks=pytest.mark.nightly),
         ("token weights", 8, (1, 2, 3)),
         ("token totals", 2, (2,)),
         ("scalar mean", 2, (1, 4)),

@@ -88,7 +88,7 @@ def by_definition(model, params, x):
     return np.concatenate(list(by_features.values()), axis=1)
 
 
-@pytest.mark.parametrize("scanned", [False, True])
+@pytest.mark.parametrize("scanned", [pytest.param(False, marks=pytest.mark.nightly), True])
 @pytest.mark.parametrize(
     ("strategy", "parts"),
     [

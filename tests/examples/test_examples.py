@@ -62,6 +62,7 @@ def test_quickstart_reaches_its_accuracy(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_language_model_beats_single_bytes_after_few_steps(tmp_path):
     text = run(
         "language_model", tmp_path / "run", "base_steps=60", "evaluation.every_base_steps=10"
@@ -71,6 +72,7 @@ def test_language_model_beats_single_bytes_after_few_steps(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_recommender_beats_popularity_after_few_steps(tmp_path):
     text = run("recommender", tmp_path / "run", "base_steps=400")
     assert printed(text, "AUC ") > 0.69
@@ -154,6 +156,7 @@ def test_hot_switch_computes_the_same_updates_in_four_ways():
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_hot_switch_trains_what_one_device_cannot_hold():
     text = run_hot_switch("--larger", "--memory_mib=24", "--steps=12")
     need = {

@@ -288,7 +288,7 @@ def test_rules_follow_the_workload(layout):
 
 
 def test_deadlines_are_dealt_out_and_told(capsys):
-    small = ("--workload", "synthetic:12", "--hours", "1", "--cluster", "2x4")
+    small = ("--workload", "synthetic:12", "--hours", "1", "--cluster", "4x8")
     code, said, _ = run(capsys, "--policy", "goodput,edf", *small, "--deadlines", "0.5:3")
     assert code == 0
     goodput, edf = (line for line in said.splitlines() if "deadlines met" in line)

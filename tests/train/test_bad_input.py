@@ -284,7 +284,7 @@ class InfiniteGradient(Mean):
     "trainer, bad",
     [(Mean, np.nan), (Mean, np.inf), (Mean, -np.inf), (InfiniteGradient, 777.0)],
 )
-@pytest.mark.parametrize("count", [1, 8])
+@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.nightly), 8])
 def test_a_step_that_is_not_finite_is_skipped_and_counted_and_shown(tmp_path, trainer, bad, count):
     data = rows()
     data["x"][40] = bad  # in the third batch of each epoch
@@ -333,7 +333,7 @@ def nan_at(first, last):
     return lambda count: jnp.where((count >= first) & (count < last), jnp.nan, 0.05)
 
 
-@pytest.mark.parametrize("count", [1, 8])
+@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.nightly), 8])
 @pytest.mark.parametrize("make", [optax.sgd, optax.adam, optax.inject_hyperparams(optax.sgd)])
 def test_an_update_that_is_not_finite_is_refused(tmp_path, make, count):
     seen = Recorder()
@@ -350,7 +350,7 @@ def test_a_schedule_that_stays_nan_ends_the_run_with_its_last_good_state(tmp_pat
         Mean(settings, tx=optax.sgd(nan_at(4, 1e9))).fit()
 
 
-@pytest.mark.parametrize("count", [1, 8])
+@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.nightly), 8])
 def test_a_model_state_that_is_not_finite_is_refused(tmp_path, count):
     class Stateful(Mean):
         def init(self, key) -> Any:
@@ -410,7 +410,7 @@ class Weighted(Mean):
         (-1.0, "2 updates in a row had samples of negative weight, the last at step 2.*0 at least"),
     ],
 )
-@pytest.mark.parametrize("count", [1, 8])
+@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.nightly), 8])
 def test_weights_that_nothing_can_be_learned_from_are_named(tmp_path, weight, message, count):
     data = rows()
     data["x"][:, 0] = 1.0

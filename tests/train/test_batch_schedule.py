@@ -21,7 +21,10 @@ def batches(seen):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("length", [{"epochs": 200}, {"epochs": None, "base_steps": 900.0}])
-@pytest.mark.parametrize(("count", "background"), [(1, True), (8, True), (1, False)])
+@pytest.mark.parametrize(
+    ("count", "background"),
+    [pytest.param(1, True, marks=pytest.mark.nightly), (8, True), (1, False)],
+)
 def test_it_is_followed_on_its_clock(tmp_path, length, count, background):
     seen = Recorder()
     schedule = {0: 16, 0.3: 32, 0.6: 64}

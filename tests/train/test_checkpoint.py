@@ -116,7 +116,9 @@ def test_the_last_few_are_kept_and_hold_the_state_to_the_bit(original, workdir):
     assert found.meta.cursor == Cursor(seed=0, epoch=2)
 
 
-@pytest.mark.parametrize("before, after", [(8, 4), (4, 1), (1, 8)])
+@pytest.mark.parametrize(
+    "before, after", [(8, 4), pytest.param(4, 1, marks=pytest.mark.nightly), (1, 8)]
+)
 def test_a_state_moves_to_another_number_of_devices(tmp_path, before, after):
     state = trained(tmp_path, count=before)
     found = restored(tmp_path, count=after)
@@ -186,7 +188,9 @@ def test_timings_statistics_batch_and_ledger_come_back(tmp_path):
     assert seen.of(StepEnd)[0].metrics["noise_samples"] > 8
 
 
-@pytest.mark.parametrize("count, expected", [(1, 32), (8, 32), (4, 32)])
+@pytest.mark.parametrize(
+    "count, expected", [(1, 32), pytest.param(8, 32, marks=pytest.mark.nightly), (4, 32)]
+)
 def test_the_saved_batch_is_kept_on_other_devices_where_it_can_be(tmp_path, count, expected):
     limits = BatchLimits(base=16, max=64, micro=(1, 32), sizes=(2, 4, 8, 16, 32))
 
@@ -382,13 +386,11 @@ def test_the_damage_of_a_checkpoint_from_before_there_were_sums(workdir, told, d
     assert len(told) == 1
 
 
-NUM_FLIPS = 200
-
-
 @left_behind
 @pytest.mark.slow
-def test_no_damage_of_any_file_is_restored_in_silence(original, tmp_path, told):
-    """Each file deleted, cut, zeroed, and 200 flips: the checkpoint before, or the same bits."""
+@pytest.mark.parametrize("num_flips", [10, pytest.param(200, marks=pytest.mark.nightly)])
+def test_no_damage_of_any_file_is_restored_in_silence(original, tmp_path, told, num_flips):
+    """Each file deleted, cut, zeroed, and bits flipped: the checkpoint before, or the same bits."""
     found = {step: restored_at(original[0], step) for step in (9, 12)}
     rng = np.random.default_rng(12)
     newest = original[0] / "checkpoints" / "12"
@@ -405,7 +407,7 @@ def test_no_damage_of_any_file_is_restored_in_silence(original, tmp_path, told):
         "zeroed": lambda path: path.write_bytes(bytes(path.stat().st_size)),
     }
     cases = [(name, how, harm) for name in names for how, harm in whole.items()]
-    drawn = rng.choice(len(names), NUM_FLIPS)
+    drawn = rng.choice(len(names), num_flips)
     cases += [(names[i], "flipped", flipped) for i in drawn]
     used = {9: 0, 12: 0}
     for name, how, harm in cases:

@@ -195,7 +195,7 @@ def stopped(settings, step, count):
         trainer.fit()
 
 
-@pytest.mark.parametrize("count", [1, 8])
+@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.nightly), 8])
 def test_a_resumed_run_has_the_same_to_the_bit(tmp_path, count):
     devices = jax.devices()[:count]
     whole = Mean(config(tmp_path / "whole", ema=KEPT), devices=devices).fit()

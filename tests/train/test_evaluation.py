@@ -31,7 +31,7 @@ class Everything(Evaluated):
         return {"largest": outputs["first"].max()}
 
 
-@pytest.mark.parametrize("count", [1, 8])
+@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.nightly), 8])
 @pytest.mark.parametrize("rows_at_once", [None, 1, 3, 37, 64])
 def test_every_sample_once_and_in_order(tmp_path, count, rows_at_once):
     settings = config(tmp_path, epochs=1, evaluation__micro_batch_size=rows_at_once)

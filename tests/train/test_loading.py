@@ -301,7 +301,12 @@ class First(InStep):
 
 
 @pytest.mark.parametrize(
-    "strategy", [jg.Strategy(), jg.Strategy(data=2, fsdp=4), jg.Strategy(fsdp=2, tensor=2)]
+    "strategy",
+    [
+        pytest.param(jg.Strategy(), marks=pytest.mark.nightly),
+        jg.Strategy(data=2, fsdp=4),
+        jg.Strategy(fsdp=2, tensor=2),
+    ],
 )
 def test_a_run_begins_with_a_checkpoint_of_another_layout(original, tmp_path, strategy):
     workdir, state = original
@@ -499,7 +504,7 @@ class Looker(Hook):
 
 
 @pytest.mark.parametrize("ema", [None, 0.9])
-@pytest.mark.parametrize("count", [1, 8])
+@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.nightly), 8])
 def test_hooks_are_shown_the_parameters_as_they_were_and_cannot_change_them(tmp_path, ema, count):
     noted = {}
 

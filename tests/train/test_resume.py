@@ -51,7 +51,11 @@ class Noisy(Mean):
 
 @pytest.mark.parametrize("count", [1, 8])
 @pytest.mark.parametrize(
-    "tx", [optax.sgd(0.05, momentum=0.9), optax.adamw(0.05)], ids=["sgd", "adamw"]
+    "tx",
+    [
+        pytest.param(optax.sgd(0.05, momentum=0.9), marks=pytest.mark.nightly, id="sgd"),
+        pytest.param(optax.adamw(0.05), id="adamw"),
+    ],
 )
 @pytest.mark.parametrize("end", [{"epochs": 3}, {"base_steps": 7.0}], ids=["epochs", "base_steps"])
 def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(tmp_path, count, tx, end):

@@ -533,7 +533,12 @@ def held(line, folder):
 @pytest.mark.multihost
 @pytest.mark.parametrize(
     "moment, processes",
-    [("compilation", 1), ("hanging evaluation", 1), ("hanging peer", 2), ("hanging writer", 2)],
+    [
+        ("compilation", 1),
+        pytest.param("hanging evaluation", 1, marks=pytest.mark.nightly),
+        ("hanging peer", 2),
+        ("hanging writer", 2),
+    ],
 )
 def test_a_process_that_is_told_to_stop_ends_in_time_with_a_code_that_is_true(
     tmp_path, moment, processes

@@ -45,6 +45,11 @@ from jaxgoodput.tune.tuner import Answer, Tuner
 LONG = 1e5  # base steps: a run that something else must end
 
 
+def nightly(*values):
+    """A case that a whole run at night has beside those of every run."""
+    return pytest.param(*values, marks=pytest.mark.nightly)
+
+
 def devices(count):
     return jax.devices()[:count]
 
@@ -57,7 +62,10 @@ def told(monkeypatch):
     return said
 
 
-@pytest.mark.parametrize("count, background", [(1, True), (1, False), (8, True), (8, False)])
+@pytest.mark.parametrize(
+    "count, background",
+    [(1, True), nightly(1, False), nightly(8, True), (8, False)],
+)
 def test_loss_falls_and_every_step_is_reported_in_order(tmp_path, count, background):
     seen = Recorder()
     limits = BatchLimits(base=16, max=64, micro=(1, 64), sizes=(2, 4, 16, 32))
@@ -81,7 +89,7 @@ def test_loss_falls_and_every_step_is_reported_in_order(tmp_path, count, backgro
     assert len(seen.threads) == 1 and threading.get_ident() not in seen.threads
 
 
-@pytest.mark.parametrize("count", [1, 8])
+@pytest.mark.parametrize("count", [nightly(1), 8])
 def test_epochs_end_to_the_sample_with_a_padded_last_batch(tmp_path, count):
     seen, base = Recorder(), 40
     settings = counting_config(
@@ -205,7 +213,7 @@ def planted(**times):
         ({"compute_base": 0.1}, 1e4, {16}),
     ],
 )
-@pytest.mark.parametrize("count", [1, 8])
+@pytest.mark.parametrize("count", [1, nightly(8)])
 def test_the_batch_adapts_to_planted_times_and_noise(tmp_path, times, offset, expected, count):
     seen = Recorder()
 
@@ -246,8 +254,11 @@ def test_the_batch_adapts_to_planted_times_and_noise(tmp_path, times, offset, ex
         assert verdict.verdict.reason
 
 
-@pytest.mark.parametrize("background", [False, True], ids=["at once", "in the background"])
-@pytest.mark.parametrize("count", [1, 8])
+@pytest.mark.parametrize(
+    "count, background",
+    [nightly(1, False), (8, False), (1, True), nightly(8, True)],
+    ids=["1-at once", "8-at once", "1-in the background", "8-in the background"],
+)
 def test_the_noise_is_measured_anew_after_every_change_of_the_batch(tmp_path, count, background):
     """Sizes asked for one after another, none of them compiled before: the estimate never gets old."""
     oldest, sizes = 3 * 4 + 10, [32, 64, 128]
