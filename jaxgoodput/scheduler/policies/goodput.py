@@ -71,7 +71,7 @@ class Goodput:
     """For so many of its restarts a job that has begun is not paused."""
     guaranteed: float = 0.25
     """The part of an equal share that every job gets, whatever others make of the devices; 0 = none."""
-    patience_s: float = 1500.0
+    patience_s: float = 3600.0
     """How old a job is when that begins to hold."""
     fairness: float = 2.0
     """The power of (deserved / had of late) by which the weights of a tenant's jobs are multiplied, 1/8 to 8;
