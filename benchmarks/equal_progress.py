@@ -161,10 +161,11 @@ def run(
             batch=jg.BatchLimits(base=base, max=most, sizes=(base, most), max_micro_batches=1),
             base_steps=steps,
             rule=getattr(jg.rules, FLAGS.rule) if FLAGS.rule else None,
-            tuning=jg.Tuning(warm_up_steps=10**9),  # nobody else decides
+            # Nobody else decides, no run begins where another ended, and a size that is asked for is there.
+            tuning=jg.Tuning(warm_up_steps=10**9, remember=False),
             reporting=jg.Reporting(tensorboard=False, progress=False),
             saving=jg.Saving(at_end=False, every_s=1e9),
-            execution=jg.Execution(compilation_cache=programs),
+            execution=jg.Execution(compilation_cache=programs, background_compile=False),
         )
         hook = Grow(share * steps, most)
         trainer = Trained(config, hooks=[hook], devices=jax.devices()[:1])

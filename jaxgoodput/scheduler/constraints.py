@@ -68,11 +68,11 @@ def constraints_of(jobs: Sequence[JobView], cluster: ClusterSpec, now_s: float) 
         cleaned, wrong = _usable_entries(view)
         if wrong is not None:
             remarks.setdefault(view.spec.id, []).append(wrong)
-        if late := _deadline(cleaned, now_s):
-            remarks.setdefault(view.spec.id, []).append(late)
         purse = within_budget(
             cleaned, cluster.price_per_hour, functools.partial(empty.could_run, cleaned.spec)
         )
+        if late := _deadline(purse.view, now_s):
+            remarks.setdefault(view.spec.id, []).append(late)
         if purse.remark:
             remarks.setdefault(view.spec.id, []).append(purse.remark)
         if purse.spent:

@@ -175,9 +175,9 @@ class Goodput:
             spec = problem.jobs[i].spec
             left_s = (spec.deadline_s or now_s) - now_s
             if int(choice.shape[i]) not in shapes:
+                which = "no shape that is fast enough" if problem.jobs[i].is_measured else "it none"
                 reasons[spec.id] += (
-                    f"; its deadline is in {left_s:.0f} s, and what others are promised leaves no shape "
-                    "that is fast enough"
+                    f"; its deadline is in {left_s:.0f} s, and what others are promised leaves {which}"
                 )
             elif spec.id in decision.allocations:
                 reasons[spec.id] += f": its deadline is in {left_s:.0f} s"

@@ -21,7 +21,7 @@ class Claim(NamedTuple):
 
     job: int
     shapes: Sequence[int]
-    """The one that is tried first in front."""
+    """The one that is tried first in front; before it, one that it was granted before or is restarting on."""
 
 
 class Promises(NamedTuple):
@@ -61,17 +61,15 @@ def promises(
     for i, shapes in claims:
         had = int(granted[i])
         both = [s for s in shapes if allowed[i, s]]
-        if not both or pinned[i] >= 0:
+        if not both:
             continue
         if had >= 0:
             room.give_back(i, had)
         first = [s for s in (int(restoring[i]), had) if s in both]
         if take(i, [*first, *both]):
-            if granted[i] == restoring[i]:
-                pinned[i] = restoring[i]
-            else:
-                allowed[i] = False
-                allowed[i, both] = True
+            pinned[i] = restoring[i] if granted[i] == restoring[i] else -1
+            allowed[i] = False
+            allowed[i, both] = True
         elif had >= 0:
             again = take(i, [had])
             assert again, "it was there a moment ago"

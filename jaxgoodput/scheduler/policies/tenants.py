@@ -83,6 +83,8 @@ def guaranteed(
                 left -= taken
                 if taken:
                     whose[i] = tenant.name
+            elif left > 0:  # of one that is within it
+                left -= spending.prefer(i, left)
         spending.grow([i for i in jobs if i in whose], left)
     devices = {i: spending.devices(i) for i in whose}
     spending.let_restart()
@@ -127,6 +129,8 @@ class _Spending:
         self._room = Room(problem)
         self._restoring = problem.restoring()
         self._shape: dict[int, int] = {}  # by job
+        # By job that began on no shape that it prefers, the utility of those.
+        self._fallen: dict[int, np.ndarray] = {}
         self._pinned: set[int] = set()  # restart, and keep their shape
         self._moved: set[int] = set()  # restart, and may not keep it
 
@@ -137,10 +141,27 @@ class _Spending:
     def start(self, job: int, left: int) -> int:
         """The devices that it begins with, at most `left`; 0 where nothing fits."""
         taken = self._start(job, left)
-        if not taken and np.isnan(self._utility[job]).sum() > np.isnan(self._whole[job]).sum():
-            self._utility[job] = self._whole[job]  # better one that it does not prefer than none
-            taken = self._start(job, left)
+        if taken or np.array_equal(self._utility[job], self._whole[job], equal_nan=True):
+            return taken
+        preferred, self._utility[job] = self._utility[job].copy(), self._whole[job]
+        taken = self._start(job, left)  # better one that it does not prefer than none
+        if taken:
+            self._fallen[job] = preferred
+        else:
+            self._utility[job] = preferred
         return taken
+
+    def prefer(self, job: int, left: int) -> int:
+        """What a job takes more, at most `left`, for a shape that it prefers where it began without one."""
+        if job not in self._fallen or job in self._pinned:
+            return 0
+        devices, at = self._problem.devices, self.devices(job)
+        fits = np.flatnonzero(~np.isnan(self._fallen[job]) & (devices - at <= left))
+        for to in fits[np.argsort(devices[fits], kind="stable")].tolist():
+            if self._change(job, to):
+                self._utility[job] = self._fallen.pop(job)
+                return int(devices[to]) - at
+        return 0
 
     def _start(self, job: int, left: int) -> int:
         devices, utility = self._problem.devices, self._utility[job]

@@ -14,7 +14,7 @@ from jaxgoodput.scheduler.policies.shape_choice import ShapeProblem
 from jaxgoodput.scheduler.policy import JobView
 from jaxgoodput.scheduler.reconcile import reconcile
 from jaxgoodput.simulate import uniform_cluster
-from jaxgoodput.specs import JobSpec, Shape, Tenant
+from jaxgoodput.specs import ClusterSpec, JobSpec, Node, Shape, Tenant
 
 ROUND_S = 60.0
 
@@ -131,8 +131,8 @@ def test_a_deadline_that_the_offered_shapes_alone_miss_is_told():
     job = view("a", 1000.0, 700.0, sizes=(1, 2, 4))
     # Not more than it has run on yet.
     plan = reconcile([job], uniform_cluster("t4", 1, 4), Goodput(growth=1.0), 0.0)
-    assert "on no shape that it is offered" in plan.reasons["a"]
-    assert "it would take 1000 s" in plan.reasons["a"]
+    assert "its deadline in 700 s can be met on no shape that it is offered" in plan.reasons["a"]
+    assert "that would take 1000 s" in plan.reasons["a"]
 
 
 def test_what_a_tenant_may_not_have_pushes_nobody_out():
@@ -149,10 +149,46 @@ def test_what_a_tenant_may_not_have_pushes_nobody_out():
     wide = of("poor", view("wide", 1000.0, 1100.0, sizes=(4,)))
     rich = of("rich", view("rich", 1100.0, 1300.0, sizes=(4,)))
     found = deadlines_of(ShapeProblem.of([first, second, wide, rich], cluster, 0.0))
-    assert set(found.given_up) == {1, 2}  # for want of what their tenant may have
-    assert "the limit of tenant 'poor', 1 devices" in found.given_up[1]
-    assert "on no shape that it is offered" in found.given_up[2]
+    assert set(found.given_up) == {1}  # of the wide one its limit says already that it has no shape
+    said = (
+        "it needs 700 of the 1000 device-seconds that the limit of tenant 'poor', 1 devices, allows"
+    )
+    assert said in found.given_up[1]
     assert {claim.job for claim in found.claims} == {0, 3}
+
+
+def test_a_limit_gives_up_its_own_before_anybody_elses():
+    """At one deadline both the limit and the cluster are too small: one that it concerns makes room."""
+    cluster = dataclasses.replace(
+        uniform_cluster("t4", 1, 4), tenants=(Tenant(name="poor", limit=1),)
+    )
+    jobs = [view(name, 600.0, 1000.0) for name in ("p1", "p2")]
+    jobs = [dataclasses.replace(j, spec=dataclasses.replace(j.spec, tenant="poor")) for j in jobs]
+    jobs += [view("rich", 950.0, 1000.0, sizes=(2,)), view("rich1", 950.0, 1000.0)]
+    found = deadlines_of(ShapeProblem.of(jobs, cluster, 0.0))
+    assert len(found.given_up) == 1 and set(found.given_up) < {0, 1}
+
+
+def test_a_budget_is_counted_on_what_costs_least():
+    """The dear kind takes fewer device-seconds, but the cheap one is in time for less."""
+    nodes = tuple(Node(name=kind, kind=kind, num_devices=4) for kind in ("a", "b"))
+    cluster = ClusterSpec(
+        nodes=nodes,
+        price_per_hour={"a": 1.0, "b": 4.0},
+        tenants=(Tenant(name="t", budget_per_hour=4.0),),
+    )
+    jobs = [
+        JobView(
+            spec=JobSpec(id=f"j{i}", tenant="t", deadline_s=1000.0, max_devices=1),
+            goodput={Shape("a", 1, 1): 1.0, Shape("b", 1, 1): 2.5},
+            remaining=900.0,
+            largest_profiled=1,
+        )
+        for i in range(5)
+    ]
+    assert not deadlines_of(ShapeProblem.of(jobs[:3], cluster, 0.0)).given_up
+    (why,) = deadlines_of(ShapeProblem.of(jobs, cluster, 0.0)).given_up.values()
+    assert "it needs 0.25833 of the 1.1111 that the budget of tenant 't', 4 per hour, allows" in why
 
 
 def test_who_must_run_and_finds_no_room_is_told():

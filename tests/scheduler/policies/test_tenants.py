@@ -18,7 +18,7 @@ from jaxgoodput.scheduler.policies.pollux import Pollux
 from jaxgoodput.scheduler.policies.sia import Sia
 from jaxgoodput.scheduler.policy import JobView
 from jaxgoodput.scheduler.reconcile import reconcile
-from jaxgoodput.specs import ClusterSpec, JobSpec, Node, Tenant
+from jaxgoodput.specs import Allocation, ClusterSpec, JobSpec, Node, Tenant
 
 NODES = tuple(Node(name=f"n{i}", kind="k", num_devices=8) for i in range(2))
 TREE = (
@@ -318,3 +318,34 @@ def test_a_deadline_that_the_guarantee_is_too_small_for_still_has_what_is_guaran
     plan = reconcile([mine, *rest, *loose], cluster, Goodput(), 0.0)
     assert plan.allocations["due"].num_devices == has, plan.reasons
     assert all(plan.allocations[view.spec.id].devices for view in rest)
+
+
+@pytest.mark.parametrize("least", [1, 2])
+def test_a_deadline_takes_of_the_guarantee_above_what_its_own_tenant_lacks(least):
+    tenants = (
+        Tenant(name="lab", guaranteed=4),
+        Tenant(name="leaf", parent="lab", guaranteed=1),
+        Tenant(name="sibling", parent="lab"),
+    )
+    cluster = ClusterSpec(nodes=(Node(name="n", kind="k", num_devices=4),), tenants=tenants)
+    due = job("due", "leaf", cluster, most=4, min_devices=least, deadline_s=1000.0)
+    due = dataclasses.replace(due, remaining=900.0 * max(due.goodput.values()))
+    others = [job(f"s{i}", "sibling", cluster, most=1) for i in range(3)]
+    plan = reconcile([due, *others], cluster, Goodput(), 0.0)
+    assert plan.allocations["due"].num_devices == 4, plan.reasons
+
+
+def test_who_restarts_within_its_guarantee_grows_for_its_deadline():
+    cluster = ClusterSpec(
+        nodes=(Node(name="n", kind="k", num_devices=4),),
+        tenants=(Tenant(name="mine", guaranteed=1),),
+    )
+    due = job("due", "mine", cluster, most=4, deadline_s=1000.0, restart_s=0.0)
+    due = dataclasses.replace(
+        due,
+        remaining=800.0 * max(due.goodput.values()),
+        allocation=Allocation(devices={"n": (0,)}),
+        restoring_until_s=100.0,
+    )
+    plan = reconcile([due], cluster, Goodput(), 10.0)
+    assert plan.allocations["due"].num_devices == 4, plan.reasons
