@@ -5,8 +5,9 @@ import os
 # Programs of eight devices on two cores: as many threads again as devices, or a collective that waits in
 # the compiler's thread pool can keep its peers from being run at all. Read when the first device is made.
 os.environ.setdefault("NPROC", "16")
-# The kernels of XLA:CPU by its older generator: the same programs, compiled in half of the time.
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_use_fusion_emitters=false"
+# The kernels of XLA:CPU by its older generator, which takes half of the time; sums may end in other bits than
+# users see. XLA_FLAGS=--xla_cpu_use_fusion_emitters=true tests theirs.
+os.environ["XLA_FLAGS"] = f"--xla_cpu_use_fusion_emitters=false {os.environ.get('XLA_FLAGS', '')}"
 
 import jax
 
