@@ -7,7 +7,7 @@ import unittest.mock as mock
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxgoodput.data import cursor as module
@@ -53,7 +53,6 @@ def test_a_keyed_order_is_the_same_in_parts(part, size, counts):
     np.testing.assert_array_equal(got, take_all(Cursor(3), size, counts)[0])
 
 
-@settings(max_examples=30)
 @given(size=SIZES, before=COUNTS, after=COUNTS, seed=st.integers(0, 9), order=ORDERS)
 def test_resume_from_any_cursor_equals_going_on(size, before, after, seed, order):
     start = Cursor(seed, order=order)

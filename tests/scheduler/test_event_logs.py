@@ -24,14 +24,14 @@ def live_through(log, policy):
     world.run_out()
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=SLOW_TO_DRAW)
+@settings(max_examples=500, deadline=None, suppress_health_check=SLOW_TO_DRAW)
 @given(logs(most_events=5))
 def test_plans_keep_their_laws_through_any_log(log):
     live_through(log, POLICIES["goodput"])
 
 
 @pytest.mark.parametrize("name", ["sia", "pollux"])
-@settings(max_examples=60, deadline=None, suppress_health_check=SLOW_TO_DRAW)
+@settings(max_examples=250, deadline=None, suppress_health_check=SLOW_TO_DRAW)
 @given(logs(most_events=5))
 def test_so_do_the_plans_of_published_policies(name, log):
     live_through(log, POLICIES[name])
@@ -40,7 +40,7 @@ def test_so_do_the_plans_of_published_policies(name, log):
 @pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("name", POLICIES)
-@settings(max_examples=1200, deadline=None, suppress_health_check=SLOW_TO_DRAW)
+@settings(max_examples=5000, deadline=None, suppress_health_check=SLOW_TO_DRAW)
 @given(logs(most_events=25))
 def test_plans_keep_their_laws_through_long_logs(name, log):
     live_through(log, POLICIES[name])

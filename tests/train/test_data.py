@@ -124,7 +124,7 @@ def test_a_stream_is_used_once_over_restarts_and_changes_of_batch(tmp_path):
         tuning__warm_up_steps=10**6,
     )
     device, steps, state = jax.devices()[:1], [], None
-    for end in (4, 9, None):
+    for end in (4, 9, 14, None):
         trainer = Stream(settings, devices=device, loop=InStep)
         ask = growing(trainer)
 

@@ -24,9 +24,7 @@ MISFIT = 0.02  # relative distance of exact tables from the curve
 # Prior means and deviations, in log goodput: of what the first doubling adds (0.62 = 1.86 times as much), of
 # how that changes with every further half of one, and of what it means to lie on several nodes.
 SLOPE, BEND, STEP = (0.62, 0.20), (-0.05, 0.06), (-0.10, 0.15)
-LEAST = (
-    5  # differences by which a row knows its own noise; fewer say little, and a knee is one of them
-)
+LEAST = 5  # differences by which a row knows its own noise: one of them may be a knee
 QUARTILE = 0.6745  # of a standard normal number
 
 
