@@ -127,6 +127,7 @@ class Analyst:
         self._queue: queue.SimpleQueue[Result | Answer | Event | threading.Event | None]
         self._queue = queue.SimpleQueue()
         self._tuner = tuner(self._queue.put, on_error)
+        self._is_judging = False  # from a question to its conclusion
         self._thread = threading.Thread(target=self._run, name="jaxgoodput-analyst", daemon=True)
         self._thread.start()
 
@@ -223,6 +224,7 @@ class Analyst:
                 if isinstance(item, Result):
                     self._take(item)
                 elif isinstance(item, Answer):
+                    self._is_judging = False
                     if not ended:  # a verdict on what is over is of no use
                         self._conclude(item)
                 else:
@@ -364,7 +366,9 @@ class Analyst:
         return self._latest.ticket.samples / (self._config.epochs * self._dataset_size)
 
     def _is_tune_due(self, now: float, step: int) -> bool:
-        if self._steps_seen < self._config.tuning.warm_up_steps or self._tuner.is_busy:
+        if self._steps_seen < self._config.tuning.warm_up_steps:
+            return False
+        if self._is_judging or self._tuner.is_busy:
             return False
         # The loop may be far ahead of this thread, and processes agree on a change a few steps later.
         if self._taken_at is None or self._taken_at <= step < self._taken_at + DEPTH:
@@ -396,7 +400,8 @@ class Analyst:
         self._was_unknown = not self._latest.metrics.noise.is_known
         self._was_disturbed = self._disturbed
         self._evidence.review(self._noise_scale(self._latest.metrics.noise.cautious))
-        self._tuner.ask(self._situation(step))
+        # An answer may lie in the queue while the tuner is free again: the next question would not know of it.
+        self._is_judging = self._tuner.ask(self._situation(step))
 
     def _situation(self, step: int) -> Situation:
         """All that a verdict depends on, by now."""
