@@ -87,6 +87,7 @@ _NAMES = {
     "engine.programs": "SampleShape",
     "engine.state": "Loss TrainState Variables",
     "engine.step": "Problem",
+    "flax_models": "from_linen from_nnx",
     "goodput.efficiency": "GradGroups GradParams noise_scale",
     "goodput.fit": "PerfFit StepTimings fit_perf_params",
     "goodput.memory": "StepBytes",
@@ -101,7 +102,6 @@ _NAMES = {
     "parallel.strategy": "Layout Strategy candidates",
     "train.checkpoint": "FromCheckpoint load",
     "train.config": "Config Evaluation Execution Reporting Saving Statistics Tuning with_overrides",
-    "train.flax_models": "from_linen from_nnx",
     "train.control": "Diverged NotSaved PeerLost Preempted",
     "train.trainer": "Trainer",
 }

@@ -57,8 +57,8 @@ from jaxgoodput.train.control import Diverged as Diverged
 from jaxgoodput.train.control import NotSaved as NotSaved
 from jaxgoodput.train.control import PeerLost as PeerLost
 from jaxgoodput.train.control import Preempted as Preempted
-from jaxgoodput.train.flax_models import from_linen as from_linen
-from jaxgoodput.train.flax_models import from_nnx as from_nnx
+from jaxgoodput.flax_models import from_linen as from_linen
+from jaxgoodput.flax_models import from_nnx as from_nnx
 from jaxgoodput.train.trainer import Trainer as Trainer
 
 rules = _learning_rate  # an import under another name is no promise of a stub's

@@ -220,11 +220,19 @@ def disconnect() -> None:
     Afterwards the process counts as one of one, and may `connect` again. Does nothing where it is
     not connected.
     """
+    if distributed.global_state.client is not None:
+        forget_devices()
+
+
+def forget_devices() -> None:
+    """Drop all devices, connected or not: every array, executable and mesh of this process dies.
+
+    It may `connect` afterwards, and then counts as one of as many as there are then.
+    """
     state = distributed.global_state
-    if state.client is None:
-        return
-    state.client.shutdown()
-    state.client = None
+    if state.client is not None:
+        state.client.shutdown()
+        state.client = None
     state.process_id, state.num_processes, state.coordinator_address = 0, 1, None
     # Orbax keeps the client of the generation that has just ended, and would wait for it.
     signaling = sys.modules.get("orbax.checkpoint._src.futures.signaling_client")
@@ -232,6 +240,10 @@ def disconnect() -> None:
         signaling.get_signaling_client.cache_clear()
     jax.extend.backend.clear_backends()
     gc.collect()
+
+
+class PeerGone(RuntimeError):
+    """A process that was waited for does not come any more."""
 
 
 class SharedStore:
@@ -293,6 +305,37 @@ class SharedStore:
             raise TimeoutError(
                 f"not every process came to the barrier {name!r} within {timeout_s:g} s: {error}"
             ) from error
+
+
+    def meet(
+        self,
+        name: str,
+        process_id: int,
+        num_processes: int,
+        *,
+        timeout_s: float,
+        unless: Callable[[], bool],
+        clock: Clock | None = None,
+    ) -> None:
+        """Return when every process has come here, like `barrier`; but look now and then whether to go on.
+
+        Raises:
+            TimeoutError: some process did not come within `timeout_s`.
+            PeerGone: `unless()` became true.
+        """
+        clock = clock or SystemClock()
+        deadline_s, pause_s = clock.now() + timeout_s, _PROBE_PAUSE_S / 16
+        self.set(f"{name}/{process_id}", "", overwrite=True)
+        while len(self._client.key_value_dir_get(f"{name}/")) < num_processes:
+            if unless():
+                raise PeerGone(f"a process of the job has gone, and does not come to {name!r}")
+            if clock.now() >= deadline_s:
+                raise TimeoutError(
+                    f"not every process came to {name!r} within {timeout_s:g} s. One of them is late or "
+                    "gone: see its output in the launcher's."
+                )
+            clock.sleep(pause_s)
+            pause_s = min(2 * pause_s, _PROBE_PAUSE_S)
 
 
 def shared_store() -> SharedStore | None:

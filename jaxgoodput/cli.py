@@ -1,4 +1,4 @@
-"""The command line: `jaxgoodput run | coordinate | plan | report | simulate`; it imports late."""
+"""The command line: `jaxgoodput run | agent | coordinate | plan | report | simulate`; it imports late."""
 
 import argparse
 import contextlib
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "an argument holds a NUL character, which no file and no number has; leave it out"
         )
     options = parser.parse_args(arguments)
-    if command and options.action not in (_run, _coordinate, _plan):
+    if command and options.action not in (_run, _agent, _coordinate, _plan):
         parser.error(f"{options.name} takes no command after --")
     return options.action(options, command, parser)
 
@@ -70,31 +70,116 @@ def _parser() -> argparse.ArgumentParser:
     run = add(
         "run",
         _run,
-        "run a script as one job of several processes on this host",
-        "jaxgoodput run --nproc-per-node N [options] -- python train.py [args ...]",
+        "run a script as one job of several processes, on this host or on hosts that come and go",
+        "jaxgoodput run --nproc-per-node N [options] -- python train.py [args ...]\n"
+        "       jaxgoodput run --nnodes MIN:MAX [--hosts A,B,...] [options] -- python train.py [args ...]",
         "Start N processes of the script, which form one JAX job: jax.process_count() is N. The\n"
         "script needs no line of its own for that. Its output appears line by line behind the\n"
         "number of the process; signals are passed on; nothing is left running.\n\n"
-        "example: jaxgoodput run --nproc-per-node 2 --devices-per-process 2 -- \\\n"
-        "             python train.py --workdir /tmp/run",
+        "With --nnodes the job goes on while hosts come and go: those that are left keep the state in\n"
+        "memory, and nobody restarts. Processes that fail are replaced; a host more joins with\n"
+        "`jaxgoodput agent`.\n\n"
+        "examples: jaxgoodput run --nproc-per-node 2 --devices-per-process 2 -- \\\n"
+        "              python train.py --workdir /tmp/run\n"
+        "          jaxgoodput run --nnodes 1:4 --hosts a,b,c,d -- python train.py --workdir /shared/run",
     )
     run.add_argument(
-        "--nproc-per-node", type=_at_least(1), required=True, metavar="N", help="processes to start"
+        "--nnodes",
+        metavar="MIN:MAX",
+        help="the job goes on with any number of hosts between these (a number: exactly so many)",
     )
     run.add_argument(
-        "--devices-per-process",
-        type=_at_least(1),
-        metavar="D",
-        help="devices of each process: virtual ones on CPU, GPUs r*D to (r+1)*D-1 for process r "
-        "(default: one; all where N is 1)",
+        "--hosts",
+        metavar="A,B,...",
+        help="names for the remote shell; the script is in the same folder on all (default: this machine)",
     )
+    run.add_argument("--hostfile", metavar="FILE", help="instead of --hosts: one a line")
+    run.add_argument(
+        "--local-hosts",
+        type=_at_least(0),
+        metavar="K",
+        help="so many hosts that are this machine, to try it out; 0: all come with `jaxgoodput agent` "
+        "(default: 1, where no hosts are named)",
+    )
+    run.add_argument(
+        "--rsh",
+        default="ssh -o BatchMode=yes",
+        metavar="SHELL",
+        help="the remote shell, called as SHELL HOST COMMAND (default: ssh -o BatchMode=yes)",
+    )
+    run.add_argument(
+        "--remote-python",
+        default=sys.executable,
+        metavar="PATH",
+        help="the interpreter on the hosts (default: that of this command)",
+    )
+    run.add_argument(
+        "--join-s",
+        type=_at_least(0.0),
+        default=10.0,
+        metavar="S",
+        help="how long the first start waits for more than MIN hosts (default: 10)",
+    )
+    run.add_argument(
+        "--admit-every-s",
+        type=_at_least(0.0),
+        default=5.0,
+        metavar="S",
+        help="the least time between two changes that only take somebody in (default: 5)",
+    )
+    agent = add(
+        "agent",
+        _agent,
+        "have this host take part in a job of `jaxgoodput run --nnodes`",
+        "jaxgoodput agent --rdzv-endpoint HOST:PORT [options] -- python train.py [args ...]",
+        "Start processes of the script on this host, for the job whose coordinator is at HOST:PORT.\n"
+        "The command must be that of the job. SIGTERM has the host leave; the job goes on. The secret\n"
+        "of the job is in JAXGOODPUT_SECRET, set alike for `jaxgoodput run` and for agents.",
+    )
+    agent.add_argument("--name", help="of this host in the job (default: its host name)")
+    agent.add_argument("--secret-stdin", action="store_true", help=argparse.SUPPRESS)
+    for command in (run, agent):
+        command.add_argument(
+            "--rdzv-endpoint",
+            metavar="HOST:PORT",
+            required=command is agent,
+            help="where the coordinator is (of run: a free port, on the loopback interface where no "
+            "hosts are named)",
+        )
+        command.add_argument(
+            "--nproc-per-node",
+            type=_at_least(1),
+            metavar="N",
+            help="processes of a host (default: 1 with --nnodes)",
+        )
+        command.add_argument(
+            "--devices-per-process",
+            type=_at_least(1),
+            metavar="D",
+            help="devices of each process: virtual ones on CPU, GPUs r*D to (r+1)*D-1 for process r "
+            "(default: one; all where N is 1)",
+        )
+        command.add_argument(
+            "--silent-s",
+            type=_at_least(1.0),
+            default=10.0,
+            metavar="S",
+            help="a process without a sign of life for so long is replaced (default: 10)",
+        )
+        command.add_argument(
+            "--reconnect-s",
+            type=_at_least(0.0),
+            metavar="S",
+            help="how long agents look for a coordinator that has gone (default: 60 where "
+            "--rdzv-endpoint names a port, else 0)",
+        )
     run.add_argument(
         "--max-restarts",
         type=_at_least(0),
-        default=0,
         metavar="K",
         help="start again, at most K times, after an unasked-for exit with 143 or a crash; two crashes "
-        "in a row without a step further end it (default: 0)",
+        "in a row without a step further end it (default: 0). With --nnodes: processes that are "
+        "replaced, in all (default: 100)",
     )
     coordinate = add(
         "coordinate",
@@ -116,7 +201,7 @@ def _parser() -> argparse.ArgumentParser:
     coordinate.add_argument(
         "--port", type=_at_least(1), default=None, help="default: one that is free"
     )
-    for command in (run, coordinate):
+    for command in (run, agent, coordinate):
         command.add_argument(
             "--grace-s",
             type=_at_least(0.0),
@@ -301,13 +386,96 @@ def _run(options, command: list[str], parser: argparse.ArgumentParser) -> int:
     from jaxgoodput.launcher.local import run_local
     from jaxgoodput.launcher.supervise import UsageError
 
+    if options.nnodes is not None:
+        return _run_elastic(options, command, parser)
+    for name in ("hosts", "hostfile", "local_hosts", "rdzv_endpoint"):
+        if getattr(options, name) is not None:
+            parser.error(f"--{name.replace('_', '-')} is for a job on several hosts: give --nnodes")
+    if options.nproc_per_node is None:
+        parser.error("the following arguments are required: --nproc-per-node, or --nnodes")
     try:
         return run_local(
             command,
             options.nproc_per_node,
             options.devices_per_process,
-            max_restarts=options.max_restarts,
+            max_restarts=options.max_restarts or 0,
             grace_s=options.grace_s,
+        )
+    except UsageError as error:
+        return _wrong(error)
+
+
+def _run_elastic(options, command: list[str], parser: argparse.ArgumentParser) -> int:
+    from jaxgoodput.launcher.elastic import Job, run_elastic
+    from jaxgoodput.launcher.hosts import read_host_file
+    from jaxgoodput.launcher.supervise import UsageError
+
+    given = [n for n in ("hosts", "hostfile", "local_hosts") if getattr(options, n) is not None]
+    if len(given) > 1:
+        parser.error("give one of --hosts, --hostfile and --local-hosts")
+    least, _, most = options.nnodes.partition(":")
+    if not (least.isdigit() and (most or least).isdigit()):
+        parser.error(f"--nnodes {options.nnodes}: give MIN:MAX, or one number")
+    try:
+        if options.hostfile is not None:
+            hosts = read_host_file(pathlib.Path(options.hostfile).read_text())
+            if not hosts:
+                raise UsageError(f"--hostfile {options.hostfile} names no host")
+        else:
+            hosts = [h for h in (options.hosts or "").split(",") if h]
+        port = (options.rdzv_endpoint or ":0").rpartition(":")[2]
+        wait_s = options.reconnect_s
+        job = Job(
+            least=int(least),
+            most=int(most or least),
+            slots=options.nproc_per_node or 1,
+            devices_per_process=options.devices_per_process,
+            hosts=tuple(hosts),
+            local_hosts=1 if options.local_hosts is None else options.local_hosts,
+            shell=options.rsh,
+            python=options.remote_python,
+            endpoint=options.rdzv_endpoint,
+            max_restarts=100 if options.max_restarts is None else options.max_restarts,
+            grace_s=options.grace_s,
+            silent_s=options.silent_s,
+            join_s=options.join_s,
+            admit_every_s=options.admit_every_s,
+            reconnect_s=(0.0 if port == "0" else 60.0) if wait_s is None else wait_s,
+        )
+        return run_elastic(command, job)
+    except (UsageError, OSError) as error:
+        return _wrong(error)
+
+
+def _agent(options, command: list[str], parser: argparse.ArgumentParser) -> int:
+    import os
+    import socket
+
+    from jaxgoodput.clock import SystemClock
+    from jaxgoodput.launcher.agent import run_agent
+    from jaxgoodput.launcher.supervise import UsageError
+
+    if options.secret_stdin:
+        secret = sys.stdin.readline().strip()
+    else:
+        secret = os.environ.get("JAXGOODPUT_SECRET", "")
+    if not secret:
+        parser.error(
+            "JAXGOODPUT_SECRET is not set. Set it to the same text here and where `jaxgoodput run` is started"
+        )
+    wait_s = options.reconnect_s
+    try:
+        return run_agent(
+            command,
+            address=options.rdzv_endpoint,
+            secret=secret,
+            name=options.name or socket.gethostname(),
+            slots=options.nproc_per_node or 1,
+            devices_per_process=options.devices_per_process,
+            silent_s=options.silent_s,
+            grace_s=options.grace_s,
+            reconnect_s=60.0 if wait_s is None else wait_s,
+            clock=SystemClock(),
         )
     except UsageError as error:
         return _wrong(error)

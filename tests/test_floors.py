@@ -13,7 +13,7 @@ FLOORS = (
     {"goodput", "_jax"},  # private JAX calls; waits on the clock
     {"optim", "data", "parallel", "embedding", "specs", "client"},
     {"engine", "tune"},  # tune knows numbers only; engine knows arrays only
-    {"observe", "scheduler"},
+    {"observe", "scheduler", "flax_models"},
     {"train", "simulate"},  # train never imports scheduler: they meet in specs
     {"launcher", "service"},
     {"cli"},

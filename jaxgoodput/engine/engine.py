@@ -176,8 +176,7 @@ class Engine:
         self.layout = layout
         self.problem = engines.problem
         self.compiled = engines.compiled
-        world = engines.world
-        self.world = world if world is not None and world.size > layout.mesh.size else None
+        self.world = engines.world
         shape = SampleShape.of(engines.sample, micro_batch_size=1)
         size = engines.control_size
         made: dict[str, Any] = {"state": engines.state, "shape": shape, "control_size": size}

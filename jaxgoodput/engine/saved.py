@@ -175,6 +175,35 @@ def taken(x: Array, leaf: Any) -> Array:
     return own
 
 
+# -- on the host -------------------------------------------------------------------------------------
+
+
+def on_host(state: PyTree) -> dict[str, np.ndarray]:
+    """A state that is whole on each device, as plain arrays by path in memory of their own.
+
+    Raises ValueError for a state that is cut: no device of this process has all of it.
+    """
+    leaves = {path: _data(x) for path, x in _by_path(state).items()}
+    cut = [path for path, x in leaves.items() if not x.is_fully_replicated]
+    if cut:
+        raise ValueError(f"{some(cut)} lies in parts on several devices, and is nowhere whole.")
+    return {path: np.array(x.addressable_data(0)) for path, x in leaves.items()}
+
+
+def from_host(leaves: Mapping[str, np.ndarray], abstract: PyTree) -> PyTree:
+    """A tree in the form of `abstract`, which says where leaves go, of what `on_host` gave.
+
+    Raises ValueError where it is of another model.
+    """
+    wanted = _by_path(abstract)
+    given = {path: LeafKind.of(x) for path, x in leaves.items()}
+    told = differences(given, {path: LeafKind.of(abstract_data(x)) for path, x in wanted.items()})
+    if told:
+        raise ValueError(f"the state that another process holds is of another model: {told[0]}.")
+    placed = [_owned(_global(leaves[path], leaf), leaf) for path, leaf in wanted.items()]
+    return jax.tree.unflatten(jax.tree.structure(abstract), placed)
+
+
 # -- beginning with values ---------------------------------------------------------------------------
 
 

@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import BinaryIO, TextIO
+from typing import Any, BinaryIO, TextIO
 
 from jaxgoodput.clock import Clock
 from jaxgoodput.launcher.worker import pipe_name
@@ -38,13 +38,17 @@ class End:
 
 
 @dataclass(frozen=True)
-class _Exited:
-    rank: int
+class Exited:
+    """A child has ended with this code; -n: by signal n."""
+
+    rank: int | str
     code: int
 
 
 @dataclass(frozen=True)
-class _Signalled:
+class Signalled:
+    """This process was told to stop."""
+
     signum: int
 
 
@@ -87,26 +91,26 @@ def supervise(
     Raises:
         OSError: a command cannot be started; none is left running.
     """
-    events: queue.SimpleQueue[_Exited | _Signalled] = queue.SimpleQueue()
+    events: queue.SimpleQueue[Exited | Signalled] = queue.SimpleQueue()
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_signals_to(events))
+        stack.enter_context(signals_to(events))
         lifeline, held = os.pipe()
         stack.callback(os.close, held)
-        processes: list[_Process] = []
+        processes: list[Child] = []
         stack.callback(lambda: [process.finish() for process in processes])
         with contextlib.closing(os.fdopen(lifeline)):
             for rank, (command, environ) in enumerate(zip(commands, environs, strict=True)):
                 child = {**environ, "JAXGOODPUT_LIFELINE": pipe_name(lifeline)}
                 processes.append(
-                    _Process(rank, command, child, lifeline, prefix_output, events, clock)
+                    Child(rank, command, child, lifeline, prefix_output, events, clock)
                 )
         return _wait(processes, events, grace_s, crash_grace_s, clock, still_s)
 
 
 def told_within(seconds: float) -> bool:
     """Wait so long, or until a signal says to stop: True then."""
-    events: queue.SimpleQueue[_Exited | _Signalled] = queue.SimpleQueue()
-    with _signals_to(events):
+    events: queue.SimpleQueue[Exited | Signalled] = queue.SimpleQueue()
+    with signals_to(events):
         try:
             events.get(timeout=seconds)
         except queue.Empty:
@@ -115,15 +119,15 @@ def told_within(seconds: float) -> bool:
 
 
 def _wait(
-    processes: Sequence["_Process"],
-    events: "queue.SimpleQueue[_Exited | _Signalled]",
+    processes: Sequence["Child"],
+    events: "queue.SimpleQueue[Exited | Signalled]",
     grace_s: float,
     crash_grace_s: float,
     clock: Clock,
     still_s: float,
 ) -> End:
     began_s = clock.now()
-    failed: list[tuple[_Exited, float]] = []  # in the order of their ends, and when
+    failed: list[tuple[Exited, float]] = []  # in the order of their ends, and when
     codes: list[int] = []
     running = dict(enumerate(processes))
     told = False
@@ -152,7 +156,7 @@ def _wait(
             send(signum)
             continue
         now_s = clock.now()
-        if isinstance(event, _Signalled):
+        if isinstance(event, Signalled):
             if not told:
                 told = True
                 send(event.signum)
@@ -178,7 +182,7 @@ def _wait(
     return End(exit_code(codes), told, max(began, default=None), max(steps, default=None))
 
 
-def _sum_up(failed: Sequence[tuple[_Exited, float]], processes: Sequence["_Process"]) -> None:
+def _sum_up(failed: Sequence[tuple[Exited, float]], processes: Sequence["Child"]) -> None:
     """Who failed first and how, and the last lines of all that failed."""
     for place, (end, after_s) in enumerate(failed):
         process = processes[end.rank]
@@ -213,7 +217,8 @@ def say(message: str) -> None:
 
 
 @contextlib.contextmanager
-def _signals_to(events: "queue.SimpleQueue[_Exited | _Signalled]") -> Iterator[None]:
+def signals_to(events: "queue.SimpleQueue[Any]") -> Iterator[None]:
+    """Have SIGTERM, SIGINT and SIGHUP put on a queue as `Signalled`, where this is the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -221,7 +226,7 @@ def _signals_to(events: "queue.SimpleQueue[_Exited | _Signalled]") -> Iterator[N
     kinds = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # nohup
         kinds.remove(signal.SIGHUP)
-    before = [signal.signal(kind, lambda s, _: events.put(_Signalled(s))) for kind in kinds]
+    before = [signal.signal(kind, lambda s, _: events.put(Signalled(s))) for kind in kinds]
     try:
         yield
     finally:
@@ -229,17 +234,20 @@ def _signals_to(events: "queue.SimpleQueue[_Exited | _Signalled]") -> Iterator[N
             signal.signal(kind, handler)
 
 
-class _Process:
-    """One child, leader of a process group of its own, with the threads that read and await it."""
+class Child:
+    """One child, leader of a process group of its own, with the threads that read and await it.
+
+    `rank` is what its lines are marked with, and who `Exited` says has ended.
+    """
 
     def __init__(
         self,
-        rank: int,
+        rank: int | str,
         command: Sequence[str],
         environ: Mapping[str, str],
         lifeline: int,
         prefix_output: bool,
-        events: "queue.SimpleQueue[_Exited | _Signalled]",
+        events: "queue.SimpleQueue[Any]",
         clock: Clock,
     ):
         pipe = subprocess.PIPE if prefix_output else None
@@ -288,7 +296,7 @@ class _Process:
                 if self.began is None:
                     self.began = self.step
 
-    def _copy_lines(self, rank: int, source: BinaryIO, sink: BinaryIO) -> None:
+    def _copy_lines(self, rank: int | str, source: BinaryIO, sink: BinaryIO) -> None:
         prefix = f"[{rank}] ".encode()
         with source:
             for line in source:
@@ -301,7 +309,7 @@ class _Process:
                     # whose pipe is full stands still.
                     continue
 
-    def _await(self, rank: int, events: "queue.SimpleQueue[_Exited | _Signalled]") -> None:
+    def _await(self, rank: int | str, events: "queue.SimpleQueue[Any]") -> None:
         # Before the process is reaped nobody else can have its number: its group, children that it
         # left behind included, can be killed without harm to strangers.
         os.waitid(os.P_PID, self._child.pid, os.WEXITED | os.WNOWAIT)
@@ -311,7 +319,7 @@ class _Process:
             self._reaped = True
         for reader in self._readers:
             reader.join(_OUTPUT_DRAIN_S)
-        events.put(_Exited(rank, code))
+        events.put(Exited(rank, code))
 
     def send(self, signum: int) -> None:
         """Send a signal to the process; SIGKILL to its children too."""

@@ -39,6 +39,10 @@ class WorkerEnv:
     lifeline: str | None = None  # JAXGOODPUT_LIFELINE: see `pipe_name`
     beats: str | None = None  # JAXGOODPUT_BEATS: a pipe for the number of the last step
     grace_s: float | None = None  # JAXGOODPUT_GRACE_S: from a stop signal to SIGKILL
+    rendezvous: str | None = None  # JAXGOODPUT_RENDEZVOUS: where processes come and go
+    secret: str | None = None  # JAXGOODPUT_SECRET: of the job
+    member: str | None = None  # JAXGOODPUT_MEMBER: this process's name
+    host: str | None = None  # JAXGOODPUT_HOST: the name of its agent
 
     def __post_init__(self):
         if self.num_processes < 1:
@@ -104,6 +108,10 @@ class WorkerEnv:
             lifeline=_first(environ, "JAXGOODPUT_LIFELINE"),
             beats=_first(environ, "JAXGOODPUT_BEATS"),
             grace_s=_seconds(environ, "JAXGOODPUT_GRACE_S"),
+            rendezvous=_first(environ, "JAXGOODPUT_RENDEZVOUS"),
+            secret=_first(environ, "JAXGOODPUT_SECRET"),
+            member=_first(environ, "JAXGOODPUT_MEMBER"),
+            host=_first(environ, "JAXGOODPUT_HOST"),
         )
 
     def to_environ(self) -> dict[str, str]:
@@ -118,6 +126,10 @@ class WorkerEnv:
             "JAXGOODPUT_LIFELINE": self.lifeline,
             "JAXGOODPUT_BEATS": self.beats,
             "JAXGOODPUT_GRACE_S": self.grace_s,
+            "JAXGOODPUT_RENDEZVOUS": self.rendezvous,
+            "JAXGOODPUT_SECRET": self.secret,
+            "JAXGOODPUT_MEMBER": self.member,
+            "JAXGOODPUT_HOST": self.host,
             "JAX_LOCAL_DEVICE_IDS": None
             if self.local_device_ids is None
             else ",".join(map(str, self.local_device_ids)),
@@ -175,6 +187,8 @@ def initialize(environ: Mapping[str, str] | None = None) -> WorkerEnv | None:
 
     if env.coordinator is not None and _jax.connected_to() == env.coordinator:
         return env
+    if env.rendezvous is not None and LAUNCHED.get(Launched()).membership is not None:
+        return env
     if env.lifeline is not None:
         _die_with_the_launcher(env.lifeline)
     beats = None if env.beats is None else _inherited(env.beats)
@@ -187,6 +201,16 @@ def initialize(environ: Mapping[str, str] | None = None) -> WorkerEnv | None:
         visible = ",".join(map(str, env.local_device_ids))
         jax.config.update("jax_cuda_visible_devices", visible)
         jax.config.update("jax_rocm_visible_devices", visible)
+    if env.rendezvous is not None:
+        from jaxgoodput.launcher.member import Member, Rendezvous
+
+        assert env.secret is not None and env.member is not None and env.host is not None
+        _jax.share_compilation_cache()
+        member = Member(Rendezvous(env.rendezvous, env.secret, env.member, env.host))
+        told = LAUNCHED.get()
+        LAUNCHED.set(
+            dataclasses.replace(told, beat=_both(told.beat, member.beat), membership=member)
+        )
     if env.num_processes > 1:
         assert env.coordinator is not None
         _jax.share_compilation_cache()
@@ -222,6 +246,16 @@ def _beat_into(fd: int) -> Callable[[int | None], None]:
         # A launcher that does not read for a while misses nothing: the next one says more.
         with contextlib.suppress(BlockingIOError, BrokenPipeError):
             os.write(fd, b"\n" if step is None else b"%d\n" % step)
+
+    return beat
+
+
+def _both(
+    first: Callable[[int | None], None], second: Callable[[int | None], None]
+) -> Callable[[int | None], None]:
+    def beat(step: int | None) -> None:
+        first(step)
+        second(step)
 
     return beat
 

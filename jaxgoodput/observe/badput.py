@@ -22,6 +22,7 @@ BUCKETS: Mapping[str, str] = {
     "checkpoint_restore": "reading a checkpoint back",
     "wasted_progress_from_disruption": "steps since the last checkpoint, lost when the run died",
     "resharding": "moving the state from one layout to another",
+    "regrouping": "processes of the job came or went",
     "evaluation": "evaluating",
     "skipped_steps": "steps whose gradient was not finite",
     "other": "anything else that was not training",

@@ -218,6 +218,22 @@ class ReadsRetried(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Regrouped(Event):
+    """Processes have come or gone, and the run goes on with those that there are now."""
+
+    hook: ClassVar[str] = "on_regrouped"
+    generation: int
+    """Counts the sets of processes that this job has had."""
+    num_processes_before: int
+    """0 in a process that has just come."""
+    num_processes: int
+    reason: str
+    """Why the set before this one ended; empty for the first."""
+    seconds: Mapping[str, float]
+    """What coming together took in the process that tells, by part."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Preempt(Event):
     """The run was asked to stop and will save."""
 

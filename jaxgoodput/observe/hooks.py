@@ -15,6 +15,7 @@ from jaxgoodput.observe.events import (
     FitStart,
     Preempt,
     ReadsRetried,
+    Regrouped,
     Resharded,
     StateShown,
     StepEnd,
@@ -46,6 +47,9 @@ class Hook:
 
     def on_reshard(self, event: Resharded, /) -> None:
         """The state lies on the devices in another way."""
+
+    def on_regrouped(self, event: Regrouped, /) -> None:
+        """Processes have come or gone."""
 
     def on_eval_end(self, event: EvalEnd, /) -> None:
         """An evaluation is done."""

@@ -19,7 +19,7 @@ from jaxgoodput.train.config import Config
 
 # A step is dispatched once the step this many before it is done: one runs, one waits behind it.
 DEPTH = 2
-CONTROL_SIZE = 11
+CONTROL_SIZE = 12
 
 
 SAVED, UNSAVED = 143, 75  # exit codes; 75 is EX_TEMPFAIL of <sysexits.h>
@@ -86,6 +86,7 @@ class Control:
     save: bool = False
     evaluate: bool = False
     show: bool = False  # the parameters to the hooks
+    regroup: bool = False  # processes are to come or go
     batch: BatchConfig | BatchWish | None = None  # to use from now on
     statistics_every: int | None = None
     num_ready: int = 0  # sizes compiled or refused, summed over processes
@@ -99,6 +100,7 @@ class Control:
             save=self.save or later.save,
             evaluate=self.evaluate or later.evaluate,
             show=self.show or later.show,
+            regroup=self.regroup or later.regroup,
             batch=later.batch or self.batch,
             statistics_every=later.statistics_every or self.statistics_every,
             num_ready=self.num_ready + later.num_ready,
@@ -125,6 +127,11 @@ class Requests:
         with self._lock:
             self._wish = self._wish.also(wish)
             self.num_batches += wish.batch is not None
+
+    def forget_regroup(self) -> None:
+        """What was asked of a set of processes that is over by itself is not asked of the next."""
+        with self._lock:
+            self._wish = dataclasses.replace(self._wish, regroup=False)
 
     def interrupt(self, signal: str) -> None:
         """Ask to save and stop. Safe inside a signal handler: takes no lock."""
@@ -188,6 +195,7 @@ def encode(control: Control, strategies: Sequence[str]) -> np.ndarray:
             control.num_measuring,
             0 if strategy is None else 1 + strategies.index(strategy),
             control.show,
+            control.regroup,
         ],
         np.float32,
     )
@@ -196,7 +204,8 @@ def encode(control: Control, strategies: Sequence[str]) -> np.ndarray:
 def decode(total: np.ndarray, strategies: Sequence[str]) -> Control:
     """The agreed control. Batches come from process 0 alone, so that their sum is its own."""
     numbers = (int(round(float(x))) for x in total)
-    stop, finish, save, evaluate, micro, count, every, ready, measuring, strategy, show = numbers
+    stop, finish, save, evaluate, micro, count, every, *numbers = numbers
+    ready, measuring, strategy, show, regroup = numbers
     batch = None
     if micro and count:
         batch = BatchWish(
@@ -210,6 +219,7 @@ def decode(total: np.ndarray, strategies: Sequence[str]) -> Control:
         save=save > 0,
         evaluate=evaluate > 0,
         show=show > 0,
+        regroup=regroup > 0,
         batch=batch,
         statistics_every=every or None,
         num_ready=ready,

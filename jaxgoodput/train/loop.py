@@ -18,12 +18,14 @@ from absl import logging
 from jaxtyping import Array
 
 from jaxgoodput import _serial
+from jaxgoodput._jax import PeerGone
 from jaxgoodput.clock import Clock
 from jaxgoodput.data.cursor import Cursor
 from jaxgoodput.data.loader import StepBatch
 from jaxgoodput.data.sources import StreamState
 from jaxgoodput.engine.engine import Engine
 from jaxgoodput.engine.programs import Program
+from jaxgoodput.engine.saved import describe, on_host
 from jaxgoodput.engine.state import StepMetrics, TrainState, host_copy
 from jaxgoodput.goodput.memory import TooLarge
 from jaxgoodput.goodput.search import BatchConfig
@@ -35,6 +37,7 @@ from jaxgoodput.observe.events import (
     FitStart,
     Preempt,
     ReadsRetried,
+    Regrouped,
     Resharded,
     StateShown,
 )
@@ -59,6 +62,7 @@ from jaxgoodput.train.control import (
     decode,
     encode,
 )
+from jaxgoodput.train.membership import Kept, Regroup
 from jaxgoodput.train.prepare import Start
 from jaxgoodput.train.process import Compilations
 from jaxgoodput.train.task import Task
@@ -79,6 +83,7 @@ class Loop:
         ledger: TimeLedger,
         compilations: Compilations,
         clock: Clock,
+        elastic: bool = False,
         tuner: Callable[..., Tuner] = Tuner,
     ):
         self.task = task
@@ -112,6 +117,8 @@ class Loop:
         self._num_retried = 0  # reads, as last told
         self._rest_of: BatchConfig | None = None  # batch whose rest at the end was asked for
         self._outcome: str | None = None  # what ended the run before its end
+        self._is_elastic = elastic  # processes come and go
+        self._regroups: str | None = None  # why this set of them is over
         self._error: BaseException | None = None  # of a hook or of the task
         self._is_alone = False  # whether other processes may have gone, or wait in a step
         self._is_dispatching = False  # whether state, step, samples and cursor may disagree
@@ -148,8 +155,8 @@ class Loop:
             self.analyst.restore(start.restored.timings, start.restored.statistics_every)
         self._every = self.analyst.statistics_every  # steps between two measurements of the noise
 
-    def announce(self) -> None:
-        """Tell the hooks that the run begins."""
+    def announce(self, regrouped: Regrouped | None = None) -> None:
+        """Tell the hooks that the run begins, and with which processes."""
         layout = self.engine.layout
         self.analyst.tell(
             FitStart(
@@ -165,6 +172,8 @@ class Loop:
                 at_s=self.clock.now(),
             )
         )
+        if regrouped is not None:
+            self.analyst.tell(regrouped)
 
     def close(self) -> None:
         """End the threads: results stop before the analyst does."""
@@ -194,7 +203,16 @@ class Loop:
             except Diverged:
                 raise  # what came of it is not worth keeping
             except Exception as error:
-                self._error, self._is_alone = error, self.where.process_count > 1
+                if not (self._is_elastic and is_of_a_peer(error)):
+                    self._error, self._is_alone = error, self.where.process_count > 1
+                elif self.requests.signal is None:
+                    self._regroups = f"a process was lost: {error}"
+                else:  # it has left, as this one was told to
+                    self._outcome, self._is_alone = self.requests.signal, True
+            if self._regroups is not None:
+                reason = f"regrouped: {self._regroups}"
+                self.analyst.flush()
+                raise Regroup(self._kept(), self._regroups)
             if must_save := is_best or self._must_save(first):
                 unsaved = self._save_last()
             if self._outcome and self._error is None:
@@ -205,6 +223,8 @@ class Loop:
                 reason = _named(self._error)
             elif self.start.memory is not None:
                 self.start.memory.write(self.analyst.remembered(self.step))
+        except Regroup:
+            raise
         except Exception as error:
             reason = _named(error)
             raise
@@ -213,7 +233,7 @@ class Loop:
         if self._error is not None:
             if not must_save and self.where.process_count == 1 and self.step > first:
                 self._save(wait=True)  # a hook failed at the very end
-            if not _is_of_a_peer(self._error) or self.where.process_count == 1:
+            if not is_of_a_peer(self._error) or self.where.process_count == 1:
                 raise self._error
             if self._outcome is None and self.requests.signal is None:
                 raise self._peer_lost() from self._error
@@ -239,7 +259,7 @@ class Loop:
                         break
                     self._dispatch(batch)
             self._drain(first)
-            if self.evaluator is not None and self._outcome is None:
+            if self.evaluator is not None and self._outcome is None and self._regroups is None:
                 return self._evaluate()
             return False
         finally:
@@ -274,6 +294,9 @@ class Loop:
             self._outcome = self.requests.signal or "peer"
             return False
         if control.finish or self._is_complete():
+            return False
+        if control.regroup and self._is_elastic:
+            self._regroups = "processes are to come or go"
             return False
         is_best = control.evaluate and self._evaluate()
         if self._outcome:
@@ -520,6 +543,9 @@ class Loop:
             for micro in batch.micro_batches:
                 work = engine.accumulate(work, micro.data, micro.mask)
             total = engine.reduce(work, control)
+            if self._is_elastic:
+                # The update would take the state along into a sum that failed.
+                jax.block_until_ready(total)
             assert work.sums is not None
             marks = (work.sums.weight, total)
             self.state, metrics = engine.update(self.state, total, work)
@@ -675,6 +701,13 @@ class Loop:
             base_batch_size=self.config.batch.base,
         )
 
+    def _kept(self) -> Kept:
+        """The run as it is after the last step that was done, in host memory."""
+        with jax.transfer_guard("allow"):
+            state, meta = self._snapshot()
+            leaves = on_host(state)
+        return Kept(leaves, dataclasses.replace(meta, leaves=describe(state), is_named=True))
+
     def _safe_step(self) -> int | None:
         """The step of the newest checkpoint."""
         try:
@@ -797,8 +830,10 @@ def _refused(weight: float) -> tuple[str, str]:
     )
 
 
-def _is_of_a_peer(error: BaseException) -> bool:
+def is_of_a_peer(error: BaseException) -> bool:
     """Whether it looks like a collective that failed because another process has gone."""
+    if isinstance(error, PeerGone):
+        return True
     if not isinstance(error, jax.errors.JaxRuntimeError | ValueError):
         return False
     text = str(error).lower()

@@ -40,6 +40,7 @@ from jaxgoodput.data.sources import (
 )
 from jaxgoodput.engine import memory
 from jaxgoodput.engine.engine import Engine, Engines
+from jaxgoodput.engine.saved import from_host
 from jaxgoodput.engine.state import TrainState, Variables, split
 from jaxgoodput.engine.step import LossAndState, Problem
 from jaxgoodput.goodput.memory import StepBytes, TooLarge
@@ -75,6 +76,7 @@ from jaxgoodput.train.compile_ahead import StrategyCompiler
 from jaxgoodput.train.config import Config
 from jaxgoodput.train.control import CONTROL_SIZE
 from jaxgoodput.train.evaluation import Evaluator
+from jaxgoodput.train.membership import Kept
 from jaxgoodput.train.process import cache_folder, keep_freed_pages
 from jaxgoodput.train.task import Task
 from jaxgoodput.tune.plan import BatchPlan, Indivisible, batch_plan
@@ -93,6 +95,8 @@ class Place:
     world: Mesh | None
     process_index: int
     process_count: int
+    is_broken: Callable[[], bool] = lambda: False
+    """Whether a process of this generation has gone: nobody waits for it."""
 
     @property
     def layout(self) -> Layout:
@@ -123,7 +127,13 @@ class Place:
         """Wait for all processes: they compile at different speeds, and a first collective waits 30 s."""
         store = shared_store()
         if self.process_count > 1 and store is not None:
-            store.barrier(f"jaxgoodput: {moment}", timeout_s=1800.0)
+            store.meet(
+                f"jaxgoodput: {moment}",
+                self.process_index,
+                self.process_count,
+                timeout_s=1800.0,
+                unless=self.is_broken,
+            )
 
     def silent(self, clock: Clock) -> tuple[int, ...]:
         """The processes that do not come here within a second or so of this one."""
@@ -142,12 +152,17 @@ class Place:
 
 
 def place(
-    devices: Sequence[Any] | None, strategies: Sequence[Strategy] = (), *, spanning: bool = False
+    devices: Sequence[Any] | None,
+    strategies: Sequence[Strategy] = (),
+    *,
+    spanning: bool = False,
+    elastic: bool = False,
 ) -> Place:
     """The layouts of `strategies` (none: one replica on every device).
 
     `devices` narrows them where there is one process. In several processes, plain data parallelism has a
-    layout in each of them unless it is to be `spanning`. Of strategies that are the same on these devices
+    layout in each of them unless it is to be `spanning`; so it has in one, where others are to come (`elastic`),
+    which then takes the same programs. Of strategies that are the same on these devices
     the first stays.
 
     Raises ValueError for a strategy that does not use exactly those devices, and for two that differ and
@@ -169,7 +184,8 @@ def place(
             "the same degrees, and other rules: give each a `title`, or leave one of them out."
         )
     world = None
-    if count > 1 and not spanning and (not plans or (len(plans) == 1 and not plans[0].is_cut)):
+    plain = not plans or (len(plans) == 1 and not plans[0].is_cut)
+    if (count > 1 or elastic) and not spanning and plain:
         world = Mesh(np.asarray(everyone), (DATA_AXIS,), axis_types=(AxisType.Auto,))
         everyone = jax.local_devices()
         plans = [dataclasses.replace(plan, data=len(everyone)) for plan in plans]
@@ -215,13 +231,22 @@ def prepare(
     stack: contextlib.ExitStack,
     ledger: TimeLedger,
     clock: Clock,
+    dataset: Callable[[], Source],
+    eval_dataset: Callable[[], Any],
+    kept: Kept | None = None,
+    is_broken: Callable[[], bool] | None = None,
 ) -> Start:
     """Get ready to train; what is opened is closed with `stack`, time is booked in `ledger`.
 
+    `dataset` and `eval_dataset` give the task's. A run that goes on from `kept` reads no checkpoint. Where processes come
+    and go, `is_broken` says whether one of them has gone.
+
     Raises what `Trainer.fit` says it raises for settings that cannot work.
     """
-    where = place(devices, config.strategies)
-    source = as_source(task.dataset())
+    where = place(devices, config.strategies, elastic=is_broken is not None)
+    if is_broken is not None:
+        where = dataclasses.replace(where, is_broken=is_broken)
+    source = dataset()
     _check_endless(config, source)
     if config.execution.keep_freed_pages:
         keep_freed_pages(where.own_devices[0].platform)
@@ -248,7 +273,11 @@ def prepare(
 
     found: list[BatchPlan] = []
     with ledger.bucket("checkpoint_restore"):
-        restored = checkpoints.restore(planned_for)
+        if kept is None:
+            restored = checkpoints.restore(planned_for)
+        else:
+            abstract = planned_for(kept.meta)
+            restored = Restored(state=from_host(kept.leaves, abstract), meta=kept.meta)
     plan = found[-1] if restored is not None else planned(next(iter(where.layouts)))
     engine = by_strategy[plan.start.strategy]
     step, samples, progress = 0, 0, 0.0
@@ -265,7 +294,7 @@ def prepare(
             batch, state = _begun(engine, plan, earlier, budget, ledger, state)
     else:
         state, meta = _with_average(engine, restored), restored.meta
-        if initial is not None:
+        if initial is not None and kept is None:
             logging.warning(
                 "the run goes on from its checkpoint of step %d: initial= is for a new workdir, not read.",
                 meta.step,
@@ -284,7 +313,7 @@ def prepare(
         _require_even_rest(config, plan, source, by_strategy, remaining)
     if restored is None:
         _warn_of_coupling(config, engine, state, source, plan, again)
-    held_out, evaluation = task.eval_dataset(), None
+    held_out, evaluation = eval_dataset(), None
     every = config.evaluation.every_s or config.evaluation.every_base_steps
     is_ahead = bool(every) or where.process_count > 1  # which would wait for the slowest
     if held_out is not None or every:
@@ -408,7 +437,7 @@ def _engines(
             problem,
             sample,
             world=where.world,
-            control_size=CONTROL_SIZE if where.process_count > 1 else 0,
+            control_size=CONTROL_SIZE if where.process_count > 1 or where.world is not None else 0,
             memory_bytes=budget,
             loss=config.loss,
         )
@@ -416,7 +445,8 @@ def _engines(
     engines = engines_of(where)
     kind = engines.loss_kind()  # before anything is compiled: a loss of a wrong shape is named
     if where.world is not None and engines.is_global(where.layout):
-        where = place(devices, config.strategies, spanning=True)
+        layouts = place(devices, config.strategies, spanning=True).layouts
+        where = dataclasses.replace(where, layouts=layouts, world=None)
         engines = engines_of(where)
     # Rules that do not fit are named before anything is read.
     by_strategy = _engines_by_strategy(engines, where)

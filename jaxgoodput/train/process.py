@@ -25,6 +25,7 @@ from jaxgoodput.clock import Clock
 from jaxgoodput.observe.badput import TimeLedger
 from jaxgoodput.train.config import Config, Saving
 from jaxgoodput.train.control import SAVED, UNSAVED, NotSaved, Preempted, Requests
+from jaxgoodput.train.membership import Membership
 
 # <malloc.h>
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
@@ -78,9 +79,9 @@ class Launched:
     """What a launcher has told this process, and what it wants to hear from it."""
 
     grace_s: float | None = None  # between a stop signal and SIGKILL
-    beat: Callable[[int | None], None] = lambda step: (
-        None
-    )  # the last step done; None: it trains no more
+    # The last step done; None: it trains no more.
+    beat: Callable[[int | None], None] = lambda step: None
+    membership: Membership | None = None  # where processes of the job come and go
 
 
 # Whoever has started this process says so here (`launcher.worker`, which reads the environment).
@@ -162,6 +163,10 @@ class Guard:
     def watch(self, loop: Guarded) -> None:
         """Look after this loop from now on."""
         self._loop = loop
+
+    def rest(self, step: int) -> None:
+        """Between two sets of processes: `step` is in memory, and obeyed is in the next."""
+        self._loop = _Resting(step)
 
     def linger(self, code: int) -> None:
         """Stay behind a run that was told to stop: a thread that is stuck must not hold up the exit."""
@@ -271,6 +276,22 @@ class Guard:
         logging.flush()
         sys.stdout.flush()
         self._end(code)
+
+
+@dataclass(frozen=True)
+class _Resting:
+    """A run whose processes are coming together."""
+
+    done: int
+
+    def pulse(self) -> None:
+        return None
+
+    def save_aside(self) -> None:
+        return None
+
+    def farewell(self) -> tuple[int, str]:
+        return UNSAVED, f"step {self.done} is in memory while processes come and go, and not saved"
 
 
 def stacks() -> str:

@@ -1,18 +1,24 @@
 """`Trainer`: a user's task with the motor that trains it."""
 
 import contextlib
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
+import jax
+
 from jaxgoodput.clock import Clock, SystemClock
+from jaxgoodput.data.sources import Source, as_source
 from jaxgoodput.engine.state import TrainState
 from jaxgoodput.observe.badput import TimeLedger
+from jaxgoodput.observe.events import Regrouped
 from jaxgoodput.train.config import Config
 from jaxgoodput.train.control import BatchWish, Control, Requests
 from jaxgoodput.train.evaluation import Evaluator
-from jaxgoodput.train.loop import Loop
+from jaxgoodput.train.loop import Loop, is_of_a_peer
+from jaxgoodput.train.membership import Kept, Membership, Regroup
 from jaxgoodput.train.prepare import evaluator, place, prepare, restored_state
-from jaxgoodput.train.process import Compilations, changed_process
+from jaxgoodput.train.process import LAUNCHED, Compilations, Guard, Launched, changed_process
 from jaxgoodput.train.task import Task
 
 
@@ -44,6 +50,7 @@ class Trainer(Task):
         self._requests: Requests | None = None
         self._loop: Loop | None = None
         self._evaluator: Evaluator | None = None
+        self._datasets: tuple[Callable[[], Source], Callable[[], Any]] | None = None
 
     @final
     def fit(self) -> TrainState:
@@ -68,41 +75,104 @@ class Trainer(Task):
           RuntimeError: a sample could not be read.
           ValueError, TypeError: a setting, a loss or a data set that cannot work, with the remedy.
         """
-        requests, ledger = Requests(), TimeLedger(self.clock)
-        self._requests = requests
+        requests = self._requests = Requests()
+        membership = LAUNCHED.get(Launched()).membership
         try:
-            with contextlib.ExitStack() as stack:
-                compilations = stack.enter_context(Compilations(ledger).counted())
-                # Before anything that takes long: what is asked during compilation is done at step 0.
-                guard = stack.enter_context(changed_process(self.config, requests, self.clock))
-                with ledger.bucket("training_prep"):
-                    start = prepare(
-                        self,
-                        self.config,
-                        self.devices,
-                        initial=self.initial,
-                        hooks=self.hooks,
-                        stack=stack,
-                        ledger=ledger,
-                        clock=self.clock,
-                    )
-                    self._evaluator = start.evaluator or self._evaluator
-                    loop = self._loop = self._loop_class(
-                        self,
-                        self.config,
-                        start,
-                        requests=requests,
-                        ledger=ledger,
-                        compilations=compilations,
-                        clock=self.clock,
-                    )
-                    stack.callback(loop.close)
-                    loop.announce()
-                    start.where.meet("before the first step")
-                guard.watch(loop)
-                return loop.run()
+            # Before anything that takes long: what is asked during compilation is done at step 0.
+            with changed_process(self.config, requests, self.clock) as guard:
+                # Of a run that goes on with other processes, they are read once.
+                self._datasets = (
+                    functools.cache(lambda: as_source(self.dataset())),
+                    functools.cache(self.eval_dataset),
+                )
+                if membership is None:
+                    return self._fit(requests, guard, TimeLedger(self.clock))
+                return self._fit_together(requests, guard, membership)
         finally:
-            self._requests = self._loop = None
+            self._requests = self._loop = self._datasets = None
+
+    def _fit_together(
+        self, requests: Requests, guard: Guard, membership: Membership
+    ) -> TrainState:
+        """Train in one generation of processes after another, until the run is over."""
+        membership.on_regroup(lambda: requests.post(Control(regroup=True)))
+        kept, before, why = None, 0, ""
+        # A batch of just so many samples is cut evenly.
+        even = self.config.policy != "fixed" or not self.config.tuning.fixed_tolerance
+        share = max(self.config.batch.base // jax.local_device_count(), 1) if even else None
+        while True:
+            ledger = TimeLedger(self.clock)
+            with ledger.bucket("regrouping"):
+                generation = membership.enter(kept, share)
+            kept = generation.kept
+            requests.forget_regroup()
+            if membership.is_broken():
+                requests.post(Control(regroup=True))
+            regrouped = Regrouped(
+                step=0 if kept is None else kept.step,
+                generation=generation.number,
+                num_processes_before=before,
+                num_processes=generation.process_count,
+                reason=why,
+                seconds=generation.seconds,
+            )
+            before = generation.process_count
+            try:
+                state = self._fit(requests, guard, ledger, membership, kept, regrouped)
+                membership.done()
+                return state
+            except Regroup as ended:
+                kept, why = ended.kept, str(ended)
+            except Exception as error:  # while it was getting ready
+                if not is_of_a_peer(error):
+                    raise
+                why = str(error)
+            guard.rest(0 if kept is None else kept.step)
+
+    def _fit(
+        self,
+        requests: Requests,
+        guard: Guard,
+        ledger: TimeLedger,
+        membership: Membership | None = None,
+        kept: Kept | None = None,
+        regrouped: Regrouped | None = None,
+    ) -> TrainState:
+        """Train with the processes that there are. Raises Regroup where others are to come or go."""
+        with contextlib.ExitStack() as stack:
+            compilations = stack.enter_context(Compilations(ledger).counted())
+            assert self._datasets is not None
+            with ledger.bucket("training_prep"):
+                start = prepare(
+                    self,
+                    self.config,
+                    self.devices,
+                    initial=self.initial,
+                    hooks=self.hooks,
+                    stack=stack,
+                    ledger=ledger,
+                    clock=self.clock,
+                    dataset=self._datasets[0],
+                    eval_dataset=self._datasets[1],
+                    kept=kept,
+                    is_broken=None if membership is None else membership.is_broken,
+                )
+                self._evaluator = start.evaluator or self._evaluator
+                loop = self._loop = self._loop_class(
+                    self,
+                    self.config,
+                    start,
+                    requests=requests,
+                    ledger=ledger,
+                    compilations=compilations,
+                    clock=self.clock,
+                    elastic=membership is not None,
+                )
+                stack.callback(loop.close)
+                loop.announce(regrouped)
+                start.where.meet("before the first step")
+            guard.watch(loop)
+            return loop.run()
 
     @final
     def restore(self, step: int | None = None, best: bool = False) -> TrainState:

@@ -1,0 +1,337 @@
+"""The one place that knows all processes of a job: drives `rendezvous.step`, and does what it says.
+
+Agents and workers connect to it, each with a thread that reads; what they say becomes events on one queue,
+and one thread takes those, one after the other. JAX's coordination service lives here, one for each
+generation, so that no worker is missed by the others.
+"""
+
+import dataclasses
+import queue
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jaxgoodput import _jax
+from jaxgoodput.clock import Clock
+from jaxgoodput.launcher import rendezvous, wire
+from jaxgoodput.launcher.supervise import UsageError, say
+
+TICK_S = 0.1
+_LOST_AGENT_S = 2.0  # from the end of a connection until the processes of its host count as gone
+
+
+@dataclass(frozen=True)
+class HostJoined:
+    """An agent has come."""
+
+    host: str
+    slots: int
+
+
+@dataclass(frozen=True)
+class HostLost:
+    """An agent does not answer any more."""
+
+    host: str
+    why: str
+
+
+class Coordinator:
+    """Serves one job at `address`; `run` returns its exit code.
+
+    `slots` processes of each host take part. Raises UsageError where the port is taken.
+    """
+
+    def __init__(
+        self,
+        limits: rendezvous.Limits,
+        *,
+        host: str,
+        port: int | None,
+        secret: str,
+        facts: Mapping[str, str],
+        clock: Clock,
+    ):
+        self._secret = secret
+        self._facts = facts
+        self._clock = clock
+        self._host = host
+        self._state = rendezvous.Rendezvous(limits=limits, since_s=clock.now())
+        self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._agents: dict[str, wire.Channel] = {}
+        self._workers: dict[str, wire.Channel] = {}
+        self._state_at: dict[str, str] = {}  # where a worker serves its state
+        self._services: list[_jax.CoordinationService] = []
+        self._starts: list[tuple[float, str]] = []  # when, and on which host
+        self._num_started = 0
+        self._told_s = 0.0
+        self._end: rendezvous.End | None = None
+        try:
+            self._listener = socket.create_server((host, port or 0), reuse_port=False)
+        except (OSError, OverflowError) as error:
+            raise UsageError(
+                f"the coordinator cannot listen at {host}:{port}: {error}. Choose another "
+                "--rdzv-endpoint, or none for a free port."
+            ) from None
+        self.address = f"{host}:{self._listener.getsockname()[1]}"
+        threading.Thread(target=self._accept, name="jaxgoodput-accept", daemon=True).start()
+
+    # -- the one thread that decides -------------------------------------------------------------
+
+    def run(self, told: Callable[[], str | None]) -> int:
+        """Until the job is over; `told` says which signal asked to stop, if one did."""
+        is_told = False
+        while self._end is None:
+            try:
+                self._take(self._events.get(timeout=TICK_S))
+            except queue.Empty:
+                self._happen(rendezvous.Tick())
+            if not is_told and (name := told()) is not None:
+                is_told = True
+                say(f"{name}: all processes are told to save and stop")
+                self._happen(rendezvous.Stop())
+                for agent in list(self._agents.values()):
+                    self._send(agent, {"type": "stop", "signal": name})
+            now_s = self._clock.now()
+            due = [host for at_s, host in self._starts if at_s <= now_s]
+            self._starts = [(at_s, host) for at_s, host in self._starts if at_s > now_s]
+            for host in due:
+                self._start(host)
+            self._tell_of_waiting(now_s)
+            if is_told and not self._agents and not self._state.members:
+                break
+        return 0 if self._end is None else self._end.code
+
+    def close(self) -> None:
+        """Tell the agents that the job is over, and let go of everything."""
+        for channel in [*self._agents.values(), *self._workers.values()]:
+            self._send(channel, {"type": "end"})
+        for service in self._services:
+            service.shutdown()
+        # A thread that waits in accept() would hold the port until somebody comes.
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        for channel in [*self._agents.values(), *self._workers.values()]:
+            channel.close()
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Those whose agents are here."""
+        return tuple(self._agents)
+
+    def lost(self, host: str, why: str) -> None:
+        """The agent of a host has ended, as whoever started it knows. From any thread."""
+        self._events.put(HostLost(host, why))
+
+    def _take(self, event: Any) -> None:
+        match event:
+            case HostJoined(host, slots):
+                say(f"{host} has joined, with {slots} process{'es' * (slots > 1)}")
+                self._happen(rendezvous.Arrived(host))
+                for _ in range(slots):
+                    self._start(host)
+            case HostLost(host, why):
+                self._lose(host, why)
+            case rendezvous.Leave(host):
+                self._happen(event)
+                if all(member.leaves for member in self._state.members.values()):
+                    # Nobody goes on: the last to leave saves.
+                    self._happen(rendezvous.Stop())
+                    for agent in self._agents.values():
+                        self._send(agent, {"type": "stop"})
+            case _:
+                self._happen(event)
+
+    def _happen(self, event: rendezvous.Event) -> None:
+        self._state, actions = rendezvous.step(self._state, event, self._clock.now())
+        for action in actions:
+            self._act(action)
+
+    def _act(self, action: rendezvous.Action) -> None:
+        match action:
+            case rendezvous.Regroup(members):
+                for name in members:
+                    generation = self._state.members[name].generation
+                    self._tell(name, {"type": "regroup", "generation": generation})
+            case rendezvous.Form(generation, ranks, holder, holds):
+                say(f"generation {generation}: {', '.join(ranks)}, from step {max(holds, 0)}")
+                for rank, name in enumerate(ranks):
+                    self._tell(
+                        name,
+                        {
+                            "type": "form",
+                            "generation": generation,
+                            "rank": rank,
+                            "count": len(ranks),
+                            "holds": holds,
+                            "state_at": None if holder is None else self._state_at.get(holder),
+                        },
+                    )
+            case rendezvous.Go(generation):
+                address = self._serve_jax(len(self._state.ranks))
+                for name in self._state.ranks:
+                    self._tell(name, {"type": "go", "generation": generation, "jax": address})
+            case rendezvous.Again(generation, members):
+                for name in members:
+                    self._tell(name, {"type": "again", "generation": generation})
+            case rendezvous.Kill(name, why):
+                say(f"SIGKILL to {name}: {why}")
+                agent = self._agents.get(self._state.members[name].host)
+                if agent is not None:
+                    self._send(agent, {"type": "kill", "member": name})
+            case rendezvous.Start(host, after_s):
+                if host in self._agents:
+                    say(f"another process is started on {host} in {after_s:g} s")
+                    self._starts.append((self._clock.now() + after_s, host))
+            case rendezvous.Release(members):
+                for name in members:
+                    self._tell(name, {"type": "release"})
+            case rendezvous.End(code, why):
+                if code:
+                    say(f"the job ends with {code}: {why}")
+                self._end = action
+
+    def _serve_jax(self, count: int) -> str:
+        """A service for one generation; those of before are not used any more, since all have left them."""
+        for service in self._services:
+            service.shutdown()
+        self._services = []
+        if count == 1:
+            return ""
+        service = _jax.start_coordination_service(count, host=self._host)
+        self._services.append(service)
+        return service.address
+
+    def _start(self, host: str) -> None:
+        agent = self._agents.get(host)
+        is_over = self._state.stage is rendezvous.Stage.OVER
+        if agent is None or is_over or host in self._state.leaving:
+            return
+        self._num_started += 1
+        name = f"{host}.{self._num_started}"
+        self._happen(rendezvous.Joined(name, host))
+        self._send(agent, {"type": "start", "member": name})
+
+    def _lose(self, host: str, why: str) -> None:
+        channel = self._agents.pop(host, None)
+        if channel is None:
+            return
+        channel.close()
+        say(f"{host} has gone: {why}")
+        for name, member in list(self._state.members.items()):
+            if member.host == host:
+                self._happen(rendezvous.Gone(name, -9))
+        self._starts = [(at_s, other) for at_s, other in self._starts if other != host]
+
+    def _tell_of_waiting(self, now_s: float) -> None:
+        """Now and then, why nothing happens."""
+        state = self._state
+        if state.stage is not rendezvous.Stage.GATHERING or now_s - self._told_s < 30.0:
+            return
+        if now_s - state.since_s < 30.0:
+            return
+        self._told_s = now_s
+        waiting = sum(member.waits for member in state.members.values())
+        shares = {member.share for member in state.members.values()} - {None}
+        say(
+            f"{waiting} processes wait, and {state.limits.least} are needed"
+            + "".join(f", a number that divides {share}" for share in shares)
+            + f"; hosts: {', '.join(self._agents) or 'none'}"
+        )
+
+    def _tell(self, member: str, message: Mapping[str, Any]) -> None:
+        channel = self._workers.get(member)
+        if channel is not None:
+            self._send(channel, message)
+
+    def _send(self, channel: wire.Channel, message: Mapping[str, Any]) -> None:
+        try:
+            channel.send(message)
+        except OSError:
+            return  # its reader finds out, and says so
+
+    # -- threads that read -----------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:
+                return  # closed
+            threading.Thread(target=self._greet, args=(sock,), daemon=True).start()
+
+    def _greet(self, sock: socket.socket) -> None:
+        try:
+            channel = wire.Channel(sock, self._secret, is_server=True)
+            hello = channel.greet()
+        except OSError as error:
+            say(f"somebody was refused: {error}")
+            return
+        if hello["type"] == "agent":
+            self._hear_agent(channel, hello)
+        elif hello["type"] == "worker":
+            self._hear_worker(channel, hello)
+
+    def _hear_agent(self, channel: wire.Channel, hello: Mapping[str, Any]) -> None:
+        host = hello["host"]
+        refusal = self._refusal(host, hello["facts"])
+        if refusal is not None:
+            say(f"{host} was refused: {refusal}")
+            self._send(channel, {"type": "refused", "why": refusal})
+            channel.close()
+            return
+        self._agents[host] = channel
+        self._send(channel, {"type": "accepted"})
+        self._events.put(HostJoined(host, hello["slots"]))
+        while (message := self._receive(channel)) is not None:
+            if message["type"] == "exit":
+                self._events.put(rendezvous.Gone(message["member"], message["code"]))
+            elif message["type"] == "leave":
+                self._events.put(rendezvous.Leave(host))
+        if self._agents.get(host) is channel:
+            self._events.put(HostLost(host, "its agent does not answer"))
+
+    def _hear_worker(self, channel: wire.Channel, hello: Mapping[str, Any]) -> None:
+        name = hello["member"]
+        self._workers[name] = channel
+        while (message := self._receive(channel)) is not None:
+            match message["type"]:
+                case "ready":
+                    self._state_at[name] = message["state_at"]
+                    holds = int(message["holds"])
+                    self._events.put(
+                        rendezvous.Ready(name, message["generation"], holds, message["share"])
+                    )
+                case "set":
+                    self._events.put(rendezvous.SetUp(name, message["generation"]))
+                case "beat":
+                    event = rendezvous.Beat(name, message["generation"], message["step"])
+                    self._events.put(event)
+                case "done":
+                    self._events.put(rendezvous.Done(name))
+        # That it has ended is for its agent to say.
+
+    def _receive(self, channel: wire.Channel) -> dict[str, Any] | None:
+        try:
+            return channel.receive()
+        except (wire.WrongSecret, ValueError) as error:
+            say(f"{channel.peer} was refused: {error}")
+            channel.close()
+            return None
+
+    def _refusal(self, host: str, facts: Mapping[str, str]) -> str | None:
+        """Why an agent cannot take part."""
+        if host in self._agents:
+            return f"there is an agent of the name {host} already. Give each its own --name."
+        for name, own in self._facts.items():
+            other = facts.get(name)
+            if other != own:
+                return f"{name} is {other} there and {own} on the host of the coordinator"
+        return None
+
+
+def with_slots(limits: rendezvous.Limits, slots: int) -> rendezvous.Limits:
+    """Limits in processes, of limits in hosts with so many processes each."""
+    return dataclasses.replace(limits, least=limits.least * slots, most=limits.most * slots)

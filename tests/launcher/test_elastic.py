@@ -1,0 +1,185 @@
+"""Jobs whose processes come and go: real processes, really killed; every sample is applied once, always."""
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+
+import elastic_worker
+import jax
+import numpy as np
+import processes
+import pytest
+
+pytestmark = [pytest.mark.multihost, pytest.mark.slow]
+
+WORKER = elastic_worker.__file__
+SECRET = "the secret of these tests"
+
+
+class Cluster:
+    """A coordinator and agents, each a process of its own; all are killed at the end."""
+
+    def __init__(self, folder, *, epochs, step_s, nodes, options=(), settings=()):
+        self.folder = folder
+        folder.mkdir()
+        self.command = ["--", "python", WORKER, str(folder), str(epochs), str(step_s), *settings]
+        self.environ = {"JAXGOODPUT_SECRET": SECRET}
+        self.epochs = epochs
+        self.jobs = contextlib.ExitStack()
+        self.options = ["--nnodes", nodes, "--local-hosts", "0", *options]
+        self.coordinator = self.coordinate("127.0.0.1:0")
+        text = self.coordinator.wait_for("the job is at ")
+        self.address = text.split("the job is at ")[1].split(",")[0]
+        self.agents = {}
+
+    def coordinate(self, address):
+        return self.start("run", "--rdzv-endpoint", address, *self.options)
+
+    def start(self, *arguments):
+        command = [sys.executable, "-m", "jaxgoodput.cli", *arguments, *self.command]
+        return self.jobs.enter_context(processes.Job(command, self.environ))
+
+    def agent(self, *names, silent_s=10):
+        for name in names:
+            self.agents[name] = self.start(
+                "agent", "--name", name, "--rdzv-endpoint", self.address, "--silent-s", str(silent_s)
+            )
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.jobs.close()
+
+    def lines(self, kind=None):
+        """What all processes wrote, in order of time."""
+        found = []
+        for path in self.folder.glob("*.jsonl"):
+            for text in path.read_text().splitlines():
+                line = json.loads(text)
+                found.append({"pid": int(path.stem), **line})
+        return [x for x in sorted(found, key=lambda x: x["at"]) if kind in (None, x["kind"])]
+
+    def wait(self, what, limit_s=90.0):
+        """Until `what(lines)` holds."""
+        deadline = time.monotonic() + limit_s
+        while not what(self.lines()):
+            if time.monotonic() > deadline or not self.coordinator.running():
+                raise AssertionError(f"it did not come to that:\n{self.told()}")
+            time.sleep(0.05)
+
+    def wait_for_step(self, more=5):
+        """Until the run has gone on by so many steps."""
+        wanted = max([x["step"] for x in self.lines("step")], default=0) + more
+        self.wait(lambda lines: any(x["kind"] == "step" and x["step"] >= wanted for x in lines))
+
+    def wait_for_processes(self, count):
+        """Until the newest generation has so many, and does steps."""
+
+        def there(lines):
+            found = [x for x in lines if x["kind"] == "regrouped"]
+            return bool(found) and found[-1]["num_processes"] == count
+
+        self.wait(there)
+        self.wait_for_step()
+
+    def pid(self, host):
+        """The newest worker of a host."""
+        mine = [x for x in self.lines("began") if x["member"].rpartition(".")[0] == host]
+        return mine[-1]["pid"]
+
+    def told(self):
+        return self.coordinator.text() + "".join(
+            f"-- {name}\n{job.text()}" for name, job in self.agents.items()
+        )
+
+    def finish(self, limit_s=120.0):
+        """Wait for the end; every sample must have been applied once an epoch, in order."""
+        finished = self.coordinator.wait(limit_s=limit_s)
+        assert finished.code == 0, self.told()
+        ends = self.lines("end")
+        assert ends, self.told()
+        for end in ends:
+            assert end["count"] == [float(self.epochs)] * elastic_worker.NUM_SAMPLES
+            assert end["w"] == ends[0]["w"] and end["ema"] == ends[0]["ema"]
+        steps = {x["step"]: x for x in self.lines("step")}
+        done = 0
+        for step in sorted(steps):
+            # What a process that was killed had done last, nobody may have heard of.
+            epoch, offset = steps[step]["before"]
+            place = epoch * elastic_worker.NUM_SAMPLES + offset
+            assert place == (step - 1) * elastic_worker.BASE
+            done = place + steps[step]["num_samples"]
+        assert done == self.epochs * elastic_worker.NUM_SAMPLES
+        return ends[0], steps
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """The same run without any fault, in one process that is no job."""
+
+    def fit(epochs):
+        out = tmp_path_factory.mktemp("alone")
+        elastic_worker.run(out, epochs, 0.0, devices=jax.devices()[:1])
+        lines = [json.loads(text) for path in out.glob("*.jsonl") for text in path.read_text().splitlines()]
+        return lines[-1], {x["step"]: x for x in lines if x["kind"] == "step"}
+
+    return fit
+
+
+def check_same(alone, end, steps, epochs):
+    """The run with faults is the run without."""
+    wanted_end, wanted_steps = alone(epochs)
+    for name in ("w", "ema"):
+        np.testing.assert_allclose(end[name], wanted_end[name], rtol=2e-5, atol=1e-6)
+    for step, line in steps.items():
+        assert line["loss"] == pytest.approx(wanted_steps[step]["loss"], rel=1e-4)
+
+
+def test_one_four_two_three_processes(tmp_path, alone):
+    epochs = 40
+    with Cluster(
+        tmp_path / "job",
+        epochs=epochs,
+        step_s=0.05,
+        nodes="1:4",
+        options=("--admit-every-s", "1"),
+    ) as cluster:
+        cluster.agent("a")
+        cluster.wait_for_processes(1)
+        first = cluster.pid("a")
+        cluster.agent("b", "c", "d")
+        cluster.wait_for_processes(4)
+        for name in ("c", "d"):
+            cluster.agents[name].send(signal.SIGTERM)
+        cluster.wait_for_processes(2)
+        assert [cluster.agents[name].wait().code for name in ("c", "d")] == [143, 143]
+        cluster.agent("e")
+        cluster.wait_for_processes(3)
+        end, steps = cluster.finish()
+        assert cluster.pid("a") == first, "nobody who stays starts anew"
+        for name in ("a", "b", "e"):
+            assert cluster.agents[name].wait().code == 0
+    check_same(alone, end, steps, epochs)
+
+
+@pytest.mark.parametrize("victim", ["a", "b"])
+def test_a_worker_is_killed_and_the_others_go_on(tmp_path, alone, victim):
+    epochs = 30
+    with Cluster(
+        tmp_path / "job", epochs=epochs, step_s=0.05, nodes="1:2", options=("--join-s", "60")
+    ) as cluster:
+        cluster.agent("a", "b")
+        cluster.wait_for_processes(2)
+        other = {"a": "b", "b": "a"}[victim]
+        survivor = cluster.pid(other)
+        os.kill(cluster.pid(victim), signal.SIGKILL)
+        cluster.wait(lambda lines: any(x["kind"] == "regrouped" and x["step"] for x in lines))
+        cluster.wait_for_processes(2)  # another one in its place
+        end, steps = cluster.finish()
+        assert cluster.pid(other) == survivor
+        assert len(cluster.lines("began")) == 3
+    check_same(alone, end, steps, epochs)
