@@ -12,6 +12,8 @@ from jaxgoodput.engine.state import Loss as Loss
 from jaxgoodput.engine.state import TrainState as TrainState
 from jaxgoodput.engine.state import Variables as Variables
 from jaxgoodput.engine.step import Problem as Problem
+from jaxgoodput.flax_models import from_linen as from_linen
+from jaxgoodput.flax_models import from_nnx as from_nnx
 from jaxgoodput.goodput.efficiency import GradGroups as GradGroups
 from jaxgoodput.goodput.efficiency import GradParams as GradParams
 from jaxgoodput.goodput.efficiency import noise_scale as noise_scale
@@ -57,8 +59,6 @@ from jaxgoodput.train.control import Diverged as Diverged
 from jaxgoodput.train.control import NotSaved as NotSaved
 from jaxgoodput.train.control import PeerLost as PeerLost
 from jaxgoodput.train.control import Preempted as Preempted
-from jaxgoodput.flax_models import from_linen as from_linen
-from jaxgoodput.flax_models import from_nnx as from_nnx
 from jaxgoodput.train.trainer import Trainer as Trainer
 
 rules = _learning_rate  # an import under another name is no promise of a stub's

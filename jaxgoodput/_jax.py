@@ -275,6 +275,14 @@ class SharedStore:
                 return None
             raise
 
+    def count(self, key: str) -> int:
+        """How often this was called with `key` before, by all processes; nobody else gets that number."""
+        return self._client.key_value_increment(key, 1) - 1
+
+    def forget(self, key: str) -> None:
+        """Remove what is at `key`."""
+        self._client.key_value_delete(key)
+
     def get(self, key: str, *, timeout_s: float) -> str:
         """The value at `key`, waiting for it.
 
@@ -305,7 +313,6 @@ class SharedStore:
             raise TimeoutError(
                 f"not every process came to the barrier {name!r} within {timeout_s:g} s: {error}"
             ) from error
-
 
     def meet(
         self,

@@ -19,7 +19,7 @@ import dataclasses
 import threading
 import warnings
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -73,6 +73,8 @@ class StepBatch:
     """Seconds that `Loader.next` blocked."""
     indices: Int[np.ndarray, " num_samples"]
     """Of the real samples, in order, over all processes."""
+    parts: Iterator[MicroBatch] | None = None
+    """Instead of `micro_batches`: as many as this process takes, read as they are asked for, once."""
 
 
 @dataclass(frozen=True)
@@ -271,6 +273,56 @@ class Loader:
             self._changed.notify_all()
         return self._step_batch(portions, config, before.cursor, wait_s)
 
+    def next_in_parts(self, config: BatchConfig, lease: Callable[[], int]) -> StepBatch | None:
+        """The next batch, of which this process takes those parts that `lease` gives it.
+
+        A part is a micro-batch of the replicas of one process, and `lease` counts up over all processes: each
+        part is given out once, to whoever asks. Ask for the next one only when the one before is done: a
+        process that is slow then takes fewer, and the sum is the same. One that gets none takes a part whose
+        mask is 0. Nothing is read ahead.
+
+        Raises:
+          ValueError: `config` cannot be spread over the processes and devices, or the data set is a stream.
+        """
+        self._require_open()
+        if self._stream is not None:
+            raise ValueError("A stream is read in order by one process, and not in parts.")
+        self._check(config)
+        with self._changed:
+            before = self._head
+            full = count = config.global_batch_size
+            if self._max_samples is not None:
+                count = min(count, self._max_samples - before.handed_out)
+            if count == 0 or (self._drop_last and count < full):
+                return None
+            indices, after = take(
+                before.cursor,
+                self._dataset_size,
+                count,
+                shuffle=self._shuffle,
+                permutations=self._permutations,
+            )
+            self._head = self._tail = _Position(after, before.handed_out + count)
+            if self._config is not None:  # what was read ahead
+                self._config = None
+                self._queue.clear()
+                self._generation += 1
+        sharding = self._sharding
+        num_rows = config.num_replicas // self._num_parts(sharding) * config.micro_batch_size
+        num_parts = -(-count // num_rows)
+        epochs = epochs_of(before.cursor, self._dataset_size, count)
+        return StepBatch(
+            micro_batches=(),
+            parts=self._leased(config, sharding, indices, epochs, num_rows, lease),
+            config=config,
+            num_samples=count,
+            before=before.cursor,
+            after=after,
+            num_padded=num_parts * num_rows - count,
+            wait_s=0.0,
+            indices=indices,
+        )
+
     def close(self, *, wait: bool = True) -> None:
         """End the thread and free what was prefetched; further calls do nothing.
 
@@ -387,6 +439,43 @@ class Loader:
             wait_s=wait_s,
             indices=indices,
         )
+
+    def _leased(
+        self,
+        config: BatchConfig,
+        sharding: NamedSharding,
+        indices: np.ndarray,
+        epochs: np.ndarray,
+        num_rows: int,
+        lease: Callable[[], int],
+    ) -> Iterator[MicroBatch]:
+        """The parts that this process gets, as they are given out."""
+        num_parts, has_any = -(-len(indices) // num_rows), False
+        while (part := lease()) < num_parts or not has_any:
+            mine = slice(part * num_rows, (part + 1) * num_rows)
+            num_mine = len(indices[mine])
+            # One to pad with, also where there is nothing else.
+            rows = np.arange(len(indices))[mine]
+            rows = rows if num_mine == num_rows else np.append(rows, 0)
+            with jax.transfer_guard("allow"):
+                reading = self._readers.begin(indices[rows], epochs[rows])
+                begun = _Begun(
+                    position=self._head,
+                    config=config,
+                    sharding=sharding,
+                    indices=indices[mine],
+                    num_mine=num_mine,
+                    after=self._head,
+                    reading=reading,
+                )
+                try:
+                    micro_batch = self._read(begun)
+                except Exception as error:
+                    raise RuntimeError(_failure(error, self._head, indices[mine]).what) from error
+            has_any = True
+            yield micro_batch
+            if part >= num_parts:
+                return
 
     # -- the producer's side ---------------------------------------------------------------------
 

@@ -274,5 +274,3 @@ def _read(channel: wire.Channel, events: "queue.SimpleQueue[Any]") -> None:
             say(str(error))
             message = None
         events.put((channel, message))
-
-

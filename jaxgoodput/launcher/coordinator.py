@@ -264,8 +264,7 @@ class Coordinator:
 
     def _greet(self, sock: socket.socket) -> None:
         try:
-            channel = wire.Channel(sock, self._secret, is_server=True)
-            hello = channel.greet()
+            channel, hello = wire.accepted(sock, self._secret)
         except OSError as error:
             say(f"somebody was refused: {error}")
             return

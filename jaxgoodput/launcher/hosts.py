@@ -1,4 +1,4 @@
-"""How agents come to be on the hosts of a job: as processes here, through a remote shell, or by somebody else."""
+"""How agents come to be on the hosts of a job: as processes here, or through a remote shell."""
 
 import os
 import shlex

@@ -196,8 +196,7 @@ class _StateServer:
 
     def _answer(self, sock: socket.socket) -> None:
         try:
-            channel = wire.Channel(sock, self._secret, is_server=True)
-            channel.greet()
+            channel, _ = wire.accepted(sock, self._secret)
             with self._lock:
                 if self._bytes is None and self._kept is not None:
                     self._bytes = self._kept.to_bytes()

@@ -1,10 +1,10 @@
 """Who trains together, and when that changes: a pure state machine that one coordinator drives.
 
-Processes come (`Joined`), wait with the state that they hold (`Ready`), are told their places (`Form`), say that
-they have what they need (`Set`), and are let go all at once (`Go`), as a *generation*. It ends when somebody
-waits to be taken in, is to leave, or has died: all are asked to come back (`Regroup`), each with its state in
-memory, and the next one is formed of those that did. A process that does not come back, or from which no
-sign of life comes, is killed (`Kill`), and another is started in its place (`Start`).
+Processes come (`Joined`), wait with the state that they hold (`Ready`), are told their places (`Form`), say
+that they have what they need (`SetUp`), and are let go all at once (`Go`), as a *generation*. It ends when
+somebody waits to be taken in, is to leave, or has died: all are asked to come back (`Regroup`), each with its
+state in memory, and the next one is formed of those that did. A process that does not come back, or from
+which no sign of life comes, is killed (`Kill`), and another is started in its place (`Start`).
 
 Every message carries the generation that its sender was in; what comes late, from one that is over, changes
 nothing. `step(state, event, now_s)` gives the next state and what is to be done, and is all there is: the
@@ -310,9 +310,7 @@ def _take(state: Rendezvous, event: Event, now_s: float) -> tuple[Rendezvous, tu
             return state, ()
 
 
-def _ready(
-    state: Rendezvous, event: Ready, now_s: float
-) -> tuple[Rendezvous, tuple[Action, ...]]:
+def _ready(state: Rendezvous, event: Ready, now_s: float) -> tuple[Rendezvous, tuple[Action, ...]]:
     member = state.members.get(event.member)
     if member is None or event.generation != member.generation:
         return state, ()  # of a generation that is over, or of a process that counts as gone
@@ -338,8 +336,8 @@ def _gone(state: Rendezvous, event: Gone, now_s: float) -> tuple[Rendezvous, tup
     state = dataclasses.replace(state, members=left)
     took_part = event.member in state.ranks
     if state.stage is Stage.OVER:
-        bad = event.code not in (DONE, SAVED) and not state.code
-        return dataclasses.replace(state, code=_shell(event.code) if bad else state.code), ()
+        code = state.code if state.code not in (DONE, SAVED) else max(state.code, _shell(event.code))
+        return dataclasses.replace(state, code=code), ()
     if event.code in (DONE, SAVED) and not member.leaves:
         if took_part or state.generation == 0:
             # Without a word: a script that trains no further, or that was told to stop.
@@ -361,9 +359,7 @@ def _gone(state: Rendezvous, event: Gone, now_s: float) -> tuple[Rendezvous, tup
     return state, actions
 
 
-def _failed(
-    state: Rendezvous, member: Member, code: int
-) -> tuple[Rendezvous, tuple[Action, ...]]:
+def _failed(state: Rendezvous, member: Member, code: int) -> tuple[Rendezvous, tuple[Action, ...]]:
     """Have another process started, while there is any hope.
 
     Who was killed (by the kernel for memory, by a user, from here) may do better next time; what fails by
@@ -542,7 +538,9 @@ def _end(state: Rendezvous, now_s: float) -> tuple[Rendezvous, tuple[Action, ...
         return dataclasses.replace(state, stage=Stage.OVER), (End(state.code, why),)
     living = sum(not member.leaves for member in state.members.values())
     if state.num_failures > limits.max_restarts and living < limits.least:
-        why = f"{state.num_failures} processes have failed, and {limits.max_restarts} may be replaced"
+        why = (
+            f"{state.num_failures} processes have failed, and {limits.max_restarts} may be replaced"
+        )
         return dataclasses.replace(state, stage=Stage.OVER), (End(state.code, why),)
     return state, ()
 

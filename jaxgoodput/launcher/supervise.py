@@ -129,7 +129,7 @@ def _wait(
     began_s = clock.now()
     failed: list[tuple[Exited, float]] = []  # in the order of their ends, and when
     codes: list[int] = []
-    running = dict(enumerate(processes))
+    running: dict[int | str, Child] = dict(enumerate(processes))
     told = False
     plan: list[tuple[float, signal.Signals]] = []  # what happens to those left, and when
 
@@ -185,7 +185,7 @@ def _wait(
 def _sum_up(failed: Sequence[tuple[Exited, float]], processes: Sequence["Child"]) -> None:
     """Who failed first and how, and the last lines of all that failed."""
     for place, (end, after_s) in enumerate(failed):
-        process = processes[end.rank]
+        process = processes[int(end.rank)]
         step = "" if process.step is None else f", step {process.step} done"
         order = "failed first" if place == 0 else "failed then"
         say(f"process {end.rank} {order}: {_how(end.code)} after {after_s:.1f} s{step}")
@@ -207,7 +207,7 @@ def _earlier(
     return [(min(now_s + grace_s, kill_s), signal.SIGTERM), (kill_s, signal.SIGKILL)]
 
 
-def _ranks(running: Mapping[int, object]) -> str:
+def _ranks(running: Mapping[int | str, object]) -> str:
     return ", ".join(map(str, running)) or "none"
 
 

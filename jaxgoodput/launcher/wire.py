@@ -9,6 +9,7 @@ reads losses and step numbers, and the state where it goes from host to host. By
 a message that says how many, in blocks that are signed likewise.
 """
 
+import contextlib
 import hashlib
 import hmac
 import json
@@ -57,6 +58,8 @@ class Channel:
         mine = os.urandom(_NONCE_BYTES).hex().encode()
         sock.settimeout(_HELLO_S)
         try:
+            self.peer = str(sock.getpeername()[0])
+            self.own = str(sock.getsockname()[0])
             sock.sendall(mine + b"\n")
             theirs = self._file.readline(2 * _NONCE_BYTES + 2).rstrip(b"\n")
         except OSError as error:
@@ -67,23 +70,21 @@ class Channel:
             raise WrongSecret("the other side greets like no launcher")
         nonces = mine + theirs if is_server else theirs + mine
         self._key = hmac.digest(secret.encode(), nonces, "sha256")
-        self.peer = str(sock.getpeername()[0])
-        self.own = str(sock.getsockname()[0])
-        if not is_server:
-            if self.receive() is None:
-                self.close()
-                raise WrongSecret("the other side has closed the connection")
-            sock.settimeout(None)
 
-    def greet(self) -> dict[str, Any]:
-        """Prove to the other side that this one has the secret, and return its first message.
+    def greeting(self) -> dict[str, Any]:
+        """The first message of the other side, however long it takes to the next.
 
-        For the server; `connect` does the client's part. Raises WrongSecret for a stranger.
+        Raises WrongSecret, and closes, for a stranger.
         """
-        self.send({"type": "welcome"})
-        message = self.receive()
-        if message is None:
-            raise WrongSecret(f"{self.peer} has gone without a word: it may have another secret")
+        try:
+            message = self.receive()
+            if message is None:
+                raise WrongSecret(
+                    f"{self.peer} has gone without a word: it may have another secret"
+                )
+        except WrongSecret:
+            self.close()
+            raise
         self._sock.settimeout(None)
         return message
 
@@ -92,7 +93,9 @@ class Channel:
         head = message if blob is None else {**message, "num_bytes": len(blob)}
         with self._sending:
             body = json.dumps(head).encode()
-            self._sock.sendall(self._signature(self._mine, self._num_sent, body) + b" " + body + b"\n")
+            self._sock.sendall(
+                self._signature(self._mine, self._num_sent, body) + b" " + body + b"\n"
+            )
             self._num_sent += 1
             for start in range(0, len(blob or b""), _BLOCK):
                 assert blob is not None
@@ -138,10 +141,9 @@ class Channel:
 
     def close(self) -> None:
         """End the connection; a second call does nothing."""
-        try:
+        with contextlib.suppress(OSError):  # it is over already
             self._sock.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass  # it is over already
+        self._file.close()
         self._sock.close()
 
     def _exactly(self, count: int) -> bytes:
@@ -166,7 +168,20 @@ class Channel:
 
 
 def connect(address: str, secret: str, *, timeout_s: float) -> Channel:
-    """A channel to `host:port`. Raises OSError where nobody answers; WrongSecret, which is one, for a stranger."""
+    """A channel to `host:port`. Raises OSError where nobody answers, and WrongSecret, which is one."""
     host, _, port = address.rpartition(":")
     sock = socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s)
-    return Channel(sock, secret, is_server=False)
+    channel = Channel(sock, secret, is_server=False)
+    channel.greeting()
+    return channel
+
+
+def accepted(sock: socket.socket, secret: str) -> tuple[Channel, dict[str, Any]]:
+    """A channel to whoever has connected, and its first message. Raises WrongSecret for a stranger."""
+    channel = Channel(sock, secret, is_server=True)
+    try:
+        channel.send({"type": "welcome"})  # that this side has the secret
+    except OSError as error:
+        channel.close()
+        raise WrongSecret(f"{channel.peer} has gone: {error}") from None
+    return channel, channel.greeting()

@@ -90,6 +90,8 @@ TAGS: tuple[Tag, ...] = (
     Tag("elastic/num_processes", "1", "processes of this run"),
     Tag("elastic/num_hosts", "1", "hosts of this run"),
     Tag("elastic/restarts", "1", "how often the run was resumed"),
+    Tag("elastic/generation", "1", "sets of processes that the job has had"),
+    Tag("elastic/regroup_s", "s", "until the processes of the newest set had found each other"),
     Tag("elastic/last_resize_s", "s", "from the last record before a restart to the first window"),
     Tag(
         "goodput_time/productive_pct",

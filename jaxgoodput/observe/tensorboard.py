@@ -31,6 +31,7 @@ from jaxgoodput.observe.events import (
     FitEnd,
     FitStart,
     Preempt,
+    Regrouped,
     Resharded,
     TuneEnd,
     Window,
@@ -187,6 +188,20 @@ class Dashboard:
             f"strategy {event.before} -> {event.after}: {event.bytes_moved / 2**20:.1f} MiB moved "
             f"in {seconds(event.seconds)}",
         )
+
+    def on_regrouped(self, event: Regrouped) -> None:
+        """Which processes there are, and what coming together took."""
+        run, _, _ = self._files()
+        together_s = sum(event.seconds.values())
+        values = {"elastic/generation": event.generation, "elastic/regroup_s": together_s}
+        run.scalars(values, event.step)
+        if event.generation > 1:
+            parts = ", ".join(f"{name} {seconds(s)}" for name, s in event.seconds.items())
+            self._log(
+                event.step,
+                f"generation {event.generation}: {event.num_processes_before} -> {event.num_processes} "
+                f"processes ({event.reason or 'this one has just come'}): {parts}",
+            )
 
     def on_eval_end(self, event: EvalEnd) -> None:
         """The evaluation's results."""

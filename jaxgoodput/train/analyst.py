@@ -400,7 +400,7 @@ class Analyst:
         self._was_unknown = not self._latest.metrics.noise.is_known
         self._was_disturbed = self._disturbed
         self._evidence.review(self._noise_scale(self._latest.metrics.noise.cautious))
-        # An answer may lie in the queue while the tuner is free again: the next question would not know of it.
+        # An answer may lie in the queue while the tuner is free again: another would not know of it.
         self._is_judging = self._tuner.ask(self._situation(step))
 
     def _situation(self, step: int) -> Situation:

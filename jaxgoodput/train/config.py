@@ -126,6 +126,13 @@ class Execution:
     Where JAX has a folder set, programs go there; what runs remember (`Tuning.remember`) stays in this one.
     """
 
+    leases: bool = False
+    """Over processes that each have a copy of the model: give the micro-batches of a step to whoever is free.
+
+    A process that is slower than others then takes fewer of them, and the update is the same. It needs
+    batches of several micro-batches, such as `BatchLimits(micro=(1, 4))`: the finer, the more even, at a
+    fraction of a millisecond each. Samples are then read when they are needed, not ahead.
+    """
     keep_freed_pages: bool = False
     """On CPU: have glibc keep the memory that steps free, in this process and for good.
 

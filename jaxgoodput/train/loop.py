@@ -18,7 +18,7 @@ from absl import logging
 from jaxtyping import Array
 
 from jaxgoodput import _serial
-from jaxgoodput._jax import PeerGone
+from jaxgoodput._jax import PeerGone, shared_store
 from jaxgoodput.clock import Clock
 from jaxgoodput.data.cursor import Cursor
 from jaxgoodput.data.loader import StepBatch
@@ -68,6 +68,9 @@ from jaxgoodput.train.process import Compilations
 from jaxgoodput.train.task import Task
 from jaxgoodput.train.watcher import Result, Ticket, Watcher
 from jaxgoodput.tune.tuner import Tuner
+
+_LEASES = "jaxgoodput: leases of step "
+_FORGET = 4  # steps after which nobody asks for a lease any more
 
 
 class Loop:
@@ -465,6 +468,8 @@ class Loop:
         return control
 
     def _next_batch(self) -> StepBatch | None:
+        if self._takes_leases:
+            return self.loader.next_in_parts(self.batch, self._lease)
         try:
             batch = self.loader.next(self.batch, meanwhile=self._unless_stopping)
         except Stopping:
@@ -487,6 +492,18 @@ class Loop:
                     self.engine.compile_program(program)  # it is there, unless the run was short
                 self.where.meet(f"the last batch, step {self.step}")
         return batch
+
+    @property
+    def _takes_leases(self) -> bool:
+        """Whether micro-batches go to whichever process is free."""
+        wanted = self.config.execution.leases and self.engine.world is not None
+        return wanted and self.where.process_count > 1 and self.batch.num_micro_batches > 1
+
+    def _lease(self) -> int:
+        """The number of the next micro-batch of this step that nobody has taken."""
+        store = shared_store()
+        assert store is not None
+        return store.count(f"{_LEASES}{self.step}")
 
     def _tell_dropped(self) -> None:
         total = self.start.total_samples
@@ -540,8 +557,11 @@ class Loop:
             )
         else:
             work = engine.begin(self.state)
-            for micro in batch.micro_batches:
+            for micro in batch.micro_batches if batch.parts is None else batch.parts:
                 work = engine.accumulate(work, micro.data, micro.mask)
+                if batch.parts is not None:  # the next one is for whoever is done first
+                    assert work.sums is not None
+                    jax.block_until_ready(work.sums.weight)
             total = engine.reduce(work, control)
             if self._is_elastic:
                 # The update would take the state along into a sum that failed.
@@ -549,6 +569,10 @@ class Loop:
             assert work.sums is not None
             marks = (work.sums.weight, total)
             self.state, metrics = engine.update(self.state, total, work)
+        if batch.parts is not None and self.is_chief and self.step >= _FORGET:
+            store = shared_store()
+            assert store is not None
+            store.forget(f"{_LEASES}{self.step - _FORGET}")
         self.step += 1
         self.samples += batch.num_samples
         self.cursor, self.stream = batch.after, self.loader.stream

@@ -78,8 +78,8 @@ class Membership(Protocol):
     def enter(self, kept: Kept | None, share: int | None) -> Generation:
         """Leave the present generation and wait for the next one, which JAX then knows.
 
-        The number of its processes divides `share`, unless that is None. Every array, executable and device of before is gone. Raises `Released` where this process is not
-        wanted any more.
+        The number of its processes divides `share`, unless that is None. Every array, executable and device
+        of before is gone. Raises `Released` where this process is not wanted any more.
         """
         ...
 

@@ -161,9 +161,9 @@ def place(
     """The layouts of `strategies` (none: one replica on every device).
 
     `devices` narrows them where there is one process. In several processes, plain data parallelism has a
-    layout in each of them unless it is to be `spanning`; so it has in one, where others are to come (`elastic`),
-    which then takes the same programs. Of strategies that are the same on these devices
-    the first stays.
+    layout in each of them unless it is to be `spanning`; so it has in one, where others are to come
+    (`elastic`), which then takes the same programs. Of strategies that are the same on these devices the
+    first stays.
 
     Raises ValueError for a strategy that does not use exactly those devices, and for two that differ and
     have one name.
@@ -238,8 +238,8 @@ def prepare(
 ) -> Start:
     """Get ready to train; what is opened is closed with `stack`, time is booked in `ledger`.
 
-    `dataset` and `eval_dataset` give the task's. A run that goes on from `kept` reads no checkpoint. Where processes come
-    and go, `is_broken` says whether one of them has gone.
+    `dataset` and `eval_dataset` give the task's. A run that goes on from `kept` reads no checkpoint. Where
+    processes come and go, `is_broken` says whether one of them has gone.
 
     Raises what `Trainer.fit` says it raises for settings that cannot work.
     """

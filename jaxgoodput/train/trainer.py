@@ -91,9 +91,7 @@ class Trainer(Task):
         finally:
             self._requests = self._loop = self._datasets = None
 
-    def _fit_together(
-        self, requests: Requests, guard: Guard, membership: Membership
-    ) -> TrainState:
+    def _fit_together(self, requests: Requests, guard: Guard, membership: Membership) -> TrainState:
         """Train in one generation of processes after another, until the run is over."""
         membership.on_regroup(lambda: requests.post(Control(regroup=True)))
         kept, before, why = None, 0, ""

@@ -2,8 +2,8 @@
 
     python elastic_worker.py OUT EPOCHS STEP_S [SETTING=VALUE ...]
 
-Every process writes what it saw to `OUT/<its pid>.jsonl`: the steps that its hooks heard of, and the state with
-which it ended, in which every sample has been counted on the devices.
+Every process writes what it saw to `OUT/<its pid>.jsonl`: the steps that its hooks heard of, and the state
+with which it ended, in which every sample has been counted on the devices.
 """
 
 import json
@@ -125,7 +125,9 @@ def config(workdir, epochs, *settings):
 def run(out, epochs, step_s, *settings, **options):
     lines = Lines(out / f"{os.getpid()}.jsonl")
     lines.write("began", member=os.environ.get("JAXGOODPUT_MEMBER"))
-    trainer = Counting(config(out / "run", epochs, *settings), step_s=step_s, hooks=[lines], **options)
+    trainer = Counting(
+        config(out / "run", epochs, *settings), step_s=step_s, hooks=[lines], **options
+    )
     state = trainer.fit()
     lines.write(
         "end",

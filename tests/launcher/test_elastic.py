@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import sys
 import time
 
@@ -45,7 +46,13 @@ class Cluster:
     def agent(self, *names, silent_s=10):
         for name in names:
             self.agents[name] = self.start(
-                "agent", "--name", name, "--rdzv-endpoint", self.address, "--silent-s", str(silent_s)
+                "agent",
+                "--name",
+                name,
+                "--rdzv-endpoint",
+                self.address,
+                "--silent-s",
+                str(silent_s),
             )
 
     def __enter__(self):
@@ -124,7 +131,11 @@ def alone(tmp_path_factory):
     def fit(epochs):
         out = tmp_path_factory.mktemp("alone")
         elastic_worker.run(out, epochs, 0.0, devices=jax.devices()[:1])
-        lines = [json.loads(text) for path in out.glob("*.jsonl") for text in path.read_text().splitlines()]
+        lines = [
+            json.loads(text)
+            for path in out.glob("*.jsonl")
+            for text in path.read_text().splitlines()
+        ]
         return lines[-1], {x["step"]: x for x in lines if x["kind"] == "step"}
 
     return fit
@@ -183,3 +194,182 @@ def test_a_worker_is_killed_and_the_others_go_on(tmp_path, alone, victim):
         assert cluster.pid(other) == survivor
         assert len(cluster.lines("began")) == 3
     check_same(alone, end, steps, epochs)
+
+
+def test_a_worker_that_stands_still_is_replaced(tmp_path, alone):
+    epochs = 30
+    with Cluster(
+        tmp_path / "job",
+        epochs=epochs,
+        step_s=0.05,
+        nodes="2",
+        options=("--join-s", "60", "--silent-s", "3"),
+    ) as cluster:
+        cluster.agent("a", "b", silent_s=3)
+        cluster.wait_for_processes(2)
+        survivor, victim = cluster.pid("b"), cluster.pid("a")
+        os.kill(victim, signal.SIGSTOP)
+        cluster.wait(lambda lines: len([x for x in lines if x["kind"] == "began"]) == 3)
+        assert processes.gone(victim)
+        end, steps = cluster.finish()
+        assert cluster.pid("b") == survivor
+        assert "no sign of life" in cluster.told()
+    check_same(alone, end, steps, epochs)
+
+
+def test_below_the_minimum_it_waits_with_the_state_in_memory(tmp_path, alone):
+    epochs = 20
+    with Cluster(
+        tmp_path / "job", epochs=epochs, step_s=0.05, nodes="2:2", options=("--join-s", "60")
+    ) as cluster:
+        cluster.agent("a", "b")
+        cluster.wait_for_processes(2)
+        survivor = cluster.pid("b")
+        os.kill(cluster.agents["a"].pid, signal.SIGKILL)  # a host with all that is on it
+        assert processes.gone(cluster.pid("a"))
+        time.sleep(2.0)
+        before = cluster.lines("step")
+        time.sleep(1.0)
+        assert cluster.lines("step") == before, "below the minimum nothing is trained"
+        cluster.agent("c")
+        end, steps = cluster.finish()
+        assert cluster.pid("b") == survivor and min(x["step"] for x in before) == 1
+        assert (
+            not (cluster.folder / "run" / "checkpoints").is_dir()
+            or len(
+                [p for p in (cluster.folder / "run" / "checkpoints").iterdir() if p.name.isdigit()]
+            )
+            <= 1
+        ), "nothing was read from the disk: only the end is there"
+    check_same(alone, end, steps, epochs)
+
+
+def test_a_coordinator_that_was_killed_is_started_again(tmp_path, alone):
+    """Its workers end with it; agents find the new one, and the run goes on from its checkpoint."""
+    epochs = 30
+    with Cluster(
+        tmp_path / "job",
+        epochs=epochs,
+        step_s=0.05,
+        nodes="2",
+        options=("--join-s", "60"),
+        settings=("saving.every_base_steps=10",),
+    ) as cluster:
+        cluster.agent("a", "b")
+        cluster.wait_for_processes(2)
+        cluster.wait_for_step(30)
+        workers = [cluster.pid(name) for name in ("a", "b")]
+        os.kill(cluster.coordinator.pid, signal.SIGKILL)
+        assert all(processes.gone(pid) for pid in workers)
+        cluster.coordinator.wait()
+        cluster.coordinator = cluster.coordinate(cluster.address)
+        end, steps = cluster.finish()
+        started = [x["step"] for x in cluster.lines("regrouped")]
+        assert started[0] == 0 and cluster.lines("began")[-1]["pid"] not in workers
+    check_same(alone, end, steps, epochs)
+
+
+def test_all_are_told_to_stop_and_save(tmp_path):
+    with Cluster(
+        tmp_path / "job", epochs=500, step_s=0.05, nodes="1:2", options=("--join-s", "60")
+    ) as cluster:
+        cluster.agent("a", "b")
+        cluster.wait_for_processes(2)
+        cluster.coordinator.send(signal.SIGTERM)
+        finished = cluster.coordinator.wait()
+        assert finished.code == 143, cluster.told()
+        saved = [
+            int(p.name) for p in (cluster.folder / "run/checkpoints").iterdir() if p.name.isdigit()
+        ]
+        last = max(x["step"] for x in cluster.lines("step"))
+        assert saved and max(saved) >= last
+        assert {cluster.agents[name].wait().code for name in ("a", "b")} <= {0, 143}
+
+
+# -- what cannot be ----------------------------------------------------------------------------------
+
+
+def start(*arguments, environ=None):
+    command = [sys.executable, "-m", "jaxgoodput.cli", *arguments]
+    return processes.Job(command, {"JAXGOODPUT_SECRET": SECRET, **(environ or {})})
+
+
+def test_an_agent_with_a_wrong_secret_or_another_script_is_refused(tmp_path):
+    script, other = tmp_path / "a.py", tmp_path / "b.py"
+    script.write_text("import time; time.sleep(60)")
+    other.write_text("print()")
+    with start(
+        "run", "--nnodes", "1", "--local-hosts", "0", "--", "python", str(script)
+    ) as coordinator:
+        address = coordinator.wait_for("the job is at ").split("the job is at ")[1].split(",")[0]
+        to = ("agent", "--rdzv-endpoint", address, "--reconnect-s", "0")
+        with start(
+            *to, "--", "python", str(script), environ={"JAXGOODPUT_SECRET": "x"}
+        ) as stranger:
+            finished = stranger.wait()
+        assert finished.code == 2 and "secret" in finished.err
+        with start(*to, "--name", "h", "--", "python", str(other)) as wrong:
+            finished = wrong.wait()
+        assert finished.code == 2 and "the command is" in finished.err
+        coordinator.wait_for("h was refused")
+        with start(*to, "--name", "a", "--", "python", str(script)) as first:
+            coordinator.wait_for("a has joined")
+            with start(*to, "--name", "a", "--", "python", str(script)) as second:
+                finished = second.wait()
+            assert finished.code == 2 and "of the name a already" in finished.err
+            first.send(signal.SIGTERM)
+            first.wait()
+
+
+def test_a_script_that_always_fails_ends_the_job_with_its_last_lines(tmp_path):
+    script = tmp_path / "wrong.py"
+    script.write_text("raise ValueError('no such thing')")
+    with start("run", "--nnodes", "1", "--", "python", str(script)) as job:
+        finished = job.wait()
+    assert finished.code == 1
+    assert "no such thing" in finished.err
+    assert "without doing a step in between" in finished.err
+
+
+def test_a_script_that_never_trains_is_done(tmp_path):
+    script = tmp_path / "short.py"
+    script.write_text("print('nothing to do')")
+    with start("run", "--nnodes", "1:2", "--local-hosts", "2", "--", "python", str(script)) as job:
+        finished = job.wait()
+    assert finished.code == 0 and finished.out.count("nothing to do") == 2
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["--nnodes", "3:2"], "MIN <= MAX"),
+        (["--nnodes", "two"], "MIN:MAX"),
+        (["--nnodes", "1", "--hosts", "a,b,a"], "a is there twice"),
+        (["--nnodes", "1", "--hosts", "a", "--local-hosts", "2"], "one of"),
+        (["--nnodes", "1", "--rdzv-endpoint", "here"], "HOST:PORT"),
+        (["--nnodes", "1", "--hostfile", "/does/not/exist"], "/does/not/exist"),
+        (
+            ["--nnodes", "1", "--hosts", "a", "--rsh", "no-such-shell"],
+            "agent of a cannot be started",
+        ),
+        (["--hosts", "a"], "--nnodes"),
+        ([], "--nproc-per-node"),
+    ],
+)
+def test_wrong_usage_is_named(tmp_path, arguments, said):
+    script = tmp_path / "a.py"
+    script.write_text("")
+    with start("run", *arguments, "--", "python", str(script)) as job:
+        finished = job.wait()
+    assert finished.code == 2 and said in finished.err, finished.err
+
+
+def test_a_port_that_is_taken_is_named(tmp_path):
+    script = tmp_path / "a.py"
+    script.write_text("")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        endpoint = ("--rdzv-endpoint", f"127.0.0.1:{port}")
+        with start("run", "--nnodes", "1", *endpoint, "--", "python", str(script)) as job:
+            finished = job.wait()
+    assert finished.code == 2 and "cannot listen" in finished.err

@@ -13,11 +13,11 @@ from problems import WIDTH, InStep, Mean, Recorder, config, rows
 
 from jaxgoodput.data.cursor import Cursor, take
 from jaxgoodput.engine.state import Loss
+from jaxgoodput.flax_models import from_linen
 from jaxgoodput.goodput.search import BatchLimits
 from jaxgoodput.observe.events import FitEnd, StepEnd
 from jaxgoodput.parallel.pipeline import pipeline
 from jaxgoodput.parallel.strategy import Strategy
-from jaxgoodput.flax_models import from_linen
 
 LIMITS = BatchLimits(base=40, max=40, micro=(1, 40))
 STILL = optax.sgd(0.0)  # nothing moves: what a loss says is what it says of the first parameters

@@ -111,8 +111,8 @@ def test_what_a_resumed_run_waits_for_before_its_first_step_is_not_productive(tm
     wait_s, step_s = 1000.0, 100.0  # beside which it is nothing that compiling takes real time
 
     class Waiting(InStep):
-        def announce(self):
-            super().announce()
+        def announce(self, regrouped=None):
+            super().announce(regrouped)
             clock.advance(wait_s)  # as for the other processes
 
     settings = counting_config(tmp_path)
