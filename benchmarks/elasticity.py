@@ -176,11 +176,12 @@ def pauses(name: str, rounds: int) -> None:
         rows.setdefault(what, []).append(found)
 
     with tempfile.TemporaryDirectory() as folder:
-        options = ("--nnodes", "1:3", "--admit-every-s", "0", "--join-s", "60")
+        options = ("--nnodes", "1:3", "--admit-every-s", "4")
         with Job(pathlib.Path(folder), name, *options) as job:
-            for host in ("a", "b", "c"):
+            # Every number of processes once, so that programs are on the disk.
+            for count, host in enumerate(("a", "b", "c"), start=1):
                 job.agent(host)
-            job.settle(3, 8)  # every number of processes once, so that programs are on the disk
+                job.settle(count, 8)
             job.agents["c"].send_signal(signal.SIGTERM)
             job.settle(2, 8)
             for index in range(rounds):

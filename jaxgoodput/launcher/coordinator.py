@@ -294,6 +294,7 @@ class Coordinator:
 
     def _hear_worker(self, channel: wire.Channel, hello: Mapping[str, Any]) -> None:
         name = hello["member"]
+        self._send(channel, {"type": "known", "generation": self._state.generation})
         self._workers[name] = channel
         while (message := self._receive(channel)) is not None:
             match message["type"]:

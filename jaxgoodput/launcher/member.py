@@ -46,10 +46,16 @@ class Member:
         self._answers: queue.SimpleQueue[Mapping[str, Any]] = queue.SimpleQueue()
         self._channel = wire.connect(where.address, where.secret, timeout_s=_FETCH_S)
         self._channel.send({"type": "worker", "member": where.member, "host": where.host})
+        self._known = self._channel.receive() or {"generation": 0}
         self._server = _StateServer(self._channel.own, where.secret)
         threading.Thread(target=self._listen, name="jaxgoodput-member", daemon=True).start()
 
     # -- what the run asks for -------------------------------------------------------------------
+
+    @property
+    def is_late(self) -> bool:
+        """Whether others train already, and are to wait as little as possible for this process."""
+        return self._known["generation"] > 0
 
     def on_regroup(self, ask: Callable[[], None]) -> None:
         """Have `ask` called, from another thread, when the present generation is to end."""

@@ -336,7 +336,9 @@ def _gone(state: Rendezvous, event: Gone, now_s: float) -> tuple[Rendezvous, tup
     state = dataclasses.replace(state, members=left)
     took_part = event.member in state.ranks
     if state.stage is Stage.OVER:
-        code = state.code if state.code not in (DONE, SAVED) else max(state.code, _shell(event.code))
+        code = (
+            state.code if state.code not in (DONE, SAVED) else max(state.code, _shell(event.code))
+        )
         return dataclasses.replace(state, code=code), ()
     if event.code in (DONE, SAVED) and not member.leaves:
         if took_part or state.generation == 0:

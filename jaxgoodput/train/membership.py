@@ -75,6 +75,11 @@ class Generation:
 class Membership(Protocol):
     """This process's place among those of its job."""
 
+    @property
+    def is_late(self) -> bool:
+        """Whether others train already, and are to wait as little as possible for this process."""
+        ...
+
     def enter(self, kept: Kept | None, share: int | None) -> Generation:
         """Leave the present generation and wait for the next one, which JAX then knows.
 

@@ -195,6 +195,29 @@ def place(
     return Place(layouts, world, jax.process_index(), count)
 
 
+class Given:
+    """What a task gives, asked for once, however often a run has to get ready."""
+
+    def __init__(self, task: Task, config: Config):
+        self._task = task
+        self._config = config
+
+    @functools.cached_property
+    def dataset(self) -> Source:
+        """What it trains on."""
+        return as_source(self._task.dataset())
+
+    @functools.cached_property
+    def eval_dataset(self) -> Any:
+        """What it is evaluated on; None: it is not."""
+        return self._task.eval_dataset()
+
+    @functools.cached_property
+    def problem(self) -> Problem:
+        """Its methods; made without a device."""
+        return problem_of(self._task, self._config)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Start:
     """Everything that the loop needs before its first step."""
@@ -231,29 +254,28 @@ def prepare(
     stack: contextlib.ExitStack,
     ledger: TimeLedger,
     clock: Clock,
-    dataset: Callable[[], Source],
-    eval_dataset: Callable[[], Any],
+    given: Given,
     kept: Kept | None = None,
     is_broken: Callable[[], bool] | None = None,
 ) -> Start:
     """Get ready to train; what is opened is closed with `stack`, time is booked in `ledger`.
 
-    `dataset` and `eval_dataset` give the task's. A run that goes on from `kept` reads no checkpoint. Where
-    processes come and go, `is_broken` says whether one of them has gone.
+    `given` is what the task gives. A run that goes on from `kept` reads no checkpoint. Where processes come
+    and go, `is_broken` says whether one of them has gone.
 
     Raises what `Trainer.fit` says it raises for settings that cannot work.
     """
     where = place(devices, config.strategies, elastic=is_broken is not None)
     if is_broken is not None:
         where = dataclasses.replace(where, is_broken=is_broken)
-    source = dataset()
+    source = given.dataset
     _check_endless(config, source)
     if config.execution.keep_freed_pages:
         keep_freed_pages(where.own_devices[0].platform)
     budget = _budget(config, where)
     again = Attempts(num_retries=config.execution.read_retries, clock=clock)
     sample = again(functools.partial(abstract_sample, source))
-    where, by_strategy, kind = _engines(task, config, devices, where, sample, budget)
+    where, by_strategy, kind = _engines(given.problem, config, devices, where, sample, budget)
     _hold(config.workdir, where, stack)
     checkpoints = Checkpoints(config.workdir, keep=config.saving, spans=where.spans)
     stack.callback(checkpoints.close)
@@ -285,11 +307,11 @@ def prepare(
     memory = _memory(config, where, engine, plan, len(source))
     earlier = None if memory is None else memory.earlier
     if restored is None:
-        given: dict[str, Any] = {}
+        leaves: dict[str, Any] = {}
         if initial is not None:
             with ledger.bucket("checkpoint_restore"):
-                given = initial_leaves(initial, engine.abstract_state().variables)
-        state = engine.init(jax.random.key(config.seed), given)
+                leaves = initial_leaves(initial, engine.abstract_state().variables)
+        state = engine.init(jax.random.key(config.seed), leaves)
         if earlier is not None:
             batch, state = _begun(engine, plan, earlier, budget, ledger, state)
     else:
@@ -313,7 +335,7 @@ def prepare(
         _require_even_rest(config, plan, source, by_strategy, remaining)
     if restored is None:
         _warn_of_coupling(config, engine, state, source, plan, again)
-    held_out, evaluation = eval_dataset(), None
+    held_out, evaluation = given.eval_dataset, None
     every = config.evaluation.every_s or config.evaluation.every_base_steps
     is_ahead = bool(every) or where.process_count > 1  # which would wait for the slowest
     if held_out is not None or every:
@@ -398,6 +420,19 @@ def prepare(
     )
 
 
+def rehearse(config: Config, given: Given) -> None:
+    """Have this process trace and compile a step by itself, before others wait for it to do so.
+
+    A process traces its first step far more slowly than any later one.
+    """
+    where = place(None, config.strategies, elastic=True)
+    budget = _budget(config, where)
+    sample = abstract_sample(given.dataset)
+    _, by_strategy, _ = _engines(given.problem, config, None, where, sample, budget)
+    plan_of = functools.partial(_plan, config, by_strategy, len(given.dataset), budget)
+    _first_plan(by_strategy, plan_of, prefer="")
+
+
 def restored_state(
     task: Task, config: Config, devices: Sequence[Any] | None, *, step: int | None, best: bool
 ) -> TrainState:
@@ -406,7 +441,8 @@ def restored_state(
     Nothing else is got ready. Raises what `Trainer.restore` says.
     """
     where, source = place(devices, config.strategies), as_source(task.dataset())
-    where, engines, _ = _engines(task, config, devices, where, abstract_sample(source), None)
+    sample = abstract_sample(source)
+    where, engines, _ = _engines(problem_of(task, config), config, devices, where, sample, None)
 
     def engine_for(meta: CheckpointMeta) -> Engine:
         return engines[_nearest_strategy(meta.batch.strategy, where)]
@@ -422,7 +458,7 @@ def restored_state(
 
 
 def _engines(
-    task: Task,
+    problem: Problem,
     config: Config,
     devices: Sequence[Any] | None,
     where: Place,
@@ -430,7 +466,6 @@ def _engines(
     budget: int | None,
 ) -> tuple[Place, Mapping[str, Engine], str]:
     """The engine of every strategy that can be had, where they run, and the kind of the loss."""
-    problem = problem_of(task, config)
 
     def engines_of(where: Place) -> Engines:
         return Engines(

@@ -1,14 +1,12 @@
 """`Trainer`: a user's task with the motor that trains it."""
 
 import contextlib
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, final
 
 import jax
 
 from jaxgoodput.clock import Clock, SystemClock
-from jaxgoodput.data.sources import Source, as_source
 from jaxgoodput.engine.state import TrainState
 from jaxgoodput.observe.badput import TimeLedger
 from jaxgoodput.observe.events import Regrouped
@@ -17,7 +15,14 @@ from jaxgoodput.train.control import BatchWish, Control, Requests
 from jaxgoodput.train.evaluation import Evaluator
 from jaxgoodput.train.loop import Loop, is_of_a_peer
 from jaxgoodput.train.membership import Kept, Membership, Regroup
-from jaxgoodput.train.prepare import evaluator, place, prepare, restored_state
+from jaxgoodput.train.prepare import (
+    Given,
+    evaluator,
+    place,
+    prepare,
+    rehearse,
+    restored_state,
+)
 from jaxgoodput.train.process import LAUNCHED, Compilations, Guard, Launched, changed_process
 from jaxgoodput.train.task import Task
 
@@ -50,7 +55,6 @@ class Trainer(Task):
         self._requests: Requests | None = None
         self._loop: Loop | None = None
         self._evaluator: Evaluator | None = None
-        self._datasets: tuple[Callable[[], Source], Callable[[], Any]] | None = None
 
     @final
     def fit(self) -> TrainState:
@@ -80,24 +84,24 @@ class Trainer(Task):
         try:
             # Before anything that takes long: what is asked during compilation is done at step 0.
             with changed_process(self.config, requests, self.clock) as guard:
-                # Of a run that goes on with other processes, they are read once.
-                self._datasets = (
-                    functools.cache(lambda: as_source(self.dataset())),
-                    functools.cache(self.eval_dataset),
-                )
+                given = Given(self, self.config)
                 if membership is None:
-                    return self._fit(requests, guard, TimeLedger(self.clock))
-                return self._fit_together(requests, guard, membership)
+                    return self._fit(requests, guard, TimeLedger(self.clock), given)
+                return self._fit_together(requests, guard, given, membership)
         finally:
-            self._requests = self._loop = self._datasets = None
+            self._requests = self._loop = None
 
-    def _fit_together(self, requests: Requests, guard: Guard, membership: Membership) -> TrainState:
+    def _fit_together(
+        self, requests: Requests, guard: Guard, given: Given, membership: Membership
+    ) -> TrainState:
         """Train in one generation of processes after another, until the run is over."""
         membership.on_regroup(lambda: requests.post(Control(regroup=True)))
         kept, before, why = None, 0, ""
         # A batch of just so many samples is cut evenly.
         even = self.config.policy != "fixed" or not self.config.tuning.fixed_tolerance
         share = max(self.config.batch.base // jax.local_device_count(), 1) if even else None
+        if membership.is_late:
+            rehearse(self.config, given)
         while True:
             ledger = TimeLedger(self.clock)
             with ledger.bucket("regrouping"):
@@ -116,7 +120,7 @@ class Trainer(Task):
             )
             before = generation.process_count
             try:
-                state = self._fit(requests, guard, ledger, membership, kept, regrouped)
+                state = self._fit(requests, guard, ledger, given, membership, kept, regrouped)
                 membership.done()
                 return state
             except Regroup as ended:
@@ -132,6 +136,7 @@ class Trainer(Task):
         requests: Requests,
         guard: Guard,
         ledger: TimeLedger,
+        given: Given,
         membership: Membership | None = None,
         kept: Kept | None = None,
         regrouped: Regrouped | None = None,
@@ -139,7 +144,6 @@ class Trainer(Task):
         """Train with the processes that there are. Raises Regroup where others are to come or go."""
         with contextlib.ExitStack() as stack:
             compilations = stack.enter_context(Compilations(ledger).counted())
-            assert self._datasets is not None
             with ledger.bucket("training_prep"):
                 start = prepare(
                     self,
@@ -150,8 +154,7 @@ class Trainer(Task):
                     stack=stack,
                     ledger=ledger,
                     clock=self.clock,
-                    dataset=self._datasets[0],
-                    eval_dataset=self._datasets[1],
+                    given=given,
                     kept=kept,
                     is_broken=None if membership is None else membership.is_broken,
                 )
