@@ -34,7 +34,7 @@ import jaxgoodput as jg
 
 SECRET = "of a benchmark"
 WAIT_S = 180.0
-SAMPLES = 1200
+SAMPLES = 60_000
 
 
 class Lines(jg.Hook):

@@ -100,6 +100,68 @@ CONFIGS = st.lists(
 # -- exactly once ---------------------------------------------------------------------------------
 
 
+@settings(deadline=None, max_examples=60)
+@given(
+    size=st.integers(1, 40),
+    processes=st.integers(1, 3),
+    steps=st.lists(
+        st.tuples(st.integers(1, 3), st.integers(1, 4), st.booleans()), min_size=1, max_size=4
+    ),
+    max_samples=st.none() | st.integers(0, 60),
+    turns=st.lists(st.integers(0, 2), min_size=1, max_size=8),
+)
+@pytest.mark.filterwarnings("ignore:global_batch_size:UserWarning")
+def test_parts_that_go_to_whoever_is_free_are_the_whole_batch(
+    size, processes, steps, max_samples, turns
+):
+    """Any number of processes, in any order, some steps in parts and others evenly."""
+    loaders = [
+        loader_of(
+            numbers(size),
+            first=index,
+            process_index=index,
+            process_count=processes,
+            max_samples=max_samples,
+            prefetch=index,
+        )
+        for index in range(processes)
+    ]
+    cursor, given_out = Cursor(0), 0
+    for micro, count, in_parts in steps:
+        config = config_of(micro, count, processes)
+        total = config.global_batch_size
+        total = total if max_samples is None else min(total, max_samples - given_out)
+        if not in_parts:
+            found = [loader.next(config) for loader in loaders]
+            got = [micro for batch in found if batch is not None for micro in batch.micro_batches]
+        else:
+            leases = iter(range(10**6))
+            found = [loader.next_in_parts(config, lambda it=leases: next(it)) for loader in loaders]
+            asking = {i: batch.parts for i, batch in enumerate(found) if batch is not None}
+            taken = {i: [] for i in asking}
+            for turn in (turns * 200)[: 50 * len(asking)]:
+                parts = asking.get(turn % processes)
+                one = None if parts is None else next(parts, None)
+                if one is not None:
+                    taken[turn % processes].append(one)
+            for i, parts in asking.items():
+                assert parts is not None
+                taken[i] += list(parts)
+                assert taken[i], "a process that got none has one to add up, of nothing"
+            got = [one for ones in taken.values() for one in ones]
+        if total == 0:
+            assert found == [None] * processes
+            break
+        wanted, cursor = take(cursor, size, total)
+        given_out += total
+        assert sorted(np.concatenate([real_ids(one) for one in got])) == sorted(wanted)
+        for loader, batch in zip(loaders, found, strict=True):
+            assert batch is not None and batch.num_samples == total
+            assert loader.cursor == batch.after == cursor
+    for loader in loaders:
+        loader.close()
+
+
 @settings(deadline=None, max_examples=40)
 @given(
     size=st.integers(1, 60),

@@ -286,6 +286,24 @@ def test_all_are_told_to_stop_and_save(tmp_path):
         assert {cluster.agents[name].wait().code for name in ("a", "b")} <= {0, 143}
 
 
+def test_a_slow_host_takes_fewer_micro_batches_and_the_sum_is_the_same(tmp_path, alone):
+    epochs = 15
+    with Cluster(
+        tmp_path / "job",
+        epochs=epochs,
+        step_s=0.005,
+        nodes="2",
+        options=("--join-s", "60"),
+        settings=("execution.leases=true", "batch.micro=[1, 1]"),
+    ) as cluster:
+        cluster.agent("slow", "fast")
+        end, steps = cluster.finish()
+        reads = {cluster.pid(name): name for name in ("slow", "fast")}
+        taken = {reads[x["pid"]]: x["num_reads"] for x in cluster.lines("end")}
+        assert taken["fast"] > 2 * taken["slow"], taken
+    check_same(alone, end, steps, epochs)
+
+
 # -- what cannot be ----------------------------------------------------------------------------------
 
 
