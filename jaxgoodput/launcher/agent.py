@@ -13,6 +13,7 @@ import os
 import pathlib
 import platform
 import queue
+import secrets
 import signal
 import threading
 from collections.abc import Mapping, Sequence
@@ -128,6 +129,7 @@ class Agent:
         self._silent_s = silent_s
         self._grace_s = grace_s
         self._clock = clock
+        self._instance = secrets.token_hex(8)
         self._children: dict[str, tuple[int, Child]] = {}  # by member: slot and process
         self._plan: list[tuple[float, int]] = []  # signals to all that are left, and when
         self._is_leaving = False
@@ -141,7 +143,8 @@ class Agent:
             return USAGE
         except OSError:
             return None
-        channel.send({"type": "agent", "host": self._name, "slots": self._slots, "facts": facts})
+        hello = {"host": self._name, "slots": self._slots, "instance": self._instance}
+        channel.send({"type": "agent", **hello, "facts": facts})
         threading.Thread(target=_read, args=(channel, self.events), daemon=True).start()
         with contextlib.ExitStack() as stack:
             stack.callback(channel.close)

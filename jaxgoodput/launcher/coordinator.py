@@ -24,18 +24,21 @@ _LOST_AGENT_S = 2.0  # from the end of a connection until the processes of its h
 
 @dataclass(frozen=True)
 class HostJoined:
-    """An agent has come."""
+    """An agent has come, or come back."""
 
     host: str
     slots: int
+    instance: str
+    channel: wire.Channel
 
 
 @dataclass(frozen=True)
 class HostLost:
-    """An agent does not answer any more."""
+    """An agent does not answer any more; without a channel, whichever it has."""
 
     host: str
     why: str
+    channel: wire.Channel | None = None
 
 
 class Coordinator:
@@ -61,6 +64,7 @@ class Coordinator:
         self._state = rendezvous.Rendezvous(limits=limits, since_s=clock.now())
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._agents: dict[str, wire.Channel] = {}
+        self._instances: dict[str, str] = {}  # of the agents: one that comes back is the same
         self._workers: dict[str, wire.Channel] = {}
         self._state_at: dict[str, str] = {}  # where a worker serves its state
         self._services: list[_jax.CoordinationService] = []
@@ -127,13 +131,16 @@ class Coordinator:
 
     def _take(self, event: Any) -> None:
         match event:
-            case HostJoined(host, slots):
+            case HostJoined(host, slots, instance, channel):
+                self._lose(host, "it has come back", None)
+                self._agents[host], self._instances[host] = channel, instance
+                self._send(channel, {"type": "accepted"})
                 say(f"{host} has joined, with {slots} process{'es' * (slots > 1)}")
                 self._happen(rendezvous.Arrived(host))
                 for _ in range(slots):
                     self._start(host)
-            case HostLost(host, why):
-                self._lose(host, why)
+            case HostLost(host, why, channel):
+                self._lose(host, why, channel)
             case rendezvous.Leave(host):
                 self._happen(event)
                 if all(member.leaves for member in self._state.members.values()):
@@ -188,6 +195,8 @@ class Coordinator:
             case rendezvous.Release(members):
                 for name in members:
                     self._tell(name, {"type": "release"})
+            case rendezvous.Save(name):
+                self._tell(name, {"type": "save"})
             case rendezvous.End(code, why):
                 if code:
                     say(f"the job ends with {code}: {why}")
@@ -214,11 +223,12 @@ class Coordinator:
         self._happen(rendezvous.Joined(name, host))
         self._send(agent, {"type": "start", "member": name})
 
-    def _lose(self, host: str, why: str) -> None:
-        channel = self._agents.pop(host, None)
-        if channel is None:
+    def _lose(self, host: str, why: str, channel: wire.Channel | None) -> None:
+        known = self._agents.get(host)
+        if known is None or channel not in (None, known):
             return
-        channel.close()
+        del self._agents[host]
+        known.close()
         say(f"{host} has gone: {why}")
         for name, member in list(self._state.members.items()):
             if member.host == host:
@@ -275,22 +285,19 @@ class Coordinator:
 
     def _hear_agent(self, channel: wire.Channel, hello: Mapping[str, Any]) -> None:
         host = hello["host"]
-        refusal = self._refusal(host, hello["facts"])
+        refusal = self._refusal(host, hello["instance"], hello["facts"])
         if refusal is not None:
             say(f"{host} was refused: {refusal}")
             self._send(channel, {"type": "refused", "why": refusal})
             channel.close()
             return
-        self._agents[host] = channel
-        self._send(channel, {"type": "accepted"})
-        self._events.put(HostJoined(host, hello["slots"]))
+        self._events.put(HostJoined(host, hello["slots"], hello["instance"], channel))
         while (message := self._receive(channel)) is not None:
             if message["type"] == "exit":
                 self._events.put(rendezvous.Gone(message["member"], message["code"]))
             elif message["type"] == "leave":
                 self._events.put(rendezvous.Leave(host))
-        if self._agents.get(host) is channel:
-            self._events.put(HostLost(host, "its agent does not answer"))
+        self._events.put(HostLost(host, "its agent does not answer", channel))
 
     def _hear_worker(self, channel: wire.Channel, hello: Mapping[str, Any]) -> None:
         name = hello["member"]
@@ -321,9 +328,9 @@ class Coordinator:
             channel.close()
             return None
 
-    def _refusal(self, host: str, facts: Mapping[str, str]) -> str | None:
+    def _refusal(self, host: str, instance: str, facts: Mapping[str, str]) -> str | None:
         """Why an agent cannot take part."""
-        if host in self._agents:
+        if host in self._agents and self._instances[host] != instance:
             return f"there is an agent of the name {host} already. Give each its own --name."
         for name, own in self._facts.items():
             other = facts.get(name)

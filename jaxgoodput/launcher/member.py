@@ -18,7 +18,7 @@ from absl import logging
 from jaxgoodput import _jax
 from jaxgoodput.clock import Clock, SystemClock
 from jaxgoodput.launcher import wire
-from jaxgoodput.train.membership import Generation, Kept, Released
+from jaxgoodput.train.membership import Generation, Kept, Released, SaveHere
 
 _FETCH_S = 60.0  # for the first answer of whoever holds the state
 _LOST = {"type": "lost"}
@@ -81,6 +81,7 @@ class Member:
 
         Raises:
             Released: this process is not needed any more.
+            SaveHere: all were told to stop, and this one is to save.
             ConnectionError: the coordinator has gone.
         """
         began_s = self._clock.now()
@@ -141,6 +142,8 @@ class Member:
             message = self._answers.get()
             if message["type"] == "release":
                 raise Released("the job goes on without this process, or is over")
+            if message["type"] == "save":
+                raise SaveHere
             if message["type"] == "lost":
                 raise ConnectionError(
                     f"the coordinator of this job at {self._where.address} has gone. Its own output says why."

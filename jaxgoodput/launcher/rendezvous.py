@@ -98,6 +98,10 @@ class Rendezvous:
     """Its members by rank, also those that have gone since."""
     since_s: float = 0.0
     """When this stage began; of the first, when the first process came."""
+    is_told: bool = False
+    """Whether all were told to save and stop."""
+    saver: str | None = None
+    """Who of those that waited then is to save what it holds."""
     leaving: frozenset[str] = frozenset()
     """Hosts that are to be left, or have been."""
     num_failures: int = 0
@@ -250,6 +254,13 @@ class Release:
 
 
 @dataclass(frozen=True)
+class Save:
+    """Tell this one to write the state that it holds to the disk, and to end."""
+
+    member: str
+
+
+@dataclass(frozen=True)
 class End:
     """The job is over, with this exit code."""
 
@@ -257,7 +268,7 @@ class End:
     why: str
 
 
-Action = Regroup | Form | Go | Again | Kill | Start | Release | End
+Action = Regroup | Form | Go | Again | Kill | Start | Release | Save | End
 
 DONE, SAVED = 0, 143
 MOST_FRUITLESS = 3
@@ -305,7 +316,7 @@ def _take(state: Rendezvous, event: Event, now_s: float) -> tuple[Rendezvous, tu
         case Leave(host):
             return _leave(state, host, now_s)
         case Stop():
-            return _over(state, now_s)
+            return _over(dataclasses.replace(state, is_told=True), now_s)
         case Tick():
             return state, ()
 
@@ -465,9 +476,17 @@ def _release(state: Rendezvous, now_s: float) -> tuple[Rendezvous, tuple[Action,
         and (state.stage is Stage.OVER or (member.leaves and may_go(member)))
         and not (state.stage is Stage.FORMING and name in state.ranks)
     )
+    holders = [name for name in free if _holds(state.members[name]) >= 0]
+    trains = any(not m.waits and name in state.ranks for name, m in state.members.items())
     for name in free:
         state = _changed(state, name, is_released=True, leaves=True)
-    return state, (Release(free),) if free else ()
+    actions: tuple[Action, ...] = ()
+    if state.is_told and state.saver is None and holders and not trains:
+        saver = max(holders, key=lambda name: _holds(state.members[name]))
+        state = dataclasses.replace(state, saver=saver)
+        actions += (Save(saver),)
+        free = tuple(name for name in free if name != saver)
+    return state, (*actions, Release(free)) if free else actions
 
 
 def _proceed(state: Rendezvous, now_s: float) -> tuple[Rendezvous, tuple[Action, ...]]:

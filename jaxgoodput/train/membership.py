@@ -84,7 +84,8 @@ class Membership(Protocol):
         """Leave the present generation and wait for the next one, which JAX then knows.
 
         The number of its processes divides `share`, unless that is None. Every array, executable and device
-        of before is gone. Raises `Released` where this process is not wanted any more.
+        of before is gone. Raises `Released` where this process is not wanted any more, `SaveHere` where all
+        were told to stop.
         """
         ...
 
@@ -107,6 +108,10 @@ class Released(SystemExit):
     def __init__(self, why: str):
         super().__init__(0)
         self.why = why
+
+
+class SaveHere(Exception):
+    """All processes were told to stop while they waited, and this one is to save what it keeps."""
 
 
 class Regroup(Exception):

@@ -433,6 +433,20 @@ def rehearse(config: Config, given: Given) -> None:
     _first_plan(by_strategy, plan_of, prefer="")
 
 
+def save_kept(config: Config, given: Given, kept: Kept) -> str | None:
+    """Write a run that is between two sets of processes as its newest checkpoint; None, or an error."""
+    where = place(None, config.strategies, elastic=True)
+    sample = abstract_sample(given.dataset)
+    _, by_strategy, _ = _engines(given.problem, config, None, where, sample, None)
+    engine = next(iter(by_strategy.values()))
+    state = from_host(kept.leaves, _abstract_as_saved(engine, kept.meta))
+    with contextlib.ExitStack() as stack:
+        _hold(config.workdir, where, stack)
+        checkpoints = Checkpoints(config.workdir, keep=config.saving)
+        stack.callback(checkpoints.close)
+        return checkpoints.save(state, kept.meta) or checkpoints.wait(alone=True)
+
+
 def restored_state(
     task: Task, config: Config, devices: Sequence[Any] | None, *, step: int | None, best: bool
 ) -> TrainState:

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Sequence
-from typing import Any, final
+from typing import Any, NoReturn, final
 
 import jax
 
@@ -10,11 +10,12 @@ from jaxgoodput.clock import Clock, SystemClock
 from jaxgoodput.engine.state import TrainState
 from jaxgoodput.observe.badput import TimeLedger
 from jaxgoodput.observe.events import Regrouped
+from jaxgoodput.train.checkpoint import Checkpoints
 from jaxgoodput.train.config import Config
-from jaxgoodput.train.control import BatchWish, Control, Requests
+from jaxgoodput.train.control import BatchWish, Control, NotSaved, Preempted, Requests
 from jaxgoodput.train.evaluation import Evaluator
 from jaxgoodput.train.loop import Loop, is_of_a_peer
-from jaxgoodput.train.membership import Kept, Membership, Regroup
+from jaxgoodput.train.membership import Kept, Membership, Regroup, SaveHere
 from jaxgoodput.train.prepare import (
     Given,
     evaluator,
@@ -22,6 +23,7 @@ from jaxgoodput.train.prepare import (
     prepare,
     rehearse,
     restored_state,
+    save_kept,
 )
 from jaxgoodput.train.process import LAUNCHED, Compilations, Guard, Launched, changed_process
 from jaxgoodput.train.task import Task
@@ -104,8 +106,12 @@ class Trainer(Task):
             rehearse(self.config, given)
         while True:
             ledger = TimeLedger(self.clock)
-            with ledger.bucket("regrouping"):
-                generation = membership.enter(kept, share)
+            try:
+                with ledger.bucket("regrouping"):
+                    generation = membership.enter(kept, share)
+            except SaveHere:
+                assert kept is not None
+                self._save_and_stop(given, kept, requests.signal or "peer")
             kept = generation.kept
             requests.forget_regroup()
             if membership.is_broken():
@@ -130,6 +136,14 @@ class Trainer(Task):
                     raise
                 why = str(error)
             guard.rest(0 if kept is None else kept.step)
+
+    def _save_and_stop(self, given: Given, kept: Kept, signal: str) -> NoReturn:
+        """All were told to stop while they waited for each other."""
+        error = save_kept(self.config, given, kept)
+        if error is not None:
+            safe = max(Checkpoints(self.config.workdir, keep=self.config.saving).newest() or 0, 0)
+            raise NotSaved(kept.step, safe or None, error)
+        raise Preempted(kept.step, signal)
 
     def _fit(
         self,

@@ -10,6 +10,7 @@ import time
 
 import elastic_worker
 import jax
+import namespaces
 import numpy as np
 import processes
 import pytest
@@ -23,15 +24,19 @@ SECRET = "the secret of these tests"
 class Cluster:
     """A coordinator and agents, each a process of its own; all are killed at the end."""
 
-    def __init__(self, folder, *, epochs, step_s, nodes, options=(), settings=()):
+    def __init__(
+        self, folder, *, epochs, step_s, nodes, options=(), settings=(), address="127.0.0.1:0"
+    ):
         self.folder = folder
         folder.mkdir()
         self.command = ["--", "python", WORKER, str(folder), str(epochs), str(step_s), *settings]
         self.environ = {"JAXGOODPUT_SECRET": SECRET}
         self.epochs = epochs
         self.jobs = contextlib.ExitStack()
-        self.options = ["--nnodes", nodes, "--local-hosts", "0", *options]
-        self.coordinator = self.coordinate("127.0.0.1:0")
+        self.options = ["--nnodes", nodes, *options]
+        if "--hosts" not in options:
+            self.options += ["--local-hosts", "0"]
+        self.coordinator = self.coordinate(address)
         text = self.coordinator.wait_for("the job is at ")
         self.address = text.split("the job is at ")[1].split(",")[0]
         self.agents = {}
@@ -177,7 +182,7 @@ def test_one_four_two_three_processes(tmp_path, alone):
     check_same(alone, end, steps, epochs)
 
 
-@pytest.mark.parametrize("victim", ["a", "b"])
+@pytest.mark.parametrize("victim", ["a", pytest.param("b", marks=pytest.mark.nightly)])
 def test_a_worker_is_killed_and_the_others_go_on(tmp_path, alone, victim):
     epochs = 30
     with Cluster(
@@ -196,6 +201,7 @@ def test_a_worker_is_killed_and_the_others_go_on(tmp_path, alone, victim):
     check_same(alone, end, steps, epochs)
 
 
+@pytest.mark.nightly
 def test_a_worker_that_stands_still_is_replaced(tmp_path, alone):
     epochs = 30
     with Cluster(
@@ -217,6 +223,7 @@ def test_a_worker_that_stands_still_is_replaced(tmp_path, alone):
     check_same(alone, end, steps, epochs)
 
 
+@pytest.mark.nightly
 def test_below_the_minimum_it_waits_with_the_state_in_memory(tmp_path, alone):
     epochs = 20
     with Cluster(
@@ -284,6 +291,73 @@ def test_all_are_told_to_stop_and_save(tmp_path):
         last = max(x["step"] for x in cluster.lines("step"))
         assert saved and max(saved) >= last
         assert {cluster.agents[name].wait().code for name in ("a", "b")} <= {0, 143}
+
+
+def test_told_to_stop_below_the_minimum_it_saves_what_it_has_in_memory(tmp_path, alone):
+    epochs = 20
+    with Cluster(
+        tmp_path / "job", epochs=epochs, step_s=0.05, nodes="2", options=("--join-s", "60")
+    ) as cluster:
+        cluster.agent("a", "b")
+        cluster.wait_for_processes(2)
+        os.kill(cluster.agents["a"].pid, signal.SIGKILL)
+        assert processes.gone(cluster.pid("a"))
+        time.sleep(3.0)
+        last = max(x["step"] for x in cluster.lines("step"))
+        cluster.coordinator.send(signal.SIGTERM)
+        finished = cluster.coordinator.wait()
+        assert finished.code == 143, cluster.told()
+        folder = cluster.folder / "run/checkpoints"
+        (saved,) = [int(p.name) for p in folder.iterdir() if p.name.isdigit()]
+        assert saved in (last, last + 1)
+        cluster.coordinator = cluster.coordinate("127.0.0.1:0")
+        cluster.address = (
+            cluster.coordinator.wait_for("the job is at ").split("at ")[1].split(",")[0]
+        )
+        cluster.agent("c", "d")
+        end, steps = cluster.finish()
+    check_same(alone, end, steps, epochs)
+
+
+SHELL = """#!/bin/sh
+# A remote shell into a namespace: HOST COMMAND
+exec ip netns exec "$1" unshare --uts sh -c 'hostname "$0" && exec sh -c "$1"' "$1" "$2"
+"""
+
+
+@pytest.mark.nightly
+def test_hosts_through_a_remote_shell_and_a_cable_that_is_cut(tmp_path, alone):
+    """Each host has an address of its own; the one that is cut off comes back by itself."""
+    reason = namespaces.available()
+    if reason is not None:
+        pytest.skip(reason)
+    epochs = 150
+    shell = tmp_path / "shell"
+    shell.write_text(SHELL)
+    shell.chmod(0o755)
+    with namespaces.hosts(3) as made:
+        with Cluster(
+            tmp_path / "job",
+            epochs=epochs,
+            step_s=0.05,
+            nodes="1:3",
+            address=f"{made.root_address}:0",
+            options=(
+                *("--rsh", str(shell), "--hosts", ",".join(made.names)),
+                *("--silent-s", "3", "--reconnect-s", "60", "--admit-every-s", "1"),
+            ),
+        ) as cluster:
+            cluster.wait_for_processes(3)
+            pids = [cluster.pid(name) for name in made.names]
+            made.cut(1)
+            cluster.wait_for_processes(2)
+            made.mend(1)
+            cluster.wait_for_processes(3)
+            assert cluster.pid(made.names[1]) not in pids
+            assert cluster.pid(made.names[0]) == pids[0], "who was not cut off goes on as it was"
+            (cluster.folder / "run" / "hurry").touch()
+            end, steps = cluster.finish()
+    check_same(alone, end, steps, epochs)
 
 
 def test_a_slow_host_takes_fewer_micro_batches_and_the_sum_is_the_same(tmp_path, alone):

@@ -186,9 +186,14 @@ class World:
                         self.wait(process)
 
 
-@settings(max_examples=200)
-@given(st.integers(0, 10**9), st.integers(1, 3), st.integers(3, 6))
-def test_any_order_of_faults_ends_in_training_with_everybody(seed, least, num_hosts):
+@pytest.mark.parametrize("num_examples", [25, pytest.param(200, marks=pytest.mark.nightly)])
+def test_any_order_of_faults_ends_in_training_with_everybody(num_examples):
+    worlds = given(st.integers(0, 10**9), st.integers(1, 3), st.integers(3, 6))
+    settings(max_examples=num_examples)(worlds(live))()
+
+
+def live(seed, least, num_hosts):
+    """A world with faults, and then a while without."""
     limits = dataclasses.replace(FAST, least=least)
     world = World(limits, seed)
     rng = world.rng
@@ -216,8 +221,8 @@ def test_any_order_of_faults_ends_in_training_with_everybody(seed, least, num_ho
                 world.happen(rv.Ready(process.name, process.generation + 1, 99999))
                 world.happen(rv.SetUp(process.name, generation - 1))
     before = world.steps
-    for _ in range(200):
-        world.advance(0.5)
+    for _ in range(80):
+        world.advance(1.0)
     machine = world.machine
     hosts = {member.host for member in machine.members.values() if not member.leaves}
     assert hosts == world.hosts, "what has failed is replaced, what has left is not"
@@ -229,10 +234,10 @@ def test_any_order_of_faults_ends_in_training_with_everybody(seed, least, num_ho
     assert world.ended is None
 
 
-def joined(limits, *names):
+def joined(limits, *names, now_s=0.0):
     machine = rv.Rendezvous(limits=limits)
     for name in names:
-        machine, _ = rv.step(machine, rv.Joined(name, name), 0.0)
+        machine, _ = rv.step(machine, rv.Joined(name, name), now_s)
     return machine
 
 
@@ -245,7 +250,8 @@ def run(machine, *events, now_s=100.0):
 
 
 def trained(limits, *names, now_s=100.0):
-    machine, _ = run(joined(limits, *names), *(rv.Ready(n, 0, -1) for n in names), now_s=now_s)
+    machine = joined(limits, *names, now_s=now_s)
+    machine, _ = run(machine, *(rv.Ready(n, 0, -1) for n in names), now_s=now_s)
     machine, actions = run(machine, *(rv.SetUp(n, 1) for n in names), now_s=now_s)
     assert actions == [rv.Go(1)]
     return machine
@@ -301,7 +307,7 @@ def test_below_the_minimum_it_waits_and_goes_on_when_somebody_comes():
 
 def test_a_number_of_processes_that_cannot_share_the_batch_is_not_used():
     limits = dataclasses.replace(FAST, most=8)
-    machine = joined(limits, *"abcde")
+    machine = joined(limits, *"abcde", now_s=100.0)
     machine, actions = run(machine, *(rv.Ready(n, 0, -1, 12) for n in "abcde"))
     assert [len(a.ranks) for a in actions if isinstance(a, rv.Form)] == [4]
     machine, _ = run(machine, *(rv.SetUp(n, 1) for n in "abcd"))
@@ -335,3 +341,13 @@ def test_done_is_done_for_those_who_wait_too():
 def test_limits_that_no_job_can_keep_are_refused(least, most):
     with pytest.raises(ValueError, match="MIN <= MAX"):
         rv.Limits(least=least, most=most)
+
+
+def test_told_to_stop_while_they_wait_the_one_that_came_furthest_saves():
+    limits = dataclasses.replace(FAST, least=3)
+    machine = trained(limits, "a", "b", "c")
+    machine, _ = run(machine, rv.Gone("a", -9), rv.Ready("b", 1, 7), rv.Ready("c", 1, 8))
+    machine, actions = run(machine, rv.Stop())
+    assert actions == [rv.Save("c"), rv.Release(("b",))]
+    machine, actions = run(machine, rv.Gone("b", 0), rv.Gone("c", 143))
+    assert actions == [rv.End(143, "all processes have ended")]
