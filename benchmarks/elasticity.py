@@ -1,7 +1,9 @@
 """What it costs when processes of a job come, go, die and stand still: pauses by part, and faults at random.
 
     python benchmarks/elasticity.py                      # pauses, about 5 minutes
-    python benchmarks/elasticity.py --faults 50          # one long run under faults, a quarter of an hour
+    python benchmarks/elasticity.py --faults 50          # one long run under faults, ten minutes
+    python benchmarks/elasticity.py --slow               # one host four times slower than the other
+    python benchmarks/elasticity.py --overhead           # what it costs a step to be ready for it
 
 Real processes under `jaxgoodput run --nnodes`, each host an agent of its own on this machine. A pause is the
 time between the last step of one set of processes and the first of the next, less a median step; after a
@@ -9,7 +11,12 @@ kill it is the time from the kill. "parts" are those of the process that is rank
 JAX's world, waiting for the others, fetching the state, connecting, and the rest, which is getting
 ready (tracing, compiled programs from the disk) and the first step. Faults are drawn: a worker killed or
 stopped, a host killed and another one started, two at once among them; every sample is counted on the
-devices, and the exit code is 1 where one was not applied once an epoch, or a process or port is left.
+devices, and the exit code is 1 where one was not applied once an epoch, or a process is left.
+
+The slow host's micro-batches take four times as long (both hosts wait, 10 and 40 ms each, where they read
+them); beside the step time stands what an ideal split would take. Overhead is the median step of an elastic
+job of two hosts over that of two processes with the fused step, the compiler's own reduction inside, in
+turns.
 """
 
 import argparse
@@ -29,12 +36,33 @@ from typing import Any
 
 import kills
 import models
+import numpy as np
 
 import jaxgoodput as jg
+from jaxgoodput.data.sources import ArraySource
 
 SECRET = "of a benchmark"
 WAIT_S = 180.0
 SAMPLES = 60_000
+STEPS = 60
+PARTS, PART_S = 32, 0.01
+
+
+class Waiting(ArraySource):
+    """Rows that take as long to read as a host takes to compute."""
+
+    def batch(self, indices: Any) -> Any:
+        is_slow = os.environ.get("JAXGOODPUT_HOST") == "slow"
+        time.sleep(len(indices) * PART_S * (4 if is_slow else 1))
+        return super().batch(indices)
+
+
+class Paced(kills.Counting):
+    """A model that computes hardly anything."""
+
+    def dataset(self) -> Any:
+        x = np.random.default_rng(0).normal(size=(self.num_samples, 16)).astype(np.float32)
+        return Waiting({"id": np.arange(self.num_samples, dtype=np.int32), "x": x})
 
 
 class Lines(jg.Hook):
@@ -71,6 +99,26 @@ def worker(folder: pathlib.Path, name: str) -> None:
         state = trainer.fit()
         counts = state.params["count"]
         lines.write(kind="end", least=float(counts.min()), most=float(counts.max()))
+        return
+    if name in ("even", "leased"):
+        config = jg.Config(
+            batch=jg.BatchLimits(base=PARTS, max=PARTS, micro=(1, 1), max_micro_batches=PARTS),
+            base_steps=STEPS,
+            rule=jg.rules.none,
+            execution=jg.Execution(leases=name == "leased"),
+            **common,
+        )
+        Paced(config, 1200, lambda phase: None, hooks=[lines]).fit()
+        return
+    if name == "fused":
+        config = jg.Config(
+            batch=jg.BatchLimits(base=24, max=24), base_steps=STEPS, loss="global", **common
+        )
+        models.made("byte LM", config, hooks=[lines]).fit()
+        return
+    if name == "elastic":
+        config = jg.Config(batch=jg.BatchLimits(base=24, max=24), base_steps=STEPS, **common)
+        models.made("byte LM", config, hooks=[lines]).fit()
         return
     base = {"mlp": 1536, "byte LM": 24, "decoder": 24}[name]
     config = jg.Config(batch=jg.BatchLimits(base=base, max=base), base_steps=10**6, **common)
@@ -283,6 +331,52 @@ def faults(count: int, seed: int) -> bool:
             return once and not left and code == 0
 
 
+def median_step(name: str, *options: str, hosts: Sequence[str] = ()) -> float:
+    """Seconds of a step of one job, after its first ones."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder)
+        if hosts:
+            with Job(path, name, "--nnodes", str(len(hosts)), "--join-s", "60", *options) as job:
+                for host in hosts:
+                    job.agent(host)
+                if job.coordinator.wait(600):
+                    raise RuntimeError(job.said()[-4000:])
+                at = [x["at"] for x in job.lines("step")]
+        else:
+            command = [sys.executable, "-m", "jaxgoodput.cli", "run", *options, "--", "python"]
+            command += [__file__, "--worker", folder, name]
+            environ = {**os.environ, "JAX_PLATFORMS": "cpu"}
+            subprocess.run(command, env=environ, check=True, capture_output=True)
+            texts = [p.read_text() for p in path.glob("*.jsonl")]
+            lines = [json.loads(text) for whole in texts for text in whole.splitlines()]
+            at = sorted(x["at"] for x in lines if x["kind"] == "step")
+    gaps = [b - a for a, b in zip(at, at[1:], strict=False)]
+    return statistics.median(gaps[10:])
+
+
+def slow() -> None:
+    """One host four times slower."""
+    ideal_s = PARTS / (1 / PART_S + 1 / (4 * PART_S))
+    print("| split | step, ms | / ideal |\n|---|---|---|")
+    for name in ("even", "leased"):
+        step_s = median_step(name, hosts=("slow", "fast"))
+        print(f"| {name} | {1e3 * step_s:.0f} | {step_s / ideal_s:.2f} |", flush=True)
+
+
+def overhead(rounds: int) -> None:
+    """The elastic step against the fused one."""
+    ratios, steps = [], []
+    for _ in range(rounds):
+        elastic_s = median_step("elastic", hosts=("a", "b"))
+        fused_s = median_step("fused", "--nproc-per-node", "2")
+        ratios.append(elastic_s / fused_s)
+        steps.append(fused_s)
+    print(
+        f"| byte LM, 2 processes | fused {1e3 * statistics.median(steps):.0f} ms | elastic / fused "
+        f"{statistics.median(ratios):.3f} ({min(ratios):.3f}-{max(ratios):.3f}) |"
+    )
+
+
 def _runs(pid: int) -> bool:
     try:
         return "Z" not in pathlib.Path(f"/proc/{pid}/stat").read_text().split(")")[1][:3]
@@ -295,6 +389,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--models", default="mlp,byte LM", help="of benchmarks/models.py")
     parser.add_argument("--rounds", type=int, default=3, help="changes of each kind")
     parser.add_argument("--faults", type=int, default=0, help="instead: one run under so many")
+    parser.add_argument("--slow", action="store_true", help="instead: a host that is slower")
+    parser.add_argument("--overhead", action="store_true", help="instead: the step itself")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -303,6 +399,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if options.faults:
         return 0 if faults(options.faults, options.seed) else 1
+    if options.slow:
+        slow()
+        return 0
+    if options.overhead:
+        overhead(options.rounds)
+        return 0
     print("| model | what | pause, s: median (range) | its parts, s |\n|---|---|---|---|")
     for name in options.models.split(","):
         pauses(name, options.rounds)
