@@ -35,18 +35,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if "--" in arguments:  # everything behind it belongs to the user's own program
         position = arguments.index("--")
         arguments, command = arguments[:position], arguments[position + 1 :]
-    parser = _parser()
+    parser = command_parser()
     if any("\0" in argument for argument in (*arguments, *command)):
         parser.error(
             "an argument holds a NUL character, which no file and no number has; leave it out"
         )
     options = parser.parse_args(arguments)
     if command and options.action not in (_run, _agent, _coordinate, _plan):
-        parser.error(f"{options.name} takes no command after --")
+        parser.error(f"{options.called} takes no command after --")
     return options.action(options, command, parser)
 
 
-def _parser() -> argparse.ArgumentParser:
+def command_parser() -> argparse.ArgumentParser:
+    """The commands and their options; `called` of what it parses is the name of the command."""
     parser = argparse.ArgumentParser(
         prog="jaxgoodput",
         description="Adaptive, elastic training in JAX.",
@@ -64,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
             epilog=_EPILOG,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        command.set_defaults(action=action, name=name)
+        command.set_defaults(action=action, called=name)
         return command
 
     run = add(

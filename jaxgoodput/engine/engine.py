@@ -248,7 +248,7 @@ class Engine:
         first = partial(programs.accumulate, shape, first=True)
         more = partial(programs.accumulate, shape, first=False)
         if self.world is not None:
-            return first, more
+            return (first, more) if accumulate else (first,)
         step = partial(programs.step, shape, measure=False)
         return (step, first, more, partial(programs.step_after, shape)) if accumulate else (step,)
 
@@ -336,7 +336,9 @@ class Engine:
             state, metrics = self.step(state, None, batch, mask, measure=False)
             jax.block_until_ready(metrics)
         if accumulate or self.world is not None:
-            work = self.accumulate(self.accumulate(self.begin(state), batch, mask), batch, mask)
+            work = self.accumulate(self.begin(state), batch, mask)
+            if accumulate:
+                work = self.accumulate(work, batch, mask)
             jax.block_until_ready(
                 work.sums if self.world is not None else self.step(state, work, batch, mask)[1]
             )
@@ -355,6 +357,7 @@ class Engine:
         return self._largest(
             partial(programs.step, shape, measure=False),
             partial(programs.step_after, shape),
+            partial(programs.accumulate, shape, first=True),
             partial(programs.accumulate, shape, first=False),
         )
 

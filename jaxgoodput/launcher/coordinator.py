@@ -8,6 +8,8 @@ generation, so that no worker is missed by the others.
 import dataclasses
 import queue
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -41,6 +43,13 @@ class HostLost:
     channel: wire.Channel | None = None
 
 
+@dataclass(frozen=True)
+class Connected:
+    """A worker has come through JAX's registration, and so have all of its generation."""
+
+    generation: int
+
+
 class Coordinator:
     """Serves one job at `address`; `run` returns its exit code.
 
@@ -68,6 +77,8 @@ class Coordinator:
         self._workers: dict[str, wire.Channel] = {}
         self._state_at: dict[str, str] = {}  # where a worker serves its state
         self._services: list[_jax.CoordinationService] = []
+        self._has_connected = True  # all of the newest generation, with each other
+        self._stand_ins: list[subprocess.Popen[bytes]] = []
         self._starts: list[tuple[float, str]] = []  # when, and on which host
         self._num_started = 0
         self._told_s = 0.0
@@ -112,6 +123,7 @@ class Coordinator:
         """Tell the agents that the job is over, and let go of everything."""
         for channel in [*self._agents.values(), *self._workers.values()]:
             self._send(channel, {"type": "end"})
+        self._dismiss()
         for service in self._services:
             service.shutdown()
         # A thread that waits in accept() would hold the port until somebody comes.
@@ -148,6 +160,14 @@ class Coordinator:
                     self._happen(rendezvous.Stop())
                     for agent in self._agents.values():
                         self._send(agent, {"type": "stop"})
+            case Connected(generation):
+                self._has_connected |= generation == self._state.generation
+            case rendezvous.Gone(name, _):
+                rank = self._state.ranks.index(name) if name in self._state.ranks else None
+                trains = self._state.stage is rendezvous.Stage.TRAINING
+                self._happen(event)
+                if rank is not None and trains and not self._has_connected:
+                    self._stand_in(rank)
             case _:
                 self._happen(event)
 
@@ -204,14 +224,36 @@ class Coordinator:
 
     def _serve_jax(self, count: int) -> str:
         """A service for one generation; those of before are not used any more, since all have left them."""
+        self._dismiss()
         for service in self._services:
             service.shutdown()
         self._services = []
+        self._has_connected = count == 1
         if count == 1:
             return ""
         service = _jax.start_coordination_service(count, host=self._host)
         self._services.append(service)
         return service.address
+
+    def _stand_in(self, rank: int) -> None:
+        """Let the others past the registration that a worker which died will not come to."""
+        say(f"rank {rank} died before all had connected: another process registers in its place")
+        address, count = self._services[-1].address, len(self._state.ranks)
+        command = [sys.executable, "-m", "jaxgoodput.launcher.stand_in"]
+        self._stand_ins.append(
+            subprocess.Popen(
+                [*command, address, str(count), str(rank)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+        )
+
+    def _dismiss(self) -> None:
+        for child in self._stand_ins:
+            child.kill()
+            child.wait()
+        self._stand_ins = []
 
     def _start(self, host: str) -> None:
         agent = self._agents.get(host)
@@ -232,7 +274,7 @@ class Coordinator:
         say(f"{host} has gone: {why}")
         for name, member in list(self._state.members.items()):
             if member.host == host:
-                self._happen(rendezvous.Gone(name, -9))
+                self._take(rendezvous.Gone(name, -9))
         self._starts = [(at_s, other) for at_s, other in self._starts if other != host]
 
     def _tell_of_waiting(self, now_s: float) -> None:
@@ -316,6 +358,8 @@ class Coordinator:
                 case "beat":
                     event = rendezvous.Beat(name, message["generation"], message["step"])
                     self._events.put(event)
+                case "connected":
+                    self._events.put(Connected(message["generation"]))
                 case "done":
                     self._events.put(rendezvous.Done(name))
         # That it has ended is for its agent to say.

@@ -110,8 +110,20 @@ def _agent_arguments(command: Sequence[str], job: Job, address: str) -> list[str
 
 def _endpoint(job: Job) -> tuple[str, int | None]:
     """Where to listen: on the loopback interface, unless other hosts are to come."""
+    if job.endpoint is None and not job.hosts:
+        return "127.0.0.1", None
     if job.endpoint is None:
-        return (socket.gethostname() if job.hosts else "127.0.0.1"), None
+        name = socket.gethostname()
+        try:
+            own = socket.gethostbyname(name)
+        except OSError as error:
+            own = f"nothing ({error})"
+        if own.startswith("127.") or " " in own:
+            raise UsageError(
+                f"the hosts cannot reach this one by its name, {name}, which is {own} here. Say how "
+                "they can: --rdzv-endpoint ADDRESS:0."
+            )
+        return name, None
     host, colon, port = job.endpoint.rpartition(":")
     if not colon or not host or not port.isdigit():
         raise UsageError(f"--rdzv-endpoint {job.endpoint}: give HOST:PORT, PORT 0 for a free one.")

@@ -115,6 +115,7 @@ class Member:
         rank, count = formed["rank"], formed["count"]
         if count > 1:
             _jax.connect(go["jax"], count, rank, clock=self._clock)
+            self._tell({"type": "connected", "generation": self._generation})
         return Generation(
             number=self._generation,
             process_index=rank,

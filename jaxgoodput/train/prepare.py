@@ -748,7 +748,7 @@ def _plan(
         logging.warning("under %s, %s", engine.layout.strategy.name, sentence)
 
     def needs(micro_batch_size: int, accumulate: bool) -> StepBytes:
-        if _memory_folder(config) is not None:
+        if _memory_folder(config) is not None and engine.world is None:
             engine.digest(micro_batch_size)  # wanted later: it must not be traced twice
         engine.compile([micro_batch_size], accumulate=accumulate)
         need = engine.bytes_of(micro_batch_size)
@@ -818,7 +818,7 @@ def _memory(
 ) -> Memory | None:
     """What earlier runs left that had the same program, data and devices, as far as can be told."""
     folder = _memory_folder(config)
-    if folder is None:
+    if folder is None or where.world is not None:
         return None
     device = where.own_devices[0]
     alike = {

@@ -8,7 +8,11 @@ import sys
 import textwrap
 
 import pytest
+import yaml
 from processes import Job
+
+from jaxgoodput.cli import command_parser
+from jaxgoodput.launcher.hosts import SECRET
 
 LAUNCH = pathlib.Path(__file__).resolve().parents[2] / "launch"
 RECIPES = sorted(path for path in LAUNCH.iterdir() if path.is_file())
@@ -83,7 +87,29 @@ def environ(tmp_path):
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
 def test_a_recipe_is_short_and_parses(path):
     assert len(path.read_text().splitlines()) <= 40
-    subprocess.run(["bash", "-n", str(path)], check=True)
+    if path.suffix != ".yaml":
+        subprocess.run(["bash", "-n", str(path)], check=True)
+
+
+def test_the_pods_of_a_jobset_run_commands_that_there_are():
+    """Read as Kubernetes would read it; the coordinator and the hosts train the same at one address."""
+    manifest = yaml.safe_load((LAUNCH / "jobset.yaml").read_text())
+    assert manifest["kind"] == "JobSet"
+    commands = []
+    for job in manifest["spec"]["replicatedJobs"]:
+        pod = job["template"]["spec"]["template"]["spec"]
+        (container,) = pod["containers"]
+        assert pod["restartPolicy"] == "Never" and container["env"][0]["name"] == SECRET
+        program, *arguments = container["command"]
+        assert program == "jaxgoodput"
+        split = arguments.index("--")
+        commands.append((command_parser().parse_args(arguments[:split]), arguments[split:]))
+        endpoint = manifest["metadata"]["name"] + "-coordinator-0-0." + manifest["metadata"]["name"]
+        assert commands[-1][0].rdzv_endpoint == f"{endpoint}:29400"
+    (run, trained), (agent, other) = commands
+    assert (run.called, agent.called) == ("run", "agent") and trained == other
+    most = manifest["spec"]["replicatedJobs"][1]["template"]["spec"]["parallelism"]
+    assert run.nnodes == f"1:{most}" and run.local_hosts == 0
 
 
 NIGHTLY = (pytest.mark.slow, pytest.mark.nightly)
@@ -115,6 +141,59 @@ def test_local_without_a_script_says_how(environ):
     assert end.code == 2
     assert "launch/local.sh train.py --workdir" in end.err
     assert "Exit codes:" in end.err
+
+
+FIT = """
+    import sys
+    import jax, jax.numpy as jnp, numpy as np, optax
+    import jaxgoodput as jg
+
+    class Mean(jg.Trainer):
+        def init(self, key):
+            return {"w": jnp.zeros(3)}
+
+        def loss(self, params, batch, key):
+            return jnp.sum((params["w"] - batch["x"]) ** 2, axis=-1)
+
+        def optimizer(self):
+            return optax.sgd(0.1)
+
+        def dataset(self):
+            return {"x": np.ones((64, 3), np.float32)}
+
+    config = jg.Config(
+        workdir=sys.argv[1],
+        batch=jg.BatchLimits(base=8, max=8),
+        policy="fixed",
+        epochs=4,
+        reporting=jg.Reporting(tensorboard=False, progress=False),
+    )
+    state = Mean(config).fit()
+    print(f"steps={int(state.step)} of {jax.process_count()}")
+"""
+
+
+@pytest.mark.multihost
+def test_ssh_trains_on_the_hosts_of_a_file(tmp_path, environ):
+    """The remote shell is stood in for by one that runs here."""
+    script, shell, hosts = tmp_path / "fit.py", tmp_path / "shell", tmp_path / "hosts.txt"
+    script.write_text(textwrap.dedent(FIT))
+    shell.write_text('#!/bin/sh\nexec sh -c "$2"\n')
+    shell.chmod(0o755)
+    hosts.write_text("# two\none\n\ntwo  # the other\n")
+    environ = {**environ, "MIN": "2", "RSH": str(shell), "ENDPOINT": "127.0.0.1:0"}
+    command = [str(LAUNCH / "ssh.sh"), str(hosts), str(script), str(tmp_path / "run")]
+    with Job(command, environ) as job:
+        end = job.wait()
+    assert end.code == 0, end
+    assert end.out.count("steps=32 of 2") == 2
+
+
+def test_ssh_without_a_script_says_how(environ):
+    with Job([str(LAUNCH / "ssh.sh"), "hosts.txt"], environ) as job:
+        end = job.wait()
+    assert end.code == 2
+    assert "launch/ssh.sh hosts.txt train.py --workdir" in end.err and "Exit codes:" in end.err
 
 
 @pytest.mark.multihost

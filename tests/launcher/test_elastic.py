@@ -293,6 +293,24 @@ def test_all_are_told_to_stop_and_save(tmp_path):
         assert {cluster.agents[name].wait().code for name in ("a", "b")} <= {0, 143}
 
 
+def test_a_joiner_that_dies_while_it_is_taken_in_costs_nobody_the_state(tmp_path, alone):
+    """JAX's registration would wait for it, and then abort all others."""
+    epochs = 40
+    with Cluster(
+        tmp_path / "job", epochs=epochs, step_s=0.05, nodes="1:3", options=("--admit-every-s", "1")
+    ) as cluster:
+        cluster.agent("a", "b")
+        cluster.wait_for_processes(2)
+        pids = [cluster.pid(name) for name in ("a", "b")]
+        cluster.agent("fragile")
+        cluster.wait(lambda lines: (cluster.folder / "died").exists())
+        cluster.wait_for_processes(3)  # its replacement
+        end, steps = cluster.finish()
+        assert [cluster.pid(name) for name in ("a", "b")] == pids
+        assert "registers in its place" in cluster.told()
+    check_same(alone, end, steps, epochs)
+
+
 def test_told_to_stop_below_the_minimum_it_saves_what_it_has_in_memory(tmp_path, alone):
     epochs = 20
     with Cluster(
