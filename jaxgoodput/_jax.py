@@ -332,8 +332,10 @@ class SharedStore:
         """
         clock = clock or SystemClock()
         deadline_s, pause_s = clock.now() + timeout_s, _PROBE_PAUSE_S / 16
-        self.set(f"{name}/{process_id}", "", overwrite=True)
-        while len(self._client.key_value_dir_get(f"{name}/")) < num_processes:
+        # The same name may come again, in a second run of this job: how often is part of it.
+        place = f"{name}, {self.count(f'{name}: process {process_id}')}"
+        self.set(f"{place}/{process_id}", "", overwrite=True)
+        while len(self._client.key_value_dir_get(f"{place}/")) < num_processes:
             if unless():
                 raise PeerGone(f"a process of the job has gone, and does not come to {name!r}")
             if clock.now() >= deadline_s:

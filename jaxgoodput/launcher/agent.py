@@ -14,6 +14,7 @@ import pathlib
 import platform
 import queue
 import secrets
+import shutil
 import signal
 import threading
 from collections.abc import Mapping, Sequence
@@ -30,6 +31,7 @@ from jaxgoodput.launcher.supervise import (
     Child,
     Exited,
     Signalled,
+    UsageError,
     say,
     signals_to,
 )
@@ -76,8 +78,14 @@ def run_agent(
     SIGTERM, SIGINT and SIGHUP have this host leave the job, which goes on without it: the workers are let go
     at the end of a step. Raises UsageError where the command cannot be started.
     """
+    host, colon, port = address.rpartition(":")
+    if not (host and colon and port.isdigit()):
+        raise UsageError(f"--rdzv-endpoint {address}: give HOST:PORT, as `jaxgoodput run` says it.")
+    shimmed = shim_command(command)
+    if shutil.which(shimmed[0]) is None:
+        raise UsageError(f"there is no program {shimmed[0]!r} on {name}.")
     agent = Agent(
-        shim_command(command),
+        shimmed,
         address=address,
         secret=secret,
         name=name,
@@ -99,7 +107,9 @@ def run_agent(
             if clock.now() >= deadline_s:
                 say(f"{name}: there is no coordinator at {address} any more")
                 return FAILED
-            clock.sleep(_RETRY_S)
+            with contextlib.suppress(queue.Empty):
+                if isinstance(agent.events.get(timeout=_RETRY_S), Signalled):
+                    return SAVED  # nothing of the job is here
 
 
 class Agent:
@@ -144,7 +154,11 @@ class Agent:
         except OSError:
             return None
         hello = {"host": self._name, "slots": self._slots, "instance": self._instance}
-        channel.send({"type": "agent", **hello, "facts": facts})
+        try:
+            channel.send({"type": "agent", **hello, "facts": facts})
+        except OSError:
+            channel.close()
+            return None
         threading.Thread(target=_read, args=(channel, self.events), daemon=True).start()
         with contextlib.ExitStack() as stack:
             stack.callback(channel.close)
@@ -259,12 +273,17 @@ class Agent:
 
     def _finish(self) -> None:
         """Leave no process behind."""
+        told = None
         for _, child in self._children.values():
             child.finish()
         while self._children:
             event = self.events.get()
             if isinstance(event, Exited):
                 self._children.pop(str(event.rank), None)
+            elif isinstance(event, Signalled):
+                told = event
+        if told is not None:
+            self.events.put(told)  # for whoever looks for a coordinator
         self._plan = []
 
 

@@ -7,6 +7,7 @@ generation, so that no worker is missed by the others.
 
 import dataclasses
 import queue
+import signal
 import socket
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from jaxgoodput.launcher import rendezvous, wire
 from jaxgoodput.launcher.supervise import UsageError, say
 
 TICK_S = 0.1
-_LOST_AGENT_S = 2.0  # from the end of a connection until the processes of its host count as gone
+COME_BACK = "it has come back"
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,22 @@ class Connected:
     """A worker has come through JAX's registration, and so have all of its generation."""
 
     generation: int
+
+
+@dataclass(frozen=True)
+class WorkerCame:
+    """A worker has a connection."""
+
+    member: str
+    channel: wire.Channel
+
+
+@dataclass(frozen=True)
+class WorkerLost:
+    """That connection is over; that the worker has ended is for its agent to say."""
+
+    member: str
+    channel: wire.Channel
 
 
 class Coordinator:
@@ -82,6 +99,7 @@ class Coordinator:
         self._starts: list[tuple[float, str]] = []  # when, and on which host
         self._num_started = 0
         self._told_s = 0.0
+        self._is_closed = False
         self._end: rendezvous.End | None = None
         try:
             self._listener = socket.create_server((host, port or 0), reuse_port=False)
@@ -96,14 +114,17 @@ class Coordinator:
     # -- the one thread that decides -------------------------------------------------------------
 
     def run(self, told: Callable[[], str | None]) -> int:
-        """Until the job is over; `told` says which signal asked to stop, if one did."""
+        """Until the job is over; `told` says which signal asked to stop, if any; a second SIGINT ends it."""
         is_told = False
         while self._end is None:
             try:
                 self._take(self._events.get(timeout=TICK_S))
             except queue.Empty:
                 self._happen(rendezvous.Tick())
-            if not is_told and (name := told()) is not None:
+            name = told()
+            if is_told and name == "SIGINT":
+                self._end = rendezvous.End(128 + signal.SIGINT, "told so twice")
+            elif not is_told and name is not None:
                 is_told = True
                 say(f"{name}: all processes are told to save and stop")
                 self._happen(rendezvous.Stop())
@@ -121,8 +142,10 @@ class Coordinator:
 
     def close(self) -> None:
         """Tell the agents that the job is over, and let go of everything."""
-        for channel in [*self._agents.values(), *self._workers.values()]:
-            self._send(channel, {"type": "end"})
+        self._is_closed = True
+        code = 1 if self._end is None else self._end.code
+        for channel in list(self._agents.values()):
+            self._send(channel, {"type": "end", "code": code})
         self._dismiss()
         for service in self._services:
             service.shutdown()
@@ -131,6 +154,10 @@ class Coordinator:
         self._listener.close()
         for channel in [*self._agents.values(), *self._workers.values()]:
             channel.close()
+
+    def give_up(self, code: int, why: str) -> None:
+        """End the job: nobody is left, and nobody can come. From any thread."""
+        self._events.put(rendezvous.End(code, why))
 
     @property
     def hosts(self) -> tuple[str, ...]:
@@ -144,7 +171,7 @@ class Coordinator:
     def _take(self, event: Any) -> None:
         match event:
             case HostJoined(host, slots, instance, channel):
-                self._lose(host, "it has come back", None)
+                self._lose(host, COME_BACK, None)
                 self._agents[host], self._instances[host] = channel, instance
                 self._send(channel, {"type": "accepted"})
                 say(f"{host} has joined, with {slots} process{'es' * (slots > 1)}")
@@ -155,11 +182,20 @@ class Coordinator:
                 self._lose(host, why, channel)
             case rendezvous.Leave(host):
                 self._happen(event)
-                if all(member.leaves for member in self._state.members.values()):
+                members = self._state.members.values()
+                if members and all(member.leaves for member in members):
                     # Nobody goes on: the last to leave saves.
                     self._happen(rendezvous.Stop())
                     for agent in self._agents.values():
                         self._send(agent, {"type": "stop"})
+            case rendezvous.End():
+                self._act(event)
+            case WorkerCame(name, channel):
+                self._workers[name] = channel
+            case WorkerLost(name, channel):
+                channel.close()
+                if self._workers.get(name) is channel:
+                    del self._workers[name]
             case Connected(generation):
                 self._has_connected |= generation == self._state.generation
             case rendezvous.Gone(name, _):
@@ -178,9 +214,8 @@ class Coordinator:
 
     def _act(self, action: rendezvous.Action) -> None:
         match action:
-            case rendezvous.Regroup(members):
+            case rendezvous.Regroup(members, generation):
                 for name in members:
-                    generation = self._state.members[name].generation
                     self._tell(name, {"type": "regroup", "generation": generation})
             case rendezvous.Form(generation, ranks, holder, holds):
                 say(f"generation {generation}: {', '.join(ranks)}, from step {max(holds, 0)}")
@@ -205,7 +240,7 @@ class Coordinator:
                     self._tell(name, {"type": "again", "generation": generation})
             case rendezvous.Kill(name, why):
                 say(f"SIGKILL to {name}: {why}")
-                agent = self._agents.get(self._state.members[name].host)
+                agent = self._agents.get(name.rpartition(".")[0])
                 if agent is not None:
                     self._send(agent, {"type": "kill", "member": name})
             case rendezvous.Start(host, after_s):
@@ -268,6 +303,8 @@ class Coordinator:
     def _lose(self, host: str, why: str, channel: wire.Channel | None) -> None:
         known = self._agents.get(host)
         if known is None or channel not in (None, known):
+            if known is None and channel is None and why != COME_BACK:
+                say(f"{host} has not come: {why}")
             return
         del self._agents[host]
         known.close()
@@ -310,8 +347,12 @@ class Coordinator:
         while True:
             try:
                 sock, _ = self._listener.accept()
-            except OSError:
-                return  # closed
+            except OSError as error:
+                if self._is_closed:
+                    return
+                say(f"a connection could not be taken: {error}")
+                self._clock.sleep(TICK_S)
+                continue
             threading.Thread(target=self._greet, args=(sock,), daemon=True).start()
 
     def _greet(self, sock: socket.socket) -> None:
@@ -344,7 +385,7 @@ class Coordinator:
     def _hear_worker(self, channel: wire.Channel, hello: Mapping[str, Any]) -> None:
         name = hello["member"]
         self._send(channel, {"type": "known", "generation": self._state.generation})
-        self._workers[name] = channel
+        self._events.put(WorkerCame(name, channel))
         while (message := self._receive(channel)) is not None:
             match message["type"]:
                 case "ready":
@@ -362,7 +403,7 @@ class Coordinator:
                     self._events.put(Connected(message["generation"]))
                 case "done":
                     self._events.put(rendezvous.Done(name))
-        # That it has ended is for its agent to say.
+        self._events.put(WorkerLost(name, channel))
 
     def _receive(self, channel: wire.Channel) -> dict[str, Any] | None:
         try:

@@ -7,6 +7,7 @@ others may join later with `jaxgoodput agent`.
 import contextlib
 import os
 import queue
+import shutil
 import signal
 import socket
 from collections.abc import Sequence
@@ -52,7 +53,14 @@ def run_elastic(command: Sequence[str], job: Job, *, clock: Clock | None = None)
     Raises UsageError for what cannot be started.
     """
     clock = clock or SystemClock()
-    shim_command(command)  # named before anything is started
+    program = shim_command(command)[0]  # named before anything is started
+    if not job.hosts and shutil.which(program) is None:
+        raise UsageError(f"there is no program {program!r}.")
+    if not job.hosts and job.local_hosts == 0 and not os.environ.get(places.SECRET):
+        raise UsageError(
+            "with --local-hosts 0 all hosts come by `jaxgoodput agent`, which needs the secret of the job: "
+            f"set {places.SECRET} to the same text here and there."
+        )
     secret = os.environ.get(places.SECRET) or wire.make_secret()
     try:
         limits = Limits(
@@ -65,6 +73,10 @@ def run_elastic(command: Sequence[str], job: Job, *, clock: Clock | None = None)
         )
     except ValueError as error:
         raise UsageError(str(error)) from None
+    if job.hosts:
+        started = places.remote(job.hosts, secret, shell=job.shell, python=job.python)
+    else:
+        started = places.local(job.local_hosts, secret)
     host, port = _endpoint(job)
     from jaxgoodput import _jax
 
@@ -84,16 +96,19 @@ def run_elastic(command: Sequence[str], job: Job, *, clock: Clock | None = None)
             facts=facts_of(command),
             clock=clock,
         )
-        if job.hosts:
-            started = places.remote(job.hosts, secret, shell=job.shell, python=job.python)
-        else:
-            started = places.local(job.local_hosts, secret)
         stack.callback(started.close)
         stack.callback(coordinator.close)
         say(f"the job is at {coordinator.address}, for {job.least} to {job.most} hosts")
 
+        codes: dict[str, int] = {}
+        num_hosts = len(job.hosts) or job.local_hosts
+
         def ended(name: str, code: int) -> None:
             coordinator.lost(name, f"its agent has ended with {code}")
+            codes[name] = code
+            if len(codes) == num_hosts and port is None:  # nobody else knows where to come
+                bad = [code for code in codes.values() if code]
+                coordinator.give_up(bad[0] if bad else 0, "all agents have ended")
 
         started.start(_agent_arguments(command, job, coordinator.address), ended)
         return coordinator.run(told)

@@ -55,7 +55,7 @@ class Started:
             assert child.stdin is not None
             try:
                 child.stdin.write(self._secret.encode() + b"\n")
-                child.stdin.flush()  # left open: its end says that this process has gone
+                child.stdin.flush()
             except OSError:
                 pass  # it has ended already, which is told
             threading.Thread(target=self._await, args=(name, child, on_end), daemon=True).start()

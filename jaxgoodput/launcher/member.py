@@ -20,7 +20,7 @@ from jaxgoodput.clock import Clock, SystemClock
 from jaxgoodput.launcher import wire
 from jaxgoodput.train.membership import Generation, Kept, Released, SaveHere
 
-_FETCH_S = 60.0  # for the first answer of whoever holds the state
+_FETCH_S = 60.0  # for anything at all from whoever holds the state
 _LOST = {"type": "lost"}
 
 
@@ -42,6 +42,7 @@ class Member:
         self._clock = clock or SystemClock()
         self._generation = 0
         self._is_over = False  # the present generation
+        self._is_done = False  # the run
         self._ask: Callable[[], None] = lambda: None
         self._answers: queue.SimpleQueue[Mapping[str, Any]] = queue.SimpleQueue()
         self._channel = wire.connect(where.address, where.secret, timeout_s=_FETCH_S)
@@ -72,6 +73,7 @@ class Member:
 
     def done(self) -> None:
         """Tell that the run is over: nobody is to be waited for."""
+        self._is_done = True
         self._tell({"type": "done"})
 
     def enter(self, kept: Kept | None, share: int | None) -> Generation:
@@ -83,7 +85,13 @@ class Member:
             Released: this process is not needed any more.
             SaveHere: all were told to stop, and this one is to save.
             ConnectionError: the coordinator has gone.
+            RuntimeError: a run of this process is over: others may have ended, and do not come again.
         """
+        if self._is_done:
+            raise RuntimeError(
+                "fit() was called a second time in a job whose hosts come and go (run --nnodes), and such "
+                "a job is one run. Give each fit() a job of its own, or use --nproc-per-node instead."
+            )
         began_s = self._clock.now()
         _jax.forget_devices()
         left_s = self._clock.now()
@@ -103,14 +111,16 @@ class Member:
             try:
                 newest = self._newest(kept, formed)
             except OSError as error:
-                logging.warning("the state of the run could not be fetched (%s)", error)
-                newest = None  # whoever holds it has gone, and the coordinator will say so
-            else:
-                self._tell({"type": "set", "generation": formed["generation"]})
+                logging.warning(
+                    "the state of the run could not be fetched, and is again: %s", error
+                )
+                continue
+            self._tell({"type": "set", "generation": formed["generation"]})
             fetched_s = self._clock.now()
             go = self._await("go", "again")
             if go["type"] == "go":
                 break
+        self._server.offer(None)  # all have it
         set_s = self._clock.now()
         rank, count = formed["rank"], formed["count"]
         if count > 1:
@@ -221,6 +231,7 @@ def fetch(address: str, secret: str) -> Kept:
     """The state that a worker offers. Raises OSError where it has gone, or has none."""
     channel = wire.connect(address, secret, timeout_s=_FETCH_S)
     try:
+        channel.be_patient(_FETCH_S)
         channel.send({"type": "fetch"})
         message = channel.receive()
         data = b"" if message is None else channel.receive_bytes(message)

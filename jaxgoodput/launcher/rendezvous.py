@@ -34,8 +34,8 @@ class Limits:
     """From a generation's begin until it ends only to take somebody in."""
     silent_s: float = 10.0
     """Without a sign of life from a process that trains."""
-    patience_s: float = 60.0
-    """For a process that lives, to come back when it was asked to."""
+    patience_s: float = 600.0
+    """For a process that gave no sign of life in its generation, to come back: it may be compiling."""
     starting_s: float = 1800.0
     """From a process's begin until it waits to be taken in: it may read much."""
     farewell_s: float = 2.0
@@ -96,6 +96,8 @@ class Rendezvous:
     """The newest that was formed."""
     ranks: tuple[str, ...] = ()
     """Its members by rank, also those that have gone since."""
+    holder: str | None = None
+    """Who has the state that it goes on from."""
     since_s: float = 0.0
     """When this stage began; of the first, when the first process came."""
     is_told: bool = False
@@ -203,6 +205,7 @@ class Regroup:
     """Tell these to end their generation at their next step."""
 
     members: tuple[str, ...]
+    generation: int
 
 
 @dataclass(frozen=True)
@@ -336,6 +339,8 @@ def _ready(state: Rendezvous, event: Ready, now_s: float) -> tuple[Rendezvous, t
     )
     if state.stage is Stage.TRAINING and event.member in state.ranks:
         return _gather(state, now_s)  # it has lost somebody, or was asked to come
+    if state.stage is Stage.FORMING and event.member in state.ranks:
+        return _form_again(state, now_s, but=event.member)  # it could not get the state
     return state, ()
 
 
@@ -347,10 +352,15 @@ def _gone(state: Rendezvous, event: Gone, now_s: float) -> tuple[Rendezvous, tup
     state = dataclasses.replace(state, members=left)
     took_part = event.member in state.ranks
     if state.stage is Stage.OVER:
-        code = (
-            state.code if state.code not in (DONE, SAVED) else max(state.code, _shell(event.code))
-        )
-        return dataclasses.replace(state, code=code), ()
+        code, own = state.code, _shell(event.code)
+        if code in (DONE, SAVED):  # the first failure counts
+            code = own if own not in (DONE, SAVED) else max(code, own)
+        state = dataclasses.replace(state, code=code)
+        if not (state.is_told and took_part):
+            return state, ()
+        # Who is still getting ready would wait for it, with the state in memory.
+        names = [n for n in _outstanding(state) if state.members[n].beat_s is None]
+        return state, (Regroup(tuple(names), state.generation),) if names else ()
     if event.code in (DONE, SAVED) and not member.leaves:
         if took_part or state.generation == 0:
             # Without a word: a script that trains no further, or that was told to stop.
@@ -363,13 +373,21 @@ def _gone(state: Rendezvous, event: Gone, now_s: float) -> tuple[Rendezvous, tup
     if took_part and state.stage is Stage.TRAINING:
         state, more = _gather(state, now_s)
         actions += more
-    elif took_part and state.stage is Stage.FORMING:
-        others = tuple(name for name in state.ranks if name in state.members)
-        for name in others:
-            state = _changed(state, name, holds=None, is_set=False)
-        actions += (Again(state.generation, others),)
-        state = dataclasses.replace(state, stage=Stage.GATHERING, since_s=now_s)
+    elif state.stage is Stage.FORMING and (took_part or event.member == state.holder):
+        state, more = _form_again(state, now_s)
+        actions += more
     return state, actions
+
+
+def _form_again(
+    state: Rendezvous, now_s: float, but: str | None = None
+) -> tuple[Rendezvous, tuple[Action, ...]]:
+    """The generation that forms will not be; `but` waits anew already."""
+    others = tuple(name for name in state.ranks if name in state.members and name != but)
+    for name in others:
+        state = _changed(state, name, holds=None, is_set=False)
+    state = dataclasses.replace(state, stage=Stage.GATHERING, since_s=now_s)
+    return state, (Again(state.generation, others),)
 
 
 def _failed(state: Rendezvous, member: Member, code: int) -> tuple[Rendezvous, tuple[Action, ...]]:
@@ -403,7 +421,7 @@ def _leave(state: Rendezvous, host: str, now_s: float) -> tuple[Rendezvous, tupl
 def _gather(state: Rendezvous, now_s: float) -> tuple[Rendezvous, tuple[Action, ...]]:
     """End the generation: everybody comes back."""
     state = dataclasses.replace(state, stage=Stage.GATHERING, since_s=now_s)
-    return state, (Regroup(_outstanding(state)),)
+    return state, (Regroup(_outstanding(state), state.generation),)
 
 
 def _over(state: Rendezvous, now_s: float) -> tuple[Rendezvous, tuple[Action, ...]]:
@@ -451,7 +469,11 @@ def _silence(state: Rendezvous, now_s: float) -> tuple[Rendezvous, tuple[Action,
         why = ""
         if member.beat_s is not None and now_s - member.beat_s >= limits.silent_s:
             why = f"there was no sign of life from it for {limits.silent_s:g} s"
-        elif state.stage is not Stage.TRAINING and now_s - state.since_s >= limits.patience_s:
+        elif (
+            state.stage is not Stage.TRAINING
+            and member.beat_s is None  # one that lives evaluates, saves or compiles, and will come
+            and now_s - state.since_s >= limits.patience_s
+        ):
             why = f"it has not come back within {limits.patience_s:g} s"
         if why and member.killed_s is None:
             state = _changed(state, name, killed_s=now_s)
@@ -541,6 +563,7 @@ def _form(
         since_s=now_s,
         generation=state.generation + 1,
         ranks=ranks,
+        holder=holder,
     )
     for name in ranks:
         state = _changed(state, name, is_set=False)

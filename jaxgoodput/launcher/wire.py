@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from typing import Any
 
 _NONCE_BYTES = 16
-_LONGEST_LINE = 2**20
+_LONGEST_GREETING = 2**16  # nobody knows yet who it is
 _BLOCK = 2**24
 _HELLO_S = 10.0  # for a stranger to say who it is
 _IDLE_S, _PROBE_S, _NUM_PROBES = 5, 2, 3  # of TCP's own keep-alive: a cut link is known after 11 s
@@ -61,10 +61,14 @@ class Channel:
             self.peer = str(sock.getpeername()[0])
             self.own = str(sock.getsockname()[0])
             sock.sendall(mine + b"\n")
-            theirs = self._file.readline(2 * _NONCE_BYTES + 2).rstrip(b"\n")
+            theirs = self._file.readline(2 * _NONCE_BYTES + 2)
         except OSError as error:
             self.close()
-            raise WrongSecret(f"no answer to a greeting: {error}") from None
+            raise ConnectionError(f"no answer to a greeting: {error}") from None
+        if not theirs:
+            self.close()
+            raise ConnectionError("the other side has gone without a word")
+        theirs = theirs.rstrip(b"\n")
         if len(theirs) != 2 * _NONCE_BYTES:
             self.close()
             raise WrongSecret("the other side greets like no launcher")
@@ -74,15 +78,15 @@ class Channel:
     def greeting(self) -> dict[str, Any]:
         """The first message of the other side, however long it takes to the next.
 
-        Raises WrongSecret, and closes, for a stranger.
+        Raises ConnectionError, and closes, where nothing comes; WrongSecret, which is one, for a stranger.
         """
         try:
-            message = self.receive()
+            message = self.receive(_LONGEST_GREETING)
             if message is None:
-                raise WrongSecret(
+                raise ConnectionError(
                     f"{self.peer} has gone without a word: it may have another secret"
                 )
-        except WrongSecret:
+        except ConnectionError:
             self.close()
             raise
         self._sock.settimeout(None)
@@ -104,14 +108,14 @@ class Channel:
                 self._sock.sendall(block)
                 self._num_sent += 1
 
-    def receive(self) -> dict[str, Any] | None:
-        """The next message; None where the other side has gone.
+    def receive(self, longest: int = 2**20) -> dict[str, Any] | None:
+        """The next message, of so many bytes at most; None where the other side has gone.
 
         Raises:
             WrongSecret: it was not signed with this job's secret.
         """
         try:
-            line = self._file.readline(_LONGEST_LINE)
+            line = self._file.readline(longest)
         except (OSError, ValueError):
             return None
         if not line.endswith(b"\n"):
@@ -138,6 +142,10 @@ class Channel:
                 done += count
             self._check(signature, view)
         return bytes(whole)
+
+    def be_patient(self, seconds: float | None) -> None:
+        """Wait so long for anything from the other side; None: for ever."""
+        self._sock.settimeout(seconds)
 
     def close(self) -> None:
         """End the connection; a second call does nothing."""
@@ -177,11 +185,14 @@ def connect(address: str, secret: str, *, timeout_s: float) -> Channel:
 
 
 def accepted(sock: socket.socket, secret: str) -> tuple[Channel, dict[str, Any]]:
-    """A channel to whoever has connected, and its first message. Raises WrongSecret for a stranger."""
+    """A channel to whoever has connected, and its first message.
+
+    Raises ConnectionError where it has gone, and WrongSecret, which is one, for a stranger.
+    """
     channel = Channel(sock, secret, is_server=True)
     try:
         channel.send({"type": "welcome"})  # that this side has the secret
     except OSError as error:
         channel.close()
-        raise WrongSecret(f"{channel.peer} has gone: {error}") from None
+        raise ConnectionError(f"{channel.peer} has gone: {error}") from None
     return channel, channel.greeting()

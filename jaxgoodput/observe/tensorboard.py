@@ -193,7 +193,7 @@ class Dashboard:
         """Which processes there are, and what coming together took."""
         run, _, _ = self._files()
         together_s = sum(event.seconds.values())
-        values = {"elastic/generation": event.generation, "elastic/regroup_s": together_s}
+        values = {"elastic/generation": float(event.generation), "elastic/regroup_s": together_s}
         run.scalars(values, event.step)
         if event.generation > 1:
             parts = ", ".join(f"{name} {seconds(s)}" for name, s in event.seconds.items())

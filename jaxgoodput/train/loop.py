@@ -69,7 +69,7 @@ from jaxgoodput.train.task import Task
 from jaxgoodput.train.watcher import Result, Ticket, Watcher
 from jaxgoodput.tune.tuner import Tuner
 
-_LEASES = "jaxgoodput: leases of step "
+_LEASES = "jaxgoodput: leases, "
 _FORGET = 4  # steps after which nobody asks for a lease any more
 
 
@@ -121,6 +121,7 @@ class Loop:
         self._rest_of: BatchConfig | None = None  # batch whose rest at the end was asked for
         self._outcome: str | None = None  # what ended the run before its end
         self._is_elastic = elastic  # processes come and go
+        self._lease_key: str | None = None
         self._regroups: str | None = None  # why this set of them is over
         self._error: BaseException | None = None  # of a hook or of the task
         self._is_alone = False  # whether other processes may have gone, or wait in a step
@@ -215,7 +216,9 @@ class Loop:
             if self._regroups is not None:
                 reason = f"regrouped: {self._regroups}"
                 self.analyst.flush()
-                raise Regroup(self._kept(), self._regroups)
+                if self._error is None:
+                    raise Regroup(self._kept(), self._regroups)
+                self._is_alone = self.where.process_count > 1  # a hook has failed; the others go on
             if must_save := is_best or self._must_save(first):
                 unsaved = self._save_last()
             if self._outcome and self._error is None:
@@ -503,7 +506,17 @@ class Loop:
         """The number of the next micro-batch of this step that nobody has taken."""
         store = shared_store()
         assert store is not None
-        return store.count(f"{_LEASES}{self.step}")
+        if self._lease_key is None:  # another run of this job had steps of these numbers
+            rank = self.where.process_index
+            self._lease_key = f"{_LEASES}run {store.count(f'{_LEASES}process {rank}')}, step "
+        return store.count(f"{self._lease_key}{self.step}")
+
+    def _forget_leases(self) -> None:
+        """Those of a step of which nobody asks for any any more."""
+        if self._lease_key is not None and self.is_chief and self.step >= _FORGET:
+            store = shared_store()
+            assert store is not None
+            store.forget(f"{self._lease_key}{self.step - _FORGET}")
 
     def _tell_dropped(self) -> None:
         total = self.start.total_samples
@@ -569,14 +582,11 @@ class Loop:
             assert work.sums is not None
             marks = (work.sums.weight, total)
             self.state, metrics = engine.update(self.state, total, work)
-        if batch.parts is not None and self.is_chief and self.step >= _FORGET:
-            store = shared_store()
-            assert store is not None
-            store.forget(f"{_LEASES}{self.step - _FORGET}")
         self.step += 1
         self.samples += batch.num_samples
         self.cursor, self.stream = batch.after, self.loader.stream
         self._is_dispatching = False
+        self._forget_leases()
         is_whole = batch.num_samples == batch.config.global_batch_size
         timed = self._untimed <= 0 and self.compilations.num == compiled and is_whole
         self._untimed -= 1

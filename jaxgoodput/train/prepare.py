@@ -276,6 +276,18 @@ def prepare(
     again = Attempts(num_retries=config.execution.read_retries, clock=clock)
     sample = again(functools.partial(abstract_sample, source))
     where, by_strategy, kind = _engines(given.problem, config, devices, where, sample, budget)
+    if is_broken is not None and where.world is None:
+        is_cut = any(layout.strategy.is_cut for layout in where.layouts.values())
+        what = (
+            f"Config.strategies asks for {', '.join(where.layouts)}"
+            if is_cut
+            else "the loss runs over all processes at once (Config.loss, or constraints of the model)"
+        )
+        raise ValueError(
+            "in a job whose hosts come and go (run --nnodes) each process trains a whole copy of the model "
+            f"by itself, and here {what}. Leave strategies and loss at their defaults, or start it with "
+            "--nproc-per-node."
+        )
     _hold(config.workdir, where, stack)
     checkpoints = Checkpoints(config.workdir, keep=config.saving, spans=where.spans)
     stack.callback(checkpoints.close)

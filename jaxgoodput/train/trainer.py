@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn, final
 
 import jax
+from absl import logging
 
 from jaxgoodput.clock import Clock, SystemClock
 from jaxgoodput.engine.state import TrainState
@@ -131,10 +132,14 @@ class Trainer(Task):
                 return state
             except Regroup as ended:
                 kept, why = ended.kept, str(ended)
-            except Exception as error:  # while it was getting ready
+            except Exception as error:
                 if not is_of_a_peer(error):
                     raise
-                why = str(error)
+                why, before_it = str(error), 0 if kept is None else kept.step
+                if self._loop is not None and self._loop.step > before_it:
+                    logging.warning("it goes on from what others have, or a checkpoint: %s", why)
+                    kept = None  # steps were done since, and could not be kept
+            self._loop = self._evaluator = None  # of devices that will be gone
             guard.rest(0 if kept is None else kept.step)
 
     def _save_and_stop(self, given: Given, kept: Kept, signal: str) -> NoReturn:

@@ -459,7 +459,16 @@ def test_a_script_that_never_trains_is_done(tmp_path):
         (["--nnodes", "1", "--rdzv-endpoint", "here"], "HOST:PORT"),
         (["--nnodes", "1", "--hostfile", "/does/not/exist"], "/does/not/exist"),
         (
-            ["--nnodes", "1", "--hosts", "a", "--rsh", "no-such-shell"],
+            [
+                "--nnodes",
+                "1",
+                "--hosts",
+                "a",
+                "--rsh",
+                "no-shell",
+                "--rdzv-endpoint",
+                "127.0.0.1:0",
+            ],
             "agent of a cannot be started",
         ),
         (["--hosts", "a"], "--nnodes"),

@@ -80,9 +80,10 @@ class World:
 
     def act(self, action):
         match action:
-            case rv.Regroup(members):
+            case rv.Regroup(members, generation):
                 for name in members:
-                    self.processes[name].regroup = True
+                    process = self.processes[name]
+                    process.regroup |= process.generation == generation
             case rv.Form(_, ranks):
                 for name in ranks:
                     process = self.processes.get(name)
@@ -268,7 +269,7 @@ def test_the_first_generation_waits_for_those_that_start_but_not_for_ever():
 def test_the_newest_state_wins_and_late_messages_change_nothing():
     machine = trained(FAST, "a", "b", "c")
     machine, actions = run(machine, rv.Gone("a", -9))
-    assert rv.Regroup(("b", "c")) in actions
+    assert rv.Regroup(("b", "c"), 1) in actions
     machine, actions = run(machine, rv.Ready("b", 1, 7), rv.SetUp("b", 1), rv.Ready("c", 0, 99))
     assert not [a for a in actions if isinstance(a, rv.Form)]
     machine, actions = run(machine, rv.Ready("c", 1, 8))
@@ -291,7 +292,7 @@ def test_silence_is_found_out_and_a_host_that_is_cut_off_is_not_waited_for():
     machine, actions = run(machine, rv.Tick(), now_s=105.5)
     assert [a.member for a in actions if isinstance(a, rv.Kill)] == ["b"]
     machine, actions = run(machine, rv.Beat("a", 1, 9), rv.Tick(), now_s=108.0)
-    assert "b" not in machine.members and rv.Regroup(("a",)) in actions
+    assert "b" not in machine.members and rv.Regroup(("a",), 1) in actions
 
 
 def test_below_the_minimum_it_waits_and_goes_on_when_somebody_comes():

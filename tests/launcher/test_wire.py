@@ -101,7 +101,7 @@ def test_a_wrong_secret_is_named_on_both_sides():
     with pytest.raises(wire.WrongSecret, match="JAXGOODPUT_SECRET"):
         wire.connect(address, "another", timeout_s=5.0)
     thread.join(10)
-    assert isinstance(found[0], wire.WrongSecret)
+    assert isinstance(found[0], ConnectionError) and "another secret" in str(found[0])
 
 
 @pytest.mark.parametrize("greeting", [b"GET / HTTP/1.1\r\n\r\n", b"\n", b"\0" * 500])

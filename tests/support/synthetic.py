@@ -17,6 +17,7 @@ from jaxgoodput.observe.events import (
     FitStart,
     Preempt,
     ReadsRetried,
+    Regrouped,
     Resharded,
     TuneEnd,
     Window,
@@ -212,6 +213,16 @@ def run(receive, clock, *, steps=600, start_step=0, restart=0, rng=None, state=N
                     bytes_moved=7 * 2**20,
                     largest_send_bytes=2**20,
                     peak_extra_bytes=2**18,
+                )
+            )
+            receive(
+                Regrouped(
+                    step=step,
+                    generation=2,
+                    num_processes_before=1,
+                    num_processes=2,
+                    reason="processes are to come or go",
+                    seconds={"leave": 0.1, "wait": 0.2},
                 )
             )
     if end:
