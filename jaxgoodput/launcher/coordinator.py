@@ -218,7 +218,8 @@ class Coordinator:
                 for name in members:
                     self._tell(name, {"type": "regroup", "generation": generation})
             case rendezvous.Form(generation, ranks, holder, holds):
-                say(f"generation {generation}: {', '.join(ranks)}, from step {max(holds, 0)}")
+                since = "the newest checkpoint, if any" if holder is None else f"step {holds}"
+                say(f"generation {generation}: {', '.join(ranks)}, from {since}")
                 for rank, name in enumerate(ranks):
                     self._tell(
                         name,
@@ -303,7 +304,7 @@ class Coordinator:
     def _lose(self, host: str, why: str, channel: wire.Channel | None) -> None:
         known = self._agents.get(host)
         if known is None or channel not in (None, known):
-            if known is None and channel is None and why != COME_BACK:
+            if host not in self._instances and channel is None and why != COME_BACK:
                 say(f"{host} has not come: {why}")
             return
         del self._agents[host]

@@ -20,7 +20,7 @@ from jaxgoodput.launcher.agent import facts_of
 from jaxgoodput.launcher.coordinator import Coordinator, with_slots
 from jaxgoodput.launcher.local import shim_command
 from jaxgoodput.launcher.rendezvous import Limits
-from jaxgoodput.launcher.supervise import Signalled, UsageError, say, signals_to
+from jaxgoodput.launcher.supervise import Signalled, UsageError, exit_code, say, signals_to
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,8 +107,7 @@ def run_elastic(command: Sequence[str], job: Job, *, clock: Clock | None = None)
             coordinator.lost(name, f"its agent has ended with {code}")
             codes[name] = code
             if len(codes) == num_hosts and port is None:  # nobody else knows where to come
-                bad = [code for code in codes.values() if code]
-                coordinator.give_up(bad[0] if bad else 0, "all agents have ended")
+                coordinator.give_up(exit_code([*codes.values()]), "all agents have ended")
 
         started.start(_agent_arguments(command, job, coordinator.address), ended)
         return coordinator.run(told)

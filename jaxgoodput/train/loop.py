@@ -176,8 +176,8 @@ class Loop:
                 at_s=self.clock.now(),
             )
         )
-        if regrouped is not None:
-            self.analyst.tell(regrouped)
+        if regrouped is not None:  # by now it is known where the run goes on
+            self.analyst.tell(dataclasses.replace(regrouped, step=self.step))
 
     def close(self) -> None:
         """End the threads: results stop before the analyst does."""
