@@ -9,6 +9,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+LARGEST = 1e30  # of a number in hints: products of them are still numbers
+MOST_MICRO = (
+    2**31
+)  # samples of a micro-batch: products of them and of counts are still 64-bit integers
+MOST_COUNTS = 2048  # of micro-batches over all layouts: a table is made for each
+# How pydantic reads what comes over a wire: nothing unknown, nothing converted, nothing infinite.
+STRICT = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
+
 
 @dataclass(frozen=True, order=True)
 class Shape:
@@ -32,6 +40,7 @@ class Shape:
 class Node:
     """A host and its devices, local indices 0 ... num_devices - 1."""
 
+    __pydantic_config__ = STRICT
     name: str
     kind: str
     """Of its devices, such as "h200"."""
@@ -226,6 +235,7 @@ def _check_tree(tenants: tuple[Tenant, ...]):
 class JobSpec:
     """What a user asks for."""
 
+    __pydantic_config__ = STRICT
     id: str
     mode: Literal["adaptive", "elastic", "rigid"] = "adaptive"
     """Adaptive: size and batch may change. Elastic: the global batch stays. Rigid: so does the size."""
@@ -308,3 +318,186 @@ class Allocation:
     def num_devices(self) -> int:
         """Devices of all nodes."""
         return sum(len(local) for local in self.devices.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCost:
+    """The seven numbers of a run's own fit of its step times, and what an update takes (`PerfParams`)."""
+
+    __pydantic_config__ = STRICT
+    compute_base: float
+    compute_per_sample: float
+    intra_base: float
+    intra_per_replica: float
+    inter_base: float
+    inter_per_replica: float
+    overlap: float
+    update_s: float = 0.0
+
+    def __post_init__(self):
+        wrong = {n: v for n, v in vars(self).items() if not 0 <= v <= LARGEST}
+        if wrong:
+            raise ValueError(
+                f"step costs are numbers from 0 to {LARGEST:g}; got {wrong}. A link that was never used has "
+                "the costs that exploring it assumes, not NaN."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayoutHints:
+    """One strategy as a run knows it: how fast it is, how sure that is, and what its memory allows."""
+
+    __pydantic_config__ = STRICT
+    name: str
+    devices_per_replica: int
+    cost: StepCost
+    error: float
+    """RMS log error of the fit."""
+    micro: tuple[int, int]
+    """The smallest and largest micro-batch that fit, in samples per replica."""
+    residuals: tuple[tuple[int, float], ...] = ()
+    """Pairs of a micro-batch size and its measured over its modelled step time."""
+    links: tuple[str, ...] = ()
+    """Of those between replicas, which were measured: "intra" within a node, "inter" between nodes."""
+
+    def __post_init__(self):
+        said = f"layout {self.name!r}"
+        if self.devices_per_replica < 1:
+            raise ValueError(
+                f"{said} has devices_per_replica={self.devices_per_replica}. It must be at least 1."
+            )
+        if self.devices_per_replica > 2**20:
+            raise ValueError(
+                f"{said} has devices_per_replica={self.devices_per_replica}. It is {2**20} at most."
+            )
+        if not 1 <= self.micro[0] <= self.micro[1] <= MOST_MICRO:
+            raise ValueError(
+                f"{said} has micro={self.micro}. It is (smallest, largest) with 1 <= smallest <= largest <= "
+                f"{MOST_MICRO}."
+            )
+        if not 0 <= self.error <= LARGEST:
+            raise ValueError(
+                f"{said} has error={self.error}. It is a number from 0 to {LARGEST:g}."
+            )
+        if len(self.residuals) > 256:
+            raise ValueError(f"{said} has {len(self.residuals)} residuals. 256 are read at most.")
+        for size, ratio in self.residuals:
+            if not 1 <= size <= MOST_MICRO or not 0 < ratio <= LARGEST:
+                raise ValueError(
+                    f"{said} has the residual ({size}, {ratio}). It is a micro-batch size from 1 to "
+                    f"{MOST_MICRO} and a finite ratio above 0."
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hints:
+    """What a running job tells of itself: enough to say what other devices would do for it."""
+
+    __pydantic_config__ = STRICT
+    generation: int
+    """Of the allocation on which it was measured."""
+    number: int
+    """Grows from hint to hint of a job: one that comes late is not taken for the newest."""
+    kind: str
+    """Of device on which it was measured."""
+    num_devices: int
+    """On which it runs now."""
+    largest: int
+    """The largest number of devices on which it has been measured."""
+    progress: float
+    """Base steps done."""
+    base_batch_size: int
+    max_global_batch_size: int
+    min_global_batch_size: int | None = None
+    """None: the base."""
+    max_micro_batches: int = 16
+    total: float | None = None
+    """Base steps after which it is done; None: not known."""
+    layouts: tuple[LayoutHints, ...] = ()
+    """None before the first fit of its step times."""
+    grad_sqr: tuple[float, ...] = ()
+    """Squared norms of the expected gradient by group of parameters; none where noise is unknown."""
+    grad_var: tuple[float, ...] = ()
+    """Traces of its covariance, of one base batch."""
+    noise_confidence: float = 0.0
+    """Effective number of samples behind these moments."""
+    global_batch_size: int | None = None
+    """In use."""
+    throughput: float | None = None
+    """Samples/s, measured; None: not yet."""
+    goodput: float | None = None
+    """Useful samples/s, measured."""
+    restarts_s: tuple[float, ...] = ()
+    """What its latest changes of devices took, the newest last."""
+
+    def __post_init__(self):
+        least = {
+            "generation": 0,
+            "number": 0,
+            "num_devices": 1,
+            "largest": 1,
+            "base_batch_size": 1,
+            "max_global_batch_size": self.base_batch_size,
+            "max_micro_batches": 1,
+        }
+        for name, value in least.items():
+            if getattr(self, name) < value:
+                raise ValueError(
+                    f"hints have {name}={getattr(self, name)}. It must be at least {value}."
+                )
+        in_use = self.global_batch_size
+        if in_use is not None and not 1 <= in_use <= 2**63 - 1:
+            raise ValueError(
+                f"hints have global_batch_size={in_use}. It lies between 1 and {2**63 - 1}, or is left out."
+            )
+        smallest = self.min_global_batch_size
+        if smallest is not None and not 1 <= smallest <= self.max_global_batch_size:
+            raise ValueError(
+                f"hints have min_global_batch_size={smallest}. It lies between 1 and max_global_batch_size="
+                f"{self.max_global_batch_size}, or is left out."
+            )
+        numbers = {
+            "progress": (self.progress,),
+            "noise_confidence": (self.noise_confidence,),
+            "grad_sqr": self.grad_sqr,
+            "grad_var": self.grad_var,
+            "restarts_s": self.restarts_s,
+            **{
+                name: () if value is None else (value,)
+                for name in ("total", "throughput", "goodput")
+                for value in (getattr(self, name),)
+            },
+        }
+        for name, values in numbers.items():
+            if not all(0 <= value <= LARGEST for value in values):
+                raise ValueError(
+                    f"hints have {name}={values}. These are numbers from 0 to {LARGEST:g}; what is not known "
+                    "is left out."
+                )
+        most = {
+            "generation": 2**63 - 1,
+            "number": 2**63 - 1,
+            "num_devices": 2**20,
+            "largest": 2**20,
+            "max_global_batch_size": 2**40,
+            "max_micro_batches": MOST_COUNTS // max(len(self.layouts), 1),
+        }
+        for name, value in most.items():
+            if getattr(self, name) > value:
+                raise ValueError(f"hints have {name}={getattr(self, name)}. It is {value} at most.")
+        if len(self.layouts) > 64 or len(self.grad_sqr) > 4096 or len(self.restarts_s) > 256:
+            raise ValueError(
+                f"hints have {len(self.layouts)} layouts, {len(self.grad_sqr)} groups and "
+                f"{len(self.restarts_s)} restarts. 64, 4096 and 256 are read at most."
+            )
+        if len(self.grad_sqr) != len(self.grad_var):
+            raise ValueError(
+                f"hints have {len(self.grad_sqr)} grad_sqr and {len(self.grad_var)} grad_var: one of each "
+                "for every group of parameters."
+            )
+
+    @property
+    def remaining(self) -> float | None:
+        """Useful samples to go; None where nobody knows."""
+        left = None if self.total is None else max(self.total - self.progress, 0.0)
+        return None if left is None else left * self.base_batch_size

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxgoodput.launcher import wire
+from jaxgoodput import _wire as wire
 
 SECRET = "known to both"
 

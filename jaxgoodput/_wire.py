@@ -1,12 +1,12 @@
-"""Messages between the processes of a launcher: JSON objects, one a line, each signed with the job's secret.
+"""Messages between the processes of a job: JSON objects, one a line, each signed with the job's secret.
 
     server: nonce            client: nonce
     either: <signature> <json>
 
 The key of a connection is made of the secret and both nonces, and the signature covers who speaks and the
 how-manieth line it is: nothing can be replayed, reordered or sent back. Nothing is hidden: whoever can listen
-reads losses and step numbers, and the state where it goes from host to host. Bytes (a training state) follow
-a message that says how many, in blocks that are signed likewise.
+reads losses and step numbers, and states and rows of tables where they go from host to host. Bytes follow a
+message that says how many, in blocks that are signed likewise.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ _IDLE_S, _PROBE_S, _NUM_PROBES = 5, 2, 3  # of TCP's own keep-alive: a cut link 
 
 
 class WrongSecret(ConnectionError):
-    """The other side does not have the secret of this job, or is no launcher at all."""
+    """The other side does not have the secret of this job, or is no process of one."""
 
 
 def make_secret() -> str:
@@ -71,7 +71,7 @@ class Channel:
         theirs = theirs.rstrip(b"\n")
         if len(theirs) != 2 * _NONCE_BYTES:
             self.close()
-            raise WrongSecret("the other side greets like no launcher")
+            raise WrongSecret("the other side greets like no process of a job")
         nonces = mine + theirs if is_server else theirs + mine
         self._key = hmac.digest(secret.encode(), nonces, "sha256")
 
@@ -138,7 +138,7 @@ class Channel:
             while done < len(view):
                 count = self._file.readinto(view[done:])
                 if not count:
-                    raise ConnectionError("the other side has gone in the middle of a state")
+                    raise ConnectionError("the other side has gone in the middle of what it sent")
                 done += count
             self._check(signature, view)
         return bytes(whole)
@@ -157,7 +157,7 @@ class Channel:
     def _exactly(self, count: int) -> bytes:
         data = self._file.read(count)
         if len(data) < count:
-            raise ConnectionError("the other side has gone in the middle of a state")
+            raise ConnectionError("the other side has gone in the middle of what it sent")
         return data
 
     def _check(self, signature: bytes, body: bytes | memoryview) -> None:

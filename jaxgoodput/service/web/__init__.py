@@ -1,0 +1,1 @@
+"""What the service answers over HTTP: routes, who may use them, the page."""
