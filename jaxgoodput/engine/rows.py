@@ -1,0 +1,294 @@
+"""Programs of a step that reads rows of tables, changes those, and passes over no others.
+
+A table's slots are no part of the state: they come with every step, donated, and leave it with the rows of
+its batch changed. To all that computes gradients and their noise, the rows of a batch are a leaf of the
+parameters: of as many rows as its micro-batch has ids, so that one executable does for all batches of a size.
+What is beside the rows is in `WithRows.own`, of parameters, their gradients and scales, and of a batch, whose
+`rows` say which of those each id is.
+
+Rows that most batches read and rows that hardly any does are groups of their own for the noise: the first
+learn like the rest of the model, the second hold most of the variance, and a larger batch costs them nothing.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, PyTree
+
+from jaxgoodput._pytree import struct
+from jaxgoodput.embedding.plan import Table
+from jaxgoodput.embedding.rows import EMBEDDING
+from jaxgoodput.embedding.step import read_rows, write_rows
+from jaxgoodput.embedding.table import Lookup
+from jaxgoodput.engine import step as pure
+from jaxgoodput.engine.programs import GlobalPrograms, Program, SampleShape
+from jaxgoodput.engine.state import StepMetrics, Sums, TrainState, cast, split
+from jaxgoodput.optim import adaptive as adaptation
+from jaxgoodput.optim.noise import leaf_groups
+from jaxgoodput.parallel.strategy import Layout
+
+T = TypeVar("T")
+OFTEN, SELDOM = "often", "seldom"
+
+
+@struct
+class WithRows:
+    """A tree, and beside it what belongs to the rows that a batch reads, by table."""
+
+    own: PyTree
+    rows: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class RowProblem(pure.Problem):
+    """A problem whose loss reads rows: `loss_and_state` gets them by `rows=`, and `tx` is `rows_apart`.
+
+    Its parameters, as a state has them, are without rows; where a loss is only looked at, rows are zeros.
+    """
+
+    tables: Mapping[str, Table] = field(default_factory=dict)
+    divisors: Mapping[str, Array] | None = None
+    """What the tables' optimizers divide the gradients of a batch's rows by, while that is known."""
+    is_often: Mapping[str, Array] | None = None
+    """Bool `[rows]`: which of a batch's rows are read often, while that is known."""
+
+    def mask(self, params: PyTree) -> PyTree:
+        """Which leaves train: all rows do."""
+        if not isinstance(params, WithRows):
+            return super().mask(params)
+        return WithRows(own=super().mask(params.own), rows=dict.fromkeys(params.rows, True))
+
+    def preconditioner(self, opt_state: PyTree, kept: PyTree) -> PyTree | None:
+        """What the optimizers divide gradients by, those of the rows too."""
+        if not isinstance(kept, WithRows):
+            return super().preconditioner(opt_state, kept)
+        own = super().preconditioner(opt_state, kept.own)
+        if not self.preconditioned:
+            return None
+        if own is None:  # another optimizer beside tables whose own divides
+            own = jax.tree.map(lambda x: jnp.ones(x.shape), kept.own)
+        assert self.divisors is not None
+        return WithRows(own=own, rows=self.divisors)
+
+    def apart(self, norms_of: Callable[[pure.Pick], T]) -> T:
+        """Norms of all leaves; of tables, which are last, of rows that are read often and of the others."""
+        is_often = self.is_often
+        if is_often is None:
+            return super().apart(norms_of)
+
+        def often(tree: WithRows, fill: float) -> PyTree:
+            return {n: jnp.where(is_often[n][:, None], x, fill) for n, x in tree.rows.items()}
+
+        def put_together(whole: Array, of_often: Array) -> Array:
+            own, of_tables = whole[: -len(is_often)], whole[-len(is_often) :]
+            pairs = jnp.stack([of_often, of_tables - of_often], axis=1)
+            return jnp.concatenate([own, pairs.ravel()])
+
+        return jax.tree.map(put_together, norms_of(lambda tree, fill: tree), norms_of(often))
+
+
+def as_seen(tree: PyTree) -> PyTree:
+    """A tree like gradients with a leaf for each of the norms of `RowProblem.apart`, in their order."""
+    if not isinstance(tree, WithRows):
+        return tree
+    return WithRows(own=tree.own, rows={n: {OFTEN: x, SELDOM: x} for n, x in tree.rows.items()})
+
+
+def with_tables(problem: pure.Problem, tables: Mapping[str, Table]) -> RowProblem:
+    """A problem for a step that reads rows; its loss takes `rows=`, embeddings by table."""
+    given = {f.name: getattr(problem, f.name) for f in dataclasses.fields(problem)}
+    loss, tx = problem.loss_and_state, problem.tx
+
+    def loss_and_state(
+        params: PyTree, model_state: PyTree, batch: WithRows, key: Array, **asked: Any
+    ) -> tuple[Any, PyTree]:
+        places = batch.rows
+        if isinstance(params, WithRows):
+            read = {name: params.rows[name][places[name]] for name in tables}
+            params = params.own
+        else:
+            read = {n: jnp.zeros((*places[n].shape, t.dim)) for n, t in tables.items()}
+        # What is before is not to be fused with what is behind: see `row_step`.
+        read = jax.lax.optimization_barrier(read)
+        return loss(params, model_state, batch.own, key, rows=read, **asked)
+
+    def init(params: PyTree) -> PyTree:
+        rows = {name: jnp.zeros((1, table.dim)) for name, table in tables.items()}
+        together: Any = WithRows(
+            own=params, rows=rows
+        )  # optax's types know PyTrees of arrays alone
+        return tx.init(together)
+
+    given["loss_and_state"] = loss_and_state
+    given["tx"] = optax.GradientTransformationExtraArgs(init, tx.update)
+    return RowProblem(**given, tables=tables)
+
+
+def rows_apart(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """`tx` for what is beside rows; those have an optimizer of their own, and no update here."""
+    inner = optax.with_extra_args_support(tx)
+
+    # optax's types know PyTrees of arrays alone.
+    def init(params: Any) -> PyTree:
+        return inner.init(params.own)
+
+    def update(updates: Any, state: PyTree, params: Any = None, **extra: Any) -> tuple[Any, PyTree]:
+        own, state = inner.update(
+            updates.own, state, None if params is None else params.own, **extra
+        )
+        return WithRows(own=own, rows={name: jnp.zeros(()) for name in updates.rows}), state
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+class RowPrograms(GlobalPrograms):
+    """`GlobalPrograms` whose steps also take the slots of tables and where a batch's rows are in them.
+
+    Every device has all slots: the rows of a batch are read where it is, and changed alike everywhere.
+    """
+
+    problem: RowProblem
+
+    def __init__(self, problem: RowProblem, layout: Layout, **kwargs: Any):
+        super().__init__(problem, layout, **kwargs)
+        self.tables = problem.tables
+
+    @cached_property
+    def num_param_groups(self) -> int:
+        """Groups of parameters whose noise is told apart: each table is one more."""
+        rows = {n: jax.ShapeDtypeStruct((1, t.dim), jnp.float32) for n, t in self.tables.items()}
+        return len(leaf_groups(as_seen(WithRows(own=self._kept, rows=rows)))[0])
+
+    def abstract_slots(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """The slots of all tables."""
+        return {
+            name: jax.ShapeDtypeStruct(
+                (table.num_slots, table.layout.num_words),
+                jnp.uint32,
+                sharding=self.layout.replicated,
+            )
+            for name, table in self.tables.items()
+        }
+
+    def num_rows(self, shape: SampleShape) -> dict[str, int]:
+        """How many rows of each table a micro-batch has room for: one for each of its ids."""
+        batch = shape.batch(self.layout.num_replicas * shape.micro_batch_size)
+        return {
+            name: min(math.prod(batch.rows[name].shape), table.num_slots)
+            for name, table in self.tables.items()
+        }
+
+    def abstract_lookups(self, shape: SampleShape) -> dict[str, Lookup]:
+        """The slots of a micro-batch's rows, and which of them are read often."""
+        whole = self.layout.replicated
+        return {
+            name: Lookup(
+                slots=jax.ShapeDtypeStruct((count,), jnp.int32, sharding=whole),
+                inverse=(),
+                is_often=jax.ShapeDtypeStruct((count,), jnp.bool_, sharding=whole),
+            )
+            for name, count in self.num_rows(shape).items()
+        }
+
+    def step(self, shape: SampleShape, *, measure: bool) -> Program:
+        """A whole step of one micro-batch, from (state, slots, lookups, batch, mask) and control vectors, if
+        there are any, to (state, slots, packed metrics); donates state and slots.
+        """
+
+        def run(state: TrainState, slots: Any, lookups: Any, *inputs: PyTree):
+            rows = self._read(slots, lookups)
+            problem = self._knowing(rows, lookups)
+            begun = self._begun(problem, state, rows, measure=measure)
+            batch = self._split(inputs)[0]
+            total = self._all_rows(begun, batch, None, measure=False, alone=True)
+            total = jax.lax.optimization_barrier(
+                total
+            )  # gradients do not depend on what is measured
+            if measure:
+                part = self._part(begun, *batch)
+                total = pure.in_two(problem, total, part, begun[1], cut=False)
+            state, slots, metrics = self._changed(
+                problem, state, slots, lookups, rows, total, measure
+            )
+            return state, slots, self._packed(metrics, inputs)
+
+        state, slots = self.abstract_state(), self.abstract_slots()
+        inputs = (*self.abstract_batch(shape), *self.abstract_control())
+        arguments = (state, slots, self.abstract_lookups(shape), *inputs)
+        out = (
+            jax.tree.map(lambda x: x.sharding, state),
+            dict.fromkeys(slots, self.layout.replicated),
+            self.layout.replicated,
+        )
+        return Program(run, (0, 1), arguments, out)
+
+    # -- inside a program --------------------------------------------------------------------------
+
+    def _read(self, slots: Any, lookups: Any) -> dict[str, dict[str, Array]]:
+        """The fields of the rows that a micro-batch reads."""
+        return jax.lax.optimization_barrier(
+            {
+                name: read_rows(slots[name], lookups[name], table.layout)
+                for name, table in self.tables.items()
+            }
+        )
+
+    def _begun(
+        self, problem: RowProblem, state: TrainState, rows: Any, *, measure: bool
+    ) -> tuple[PyTree, ...]:
+        """`abstract_work` with the embeddings of a micro-batch among the parameters."""
+        params = WithRows(own=state.params, rows=_embeddings(rows))
+        scale = ()
+        if measure and self.problem.preconditioned:
+            kept, _ = split(params, self.problem.mask(params))
+            scale = problem.preconditioner(state.opt_state, kept)
+        params = cast(params, self.problem.compute_dtype)
+        return params, scale, state.model_state, state.key, state.step
+
+    def _knowing(self, rows: Any, lookups: Any) -> RowProblem:
+        """The problem, while it is known by what the gradients of these rows are divided, and which are read
+        often.
+        """
+        found = {name: t.optimizer.divisor(rows[name]) for name, t in self.tables.items()}
+        is_often = {name: lookups[name].is_often for name in self.tables}
+        return dataclasses.replace(self.problem, divisors=found, is_often=is_often)
+
+    def _changed(
+        self,
+        problem: RowProblem,
+        state: TrainState,
+        slots: Any,
+        lookups: Any,
+        rows: Any,
+        total: Sums,
+        measure: bool,
+    ) -> tuple[TrainState, dict[str, Array], StepMetrics[Array]]:
+        """The next state, and slots in which the rows of a batch have changed."""
+        total = jax.lax.optimization_barrier(total)
+        embeddings = _embeddings(rows)
+        before = dataclasses.replace(state, params=WithRows(own=state.params, rows=embeddings))
+        after, metrics = pure.update(problem, before, total, measure=measure)
+        share = 1.0 / jnp.maximum(total.weight, 1e-30)
+        factor = adaptation.gain(after.opt_state)[0]
+        changed_slots = {}
+        for name, table in self.tables.items():
+            grads = jax.lax.optimization_barrier(total.grads.rows[name] * share)
+            changed = table.optimizer.update(rows[name], grads, factor)
+            changed = jax.lax.optimization_barrier(changed)
+            # An update that is refused goes where no slot is.
+            own = lookups[name].slots
+            nowhere = table.num_slots + jnp.arange(len(own), dtype=jnp.int32)
+            places = Lookup(slots=jnp.where(metrics.is_finite, own, nowhere), inverse=())
+            changed_slots[name] = write_rows(slots[name], places, table.layout, changed)
+        return dataclasses.replace(after, params=after.params.own), changed_slots, metrics
+
+
+def _embeddings(rows: Mapping[str, Mapping[str, Array]]) -> dict[str, Array]:
+    return {name: fields[EMBEDDING].astype(jnp.float32) for name, fields in rows.items()}

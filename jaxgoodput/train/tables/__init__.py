@@ -1,0 +1,1 @@
+"""Tables whose rows come and go while a run trains: what a task says of them, and their batches."""
