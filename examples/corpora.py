@@ -45,7 +45,7 @@ def standard_library(*, tests: bool) -> list[tuple[str, pathlib.Path]]:
     return sorted(files)
 
 
-def _is_held_out(name: str, *, one_in: int) -> bool:
+def is_held_out(name: str, *, one_in: int) -> bool:
     return int.from_bytes(hashlib.md5(name.encode()).digest()[:8]) % one_in == 0
 
 
@@ -57,7 +57,7 @@ def byte_windows(length: int, *, max_test_windows: int = 1024) -> tuple[np.ndarr
     """
     parts: dict[bool, list[bytes]] = {False: [], True: []}
     for name, path in standard_library(tests=False):
-        parts[_is_held_out(name, one_in=20)].append(path.read_bytes())
+        parts[is_held_out(name, one_in=20)].append(path.read_bytes())
     train, test = (_cut(b"\n".join(parts[held_out]), length) for held_out in (False, True))
     keep = np.linspace(0, len(test) - 1, min(max_test_windows, len(test))).astype(np.int64)
     return train, test[keep]

@@ -33,6 +33,7 @@ def default_config(workdir: str) -> jg.Config:
         batch=jg.BatchLimits(base=16, max=64, sizes=(16, 32, 64), max_micro_batches=1),
         base_steps=1000,
         evaluation=jg.Evaluation(every_base_steps=200, micro_batch_size=128),
+        reporting=jg.Reporting(tokens_per_sample=LENGTH),
     )
 
 

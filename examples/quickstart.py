@@ -1,7 +1,7 @@
 """python examples/quickstart.py --workdir /tmp/quickstart
 
 Trains a small convolutional network on the handwritten digits of scikit-learn. Expect a test accuracy
-of 0.98 or more within half a minute on two CPU cores; `tensorboard --logdir /tmp/quickstart` shows how
+of 0.98 or more within half a minute on two CPU cores; `jaxgoodput board /tmp/quickstart` shows how
 the batch was chosen.
 """
 

@@ -75,11 +75,15 @@ class Recommender(jg.Trainer):
         """Which row of each table a sample reads, `int32 [batch, tables]`."""
         columns = [batch[column] % (limit or 2**31 - 1) for column, limit in OWN.items()]
         for a, b in CROSSED:
-            columns.append((_mix(batch[a], batch[b]) >> (32 - CROSSED_BITS)).astype(jnp.int32))
-        return jnp.stack(columns, axis=1) + jnp.asarray(self.first_row[:-1], jnp.int32)[None]
+            columns.append((_mix(batch[a], batch[b]) >> (32 - CROSSED_BITS)).astype(np.int32))
+        xp = np if isinstance(columns[0], np.ndarray) else jnp
+        return xp.stack(columns, axis=1) + self.first_row[:-1].astype(np.int32)[None]
 
     def logits(self, params, batch):
-        embedded = params["tables"][self.rows(batch)]
+        return self.score(params, params["tables"][self.rows(batch)])
+
+    def score(self, params, embedded):
+        """The logit of each sample, from the rows that it reads, `[batch, tables, dim]`."""
         products = jnp.einsum("bid,bjd->bij", embedded, embedded)
         upper = products[:, *np.triu_indices(NUM_TABLES, 1)]
         x = jnp.concatenate([embedded.reshape(len(embedded), -1), upper], axis=1)
@@ -121,10 +125,8 @@ def auc(score: np.ndarray, label: np.ndarray) -> float:
 
 def _mix(a, b):
     """A hash of two integers, `uint32`."""
-    x = a.astype(jnp.uint32) * jnp.uint32(0x9E3779B1) ^ b.astype(jnp.uint32) * jnp.uint32(
-        0x85EBCA77
-    )
-    x = (x ^ (x >> 15)) * jnp.uint32(0x2C1B3C6D)
+    x = a.astype(np.uint32) * np.uint32(0x9E3779B1) ^ b.astype(np.uint32) * np.uint32(0x85EBCA77)
+    x = (x ^ (x >> 15)) * np.uint32(0x2C1B3C6D)
     return x ^ (x >> 13)
 
 
