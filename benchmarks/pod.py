@@ -3,6 +3,7 @@
     pip install 'jaxgoodput[tpu]'
     python benchmarks/pod.py                                  # all rows, half an hour on two cores
     python benchmarks/pod.py --only "1b v5e:2x4 fsdp8"
+    python benchmarks/pod.py --groups                         # slices that come and go, 5 minutes
 
 The model is Llama's architecture (examples/llama_model.py), bfloat16 over float32 masters, Adam, 2,048 tokens
 a chip. By hand means: shardings of the same specs, the batch constrained behind the embedding and behind
@@ -11,10 +12,14 @@ every layer, which is what a user of `jit` has to know; "hand, finite" is that w
 hand without the constraints. The engine's model has none. Expect peak bytes and bytes of collectives of at
 most 1.02 of those by hand, as many asynchronous collectives, no gather of parameters in float32, and
 nothing but scalars more with statistics. A row takes one to three minutes.
+
+`--groups`: the step of an elastic job, each group a slice of v5e:2x4, for 4, 3 and 5 groups. Expect what is
+done inside a group to be the same program for any number of them, and one reduction between groups.
 """
 
 import collections
 import dataclasses
+import hashlib
 import json
 import math
 import os
@@ -29,6 +34,7 @@ FLAGS = flags.FLAGS
 flags.DEFINE_string("only", "", "One row, as the table names it; empty: all.")
 flags.DEFINE_bool("plain", False, "Compile the step by hand without constraints, too.")
 flags.DEFINE_bool("statistics", True, "Compile the steps that measure the noise, too.")
+flags.DEFINE_bool("groups", False, "The step of slices that come and go, instead.")
 flags.DEFINE_bool("worker", False, "Internal: one row as JSON.")
 
 LENGTH = 2048
@@ -44,30 +50,35 @@ ROWS = (
 )
 
 
+@dataclasses.dataclass(frozen=True)
+class Training:
+    """What is compiled."""
+
+    problem: Any
+    sample: Any
+    rows: int
+    """Of a replica."""
+    losses: Any
+    tx: Any
+
+
 def name_of(size: str, topology: str, slices: int, degrees: dict[str, int]) -> str:
     """How the table names a row."""
     strategy = ".".join(f"{axis}{degree}" for axis, degree in degrees.items())
     return f"{size} {f'{slices} x ' if slices > 1 else ''}{topology} {strategy}"
 
 
-def measure(size: str, topology: str, slices: int, degrees: dict[str, int]) -> dict[str, Any]:
-    """One row, in this process."""
+def training(size: str, layout: Any) -> Training:
+    """A Llama of this size on a layout, 2,048 tokens a chip."""
     import jax
     import jax.numpy as jnp
     import llama_model
     import optax
-    from jax.experimental import topologies
 
-    from jaxgoodput import Engines, Problem, Strategy, adaptive, rules
-    from jaxgoodput.engine.analysis import analyse
-    from jaxgoodput.engine.programs import Program
+    from jaxgoodput import Problem, adaptive, rules
 
-    several = {} if slices == 1 else {"num_slices": slices}
-    found = topologies.get_topology_desc(platform="tpu", topology_name=topology, **several)
     shape = llama_model.SHAPES[size]
-    strategy = dataclasses.replace(Strategy(), **degrees)
-    layout = strategy.on(list(found.devices))
-    rows = max(layout.num_devices // layout.num_replicas, 1)  # 2,048 tokens a chip
+    rows = max(layout.num_devices // layout.num_replicas, 1)
 
     def losses(params: Any, tokens: Any, constrain: Any = lambda x: x) -> Any:
         def body(x: Any, layer: Any) -> tuple[Any, None]:
@@ -88,7 +99,27 @@ def measure(size: str, topology: str, slices: int, degrees: dict[str, int]) -> d
         compute_dtype=jnp.bfloat16,
     )
     sample = {"tokens": jax.ShapeDtypeStruct((LENGTH + 1,), jnp.int32)}
-    engine = Engines(problem, sample, memory_bytes=1).on(layout)
+    return Training(problem, sample, rows, losses, tx)
+
+
+def measure(size: str, topology: str, slices: int, degrees: dict[str, int]) -> dict[str, Any]:
+    """One row, in this process."""
+    import jax
+    import jax.numpy as jnp
+    import optax
+    from jax.experimental import topologies
+
+    from jaxgoodput import Engines, Strategy
+    from jaxgoodput.engine.analysis import analyse
+    from jaxgoodput.engine.programs import Program
+
+    several = {} if slices == 1 else {"num_slices": slices}
+    found = topologies.get_topology_desc(platform="tpu", topology_name=topology, **several)
+    strategy = dataclasses.replace(Strategy(), **degrees)
+    layout = strategy.on(list(found.devices))
+    made = training(size, layout)
+    rows, losses, tx = made.rows, made.losses, made.tx
+    engine = Engines(made.problem, made.sample, memory_bytes=1).on(layout)
     kinds = {"engine": False, "measured": True} if FLAGS.statistics else {"engine": False}
     programs = {
         kind: engine.programs.step(engine.shape(rows), measure=measure)
@@ -146,10 +177,89 @@ def measure(size: str, topology: str, slices: int, degrees: dict[str, int]) -> d
     return row
 
 
+def measure_groups(num_groups: int) -> dict[str, Any]:
+    """The programs of a step of so many groups, in this process."""
+    from jax.experimental import topologies
+
+    from jaxgoodput import Engines, Strategy
+    from jaxgoodput.engine.analysis import analyse
+    from jaxgoodput.engine.programs_elastic import GroupPrograms
+    from jaxgoodput.parallel.place import world_of
+
+    found = topologies.get_topology_desc(
+        platform="tpu", topology_name="v5e:2x4", num_slices=num_groups
+    )
+    slices = [[d for d in found.devices if d.slice_index == i] for i in range(num_groups)]
+    layouts = [Strategy(fsdp=8).on(devices) for devices in slices]
+    made = training("1b", layouts[0])
+    engines = Engines(
+        made.problem, made.sample, world=world_of(layouts), control_size=16, memory_bytes=1
+    )
+    engine = engines.on(layouts[0])
+    shape, programs = engine.shape(made.rows), engine.programs
+    assert isinstance(programs, GroupPrograms)
+    row: dict[str, Any] = {}
+    for kind, program, count in (
+        ("accumulate", programs.accumulate(shape, first=True), 8),
+        ("pack", programs.pack(), 8),
+        ("reduce", programs.reduce(), 8 * num_groups),
+        ("update", programs.update(), 8),
+    ):
+        executable = program.compile()
+        told = analyse(program, executable, count)
+        # Between slices it is the runtime that adds up, over the network between hosts.
+        others = re.findall(
+            r"%send\S* = \(f32\[([\d,]+)\].* is_host_transfer=true", executable.as_text() or ""
+        )
+        text = re.sub(r"(, metadata=\{[^}]*\}|channel_id=\d+)", "", executable.as_text() or "")
+        row[kind] = {
+            "peak MiB": round(told.bytes.peak / 2**20),
+            "sent MiB": {name: round(sent / 2**20) for name, sent in told.traffic.items()},
+            "collectives": told.num_collectives,
+            "to other slices, MiB": [
+                round(4 * math.prod(map(int, dims.split(","))) / 2**20) for dims in others
+            ],
+            "program": hashlib.sha256(text.encode()).hexdigest()[:8],
+        }
+    return row
+
+
+def run(*options: str) -> dict[str, Any]:
+    """What a worker finds. Raises RuntimeError with the last line of what it says."""
+    # libtpu reads these before JAX is loaded, and compiles for chips that are not there.
+    environ = {
+        **os.environ,
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "TPU_ACCELERATOR_TYPE": "v5litepod-8",
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": os.pathsep.join(
+            [
+                os.path.join(os.path.dirname(__file__), "..", "examples"),
+                os.environ.get("PYTHONPATH", ""),
+            ]
+        ),
+    }
+    command = [sys.executable, __file__, "--worker", *options]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(done.stderr.splitlines()[-1])
+    return json.loads(done.stdout.splitlines()[-1])
+
+
 def main(_: list[str]) -> None:
+    if FLAGS.worker and FLAGS.groups:
+        print(json.dumps(measure_groups(int(FLAGS.only))))
+        return
     if FLAGS.worker:
         (row,) = [r for r in ROWS if name_of(*r) == FLAGS.only]
         print(json.dumps(measure(*row)))
+        return
+    if FLAGS.groups:
+        for num_groups in (4, 3, 5):
+            print(f"{num_groups} groups of v5e:2x4, fsdp8 within, 1b")
+            for kind, told in run("--groups", f"--only={num_groups}").items():
+                print(f"    {kind:12}{told}", flush=True)
         return
     print(
         f"{'':36}{'peak MiB':>10}{'/ hand':>8}{'sent MiB':>10}{'/ hand':>8}{'async':>10}  by kind, MiB"
@@ -158,27 +268,12 @@ def main(_: list[str]) -> None:
         name = name_of(*row)
         if FLAGS.only not in ("", name):
             continue
-        # libtpu reads these before JAX is loaded, and compiles for chips that are not there.
-        environ = {
-            **os.environ,
-            "TPU_SKIP_MDS_QUERY": "1",
-            "TPU_WORKER_HOSTNAMES": "localhost",
-            "TPU_ACCELERATOR_TYPE": "v5litepod-8",
-            "JAX_PLATFORMS": "cpu",
-            "PYTHONPATH": os.pathsep.join(
-                [
-                    os.path.join(os.path.dirname(__file__), "..", "examples"),
-                    os.environ.get("PYTHONPATH", ""),
-                ]
-            ),
-        }
-        command = [sys.executable, __file__, f"--only={name}", "--worker"]
-        command += [f"--plain={FLAGS.plain}", f"--statistics={FLAGS.statistics}"]
-        done = subprocess.run(command, env=environ, capture_output=True, text=True)
-        if done.returncode:
-            print(f"{name}: {done.stderr.splitlines()[-1]}")
+        options = (f"--only={name}", f"--plain={FLAGS.plain}", f"--statistics={FLAGS.statistics}")
+        try:
+            found = run(*options)
+        except RuntimeError as error:
+            print(f"{name}: {error}")
             continue
-        found = json.loads(done.stdout.splitlines()[-1])
         hand = found["by hand"]
         for kind, told in found.items():
             print(

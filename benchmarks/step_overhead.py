@@ -33,6 +33,7 @@ FLAGS = flags.FLAGS
 flags.DEFINE_string("only", "", "One row, 'model:devices'.")
 flags.DEFINE_integer("rounds", 5, "Turns of each loop.")
 flags.DEFINE_integer("steps", 12, "Timed steps of a turn; 16 times as many of a cheap model.")
+flags.DEFINE_bool("swap", False, "With Execution.swap_cpu_products.")
 flags.DEFINE_bool("worker", False, "Internal: measure one row and print it as JSON.")
 
 # model, devices, samples per device, what the issue asks for (at most)
@@ -65,6 +66,7 @@ def measure(name: str, num_devices: int, per_device: int) -> dict:
     from jaxgoodput import (
         BatchLimits,
         Config,
+        Execution,
         Hook,
         Reporting,
         Saving,
@@ -91,6 +93,7 @@ def measure(name: str, num_devices: int, per_device: int) -> dict:
             reporting=Reporting(progress=False, tensorboard=True, window_s=1.0),
             saving=Saving(at_end=False),
             statistics=Statistics(every_steps=1),
+            execution=Execution(swap_cpu_products=FLAGS.swap),
         )
         return with_overrides(made, changes)
 
@@ -310,6 +313,7 @@ def main(argv):
                 "--worker",
                 f"--rounds={FLAGS.rounds}",
                 f"--steps={FLAGS.steps}",
+                f"--swap={FLAGS.swap}",
             ],
             stdout=subprocess.PIPE,
             text=True,

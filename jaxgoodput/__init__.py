@@ -28,11 +28,15 @@ Training:
 Watching:
   Hook                  Override what is of interest; the rest does nothing
   Every                 Calls a function with every n-th `StepEnd`
+  Profile               Captures `steps` steps from `start` on, and again whenever the process gets the
+  trackers              Trackers: the numbers of a run where somebody keeps those of all runs
   events                What the loop tells the outside: frozen records for hooks, the dashboard
 Samples:
   Source                Random access to equally shaped samples; subclass it to read a format of your own
   Loader                Hands out every sample in the cursor's order exactly once
   Cursor                The whole state of a data pipeline: three Python ints
+  flow                  Streams of batches that are joined with tables and reduced by key
+  embedding             Tables larger than the device
   lengths               Documents of very different lengths, split so that little of what is computed
 Layouts:
   Strategy              How a model is copied and cut over devices
@@ -96,6 +100,7 @@ _NAMES = {
     "goodput.search": "BatchConfig BatchLimits best_batch goodput_table",
     "launcher.worker": "initialize",
     "observe.hooks": "Every Hook",
+    "observe.profile": "Profile",
     "optim.adaptive": "adaptive gain grad_groups noise_state progress",
     "optim.noise": "NoiseSample value_grad_and_noise",
     "parallel.pipeline": "bubble_fraction pipeline",
@@ -106,11 +111,14 @@ _NAMES = {
     "train.trainer": "Trainer",
 }
 _MODULES = {
+    "embedding": "embedding",
     "events": "observe.events",
+    "flow": "data.flow",
     "lengths": "data.lengths",
     "rules": "optim.learning_rate",
     "scheduler": "scheduler",
     "simulate": "simulate",
+    "trackers": "observe.trackers",
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 

@@ -1,6 +1,8 @@
+from jaxgoodput import embedding as embedding
 from jaxgoodput import scheduler as scheduler
 from jaxgoodput import simulate as simulate
 from jaxgoodput._jax import listen_for_compilations as listen_for_compilations
+from jaxgoodput.data import flow as flow
 from jaxgoodput.data import lengths as lengths
 from jaxgoodput.data.cursor import Cursor as Cursor
 from jaxgoodput.data.loader import Loader as Loader
@@ -30,8 +32,10 @@ from jaxgoodput.goodput.search import best_batch as best_batch
 from jaxgoodput.goodput.search import goodput_table as goodput_table
 from jaxgoodput.launcher.worker import initialize as initialize
 from jaxgoodput.observe import events as events
+from jaxgoodput.observe import trackers as trackers
 from jaxgoodput.observe.hooks import Every as Every
 from jaxgoodput.observe.hooks import Hook as Hook
+from jaxgoodput.observe.profile import Profile as Profile
 from jaxgoodput.optim import learning_rate as _learning_rate
 from jaxgoodput.optim.adaptive import adaptive as adaptive
 from jaxgoodput.optim.adaptive import gain as gain

@@ -83,9 +83,10 @@ def sync_folder(folder: pathlib.Path) -> None:
 
 
 @contextlib.contextmanager
-def held(folder: pathlib.Path) -> Iterator[None]:
+def held(folder: pathlib.Path) -> Iterator[int]:
     """Hold a folder while the block lasts; the kernel lets go of it with the process, however that ends.
 
+    Gives the lock's descriptor: processes that it is passed on to hold the folder too, as long as they run.
     Raises InUse, naming the holder, where another process holds it. Against those that do not ask it is no
     help; on a file system without locks it is none at all, which is logged.
     """
@@ -105,7 +106,7 @@ def held(folder: pathlib.Path) -> Iterator[None]:
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}")
         file.flush()
-        yield
+        yield file.fileno()
 
 
 def _names(folder: pathlib.Path) -> list[str]:

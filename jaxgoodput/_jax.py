@@ -15,15 +15,18 @@ import socket
 import sys
 import threading
 import types
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.extend.backend
+from absl import logging
 from jax._src import cache_key, compiler, distributed, lru_cache, xla_bridge
 from jax._src.lib import _jax as runtime  # pyright: ignore[reportPrivateImportUsage]
 from jax._src.lib import utils as runtime_utils  # pyright: ignore[reportPrivateImportUsage]
+from jax.experimental import multihost_utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import sdy
 
@@ -195,6 +198,20 @@ def connected_to() -> str | None:
     return distributed.global_state.coordinator_address
 
 
+def own_host() -> str:
+    """An address of this machine at which the other processes of the job reach it."""
+    address = connected_to()
+    if address is None:
+        return "127.0.0.1"
+    host, _, port = address.rpartition(":")
+    kind, _, _, _, place = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[
+        0
+    ]
+    with socket.socket(kind, socket.SOCK_DGRAM) as probe:
+        probe.connect(place)  # sends nothing: only asks which way it would go
+        return str(probe.getsockname()[0])
+
+
 def _wait_until_listening(address: str, timeout_s: float, clock: Clock) -> None:
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
@@ -238,8 +255,20 @@ def forget_devices() -> None:
     signaling = sys.modules.get("orbax.checkpoint._src.futures.signaling_client")
     if signaling is not None:
         signaling.get_signaling_client.cache_clear()
+    # A mesh keeps its devices, they keep their connections, and peers wait at those until a time-out.
+    for function in vars(multihost_utils).values():
+        if hasattr(function, "cache_clear"):
+            function.cache_clear()
+    clients = [weakref.ref(client) for client in xla_bridge._backends.values()]
     jax.extend.backend.clear_backends()
-    gc.collect()
+    for _ in range(4):  # what one pass frees may have held what the next one finds
+        gc.collect()
+        if all(client() is None for client in clients):
+            return
+    logging.warning(
+        "something still holds an array, an executable or a mesh of devices that are gone: processes that "
+        "wait for this one may do so until their time-out"
+    )
 
 
 class PeerGone(RuntimeError):
@@ -280,7 +309,7 @@ class SharedStore:
         return self._client.key_value_increment(key, 1) - 1
 
     def forget(self, key: str) -> None:
-        """Remove what is at `key`."""
+        """Remove what is at `key`, and at all keys that begin with it and a slash."""
         self._client.key_value_delete(key)
 
     def get(self, key: str, *, timeout_s: float) -> str:
@@ -298,6 +327,19 @@ class SharedStore:
                 f"no process wrote {key!r} within {timeout_s:g} s. One of them is late or gone: "
                 "see its output in the launcher's."
             ) from error
+
+    def wait(self, key: str, *, unless: Callable[[], bool]) -> str:
+        """The value at `key`, waiting for it; looks now and then whether to go on.
+
+        Raises:
+            PeerGone: nobody had written it when `unless` held.
+        """
+        while True:
+            try:
+                return self.get(key, timeout_s=0.2)
+            except TimeoutError:
+                if unless():
+                    raise PeerGone(f"nobody has written {key!r}") from None
 
     def barrier(self, name: str, *, timeout_s: float) -> None:
         """Return when every process has come to this barrier; each name is used once.
@@ -358,8 +400,8 @@ def share_compilation_cache() -> Callable[[], None]:
 
     As it comes, only process 0 of a job ever finds its own entries: on CPU the key holds a
     fingerprint that differs from process to process, and only process 0 writes. Afterwards the key
-    holds the kind of the devices instead, a process also writes the programs that run on its own
-    devices alone, and an entry appears whole or not at all, also when its writer is killed.
+    holds the kind of the devices instead, of the processes that a program runs on the first writes it,
+    and an entry appears whole or not at all, also when its writer is killed.
 
     Other backends keep their own keys and writers. Calling it twice does no harm.
 
@@ -388,7 +430,8 @@ def share_compilation_cache() -> Callable[[], None]:
     compile_and_write_always = _rebound(compile_and_write, _cache_write=write_always)
 
     def compile_and_write_own(backend, computation, executable_devices, *args, **kwargs):
-        own = backend.platform == "cpu" and executable_devices.is_fully_addressable
+        first = min(device.process_index for device in executable_devices)
+        own = backend.platform == "cpu" and first == backend.process_index()
         write = compile_and_write_always if own else compile_and_write
         return write(backend, computation, executable_devices, *args, **kwargs)
 

@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar, dataclass_transform
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 
 T = TypeVar("T")
@@ -84,6 +85,11 @@ class Packed(Generic[T]):
             at = end
         structure: Any = self.structure
         return jax.tree.unflatten(structure, found)
+
+    @property
+    def host_tree(self) -> T:
+        """Likewise, of numpy arrays, and without compiling anything; waits for whatever computes it."""
+        return dataclasses.replace(self, vector=np.asarray(self.vector)).tree
 
 
 _unpacked = jax.jit(lambda packed: packed.tree)

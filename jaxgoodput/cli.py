@@ -1,12 +1,20 @@
-"""The command line: `jaxgoodput run | agent | coordinate | plan | report | simulate`; it imports late."""
+"""The command line, `jaxgoodput run | plan | report | simulate | serve | submit ...`; it imports late."""
 
 import argparse
 import contextlib
+import importlib.metadata
+import importlib.util
 import io
 import pathlib
+import platform
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import shtab
+
+from jaxgoodput import __version__
+from jaxgoodput.service.options import add_commands
 
 _DONE, _USAGE = 0, 2
 _LONGEST = 1e9  # seconds, hours or GiB: threads cannot wait for longer, and no disk holds more
@@ -41,9 +49,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "an argument holds a NUL character, which no file and no number has; leave it out"
         )
     options = parser.parse_args(arguments)
-    if command and options.action not in (_run, _agent, _coordinate, _plan):
+    takes_command = options.action in (_run, _agent, _coordinate, _plan)
+    if command and not (takes_command or getattr(options, "takes_command", False)):
         parser.error(f"{options.called} takes no command after --")
     return options.action(options, command, parser)
+
+
+class _Versions(argparse.Action):
+    """Prints what a report of a defect has to name."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        names = ("jax", "jaxlib", "flax", "optax", "numpy")
+        found = [f"{name} {importlib.metadata.version(name)}" for name in names]
+        found += [f"Python {platform.python_version()}", platform.platform(terse=True)]
+        print(f"jaxgoodput {__version__} ({', '.join(found)})")
+        parser.exit()
 
 
 def command_parser() -> argparse.ArgumentParser:
@@ -54,6 +74,8 @@ def command_parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action=_Versions, nargs=0, help="of what decides, and exit")
+    shtab.add_argument_to(parser, "--print-completion")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
     def add(name: str, action: Callable, summary: str, usage: str, text: str):
@@ -103,30 +125,46 @@ def command_parser() -> argparse.ArgumentParser:
         "(default: 1, where no hosts are named)",
     )
     run.add_argument(
+        "--hosts-per-group",
+        type=_at_least(1),
+        metavar="K",
+        help="so many hosts share one copy of the model, cut as Config.strategies says; they come and go "
+        "together (default: each process has a copy of its own)",
+    )
+    run.add_argument(
         "--rsh",
-        default="ssh -o BatchMode=yes",
         metavar="SHELL",
         help="the remote shell, called as SHELL HOST COMMAND (default: ssh -o BatchMode=yes)",
     )
     run.add_argument(
         "--remote-python",
-        default=sys.executable,
         metavar="PATH",
         help="the interpreter on the hosts (default: that of this command)",
     )
     run.add_argument(
         "--join-s",
         type=_at_least(0.0),
-        default=10.0,
         metavar="S",
         help="how long the first start waits for more than MIN hosts (default: 10)",
     )
     run.add_argument(
         "--admit-every-s",
         type=_at_least(0.0),
-        default=5.0,
         metavar="S",
         help="the least time between two changes that only take somebody in (default: 5)",
+    )
+    run.add_argument(
+        "--exclude-slow",
+        type=_at_least(0.0),
+        metavar="FACTOR",
+        help="leave a host out for a while that needs more than FACTOR times as long for a sample as the "
+        "others, where steps are shorter without it and MIN are left; 0: none (default: 2)",
+    )
+    run.add_argument(
+        "--exclude-s",
+        type=_at_least(0.0),
+        metavar="S",
+        help="until it is checked again, twice as long each time (default: 300)",
     )
     agent = add(
         "agent",
@@ -138,8 +176,14 @@ def command_parser() -> argparse.ArgumentParser:
         "of the job is in JAXGOODPUT_SECRET, set alike for `jaxgoodput run` and for agents.",
     )
     agent.add_argument("--name", help="of this host in the job (default: its host name)")
-    agent.add_argument("--secret-stdin", action="store_true", help=argparse.SUPPRESS)
+    agent.add_argument(
+        "--local-devices",
+        metavar="I,J,...",
+        help="the devices of this host that its processes take, with --devices-per-process (default: from "
+        "0 on)",
+    )
     for command in (run, agent):
+        command.add_argument("--secret-stdin", action="store_true", help=argparse.SUPPRESS)
         command.add_argument(
             "--rdzv-endpoint",
             metavar="HOST:PORT",
@@ -163,7 +207,6 @@ def command_parser() -> argparse.ArgumentParser:
         command.add_argument(
             "--silent-s",
             type=_at_least(1.0),
-            default=10.0,
             metavar="S",
             help="a process without a sign of life for so long is replaced (default: 10)",
         )
@@ -231,11 +274,25 @@ def command_parser() -> argparse.ArgumentParser:
         "report",
         _report,
         "print where a run's time went and what its batch sizes did",
-        "jaxgoodput report WORKDIR",
+        "jaxgoodput report WORKDIR [WORKDIR ...] [--json]",
         "Print a run as a table: where the time went, which batch sizes were used, what the model\n"
-        "predicted and what was measured.",
+        "predicted and what was measured. Several runs are printed side by side.",
     )
-    report.add_argument("workdir", metavar="WORKDIR", help="the run's --workdir")
+    report.add_argument("workdirs", metavar="WORKDIR", nargs="+", help="the run's --workdir")
+    report.add_argument("--json", action="store_true", help="the numbers; of several runs, a list")
+    board = add(
+        "board",
+        _board,
+        "show runs in TensorBoard, with the settings that their curves need",
+        "jaxgoodput board WORKDIR [WORKDIR ...]",
+        "Start TensorBoard on runs, each under the name of its folder, and open the page on which the\n"
+        "curves that matter are pinned. Ctrl-C ends it.",
+    )
+    board.add_argument("workdirs", metavar="WORKDIR", nargs="+", help="the run's --workdir")
+    board.add_argument(
+        "--port", type=_at_least(1), help="(default: the first free one from 6006 on)"
+    )
+    board.add_argument("--no-browser", action="store_true", help="only print the address")
     simulate = add(
         "simulate",
         _simulate,
@@ -251,6 +308,7 @@ def command_parser() -> argparse.ArgumentParser:
         "          jaxgoodput simulate --what-if language-model:8,weight=2@3h",
     )
     _simulate_options(simulate)
+    add_commands(add, _at_least)
     return parser
 
 
@@ -383,15 +441,26 @@ def _at_least(least: Number) -> Callable[[str], Number]:
     return number
 
 
+# Options of `run` that say something of hosts, or of processes that are replaced while others go on.
+_ELASTIC = (
+    *("hosts", "hostfile", "local_hosts", "hosts_per_group", "rsh", "remote_python"),
+    *("rdzv_endpoint", "join_s", "admit_every_s", "silent_s", "reconnect_s"),
+    *("exclude_slow", "exclude_s", "secret_stdin"),
+)
+
+
 def _run(options, command: list[str], parser: argparse.ArgumentParser) -> int:
     from jaxgoodput.launcher.local import run_local
     from jaxgoodput.launcher.supervise import UsageError
 
     if options.nnodes is not None:
         return _run_elastic(options, command, parser)
-    for name in ("hosts", "hostfile", "local_hosts", "rdzv_endpoint"):
-        if getattr(options, name) is not None:
-            parser.error(f"--{name.replace('_', '-')} is for a job on several hosts: give --nnodes")
+    for name in _ELASTIC:
+        if getattr(options, name) not in (None, False):
+            parser.error(
+                f"--{name.replace('_', '-')} is for a job whose hosts come and go: give --nnodes MIN:MAX, or "
+                "leave it out"
+            )
     if options.nproc_per_node is None:
         parser.error("the following arguments are required: --nproc-per-node, or --nnodes")
     try:
@@ -414,6 +483,9 @@ def _run_elastic(options, command: list[str], parser: argparse.ArgumentParser) -
     given = [n for n in ("hosts", "hostfile", "local_hosts") if getattr(options, n) is not None]
     if len(given) > 1:
         parser.error("give one of --hosts, --hostfile and --local-hosts")
+    for name in ("rsh", "remote_python"):
+        if getattr(options, name) is not None and given not in (["hosts"], ["hostfile"]):
+            parser.error(f"--{name.replace('_', '-')} is for the hosts of --hosts or --hostfile")
     least, _, most = options.nnodes.partition(":")
     if not (least.isdigit() and (most or least).isdigit()):
         parser.error(f"--nnodes {options.nnodes}: give MIN:MAX, or one number")
@@ -424,28 +496,51 @@ def _run_elastic(options, command: list[str], parser: argparse.ArgumentParser) -
                 raise UsageError(f"--hostfile {options.hostfile} names no host")
         else:
             hosts = [h for h in (options.hosts or "").split(",") if h]
+            if options.hosts is not None and not hosts:
+                raise UsageError(f"--hosts {options.hosts!r} names no host")
         port = (options.rdzv_endpoint or ":0").rpartition(":")[2]
         wait_s = options.reconnect_s
         job = Job(
             least=int(least),
             most=int(most or least),
             slots=options.nproc_per_node or 1,
+            hosts_per_group=options.hosts_per_group,
             devices_per_process=options.devices_per_process,
             hosts=tuple(hosts),
             local_hosts=1 if options.local_hosts is None else options.local_hosts,
-            shell=options.rsh,
-            python=options.remote_python,
+            python=options.remote_python or sys.executable,
             endpoint=options.rdzv_endpoint,
             max_restarts=100 if options.max_restarts is None else options.max_restarts,
             grace_s=options.grace_s,
-            silent_s=options.silent_s,
-            join_s=options.join_s,
-            admit_every_s=options.admit_every_s,
             reconnect_s=(0.0 if port == "0" else 60.0) if wait_s is None else wait_s,
+            secret=sys.stdin.readline().strip() if options.secret_stdin else None,
+            **_given(options, "rsh", "join_s", "admit_every_s", "silent_s"),
+            **_given(options, "exclude_slow", "exclude_s"),
         )
         return run_elastic(command, job)
     except (UsageError, OSError) as error:
         return _wrong(error)
+
+
+def _given(options, *names: str) -> dict[str, Any]:
+    """Those of the options that were given; what takes them has the defaults of the others."""
+    return {name: value for name in names if (value := getattr(options, name)) is not None}
+
+
+def _local_devices(options, parser: argparse.ArgumentParser) -> tuple[int, ...] | None:
+    text = options.local_devices
+    if text is None:
+        return None
+    words = text.split(",")
+    needed = (options.nproc_per_node or 1) * (options.devices_per_process or 0)
+    if not all(word.isdigit() for word in words) or len(set(words)) < len(words):
+        parser.error(f"--local-devices {text}: give different numbers of devices, I,J,...")
+    if len(words) != needed:
+        parser.error(
+            f"--local-devices {text} names {len(words)} devices, and --nproc-per-node processes of "
+            f"--devices-per-process take {needed}"
+        )
+    return tuple(map(int, words))
 
 
 def _agent(options, command: list[str], parser: argparse.ArgumentParser) -> int:
@@ -453,7 +548,7 @@ def _agent(options, command: list[str], parser: argparse.ArgumentParser) -> int:
     import socket
 
     from jaxgoodput.clock import SystemClock
-    from jaxgoodput.launcher.agent import run_agent
+    from jaxgoodput.launcher.agent import Part, run_agent
     from jaxgoodput.launcher.supervise import UsageError
 
     if options.secret_stdin:
@@ -464,20 +559,18 @@ def _agent(options, command: list[str], parser: argparse.ArgumentParser) -> int:
         parser.error(
             "JAXGOODPUT_SECRET is not set. Set it to the same text here and where `jaxgoodput run` is started"
         )
-    wait_s = options.reconnect_s
+    part = Part(
+        address=options.rdzv_endpoint,
+        secret=secret,
+        name=options.name or socket.gethostname(),
+        slots=options.nproc_per_node or 1,
+        devices_per_process=options.devices_per_process,
+        local_devices=_local_devices(options, parser),
+        grace_s=options.grace_s,
+        **_given(options, "silent_s", "reconnect_s"),
+    )
     try:
-        return run_agent(
-            command,
-            address=options.rdzv_endpoint,
-            secret=secret,
-            name=options.name or socket.gethostname(),
-            slots=options.nproc_per_node or 1,
-            devices_per_process=options.devices_per_process,
-            silent_s=options.silent_s,
-            grace_s=options.grace_s,
-            reconnect_s=60.0 if wait_s is None else wait_s,
-            clock=SystemClock(),
-        )
+        return run_agent(command, part, clock=SystemClock())
     except UsageError as error:
         return _wrong(error)
 
@@ -544,13 +637,37 @@ def _plan_run(options, command: list[str]) -> int:
 
 
 def _report(options, command: list[str], parser: argparse.ArgumentParser) -> int:
-    from jaxgoodput.observe.report import report
+    import json
 
+    from jaxgoodput.observe.report import compare, numbers, report
+
+    # What a terminal cannot show is not sent to it.
+    ascii = (sys.stdout.encoding or "ascii").lower().replace("-", "") not in ("utf8", "utf16")
     try:
-        print(report(options.workdir))
+        if options.json:
+            found = [numbers(workdir) for workdir in options.workdirs]
+            print(json.dumps(found if len(found) > 1 else found[0], indent=1))
+        elif len(options.workdirs) > 1:
+            print(compare(options.workdirs, ascii=ascii))
+        else:
+            print(report(options.workdirs[0], ascii=ascii))
     except (OSError, ValueError) as error:  # no such run, or not the files of one
         return _wrong(error)
     return _DONE
+
+
+def _board(options, command: list[str], parser: argparse.ArgumentParser) -> int:
+    import webbrowser
+
+    from jaxgoodput.observe import board
+
+    if importlib.util.find_spec("tensorboard") is None:
+        return _wrong(ValueError("there is no TensorBoard here: pip install tensorboard."))
+    look = (lambda _: True) if options.no_browser else webbrowser.open
+    try:
+        return board.show(options.workdirs, look, port=options.port)
+    except (OSError, ValueError) as error:
+        return _wrong(error)
 
 
 def _simulate(options, command: list[str], parser: argparse.ArgumentParser) -> int:

@@ -9,7 +9,7 @@ import jaxgoodput
 
 ROOT = pathlib.Path(jaxgoodput.__file__).parent
 FLOORS = (
-    {"_pytree", "_serial", "_disk", "text", "clock"},
+    {"_pytree", "_serial", "_disk", "_hash", "_wire", "text", "clock"},
     {"goodput", "_jax"},  # private JAX calls; waits on the clock
     {"optim", "data", "parallel", "embedding", "specs", "client"},
     {"engine", "tune"},  # tune knows numbers only; engine knows arrays only

@@ -16,7 +16,7 @@ import jaxgoodput
 
 ROOT = pathlib.Path(__file__).parents[1]
 # A room that examples import by itself, and what it promises.
-ROOMS = {f"jaxgoodput.{room}" for room in ("scheduler", "simulate")}
+ROOMS = {f"jaxgoodput.{room}" for room in ("embedding", "scheduler", "simulate")}
 
 # All of them loaded here: inside a test, the environment that some of the dependencies set would count.
 VALUES = {name: getattr(jaxgoodput, name) for name in jaxgoodput.__all__}
@@ -135,8 +135,12 @@ def python_blocks(page: str) -> list[str]:
 
 
 PROGRAMS = {path.name: path.read_text() for path in sorted((ROOT / "examples").glob("*.py"))} | {
-    f"{path.name}, block {i}": block
-    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md")
+    f"{path.relative_to(ROOT)}, block {i}": block
+    for path in (
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        *sorted((ROOT / "docs").rglob("*.md")),
+    )
     for i, block in enumerate(python_blocks(path.read_text()))
     if "jg." in block
 }

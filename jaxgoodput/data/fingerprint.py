@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from jaxgoodput.data.rows import leaf_name
-from jaxgoodput.data.sources import ENDLESS, Source, is_endless
+from jaxgoodput.data.sources import ENDLESS, Source, StreamSource, is_endless
 
 NUM_READ = 8
 
@@ -44,7 +44,7 @@ def fingerprint(
 
     >>> from jaxgoodput.data.sources import as_source
     >>> fingerprint(as_source(np.arange(10))).difference(fingerprint(as_source(np.arange(11))))
-    'has 11 samples instead of 10'
+    'has 11 samples instead of 10 samples'
     """
     if is_endless(source):
         return Fingerprint(num_samples=len(source))
@@ -53,15 +53,29 @@ def fingerprint(
     def content() -> str:
         total = hashlib.sha256()
         for place in places:
-            rows = again(partial(source.batch, place[None]))
-            for path, leaf in jax.tree_util.tree_flatten_with_path(rows)[0]:
-                leaf = np.asarray(leaf)
-                total.update(f"{leaf_name(path)} {leaf.dtype} {leaf.shape} ".encode())
-                total.update(leaf.tobytes())
+            _add(total, again(partial(source.batch, place[None])))
         return total.hexdigest()
 
     once, twice = content(), content()
     return Fingerprint(num_samples=len(source), content=once if once == twice else None)
+
+
+def of_stream(source: StreamSource, place: int) -> str:
+    """Of the samples from a place on that is not used yet; they stay there for training.
+
+    Raises what reading a sample raises.
+    """
+    total = hashlib.sha256()
+    for index in range(place, place + source.available(place, NUM_READ)):
+        _add(total, source.batch(np.array([index])))
+    return total.hexdigest()
+
+
+def _add(total: Any, rows: Any) -> None:
+    for path, leaf in jax.tree_util.tree_flatten_with_path(rows)[0]:
+        leaf = np.asarray(leaf)
+        total.update(f"{leaf_name(path)} {leaf.dtype} {leaf.shape} ".encode())
+        total.update(leaf.tobytes())
 
 
 def _in_words(num_samples: int) -> str:

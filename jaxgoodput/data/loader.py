@@ -7,7 +7,8 @@ samples are handed out, so a change of configuration drops the queue and starts 
 micro-batch is a run of consecutive places of the global order, so a change of `num_micro_batches`
 alone drops nothing. Where several threads read a source (`readers.py`), reads of later micro-batches are
 begun before those of the first are done, and the thread puts each together when its samples are there. A
-stream, which cannot be read again, keeps its samples until they are handed out.
+stream, which cannot be read again, keeps its samples until they are handed out; every process reads the
+whole of it.
 
 The global micro-batch is the next `num_replicas * micro_batch_size` samples, reshaped to
 `[num_replicas, micro_batch_size]`. Each process reads the rows that its own devices hold, and every one
@@ -23,7 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -33,7 +34,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from jaxgoodput.clock import Clock
 from jaxgoodput.data.cursor import Cursor, Permutations, epochs_of, take
 from jaxgoodput.data.readers import Readers, Reading
-from jaxgoodput.data.rows import check_same_kind, held_rows, narrow, put_rows
+from jaxgoodput.data.rows import check_same_kind, held_rows, narrow, parts_of, put_rows
 from jaxgoodput.data.sources import Source, StreamSource, StreamState, is_endless
 from jaxgoodput.goodput.search import BatchConfig
 
@@ -51,6 +52,8 @@ class MicroBatch:
     """Leaves `[rows, ...]`, of all replicas of the loader's mesh."""
     mask: Float[Array, " rows"]
     """1 on real samples, 0 on padding, which repeats a real sample, so that a masked loss is finite."""
+    on_host: Any = None
+    """What `Loader.on_host` made of the same rows."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,9 @@ class StepBatch:
     """Of the real samples, in order, over all processes."""
     parts: Iterator[MicroBatch] | None = None
     """Instead of `micro_batches`: as many as this process takes, read as they are asked for, once."""
+    read_s: float = 0.0
+    """Seconds that one thread read this process's part, mostly beside the loop; 0 of parts, and where several
+    threads read: what is left to wait for says nothing of how long they take."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +97,7 @@ class _Portion:
     num_rows: int  # padding too, all processes
     indices: np.ndarray  # of the real samples, all processes
     after: _Position
+    read_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -126,12 +133,13 @@ class Loader:
     padded by fewer samples than there are replicas; with `drop_last` it is not handed out. `prefetch` is
     how many step batches wait on the devices (beside those in use); 0 reads on the caller's thread.
     `num_readers` and `num_retries` are those of `Readers`. A source without end is read in its own order,
-    whatever `shuffle` says. Arguments other than `process_index` and `sharding` must be equal on all
-    processes. Close it, or use it as a context manager; reading starts with the first `next`.
+    whatever `shuffle` says. `on_host` is called with the rows of every micro-batch, behind the loop,
+    padding too, and makes what `MicroBatch.on_host` is to be. Arguments other than `process_index` and
+    `sharding` must be equal on all processes. Close it, or use it as a context manager; reading starts with
+    the first `next`.
 
     Raises:
-      ValueError: an argument is out of range, the source is empty, or it is a stream and there are several
-        processes.
+      ValueError: an argument is out of range, or the source is empty.
     """
 
     def __init__(
@@ -149,6 +157,7 @@ class Loader:
         shuffle: bool = True,
         num_readers: int | None = 1,
         num_retries: int = 0,
+        on_host: Callable[[PyTree], Any] | None = None,
     ):
         if not 0 <= process_index < process_count:
             raise ValueError(
@@ -160,12 +169,6 @@ class Loader:
         if prefetch < 0:
             raise ValueError(f"prefetch={prefetch} is negative; 0 reads on the caller's thread.")
         self._stream = source if isinstance(source, StreamSource) else None
-        if self._stream is not None and process_count > 1:
-            raise ValueError(
-                f"A stream is read by one process, and there are {process_count}: each would have to "
-                f"read all of it, and nothing says that all would get the same samples. Pass something "
-                f"with random access, such as the grain MapDataset before .to_iter_dataset()."
-            )
         self._readers = Readers(
             source, clock=clock, num_readers=num_readers, num_retries=num_retries
         )
@@ -180,6 +183,7 @@ class Loader:
         self._prefetch = prefetch
         self._shuffle = shuffle and not is_endless(source)
         self._clock = clock
+        self._on_host = on_host
         self._permutations = Permutations()  # of the producer
         self._kind: PyTree | None = None  # structure, shapes and dtypes of the first batch read
         # Of the micro-batches read last: where they lie, which rows are held here, a mask without padding.
@@ -219,6 +223,18 @@ class Loader:
                 self._queue.clear()
                 self._tail = self._head
                 self._generation += 1
+
+    def go_back(self, cursor: Cursor, num_samples: int) -> None:
+        """Hand out again what was handed out last: `num_samples`, the first of which is at `cursor`.
+
+        For whoever takes batches ahead of those that use them. A stream cannot be read again.
+        """
+        assert self._stream is None
+        with self._changed:
+            self._head = _Position(cursor, self._head.handed_out - num_samples)
+            self._tail, self._config = self._head, None
+            self._queue.clear()
+            self._generation += 1
 
     def next(
         self, config: BatchConfig, *, meanwhile: Callable[[], None] = lambda: None
@@ -282,17 +298,20 @@ class Loader:
         mask is 0. Nothing is read ahead.
 
         Raises:
-          ValueError: `config` cannot be spread over the processes and devices, or the data set is a stream.
+          ValueError: `config` cannot be spread over the processes and devices.
+          RuntimeError: a stream failed.
         """
         self._require_open()
-        if self._stream is not None:
-            raise ValueError("A stream is read in order by one process, and not in parts.")
         self._check(config)
         with self._changed:
             before = self._head
             full = count = config.global_batch_size
             if self._max_samples is not None:
                 count = min(count, self._max_samples - before.handed_out)
+            if self._stream is not None:
+                self._stream.release(before.cursor.offset)  # until now, parts of it were read
+                with jax.transfer_guard("allow"):
+                    count = self._stream.available(before.cursor.offset, count)
             if count == 0 or (self._drop_last and count < full):
                 return None
             indices, after = take(
@@ -414,7 +433,7 @@ class Loader:
 
     def _num_parts(self, sharding: NamedSharding) -> int:
         """How many meshes share a batch: one where `sharding` spans all processes."""
-        return self._process_count if sharding.is_fully_addressable else 1
+        return parts_of(sharding, self._process_index, self._process_count)[0]
 
     def _step_batch(
         self, portions: list[_Portion], config: BatchConfig, before: Cursor, wait_s: float
@@ -437,6 +456,7 @@ class Loader:
             after=portions[-1].after.cursor,
             num_padded=sum(portion.num_rows for portion in portions) - len(indices),
             wait_s=wait_s,
+            read_s=sum(portion.read_s for portion in portions),
             indices=indices,
         )
 
@@ -452,11 +472,11 @@ class Loader:
         """The parts that this process gets, as they are given out."""
         num_parts, has_any = -(-len(indices) // num_rows), False
         while (part := lease()) < num_parts or not has_any:
-            mine = slice(part * num_rows, (part + 1) * num_rows)
-            num_mine = len(indices[mine])
+            held, _ = self._held(sharding, num_rows)
+            places = part * num_rows + held
+            mine = places[places < len(indices)]
             # One to pad with, also where there is nothing else.
-            rows = np.arange(len(indices))[mine]
-            rows = rows if num_mine == num_rows else np.append(rows, 0)
+            rows = mine if len(mine) == len(held) else np.append(mine, 0)
             with jax.transfer_guard("allow"):
                 reading = self._readers.begin(indices[rows], epochs[rows])
                 begun = _Begun(
@@ -464,7 +484,7 @@ class Loader:
                     config=config,
                     sharding=sharding,
                     indices=indices[mine],
-                    num_mine=num_mine,
+                    num_mine=len(mine),
                     after=self._head,
                     reading=reading,
                 )
@@ -562,10 +582,10 @@ class Loader:
                 permutations=self._permutations,
             )
             epochs = epochs_of(position.cursor, self._dataset_size, count)
-            num_parts = self._num_parts(sharding)
+            num_parts, part = parts_of(sharding, self._process_index, self._process_count)
             num_rows = config.num_replicas // num_parts * config.micro_batch_size
             held, _ = self._held(sharding, num_rows)
-            places = held + (self._process_index * num_rows if num_parts > 1 else 0)
+            places = held + part * num_rows
             mine = places[places < count]
             wanted = mine if len(mine) == len(places) else np.append(mine, 0)  # one to pad with
             return _Begun(
@@ -583,12 +603,14 @@ class Loader:
     def _finish(self, begun: _Begun | _Failure | _End) -> _Portion | _Failure | _End:
         if not isinstance(begun, _Begun):
             return begun
+        began_s = self._clock.now()
         try:
             return _Portion(
                 micro_batch=self._read(begun),
                 num_rows=begun.config.num_replicas * begun.config.micro_batch_size,
                 indices=begun.indices,
                 after=begun.after,
+                read_s=0.0 if self._readers.are_threads else self._clock.now() - began_s,
             )
         except Exception as error:  # handed to the loop, which raises it: see `next`
             return _failure(error, begun.position, begun.indices)
@@ -603,7 +625,7 @@ class Loader:
         rows = narrow(rows)
         if not num_padded:
             data = put_rows(rows, held, sharding, num_rows=num_rows)
-            return MicroBatch(data=data, mask=full)
+            return MicroBatch(data=data, mask=full, on_host=self._made_of(rows))
         if num_padded > 1:
             # Not zeros: a real sample keeps every loss finite, and 0 times it is 0.
             rows = jax.tree.map(
@@ -612,7 +634,10 @@ class Loader:
         mask = np.zeros(len(held), np.float32)
         mask[: begun.num_mine] = 1
         data, mask = put_rows((rows, mask), held, sharding, num_rows=num_rows)
-        return MicroBatch(data=data, mask=mask)
+        return MicroBatch(data=data, mask=mask, on_host=self._made_of(rows))
+
+    def _made_of(self, rows: PyTree) -> Any:
+        return None if self._on_host is None else self._on_host(rows)
 
     def _held(self, sharding: NamedSharding, num_rows: int) -> tuple[np.ndarray, Array]:
         """Which rows are held here, and the mask that all micro-batches without padding share."""

@@ -101,16 +101,30 @@ def narrow(rows: PyTree[np.ndarray]) -> PyTree[np.ndarray]:
     return jax.tree_util.tree_map_with_path(convert, rows)
 
 
-def held_rows(sharding: NamedSharding, num_rows: int) -> Int[np.ndarray, " held"]:
-    """The rows of a batch that this process's devices hold, ascending; all, where there is one process.
+def held_rows(
+    sharding: NamedSharding, num_rows: int, process_index: int | None = None
+) -> Int[np.ndarray, " held"]:
+    """The rows of a batch that the devices of a process hold, ascending; all, where there is one process.
 
-    Where a copy of the model lies on devices of several processes, each of them holds its rows.
+    `process_index`: of which process; None: of this one. Where a copy of the model lies on devices of several
+    processes, each of them holds its rows.
 
     Raises ValueError where the rows cannot be cut evenly over the devices.
     """
     rows = np.arange(num_rows)
-    places = sharding.addressable_devices_indices_map((num_rows,)).values()
-    return np.unique(np.concatenate([rows[place] for place in places]))
+    own = jax.process_index() if process_index is None else process_index
+    places = sharding.devices_indices_map((num_rows,)).items()
+    mine = [rows[place] for device, place in places if device.process_index == own]
+    return np.unique(np.concatenate(mine))
+
+
+def parts_of(sharding: NamedSharding, process_index: int, process_count: int) -> tuple[int, int]:
+    """How many meshes like that of `sharding` share a batch, and the number of the one of this process.
+
+    Each process has one of its own, or several share one: all of them, or groups of one size.
+    """
+    size = len({device.process_index for device in sharding.device_set})
+    return process_count // size, process_index // size
 
 
 def put_rows(

@@ -228,9 +228,9 @@ class StreamSource(Source):
     they are released, so that batches of another size can be cut from them. The stream's state is kept as of
     the beginning of every read of several samples: a resumed run goes back to such a beginning and leaves
     out the samples that were used. So each is used exactly once if the stream, set back, gives the same
-    ones again.
+    ones again. Several processes read it whole, each for itself, and give out what is theirs.
 
-    One thread reads, another may ask for states and release.
+    Any thread may read, another may ask for states and release.
 
     Raises:
       TypeError: the iterator has no state, or (from reads) one that is neither JSON nor bytes.
@@ -250,8 +250,10 @@ class StreamSource(Source):
         self._next = 0  # the place of what the iterator gives next
         self._released = 0  # places below are gone
         self._failed: RuntimeError | None = None
+        self._reading = threading.Lock()
         self._lock = threading.Lock()  # of the states
         self._states = [self._state()]  # by place
+        self._first = self._states[0]
 
     def __len__(self) -> int:
         """`ENDLESS`: where it ends is known when it does."""
@@ -262,6 +264,10 @@ class StreamSource(Source):
 
         Fewer than `count` where the stream ends.
         """
+        with self._reading:
+            return self._available(first, count)
+
+    def _available(self, first: int, count: int) -> int:
         if self._next < first + count and self._next > self._states[-1].place:
             state = self._state()
             with self._lock:
@@ -310,9 +316,16 @@ class StreamSource(Source):
     def restore(self, saved: StreamState) -> None:
         """Go back to where `state_at` was asked, in this process or another one."""
         state = bytes.fromhex(saved.state) if saved.is_bytes else json.loads(saved.state)
-        self._iterator.set_state(state)
-        self._items, self._next, self._released = {}, saved.place, saved.place
-        self._states, self._failed = [saved], None
+        with self._reading:  # a loader before this one may have been left in a read
+            self._iterator.set_state(state)
+            self._items, self._next, self._released = {}, saved.place, saved.place
+            with self._lock:
+                self._states, self._failed = [saved], None
+
+    def rewind(self) -> None:
+        """Go back to where it was when it came here, if anything was used since."""
+        if self._released:
+            self.restore(self._first)
 
     def _state(self) -> StreamState:
         state = self._iterator.get_state()

@@ -44,7 +44,7 @@ def analyse(program: Program, executable: jax.stages.Compiled, num_devices: int)
     started = sum(bool(start) for _, start in kinds)
     return Analysis(
         bytes=step_bytes(executable),
-        flops=matrix_flops(jax.make_jaxpr(program.function)(*program.arguments).jaxpr),
+        flops=matrix_flops(program.traced.jaxpr.jaxpr),
         traffic={kind: total / num_devices for kind, total in traffic.items()},
         num_collectives=sum(kind != "async" or bool(start) for kind, start in kinds),
         num_asynchronous=started,

@@ -14,6 +14,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 import jax
 from jaxtyping import PyTree
 
+from jaxgoodput.engine.analysis import matrix_flops
 from jaxgoodput.engine.programs import Program, Programs
 from jaxgoodput.parallel.move import Move
 from jaxgoodput.parallel.once import Once
@@ -39,6 +40,7 @@ class Compiled:
     def __init__(self):
         self._once = Once()
         self._digests = Once()
+        self._flops: dict[Hashable, float] = {}
 
     def __call__(
         self, build: Callable[P, Compilable[T_co]], *args: P.args, **kwargs: P.kwargs
@@ -47,7 +49,16 @@ class Compiled:
 
         Where compiling raises, nothing is kept.
         """
-        return self._once(_key(build, args, kwargs), lambda: build(*args, **kwargs).compile())
+        key = _key(build, args, kwargs)
+
+        def make() -> T_co:
+            program = build(*args, **kwargs)
+            made = program.compile()
+            if isinstance(program, Program):  # traced to be compiled: here it costs nothing more
+                self._flops[key] = matrix_flops(program.traced.jaxpr.jaxpr)
+            return made
+
+        return self._once(key, make)
 
     def peek(
         self, build: Callable[P, Compilable[T_co]], *args: P.args, **kwargs: P.kwargs
@@ -55,12 +66,18 @@ class Compiled:
         """What is compiled already; None before."""
         return self._once.peek(_key(build, args, kwargs))
 
+    def flops(self, program: functools.partial[Program]) -> float | None:
+        """Of the matrix products of a program, on all of its devices; None where it is not compiled."""
+        return self._flops.get(_key(program, (), {}))
+
     def digest(self, program: functools.partial[Program]) -> str:
         """A hash of what the compiler is asked for. Compiles it, so that it is not traced a second time."""
         key = _key(program, (), {})
 
         def make() -> str:
-            lowered = program().lower()
+            made = program()
+            lowered = made.lower()
+            self._flops[key] = matrix_flops(made.traced.jaxpr.jaxpr)
             self._once(key, lowered.compile)
             return hashlib.sha256(lowered.as_text().encode()).hexdigest()
 

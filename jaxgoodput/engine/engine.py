@@ -15,18 +15,20 @@ compiled on the thread that calls it.
 
 import dataclasses
 import itertools
+import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from types import MappingProxyType
-from typing import Any, Literal, ParamSpec
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, PyTree
 
+from jaxgoodput.embedding.table import Lookup
 from jaxgoodput.engine import step as pure
 from jaxgoodput.engine.compiled import Compiled, Moves
 from jaxgoodput.engine.memory import step_bytes
@@ -38,13 +40,22 @@ from jaxgoodput.engine.programs import (
     SeparatePrograms,
     has_constraints,
 )
-from jaxgoodput.engine.programs_elastic import ElasticPrograms
+from jaxgoodput.engine.programs_elastic import (
+    ElasticPrograms,
+    GroupPrograms,
+    OverGroups,
+    rows_of,
+)
+from jaxgoodput.engine.rows import RowProblem, RowPrograms, WithRows
 from jaxgoodput.engine.state import Loss, StepMetrics, Sums, TrainState, Work, cast, delete
+from jaxgoodput.engine.traces import Traces
 from jaxgoodput.goodput.memory import StepBytes
+from jaxgoodput.parallel.place import GROUP_AXIS
 from jaxgoodput.parallel.plan import MovePlan, plan_move
 from jaxgoodput.parallel.strategy import Layout, anywhere
 
 P = ParamSpec("P")
+T = TypeVar("T")
 # Samples per replica of the engine's own data set, or a micro-batch of any other shape.
 Size = int | SampleShape
 # How a loss runs: as `programs.py` says, or "auto", whichever a layout and the model ask for.
@@ -57,11 +68,12 @@ COUPLED = 1e-3
 class Engines:
     """One problem on any number of layouts: an engine for each, and the moves between them.
 
-    A layout covers the devices of all processes of the job. In an elastic job it covers this process's
-    own, and `world` is the mesh over those of all processes. `control_size` is the length of the vector
-    with which processes agree: the sum of all rides along with every step. `sample` is the abstract value
-    of one sample, without a batch axis. `memory_bytes` bounds what a move between layouts may hold on a
-    device (None: the device's own limit, where it tells one).
+    A layout covers the devices of all processes of the job. In an elastic job it covers those of a group
+    of processes, mostly of one, and `world` is the mesh of all groups. `control_size` is the length of
+    the vector with which processes agree: the sum of all rides along with every step. `sample` is the
+    abstract value of one sample, without a batch axis. `memory_bytes` bounds what a move between layouts
+    may hold on a device (None: the device's own limit, where it tells one). `traces` is of this problem's
+    earlier engines, on devices that are gone.
     """
 
     def __init__(
@@ -73,14 +85,19 @@ class Engines:
         control_size: int = 0,
         memory_bytes: int | None = None,
         loss: LossKind = "auto",
+        traces: Traces | None = None,
     ):
         self.problem = problem
+        self.traces = traces
         self.loss = loss
         self.sample = sample
         self.world = world
         self.control_size = control_size
         # Abstract, lying nowhere: what all layouts cut in their own way.
-        self.state = jax.eval_shape(anywhere(lambda: pure.init_state(problem, jax.random.key(0))))
+        self.state = self._once(
+            "state",
+            lambda: jax.eval_shape(anywhere(lambda: pure.init_state(problem, jax.random.key(0)))),
+        )
         self.compiled = Compiled()
         self.moves = Moves(memory_bytes)
         self._engines: dict[Layout, Engine] = {}
@@ -108,9 +125,10 @@ class Engines:
 
         Raises ValueError where it has to and "separate" was asked for.
         """
-        has_to = layout.strategy.is_cut or self._has_constraints
+        reads_rows = isinstance(self.problem, RowProblem)
+        has_to = layout.strategy.is_cut or reads_rows or self._has_constraints
         if has_to and self.loss == "separate":
-            why = "the loss constrains shardings"
+            why = "it reads rows" if reads_rows else "the loss constrains shardings"
             if layout.strategy.is_cut:
                 why = f"{layout.strategy.name} cuts the model"
             raise ValueError(
@@ -123,7 +141,11 @@ class Engines:
     @cached_property
     def _has_constraints(self) -> bool:
         shape = SampleShape.of(self.sample, micro_batch_size=2)
-        return has_constraints(self.problem, self.state, shape)
+        return self._once("constraints", lambda: has_constraints(self.problem, self.state, shape))
+
+    def _once(self, key: str, find: Callable[[], T]) -> T:
+        """What tracing the problem tells, which outlives devices where traces do."""
+        return find() if self.traces is None else self.traces.once(key, find)
 
     def move(self, state: TrainState, old: Layout, new: Layout) -> TrainState:
         """The state, which is on `old`, on another layout; the old one is deleted on the way.
@@ -156,6 +178,9 @@ class Engines:
 
     def loss_kind(self) -> Literal["sample", "mean"]:
         """'sample' or 'mean': whether the loss can leave padded samples out."""
+        return self._once("kind of loss", self._loss_kind)
+
+    def _loss_kind(self) -> Literal["sample", "mean"]:
         batch = SampleShape.of(self.sample, micro_batch_size=2).batch(2)
         problem = dataclasses.replace(
             self.problem, loss_and_state=anywhere(self.problem.loss_and_state)
@@ -180,17 +205,17 @@ class Engine:
         shape = SampleShape.of(engines.sample, micro_batch_size=1)
         size = engines.control_size
         made: dict[str, Any] = {"state": engines.state, "shape": shape, "control_size": size}
+        made["traces"] = engines.traces
         self.programs: Programs
-        if self.world is not None:
-            if engines.is_global(layout):
-                raise ValueError(
-                    f"an elastic job trains with data parallelism only, each copy of the model by itself; "
-                    f"got {layout.strategy.name}. Use Strategy(data=-1) and a loss without sharding "
-                    "constraints, or a job that is not elastic."
-                )
+        whole = engines.loss == "whole"
+        if self.world is not None and engines.is_global(layout):
+            made |= {"world": self.world, "couples": whole}
+            self.programs = GroupPrograms(self.problem, layout, **made)
+        elif self.world is not None:
             self.programs = ElasticPrograms(self.problem, layout, world=self.world, **made)
+        elif isinstance(self.problem, RowProblem):
+            self.programs = RowPrograms(self.problem, layout, couples=whole, **made)
         elif engines.is_global(layout):
-            whole = engines.loss == "whole"
             self.programs = GlobalPrograms(self.problem, layout, couples=whole, **made)
         else:
             self.programs = SeparatePrograms(self.problem, layout, **made)
@@ -204,12 +229,22 @@ class Engine:
     @property
     def num_replicas(self) -> int:
         """Replicas of all processes together."""
-        return self.layout.num_replicas if self.world is None else self.world.size
+        num_groups = 1 if self.world is None else self.world.shape[GROUP_AXIS]
+        return self.layout.num_replicas * num_groups
 
     def can_measure(self, size: Size) -> bool:
         """Whether a batch of one micro-batch of this size tells its noise; of several, every batch does."""
-        own = self.programs.can_measure(self.shape(size).micro_batch_size)
-        return own or self.world is not None  # where other processes have groups too
+        rows = self.shape(size).micro_batch_size
+        if self.has_groups:
+            return True
+        if self.world is not None:
+            return self.programs.can_compare_rows(rows)
+        return self.programs.can_measure(rows)
+
+    @property
+    def has_groups(self) -> bool:
+        """Whether every batch of an elastic job tells its noise, because others have parts of it."""
+        return isinstance(self.programs, OverGroups) and not self.programs.is_alone
 
     @property
     def spans(self) -> bool:
@@ -263,15 +298,17 @@ class Engine:
 
     def measuring_programs(self, size: Size) -> tuple[partial[Program], ...]:
         """Those that measure the noise of a batch of one micro-batch; others do so anyway."""
-        if self.world is not None or not self.can_measure(size):
+        if self.has_groups or not self.can_measure(size):
             return ()
+        if isinstance(self.programs, OverGroups):
+            return (partial(self.programs.measured, self.shape(size)),)
         return (partial(self.programs.step, self.shape(size), measure=True),)
 
     def shared_programs(self, *, accumulate: bool) -> tuple[partial[Program], ...]:
         """What all sizes share."""
         programs = self.programs
         found = []
-        if isinstance(programs, ElasticPrograms):
+        if isinstance(programs, OverGroups):
             found += [partial(programs.pack), partial(programs.reduce), partial(programs.update)]
         if programs.has_begin and (accumulate or self.world is not None):
             found.append(partial(programs.begin))
@@ -288,11 +325,14 @@ class Engine:
         return self.compiled.digest(partial(self.programs.step, self.shape(size), measure=False))
 
     def compile(self, sizes: Sequence[Size], *, accumulate: bool = True) -> None:
-        """Compile every program of these sizes; safe from any thread."""
+        """Compile every program of these sizes, but for those that measure in an elastic job: the survivor
+        of several goes on without. Safe from any thread.
+        """
         for size in sizes:
-            for program in self.training_programs(size, accumulate=accumulate):
-                self.compile_program(program)
-            for program in self.measuring_programs(size):
+            programs = self.training_programs(size, accumulate=accumulate)
+            if self.world is None:
+                programs += self.measuring_programs(size)
+            for program in programs:
                 self.compile_program(program)
         for program in self.shared_programs(accumulate=accumulate):
             self.compile_program(program)
@@ -328,7 +368,9 @@ class Engine:
         Collectives over processes are left out: they would have to be run by all at once. Where the state
         spans processes, that is everything.
         """
-        if self.spans:
+        if self.spans or isinstance(
+            self.programs, RowPrograms
+        ):  # there is no room for other tables
             return
         state = self.compiled(self.programs.zeros)()
         batch, mask = self._zero_batch(self.shape(size))
@@ -345,11 +387,15 @@ class Engine:
 
     def rehearse_measuring(self, size: Size) -> None:
         """Run the measuring programs once on throw-away zeros."""
-        if self.world is not None or self.spans:
+        if self.has_groups or self.spans or isinstance(self.programs, RowPrograms):
             return
         state = self.compiled(self.programs.zeros)()
         batch, mask = self._zero_batch(self.shape(size))
-        jax.block_until_ready(self.step(state, None, batch, mask)[1])
+        if self.world is None:
+            jax.block_until_ready(self.step(state, None, batch, mask)[1])
+        elif self.can_measure(size):
+            work = self.accumulate(self.begin(state), batch, mask, measure=True)
+            jax.block_until_ready(work.sums)
 
     def bytes_of(self, size: Size) -> StepBytes | None:
         """Predicted peak bytes per device of a step of this size, once it is compiled."""
@@ -371,6 +417,19 @@ class Engine:
         """XLA's own cost analysis of a program: flops and bytes accessed, per device."""
         analysis: Any = self.compiled(program, *args, **kwargs).cost_analysis()
         return analysis[0] if isinstance(analysis, list) else analysis
+
+    def tflops_per_sample(self, size: Size) -> float:
+        """10^12 operations of matrix products in training one sample; NaN while that is not compiled.
+
+        By the program of a micro-batch of this size, without what measuring the noise adds.
+        """
+        shape = self.shape(size)
+        program = partial(self.programs.step, shape, measure=False)
+        if self.world is not None:
+            program = partial(self.programs.accumulate, shape, first=True)
+        flops = self.compiled.flops(program)
+        num_samples = self.layout.num_replicas * shape.micro_batch_size
+        return math.nan if flops is None else flops / num_samples / 1e12
 
     def text(self, program: Callable[P, Program], *args: P.args, **kwargs: P.kwargs) -> str:
         """The optimized HLO of a program."""
@@ -450,13 +509,21 @@ class Engine:
         )
 
     def accumulate(
-        self, work: Work, batch: PyTree, mask: Array, layout: Layout | None = None
+        self,
+        work: Work,
+        batch: PyTree,
+        mask: Array,
+        layout: Layout | None = None,
+        *,
+        measure: bool = False,
     ) -> Work:
         """Add one micro-batch on every replica of `layout` (default: this one).
 
         `batch` leaves are `[replicas * micro_batch_size, ...]` over this process's devices, `mask`
         `[replicas * micro_batch_size]` float32: 1 for real samples, 0 for padding. The old sums are
         donated. A batch that lies on another layout is moved first: its gradients are reduced there.
+        `measure` has the only micro-batch of an elastic job's only group tell its noise (`can_measure`); of
+        several each is a group, which tells it anyway.
 
         Raises ValueError for a Work that was consumed already.
         """
@@ -466,7 +533,10 @@ class Engine:
         shape = self._shape_of(batch, mask)
         begun = (work.params, work.scale, work.model_state, work.key, work.step)
         old = () if work.sums is None else (work.sums,)
-        run = self.compiled(self.programs.accumulate, shape, first=work.sums is None)
+        if measure and not old and isinstance(self.programs, OverGroups):
+            run = self.compiled(self.programs.measured, shape)
+        else:
+            run = self.compiled(self.programs.accumulate, shape, first=not old)
         sums = run(*begun, batch, mask, *self._numbers, *old)
         return dataclasses.replace(work, sums=sums)
 
@@ -507,6 +577,29 @@ class Engine:
         measure = measure and self.programs.can_measure(shape.micro_batch_size)
         return self.compiled(self.programs.step, shape, measure=measure)(state, *inputs)
 
+    def step_with_rows(
+        self,
+        state: TrainState,
+        slots: Mapping[str, Array],
+        lookups: Mapping[str, Lookup],
+        batch: WithRows,
+        mask: Array,
+        *,
+        measure: bool = True,
+        control: np.ndarray | None = None,
+    ) -> tuple[TrainState, dict[str, Array], Array]:
+        """`step` of a problem with tables: also takes their slots and those of the batch's rows.
+
+        Returns the new state, the slots with those rows changed, and the metrics vector. Donates state and
+        slots.
+        """
+        assert isinstance(self.programs, RowPrograms)
+        state.require_alive()
+        shape = self._shape_of(batch, mask)
+        measure = measure and self.programs.can_measure(shape.micro_batch_size)
+        run = self.compiled(self.programs.step, shape, measure=measure)
+        return run(state, dict(slots), dict(lookups), batch, mask, *self._control_rows(control))
+
     def apply(
         self, state: TrainState, work: Work, control: np.ndarray | None = None
     ) -> tuple[TrainState, Array]:
@@ -536,24 +629,24 @@ class Engine:
             move = self.compiled(self.engines.moves.sums, there.programs, self.programs)
             return move(there.reduce(work))
         programs = self.programs
+        if isinstance(programs, OverGroups):
+            return self._over_groups(programs, work.sums, control)
         if not isinstance(programs, SeparatePrograms):
             return work.sums
-        if not isinstance(programs, ElasticPrograms):
-            return self.compiled(programs.reduce)(work.sums)
-        rows = np.zeros((self.layout.num_replicas, self.engines.control_size), np.float32)
-        if control is not None:
-            rows[0] = control
-        rows = jax.device_put(rows, self.layout.batch_sharding)
-        flat = self.compiled(programs.pack)(work.sums, rows)
-        shape = (programs.world.size, flat.shape[1])
-        sharding = NamedSharding(programs.world, PartitionSpec(*programs.world.axis_names))
+        return self.compiled(programs.reduce)(work.sums)
+
+    def _over_groups(self, programs: OverGroups, sums: Sums, control: np.ndarray | None) -> Array:
+        """The flat buffers of this group's devices, added up over those of all groups."""
+        flat = self.compiled(programs.pack)(sums, self._row_of_control(control))
+        world = programs.world
         everywhere = jax.make_array_from_single_device_arrays(
-            shape, sharding, [s.data for s in flat.addressable_shards]
+            (world.size, programs.flat_size),
+            NamedSharding(world, rows_of(world)),
+            [s.data for s in flat.addressable_shards],
         )
         reduced = self.compiled(programs.reduce)(everywhere)
-        # What all processes hold, as this process's own copy.
         return jax.make_array_from_single_device_arrays(
-            reduced.shape, self.layout.replicated, [s.data for s in reduced.addressable_shards]
+            flat.shape, flat.sharding, [s.data for s in reduced.addressable_shards]
         )
 
     def update(
@@ -633,26 +726,30 @@ class Engine:
 
     @cached_property
     def _numbers(self) -> tuple[Array, ...]:
-        """The number of each replica, where each has a gradient of its own."""
-        if not isinstance(self.programs, SeparatePrograms):
-            return ()
-        first = 0
+        """The number of each replica, where each has a gradient of its own; or of the group."""
+        group = 0
         if self.world is not None:
             mine = self.layout.mesh.devices.flat[0]
-            first = [d.id for d in self.world.devices.flat].index(mine.id)
+            group = [d.id for d in self.world.devices[:, 0]].index(mine.id)
+        if isinstance(self.programs, GroupPrograms):
+            return (self._on_devices(np.asarray(group, np.int32), self.layout.replicated),)
+        if not isinstance(self.programs, SeparatePrograms):
+            return ()
+        first = group * self.layout.num_replicas
         numbers = np.arange(first, first + self.layout.num_replicas, dtype=np.int32)
         return (self._on_devices(numbers, self.layout.batch_sharding),)
 
     def _control_rows(self, control: np.ndarray | None) -> tuple[Array, ...]:
+        return (self._row_of_control(control),) if self.programs.control_size else ()
+
+    def _row_of_control(self, control: np.ndarray | None) -> Array:
         """The control vectors of all devices: this process's on the first of its own, 0 on the others."""
-        if not self.programs.control_size:
-            return ()
         devices = list(self.layout.mesh.devices.flat)
-        rows = np.zeros((len(devices), self.programs.control_size), np.float32)
+        rows = np.zeros((len(devices), self.engines.control_size), np.float32)
         if control is not None:
             mine = jax.process_index(devices[0].client)
             rows[[d.process_index for d in devices].index(mine)] = control
-        return (self._on_devices(rows, self.layout.row_per_device),)
+        return self._on_devices(rows, self.layout.row_per_device)
 
     def _on_devices(self, value: np.ndarray, sharding: NamedSharding) -> Array:
         """A value that every process knows its own part of, cut over the devices of all of them."""

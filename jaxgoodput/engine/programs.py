@@ -18,7 +18,7 @@ import dataclasses
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,7 @@ from jaxtyping import Array, PyTree
 from jaxgoodput._jax import set_priorities
 from jaxgoodput.engine import step as pure
 from jaxgoodput.engine.state import StepMetrics, Sums, TrainState, cast, split
+from jaxgoodput.engine.traces import Traces
 from jaxgoodput.optim.noise import leaf_groups
 from jaxgoodput.parallel import partition as rules
 from jaxgoodput.parallel.strategy import (
@@ -42,6 +43,8 @@ from jaxgoodput.parallel.strategy import (
     anywhere,
     in_mesh,
 )
+
+T = TypeVar("T")
 
 # The order in which the partitioner follows shardings: batches, then these. (Rows are cut over DATA_AXIS.)
 PRIORITIES = {axis: 1 for axis in MODEL_AXES} | {FSDP_AXIS: 2}
@@ -100,6 +103,12 @@ class Program:
     out: PyTree
     """Shardings, a prefix of the results."""
 
+    @cached_property
+    def traced(self) -> jax.stages.Traced:
+        """The program as JAX has traced it."""
+        jitted = jax.jit(self.function, donate_argnums=self.donate, out_shardings=self.out)
+        return jitted.trace(*self.arguments)
+
     def lower(self, platform: str | None = None) -> jax.stages.Lowered:
         """The program for the compiler, which is to follow the batch before it follows the parameters.
 
@@ -107,9 +116,8 @@ class Program:
         where it should gather a layer: 5 times the bytes, for a transformer on fsdp 8. `platform`, such as
         "cuda", is another than the devices': such a program can be looked at, but not compiled.
         """
-        jitted = jax.jit(self.function, donate_argnums=self.donate, out_shardings=self.out)
         platforms = None if platform is None else (platform,)
-        lowered = jitted.trace(*self.arguments).lower(lowering_platforms=platforms)
+        lowered = self.traced.lower(lowering_platforms=platforms)
         set_priorities(lowered, PRIORITIES, first=DATA_AXIS)
         return lowered
 
@@ -123,7 +131,8 @@ class Programs(abc.ABC):
 
     `state` is the problem's abstract state. `shape` is that of the micro-batches which what has no shape
     of its own is made for. `control_size` numbers of each device are added up and ride behind the metrics
-    of every fused step (0: one process decides alone).
+    of every fused step (0: one process decides alone). `traces` knows what functions of this very problem
+    came to before.
     """
 
     def __init__(
@@ -134,6 +143,7 @@ class Programs(abc.ABC):
         state: TrainState,
         shape: SampleShape,
         control_size: int = 0,
+        traces: Traces | None = None,
     ):
         self.problem = problem
         self.layout = layout
@@ -142,8 +152,10 @@ class Programs(abc.ABC):
         self.control_size = control_size
         self.param_specs = rules.param_specs(layout, state.params, pure.own_specs(problem))
         self._kept, _ = split(state.params, problem.mask(state.params))
+        self._traces = traces
         # For shapes alone: one sample fills no pipeline.
         self._uncut_problem = problem
+        self._couples = False  # whether samples of a micro-batch may not be computed apart
 
     @abc.abstractmethod
     def can_measure(self, micro_batch_size: int) -> bool:
@@ -216,14 +228,31 @@ class Programs(abc.ABC):
             lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype), self.abstract_work
         )
         del key, step
+
+        def sums(p: PyTree, s: PyTree, m: PyTree, b: PyTree, w: Array) -> Sums:
+            return pure.local_sums(problem, p, s, m, b, w, jax.random.key(0))
+
         return jax.eval_shape(
-            lambda p, s, m, b, w: pure.local_sums(problem, p, s, m, b, w, jax.random.key(0)),
+            lambda *arguments: self._traced("sums of one", sums, *arguments),
             params,
             scale,
             model_state,
             self.shape.batch(1),
             jax.ShapeDtypeStruct((1,), jnp.float32),
         )
+
+    @property
+    def _swaps_products(self) -> bool:
+        """Whether gradients of matrices are computed as XLA:CPU does it fast (`gradients.py`).
+
+        Where the compiler cuts them, it is left alone.
+        """
+        return self._may_swap_products and self.layout.num_devices == 1
+
+    @property
+    def _may_swap_products(self) -> bool:
+        on_cpu = self.layout.mesh.devices.flat[0].platform == "cpu"
+        return self.problem.swaps_products and on_cpu
 
     # -- what the two ways differ in -------------------------------------------------------------
 
@@ -264,20 +293,75 @@ class Programs(abc.ABC):
         # One stream of random numbers per (step, replica, micro-batch).
         count = 0 if old is None else old.calls
         key = jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(key, step), replica), count)
-        new = pure.local_sums(
-            self.problem,
-            params,
-            scale,
-            model_state if old is None else old.model_state,
-            batch,
-            mask,
-            key,
-            measure=measure,
-            blocks=blocks,
-            part=part,
-            alone=alone,
-        )
+        how = {
+            "measure": measure,
+            "blocks": blocks,
+            "alone": alone,
+            "swaps": self._swaps_products,
+        }
+
+        def sums(*arguments: PyTree) -> Sums:
+            *values, part = arguments
+            return pure.local_sums(self.problem, *values, part=part, **how)
+
+        before = model_state if old is None else old.model_state
+        name = ("sums", *how.values())
+        new = self._traced(name, sums, params, scale, before, batch, mask, key, part)
         return new if old is None else old.merged(new)
+
+    def can_compare_rows(self, micro_batch_size: int) -> bool:
+        """Whether the rows of one micro-batch tell its noise: some of them beside all."""
+        if self.problem.from_norm_layers or self._is_cut_in_rows(micro_batch_size):
+            return True
+        return self._can_leave_out and self.layout.num_replicas * micro_batch_size > 1
+
+    @cached_property
+    def _can_leave_out(self) -> bool:
+        rows = self.shape.batch(2)
+        return pure.loss_kind(self._uncut_problem, self.state, rows, 2) == "sample"
+
+    def _is_cut_in_rows(self, micro_batch_size: int) -> bool:
+        """Whether a part of the rows is computed by itself, which costs least."""
+        if self.layout.strategy.stage > 1:  # a pipeline needs rows for all its stages
+            return False
+        # A model with mutable state (BatchNorm) computes other things of other rows.
+        coupled = self._couples or jax.tree.leaves(self.state.model_state)
+        whole = coupled and self._can_leave_out
+        return micro_batch_size > 1 and not whole
+
+    def _some_of(self, batch: PyTree, mask: Array) -> tuple[tuple[PyTree, Array], Array | None]:
+        """A part of the rows, the same of every replica: apart, or all of them and which of them count."""
+        replicas = self.layout.num_replicas
+        rows = len(mask) // replicas
+        if not self._is_cut_in_rows(rows):
+            return (batch, mask), (jnp.arange(len(mask)) % 2 == 0).astype(mask.dtype)
+        stride = min(max(rows // PART_ROWS, STRIDES[0]), STRIDES[1])
+
+        def some(x: Array) -> Array:  # a stride, because rows may come in some order
+            part = x.reshape(replicas, rows, *x.shape[1:])[:, ::stride]
+            return part.reshape(-1, *x.shape[1:])
+
+        return jax.tree.map(some, (batch, mask)), None
+
+    def _manual(
+        self, function: Callable[..., PyTree], in_specs: PyTree, out_specs: PyTree
+    ) -> Callable[..., PyTree]:
+        """`function` of what each device holds, its collectives written out."""
+        # Gradients stay local, and users' scans need no `pcast`.
+        return jax.shard_map(
+            function,
+            mesh=self.layout.mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            check_vma=False,
+        )
+
+    def _traced(self, name: Hashable, function: Callable[..., T], *arguments: PyTree) -> T:
+        """`function(*arguments)`, in a trace; `name` says which, among those of this problem and layout."""
+        if self._traces is None:
+            return function(*arguments)
+        where = self.layout.strategy, self.layout.mesh.abstract_mesh
+        return self._traces((name, where), function, *arguments)
 
     # -- programs without a shape ----------------------------------------------------------------
 
@@ -334,7 +418,8 @@ class Programs(abc.ABC):
     def _begin(self, params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
         # Nothing for the masters themselves: an output would be a copy of them.
         dtype = self.problem.compute_dtype
-        return () if dtype is None else cast(params, dtype), self._scale(params, opt_state)
+        scale = self._traced("scale", self._scale, params, opt_state)
+        return () if dtype is None else cast(params, dtype), scale
 
     def _scale(self, params: PyTree, opt_state: PyTree) -> PyTree:
         if not self.problem.preconditioned:
@@ -345,7 +430,8 @@ class Programs(abc.ABC):
     def _update(
         self, state: TrainState, total: Sums, *, measure: bool
     ) -> tuple[TrainState, StepMetrics[Array]]:
-        return pure.update(self.problem, state, total, measure=measure)
+        update = partial(pure.update, self.problem, measure=measure)
+        return self._traced(("update", measure), update, state, total)
 
     # -- programs for micro-batches of a shape ---------------------------------------------------
 
@@ -428,31 +514,15 @@ class GlobalPrograms(Programs):
     def __init__(
         self, problem: pure.Problem, layout: Layout, *, couples: bool = False, **kwargs: Any
     ):
-        self._couples = couples
         loss = in_mesh(problem.loss_and_state, layout.mesh.abstract_mesh, layout.strategy)
         super().__init__(dataclasses.replace(problem, loss_and_state=loss), layout, **kwargs)
+        self._couples = couples
         uncut = in_mesh(problem.loss_and_state, UNCUT, layout.strategy)
         self._uncut_problem = dataclasses.replace(problem, loss_and_state=uncut)
 
     def can_measure(self, micro_batch_size: int) -> bool:
         """Whether there are two rows to compare, and the loss can leave some out where it has to."""
-        if self.problem.from_norm_layers or self._is_cut_in_rows(micro_batch_size):
-            return True
-        return self._can_leave_out and self.layout.num_replicas * micro_batch_size > 1
-
-    @cached_property
-    def _can_leave_out(self) -> bool:
-        rows = self.shape.batch(2)
-        return pure.loss_kind(self._uncut_problem, self.state, rows, 2) == "sample"
-
-    def _is_cut_in_rows(self, micro_batch_size: int) -> bool:
-        """Whether a part of the rows is computed by itself, which costs least."""
-        if self.layout.strategy.stage > 1:  # a pipeline needs rows for all its stages
-            return False
-        # A model with mutable state (BatchNorm) computes other things of other rows.
-        coupled = self._couples or jax.tree.leaves(self.state.model_state)
-        whole = coupled and self._can_leave_out
-        return micro_batch_size > 1 and not whole
+        return self.can_compare_rows(micro_batch_size)
 
     def partial_sums(self) -> Sums:
         """The reduced sums: there are no others."""
@@ -476,23 +546,12 @@ class GlobalPrograms(Programs):
             return self._all_rows(begun, inputs, old, measure=measure, alone=alone)
         total = self._all_rows(begun, inputs, None, measure=False, alone=alone)
         part = self._part(begun, *inputs)
-        return pure.in_two(total, part, begun[1], cut=self.layout.strategy.is_cut)
+        return pure.in_two(self.problem, total, part, begun[1], cut=self.layout.strategy.is_cut)
 
-    def _part(self, begun: Sequence[PyTree], batch: PyTree, mask: Array) -> Sums:
+    def _part(self, begun: Sequence[PyTree], batch: PyTree, mask: Array, *number: Array) -> Sums:
         """The sums of a part of the rows, the same of every replica."""
-        replicas = self.layout.num_replicas
-        rows = len(mask) // replicas
-        if self._is_cut_in_rows(rows):
-            stride = min(max(rows // PART_ROWS, STRIDES[0]), STRIDES[1])
-
-            def some(x: Array) -> Array:  # a stride, because rows may come in some order
-                part = x.reshape(replicas, rows, *x.shape[1:])[:, ::stride]
-                return part.reshape(-1, *x.shape[1:])
-
-            inputs = jax.tree.map(some, (batch, mask))
-            return self._all_rows(begun, inputs, None, measure=False, alone=True)
-        part = (jnp.arange(len(mask)) % 2 == 0).astype(mask.dtype)
-        return self._all_rows(begun, (batch, mask), None, measure=False, part=part, alone=True)
+        some, part = self._some_of(batch, mask)
+        return self._all_rows(begun, (*some, *number), None, measure=False, part=part, alone=True)
 
     def _all_rows(
         self,
@@ -528,6 +587,10 @@ class SeparatePrograms(Programs):
         """Whether there are several replicas, each a group."""
         return self.layout.num_replicas > 1
 
+    @property
+    def _swaps_products(self) -> bool:
+        return self._may_swap_products  # every device computes products of its own
+
     def partial_sums(self) -> Sums:
         """A row for each replica."""
         replicas, sharding = self.layout.num_replicas, self.layout.batch_sharding
@@ -538,7 +601,7 @@ class SeparatePrograms(Programs):
 
     def reduce(self) -> Program:
         """The sums of the whole batch, from those of the replicas; nothing is donated."""
-        run = self._replicas_map(lambda sums: self._total(_first_row(sums)), (ROWS,), WHOLE)
+        run = self._manual(lambda sums: self._total(_first_row(sums)), (ROWS,), WHOLE)
         return Program(run, (), (self.partial_sums(),), _shardings(self.reduced_sums()))
 
     def spread(self) -> Program:
@@ -548,7 +611,7 @@ class SeparatePrograms(Programs):
             replica = jax.lax.axis_index(DATA_AXIS)
             return _as_row(sums.part_of(replica, self.layout.num_replicas))
 
-        run = self._replicas_map(body, (WHOLE,), ROWS)
+        run = self._manual(body, (WHOLE,), ROWS)
         return Program(run, (), (self.reduced_sums(),), _shardings(self.partial_sums()))
 
     def abstract_batch(self, shape: SampleShape) -> tuple[PyTree, ...]:
@@ -588,7 +651,7 @@ class SeparatePrograms(Programs):
         out: PartitionSpec,
     ) -> Sums:
         rows = (*inputs, *(() if old is None else (old,)))
-        run = self._replicas_map(body, (WHOLE, *(ROWS for _ in rows)), out)
+        run = self._manual(body, (WHOLE, *(ROWS for _ in rows)), out)
         return run(tuple(begun), *rows)
 
     def _one_replica(
@@ -610,18 +673,6 @@ class SeparatePrograms(Programs):
             return jax.lax.psum(tree, DATA_AXIS) if self.layout.num_replicas > 1 else tree
 
         return sums.reduced(add_others, add_others)
-
-    def _replicas_map(
-        self, function: Callable[..., PyTree], in_specs: PyTree, out_specs: PyTree
-    ) -> Callable[..., PyTree]:
-        # Gradients stay local, and users' scans need no `pcast`.
-        return jax.shard_map(
-            function,
-            mesh=self.layout.mesh,
-            in_specs=in_specs,
-            out_specs=out_specs,
-            check_vma=False,
-        )
 
 
 def has_constraints(problem: pure.Problem, state: TrainState, shape: SampleShape) -> bool:

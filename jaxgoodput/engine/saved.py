@@ -164,7 +164,7 @@ def read_like(folder: pathlib.Path, keys: Mapping[str, Keys], abstract: PyTree) 
 
 def abstract_data(leaf: Any) -> jax.ShapeDtypeStruct:
     """What to ask the reader for: a plain array on its leaf's sharding."""
-    data = jax.eval_shape(_data, leaf)
+    data = jax.eval_shape(_data, leaf) if _is_key(leaf) else leaf  # a trace takes its time
     return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=leaf.sharding)
 
 
@@ -178,30 +178,89 @@ def taken(x: Array, leaf: Any) -> Array:
 # -- on the host -------------------------------------------------------------------------------------
 
 
-def on_host(state: PyTree) -> dict[str, np.ndarray]:
-    """A state that is whole on each device, as plain arrays by path in memory of their own.
+@dataclass(frozen=True)
+class HostLeaf:
+    """What a process holds of a leaf, as disjoint pieces in memory of their own."""
 
-    Raises ValueError for a state that is cut: no device of this process has all of it.
+    kind: LeafKind
+    pieces: Mapping[tuple[int, ...], np.ndarray]
+    """By the index of their first element."""
+
+    @classmethod
+    def of(cls, x: Array) -> "HostLeaf":
+        """A copy of what lies on this process's devices."""
+        pieces: dict[tuple[int, ...], np.ndarray] = {}
+        for shard in x.addressable_shards:
+            start = tuple(part.indices(n)[0] for part, n in zip(shard.index, x.shape, strict=True))
+            if start not in pieces:
+                pieces[start] = np.array(shard.data)
+        return cls(LeafKind.of(x), pieces)
+
+    def at(self, index: Any) -> np.ndarray:
+        """The part of the leaf in a box of slices. Raises ValueError where it is not all here."""
+        spans = [part.indices(n)[:2] for part, n in zip(index, self.kind.shape, strict=True)]
+        whole = self.pieces.get(tuple(first for first, _ in spans))
+        shape = tuple(last - first for first, last in spans)
+        if whole is not None and whole.shape == shape:
+            return whole
+        out, num_found = np.empty(shape, jnp.dtype(self.kind.dtype)), 0
+        for start, piece in self.pieces.items():
+            both = [
+                (max(first, own), min(last, own + n))
+                for (first, last), own, n in zip(spans, start, piece.shape, strict=True)
+            ]
+            if all(first < last for first, last in both):
+                there = zip(both, spans, strict=True)
+                here = zip(both, start, strict=True)
+                part = piece[tuple(slice(a - own, b - own) for (a, b), own in here)]
+                out[tuple(slice(a - first, b - first) for (a, b), (first, _) in there)] = part
+                num_found += part.size
+        if num_found != out.size:
+            raise ValueError(f"of {self.kind} this process holds {num_found} of {out.size} values.")
+        return out
+
+
+def on_host(state: PyTree) -> dict[str, HostLeaf]:
+    """What this process holds of a state, by path, as plain arrays in memory of their own."""
+    return {path: HostLeaf.of(_data(x)) for path, x in _by_path(state).items()}
+
+
+def whole_on_host(leaves: Mapping[str, HostLeaf], abstract: PyTree) -> PyTree:
+    """A tree in the form of `abstract` of what `on_host` gave, whole and on the host; keys as keys.
+
+    Raises ValueError where parts of it are not here.
     """
-    leaves = {path: _data(x) for path, x in _by_path(state).items()}
-    cut = [path for path, x in leaves.items() if not x.is_fully_replicated]
-    if cut:
-        raise ValueError(f"{some(cut)} lies in parts on several devices, and is nowhere whole.")
-    return {path: np.array(x.addressable_data(0)) for path, x in leaves.items()}
+
+    def whole(x: HostLeaf, leaf: Any) -> Any:
+        host = x.at(tuple(slice(0, n) for n in x.kind.shape))
+        if not _is_key(leaf):
+            return host
+        return jax.random.wrap_key_data(
+            jnp.asarray(host), impl=jax.random.key_impl(_key_like(leaf))
+        )
+
+    trees = [whole(leaves[path], leaf) for path, leaf in _by_path(abstract).items()]
+    return jax.tree.unflatten(jax.tree.structure(abstract), trees)
 
 
-def from_host(leaves: Mapping[str, np.ndarray], abstract: PyTree) -> PyTree:
+def from_host(leaves: Mapping[str, HostLeaf], abstract: PyTree) -> PyTree:
     """A tree in the form of `abstract`, which says where leaves go, of what `on_host` gave.
 
-    Raises ValueError where it is of another model.
+    Where it goes to several processes, each comes with what its own devices are to hold. Raises ValueError
+    where it is of another model, or does not hold that.
     """
     wanted = _by_path(abstract)
-    given = {path: LeafKind.of(x) for path, x in leaves.items()}
+    given = {path: x.kind for path, x in leaves.items()}
     told = differences(given, {path: LeafKind.of(abstract_data(x)) for path, x in wanted.items()})
     if told:
         raise ValueError(f"the state that another process holds is of another model: {told[0]}.")
-    placed = [_owned(_global(leaves[path], leaf), leaf) for path, leaf in wanted.items()]
-    return jax.tree.unflatten(jax.tree.structure(abstract), placed)
+
+    def placed(x: HostLeaf, leaf: Any) -> Array:
+        made = jax.make_array_from_callback(x.kind.shape, leaf.sharding, x.at)
+        return _owned(made, leaf)
+
+    trees = [placed(leaves[path], leaf) for path, leaf in wanted.items()]
+    return jax.tree.unflatten(jax.tree.structure(abstract), trees)
 
 
 # -- beginning with values ---------------------------------------------------------------------------

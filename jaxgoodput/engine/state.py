@@ -13,8 +13,7 @@ from typing import Any, Generic
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PyTree
 
@@ -250,16 +249,22 @@ class Work:
 def host_copy(x: Array, dtype: DTypeLike | None = None) -> Any:
     """An array, whole, as a NumPy array (in another type) that nobody can write to; keys as keys.
 
-    Of one that spans processes, all of them come here together.
+    Of one that spans processes, all of those come here together.
     """
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         data = host_copy(jax.random.key_data(x))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     if not x.is_fully_addressable:
-        x = multihost_utils.process_allgather(x, tiled=True)
+        assert isinstance(x.sharding, NamedSharding)
+        whole = NamedSharding(x.sharding.mesh, PartitionSpec())
+        x = jax.jit(_same, out_shardings=whole)(x).addressable_data(0)
     host = np.array(x, dtype)  # a copy: on CPU, the host would see the buffer itself
     host.flags.writeable = False
     return host
+
+
+def _same(x: Array) -> Array:
+    return x
 
 
 def delete(tree: PyTree) -> None:

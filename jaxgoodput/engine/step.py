@@ -14,8 +14,9 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, PyTree
 
 from jaxgoodput.engine import norm_layers
+from jaxgoodput.engine.gradients import swapped_value_and_grad
 from jaxgoodput.engine.state import (
     Guard,
     Loss,
@@ -44,6 +46,8 @@ from jaxgoodput.parallel.partition import path_name
 from jaxgoodput.parallel.strategy import anywhere
 
 # (params, model state, batch, key) -> (what `loss_kind` allows, new model state)
+T = TypeVar("T")
+Pick = Callable[[PyTree, float], PyTree]
 LossAndState = Callable[..., tuple[Array | Loss, PyTree]]
 # Elements of a leaf whose update is worked out twice, to see what it is before anything is applied.
 SMALL = 2**14
@@ -78,12 +82,21 @@ class Problem:
     """What floating parameters are cast to for computing; None: they are not."""
     ema: float | None = None
     """Share of the parameters' average that is kept per base step; None: there is no average."""
+    swaps_products: bool = False
+    """Whether, on CPU, gradients of matrices are computed as XLA does it fast there (`gradients.py`)."""
 
     def mask(self, params: PyTree) -> PyTree:
         """Which leaves train."""
         if self.trainable is None:
             return jax.tree.map(lambda _: True, params)
         return self.trainable(params)
+
+    def apart(self, norms_of: Callable[[Pick], T]) -> T:
+        """Norms of every leaf, or of every part of one whose noise is apart, from `norms_of(pick)`.
+
+        `pick(tree, fill)` is the part that they are to be of, and `fill` elsewhere.
+        """
+        return norms_of(lambda tree, fill: tree)
 
     def preconditioner(self, opt_state: PyTree, kept: PyTree) -> PyTree | None:
         """What the optimizer divides gradients by; None where noise is measured without."""
@@ -277,6 +290,7 @@ def local_sums(
     blocks: int = 1,
     part: Array | None = None,
     alone: bool = False,
+    swaps: bool = False,
 ) -> Sums:
     """One micro-batch, of one replica or of all: gradient sum, loss sum, weight, and |gradient|^2.
 
@@ -284,7 +298,8 @@ def local_sums(
     come from `blocks` replicas. `measure=False` leaves the noise moment at 0 and saves one pass over the
     gradient. Of all rows, which are computed together, only those of `part` (`[batch]`, 1 or 0) count.
     `alone` says that nothing will be added to these sums: the gradient of a micro-batch without weight,
-    which may then be anything, is refused with the whole update.
+    which may then be anything, is refused with the whole update. `swaps` computes those of matrices as
+    XLA:CPU does it fast (`gradients.py`).
     """
     kept, rest = split(params, problem.mask(params))
     batch = _without_padding(batch, mask, blocks)
@@ -306,13 +321,13 @@ def local_sums(
         factors = norm_layers.ones(
             lambda rows: problem.loss_and_state(params, model_state, rows, key), batch
         )
+    differentiated = swapped_value_and_grad if swaps else partial(jax.value_and_grad, has_aux=True)
     if problem.from_norm_layers and measure:
-        argnums = (0, 1)
-        (total, others), (grads, by_sample) = jax.value_and_grad(objective, argnums, has_aux=True)(
+        (total, others), (grads, by_sample) = differentiated(objective, argnums=(0, 1))(
             kept, factors
         )
     else:
-        (total, others), grads = jax.value_and_grad(objective, has_aux=True)(kept, {})
+        (total, others), grads = differentiated(objective)(kept, {})
         by_sample = jax.tree.map(jnp.zeros_like, factors)
     weight, aux, new_state = others
     weight = jax.lax.stop_gradient(weight)
@@ -349,13 +364,20 @@ def local_sums(
     )
 
 
-def in_two(total: Sums, part: Sums, scale: PyTree, *, cut: bool) -> Sums:
+def in_two(problem: Problem, total: Sums, part: Sums, scale: PyTree, *, cut: bool) -> Sums:
     """The sums of one micro-batch with the noise moment of two groups: a part of its rows, and the others.
 
     `scale` is the optimizer's preconditioner, () for none; `cut` says that leaves are cut over devices.
     """
-    preconditioner = None if isinstance(scale, tuple) and not scale else scale
-    products = noise.products_of_two(part.grads, total.grads, preconditioner, cut=cut)
+    has_none = isinstance(scale, tuple) and not scale
+
+    def products_of(pick: Pick) -> tuple[Array, Array, Array]:
+        preconditioner = None if has_none else pick(scale, 1.0)
+        return noise.products_of_two(
+            pick(part.grads, 0.0), pick(total.grads, 0.0), preconditioner, cut=cut
+        )
+
+    products = problem.apart(products_of)
     # The gradient of a part without weight may be anything.
     first, both = (jnp.where(part.weight > 0, x, 0) for x in products[:2])
     whole = products[2]
@@ -363,7 +385,7 @@ def in_two(total: Sums, part: Sums, scale: PyTree, *, cut: bool) -> Sums:
         (first, part.weight),
         (jnp.maximum(whole - 2 * both + first, 0), total.weight - part.weight),
     )
-    norms, groups = jnp.zeros_like(total.norms), jnp.zeros_like(total.groups)
+    norms, groups = jnp.zeros_like(whole), jnp.zeros_like(total.groups)
     for square, weight in groups_of_rows:
         some = weight > 1e-6 * total.weight  # the difference of two sums is hardly ever 0
         norms += jnp.where(some, square / jnp.where(some, weight, 1.0), 0.0)
@@ -436,14 +458,20 @@ def update(
     sample = None
     if measure:
         scale = problem.preconditioner(state.opt_state, kept)
-        large = norms
         if problem.from_norm_layers:
             # One noise scale for all: every leaf is given the same part of it.
             squares = [jnp.sum(jnp.square(x)) for x in total.factors.values()]
             large = jnp.broadcast_to(sum(squares) / norms.size, norms.shape) / weight**2
         elif scale is not None:
             known = total.square  # a pass of its own over memory takes long
-            large = noise.squared_norms(total.grads, scale) if known is None else known
+            if known is None:
+                known = problem.apart(
+                    lambda pick: noise.squared_norms(pick(total.grads, 0.0), pick(scale, 1.0))
+                )
+            large = known
+            large = large / weight**2
+        else:
+            large = problem.apart(lambda pick: noise.squared_norms(pick(total.grads, 0.0)))
             large = large / weight**2
         sample = noise.NoiseSample(
             small_sqr=total.norms / weight,

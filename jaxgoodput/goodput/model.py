@@ -4,7 +4,15 @@ import numpy as np
 
 from jaxgoodput._pytree import static, struct
 from jaxgoodput.goodput.efficiency import Grad, efficiency
-from jaxgoodput.goodput.perf import Numeric, PerfParams, Placement, step_time
+from jaxgoodput.goodput.perf import (
+    Feeding,
+    Numeric,
+    PerfParams,
+    Placement,
+    feeding_time,
+    namespace,
+    step_time,
+)
 
 
 @struct
@@ -23,6 +31,8 @@ class GoodputModel:
     residuals: tuple[tuple[int, float], ...] = static(default=())
     """(micro-batch size, measured / modelled step time), by size: a size that was measured counts as
     it was measured, and its neighbours lean on it."""
+    feeding: Feeding | None = None
+    """What prepares batches while others train: no step is shorter. None: nothing takes its time."""
 
     def throughput(
         self, placement: Placement, micro_batch_size: Numeric, num_micro_batches: Numeric = 1
@@ -30,7 +40,11 @@ class GoodputModel:
         """Samples per second over all replicas."""
         num_samples = placement.num_replicas * micro_batch_size * num_micro_batches
         seconds = step_time(self.perf, placement, micro_batch_size, num_micro_batches)
-        return num_samples / (seconds * self.residual(micro_batch_size))
+        seconds = seconds * self.residual(micro_batch_size)
+        if self.feeding is not None:
+            xp = namespace(seconds, num_samples)
+            seconds = xp.maximum(seconds, feeding_time(self.feeding, num_samples))
+        return num_samples / seconds
 
     def residual(self, micro_batch_size: Numeric) -> Numeric:
         """What the modelled step time must be multiplied by: 1 where nothing is known better.

@@ -51,6 +51,16 @@ class PerfParams:
 
 
 @struct
+class Feeding:
+    """What prepares a batch beside the step, such as the rows of tables that it reads: a line in its size."""
+
+    base_s: Numeric
+    """s per batch."""
+    per_sample_s: Numeric
+    """s per sample of the global batch."""
+
+
+@struct
 class Placement:
     """Where the replicas of one job run: scalars, or arrays of one shape."""
 
@@ -72,6 +82,11 @@ def compute_time(perf: PerfParams, micro_batch_size: Numeric) -> Numeric:
     `micro_batch_size` is samples per replica.
     """
     return perf.compute_base + perf.compute_per_sample * micro_batch_size
+
+
+def feeding_time(feeding: Feeding, global_batch_size: Numeric) -> Numeric:
+    """Seconds that preparing one batch takes, beside the step of the one before."""
+    return feeding.base_s + feeding.per_sample_s * global_batch_size
 
 
 def sync_time(perf: PerfParams, placement: Placement) -> Numeric:

@@ -360,6 +360,8 @@ def _spread(point, values, noise: float, rows: Rows, table) -> np.ndarray:
     share = (values[OVERLAP] - 1.0) / 9.0
     slope[OVERLAP] = max(9.0 * share * (1.0 - share), 1e-6)
     scaled = jacobian / slope * units / max(noise, 0.01)
-    # The ridge is a standard error of 100: what the data say nothing about stays visibly large.
-    information = scaled.T @ scaled + 1e-4 * np.eye(len(NAMES))
-    return np.sqrt(np.diag(np.linalg.inv(information)))
+    # The ridge is a standard error of 100: what the data say nothing about stays visibly large. Not by the
+    # inverse of a product: the squares may be too far apart for it.
+    rows_and_ridge = np.vstack([scaled, 0.01 * np.eye(len(NAMES))])
+    _, sizes, directions = np.linalg.svd(rows_and_ridge, full_matrices=False)
+    return np.sqrt(np.sum((directions / sizes[:, None]) ** 2, axis=0))

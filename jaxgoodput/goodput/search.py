@@ -13,7 +13,12 @@ import numpy as np
 
 from jaxgoodput.goodput.efficiency import efficiency
 from jaxgoodput.goodput.model import GoodputModel
-from jaxgoodput.goodput.perf import Placement, compute_time, last_micro_batch_time
+from jaxgoodput.goodput.perf import (
+    Placement,
+    compute_time,
+    feeding_time,
+    last_micro_batch_time,
+)
 
 MAX_SIZES = 13  # of the common ladder; a placement adds at most three of its own
 RATIO = 1.42  # between sizes: half of it off the optimum costs less than 1 % (log-concave goodput)
@@ -265,6 +270,8 @@ def _goodput(
     batches = per_count * counts
     seconds = (counts - 1) * alone + (last + np.asarray(model.perf.update_s))
     seconds = seconds * np.asarray(model.residual(sizes))[..., None]
+    if model.feeding is not None:
+        seconds = np.maximum(seconds, feeding_time(model.feeding, batches))
     worth = efficiency(model.grad, batches / model.base_batch_size)
     allowed = (batches >= limits.smallest) & (batches <= limits.max) & exists
     return np.where(allowed, batches / seconds * worth, -np.inf)

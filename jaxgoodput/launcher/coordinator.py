@@ -12,16 +12,18 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from jaxgoodput import _jax
+from jaxgoodput import _wire as wire
 from jaxgoodput.clock import Clock
-from jaxgoodput.launcher import rendezvous, wire
+from jaxgoodput.launcher import fitness, rendezvous
 from jaxgoodput.launcher.supervise import UsageError, say
 
 TICK_S = 0.1
+_NO_FAILURE_YET_S = 3600.0  # as if a job had run for so long before, without a failure
 COME_BACK = "it has come back"
 
 
@@ -87,10 +89,12 @@ class Coordinator:
         self._facts = facts
         self._clock = clock
         self._host = host
-        self._state = rendezvous.Rendezvous(limits=limits, since_s=clock.now())
+        self._began_s = clock.now()
+        self._state = rendezvous.Rendezvous(limits=limits, since_s=self._began_s)
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._agents: dict[str, wire.Channel] = {}
         self._instances: dict[str, str] = {}  # of the agents: one that comes back is the same
+        self._slots: dict[str, int] = {}  # processes of each host
         self._workers: dict[str, wire.Channel] = {}
         self._state_at: dict[str, str] = {}  # where a worker serves its state
         self._services: list[_jax.CoordinationService] = []
@@ -138,7 +142,7 @@ class Coordinator:
             self._tell_of_waiting(now_s)
             if is_told and not self._agents and not self._state.members:
                 break
-        return 0 if self._end is None else self._end.code
+        return rendezvous.SAVED if self._end is None else self._end.code
 
     def close(self) -> None:
         """Tell the agents that the job is over, and let go of everything."""
@@ -173,17 +177,15 @@ class Coordinator:
             case HostJoined(host, slots, instance, channel):
                 self._lose(host, COME_BACK, None)
                 self._agents[host], self._instances[host] = channel, instance
+                self._slots[host] = slots
                 self._send(channel, {"type": "accepted"})
                 say(f"{host} has joined, with {slots} process{'es' * (slots > 1)}")
                 self._happen(rendezvous.Arrived(host))
-                for _ in range(slots):
-                    self._start(host)
             case HostLost(host, why, channel):
                 self._lose(host, why, channel)
             case rendezvous.Leave(host):
                 self._happen(event)
-                members = self._state.members.values()
-                if members and all(member.leaves for member in members):
+                if self._state.members and not rendezvous.can_go_on(self._state):
                     # Nobody goes on: the last to leave saves.
                     self._happen(rendezvous.Stop())
                     for agent in self._agents.values():
@@ -217,10 +219,13 @@ class Coordinator:
             case rendezvous.Regroup(members, generation):
                 for name in members:
                     self._tell(name, {"type": "regroup", "generation": generation})
-            case rendezvous.Form(generation, ranks, holder, holds):
-                since = "the newest checkpoint, if any" if holder is None else f"step {holds}"
+            case rendezvous.Form(generation, ranks, holders, holds, news):
+                since = f"step {holds}" if holders else "the newest checkpoint, if any"
                 say(f"generation {generation}: {', '.join(ranks)}, from {since}")
+                past_s = self._clock.now() - self._began_s + _NO_FAILURE_YET_S
+                failure_every_s = past_s / (self._state.num_failures + 1)
                 for rank, name in enumerate(ranks):
+                    holder = holders[rank % len(holders)] if holders else None
                     self._tell(
                         name,
                         {
@@ -230,6 +235,9 @@ class Coordinator:
                             "count": len(ranks),
                             "holds": holds,
                             "state_at": None if holder is None else self._state_at.get(holder),
+                            "neighbour_at": self._state_at.get(_neighbour(ranks, rank)),
+                            "failure_every_s": failure_every_s,
+                            "news": [decision.to_message() for decision in news],
                         },
                     )
             case rendezvous.Go(generation):
@@ -248,11 +256,29 @@ class Coordinator:
                 if host in self._agents:
                     say(f"another process is started on {host} in {after_s:g} s")
                     self._starts.append((self._clock.now() + after_s, host))
+            case rendezvous.Examine(host):
+                peers = [
+                    self._state_at[name]
+                    for name in self._state.ranks
+                    if name in self._state.members and name in self._state_at
+                ]
+                if host in self._agents:
+                    self._send(self._agents[host], {"type": "check", "peers": peers})
+            case rendezvous.Admit(host):
+                self._starts = [one for one in self._starts if one[1] != host]  # of before
+                for _ in range(self._slots[host]):
+                    self._start(host)
+            case rendezvous.Refuse(host, why):
+                if host in self._agents:
+                    self._send(self._agents[host], {"type": "refused", "why": why})
+            case rendezvous.Tell(decision):
+                say(str(decision))
             case rendezvous.Release(members):
                 for name in members:
                     self._tell(name, {"type": "release"})
-            case rendezvous.Save(name):
-                self._tell(name, {"type": "save"})
+            case rendezvous.Save(members, holds):
+                parts_at = [self._state_at.get(name) for name in members]
+                self._tell(members[0], {"type": "save", "parts_at": parts_at, "holds": holds})
             case rendezvous.End(code, why):
                 if code:
                     say(f"the job ends with {code}: {why}")
@@ -262,7 +288,8 @@ class Coordinator:
         """A service for one generation; those of before are not used any more, since all have left them."""
         self._dismiss()
         for service in self._services:
-            service.shutdown()
+            # It waits 5 s for a client that is cut off, and nobody waits for it.
+            threading.Thread(target=service.shutdown, daemon=True).start()
         self._services = []
         self._has_connected = count == 1
         if count == 1:
@@ -296,6 +323,8 @@ class Coordinator:
         is_over = self._state.stage is rendezvous.Stage.OVER
         if agent is None or is_over or host in self._state.leaving:
             return
+        if rendezvous.is_left_out(self._state, host):
+            return  # all of them are started when it is taken in again
         self._num_started += 1
         name = f"{host}.{self._num_started}"
         self._happen(rendezvous.Joined(name, host))
@@ -314,6 +343,7 @@ class Coordinator:
             if member.host == host:
                 self._take(rendezvous.Gone(name, -9))
         self._starts = [(at_s, other) for at_s, other in self._starts if other != host]
+        self._happen(rendezvous.Lost(host))
 
     def _tell_of_waiting(self, now_s: float) -> None:
         """Now and then, why nothing happens."""
@@ -326,7 +356,7 @@ class Coordinator:
         waiting = sum(member.waits for member in state.members.values())
         shares = {member.share for member in state.members.values()} - {None}
         say(
-            f"{waiting} processes wait, and {state.limits.least} are needed"
+            f"{waiting} processes wait, and {state.limits.needed} are needed"
             + "".join(f", a number that divides {share}" for share in shares)
             + f"; hosts: {', '.join(self._agents) or 'none'}"
         )
@@ -366,6 +396,8 @@ class Coordinator:
             self._hear_agent(channel, hello)
         elif hello["type"] == "worker":
             self._hear_worker(channel, hello)
+        elif hello["type"] == "probe":
+            fitness.answer(channel)
 
     def _hear_agent(self, channel: wire.Channel, hello: Mapping[str, Any]) -> None:
         host = hello["host"]
@@ -381,25 +413,44 @@ class Coordinator:
                 self._events.put(rendezvous.Gone(message["member"], message["code"]))
             elif message["type"] == "leave":
                 self._events.put(rendezvous.Leave(host))
+            elif message["type"] == "checked":
+                check = fitness.Check(**message["check"])
+                say(f"{host} was checked: {check.failure or check}")
+                self._events.put(rendezvous.Examined(host, check))
         self._events.put(HostLost(host, "its agent does not answer", channel))
 
     def _hear_worker(self, channel: wire.Channel, hello: Mapping[str, Any]) -> None:
         name = hello["member"]
-        self._send(channel, {"type": "known", "generation": self._state.generation})
+        state = self._state
+        known = {
+            "num_training": sum(other in state.members for other in state.ranks),
+            "group_size": state.limits.group_size,
+        }
+        self._send(channel, {"type": "known", **known})
         self._events.put(WorkerCame(name, channel))
         while (message := self._receive(channel)) is not None:
             match message["type"]:
                 case "ready":
                     self._state_at[name] = message["state_at"]
                     holds = int(message["holds"])
+                    copies = tuple((place, step) for place, step in message["copies"])
                     self._events.put(
-                        rendezvous.Ready(name, message["generation"], holds, message["share"])
+                        rendezvous.Ready(
+                            name,
+                            message["generation"],
+                            holds,
+                            share=message["share"],
+                            copies=copies,
+                            place=message["place"],
+                        )
                     )
                 case "set":
                     self._events.put(rendezvous.SetUp(name, message["generation"]))
                 case "beat":
-                    event = rendezvous.Beat(name, message["generation"], message["step"])
-                    self._events.put(event)
+                    said = message.get("pace")
+                    pace = None if said is None else fitness.Pace(**said)
+                    generation, done = message["generation"], message["step"]
+                    self._events.put(rendezvous.Beat(name, generation, done, pace))
                 case "connected":
                     self._events.put(Connected(message["generation"]))
                 case "done":
@@ -425,6 +476,23 @@ class Coordinator:
         return None
 
 
-def with_slots(limits: rendezvous.Limits, slots: int) -> rendezvous.Limits:
-    """Limits in processes, of limits in hosts with so many processes each."""
-    return dataclasses.replace(limits, least=limits.least * slots, most=limits.most * slots)
+def _neighbour(ranks: Sequence[str], rank: int) -> str:
+    """The next process that is on another host, for copies; "" where there is none."""
+    own = ranks[rank].rpartition(".")[0]
+    following = (*ranks[rank + 1 :], *ranks[:rank])
+    return next((name for name in following if name.rpartition(".")[0] != own), "")
+
+
+def with_slots(
+    limits: rendezvous.Limits, slots: int, *, grouped: bool = False
+) -> rendezvous.Limits:
+    """Limits in processes, of limits in hosts with so many processes each.
+
+    Those of a host belong to one group where it is `grouped`; else each is one of its own.
+    """
+    return dataclasses.replace(
+        limits,
+        least=limits.least * slots,
+        most=limits.most * slots,
+        group_size=limits.group_size * slots if grouped else 1,
+    )

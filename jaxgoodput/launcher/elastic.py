@@ -11,11 +11,11 @@ import shutil
 import signal
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from jaxgoodput import _wire as wire
 from jaxgoodput.clock import Clock, SystemClock
 from jaxgoodput.launcher import hosts as places
-from jaxgoodput.launcher import wire
 from jaxgoodput.launcher.agent import facts_of
 from jaxgoodput.launcher.coordinator import Coordinator, with_slots
 from jaxgoodput.launcher.local import shim_command
@@ -31,11 +31,13 @@ class Job:
     most: int
     slots: int = 1
     """Processes of each host."""
+    hosts_per_group: int | None = None
+    """That share one copy of the model; None: each process has its own."""
     devices_per_process: int | None = None
     hosts: tuple[str, ...] = ()
-    """Through `shell`; none: this machine."""
+    """Through `rsh`; none: this machine."""
     local_hosts: int = 1
-    shell: str = "ssh -o BatchMode=yes"
+    rsh: str = "ssh -o BatchMode=yes"
     python: str = "python3"
     endpoint: str | None = None
     max_restarts: int = 10
@@ -43,8 +45,12 @@ class Job:
     silent_s: float = 10.0
     join_s: float = 10.0
     admit_every_s: float = 5.0
+    exclude_slow: float = 2.0
+    exclude_s: float = 300.0
     reconnect_s: float = 0.0
     """For which an agent whose coordinator has gone looks for another at the same place."""
+    secret: str | None = field(default=None, repr=False)
+    """Of the job; None: that of the environment, or a new one."""
 
 
 def run_elastic(command: Sequence[str], job: Job, *, clock: Clock | None = None) -> int:
@@ -56,40 +62,48 @@ def run_elastic(command: Sequence[str], job: Job, *, clock: Clock | None = None)
     program = shim_command(command)[0]  # named before anything is started
     if not job.hosts and shutil.which(program) is None:
         raise UsageError(f"there is no program {program!r}.")
-    if not job.hosts and job.local_hosts == 0 and not os.environ.get(places.SECRET):
+    given = job.secret or os.environ.get(places.SECRET)
+    if not job.hosts and job.local_hosts == 0 and not given:
         raise UsageError(
             "with --local-hosts 0 all hosts come by `jaxgoodput agent`, which needs the secret of the job: "
             f"set {places.SECRET} to the same text here and there."
         )
-    secret = os.environ.get(places.SECRET) or wire.make_secret()
+    secret = given or wire.make_secret()
     try:
         limits = Limits(
             least=job.least,
             most=job.most,
+            group_size=job.hosts_per_group or 1,
             max_restarts=job.max_restarts,
             silent_s=job.silent_s,
             join_s=job.join_s,
             admit_every_s=job.admit_every_s,
+            exclude_slow=job.exclude_slow,
+            exclude_s=job.exclude_s,
         )
     except ValueError as error:
         raise UsageError(str(error)) from None
     if job.hosts:
-        started = places.remote(job.hosts, secret, shell=job.shell, python=job.python)
+        started = places.remote(job.hosts, secret, shell=job.rsh, python=job.python)
     else:
         started = places.local(job.local_hosts, secret)
     host, port = _endpoint(job)
+    group = job.hosts_per_group or 1
+    needed = -(-job.least // group) * group
+    if port is None and 0 < len(started.names) < needed:
+        raise UsageError(
+            f"--nnodes {job.least}:{job.most} needs {needed} hosts, {len(started.names)} are named, and "
+            "nobody else knows where to come. Name more, or give a port for others to come to: "
+            "--rdzv-endpoint HOST:PORT."
+        )
     from jaxgoodput import _jax
 
     _jax.quiet_runtime_log()
     events: queue.SimpleQueue[Signalled] = queue.SimpleQueue()
-
-    def told() -> str | None:
-        return None if events.empty() else signal.Signals(events.get().signum).name
-
     with contextlib.ExitStack() as stack:
         stack.enter_context(signals_to(events))
         coordinator = Coordinator(
-            with_slots(limits, job.slots),
+            with_slots(limits, job.slots, grouped=job.hosts_per_group is not None),
             host=host,
             port=port,
             secret=secret,
@@ -100,17 +114,54 @@ def run_elastic(command: Sequence[str], job: Job, *, clock: Clock | None = None)
         stack.callback(coordinator.close)
         say(f"the job is at {coordinator.address}, for {job.least} to {job.most} hosts")
 
-        codes: dict[str, int] = {}
-        num_hosts = len(job.hosts) or job.local_hosts
+        named = Named(started.names, coordinator, needed)
 
-        def ended(name: str, code: int) -> None:
-            coordinator.lost(name, f"its agent has ended with {code}")
-            codes[name] = code
-            if len(codes) == num_hosts and port is None:  # nobody else knows where to come
-                coordinator.give_up(exit_code([*codes.values()]), "all agents have ended")
+        def told() -> str | None:
+            if not events.empty():
+                return signal.Signals(events.get().signum).name
+            return named.look() if named.names and port is None else None
 
-        started.start(_agent_arguments(command, job, coordinator.address), ended)
+        started.start(_agent_arguments(command, job, coordinator.address), named.ended)
         return coordinator.run(told)
+
+
+class Named:
+    """The hosts whose agents were started from here, where nobody else knows how to come to the job.
+
+    An agent that has ended comes no more. With fewer than `least` left the job would wait for ever.
+    """
+
+    def __init__(self, names: Sequence[str], coordinator: Coordinator, least: int):
+        self.names = names
+        self._coordinator = coordinator
+        self._least = least
+        self._codes: dict[str, int] = {}  # in the order of their ends
+        self._could_train = False
+        self._is_said = False
+
+    def ended(self, name: str, code: int) -> None:
+        """An agent has ended. From any thread."""
+        self._coordinator.lost(name, f"its agent has ended with {code}")
+        self._codes[name] = code
+
+    def look(self) -> str | None:
+        """End the job if it cannot go on; "SIGTERM" where what it has in memory is to be saved first."""
+        codes = dict(self._codes)
+        here = set(self._coordinator.hosts)
+        self._could_train |= len(here) >= self._least
+        left = (set(self.names) - set(codes)) | here
+        if self._is_said or len(left) >= self._least:
+            return None
+        self._is_said = True
+        if not left:
+            self._coordinator.give_up(exit_code([*codes.values()]), "all agents have ended")
+            return None
+        why = f"the agents of {', '.join(codes)} have ended, and it needs {self._least} hosts"
+        if self._could_train:
+            say(f"the job cannot go on: {why}")
+            return signal.SIGTERM.name
+        self._coordinator.give_up(exit_code([*codes.values()]), why)
+        return None
 
 
 def _agent_arguments(command: Sequence[str], job: Job, address: str) -> list[str]:
@@ -139,6 +190,8 @@ def _endpoint(job: Job) -> tuple[str, int | None]:
             )
         return name, None
     host, colon, port = job.endpoint.rpartition(":")
-    if not colon or not host or not port.isdigit():
-        raise UsageError(f"--rdzv-endpoint {job.endpoint}: give HOST:PORT, PORT 0 for a free one.")
+    if not colon or not host or not port.isdigit() or int(port) > 65535:
+        raise UsageError(
+            f"--rdzv-endpoint {job.endpoint}: give HOST:PORT, PORT from 1 to 65535, or 0 for a free one."
+        )
     return host, int(port) or None

@@ -18,6 +18,11 @@ _END_S = 10.0  # for an agent, which has been told that the job is over
 class Hosts(Protocol):
     """Starts agents, and ends them."""
 
+    @property
+    def names(self) -> Sequence[str]:
+        """Of the hosts."""
+        ...
+
     def start(self, arguments: Sequence[str], on_end: Callable[[str, int], None]) -> None:
         """Start an agent on each host: `arguments` are those of `jaxgoodput`, less its name.
 
@@ -38,6 +43,11 @@ class Started:
         self._secret = secret
         self._children: dict[str, subprocess.Popen[bytes]] = {}
         self._is_closing = False
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Of the hosts."""
+        return tuple(self._commands)
 
     def start(self, arguments: Sequence[str], on_end: Callable[[str, int], None]) -> None:
         """Start them all. Raises UsageError where one cannot be."""
@@ -117,8 +127,16 @@ def remote(names: Sequence[str], secret: str, *, shell: str, python: str) -> Sta
 def read_host_file(text: str) -> list[str]:
     """The hosts of a file, one a line; what is behind a # is left out.
 
-    >>> read_host_file("a  # the first\\n\\nb slots=8\\n")
+    Raises UsageError where a line says more, such as how many processes.
+
+    >>> read_host_file("a  # the first\\n\\nb\\n")
     ['a', 'b']
     """
-    lines = (line.split("#")[0].split() for line in text.splitlines())
+    lines = [line.split("#")[0].split() for line in text.splitlines()]
+    for words in lines:
+        if len(words) > 1:
+            raise UsageError(
+                f"the host file says {' '.join(words)!r}: give one host a line. Every host has as many "
+                "processes: --nproc-per-node N."
+            )
     return [words[0] for words in lines if words]

@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxgoodput.engine.chips import GIB, chip_of
 from jaxgoodput.launcher.supervise import UsageError
 
 # With these libtpu compiles on a machine that has no TPU.
@@ -143,10 +144,10 @@ def _print(trainer: Any, devices: Sequence[Any], options: argparse.Namespace) ->
     config, console = trainer.config, Console()
     if not console.is_terminal:
         console = Console(width=160)
-    chip = looking.CHIPS.get(getattr(devices[0], "device_kind", ""))
+    chip = chip_of(devices[0])
     margin = config.execution.memory_margin
     if options.memory_gib is not None:
-        budget = options.memory_gib * looking.GIB
+        budget = options.memory_gib * GIB
     elif chip is not None:
         budget = chip.memory_bytes * (1 - margin)
     else:
@@ -174,7 +175,7 @@ def _print(trainer: Any, devices: Sequence[Any], options: argparse.Namespace) ->
                 continue
             found.append(one)
             status.update(f"compiled {len(found)} of {len(kept)}: {one.strategy.name}")
-    title = f"{type(trainer).__name__} on {name}, {budget / looking.GIB:.1f} GiB a device to use"
+    title = f"{type(trainer).__name__} on {name}, {budget / GIB:.1f} GiB a device to use"
     table = Table(title=title, title_justify="left")
     best = looking.by_throughput(found)
     rows = [_row(one, len(devices)) for one in best]

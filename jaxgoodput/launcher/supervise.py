@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import os
+import pathlib
 import queue
 import signal
 import subprocess
@@ -188,12 +189,17 @@ def _sum_up(failed: Sequence[tuple[Exited, float]], processes: Sequence["Child"]
         process = processes[int(end.rank)]
         step = "" if process.step is None else f", step {process.step} done"
         order = "failed first" if place == 0 else "failed then"
-        say(f"process {end.rank} {order}: {_how(end.code)} after {after_s:.1f} s{step}")
+        say(f"process {end.rank} {order}: {how_it_ended(end.code)} after {after_s:.1f} s{step}")
         for line in process.last_lines:
             say(f"    [{end.rank}] {line}")
 
 
-def _how(code: int) -> str:
+def how_it_ended(code: int) -> str:
+    """An exit code in words; -n: by signal n.
+
+    >>> how_it_ended(1), how_it_ended(-9)
+    ('exit code 1', 'killed by SIGKILL')
+    """
     if code < 0:
         return f"killed by {signal.Signals(-code).name}"
     return "its last step could not be saved (75)" if code == NOT_SAVED else f"exit code {code}"
@@ -234,6 +240,19 @@ def signals_to(events: "queue.SimpleQueue[Any]") -> Iterator[None]:
             signal.signal(kind, handler)
 
 
+def _stopped_at(pid: int) -> int | None:
+    """How often a process that is stopped was given the processor before; None where it is not stopped."""
+    try:
+        text = pathlib.Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return None
+    fields = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
+    switches = [fields.get(f"{kind}_ctxt_switches") for kind in ("voluntary", "nonvoluntary")]
+    if fields["State"].split()[0] != "T" or None in switches:  # some sandboxes do not count
+        return None
+    return sum(int(number) for number in switches if number is not None)
+
+
 class Child:
     """One child, leader of a process group of its own, with the threads that read and await it.
 
@@ -272,6 +291,11 @@ class Child:
         finally:
             os.close(beaten)
         threading.Thread(target=self._hear, args=(os.fdopen(beats), clock), daemon=True).start()
+        self._clock = clock
+        self._stopped: tuple[int | None, float] = (
+            None,
+            0.0,
+        )  # what was seen when it was looked for, since when
         self._lock = threading.Lock()
         self._reaped = False
         self._readers = []
@@ -280,6 +304,16 @@ class Child:
             self._start(self._copy_lines, rank, self._child.stdout, sys.stdout.buffer)
             self._start(self._copy_lines, rank, self._child.stderr, sys.stderr.buffer)
         threading.Thread(target=self._await, args=(rank, events), daemon=True).start()
+
+    def stopped_s(self) -> float:
+        """Seconds for which it has stood still by SIGSTOP, as far as calls of this saw it; 0: it does not.
+
+        One that is let on now and then is not stopped. Only Linux tells.
+        """
+        seen = _stopped_at(self._child.pid)
+        if seen is None or seen != self._stopped[0]:
+            self._stopped = seen, self._clock.now()
+        return 0.0 if seen is None else self._clock.now() - self._stopped[1]
 
     def _start(self, target, *args) -> None:
         thread = threading.Thread(target=target, args=args, daemon=True)

@@ -17,6 +17,7 @@ BUCKETS: Mapping[str, str] = {
     "compilation": "the loop waited for XLA to compile",
     "first_execution": "the first run of an executable beyond a usual step",
     "data_loading_sync": "the loop waited for the input pipeline",
+    "embedding": "the loop waited for rows of tables",
     "hooks_behind": "the loop waited for hooks",
     "checkpoint_save": "the loop stood still for a checkpoint",
     "checkpoint_restore": "reading a checkpoint back",

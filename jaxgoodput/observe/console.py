@@ -118,7 +118,11 @@ def progress_line(event: Window, total_base_steps: float | None) -> str:
 
 def _beside_the_bar(event: Window) -> str:
     # What a narrow terminal cuts off comes last.
-    facts = [f"ETA {seconds(event.eta_s)}", f"batch {event.config.global_batch_size}"]
+    facts = [
+        f"step {event.step}",
+        f"ETA {seconds(event.eta_s)}",
+        f"batch {event.config.global_batch_size}",
+    ]
     return " | ".join([*facts, *_facts(event)])
 
 
@@ -128,6 +132,10 @@ def _facts(event: Window) -> list[str]:
     facts.append(f"{compact(event.throughput)} samples/s")
     if math.isfinite(event.goodput_measured):
         facts.append(f"goodput {compact(event.goodput_measured)}")
+    if math.isfinite(event.tokens_per_s):
+        facts.append(f"{compact(event.tokens_per_s)} tokens/s")
+    if math.isfinite(event.mfu):
+        facts.append(f"MFU {event.mfu:.1%}")
     if event.skipped_steps:
         facts.append(f"{event.skipped_steps} skipped")
     return facts
@@ -140,9 +148,11 @@ def _bar(stream: Any) -> Any:
     from rich.table import Column
 
     return Progress(
-        BarColumn(bar_width=24, table_column=Column(min_width=12)),
-        TaskProgressColumn(),
-        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=16, table_column=Column(min_width=16)),
+        TaskProgressColumn(table_column=Column(min_width=4)),
+        # What is left of the line; what does not fit is cut off, and not the bar.
+        TextColumn("{task.description}", markup=False, table_column=Column(ratio=1, no_wrap=True)),
+        expand=True,
         console=RichConsole(file=stream),
         # No thread of its own, and the process's stdout and stderr stay what they are.
         auto_refresh=False,

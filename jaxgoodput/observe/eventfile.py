@@ -18,7 +18,10 @@ from tensorboardX.proto.event_pb2 import (
     Event,  # pyright: ignore[reportAttributeAccessIssue]
     SessionLog,  # pyright: ignore[reportAttributeAccessIssue]
 )
-from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
+from tensorboardX.proto.summary_pb2 import (
+    Summary,  # pyright: ignore[reportAttributeAccessIssue]
+    SummaryMetadata,  # pyright: ignore[reportAttributeAccessIssue]
+)
 
 from jaxgoodput.clock import Clock
 
@@ -28,10 +31,20 @@ class EventFile:
 
     `first_step` is the first step that this process will write again: 0 for a new run, resumed step
     + 1 after a restart; TensorBoard then hides whatever earlier files hold from there on. A disk
-    that refuses data costs that data and a warning, not the run.
+    that refuses data costs that data and a warning, not the run. `describe` says what a tag means.
     """
 
-    def __init__(self, directory: pathlib.Path, *, clock: Clock, restart: int, first_step: int):
+    def __init__(
+        self,
+        directory: pathlib.Path,
+        *,
+        clock: Clock,
+        restart: int,
+        first_step: int,
+        describe: Callable[[str], str] = lambda _: "",
+    ):
+        self._describe = describe
+        self._described: set[str] = set()
         directory.mkdir(parents=True, exist_ok=True)
         self._clock = clock
         self._num_lost = 0
@@ -50,8 +63,15 @@ class EventFile:
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         """One event with a scalar per tag."""
         if values:
-            found = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
+            found = [self._scalar(tag, value) for tag, value in values.items()]
             self.summary(Summary(value=found), step)
+
+    def _scalar(self, tag: str, value: float | int) -> Any:
+        if tag in self._described:
+            return Summary.Value(tag=tag, simple_value=value)
+        self._described.add(tag)  # TensorBoard keeps what it is told with the first
+        about = SummaryMetadata(summary_description=self._describe(tag))
+        return Summary.Value(tag=tag, simple_value=value, metadata=about)
 
     def image(self, tag: str, png: bytes, step: int) -> None:
         """A picture."""

@@ -15,6 +15,7 @@ from jaxtyping import PyTree
 from jaxgoodput.data.cursor import Cursor
 from jaxgoodput.goodput.efficiency import Grad, GradParams
 from jaxgoodput.goodput.fit import PerfFit, StepTimings
+from jaxgoodput.goodput.perf import Feeding
 from jaxgoodput.goodput.search import BatchConfig, BatchLimits
 from jaxgoodput.tune.verdict import Verdict
 
@@ -133,6 +134,14 @@ class Window(Event):
     """Its standard error."""
     loss_gained_expected: float = math.nan
     """What the batch before gained, times what the model says of this one's efficiency beside that one's."""
+    tflops_per_device: float = math.nan
+    """10^12 operations/s of matrix products, without what measuring the noise takes; NaN = not known."""
+    mfu: float = math.nan
+    """Model flops utilisation: of what the chip can do in bfloat16; NaN = a chip that is not listed."""
+    tokens_per_s: float = math.nan
+    """NaN = `Reporting.tokens_per_sample` is None."""
+    feeding_s: float = math.nan
+    """What bringing the rows of a batch to the device takes, beside the steps of others; NaN = no tables."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,6 +161,8 @@ class TuneEnd(Event):
     residuals: tuple[tuple[int, float], ...]
     """Pairs of a micro-batch size and its measured over its modelled step time."""
     switched: bool
+    feeding: Feeding | None = None
+    """What prepares a batch beside the step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,6 +242,20 @@ class Regrouped(Event):
     """Why the set before this one ended; empty for the first."""
     seconds: Mapping[str, float]
     """What coming together took in the process that tells, by part."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostJudged(Event):
+    """A host was left out for a while, taken in again, or refused, since the last set of processes."""
+
+    hook: ClassVar[str] = "on_host_judged"
+    host: str
+    decision: str
+    """"left out", "taken in again" or "refused"."""
+    why: str
+    numbers: Mapping[str, float]
+    """On which it rests, such as `slow_ratio`, its seconds per sample over the median of the others', and
+    `excluded_s`, for how long it is left out."""
 
 
 @dataclass(frozen=True, kw_only=True)

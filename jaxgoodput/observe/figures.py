@@ -58,7 +58,11 @@ def _known(tune: TuneEnd) -> _Known | None:
     )
     return _Known(
         model=GoodputModel(
-            perf=perf, grad=grad, base_batch_size=tune.limits.base, residuals=tune.residuals
+            perf=perf,
+            grad=grad,
+            base_batch_size=tune.limits.base,
+            residuals=tune.residuals,
+            feeding=tune.feeding,
         ),
         placement=Placement(num_nodes=tune.num_nodes, num_replicas=tune.num_replicas),
         has_efficiency=is_known(grad),

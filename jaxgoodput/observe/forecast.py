@@ -20,7 +20,7 @@ from jaxgoodput._serial import decode
 from jaxgoodput.goodput.efficiency import Grad, GradGroups, GradParams, is_known, noise_scale
 from jaxgoodput.goodput.fit import PerfFit
 from jaxgoodput.goodput.model import GoodputModel
-from jaxgoodput.goodput.perf import PerfParams, Placement, step_time
+from jaxgoodput.goodput.perf import Feeding, PerfParams, Placement, step_time
 from jaxgoodput.goodput.search import BatchConfig, BatchLimits, best_batch
 from jaxgoodput.observe import journal
 from jaxgoodput.parallel.strategy import Strategy
@@ -81,8 +81,11 @@ class Forecast:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Record(journal.Part):
+class Record(journal.Part):
+    """What every line of a journal has."""
+
     event: str
+    wall: float
     step: int
     restart: int
 
@@ -102,6 +105,7 @@ class _Batch(journal.Part):
 class _Settings(journal.Part):
     batch: _Batch
     policy: str | Mapping[str, int] = "goodput"
+    base_steps: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +117,9 @@ class _Limits(journal.Part):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Start(_Record):
+class Start(Record):
+    """A run began."""
+
     config: BatchConfig
     settings: _Settings
     device_kind: str
@@ -122,10 +128,16 @@ class _Start(_Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Window(_Record):
+class Span(Record):
+    """Averages over some steps."""
+
     config: BatchConfig
     measured_step_s: float
     memory_limit: int = 0
+    progress: float = 0.0
+    throughput: float = math.nan
+    goodput_measured: float = math.nan
+    noise_confidence: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,23 +169,41 @@ class _Grad(journal.Part):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Tune(_Record):
+class Tuned(Record):
+    """A verdict was reached."""
+
     before: BatchConfig
     fit: _Fit | None
     grad: _Grad
     limits: _Limits
     residuals: tuple[tuple[int, float], ...] = field(default=())
-
-
-_KINDS: Mapping[str, type[_Record]] = {"FitStart": _Start, "Window": _Window, "TuneEnd": _Tune}
+    feeding: Feeding | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Learnt:
+class Regrouping(Record):
+    """Processes came or went."""
+
+    num_processes_before: int
+    num_processes: int
+    seconds: Mapping[str, float]
+
+
+_KINDS: Mapping[str, type[Record]] = {
+    "FitStart": Start,
+    "Window": Span,
+    "TuneEnd": Tuned,
+    "Regrouped": Regrouping,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Learnt:
     """A strategy as the run knows it."""
 
     name: str
     model: GoodputModel
+    """Links that were never used are as good as can be."""
     fit: PerfFit
     share: int
     """Devices of one replica."""
@@ -190,16 +220,16 @@ def forecast(workdir: str | os.PathLike[str], shapes: Sequence[Shape]) -> Foreca
       ValueError: the journal holds no run, or the run has not measured enough to tell.
     """
     folder = pathlib.Path(workdir)
-    records = _read(folder)
-    start = next((r for r in reversed(records) if isinstance(r, _Start)), None)
+    records = records_of(folder)
+    start = next((r for r in reversed(records) if isinstance(r, Start)), None)
     if start is None:
         raise ValueError(
             f"{folder / journal.FILE_NAME} holds no start of a run that can be read, so there is nothing to "
             "plan by. Was it cut or edited?"
         )
-    windows = [r for r in records if isinstance(r, _Window)]
-    learnt = _learnt(folder, records, start)
-    limits = _limits(start, windows, learnt)
+    windows = [r for r in records if isinstance(r, Span)]
+    learnt = learnt_of(folder, records, start)
+    limits = limits_of(start, windows, learnt)
     last = windows[-1].config if windows else start.config
     present = learnt.get(last.strategy) or next(iter(learnt.values()))
     at = Placement(num_nodes=1, num_replicas=last.num_replicas)
@@ -232,8 +262,11 @@ def forecast(workdir: str | os.PathLike[str], shapes: Sequence[Shape]) -> Foreca
     )
 
 
-def _read(folder: pathlib.Path) -> list[_Record]:
-    """The records that a forecast needs, without what a restart has undone and what cannot be read."""
+def records_of(folder: pathlib.Path) -> list[Record]:
+    """The records that a forecast needs, without what a restart has undone and what cannot be read.
+
+    Raises FileNotFoundError where there is no folder, or no run has written its journal there.
+    """
     path = folder / journal.FILE_NAME
     if not folder.is_dir():
         raise FileNotFoundError(
@@ -247,15 +280,18 @@ def _read(folder: pathlib.Path) -> list[_Record]:
     records = []
     for record in journal.read(path, on_torn=lambda where, text: None):
         try:
-            records.append(decode(record, _KINDS.get(record["event"], _Record), record["event"]))
+            records.append(decode(record, _KINDS.get(record["event"], Record), record["event"]))
         except ValueError:  # a line that was edited; the others still tell
             continue
     return records
 
 
-def _learnt(folder: pathlib.Path, records: Sequence[_Record], start: _Start) -> dict[str, _Learnt]:
-    """By name, each strategy that has a fit, with the last noise that was known."""
-    tunes = [r for r in records if isinstance(r, _Tune)]
+def learnt_of(folder: pathlib.Path, records: Sequence[Record], start: Start) -> dict[str, Learnt]:
+    """By name, each strategy that has a fit, with the last noise that was known.
+
+    Raises ValueError where the run has not measured enough.
+    """
+    tunes = [r for r in records if isinstance(r, Tuned)]
     grads = [g for g in (_grad(t.grad) for t in tunes) if g is not None]
     fitted = {t.before.strategy: t for t in tunes if t.fit is not None}
     if not fitted:
@@ -268,11 +304,11 @@ def _learnt(folder: pathlib.Path, records: Sequence[_Record], start: _Start) -> 
             f"the run in {folder} does not know its gradient noise yet, so it cannot say what a larger batch "
             "is worth. Let it train on; a run with policy='fixed' may not measure any."
         )
-    devices = {r.restart: r.num_devices for r in records if isinstance(r, _Start)}
+    devices = _devices_at(records)
     found = {}
     for name, tune in fitted.items():
         assert tune.fit is not None
-        has = devices.get(tune.restart, start.num_devices)
+        has = devices.get(id(tune), start.num_devices)
         params = PerfParams(**dataclasses.asdict(tune.fit.params))
         fit = PerfFit(
             params=params,
@@ -287,9 +323,10 @@ def _learnt(folder: pathlib.Path, records: Sequence[_Record], start: _Start) -> 
             grad=grads[-1],
             base_batch_size=tune.limits.base,
             residuals=tune.residuals,
+            feeding=tune.feeding,
         )
         replicas = tune.before.num_replicas
-        found[name] = _Learnt(
+        found[name] = Learnt(
             name=name,
             model=model,
             fit=fit,
@@ -297,6 +334,22 @@ def _learnt(folder: pathlib.Path, records: Sequence[_Record], start: _Start) -> 
             micro=tune.limits.micro,
             num_replicas=replicas,
         )
+    return found
+
+
+def _devices_at(records: Sequence[Record]) -> dict[int, int]:
+    """How many devices the run had when each verdict was reached, by the verdict's `id`."""
+    found, count, each = {}, 1, 1
+    for record in records:
+        if isinstance(record, Start):
+            count, each = (
+                record.num_devices,
+                max(record.num_devices // max(record.num_processes, 1), 1),
+            )
+        elif isinstance(record, Regrouping):
+            count = record.num_processes * each
+        elif isinstance(record, Tuned):
+            found[id(record)] = count
     return found
 
 
@@ -309,8 +362,8 @@ def _grad(saved: _Grad) -> Grad | None:
     return grad if is_known(grad) else None
 
 
-def _limits(
-    start: _Start, windows: Sequence[_Window], learnt: Mapping[str, _Learnt]
+def limits_of(
+    start: Start, windows: Sequence[Span], learnt: Mapping[str, Learnt]
 ) -> dict[str, BatchLimits]:
     """What the user allows, by strategy: the batches of his own limits, in micro-batches that fit.
 
@@ -339,7 +392,7 @@ def _limits(
 
 
 def _expected(
-    one: _Learnt, shape: Shape, limits: BatchLimits, timed: set[BatchConfig], now: float
+    one: Learnt, shape: Shape, limits: BatchLimits, timed: set[BatchConfig], now: float
 ) -> Expected | str:
     """A strategy on a shape, or why it cannot be."""
     replicas, rest = divmod(shape.num_devices, one.share)

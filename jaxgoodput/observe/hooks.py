@@ -13,6 +13,7 @@ from jaxgoodput.observe.events import (
     Event,
     FitEnd,
     FitStart,
+    HostJudged,
     Preempt,
     ReadsRetried,
     Regrouped,
@@ -50,6 +51,9 @@ class Hook:
 
     def on_regrouped(self, event: Regrouped, /) -> None:
         """Processes have come or gone."""
+
+    def on_host_judged(self, event: HostJudged, /) -> None:
+        """A host was left out, taken in again, or refused."""
 
     def on_eval_end(self, event: EvalEnd, /) -> None:
         """An evaluation is done."""

@@ -1,12 +1,16 @@
-"""The story of a run as plain text, from its journal: `jaxgoodput report WORKDIR`."""
+"""The story of a run from its journal, as text of 80 columns or as numbers; several side by side.
+
+`jaxgoodput report WORKDIR`, with `--json`, or of several workdirs.
+"""
 
 import io
 import math
 import os
 import pathlib
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from rich import box
@@ -20,8 +24,9 @@ from jaxgoodput.observe.badput import BUCKETS, PRODUCTIVE
 from jaxgoodput.text import compact, seconds
 
 _SPARKS = "▁▂▃▄▅▆▇█"
-_WIDTH = 60
-_UNLIMITED = 10_000
+_ASCII = str.maketrans(_SPARKS + "▏▎▍▌▋▊▉─", "_.:-=+*#" + "|||####-")
+_WIDTH = 60  # of a curve
+_COLUMNS = 80
 _MOST_VERDICTS = 12
 _MOST_LINES = 8
 
@@ -156,13 +161,134 @@ _KINDS: Mapping[str, type[_Record]] = {
 R = TypeVar("R", bound=_Record)
 
 
-def report(workdir: str | os.PathLike[str]) -> str:
+@dataclass(frozen=True, kw_only=True)
+class _Story:
+    """What a journal says, without what a restart has undone (`records` has that, too)."""
+
+    folder: pathlib.Path
+    records: Sequence[_Record]
+    kept: Sequence[_Record]
+    starts: Sequence[_Start]
+    torn: Sequence[str]
+
+    @property
+    def windows(self) -> list[_Window]:
+        return _of(self.kept, _Window)
+
+    @property
+    def ended(self) -> _End | None:
+        """The end of the newest run; None: it is still running, or was killed."""
+        ends = _of(self.kept, _End)
+        return ends[-1] if ends and ends[-1].wall >= self.starts[-1].wall else None
+
+
+def report(workdir: str | os.PathLike[str], *, ascii: bool = False) -> str:
     """What happened under `workdir`: where the time went, which batches were used, and why.
+
+    Lines have at most 80 columns; `ascii`: of nothing but ASCII.
 
     Raises:
       FileNotFoundError: there is no such folder, or no run has written its journal there.
       ValueError: the journal holds no run.
     """
+    story = _story(workdir)
+    parts = [
+        _header(story),
+        _time(story),
+        _batches(story.windows),
+        _evidence(story.windows),
+        _verdicts(_of(story.kept, _Tune)),
+        _curves(story.windows, _of(story.kept, _Eval)),
+        _incidents(story.records, story.windows, story.torn),
+    ]
+    return _printable("\n\n".join(part for part in parts if part) + "\n", ascii)
+
+
+def numbers(workdir: str | os.PathLike[str]) -> dict[str, Any]:
+    """What `report` rests on, as JSON values; None: not known. Raises what `report` raises.
+
+    Seconds are wall time; batches are in samples, throughputs in samples a second.
+    """
+    story = _story(workdir)
+    start, last, windows = story.starts[-1], _last(story), story.windows
+    spent, is_estimated = _spent(story)
+    tunes = _of(story.kept, _Tune)
+    evals: dict[str, float] = {}
+    for one in _of(story.kept, _Eval):
+        evals |= one.metrics
+    losses = [w.metrics["loss"] for w in windows if "loss" in w.metrics]
+    found = {
+        "workdir": str(story.folder),
+        "device_kind": start.device_kind,
+        "num_devices": start.num_devices,
+        "num_processes": start.num_processes,
+        "policy": start.settings.policy,
+        "base_batch": start.limits.base,
+        "max_batch": start.limits.max,
+        "step": last.step,
+        "progress": last.progress,
+        "base_steps": start.settings.base_steps,
+        "samples": None if isinstance(last, _Start) else last.samples,
+        "outcome": story.ended.reason if story.ended else None,
+        "restarts": start.restart,
+        "wall_s": last.wall - story.starts[0].wall,
+        "time_s": spent,
+        "time_is_estimated": is_estimated,
+        "batches": [vars(row) for row in _rows(windows)],
+        "changes": [{"step": t.step, "reason": t.verdict.reason} for t in tunes if t.switched],
+        "last_verdict": tunes[-1].verdict.reason if tunes else None,
+        "goodput": _mean((w.goodput_measured, w.num_steps) for w in windows),
+        "last_batch": windows[-1].config.size if windows else None,
+        "last_noise_scale": windows[-1].noise_scale if windows else None,
+        "last_noise_scale_is_lower_bound": windows[-1].noise_is_lower_bound if windows else None,
+        "first_loss": losses[0] if losses else None,
+        "last_loss": losses[-1] if losses else None,
+        "last_eval": evals,
+        "skipped_steps": windows[-1].skipped_steps if windows else 0,
+        "unreadable_lines": len(story.torn),
+    }
+    return _as_json(found)
+
+
+def compare(workdirs: Sequence[str | os.PathLike[str]], *, ascii: bool = False) -> str:
+    """Several runs side by side. Raises what `report` raises."""
+    runs = [numbers(workdir) for workdir in workdirs]
+
+    def number(value: float | int | None) -> str:
+        return "-" if value is None else compact(float(value), digits=4)
+
+    def productive(run: dict[str, Any]) -> str:
+        total = sum(run["time_s"].values())
+        return f"{run['time_s'].get(PRODUCTIVE, 0.0) / total:.1%}" if total else "-"
+
+    metrics = dict.fromkeys(name for run in runs for name in run["last_eval"])
+    rows = [
+        ("outcome", [run["outcome"] or "no end" for run in runs]),
+        ("devices", [f"{run['num_devices']} x {run['device_kind']}" for run in runs]),
+        ("policy", [str(run["policy"]) for run in runs]),
+        ("base batch", [str(run["base_batch"]) for run in runs]),
+        ("last batch", [number(run["last_batch"]) for run in runs]),
+        ("changes", [str(len(run["changes"])) for run in runs]),
+        ("steps", [number(run["step"]) for run in runs]),
+        ("samples", [number(run["samples"]) for run in runs]),
+        ("base steps", [number(run["progress"]) for run in runs]),
+        ("wall time", [seconds(run["wall_s"]) for run in runs]),
+        ("productive", [productive(run) for run in runs]),
+        ("goodput", [number(run["goodput"]) for run in runs]),
+        ("loss, first", [number(run["first_loss"]) for run in runs]),
+        ("loss, last", [number(run["last_loss"]) for run in runs]),
+        *((f"eval/{n}", [number(run["last_eval"].get(n)) for run in runs]) for n in metrics),
+        ("restarts", [str(run["restarts"]) for run in runs]),
+    ]
+    names = [pathlib.Path(run["workdir"]).name for run in runs]
+    if len(set(names)) < len(names):  # then by where their paths part
+        folders = [os.path.abspath(run["workdir"]) for run in runs]
+        names = [os.path.relpath(folder, os.path.commonpath(folders)) for folder in folders]
+    body = _table(("", *names), [(name, *cells) for name, cells in rows])
+    return _printable(body + "\n", ascii)
+
+
+def _story(workdir: str | os.PathLike[str]) -> _Story:
     folder = pathlib.Path(workdir)
     path = folder / journal.FILE_NAME
     if not folder.is_dir():
@@ -184,17 +310,28 @@ def report(workdir: str | os.PathLike[str]) -> str:
         )
     gone = journal.undone([vars(record) for record in records])
     kept = [record for record, is_undone in zip(records, gone, strict=True) if not is_undone]
-    windows, ends = _of(kept, _Window), _of(kept, _End)
-    parts = [
-        _header(folder, starts, windows, ends),
-        _time(ends, windows, kept),
-        _batches(windows),
-        _evidence(windows),
-        _verdicts(_of(kept, _Tune)),
-        _curves(windows, _of(kept, _Eval)),
-        _incidents(records, windows, torn),
-    ]
-    text = "\n\n".join(part for part in parts if part) + "\n"
+    return _Story(folder=folder, records=records, kept=kept, starts=starts, torn=torn)
+
+
+def _last(story: _Story) -> "_End | _Window | _Start":
+    windows = story.windows
+    return story.ended or (windows[-1] if windows else story.starts[-1])
+
+
+def _as_json(value: Any) -> Any:
+    """With None for what JSON has no number for."""
+    if isinstance(value, Mapping):
+        return {name: _as_json(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_as_json(one) for one in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def _printable(text: str, ascii: bool) -> str:
+    if ascii:
+        text = text.translate(_ASCII).encode("ascii", "replace").decode()
     # What a program or a damaged line put in between moves no cursor and ends no line.
     return "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text)
 
@@ -243,14 +380,14 @@ def _pairs(rows: Iterable[tuple[str, str]]) -> str:
     grid = Table.grid(padding=(0, 2, 0, 0))
     for row in rows:
         grid.add_row(*row)
-    return _plain(grid)
+    return _plain(grid, width=10_000)  # a path is never cut
 
 
-def _plain(table: Table) -> str:
-    """As wide as it needs to be and without colours, wherever it goes: a file has no width."""
+def _plain(table: Table, width: int = _COLUMNS) -> str:
+    """Without colours, in 80 columns wherever it goes: a file has no width."""
     console = Console(
         file=io.StringIO(),
-        width=_UNLIMITED,
+        width=width,
         color_system=None,
         markup=False,
         highlight=False,
@@ -272,24 +409,31 @@ def _mean(pairs: Iterable[tuple[float, int]]) -> float:
     return sum(v * w for v, w in known) / total if total else math.nan
 
 
+def _wrapped(lines: Iterable[str]) -> str:
+    """Lines of any length in 80 columns."""
+    wrapper = textwrap.TextWrapper(
+        width=_COLUMNS,
+        subsequent_indent="  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+        replace_whitespace=False,
+        expand_tabs=False,
+    )
+    return "\n".join(map(wrapper.fill, lines))
+
+
 def _section(title: str, body: str) -> str:
     return f"{title}\n{'=' * len(title)}\n{body}"
 
 
-def _header(
-    folder: pathlib.Path,
-    starts: Sequence[_Start],
-    windows: Sequence[_Window],
-    ends: Sequence[_End],
-) -> str:
-    start, first = starts[-1], starts[0]
+def _header(story: _Story) -> str:
+    start, first, last = story.starts[-1], story.starts[0], _last(story)
     limits, settings = start.limits, start.settings
-    ended = ends[-1] if ends and ends[-1].wall >= start.wall else None
-    last = ended or (windows[-1] if windows else start)
+    ended = story.ended
     samples = None if isinstance(last, _Start) else last.samples
     length = settings.base_steps
     rows = [
-        ("workdir", str(folder)),
+        ("workdir", str(story.folder)),
         ("devices", f"{start.num_devices} x {start.device_kind}, "
          f"{start.num_processes} process(es)"),
         ("policy", f"{settings.policy}, learning-rate rule {settings.rule or 'auto'}"),
@@ -299,46 +443,69 @@ def _header(
          + (f" of {compact(length)}" if length > 0 else "")
          + (f", {compact(samples)} samples" if samples is not None else "")),
         ("outcome", ended.reason if ended else "no end recorded: still running, or killed"),
-        ("runs", f"{len(starts)} ({start.restart} restart(s)), first seen to last "
+        ("runs", f"{len(story.starts)} ({start.restart} restart(s)), first seen to last "
          f"{seconds(last.wall - first.wall)}"),
     ]  # fmt: skip
     return _section("Run", _pairs(rows))
 
 
-def _time(ends: Sequence[_End], windows: Sequence[_Window], kept: Sequence[_Record]) -> str:
+def _spent(story: _Story) -> tuple[dict[str, float], bool]:
+    """Seconds by bucket, and whether they are an estimate."""
+    ends, windows = _of(story.kept, _End), story.windows
     if ends and ends[-1].buckets_s:
         spent = dict(ends[-1].buckets_s)
         if PRODUCTIVE not in spent:
             spent[PRODUCTIVE] = max(ends[-1].seconds - sum(spent.values()), 0.0)
-        note = ""
-    else:
-        # A run that has not ended: what its records add up to.
-        spent = {
-            PRODUCTIVE: sum(w.seconds for w in windows),
-            "evaluation": sum(e.seconds for e in _of(kept, _Eval)),
-            "checkpoint_save": sum(c.seconds for c in _of(kept, _Save)),
-        }
-        lost_s = spent["evaluation"] + spent["checkpoint_save"]
-        spent[PRODUCTIVE] = max(spent[PRODUCTIVE] - lost_s, 0.0)
-        note = "\n(no end recorded yet: estimated from windows, evaluations and checkpoints)"
+        return spent, False
+    # A run that has not ended: what its records add up to.
+    spent = {
+        PRODUCTIVE: float(sum(w.seconds for w in windows)),
+        "evaluation": float(sum(e.seconds for e in _of(story.kept, _Eval))),
+        "checkpoint_save": float(sum(c.seconds for c in _of(story.kept, _Save))),
+    }
+    lost_s = spent["evaluation"] + spent["checkpoint_save"]
+    spent[PRODUCTIVE] = max(spent[PRODUCTIVE] - lost_s, 0.0)
+    return spent, True
+
+
+def _time(story: _Story) -> str:
+    spent, is_estimated = _spent(story)
     total = sum(spent.values())
     if not total > 0:
         return ""
+    note = ""
+    if is_estimated:
+        note = "\n(no end recorded yet: estimated from windows, evaluations and checkpoints)"
     order = [PRODUCTIVE, *BUCKETS, *[n for n in spent if n not in BUCKETS and n != PRODUCTIVE]]
     rows = []
     for name in order:
         value = spent.get(name, 0.0)
         if value > 0 or name == PRODUCTIVE:
             share = value / total
-            bar = Bar(1.0, 0.0, max(share, 1 / 240), width=30)  # at least its thinnest line
+            bar = Bar(1.0, 0.0, max(share, 1 / 240), width=20)  # at least its thinnest line
             rows.append((name, seconds(value), f"{share:.1%}", bar))
     rows.append(("total", seconds(total), "100.0%", ""))
     return _section("Where the time went", _table(("bucket", "time", "share", ""), rows) + note)
 
 
-def _batches(windows: Sequence[_Window]) -> str:
-    if not windows:
-        return ""
+@dataclass(frozen=True, kw_only=True)
+class _Row:
+    """What was done with one batch."""
+
+    batch: int
+    shape: str
+    steps: int
+    samples: int
+    time_s: float
+    step_s: float
+    predicted_step_s: float
+    predicted_error: float
+    throughput: float
+    efficiency: float
+    goodput: float
+
+
+def _rows(windows: Sequence[_Window]) -> list[_Row]:
     groups: dict[tuple[int, str], list[tuple[_Window, int]]] = {}
     before: _Window | None = None
     for window in windows:
@@ -348,37 +515,64 @@ def _batches(windows: Sequence[_Window]) -> str:
             samples = window.samples - before.samples
         groups.setdefault(key, []).append((window, samples))
         before = window
-    total_s = sum(window.seconds for window in windows)
     rows = []
     for (size, identity), members in sorted(groups.items()):
-        spent_s = sum(w.seconds for w, _ in members)
 
         def mean(name: str, members: Sequence[tuple[_Window, int]] = members) -> float:
             return _mean((getattr(w, name), w.num_steps) for w, _ in members)
 
         both = [m for m in members if math.isfinite(m[0].predicted_step_s * m[0].measured_step_s)]
         measured_s = mean("measured_step_s", both)
-        error = mean("predicted_step_s", both) / measured_s - 1 if measured_s else math.nan
         rows.append(
-            (
-                str(size),
-                identity,
-                compact(sum(w.num_steps for w, _ in members)),
-                compact(sum(samples for _, samples in members)),
-                f"{spent_s / total_s:.1%}" if total_s else "-",
-                seconds(mean("measured_step_s")),
-                seconds(mean("predicted_step_s")),
-                "-" if math.isnan(error) else f"{error:+.1%}",
-                compact(mean("throughput")),
-                compact(mean("efficiency")),
-                compact(mean("goodput_measured")),
+            _Row(
+                batch=size,
+                shape=identity,
+                steps=sum(w.num_steps for w, _ in members),
+                samples=sum(samples for _, samples in members),
+                time_s=sum(w.seconds for w, _ in members),
+                step_s=mean("measured_step_s"),
+                predicted_step_s=mean("predicted_step_s"),
+                predicted_error=mean("predicted_step_s", both) / measured_s - 1
+                if measured_s
+                else math.nan,
+                throughput=mean("throughput"),
+                efficiency=mean("efficiency"),
+                goodput=mean("goodput_measured"),
             )
         )
-    header = (
-        "batch", "micro x replicas x accum", "steps", "samples", "time",
-        "step", "model says", "error", "samples/s", "efficiency", "goodput",
-    )  # fmt: skip
-    body = _table(header, rows)
+    return rows
+
+
+def _batches(windows: Sequence[_Window]) -> str:
+    rows = _rows(windows)
+    if not rows:
+        return ""
+    total_s = sum(row.time_s for row in rows)
+    used = [
+        (
+            str(row.batch),
+            row.shape,
+            compact(row.steps),
+            compact(row.samples),
+            f"{row.time_s / total_s:.1%}" if total_s else "-",
+        )
+        for row in rows
+    ]
+    gave = [
+        (
+            str(row.batch),
+            seconds(row.step_s),
+            seconds(row.predicted_step_s),
+            "-" if math.isnan(row.predicted_error) else f"{row.predicted_error:+.1%}",
+            compact(row.throughput),
+            compact(row.efficiency),
+            compact(row.goodput),
+        )
+        for row in rows
+    ]
+    first = ("batch", "micro x replicas x accum", "steps", "samples", "time")
+    second = ("batch", "step", "model says", "error", "samples/s", "efficiency", "goodput")
+    body = f"{_table(first, used)}\n\n{_table(second, gave)}"
     return _section(
         "Batch sizes", body + "\n(goodput: useful samples per second; batch in samples)"
     )
@@ -431,7 +625,7 @@ def _verdicts(tunes: Sequence[_Tune]) -> str:
         summary += f"; error of the last fit {fits[-1].error:.1%}"
         if fits[-1].unidentified:
             summary += f"; not identified by the data: {', '.join(fits[-1].unidentified)}"
-    return _section("Verdicts", "\n".join([summary, *lines]))
+    return _section("Verdicts", _wrapped([summary, *lines]))
 
 
 def _curves(windows: Sequence[_Window], evals: Sequence[_Eval]) -> str:
@@ -499,4 +693,4 @@ def _incidents(records: Sequence[_Record], windows: Sequence[_Window], torn: Seq
             f"journal line(s) left out, which cannot be read: {', '.join(torn[:_MOST_LINES])}{more} (a "
             "run was killed while writing, the disk was full, or the file was changed)"
         )
-    return _section("Restarts, checkpoints, skipped steps", "\n".join(lines))
+    return _section("Restarts, checkpoints, skipped steps", _wrapped(lines))

@@ -80,6 +80,22 @@ TAGS: tuple[Tag, ...] = (
     Tag("perf/predicted_step_time_s", "s", "the model's time of one update"),
     Tag("perf/predicted_step_time_lower_s", "s", "predicted, less one fit error"),
     Tag("perf/predicted_step_time_upper_s", "s", "predicted, plus one fit error"),
+    Tag(
+        "perf/tflops_per_device",
+        "1e12/s",
+        "operations of the model's matrix products, of loss and gradient, on each device",
+    ),
+    Tag(
+        "perf/mfu",
+        "1",
+        "model flops utilisation: that, of what the chip can do in bfloat16; of chips that are known",
+    ),
+    Tag("perf/tokens_per_sec", "1/s", "samples/s x Reporting.tokens_per_sample"),
+    Tag(
+        "perf/feeding_s",
+        "s",
+        "bringing the rows of a batch to the device, beside the steps of others: none is shorter",
+    ),
     Tag("perf/compute_s", "s", "fitted: one micro-batch, forward and backward"),
     Tag("perf/sync_s", "s", "fitted: averaging the gradients over the replicas"),
     Tag("perf/update_s", "s", "fitted: the optimizer's own pass"),
@@ -92,6 +108,16 @@ TAGS: tuple[Tag, ...] = (
     Tag("elastic/restarts", "1", "how often the run was resumed"),
     Tag("elastic/generation", "1", "sets of processes that the job has had"),
     Tag("elastic/regroup_s", "s", "until the processes of the newest set had found each other"),
+    Tag(
+        "elastic/slow_ratio",
+        "1",
+        "seconds per sample of a host that was left out, over the median of the others",
+    ),
+    Tag(
+        "elastic/excluded_s",
+        "s",
+        "until a host that was left out is checked again; 0: it was taken in again",
+    ),
     Tag("elastic/last_resize_s", "s", "from the last record before a restart to the first window"),
     Tag(
         "goodput_time/productive_pct",
@@ -127,6 +153,14 @@ def _lines(*tags: str) -> tuple[str, list[str]]:
 # The custom-scalars page, by category and chart; at most two tags a chart: all tags of a run have one
 # colour. In the form that tensorboardX takes.
 CHARTS: dict[str, dict[str, tuple[str, list[str]]]] = {
+    "Learning": {
+        "loss": _lines("train/loss"),
+        "evaluation": ("Multiline", ["^eval/"]),
+        "learning rate, base and effective": _lines("lr/base", "lr/effective"),
+        "verdicts: goodput over that of the batch before (1: keep it)": _lines(
+            "goodput/predicted_gain"
+        ),
+    },
     "Goodput": {
         "goodput, measured and model (useful samples/s)": _lines("goodput/samples_per_sec"),
         "throughput (samples/s)": _lines("goodput/throughput_samples_per_sec"),
@@ -149,7 +183,6 @@ CHARTS: dict[str, dict[str, tuple[str, list[str]]]] = {
         "micro-batch (samples per replica)": _lines("batch/per_device"),
         "micro-batches per update": _lines("batch/accumulation_steps"),
         "largest micro-batch that fits (samples)": _lines("batch/memory_limit"),
-        "learning rate, base and effective": _lines("lr/base", "lr/effective"),
         "noise scale is only a lower bound": _lines("gns/is_lower_bound"),
         "noise measurements: steps between two, age of the newest": _lines(
             "stats/every", "gns/age"
@@ -171,6 +204,8 @@ CHARTS: dict[str, dict[str, tuple[str, list[str]]]] = {
         "devices and processes": _lines("elastic/num_devices", "elastic/num_processes"),
         "restarts": _lines("elastic/restarts"),
         "last restart (s)": _lines("elastic/last_resize_s"),
+        "slow hosts, x the others": _lines("elastic/slow_ratio"),
+        "slow hosts, left out for (s)": _lines("elastic/excluded_s"),
         "productive time (%)": _lines("goodput_time/productive_pct"),
         "lost: compilation, first runs (%)": _lines("badput/compilation", "badput/first_execution"),
         "lost: input, evaluation (%)": _lines("badput/data_loading_sync", "badput/evaluation"),
@@ -194,6 +229,15 @@ PINNED = (
     "goodput_time/productive_pct",
     "train/loss",
 )
+
+
+def description(tag: str) -> str:
+    """What a card of TensorBoard says of a tag; "" for one that is not promised."""
+    for known in TAGS:
+        if tag == known.name or (known.name.endswith("*") and tag.startswith(known.name[:-1])):
+            unit = "" if known.unit in ("1", "the user's") else f" ({known.unit})"
+            return f"{known.meaning}{unit}"
+    return ""
 
 
 def tag_table() -> str:
@@ -221,11 +265,10 @@ def pinned_link(base_url: str = "http://localhost:6006") -> str:
 
 
 def how_to_look(workdir: str) -> str:
-    """Three lines: the command that starts TensorBoard on a run, and the two pages worth opening."""
+    """What starts TensorBoard on a run."""
     # By default TensorBoard keeps ten texts and pictures a tag, picked at random.
     return (
-        "TensorBoard: tensorboard --samples_per_plugin text=1000,images=50 "
-        f"--logdir {workdir.rstrip('/')}/tensorboard\n"
-        f"  at a glance {pinned_link()}\n"
-        f"  all charts  {charts_link()}"
+        f"dashboard: jaxgoodput board {workdir}\n"
+        "  or tensorboard --samples_per_plugin text=1000,images=50 "
+        f"--logdir {workdir.rstrip('/')}/tensorboard"
     )

@@ -9,10 +9,9 @@ import math
 import os
 import pathlib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 from tensorboardX.proto.api_pb2 import Status  # pyright: ignore[reportAttributeAccessIssue]
 from tensorboardX.proto.plugin_hparams_pb2 import (
     HParamsPluginData,  # pyright: ignore[reportAttributeAccessIssue]
@@ -20,23 +19,24 @@ from tensorboardX.proto.plugin_hparams_pb2 import (
 from tensorboardX.summary import custom_scalars, hparams, text
 
 from jaxgoodput.clock import Clock
-from jaxgoodput.goodput.perf import Placement, compute_time, sync_time
 from jaxgoodput.goodput.search import BatchConfig
 from jaxgoodput.observe import journal
-from jaxgoodput.observe.badput import BUCKETS, PRODUCTIVE, TimeLedger
+from jaxgoodput.observe.badput import PRODUCTIVE, TimeLedger
 from jaxgoodput.observe.eventfile import EventFile
 from jaxgoodput.observe.events import (
     Checkpoint,
     EvalEnd,
     FitEnd,
     FitStart,
+    HostJudged,
     Preempt,
     Regrouped,
     Resharded,
     TuneEnd,
     Window,
 )
-from jaxgoodput.observe.tags import CHARTS, tag_table
+from jaxgoodput.observe.scalars import flat, scalars_of, time_scalars
+from jaxgoodput.observe.tags import CHARTS, description, tag_table
 from jaxgoodput.text import seconds
 
 DIRECTORY = "tensorboard"
@@ -74,7 +74,8 @@ class Dashboard:
         self._missed = False  # pictures, for want of matplotlib, and it was said
         self._last_kind = ""
         self._skipped = 0
-        self._window_step = -1
+        self._window_step = self._judged_step = -1
+        self._has_session = self._has_experiment = False
         self._last_seen: float | None = None  # Unix seconds, of the run before
         self._useful = 0.0  # samples, and
         self._useful_s = 0.0  # the seconds they took
@@ -85,15 +86,18 @@ class Dashboard:
         # What stands at the resumed step is still true; a new run starts from nothing.
         first_step = event.step + 1 if event.step else 0
         folder = self._workdir / DIRECTORY
-        self._run = EventFile(
-            folder, clock=self._clock, restart=event.restart, first_step=first_step
-        )
-        self._model = EventFile(
-            folder / MODEL_RUN, clock=self._clock, restart=event.restart, first_step=first_step
+        self._run, self._model = (
+            EventFile(
+                where,
+                clock=self._clock,
+                restart=event.restart,
+                first_step=first_step,
+                describe=description,
+            )
+            for where in (folder, folder / MODEL_RUN)
         )
         self._run.summary(custom_scalars(CHARTS), event.step)
-        settings = _flat(event.settings)
-        self._write_hparams(self._run, settings, event)
+        settings = flat(event.settings)
         self._text("run/settings", _markdown(settings), event.step)
         self._text("run/tags", tag_table(), event.step)
         if event.restart:
@@ -113,7 +117,7 @@ class Dashboard:
         """One point on every curve."""
         run, model, start = self._files()
         now = self._clock.wall()
-        values = _known(_window_scalars(event)) | _bands(event)
+        values = scalars_of(event)
         values["elastic/num_devices"] = start.num_devices
         values["elastic/num_processes"] = start.num_processes
         values["elastic/restarts"] = start.restart
@@ -121,16 +125,14 @@ class Dashboard:
             values["elastic/last_resize_s"] = max(now - event.seconds - self._last_seen, 0.0)
             self._last_seen = None
         if self._ledger is not None:
-            values |= _time_scalars(self._ledger.snapshot())
-        # Whatever the user measures is shown as it is: a loss of NaN must be seen.
-        values |= {_clean(f"train/{name}"): float(v) for name, v in event.metrics.items()}
+            values |= time_scalars(self._ledger.snapshot())
         run.scalars(values, event.step)
         predicted = {
             "goodput/samples_per_sec": event.goodput_predicted,
             "perf/step_time_s": event.predicted_step_s,
             "evidence/loss_gained": event.loss_gained_expected,
         }
-        model.scalars(_known(predicted), event.step)
+        model.scalars({tag: x for tag, x in predicted.items() if math.isfinite(x)}, event.step)
         if event.skipped_steps > self._skipped:
             self._log(
                 event.step,
@@ -140,6 +142,10 @@ class Dashboard:
         if math.isfinite(event.goodput_measured):
             self._useful += event.goodput_measured * event.seconds
             self._useful_s += event.seconds
+        if not self._has_session:
+            self._write_session(event.learning_rate, event.step)
+        if self._is_due() and self._pending is not None and self._pending.switched:
+            self._draw()
         if self._clock.now() - self._flushed_s >= _FLUSH_S:
             self.flush()
 
@@ -147,18 +153,7 @@ class Dashboard:
         """The fit, the verdict and its reason; at a change of the batch, pictures."""
         run, _, _ = self._files()
         verdict = event.verdict
-        values: dict[str, Any] = {"goodput/predicted_gain": verdict.gain}
-        values["elastic/num_hosts"] = event.num_nodes
-        if event.fit is not None:
-            perf = event.fit.params
-            placement = Placement(num_nodes=event.num_nodes, num_replicas=event.num_replicas)
-            values["perf/compute_s"] = compute_time(perf, verdict.config.micro_batch_size)
-            values["perf/sync_s"] = sync_time(perf, placement) if event.num_replicas > 1 else 0.0
-            values["perf/update_s"] = perf.update_s
-            values["perf/fit_rmsle"] = event.fit.error
-        if event.timings is not None:
-            values["perf/num_observations"] = int((np.asarray(event.timings.weight) > 0).sum())
-        run.scalars(_known(values), event.step)
+        run.scalars(scalars_of(event), event.step)
         if event.switched:
             self._log(event.step, f"batch {describe(event.before)} -> {describe(verdict.config)}")
         # A reason that differs in its numbers only is not news.
@@ -171,18 +166,18 @@ class Dashboard:
                 event.step,
             )
         self._last_kind = kind
-        if event.fit is not None:
-            self._pending = event
-        due = self._clock.now() - self._figures_s >= self._figures_every_s
-        if due and (event.switched or self._figures_s == -math.inf):
+        waits = self._pending is not None and self._pending.switched
+        if event.fit is not None and (event.switched or not waits):
+            self._pending = (
+                event  # a change that waits for its picture is not forgotten for a verdict
+            )
+        if self._is_due() and (event.switched or self._figures_s == -math.inf):
             self._draw()
 
     def on_reshard(self, event: Resharded) -> None:
         """What a change of strategy moved, and how long it took."""
         run, _, _ = self._files()
-        run.scalars(
-            {"reshard/seconds": event.seconds, "reshard/bytes_moved": event.bytes_moved}, event.step
-        )
+        run.scalars(scalars_of(event), event.step)
         self._log(
             event.step,
             f"strategy {event.before} -> {event.after}: {event.bytes_moved / 2**20:.1f} MiB moved "
@@ -192,9 +187,7 @@ class Dashboard:
     def on_regrouped(self, event: Regrouped) -> None:
         """Which processes there are, and what coming together took."""
         run, _, _ = self._files()
-        together_s = sum(event.seconds.values())
-        values = {"elastic/generation": float(event.generation), "elastic/regroup_s": together_s}
-        run.scalars(values, event.step)
+        run.scalars(scalars_of(event), event.step)
         if event.generation > 1:
             parts = ", ".join(f"{name} {seconds(s)}" for name, s in event.seconds.items())
             self._log(
@@ -203,17 +196,31 @@ class Dashboard:
                 f"processes ({event.reason or 'this one has just come'}): {parts}",
             )
 
+    def on_host_judged(self, event: HostJudged) -> None:
+        """Who was left out or taken in again, and why."""
+        run, _, _ = self._files()
+        if event.step != self._judged_step:  # a curve has one point at a step; the text has all
+            run.scalars(scalars_of(event), event.step)
+        self._judged_step = event.step
+        self._log(event.step, f"host {event.host} {event.decision}: {event.why}")
+        self._text(
+            "decisions/hosts",
+            f"**step {event.step}** {event.host} {event.decision}: {event.why}",
+            event.step,
+        )
+
     def on_eval_end(self, event: EvalEnd) -> None:
         """The evaluation's results."""
         run, _, _ = self._files()
-        values = {_clean(f"eval/{name}"): float(v) for name, v in event.metrics.items()}
-        run.scalars({**values, "eval_time_s": event.seconds}, event.step)
+        run.scalars(scalars_of(event), event.step)
+        if not self._has_experiment:
+            self._write_experiment([tag for tag in scalars_of(event) if tag.startswith("eval/")])
         self.flush()
 
     def on_checkpoint(self, event: Checkpoint) -> None:
         """What the checkpoint cost; everything up to it is on disk from here on."""
         run, _, _ = self._files()
-        run.scalars({"checkpoint/stall_s": event.seconds}, event.step)
+        run.scalars(scalars_of(event), event.step)
         if event.error is not None:
             self._log(event.step, f"checkpoint FAILED: {event.error}")
         self.flush()
@@ -227,13 +234,17 @@ class Dashboard:
         """The last pictures, the time ledger and the run's outcome."""
         run, _, _ = self._files()
         self._draw()
+        if not self._has_session:
+            self._write_session(math.nan, event.step)
+        if not self._has_experiment:
+            self._write_experiment([])
         self._log(event.step, f"ended after {seconds(event.seconds)}: {event.reason}")
         values: dict[str, Any] = {}
         buckets = dict(event.buckets_s) or (self._ledger.snapshot() if self._ledger else {})
         if buckets:
             if PRODUCTIVE not in buckets:
                 buckets[PRODUCTIVE] = max(event.seconds - sum(buckets.values()), 0.0)
-            shares = _time_scalars(buckets)
+            shares = time_scalars(buckets)
             values["hparam/productive_pct"] = shares["goodput_time/productive_pct"]
             if event.step != self._window_step or self._ledger is None:
                 values |= shares  # else the last window has shown them at this step
@@ -296,15 +307,32 @@ class Dashboard:
     def _log(self, step: int, line: str) -> None:
         self._text("log/events", f"**step {step}** {line}", step)
 
-    def _write_hparams(self, run: EventFile, settings: Mapping[str, Any], start: FitStart) -> None:
-        chosen = {
-            name: v for name, v in settings.items() if isinstance(v, bool | int | float | str)
-        }
-        chosen |= {"device_kind": start.device_kind, "num_devices": start.num_devices}
-        metrics = dict.fromkeys(("hparam/mean_goodput", "hparam/productive_pct"), 0.0)
-        experiment, session, _ = hparams(chosen, metrics)
+    def _is_due(self) -> bool:
+        return self._clock.now() - self._figures_s >= self._figures_every_s
+
+    def _write_session(self, learning_rate: float, step: int) -> None:
+        """The settings for the page that compares runs, once the optimizer's learning rate is known."""
+        run, _, start = self._files()
+        chosen = self._chosen(start)
+        if math.isfinite(learning_rate):
+            chosen["learning_rate"] = learning_rate
+        _, session, _ = hparams(chosen, {})
+        run.summary(session, step)
+        self._has_session = True
+
+    def _write_experiment(self, evaluated: Sequence[str]) -> None:
+        """What that page compares; TensorBoard reads the first that it meets, so metrics are known by now."""
+        run, _, start = self._files()
+        compared = ["hparam/mean_goodput", "hparam/productive_pct", "train/loss", *evaluated]
+        chosen = {**self._chosen(start), "learning_rate": 0.0}
+        experiment, _, _ = hparams(chosen, dict.fromkeys(compared, 0.0))
         run.summary(experiment, start.step)
-        run.summary(session, start.step)
+        self._has_experiment = True
+
+    def _chosen(self, start: FitStart) -> dict[str, Any]:
+        settings = flat(start.settings)
+        known = {n: v for n, v in settings.items() if isinstance(v, bool | int | float | str)}
+        return known | {"device_kind": start.device_kind, "num_devices": start.num_devices}
 
 
 def describe(config: BatchConfig) -> str:
@@ -318,86 +346,6 @@ def describe(config: BatchConfig) -> str:
         f"{config.global_batch_size} = {config.micro_batch_size} x {config.num_replicas} "
         f"x {config.num_micro_batches}{under}"
     )
-
-
-def _window_scalars(event: Window) -> dict[str, Any]:
-    config = event.config
-    return {
-        "goodput/samples_per_sec": event.goodput_measured,
-        "goodput/throughput_samples_per_sec": event.throughput,
-        "goodput/statistical_efficiency": event.efficiency,
-        "batch/global": config.global_batch_size,
-        "batch/per_device": config.micro_batch_size,
-        "batch/accumulation_steps": config.num_micro_batches,
-        "batch/num_replicas": config.num_replicas,
-        "batch/memory_limit": event.memory_limit,
-        "gns/critical_batch_size": event.noise_scale,
-        "gns/grad_sqr": event.grad.sqr,
-        "gns/grad_var": event.grad.var,
-        "gns/confidence": event.noise_confidence,
-        "gns/age": event.noise_age_steps,
-        "gns/is_lower_bound": float(event.noise_is_lower_bound),
-        "stats/every": event.statistics_every,
-        "lr/gain": event.gain,
-        "lr/base": event.learning_rate,
-        "lr/effective": event.learning_rate * event.gain,
-        "perf/step_time_s": event.measured_step_s,
-        "progress/scale_invariant_steps": event.progress,
-        "progress/samples": event.samples,
-        "progress/epoch": event.epoch,
-        "progress/eta_s": event.eta_s,
-        "progress/skipped_steps": event.skipped_steps,
-    }
-
-
-def _bands(event: Window) -> dict[str, float]:
-    """The model's predictions with one fit error to either side, and what the loss says with two of its own.
-
-    All three or none: TensorBoard refuses a margin chart whose three curves differ in their steps.
-    """
-    band = math.exp(min(event.predicted_error, 50.0))  # NaN where the fit's error is not known
-    values = {}
-    for value, name, unit in (
-        (event.goodput_predicted, "goodput/predicted", ""),
-        (event.predicted_step_s, "perf/predicted_step_time", "_s"),
-    ):
-        if math.isfinite(value) and math.isfinite(band):
-            values[f"{name}{unit}"] = value
-            values[f"{name}_lower{unit}"] = value / band
-            values[f"{name}_upper{unit}"] = value * band
-    if math.isfinite(event.loss_gained) and math.isfinite(event.loss_gained_error):
-        values["evidence/loss_gained"] = event.loss_gained
-        values["evidence/loss_gained_lower"] = event.loss_gained - 2 * event.loss_gained_error
-        values["evidence/loss_gained_upper"] = event.loss_gained + 2 * event.loss_gained_error
-    return values
-
-
-def _time_scalars(snapshot: Mapping[str, float]) -> dict[str, float]:
-    wall_s = max(sum(snapshot.values()), 1e-9)
-    values = {f"badput/{name}": 100.0 * snapshot.get(name, 0.0) / wall_s for name in BUCKETS}
-    values["goodput_time/productive_pct"] = 100.0 * snapshot.get(PRODUCTIVE, 0.0) / wall_s
-    values["perf/compile_s"] = snapshot.get("compilation", 0.0)
-    return values
-
-
-def _known(values: Mapping[str, Any]) -> dict[str, float]:
-    """Without the unknown: a gap in a curve is honest, a NaN mark on it is noise."""
-    numbers = {tag: float(value) for tag, value in values.items()}
-    return {tag: value for tag, value in numbers.items() if math.isfinite(value)}
-
-
-def _clean(tag: str) -> str:
-    return re.sub(r"[^-/\w.]", "_", tag)
-
-
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in settings.items():
-        if isinstance(value, Mapping):
-            flat |= _flat(value, f"{prefix}{name}.")
-        else:
-            flat[f"{prefix}{name}"] = value
-    return flat
 
 
 def _markdown(settings: Mapping[str, Any]) -> str:

@@ -20,6 +20,7 @@ from jaxtyping import Array, PyTree
 
 from jaxgoodput._pytree import Packed, struct
 from jaxgoodput.goodput.efficiency import GradGroups, GradParams
+from jaxgoodput.optim import memory
 from jaxgoodput.optim import noise as noises
 from jaxgoodput.optim.learning_rate import Rule, adascale
 from jaxgoodput.optim.noise import Labels, NoiseSample, NoiseState
@@ -76,8 +77,10 @@ def adaptive(
     min_samples: float = noises.MIN_SAMPLES,
     schedules: ScheduleClock = "progress",
     second_moment_decay: float | None = None,
+    long_averages: memory.Decays = (),
     keeps_fresh: bool = True,
     shrinks: bool = True,
+    seen: Callable[[PyTree], PyTree] = lambda tree: tree,
 ) -> optax.GradientTransformationExtraArgs:
     """The optimizer `tx`, tuned at `base_batch_size`, for batches of any size.
 
@@ -85,7 +88,7 @@ def adaptive(
     finite=None, **extra)`:
 
     * `global_batch_size`: samples behind `grads`, a number or a traced scalar; free to differ.
-    * `noise`: a `NoiseSample` of this batch, of every leaf of `grads`, or None to keep the
+    * `noise`: a `NoiseSample` of this batch, of every leaf of `seen(grads)`, or None to keep the
       statistics; `biased` marks a differenced sample.
     * `finite`: a bool scalar; where False, the updates are zero and the state stays, but for the samples
       gone by.
@@ -112,6 +115,9 @@ def adaptive(
     multiplied on. (Moments that do not move are a preconditioner, for which AdaScale's factor, the
     gain itself, is right. A sum grows by the gain less per update, and there are fewer by the gain:
     in the long run its factor is 1.)
+
+    `long_averages` (`probe.long_averages`) are what averages in the state of `tx` keep of themselves in an
+    update: they then forget by progress (`memory`). Without, they forget by updates.
 
     Progress grows by what the batch is worth in base batches (`GradGroups`), whatever the rule, less
     what `max_gain_growth` holds back.
@@ -145,7 +151,7 @@ def adaptive(
         num_labels = len(noises.label_names(labels, params))
         own = Adaptation(
             noise=noises.init_noise(num_labels),
-            groups=noises.init_noise(len(noises.leaf_groups(params)[0])),
+            groups=noises.init_noise(len(noises.leaf_groups(seen(params))[0])),
             progress=jnp.zeros(()),
             progress_rest=jnp.zeros(()),
             gain=jnp.ones(num_labels),
@@ -184,7 +190,7 @@ def adaptive(
                 start_over = doubled & (now < 4 / (1 - smoothing))
             # A differenced sample is of two batches.
             elapsed = jnp.maximum(elapsed, noise.num_samples / base_batch_size)
-            names, group_of_leaf = noises.leaf_groups(updates)
+            names, group_of_leaf = noises.leaf_groups(seen(updates))
 
             def updated(old: NoiseState, sample: NoiseSample, **options: Any) -> NoiseState:
                 return noises.update_noise(
@@ -199,7 +205,8 @@ def adaptive(
                     **options,
                 )
 
-            pooled = noise.pooled(jax.tree.leaves(label_of_leaf), own.gain.size)
+            labels_seen = noises.label_indices(labels, seen(updates))
+            pooled = noise.pooled(jax.tree.leaves(labels_seen), own.gain.size)
             statistics = updated(statistics, pooled)
             by_group = updated(
                 by_group, noise.pooled(group_of_leaf, len(names)), outlier=noises.GROUP_OUTLIER
@@ -226,23 +233,29 @@ def adaptive(
         # From 1 rather than from the last gain where that is smaller: a warm-up starts at 0.
         factors = jnp.minimum(wanted, jnp.maximum(own.gain, 1) * max_gain_growth)
         held_back = jnp.mean(jnp.where(wanted > 0, factors / wanted, 1))
+        progressed = worth * held_back
         if second_moment_decay == 1:  # a sum over all updates; that of base batches has more
             summed = own.progress * second_moment + 1 / gains
             second_moment = summed / (own.progress + gains * held_back)
         elif second_moment_decay is not None:
-            new = 1 - second_moment_decay
-            moment_weight = second_moment_decay * moment_weight + new
+            kept = second_moment_decay ** (progressed if long_averages else 1.0)
+            new = 1 - kept
+            moment_weight = kept * moment_weight + new
             second_moment += new / moment_weight * (1 / gains - second_moment)
 
         clocks = {
             "progress": (own.progress, own.progress_rest),
             "samples": (own.base_batches, own.base_batches_rest),
         }
-        inner = with_schedules_at(state.inner, _whole(*clocks[schedules]))
-        scaled, inner = tx.update(updates, inner, params, **extra)
+        before = with_schedules_at(state.inner, _whole(*clocks[schedules]))
+        scaled, inner = tx.update(updates, before, params, **extra)
         scaled = jax.tree.map(lambda u, i: (factors[i] * u).astype(u.dtype), scaled, label_of_leaf)
 
-        done, rest = _add(own.progress, own.progress_rest, worth * held_back)
+        done, rest = _add(own.progress, own.progress_rest, progressed)
+        if long_averages:
+            inner = memory.by_progress(
+                before, inner, long_averages, own.progress + own.progress_rest, progressed
+            )
         batches = _add(own.base_batches, own.base_batches_rest, scale)
         new = Adaptation(
             noise=statistics,
@@ -270,6 +283,10 @@ def adaptive(
 
 def find(opt_state: PyTree) -> Adaptation:
     """What the one `AdaptiveState` in an optimizer state, at any depth, holds beside the user's optimizer."""
+    return _own(opt_state).tree
+
+
+def _own(opt_state: PyTree) -> Packed[Adaptation]:
     leaves = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, AdaptiveState))
     found = [x for x in leaves if isinstance(x, AdaptiveState)]
     if len(found) != 1:
@@ -278,7 +295,7 @@ def find(opt_state: PyTree) -> Adaptation:
             "optimizer once: adaptive(tx, rule, base_batch_size=...), and pass the state that its "
             "init returned."
         )
-    return found[0].own.tree
+    return found[0].own
 
 
 def noise_state(opt_state: PyTree) -> NoiseState:
@@ -303,6 +320,12 @@ def progress(opt_state: PyTree) -> Array:
     """Base steps done: the steps that the base batch size would have needed. A scalar."""
     state = find(opt_state)
     return state.progress + state.progress_rest
+
+
+def progress_on_host(opt_state: PyTree) -> float:
+    """Likewise, as a number."""
+    state = _own(opt_state).host_tree
+    return float(state.progress + state.progress_rest)
 
 
 def progress_between(before: PyTree, after: PyTree) -> Array:

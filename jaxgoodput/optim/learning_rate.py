@@ -55,7 +55,7 @@ def of_noise_share(share: float) -> Rule:
     themselves when the noise shrinks, and the factor is the gain.
 
     >>> rule = of_noise_share(0.0)
-    >>> float(rule(4.0, GradParams(sqr=1.0, var=2.0), 0.0))
+    >>> round(float(rule(4.0, GradParams(sqr=1.0, var=2.0), 0.0)), 3)
     2.0
     """
 

@@ -15,6 +15,7 @@ from absl import logging
 from jaxtyping import Array, PyTree
 
 from jaxgoodput.optim.adaptive import with_schedules_at
+from jaxgoodput.optim.memory import Decays, averages, decays_of
 from jaxgoodput.optim.preconditioner import MomentConstants, second_moments
 
 NORM = 1e-3  # of a probing gradient: below every usual limit for clipping
@@ -185,6 +186,33 @@ def moment_constants(tx: optax.GradientTransformation, params: PyTree) -> Moment
     return MomentConstants(
         b2=float(f"{b2:.4g}"), eps=default.eps if math.isnan(eps) else float(f"{eps:.2g}")
     )
+
+
+def long_averages(tx: optax.GradientTransformation, params: PyTree) -> Decays:
+    """What the long averages in the state of `tx` keep of themselves in an update; () where it has none.
+
+    `params` may be abstract.
+
+    >>> long_averages(optax.lion(0.1), {"w": jnp.zeros(3)})
+    (0.99,)
+    >>> long_averages(optax.sgd(0.1, momentum=0.9), {"w": jnp.zeros(3)})
+    ()
+    """
+    tx, small = optax.with_extra_args_support(tx), _small(params, 0.1)
+    if not averages(jax.eval_shape(tx.init, small)):
+        return ()
+    entry = jnp.asarray(_entry(NORM, len(jax.tree.leaves(small))))
+
+    def two_updates() -> tuple[PyTree, PyTree]:
+        first, _ = _updated(tx, small, tx.init(small), entry)
+        return first, _updated(tx, small, first, entry)[0]
+
+    try:
+        found = decays_of(*jax.device_get(jax.jit(two_updates)()))
+    except Exception as error:  # whatever a user's own link may raise
+        logging.info("the optimizer cannot be asked how long it remembers: %r", error)
+        return ()
+    return () if set(found) == {None} else found
 
 
 def _epsilon(moved: np.ndarray, large: float, small: float) -> float:

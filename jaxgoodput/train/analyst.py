@@ -20,6 +20,7 @@ from jaxgoodput.clock import Clock
 from jaxgoodput.engine.state import StepMetrics
 from jaxgoodput.goodput.efficiency import Grad, gain, noise_scale
 from jaxgoodput.goodput.fit import PerfFit
+from jaxgoodput.goodput.perf import Feeding
 from jaxgoodput.goodput.search import BatchConfig, BatchLimits
 from jaxgoodput.observe import hooks as hooking
 from jaxgoodput.observe.events import Event, FitEnd, StepEnd, TuneEnd
@@ -39,6 +40,7 @@ from jaxgoodput.tune.timings import (
     TimingKey,
     TimingRow,
     TimingTable,
+    feeding_of,
 )
 from jaxgoodput.tune.tuner import Answer, Tuner
 from jaxgoodput.tune.verdict import PROBE_STEPS, Alternative, Caution, Situation
@@ -94,6 +96,7 @@ class Analyst:
         self._schedule = schedule
         self._lock = threading.Lock()
         self._timings = StrategyTimings(num_nodes=1)
+        self._feeding_s: dict[int, float] = {}  # by global batch size
         self._evidence = Evidence()
         self._every = config.statistics.every_steps or 1  # until the noise is known
         self._sampled_at: int | None = None  # the step that measured the noise last
@@ -138,6 +141,10 @@ class Analyst:
         if self._queue.qsize() >= MOST_BEHIND:
             self._wait_for_hooks()
         self._queue.put(result)
+
+    def fed(self, global_batch_size: int, seconds: float) -> None:
+        """What preparing batches of this size takes, beside the steps."""
+        self._feeding_s[global_batch_size] = seconds
 
     def tell(self, event: Event) -> None:
         """Pass an event on to the hooks, after everything that came before it."""
@@ -416,6 +423,7 @@ class Analyst:
             ready=self._strategies.ready(current.strategy),
             timed=clean if not self._disturbed else self._timings.timed(current, clean=False),
             fit=self._fit,
+            feeding=self._feeding(),
         )
         others = map(self._timings.known, self._strategies.others() if self._adapt else ())
         return Situation(
@@ -447,6 +455,14 @@ class Analyst:
             left_s=self._left_s(metrics, grad),
             step_s=self._table.step_s(self._timings.num_nodes, current),
         )
+
+    def _feeding(self) -> Feeding | None:
+        """What is known of preparing batches; no more than the steps for which they were prepared took."""
+        size = self._current.global_batch_size
+        step_s = self._table.step_s(self._timings.num_nodes, self._current)
+        if size in self._feeding_s and math.isfinite(step_s):
+            self._feeding_s[size] = min(self._feeding_s[size], step_s)
+        return feeding_of(dict(self._feeding_s))
 
     def _noise_scale(self, grad: Grad) -> float:
         return float(noise_scale(grad, self._limits.base))
@@ -543,6 +559,7 @@ class Analyst:
                 limits=self._limits,
                 residuals=here.residuals,
                 switched=switched,
+                feeding=here.feeding,
             ),
         )
 
@@ -599,6 +616,10 @@ class Analyst:
                 total_samples=(self._config.epochs or 0) * self._dataset_size,
                 stretch=self._evidence.now(),
                 stretch_before=self._evidence.before,
+                feeding=self._feeding(),
+                feeding_s=self._feeding_s.get(self._current.global_batch_size, UNKNOWN),
+                arithmetic=self._strategies.arithmetic(self._current),
+                tokens_per_sample=float(self._config.reporting.tokens_per_sample or UNKNOWN),
             ),
         )
 

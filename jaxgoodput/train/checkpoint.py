@@ -96,6 +96,8 @@ class CheckpointMeta:
     """Of the data set; None before version 2."""
     base_batch_size: int | None = None
     """That the learning rate was tuned for; None before version 2."""
+    tables: Mapping[str, int] = field(default_factory=dict)
+    """The commit of every table whose rows were trained with it."""
     version: int = VERSION
     """Of this form."""
 
@@ -283,6 +285,11 @@ class Checkpoints:
         """The step with the best value of `Saving.best`, of those that are there; None: none has one."""
         return best_step(self._noted(self._manager.all_steps()), self._saving)
 
+    def steps(self) -> set[int]:
+        """Those of all checkpoints, the one that is being written among them."""
+        there = {int(path.name) for path in self._directory.iterdir() if path.name.isdigit()}
+        return there | {self._writing}
+
     def is_best(self, metrics: Mapping[str, float]) -> bool:
         """Whether an evaluation is better, by `Saving.best`, than those of all checkpoints.
 
@@ -306,12 +313,17 @@ class Checkpoints:
             for leftover in self._directory.glob(TEMPORARY):
                 shutil.rmtree(leftover, ignore_errors=True)
 
-    def restore(self, abstract_for: Callable[[CheckpointMeta], TrainState]) -> Restored | None:
+    def restore(
+        self,
+        abstract_for: Callable[[CheckpointMeta], TrainState],
+        open_others: Callable[[CheckpointMeta], None] = lambda meta: None,
+    ) -> Restored | None:
         """The newest checkpoint that can be read; None where there is none.
 
         `abstract_for`, given what the host saved, says of every leaf its shape, type and sharding, which
         are the restored state's own (`Engine.abstract_state`); the layout that the state was saved on
-        does not matter.
+        does not matter. `open_others` opens what was saved with it elsewhere, once its state is read; where
+        that is `Damaged`, the checkpoint counts as damaged, too.
 
         Raises WrongWorkdirError where the newest readable one is of another model.
         """
@@ -337,6 +349,10 @@ class Checkpoints:
             )
             if failure is not None and "RESOURCE_EXHAUSTED" in str(failure):
                 raise failure  # the checkpoint is sound, the devices are too small
+            if failure is None:
+                _, failure = _attempt(lambda meta=meta: open_others(meta))
+                if failure is not None and not isinstance(failure, _disk.Damaged):
+                    raise failure  # both are sound
             if self._everywhere(failure is None):
                 assert state is not None
                 return Restored(state=state, meta=meta)

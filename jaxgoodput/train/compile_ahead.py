@@ -19,6 +19,7 @@ from typing import Protocol, runtime_checkable
 
 from absl import logging
 
+from jaxgoodput.engine.chips import Arithmetic, chip_of
 from jaxgoodput.engine.engine import Engine
 from jaxgoodput.engine.programs import Program
 from jaxgoodput.goodput.memory import StepBytes, TooLarge, largest_that_fits
@@ -70,6 +71,10 @@ class ReadyStrategies(Protocol):
 
     def memory_limit(self, strategy: str) -> int:
         """The largest that fits, by what is known; 0 = none known."""
+        ...
+
+    def arithmetic(self, config: BatchConfig) -> Arithmetic:
+        """What a sample takes under a configuration, and what its devices could do."""
         ...
 
     def others(self) -> Sequence[Alternative]:
@@ -153,7 +158,9 @@ class SizeCompiler:
     def near(self, size: int) -> None:
         """`size` is in use: take up the sizes around it, and have it measure the noise."""
         with self._changed:
-            if not self._order:
+            # The first was compiled before the start, but for what measures in an elastic job.
+            waits = self._engine.world is not None and self._engine.measuring_programs(size)
+            if not self._order and not waits:
                 need = self._engine.measuring_bytes_of(size)
                 fits = need is None or need.peak <= self._budget
                 self._measurable[size] = self._engine.can_measure(size) and fits
@@ -468,6 +475,17 @@ class StrategyCompiler:
     def memory_limit(self, strategy: str) -> int:
         """The largest micro-batch of a strategy that fits, by what is known."""
         return self.compiler(strategy).memory_limit
+
+    def arithmetic(self, config: BatchConfig) -> Arithmetic:
+        """What a sample takes under a configuration, and what its devices could do."""
+        engine = self.engine(config.strategy)
+        layout = engine.layout
+        chip = chip_of(layout.mesh.devices.flat[0])
+        return Arithmetic(
+            tflops_per_sample=engine.tflops_per_sample(config.micro_batch_size),
+            num_devices=config.num_replicas // layout.num_replicas * layout.num_devices,
+            peak_tflops=math.nan if chip is None else chip.flops / 1e12,
+        )
 
     @property
     def is_busy(self) -> bool:

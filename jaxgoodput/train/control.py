@@ -7,6 +7,7 @@ effect there: no further message, no further collective, and never a different a
 """
 
 import dataclasses
+import math
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from jaxgoodput.train.config import Config
 
 # A step is dispatched once the step this many before it is done: one runs, one waits behind it.
 DEPTH = 2
-CONTROL_SIZE = 12
+CONTROL_SIZE = 13
 
 
 SAVED, UNSAVED = 143, 75  # exit codes; 75 is EX_TEMPFAIL of <sysexits.h>
@@ -87,6 +88,7 @@ class Control:
     evaluate: bool = False
     show: bool = False  # the parameters to the hooks
     regroup: bool = False  # processes are to come or go
+    keep: bool = False  # a copy of the state, here and on a neighbour
     batch: BatchConfig | BatchWish | None = None  # to use from now on
     statistics_every: int | None = None
     num_ready: int = 0  # sizes compiled or refused, summed over processes
@@ -101,6 +103,7 @@ class Control:
             evaluate=self.evaluate or later.evaluate,
             show=self.show or later.show,
             regroup=self.regroup or later.regroup,
+            keep=self.keep or later.keep,
             batch=later.batch or self.batch,
             statistics_every=later.statistics_every or self.statistics_every,
             num_ready=self.num_ready + later.num_ready,
@@ -146,11 +149,15 @@ class Requests:
 
 
 class Due:
-    """Which checkpoints and evaluations are due by time or progress; remembers when each was asked for."""
+    """Which checkpoints, copies and evaluations are due by time or progress; remembers the last of each.
 
-    def __init__(self, config: Config, now_s: float, progress: float):
+    Copies every `keep_s`: first soon, then as `kept` says.
+    """
+
+    def __init__(self, config: Config, now_s: float, progress: float, *, keep_s: float = math.inf):
         self._config = config
-        self._save_s = self._evaluate_s = now_s
+        self._keep_every_s = keep_s
+        self._save_s = self._evaluate_s = self._keep_s = now_s
         self._saved = self._progress = progress
 
     def asked(
@@ -161,7 +168,9 @@ class Due:
         While updates are being skipped (`skipping`), no checkpoint is due: it would take the place of one
         from before whatever went wrong.
         """
-        config, save, evaluate = self._config, False, False
+        config, save, evaluate, keep = self._config, False, False, False
+        if now_s - self._keep_s >= self._keep_every_s and not skipping:
+            self._keep_s, keep = now_s, True
         every_s, every = config.saving.every_s, config.saving.every_base_steps
         if every_s and now_s - self._save_s >= every_s and not skipping:
             self._save_s, save = now_s, True
@@ -172,7 +181,15 @@ class Due:
         every = config.evaluation.every_base_steps
         if every and progress and progress - self._progress >= every:
             self._progress, evaluate = progress, True
-        return Control(save=save, evaluate=evaluate) if save or evaluate else None
+        wish = Control(save=save, evaluate=evaluate, keep=keep)
+        return None if wish == NOTHING else wish
+
+    def kept(self, cost_s: float, failure_every_s: float) -> None:
+        """A copy took the loop so long: the next when it and the work that a failure undoes cost least.
+
+        By the root of twice the cost times the time between failures (Young 1974).
+        """
+        self._keep_every_s = math.sqrt(2 * cost_s * failure_every_s)
 
 
 def encode(control: Control, strategies: Sequence[str]) -> np.ndarray:
@@ -196,6 +213,7 @@ def encode(control: Control, strategies: Sequence[str]) -> np.ndarray:
             0 if strategy is None else 1 + strategies.index(strategy),
             control.show,
             control.regroup,
+            control.keep,
         ],
         np.float32,
     )
@@ -205,7 +223,7 @@ def decode(total: np.ndarray, strategies: Sequence[str]) -> Control:
     """The agreed control. Batches come from process 0 alone, so that their sum is its own."""
     numbers = (int(round(float(x))) for x in total)
     stop, finish, save, evaluate, micro, count, every, *numbers = numbers
-    ready, measuring, strategy, show, regroup = numbers
+    ready, measuring, strategy, show, regroup, keep = numbers
     batch = None
     if micro and count:
         batch = BatchWish(
@@ -220,6 +238,7 @@ def decode(total: np.ndarray, strategies: Sequence[str]) -> Control:
         evaluate=evaluate > 0,
         show=show > 0,
         regroup=regroup > 0,
+        keep=keep > 0,
         batch=batch,
         statistics_every=every or None,
         num_ready=ready,

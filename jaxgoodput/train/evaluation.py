@@ -19,7 +19,7 @@ from jaxtyping import PyTree
 
 from jaxgoodput.clock import Clock
 from jaxgoodput.data.readers import Attempts, Readers, Reading
-from jaxgoodput.data.rows import held_rows, narrow, put_rows
+from jaxgoodput.data.rows import held_rows, narrow, parts_of, put_rows
 from jaxgoodput.data.sources import Source, abstract_sample
 from jaxgoodput.engine.memory import StepBytes, step_bytes
 from jaxgoodput.engine.programs import Program
@@ -50,9 +50,10 @@ class _Placed:
 class Evaluator:
     """Owns the compiled `metrics`. Each process covers its own part of the samples.
 
-    Where a state spans processes, all of them cover every batch together, each with the rows of its devices.
+    Where a state spans processes, those cover every batch together, each with the rows of its devices.
     States may lie on any mesh of a `Layout`, and are evaluated there; one that lies on no mesh, on the
-    devices of `layout`.
+    devices of `layout`. `read` makes of a batch on the host the one that `metrics` gets, and `blank` one of
+    the same shapes, without reading.
     """
 
     def __init__(
@@ -68,8 +69,11 @@ class Evaluator:
         clock: Clock,
         num_readers: int | None = 1,
         num_retries: int = 0,
+        read: Callable[[PyTree], PyTree] = lambda rows: rows,
+        blank: Callable[[PyTree], PyTree] = lambda rows: rows,
     ):
         self._metrics = metrics
+        self._read, self._blank = read, blank
         self._source = source
         self._again = Attempts(num_retries=num_retries, clock=clock)
         self._readers = partial(
@@ -108,13 +112,17 @@ class Evaluator:
         sharding = NamedSharding(mesh, self._layout.batch_sharding.spec)
         num_replicas = math.prod(mesh.shape[axis] for axis in REPLICA_AXES)
         # Not more than there is: a small set should not be padded to a large batch.
-        spans = not sharding.is_fully_addressable
-        num_parts = 1 if spans else self._process_count
+        num_parts, _ = self._parts(sharding)
         share = -(-len(self._source) // (num_replicas * num_parts))
         num_rows = min(self._micro_batch_size, share) * num_replicas
         batch = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct((num_rows, *x.shape), x.dtype, sharding=sharding),
-            self._again(partial(abstract_sample, self._source)),
+            lambda x: jax.ShapeDtypeStruct((num_rows, *x.shape[1:]), x.dtype, sharding=sharding),
+            self._blank(
+                jax.tree.map(
+                    lambda x: np.zeros((1, *x.shape), x.dtype),
+                    self._again(partial(abstract_sample, self._source)),
+                )
+            ),
         )
 
         metrics = in_mesh(self._metrics, mesh.abstract_mesh, self._layout.strategy)
@@ -133,6 +141,7 @@ class Evaluator:
                     f"value (or row) per sample, shape ({num_rows}, ...): padding is left out and "
                     "parts are put together afterwards."
                 )
+        spans = not sharding.is_fully_addressable
         # What every process is to fetch has to lie whole in every process.
         out = NamedSharding(mesh, PartitionSpec()) if spans else sharding
         return Program(run, (), arguments, out), num_rows, sharding
@@ -169,8 +178,7 @@ class Evaluator:
         if placed.depth == 1:
             jax.block_until_ready(state)
         total, num_rows, sharding = len(self._source), placed.num_rows, placed.batch_sharding
-        num_parts = 1 if placed.spans else self._process_count
-        part = 0 if placed.spans else self._process_index
+        num_parts, part = self._parts(sharding)
         mine = np.array_split(np.arange(total), num_parts)[part]
         held = held_rows(sharding, num_rows)
         pending, parts = [], []
@@ -190,23 +198,30 @@ class Evaluator:
                     following is not None
                 ):  # read while this one is computed, where there are threads
                     ahead.append(begun(following))
-                rows = narrow(ahead.popleft().result())
+                rows = self._read(narrow(ahead.popleft().result()))
                 batch = put_rows(rows, held, sharding, num_rows=num_rows)
                 pending.append((len(indices), placed.run(state.averaged, state.model_state, batch)))
                 if len(pending) >= placed.depth:
                     parts.append(_fetch(*pending.pop(0)))
         parts += [_fetch(*p) for p in pending]
         merged = {name: np.concatenate([p[name] for p in parts]) for name in parts[0]}
-        return merged if num_parts == 1 else self._everyone(merged, total)
+        return merged if num_parts == 1 else self._everyone(merged, total, num_parts)
 
-    def _everyone(self, mine: dict[str, np.ndarray], total: int) -> dict[str, np.ndarray]:
-        longest = -(-total // self._process_count)
+    def _parts(self, sharding: NamedSharding) -> tuple[int, int]:
+        """How many meshes share the samples, and the number of this one."""
+        return parts_of(sharding, self._process_index, self._process_count)
+
+    def _everyone(
+        self, mine: dict[str, np.ndarray], total: int, num_parts: int
+    ) -> dict[str, np.ndarray]:
+        longest = -(-total // num_parts)
         gathered: dict[str, np.ndarray] = {}
-        counts = [len(p) for p in np.array_split(np.arange(total), self._process_count)]
+        counts = [len(p) for p in np.array_split(np.arange(total), num_parts)]
         for name, part in mine.items():
             row = np.zeros((longest, *part.shape[1:]), part.dtype)
             row[: len(part)] = part
             every = np.asarray(multihost_utils.process_allgather(row))
+            every = every[:: self._process_count // num_parts]  # those of a mesh have the same
             gathered[name] = np.concatenate([r[:n] for r, n in zip(every, counts, strict=True)])
         return gathered
 

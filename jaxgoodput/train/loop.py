@@ -43,7 +43,7 @@ from jaxgoodput.observe.events import (
 )
 from jaxgoodput.parallel.move import MoveDoesNotFit
 from jaxgoodput.train.analyst import Analyst
-from jaxgoodput.train.checkpoint import CheckpointMeta
+from jaxgoodput.train.checkpoint import ELSEWHERE, CheckpointMeta
 from jaxgoodput.train.compile_ahead import SizeCompiler
 from jaxgoodput.train.config import Config
 from jaxgoodput.train.control import (
@@ -62,15 +62,15 @@ from jaxgoodput.train.control import (
     decode,
     encode,
 )
-from jaxgoodput.train.membership import Kept, Regroup
+from jaxgoodput.train.membership import Agreement, Kept, Membership, OwnPart, Regroup
 from jaxgoodput.train.prepare import Start
 from jaxgoodput.train.process import Compilations
+from jaxgoodput.train.tables.commits import committed
 from jaxgoodput.train.task import Task
 from jaxgoodput.train.watcher import Result, Ticket, Watcher
 from jaxgoodput.tune.tuner import Tuner
 
-_LEASES = "jaxgoodput: leases, "
-_FORGET = 4  # steps after which nobody asks for a lease any more
+FIRST_COPY_S = 2.0  # into a generation, of a state that nobody else has
 
 
 class Loop:
@@ -86,7 +86,7 @@ class Loop:
         ledger: TimeLedger,
         compilations: Compilations,
         clock: Clock,
-        elastic: bool = False,
+        membership: Membership | None = None,
         tuner: Callable[..., Tuner] = Tuner,
     ):
         self.task = task
@@ -101,6 +101,7 @@ class Loop:
         self.strategies = start.strategies
         self.checkpoints = start.checkpoints
         self.loader = start.loader
+        self.feed = start.feed
         self.evaluator = start.evaluator
         # What the next step goes on from.
         self.engine: Engine = start.engine
@@ -120,8 +121,8 @@ class Loop:
         self._num_retried = 0  # reads, as last told
         self._rest_of: BatchConfig | None = None  # batch whose rest at the end was asked for
         self._outcome: str | None = None  # what ended the run before its end
-        self._is_elastic = elastic  # processes come and go
-        self._lease_key: str | None = None
+        self._agreement: Agreement | None = None  # with the other processes of an elastic job
+        self._membership = membership
         self._regroups: str | None = None  # why this set of them is over
         self._error: BaseException | None = None  # of a hook or of the task
         self._is_alone = False  # whether other processes may have gone, or wait in a step
@@ -129,7 +130,10 @@ class Loop:
         self._expects_steps = False  # whether a run without steps hangs
         self._saving = threading.Lock()
         self._began_s = clock.now()  # made anew at the first step
-        self._due = Due(config, self._began_s, start.progress)
+        # Where no other group has the state, parts of it are copied.
+        only_group = self.where.is_elastic and 1 < self.where.group_size == self.where.process_count
+        self._keep_s = FIRST_COPY_S if only_group else math.inf
+        self._due = Due(config, self._began_s, start.progress, keep_s=self._keep_s)
         # Sizes whose noise every process can measure, by strategy: the first was compiled before the start.
         self._measuring = {(start.batch.strategy, start.batch.micro_batch_size)}
         if self.where.process_count > 1:
@@ -199,7 +203,7 @@ class Loop:
         first, reason = self.step, "interrupted"
         must_save = is_best = False
         self._began_s = self.clock.now()
-        self._due = Due(self.config, self._began_s, self.start.progress)
+        self._due = Due(self.config, self._began_s, self.start.progress, keep_s=self._keep_s)
         unsaved: str | None = None
         try:
             try:
@@ -207,12 +211,10 @@ class Loop:
             except Diverged:
                 raise  # what came of it is not worth keeping
             except Exception as error:
-                if not (self._is_elastic and is_of_a_peer(error)):
+                if not (self.where.is_elastic and is_of_a_peer(error)):
                     self._error, self._is_alone = error, self.where.process_count > 1
-                elif self.requests.signal is None:
+                else:  # also where this one is told to stop: those who wait have one of them save
                     self._regroups = f"a process was lost: {error}"
-                else:  # it has left, as this one was told to
-                    self._outcome, self._is_alone = self.requests.signal, True
             if self._regroups is not None:
                 reason = f"regrouped: {self._regroups}"
                 self.analyst.flush()
@@ -221,6 +223,8 @@ class Loop:
                 self._is_alone = self.where.process_count > 1  # a hook has failed; the others go on
             if must_save := is_best or self._must_save(first):
                 unsaved = self._save_last()
+            elif self.feed is not None:  # what is returned goes with rows
+                _, unsaved = self._with_tables(self._snapshot()[1])
             if self._outcome and self._error is None:
                 self.analyst.tell(Preempt(step=self.step, signal=self._outcome))
             self.analyst.flush()  # the hooks have heard of every step
@@ -263,7 +267,8 @@ class Loop:
                     if batch is None:
                         self._tell_dropped()
                         break
-                    self._dispatch(batch)
+                    with jax.profiler.StepTraceAnnotation("train", step_num=self.step + 1):
+                        self._dispatch(batch)
             self._drain(first)
             if self.evaluator is not None and self._outcome is None and self._regroups is None:
                 return self._evaluate()
@@ -301,7 +306,7 @@ class Loop:
             return False
         if control.finish or self._is_complete():
             return False
-        if control.regroup and self._is_elastic:
+        if control.regroup and self.where.is_elastic:
             self._regroups = "processes are to come or go"
             return False
         is_best = control.evaluate and self._evaluate()
@@ -309,6 +314,8 @@ class Loop:
             return False
         if control.save or is_best:
             self._save()
+        if control.keep:
+            self._keep_copy()
         if control.show:
             self._show()
         if control.statistics_every:
@@ -364,7 +371,7 @@ class Loop:
             return
         if batch.strategy != self.batch.strategy and not self._switch(batch):
             return  # the batch asked for belongs to the other strategy
-        if self.where.spans:
+        if self.engine.spans:
             self._compile_everywhere(batch)
         self.batch = batch
         self._untimed = 1
@@ -472,16 +479,20 @@ class Loop:
 
     def _next_batch(self) -> StepBatch | None:
         if self._takes_leases:
-            return self.loader.next_in_parts(self.batch, self._lease)
+            return self.loader.next_in_parts(self.batch, lambda: self._agreed.lease(self.step))
         try:
-            batch = self.loader.next(self.batch, meanwhile=self._unless_stopping)
+            feed = self.feed or self.loader
+            batch = feed.next(self.batch, meanwhile=self._unless_stopping)
         except Stopping:
             self._give_up()
             return None
         if batch is None:
             return None
+        if self.feed is not None and math.isfinite(feeding_s := self.feed.feeding_s):
+            self.analyst.fed(batch.config.global_batch_size, feeding_s)
         if batch.wait_s > 1e-4:
-            self.ledger.add("data_loading_sync", batch.wait_s)
+            bucket = "data_loading_sync" if self.feed is None else "embedding"
+            self.ledger.add(bucket, batch.wait_s)
         if self.loader.num_retried > self._num_retried:
             self._num_retried = self.loader.num_retried
             self.analyst.tell(ReadsRetried(step=self.step, num_retried=self._num_retried))
@@ -502,21 +513,20 @@ class Loop:
         wanted = self.config.execution.leases and self.engine.world is not None
         return wanted and self.where.process_count > 1 and self.batch.num_micro_batches > 1
 
-    def _lease(self) -> int:
-        """The number of the next micro-batch of this step that nobody has taken."""
-        store = shared_store()
-        assert store is not None
-        if self._lease_key is None:  # another run of this job had steps of these numbers
-            rank = self.where.process_index
-            self._lease_key = f"{_LEASES}run {store.count(f'{_LEASES}process {rank}')}, step "
-        return store.count(f"{self._lease_key}{self.step}")
-
-    def _forget_leases(self) -> None:
-        """Those of a step of which nobody asks for any any more."""
-        if self._lease_key is not None and self.is_chief and self.step >= _FORGET:
+    @property
+    def _agreed(self) -> Agreement:
+        if self._agreement is None:
             store = shared_store()
             assert store is not None
-            store.forget(f"{self._lease_key}{self.step - _FORGET}")
+            where = self.where
+            self._agreement = Agreement(
+                store,
+                where.process_index,
+                where.process_count,
+                group_size=where.group_size,
+                is_broken=where.is_broken,
+            )
+        return self._agreement
 
     def _tell_dropped(self) -> None:
         total = self.start.total_samples
@@ -558,9 +568,21 @@ class Loop:
         self._is_dispatching = True
         measured, compiled = self._is_measured(batch), self.compilations.num
         dispatched_s = self.clock.now()
-        engine, marks = self.engine, (None, None)
+        engine, marks, own = self.engine, (None, None), None
         control = self._wishes(batch.config)
-        if engine.world is None:
+        if self.feed is not None:
+            (micro,) = batch.micro_batches
+            self.state, slots, metrics = engine.step_with_rows(
+                self.state,
+                self.feed.slots,
+                self.feed.lookups,
+                micro.data,
+                micro.mask,
+                measure=measured,
+                control=control,
+            )
+            self.feed.trained(slots)
+        elif engine.world is None:
             work = None
             *some, last = batch.micro_batches
             for micro in some:
@@ -569,27 +591,41 @@ class Loop:
                 self.state, work, last.data, last.mask, measure=measured, control=control
             )
         else:
-            work = engine.begin(self.state)
+            work, num_rows = engine.begin(self.state), 0
+            compares = measured and batch.parts is None and len(batch.micro_batches) == 1
+            compares = compares and not engine.has_groups
             for micro in batch.micro_batches if batch.parts is None else batch.parts:
-                work = engine.accumulate(work, micro.data, micro.mask)
+                work = engine.accumulate(work, micro.data, micro.mask, measure=compares)
+                num_rows += len(micro.mask)
                 if batch.parts is not None:  # the next one is for whoever is done first
                     assert work.sums is not None
                     jax.block_until_ready(work.sums.weight)
-            total = engine.reduce(work, control)
-            if self._is_elastic:
-                # The update would take the state along into a sum that failed.
-                jax.block_until_ready(total)
             assert work.sums is not None
-            marks = (work.sums.weight, total)
+            if not self.where.is_elastic:
+                total = engine.reduce(work, control)
+                marks = (work.sums.weight, total)
+            else:
+                jax.block_until_ready(work.sums.weight)
+                own_end_s = self.clock.now()
+                own = self._own_part(batch, num_rows, own_end_s - dispatched_s)
+                # The update would take the state along into a sum that failed.
+                total = jax.block_until_ready(engine.reduce(work, control))
+                if self.where.group_size > 1 and self.where.process_count > 1:
+                    self._agreed.commit(self.step)
+                marks = (own_end_s, self.clock.now())
             self.state, metrics = engine.update(self.state, total, work)
         self.step += 1
         self.samples += batch.num_samples
         self.cursor, self.stream = batch.after, self.loader.stream
         self._is_dispatching = False
-        self._forget_leases()
+        if self._agreement is not None and self.is_chief:
+            self._agreement.forget(self.step)
         is_whole = batch.num_samples == batch.config.global_batch_size
         timed = self._untimed <= 0 and self.compilations.num == compiled and is_whole
         self._untimed -= 1
+        if own is not None and timed and not self.strategies.is_busy:
+            assert self._membership is not None
+            self._membership.computed(own)
         self.watcher.submit(
             Ticket(
                 step=self.step,
@@ -609,6 +645,19 @@ class Loop:
             )
         )
 
+    def _own_part(self, batch: StepBatch, num_rows: int, seconds: float) -> OwnPart:
+        """What of a step is this process's own; what is read ahead goes on beside it."""
+        config = batch.config
+        num_parts = 1 if batch.parts is not None else config.num_micro_batches
+        replicas = self.engine.layout.num_replicas
+        return OwnPart(
+            seconds=max(seconds, batch.read_s),
+            num_samples=num_rows,
+            part=replicas * config.micro_batch_size * num_parts,
+            whole=config.global_batch_size,
+            is_leased=batch.parts is not None,
+        )
+
     def _wishes(self, config: BatchConfig) -> np.ndarray | None:
         """What this process tells the others along with a step of `config`."""
         if self.where.process_count == 1:
@@ -622,7 +671,7 @@ class Loop:
 
     def _is_measured(self, batch: StepBatch) -> bool:
         """Whether this step measures gradient noise: one step in `every`."""
-        if self.engine.world is not None or len(batch.micro_batches) > 1:
+        if self.engine.has_groups or batch.parts is not None or len(batch.micro_batches) > 1:
             return True
         if batch.num_samples < batch.config.global_batch_size:
             return False  # the run's last, for which nothing that measures is compiled
@@ -690,7 +739,7 @@ class Loop:
             error = self._save(wait=True)
             is_safe = self._everywhere(not self.is_chief or self._is_safe())
         else:
-            error = self._save(wait=True) if self.is_chief and not self.where.spans else None
+            error = self._save(wait=True) if self.is_chief and not self.engine.spans else None
             for _ in range(0 if self.is_chief or self._error else 20):
                 if self._is_safe():
                     break
@@ -702,7 +751,14 @@ class Loop:
         """Save this step; what went wrong with it, or with the one before."""
         start_s = self.clock.now()
         with self.ledger.bucket("checkpoint_save"), jax.transfer_guard("allow"), self._saving:
-            error = self.checkpoints.save(*self._snapshot())
+            state, meta = self._snapshot()
+            meta, error = self._with_tables(meta)
+            if self.feed is not None and not self._everywhere(error is None):
+                error = error or f"step {meta.step}: {ELSEWHERE}"
+            if self.engine.spans and not self.where.spans and self.where.writes:
+                state = jax.tree.map(host_copy, state)  # one of its processes writes for all
+            if error is None:
+                error = self.checkpoints.save(state, meta)
             if wait:  # in every process, whatever has failed in this one
                 failed = self.checkpoints.wait(alone=self._is_alone)
                 error = error or failed
@@ -718,6 +774,18 @@ class Loop:
         seconds = self.clock.now() - start_s
         self.analyst.tell(Checkpoint(step=self.step, seconds=seconds, error=error))
         return error
+
+    def _with_tables(self, meta: CheckpointMeta) -> tuple[CheckpointMeta, str | None]:
+        """The metadata of a checkpoint with the commits of tables, made first; and what went wrong."""
+        if self.feed is None:
+            return meta, None
+        try:
+            kept, workdir = self.checkpoints.steps(), self.config.workdir
+            hosts = self.where.process_count
+            commits = committed(self.feed.tables, workdir, meta.step, kept, hosts)
+        except (OSError, RuntimeError) as error:
+            return meta, f"step {meta.step}: {error}"
+        return dataclasses.replace(meta, tables=commits), None
 
     def _snapshot(self) -> tuple[TrainState, CheckpointMeta]:
         return self.state, CheckpointMeta(
@@ -741,6 +809,14 @@ class Loop:
             state, meta = self._snapshot()
             leaves = on_host(state)
         return Kept(leaves, dataclasses.replace(meta, leaves=describe(state), is_named=True))
+
+    def _keep_copy(self) -> None:
+        """Have a copy of this process's part of the state in memory, here and on another host."""
+        assert self._membership is not None
+        began_s = self.clock.now()
+        with self.ledger.bucket("checkpoint_save"):
+            self._membership.keep(self._kept())
+        self._due.kept(self.clock.now() - began_s, self._membership.failure_every_s)
 
     def _safe_step(self) -> int | None:
         """The step of the newest checkpoint."""
@@ -812,7 +888,8 @@ class Loop:
 
     def save_aside(self) -> None:
         """Save the last step from another thread, where the loop is busy with something else than steps."""
-        can_write = self.is_chief and not self.where.spans
+        # Rows are on their way between batches of which the loop alone knows.
+        can_write = self.is_chief and not self.engine.spans and self.feed is None
         if not can_write or self._is_dispatching or not self._saving.acquire(blocking=False):
             return
         try:

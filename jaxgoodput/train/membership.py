@@ -6,28 +6,33 @@ enters the next, in which all go on from the run that had come furthest. Nobody 
 from the disk. Updates are the same in all processes, so one that is a step behind loses nothing by taking
 the state of another: samples belong to the state that they went into.
 
-`Membership` is what the run asks of whoever knows the other processes (`launcher.member`).
+`Membership` is what the run asks of whoever knows the other processes (`launcher.member`). Within a step the
+processes of a generation agree on who takes which micro-batch, and on whether it counts (`Agreement`).
 """
 
 import io
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
 
+from jaxgoodput._jax import PeerGone, SharedStore
 from jaxgoodput._serial import decode
+from jaxgoodput.engine.saved import HostLeaf, LeafKind
 from jaxgoodput.train.checkpoint import CheckpointMeta
+
+_KEEP = 4  # steps after which nobody asks for anything of a step any more
 
 
 @dataclass(frozen=True)
 class Kept:
     """A run between two generations."""
 
-    leaves: Mapping[str, np.ndarray]
-    """The state's, by path, as `engine.saved.on_host` gives them."""
+    leaves: Mapping[str, HostLeaf]
+    """What this process holds of the state's, by path, as `engine.saved.on_host` gives it."""
     meta: CheckpointMeta
 
     @property
@@ -35,13 +40,25 @@ class Kept:
         """The last step that is in it."""
         return self.meta.step
 
+    def with_parts_of(self, other: "Kept") -> "Kept":
+        """This, and what another process holds of the same state."""
+        leaves = {
+            path: HostLeaf(own.kind, {**own.pieces, **other.leaves[path].pieces})
+            for path, own in self.leaves.items()
+        }
+        return Kept(leaves, self.meta)
+
     def to_bytes(self) -> bytes:
-        """For another process: a line of JSON and the arrays behind each other."""
-        kinds = [[path, str(x.dtype), list(x.shape)] for path, x in self.leaves.items()]
+        """For another process: a line of JSON and the pieces behind each other."""
+        kinds = [
+            [path, x.kind.dtype, x.kind.shape, [[start, y.shape] for start, y in x.pieces.items()]]
+            for path, x in self.leaves.items()
+        ]
         out = io.BytesIO()
         out.write(json.dumps({"meta": self.meta.to_json(), "leaves": kinds}).encode() + b"\n")
-        for x in self.leaves.values():
-            out.write(np.ascontiguousarray(x).tobytes())
+        for leaf in self.leaves.values():
+            for piece in leaf.pieces.values():
+                out.write(np.ascontiguousarray(piece).tobytes())
         return out.getvalue()
 
     @classmethod
@@ -50,12 +67,30 @@ class Kept:
         end = data.index(b"\n") + 1
         head = json.loads(data[:end])
         leaves, position = {}, end
-        for path, dtype, shape in head["leaves"]:
-            kind = jax.numpy.dtype(dtype)
-            count = int(np.prod(shape, dtype=np.int64))
-            leaves[path] = np.frombuffer(data, kind, count, position).reshape(shape)
-            position += count * kind.itemsize
+        for path, dtype, shape, places in head["leaves"]:
+            kind, pieces = jax.numpy.dtype(dtype), {}
+            for start, extent in places:
+                count = int(np.prod(extent, dtype=np.int64))
+                piece = np.frombuffer(data, kind, count, position).reshape(extent)
+                pieces[tuple(start)] = piece
+                position += count * kind.itemsize
+            leaves[path] = HostLeaf(LeafKind(tuple(shape), dtype), pieces)
         return cls(leaves, decode(head["meta"], CheckpointMeta, "a state"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnPart:
+    """What a process did in a step before it waited for the others."""
+
+    seconds: float
+    num_samples: int
+    """Of this process, padding among them."""
+    part: int
+    """Samples that a process takes at once."""
+    whole: int
+    """Samples of the batch, all processes."""
+    is_leased: bool
+    """Whether a process takes another part when it is done with one; else each gets as many."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +104,8 @@ class Generation:
     """What all of them go on from; None: the newest checkpoint, or nothing."""
     seconds: Mapping[str, float]
     """What coming together took here, by part."""
+    news: tuple[Mapping[str, Any], ...] = ()
+    """What was decided about hosts, each the fields of an `observe.events.HostJudged` but for its step."""
 
 
 @runtime_checkable
@@ -76,14 +113,19 @@ class Membership(Protocol):
     """This process's place among those of its job."""
 
     @property
-    def is_late(self) -> bool:
-        """Whether others train already, and are to wait as little as possible for this process."""
+    def group_size(self) -> int:
+        """Processes that share one copy of the model: they come and go together."""
+        ...
+
+    @property
+    def num_others(self) -> int:
+        """Processes that train already, and are to wait as little as possible for this one."""
         ...
 
     def enter(self, kept: Kept | None, share: int | None) -> Generation:
         """Leave the present generation and wait for the next one, which JAX then knows.
 
-        The number of its processes divides `share`, unless that is None. Every array, executable and device
+        The number of its groups divides `share`, unless that is None. Every array, executable and device
         of before is gone. Raises `Released` where this process is not wanted any more, `SaveHere` where all
         were told to stop.
         """
@@ -97,9 +139,95 @@ class Membership(Protocol):
         """Have `ask` called, from another thread, when the present generation is to end."""
         ...
 
+    def computed(self, own: OwnPart) -> None:
+        """Tell what this process's part of a step took: by that, hosts are found that hold others up."""
+        ...
+
+    def keep(self, kept: Kept) -> None:
+        """Keep a copy of this state here and, behind the caller, on a process of another host."""
+        ...
+
+    @property
+    def failure_every_s(self) -> float:
+        """Seconds between two failures in this job, as far as they are known."""
+        ...
+
     def done(self) -> None:
         """Tell that the run is over: nobody is to be waited for."""
         ...
+
+
+class Agreement:
+    """What the processes of one generation agree on within a step, through the store that they share.
+
+    Who takes which micro-batch: a *lease* is a number that nobody else gets, and whoever is done asks for the
+    next. Of processes that share one copy of the model one asks, and tells the others.
+
+    Whether a step counts: where a copy is cut over several processes, its parts have to be of the same step
+    also when some process dies between the sum and the update. So each says that it has the sum, and nobody
+    updates before all have; who cannot wait any longer says no, unless yes was said before. The store keeps
+    one answer.
+    """
+
+    def __init__(
+        self,
+        store: SharedStore,
+        process_index: int,
+        process_count: int,
+        *,
+        group_size: int = 1,
+        is_broken: Callable[[], bool] = lambda: False,
+    ):
+        self._store = store
+        self._process_count = process_count
+        self._group, self._place = divmod(process_index, group_size)
+        self._group_size = group_size
+        self._is_broken = is_broken
+        # Another run of this job had steps of these numbers.
+        number = store.count(f"jaxgoodput: runs of process {process_index}")
+        self._run = f"jaxgoodput: run {number}"
+        self._leased = (-1, 0)  # a step, and how many leases this process has had in it
+
+    def lease(self, step: int) -> int:
+        """The number of the next micro-batch of this step that nobody has taken.
+
+        Raises PeerGone where the process that speaks for this one's group has gone.
+        """
+        key = self._key(step)
+        if self._group_size == 1:
+            return self._store.count(f"{key}/leases")
+        last, count = self._leased
+        count = count if last == step else 0
+        self._leased = step, count + 1
+        told = f"{key}/lease {count} of group {self._group}"
+        if self._place == 0:
+            lease = self._store.count(f"{key}/leases")
+            self._store.set(told, str(lease))
+            return lease
+        return int(self._store.wait(told, unless=self._is_broken))
+
+    def commit(self, step: int) -> None:
+        """Return when every process has the sum of this step; then all of them update.
+
+        Raises PeerGone where one has not, or may not: then none updates.
+        """
+        key, answer = f"{self._key(step)}/sums", f"{self._key(step)}/all have it"
+        if self._store.count(key) == self._process_count - 1:
+            self._store.set(answer, "yes")
+        try:
+            self._store.wait(answer, unless=self._is_broken)
+        except PeerGone:
+            self._store.set(answer, "no")  # unless somebody was first
+        if self._store.try_get(answer) != "yes":
+            raise PeerGone(f"not every process has the sum of step {step + 1}")
+
+    def forget(self, step: int) -> None:
+        """Remove what was agreed on for a step that is long over; called by one process."""
+        if step >= _KEEP:
+            self._store.forget(self._key(step - _KEEP))
+
+    def _key(self, step: int) -> str:
+        return f"{self._run}/step {step}"
 
 
 class Released(SystemExit):
@@ -111,7 +239,11 @@ class Released(SystemExit):
 
 
 class SaveHere(Exception):
-    """All processes were told to stop while they waited, and this one is to save what it keeps."""
+    """All processes were told to stop while they waited, and this one is to save `kept`, all of the run."""
+
+    def __init__(self, kept: Kept):
+        super().__init__("all processes were told to stop")
+        self.kept = kept
 
 
 class Regroup(Exception):

@@ -13,6 +13,7 @@ from typing import Any
 
 from jaxgoodput.data.sources import abstract_sample, as_source
 from jaxgoodput.engine.analysis import Analysis, analyse
+from jaxgoodput.engine.chips import Chip, chip_of
 from jaxgoodput.engine.engine import Engine, Engines
 from jaxgoodput.engine.step import own_specs
 from jaxgoodput.goodput.memory import largest_that_fits
@@ -21,30 +22,6 @@ from jaxgoodput.parallel.strategy import Strategy, candidates
 from jaxgoodput.train.config import Config
 from jaxgoodput.train.prepare import problem_of
 from jaxgoodput.train.task import Task
-
-GIB = 2**30
-
-
-@dataclass(frozen=True)
-class Chip:
-    """Peak rates of one chip, as its maker states them."""
-
-    flops: float
-    """Per second, in bfloat16."""
-    memory_bytes: float
-    memory_bandwidth: float
-    """Bytes per second."""
-    network_bandwidth: float
-    """Bytes per second that arrive over all of its links to other chips of a slice."""
-
-
-# By `Device.device_kind`; cloud.google.com/tpu/docs, the pages of each version (2025).
-CHIPS = {
-    "TPU v4": Chip(275e12, 32 * GIB, 1228e9, 300e9),
-    "TPU v5 lite": Chip(197e12, 16 * GIB, 819e9, 200e9),
-    "TPU v5": Chip(459e12, 95 * GIB, 2765e9, 600e9),
-    "TPU v6 lite": Chip(918e12, 32 * GIB, 1640e9, 448e9),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +106,7 @@ def outlooks(
         memory_bytes=int(budget),
         loss=config.loss,
     )
-    chip = CHIPS.get(getattr(devices[0], "device_kind", ""))
+    chip = chip_of(devices[0])
     for strategy in strategies:
         try:
             engine = engines.on(strategy.on(devices))

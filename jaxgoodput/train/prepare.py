@@ -11,23 +11,21 @@ import os
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import jaxlib.version
 import numpy as np
-import optax
 from absl import logging
-from jax.experimental import multihost_utils
-from jax.sharding import AxisType, Mesh
 from jaxtyping import Array, PyTree
 
 from jaxgoodput import __version__, _disk, _serial
-from jaxgoodput._jax import shared_store
-from jaxgoodput.clock import Clock
+from jaxgoodput._jax import PeerGone
+from jaxgoodput.clock import Clock, SystemClock
 from jaxgoodput.data.cursor import Cursor
-from jaxgoodput.data.fingerprint import Fingerprint, fingerprint
+from jaxgoodput.data.fingerprint import Fingerprint, fingerprint, of_stream
 from jaxgoodput.data.loader import Loader
 from jaxgoodput.data.readers import Attempts
 from jaxgoodput.data.rows import narrow
@@ -38,11 +36,14 @@ from jaxgoodput.data.sources import (
     as_source,
     is_endless,
 )
+from jaxgoodput.embedding.plan import Table
 from jaxgoodput.engine import memory
 from jaxgoodput.engine.engine import Engine, Engines
-from jaxgoodput.engine.saved import from_host
+from jaxgoodput.engine.rows import WithRows, as_seen, rows_apart, with_tables
+from jaxgoodput.engine.saved import from_host, whole_on_host
 from jaxgoodput.engine.state import TrainState, Variables, split
 from jaxgoodput.engine.step import LossAndState, Problem
+from jaxgoodput.engine.traces import Traces
 from jaxgoodput.goodput.memory import StepBytes, TooLarge
 from jaxgoodput.goodput.search import BatchConfig, BatchLimits
 from jaxgoodput.observe import journal
@@ -50,18 +51,11 @@ from jaxgoodput.observe.badput import TimeLedger
 from jaxgoodput.observe.console import Console
 from jaxgoodput.observe.tensorboard import Dashboard
 from jaxgoodput.optim import adaptive as adaptation
-from jaxgoodput.optim import learning_rate as rules
-from jaxgoodput.optim.preconditioner import MomentConstants, is_adam_like, moment_memory
-from jaxgoodput.optim.probe import (
-    NeedsMore,
-    averages_parameters,
-    lags,
-    moment_constants,
-    noise_share,
-    normalised_share,
-)
+from jaxgoodput.optim.probe import NeedsMore
+from jaxgoodput.optim.treatment import treatment_of
 from jaxgoodput.parallel.partition import CannotDivide, whole_leaves
-from jaxgoodput.parallel.strategy import DATA_AXIS, Layout, Strategy, anywhere
+from jaxgoodput.parallel.place import Place, place
+from jaxgoodput.parallel.strategy import anywhere
 from jaxgoodput.train.checkpoint import (
     CheckpointMeta,
     Checkpoints,
@@ -75,132 +69,39 @@ from jaxgoodput.train.checkpoint import (
 from jaxgoodput.train.compile_ahead import StrategyCompiler
 from jaxgoodput.train.config import Config
 from jaxgoodput.train.control import CONTROL_SIZE
-from jaxgoodput.train.evaluation import Evaluator
+from jaxgoodput.train.evaluation import Evaluator, Metrics
 from jaxgoodput.train.membership import Kept
 from jaxgoodput.train.process import cache_folder, keep_freed_pages
+from jaxgoodput.train.tables.commits import Opener, Tables, peers_of
+from jaxgoodput.train.tables.feed import Feed
+from jaxgoodput.train.tables.given import (
+    Embedded,
+    abstract_places,
+    checked_ids,
+    checked_tables,
+    require_place,
+    require_rows,
+    require_settings,
+)
 from jaxgoodput.train.task import Task
 from jaxgoodput.tune.plan import BatchPlan, Indivisible, batch_plan
 from jaxgoodput.tune.remembered import FOLDER, Memory, Remembered
 
-
-@dataclass(frozen=True)
-class Place:
-    """Which devices a run has, and who shares them.
-
-    Where there are several processes, either the layouts span them, or, where the model is whole on every
-    device, each process has one of its own and `world` is the mesh of all: then a state outlives a peer.
-    """
-
-    layouts: Mapping[str, Layout]  # by strategy; the name "" is plain data parallelism, unasked
-    world: Mesh | None
-    process_index: int
-    process_count: int
-    is_broken: Callable[[], bool] = lambda: False
-    """Whether a process of this generation has gone: nobody waits for it."""
-
-    @property
-    def layout(self) -> Layout:
-        """The first layout."""
-        return next(iter(self.layouts.values()))
-
-    @property
-    def spans(self) -> bool:
-        """Whether the layouts are of devices of several processes."""
-        return self.process_count > 1 and self.world is None
-
-    @property
-    def num_devices(self) -> int:
-        """Devices of all processes."""
-        return self.layout.num_devices if self.world is None else self.world.size
-
-    @property
-    def num_replicas(self) -> int:
-        """Replicas of all processes, under the first layout."""
-        return self.layout.num_replicas if self.world is None else self.world.size
-
-    @property
-    def own_devices(self) -> Sequence[Any]:
-        """This process's part of the devices."""
-        return self.layout.mesh.local_devices
-
-    def meet(self, moment: str) -> None:
-        """Wait for all processes: they compile at different speeds, and a first collective waits 30 s."""
-        store = shared_store()
-        if self.process_count > 1 and store is not None:
-            store.meet(
-                f"jaxgoodput: {moment}",
-                self.process_index,
-                self.process_count,
-                timeout_s=1800.0,
-                unless=self.is_broken,
-            )
-
-    def silent(self, clock: Clock) -> tuple[int, ...]:
-        """The processes that do not come here within a second or so of this one."""
-        store = shared_store()
-        assert store is not None
-        keys = [f"jaxgoodput: process {rank} has lost a peer" for rank in range(self.process_count)]
-        store.set(keys[self.process_index], "", overwrite=True)
-        clock.sleep(1.0)
-        return tuple(rank for rank, key in enumerate(keys) if store.try_get(key) is None)
-
-    def everywhere(self, holds: bool) -> bool:
-        """Whether it holds in every process; they come here together."""
-        if self.process_count == 1:
-            return holds
-        return bool(np.all(multihost_utils.process_allgather(np.float32(holds))))
-
-
-def place(
-    devices: Sequence[Any] | None,
-    strategies: Sequence[Strategy] = (),
-    *,
-    spanning: bool = False,
-    elastic: bool = False,
-) -> Place:
-    """The layouts of `strategies` (none: one replica on every device).
-
-    `devices` narrows them where there is one process. In several processes, plain data parallelism has a
-    layout in each of them unless it is to be `spanning`; so it has in one, where others are to come
-    (`elastic`), which then takes the same programs. Of strategies that are the same on these devices the
-    first stays.
-
-    Raises ValueError for a strategy that does not use exactly those devices, and for two that differ and
-    have one name.
-    """
-    count = jax.process_count()
-    if count > 1 and devices is not None:
-        raise ValueError(
-            f"devices= is for one process; this job has {count}. Start the processes with the devices "
-            "that they should use."
-        )
-    everyone = jax.devices() if count > 1 else jax.local_devices() if devices is None else devices
-    num_devices = len(everyone)
-    plans = list(dict.fromkeys(strategy.resolved(num_devices) for strategy in strategies))
-    names = [plan.name for plan in plans]
-    if len(set(names)) < len(names):
-        raise ValueError(
-            f"Config.strategies has two of one name: {', '.join(names)}. On {num_devices} devices they have "
-            "the same degrees, and other rules: give each a `title`, or leave one of them out."
-        )
-    world = None
-    plain = not plans or (len(plans) == 1 and not plans[0].is_cut)
-    if (count > 1 or elastic) and not spanning and plain:
-        world = Mesh(np.asarray(everyone), (DATA_AXIS,), axis_types=(AxisType.Auto,))
-        everyone = jax.local_devices()
-        plans = [dataclasses.replace(plan, data=len(everyone)) for plan in plans]
-    layouts = {"": Strategy(data=len(everyone)).on(everyone)}
-    if plans:
-        layouts = {name: plan.on(everyone) for name, plan in zip(names, plans, strict=True)}
-    return Place(layouts, world, jax.process_index(), count)
+_CUT_OFF_S = 10.0  # for a process that was cut off to let go of the workdir
 
 
 class Given:
     """What a task gives, asked for once, however often a run has to get ready."""
 
-    def __init__(self, task: Task, config: Config):
+    def __init__(self, task: Task, config: Config, clock: Clock):
         self._task = task
         self._config = config
+        self._clock = clock
+
+    @property
+    def again(self) -> Attempts:
+        """In how many attempts its data sets are read."""
+        return Attempts(num_retries=self._config.execution.read_retries, clock=self._clock)
 
     @functools.cached_property
     def dataset(self) -> Source:
@@ -208,14 +109,41 @@ class Given:
         return as_source(self._task.dataset())
 
     @functools.cached_property
+    def sample(self) -> PyTree[jax.ShapeDtypeStruct]:
+        """One sample of it; a stream has the first for a while only."""
+        return self.again(functools.partial(abstract_sample, self.dataset))
+
+    @functools.cached_property
     def eval_dataset(self) -> Any:
         """What it is evaluated on; None: it is not."""
         return self._task.eval_dataset()
 
     @functools.cached_property
+    def tables(self) -> Mapping[str, Table]:
+        """Its tables, none of them open; {} where it has none."""
+        return checked_tables(self._task.tables(), type(self._task).__name__)
+
+    @property
+    def ids(self) -> Callable[[PyTree], dict[str, np.ndarray]]:
+        """The ids that a batch on the host reads of every table."""
+        return checked_ids(self._task.ids, set(self.tables))
+
+    @functools.cached_property
     def problem(self) -> Problem:
         """Its methods; made without a device."""
-        return problem_of(self._task, self._config)
+        return problem_of(self._task, self._config, self.tables)
+
+    @functools.cached_property
+    def abstract_sample(self) -> PyTree[jax.ShapeDtypeStruct]:
+        """One sample as the loss gets it: with the places of its rows, where there are tables."""
+        if not self.tables:
+            return self.sample
+        return WithRows(own=self.sample, rows=abstract_places(self.ids, self.sample))
+
+    @functools.cached_property
+    def traces(self) -> Traces:
+        """What its methods came to on one set of devices, for the next."""
+        return Traces()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,6 +155,7 @@ class Start:
     strategies: StrategyCompiler
     checkpoints: Checkpoints
     loader: Loader
+    feed: Feed | None  # of the loader's batches, where there are tables
     evaluator: Evaluator | None
     state: TrainState
     batch: BatchConfig
@@ -257,15 +186,16 @@ def prepare(
     given: Given,
     kept: Kept | None = None,
     is_broken: Callable[[], bool] | None = None,
+    group_size: int | None = None,
 ) -> Start:
     """Get ready to train; what is opened is closed with `stack`, time is booked in `ledger`.
 
     `given` is what the task gives. A run that goes on from `kept` reads no checkpoint. Where processes come
-    and go, `is_broken` says whether one of them has gone.
+    and go, `is_broken` says whether one of them has gone, `group_size` how many share a copy of the model.
 
     Raises what `Trainer.fit` says it raises for settings that cannot work.
     """
-    where = place(devices, config.strategies, elastic=is_broken is not None)
+    where = place(devices, config.strategies, group_size=group_size)
     if is_broken is not None:
         where = dataclasses.replace(where, is_broken=is_broken)
     source = given.dataset
@@ -273,22 +203,17 @@ def prepare(
     if config.execution.keep_freed_pages:
         keep_freed_pages(where.own_devices[0].platform)
     budget = _budget(config, where)
-    again = Attempts(num_retries=config.execution.read_retries, clock=clock)
-    sample = again(functools.partial(abstract_sample, source))
-    where, by_strategy, kind = _engines(given.problem, config, devices, where, sample, budget)
-    if is_broken is not None and where.world is None:
-        is_cut = any(layout.strategy.is_cut for layout in where.layouts.values())
-        what = (
-            f"Config.strategies asks for {', '.join(where.layouts)}"
-            if is_cut
-            else "the loss runs over all processes at once (Config.loss, or constraints of the model)"
-        )
-        raise ValueError(
-            "in a job whose hosts come and go (run --nnodes) each process trains a whole copy of the model "
-            f"by itself, and here {what}. Leave strategies and loss at their defaults, or start it with "
-            "--nproc-per-node."
-        )
-    _hold(config.workdir, where, stack)
+    again = given.again
+    if given.tables:
+        require_place(where, source)
+    sample = given.abstract_sample
+    traces = given.traces if group_size is not None else None  # one set of devices after another
+    where, by_strategy, kind = _engines(
+        given.problem, config, devices, where, sample, budget, traces
+    )
+    # The process that held it may be cut off, and not know yet that its set is over.
+    patience_s = 0.0 if is_broken is None else _CUT_OFF_S
+    _hold(config.workdir, where, stack, clock, patience_s)
     checkpoints = Checkpoints(config.workdir, keep=config.saving, spans=where.spans)
     stack.callback(checkpoints.close)
     checkpoints.remove_leftovers()
@@ -306,12 +231,27 @@ def prepare(
         return _abstract_as_saved(by_strategy[found[-1].start.strategy], meta)
 
     found: list[BatchPlan] = []
+    peers = peers_of(where) if given.tables else None
+    if peers is not None:
+        stack.callback(peers.close)
+    opener = Opener(given.tables, config.workdir, where, peers, clock)
+    tables: list[Tables] = []
+
+    def open_tables(meta: CheckpointMeta) -> None:
+        for table in tables.pop().values() if tables else ():
+            table.close()  # of a newer checkpoint, which another process could not read
+        tables.append(opener.of_checkpoint(meta.tables))
+
     with ledger.bucket("checkpoint_restore"):
         if kept is None:
-            restored = checkpoints.restore(planned_for)
+            restored = checkpoints.restore(planned_for, open_tables)
         else:
             abstract = planned_for(kept.meta)
             restored = Restored(state=from_host(kept.leaves, abstract), meta=kept.meta)
+    if not tables:
+        tables.append(opener.anew())
+    for table in tables[-1].values():
+        stack.callback(table.close)
     plan = found[-1] if restored is not None else planned(next(iter(where.layouts)))
     engine = by_strategy[plan.start.strategy]
     step, samples, progress = 0, 0, 0.0
@@ -319,6 +259,8 @@ def prepare(
     memory = _memory(config, where, engine, plan, len(source))
     earlier = None if memory is None else memory.earlier
     if restored is None:
+        if isinstance(source, StreamSource):
+            source.rewind()  # of a set of processes that lost all
         leaves: dict[str, Any] = {}
         if initial is not None:
             with ledger.bucket("checkpoint_restore"):
@@ -337,7 +279,7 @@ def prepare(
         if cursor.offset > len(source):  # of a larger data set; it may be allowed
             cursor = dataclasses.replace(cursor, epoch=cursor.epoch + 1, offset=0)
         _go_on(source, meta)
-        progress = float(adaptation.progress(state.opt_state))
+        progress = adaptation.progress_on_host(state.opt_state)
         if config.policy != "fixed":
             batch = plan.resumed(meta.batch, lambda size: _fits(engine, size, budget, ledger))
     total = None if config.epochs is None else config.epochs * len(source)
@@ -345,13 +287,13 @@ def prepare(
     can_leave_out = kind == "sample" or engine.problem.takes_mask
     if not can_leave_out and config.last_batch != "drop":
         _require_even_rest(config, plan, source, by_strategy, remaining)
-    if restored is None:
+    if restored is None and not given.tables:
         _warn_of_coupling(config, engine, state, source, plan, again)
     held_out, evaluation = given.eval_dataset, None
     every = config.evaluation.every_s or config.evaluation.every_base_steps
     is_ahead = bool(every) or where.process_count > 1  # which would wait for the slowest
     if held_out is not None or every:
-        evaluation = evaluator(task, config, where, held_out, clock)
+        evaluation = evaluator(task, config, where, held_out, clock, tables[-1])
         evaluation.check(engine.abstract_state())  # what is wrong there is named before training
 
     def compile_evaluation(other: Engine) -> None:
@@ -385,6 +327,8 @@ def prepare(
                 )
         if not config.compiles_behind:
             strategies.prepare()
+    if isinstance(source, StreamSource):
+        _check_same_stream(source, cursor.offset, where)
     loader = Loader(
         source,
         sharding=engine.layout.batch_sharding,
@@ -398,8 +342,17 @@ def prepare(
         num_readers=config.execution.readers,
         num_retries=config.execution.read_retries,
         clock=clock,
+        on_host=given.ids if given.tables else None,
     )
     stack.callback(loader.close)
+    feed = None
+    if given.tables:
+        threads = config.execution.prefetch > 0
+        base = config.batch.base
+        feed = Feed(
+            tables[-1], loader, clock=clock, threads=threads, peers=peers, base_batch_size=base
+        )
+        stack.callback(feed.close)
     restart = 0
     told: tuple[Any, ...] = ()
     if where.process_index == 0:
@@ -414,6 +367,7 @@ def prepare(
         strategies=strategies,
         checkpoints=checkpoints,
         loader=loader,
+        feed=feed,
         evaluator=evaluation,
         state=state,
         batch=batch,
@@ -432,28 +386,48 @@ def prepare(
     )
 
 
-def rehearse(config: Config, given: Given) -> None:
+def rehearse(config: Config, given: Given, num_processes: int, group_size: int) -> None:
     """Have this process trace and compile a step by itself, before others wait for it to do so.
 
-    A process traces its first step far more slowly than any later one.
+    A process traces its first step far more slowly than any later one. It is a group of its own, and takes
+    the part of a batch that would be its own among so many. The programs of a group of several it cannot
+    have by itself: then it traces those of whole copies, and compiles none.
     """
-    where = place(None, config.strategies, elastic=True)
-    budget = _budget(config, where)
-    sample = abstract_sample(given.dataset)
-    _, by_strategy, _ = _engines(given.problem, config, None, where, sample, budget)
-    plan_of = functools.partial(_plan, config, by_strategy, len(given.dataset), budget)
-    _first_plan(by_strategy, plan_of, prefer="")
+    if group_size > 1:
+        where = place(None, (), group_size=1)
+        _, by_strategy, _ = _engines(given.problem, config, None, where, given.sample, None)
+        for engine in by_strategy.values():
+            programs = engine.training_programs(1, accumulate=False)
+            for program in (*programs, *engine.shared_programs(accumulate=False)):
+                program().lower()
+        return
+    where = place(None, config.strategies, group_size=1)
+    part, rest = divmod(config.batch.base, num_processes)
+    micro = config.batch.micro
+    if isinstance(config.policy, str) and rest == 0 and part >= (micro[0] if micro else 1):
+        most = max(config.batch.max // num_processes, part)
+        batch = dataclasses.replace(config.batch, base=part, max=most, min_global=None, sizes=None)
+        config = dataclasses.replace(config, batch=batch)
+    try:
+        budget = _budget(config, where)
+        _, by_strategy, _ = _engines(
+            given.problem, config, None, where, given.sample, budget, given.traces
+        )
+        plan_of = functools.partial(_plan, config, by_strategy, len(given.dataset), budget)
+        _first_plan(by_strategy, plan_of, prefer="")
+    except (TooLarge, Indivisible, CannotDivide, ValueError) as error:
+        # One process has other limits than all together, who will say it where it is true of them, too.
+        logging.info("not rehearsed: %s", error)
 
 
 def save_kept(config: Config, given: Given, kept: Kept) -> str | None:
     """Write a run that is between two sets of processes as its newest checkpoint; None, or an error."""
-    where = place(None, config.strategies, elastic=True)
-    sample = abstract_sample(given.dataset)
-    _, by_strategy, _ = _engines(given.problem, config, None, where, sample, None)
+    where = place(None, config.strategies, group_size=1)
+    _, by_strategy, _ = _engines(given.problem, config, None, where, given.sample, None)
     engine = next(iter(by_strategy.values()))
-    state = from_host(kept.leaves, _abstract_as_saved(engine, kept.meta))
+    state = whole_on_host(kept.leaves, _abstract_as_saved(engine, kept.meta))
     with contextlib.ExitStack() as stack:
-        _hold(config.workdir, where, stack)
+        _hold(config.workdir, where, stack, SystemClock(), _CUT_OFF_S)
         checkpoints = Checkpoints(config.workdir, keep=config.saving)
         stack.callback(checkpoints.close)
         return checkpoints.save(state, kept.meta) or checkpoints.wait(alone=True)
@@ -466,9 +440,9 @@ def restored_state(
 
     Nothing else is got ready. Raises what `Trainer.restore` says.
     """
-    where, source = place(devices, config.strategies), as_source(task.dataset())
-    sample = abstract_sample(source)
-    where, engines, _ = _engines(problem_of(task, config), config, devices, where, sample, None)
+    where, given = place(devices, config.strategies), Given(task, config, SystemClock())
+    sample = given.abstract_sample
+    where, engines, _ = _engines(given.problem, config, devices, where, sample, None)
 
     def engine_for(meta: CheckpointMeta) -> Engine:
         return engines[_nearest_strategy(meta.batch.strategy, where)]
@@ -490,6 +464,7 @@ def _engines(
     where: Place,
     sample: PyTree[jax.ShapeDtypeStruct],
     budget: int | None,
+    traces: Traces | None = None,
 ) -> tuple[Place, Mapping[str, Engine], str]:
     """The engine of every strategy that can be had, where they run, and the kind of the loss."""
 
@@ -501,11 +476,12 @@ def _engines(
             control_size=CONTROL_SIZE if where.process_count > 1 or where.world is not None else 0,
             memory_bytes=budget,
             loss=config.loss,
+            traces=traces,
         )
 
     engines = engines_of(where)
     kind = engines.loss_kind()  # before anything is compiled: a loss of a wrong shape is named
-    if where.world is not None and engines.is_global(where.layout):
+    if where.world is not None and not where.is_elastic and engines.is_global(where.layout):
         layouts = place(devices, config.strategies, spanning=True).layouts
         where = dataclasses.replace(where, layouts=layouts, world=None)
         engines = engines_of(where)
@@ -533,18 +509,32 @@ def _with_average(engine: Engine, restored: Restored) -> TrainState:
     return engine.with_average(restored.state)
 
 
-def _hold(workdir: str, where: Place, stack: contextlib.ExitStack) -> None:
-    """Hold the workdir until `stack` closes, by process 0 for all.
+def _hold(
+    workdir: str,
+    where: Place,
+    stack: contextlib.ExitStack,
+    clock: Clock,
+    patience_s: float = 0.0,
+) -> None:
+    """Hold the workdir until `stack` closes, by process 0 for all; for so long it waits for another holder.
 
-    Raises InUse in all of them where another run holds it, PermissionError where it cannot be written.
+    Raises InUse in all of them where another run holds it, PermissionError where it cannot be written, and
+    PeerGone where this set of processes ends first.
     """
-    refused = None
-    try:
-        check_writable(pathlib.Path(workdir))
-        if where.process_index == 0:
-            stack.enter_context(_disk.held(pathlib.Path(workdir)))
-    except (OSError, _disk.InUse) as error:
-        refused = error
+    refused, deadline_s = None, clock.now() + patience_s
+    while True:
+        try:
+            check_writable(pathlib.Path(workdir))
+            if where.process_index == 0:
+                stack.enter_context(_disk.held(pathlib.Path(workdir)))
+            refused = None
+        except (OSError, _disk.InUse) as error:
+            refused = error
+        if not isinstance(refused, _disk.InUse) or clock.now() >= deadline_s:
+            break
+        if where.is_broken():  # others did not wait so long
+            raise PeerGone(str(refused))
+        clock.sleep(0.1)
     if not where.everywhere(refused is None):
         raise refused or _disk.InUse(f"{workdir} cannot be used, as another process says.")
 
@@ -593,11 +583,13 @@ def _log_left_out(strategy: str, why: Exception) -> None:
     logging.warning("the strategy %s is left out: %s", strategy, why)
 
 
-def problem_of(task: Task, config: Config) -> Problem:
+def problem_of(
+    task: Task, config: Config, tables: Mapping[str, Table] = MappingProxyType({})
+) -> Problem:
     """The user's methods as a `Problem`, with the learning-rate rule chosen where none was.
 
-    Raises TypeError where the optimizer is not an optax transformation, or the state holds anything
-    that cannot be checkpointed.
+    Raises ValueError for settings that do not go with tables, TypeError where the optimizer is not an optax
+    transformation, or the state holds anything that cannot be checkpointed.
     """
     tx = task.optimizer()
     if not (hasattr(tx, "init") and hasattr(tx, "update")):
@@ -611,59 +603,30 @@ def problem_of(task: Task, config: Config) -> Problem:
     kept = params if mask is None else split(params, mask)[0]
     if not jax.tree.leaves(kept):
         raise ValueError("there is nothing to train: init() has no leaf that trainable() allows.")
-    opt_state = jax.eval_shape(saveable(tx.init, "the state of optimizer()"), kept)
-    adam_like = is_adam_like(opt_state)
-    # Whatever is not known by name is asked: Lion, sign and normalised SGD, and a user's own.
-    preconditioned = config.statistics.preconditioned
-    preconditioned = adam_like if preconditioned is None else preconditioned
-    if config.statistics.from_norm_layers:  # their factors are no parameters of tx
-        preconditioned = False
+    jax.eval_shape(saveable(tx.init, "the state of optimizer()"), kept)
     try:
-        normalises = adam_like or normalised_share(tx, kept) > 0.5
-        moments = moment_constants(tx, kept) if adam_like else MomentConstants()
+        treatment = treatment_of(tx, kept, config.rule)
     except NeedsMore as error:
         raise ValueError(
             "optimizer() has a link that asks for more than gradients, parameters and the loss: "
             f"{error} A line search (lbfgs) or a Hessian (sophia) cannot be had here; leave that link out."
         ) from error
-    if _holds(opt_state, optax.contrib.ScheduleFreeState):
-        logging.warning(
-            "optimizer() is schedule-free: it averages parameters by steps of its own, which the "
-            "learning-rate gain of a larger batch does not reach, so that most of the gain is lost. Use "
-            'Config.policy "fixed", under which there is none.'
-        )
-    elif _holds(opt_state, optax.EmaState) or averages_parameters(tx, kept):
-        logging.warning(
-            "optimizer() keeps an average (optax.ema, or one of the parameters), which sees updates before "
-            "the learning-rate gain. As a momentum it is right; as an average of the parameters it falls "
-            "behind them at a larger batch. Config.ema keeps one that does not."
-        )
-    rule = config.rule
-    remembered = moment_memory(opt_state, moments.b2)
-    if remembered is not None and not lags(tx, kept):
-        remembered = None
-    if rule is None:
-        rule = rules.adam_scale if normalises else rules.adascale
-        if normalises and remembered is None:
-            rule = rules.of_noise_share(noise_share(tx, kept))
-    elif (rule is rules.adascale and normalises) or (rule is rules.adam_scale and not normalises):
-        better = "adam_scale" if normalises else "adascale"
-        logging.warning(
-            "the rule %s does not suit this optimizer, which %s the gradient by its size: "
-            "%s does. Leave Config.rule None to have it chosen.",
-            getattr(rule, "__name__", rule),
-            "divides" if normalises else "does not divide",
-            better,
-        )
+    preconditioned = config.statistics.preconditioned
+    preconditioned = treatment.is_adam_like if preconditioned is None else preconditioned
+    if config.statistics.from_norm_layers:  # their factors are no parameters of tx
+        preconditioned = False
     labels = task.labels if task.labels(kept) is not None else None
-    loss_and_state, takes_mask = _loss_of(task)
-    return Problem(
+    loss_and_state, takes_mask = _loss_of(task, tables)
+    if tables:
+        require_settings(config, has_labels=labels is not None)
+        tx = rows_apart(tx)
+    problem = Problem(
         init=task.init,
         loss_and_state=loss_and_state,
         takes_mask=takes_mask,
         tx=adaptation.adaptive(
             tx,
-            rule,
+            treatment.rule,
             base_batch_size=config.batch.base,
             smoothing=config.statistics.smoothing,
             labels=labels,
@@ -671,45 +634,60 @@ def problem_of(task: Task, config: Config) -> Problem:
             schedules="progress" if config.epochs is None else "samples",
             # Fixed is fixed, for the last batch too, which is smaller.
             shrinks=config.policy != "fixed" or config.tuning.fixed_tolerance > 0,
-            second_moment_decay=remembered if rule is rules.adam_scale else None,
+            second_moment_decay=treatment.second_moment_decay,
+            long_averages=treatment.long_averages,
+            seen=as_seen,
         ),
         base_batch_size=config.batch.base,
         trainable=trainable,
         preconditioned=preconditioned,
         from_norm_layers=config.statistics.from_norm_layers,
         has_labels=labels is not None,
-        moments=moments,
+        moments=treatment.moments,
         compute_dtype=None if config.compute_dtype is None else jnp.dtype(config.compute_dtype),
         ema=config.ema,
+        swaps_products=config.execution.swap_cpu_products,
     )
+    return with_tables(problem, tables) if tables else problem
 
 
-def _loss_of(task: Task) -> tuple[LossAndState, bool]:
-    """The user's loss, and whether it asks for the mask of real rows, by a parameter of that name."""
+def _loss_of(task: Task, tables: Mapping[str, Table]) -> tuple[LossAndState, bool]:
+    """The user's loss, which takes `rows` where there are tables, and whether it asks for the mask of real
+    rows, by a parameter of that name.
+    """
     has_state = type(task).loss_and_state is not Task.loss_and_state
     written: Callable[..., Any] = task.loss_and_state if has_state else task.loss
-    if "mask" not in inspect.signature(written).parameters:
+    if tables:
+        require_rows(written, "loss_and_state" if has_state else "loss")
+    takes_mask = "mask" in inspect.signature(written).parameters
+    if not takes_mask and not tables:
         return task.loss_and_state, False
 
-    def masked(
-        params: PyTree, model_state: PyTree, batch: PyTree, key: Array, mask: Array | None = None
+    def asking(
+        params: PyTree,
+        model_state: PyTree,
+        batch: PyTree,
+        key: Array,
+        mask: Array | None = None,
+        **asked: Any,
     ) -> tuple[Any, PyTree]:
-        if mask is None:  # only looked at
-            mask = jnp.ones(len(jax.tree.leaves(batch)[0]))
+        if takes_mask:  # without one, it is only looked at
+            asked["mask"] = jnp.ones(len(jax.tree.leaves(batch)[0])) if mask is None else mask
         if has_state:
-            return written(params, model_state, batch, key, mask=mask)
-        return written(params, batch, key, mask=mask), model_state
+            return written(params, model_state, batch, key, **asked)
+        return written(params, batch, key, **asked), model_state
 
-    return masked, True
-
-
-def _holds(opt_state: PyTree, kind: type) -> bool:
-    """Whether a state of this kind is anywhere in an optimizer's."""
-    nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, kind))
-    return any(isinstance(x, kind) for x in nodes)
+    return asking, takes_mask
 
 
-def evaluator(task: Task, config: Config, where: Place, data: Any, clock: Clock) -> Evaluator:
+def evaluator(
+    task: Task,
+    config: Config,
+    where: Place,
+    data: Any,
+    clock: Clock,
+    tables: Tables = MappingProxyType({}),
+) -> Evaluator:
     """The evaluation of this task on its held-out `data`.
 
     Raises ValueError where there are none, or they have no end.
@@ -725,8 +703,13 @@ def evaluator(task: Task, config: Config, where: Place, data: Any, clock: Clock)
             "no end, and an evaluation takes every sample once. Return something with a length."
         )
     base = max(config.batch.base // where.num_replicas, 1)
+    metrics: Metrics = task.metrics_with_state
+    reading: dict[str, Any] = {}
+    if tables:
+        metrics, embedded = _metrics_of(task), Embedded(checked_ids(task.ids, set(tables)), tables)
+        reading = {"read": embedded, "blank": embedded.blank}
     return Evaluator(
-        task.metrics_with_state,
+        metrics,
         source,
         where.layout,
         micro_batch_size=config.evaluation.micro_batch_size or base,
@@ -736,7 +719,21 @@ def evaluator(task: Task, config: Config, where: Place, data: Any, clock: Clock)
         clock=clock,
         num_readers=config.execution.readers,
         num_retries=config.execution.read_retries,
+        **reading,
     )
+
+
+def _metrics_of(task: Task) -> Metrics:
+    """The user's metrics, of a batch with the rows that it reads."""
+    has_state = type(task).metrics_with_state is not Task.metrics_with_state
+    written: Callable[..., Any] = task.metrics_with_state if has_state else task.metrics
+    require_rows(written, "metrics_with_state" if has_state else "metrics")
+
+    def metrics(params: PyTree, model_state: PyTree, batch: WithRows) -> Mapping[str, Any]:
+        state = (model_state,) if has_state else ()
+        return written(params, *state, batch.own, rows=batch.rows)
+
+    return metrics
 
 
 def _budget(config: Config, where: Place) -> int:
@@ -843,6 +840,7 @@ def _memory(
         "device_kind": device.device_kind,
         "num_cpus": os.cpu_count() if device.platform == "cpu" else None,
         "keep_freed_pages": config.execution.keep_freed_pages,
+        "swap_cpu_products": config.execution.swap_cpu_products,
         "versions": [
             device.client.platform_version,
             jax.__version__,
@@ -901,6 +899,19 @@ def _go_on(source: Source, meta: CheckpointMeta) -> None:
         )
     if isinstance(source, StreamSource) and meta.stream is not None:
         source.restore(meta.stream)
+
+
+def _check_same_stream(source: StreamSource, place: int, where: Place) -> None:
+    """Every process reads the stream whole and trains on its part: they have to read the same."""
+    first, *others = where.told("its stream", of_stream(source, place))
+    differing = [process for process, other in enumerate(others, start=1) if other != first]
+    if differing:
+        raise ValueError(
+            f"dataset() returned a stream, and from sample {place} on process {differing[0]} has others than "
+            "process 0. Every process reads a stream whole and trains on its part of each batch: return the "
+            "same in all of them, with the same seeds and no part for each process (ShardByJaxProcess), or "
+            "something with random access."
+        )
 
 
 def _require_even_rest(

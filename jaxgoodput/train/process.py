@@ -150,6 +150,7 @@ class Guard:
         self._first: tuple[int, float] | None = None  # the first step seen, and when
         self._pulse: tuple[int, int] | None = None
         self._alive_s = clock.now()
+        self._looking = threading.Lock()  # at the loop
         self._read, self.pipe = os.pipe()
         os.set_blocking(self.pipe, False)  # of a signal handler
         self._thread = threading.Thread(target=self._run, name="jaxgoodput-guard", daemon=True)
@@ -163,14 +164,20 @@ class Guard:
     def watch(self, loop: Guarded) -> None:
         """Look after this loop from now on."""
         self._loop = loop
+        self._beat(loop.done)  # who is cut off in its first second was alive
 
     def rest(self, step: int) -> None:
-        """Between two sets of processes: `step` is in memory, and obeyed is in the next."""
-        self._loop = _Resting(step)
+        """Between two sets of processes: `step` is in memory, and obeyed is in the next.
+
+        From here on nothing is held of the loop: its devices, and their connections, end with it.
+        """
+        with self._looking:
+            self._loop = _Resting(step)
 
     def linger(self, code: int) -> None:
         """Stay behind a run that was told to stop: a thread that is stuck must not hold up the exit."""
-        if self._stop_s is None:
+        was_heard = any(self._requests.signal == number.name for number in STOPS)
+        if self._stop_s is None and not was_heard:  # its number may be in the pipe still
             return self.close()
         self._code, self._loop = code, None
         self._beat(None)
@@ -187,26 +194,33 @@ class Guard:
         readable.register(self._read, select.POLLIN)
         while True:
             numbers = os.read(self._read, 64) if readable.poll(POLL_S * 1e3) else b""
-            loop = self._loop  # the main thread may let go of it
-            pulse = None if loop is None else loop.pulse()
-            if loop is not None:
-                self._beat(loop.done)
-            if 0 in numbers:
-                self._beat(None)
-                return
-            for number in numbers:
-                self._hear(number)
-            now_s = self._clock.now()
-            if self._stop_s is not None and self._code is not None:
-                if now_s - self._stop_s < LEAVE_SHARE * self._grace_s:
-                    continue
-                if not threading.main_thread().is_alive():
-                    self._leave(self._code, f"some threads do not end:\n{stacks()}")
-                return  # the script goes on with something else
-            if self._stop_s is None:
-                self._feel(pulse, now_s)
-            else:
-                self._press(now_s - self._stop_s, now_s)
+            with self._looking:
+                if self._look(numbers):
+                    return
+
+    def _look(self, numbers: bytes) -> bool:
+        """Take what came through the pipe, and look at the loop; whether that was the last time."""
+        loop = self._loop  # the main thread may let go of it
+        pulse = None if loop is None else loop.pulse()
+        if loop is not None:
+            self._beat(loop.done)
+        if 0 in numbers:
+            self._beat(None)
+            return True
+        for number in numbers:
+            self._hear(number)
+        now_s = self._clock.now()
+        if self._stop_s is not None and self._code is not None:
+            if now_s - self._stop_s < LEAVE_SHARE * self._grace_s:
+                return False
+            if not threading.main_thread().is_alive():
+                self._leave(self._code, f"some threads do not end:\n{stacks()}")
+            return True  # the script goes on with something else
+        if self._stop_s is None:
+            self._feel(pulse, now_s)
+        else:
+            self._press(now_s - self._stop_s, now_s)
+        return False
 
     def _hear(self, number: int) -> None:
         if number not in STOPS:

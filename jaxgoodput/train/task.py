@@ -26,7 +26,12 @@ class Task(abc.ABC):
         total, where the weight is not the number of samples; or a scalar mean, which cannot leave
         padded samples out. `key` is a fresh key for every micro-batch on every replica. A further
         parameter called `mask` is given 1 for real rows and 0 for padding, `[micro_batch_size]`, for losses
-        in which samples see each other; see `Config.loss` for what splitting a batch means for those.
+        in which samples see each other; see `Config.loss` for what splitting a batch means for those. One
+        called `rows` is given the embeddings that the micro-batch reads, by table: see `ids`.
+
+        It is traced, like `optimizer`'s update, and not called again for every step; in a job whose hosts
+        come and go it is not called again for another set of them either. So it must not read what changes
+        meanwhile: attributes, `jax.process_count()`.
         """
         raise TypeError(
             f"{type(self).__name__} defines neither loss nor loss_and_state. Write "
@@ -45,6 +50,26 @@ class Task(abc.ABC):
         leaves (counters, keys) must advance alike on every replica.
         """
         return self.loss(params, batch, key), model_state
+
+    def tables(self) -> Mapping[str, Any] | None:
+        """Tables of rows by id, `embedding.Table`s by name, for what may be larger than the device.
+
+        None: there are none. `fit` opens and saves them: where it goes on from a checkpoint, they are as they
+        were saved with it, whatever came after. Their own optimizer changes the rows that a step reads, and
+        no others, with its learning rate times the gain. They are read by one process, on one device.
+        """
+        return None
+
+    def ids(self, batch: PyTree) -> Mapping[str, Any]:
+        """The ids that a batch reads of every table, integers `[batch, ...]`, by the table's name.
+
+        `batch` are NumPy arrays, and it is called behind the loop. `loss` and `metrics` then get a
+        parameter called `rows`: the embeddings by table, float32 in the shape of the ids and one axis more.
+        """
+        raise TypeError(
+            f"{type(self).__name__} has tables() and no ids(). Write ids(self, batch) -> {{table: the ids "
+            "that the batch reads of it, integers [batch, ...]}."
+        )
 
     @abc.abstractmethod
     def optimizer(self) -> optax.GradientTransformation:
@@ -82,10 +107,10 @@ class Task(abc.ABC):
         threads may call `[index]` at once.
 
         Without epochs, under `Config.base_steps`, in their own order: a `MapDataset` after `.repeat()`, by
-        place; and, in one process, a stream (a grain `IterDataset`, or anything iterable whose iterator has
+        place; and a stream (a grain `IterDataset`, or anything iterable whose iterator has
         `get_state()` and `set_state(state)`, of JSON values or bytes), whose state is part of the checkpoint.
         Its samples are used exactly once if, set back, it gives the same ones again. The run ends where it
-        does.
+        does. Each process reads all of it and trains on its part, so it is to be the same in all of them.
         """
 
     def eval_dataset(self) -> Any:

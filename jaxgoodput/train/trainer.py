@@ -1,16 +1,19 @@
 """`Trainer`: a user's task with the motor that trains it."""
 
 import contextlib
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn, final
 
 import jax
 from absl import logging
 
 from jaxgoodput.clock import Clock, SystemClock
+from jaxgoodput.embedding.plan import Table
 from jaxgoodput.engine.state import TrainState
 from jaxgoodput.observe.badput import TimeLedger
-from jaxgoodput.observe.events import Regrouped
+from jaxgoodput.observe.events import HostJudged, Regrouped
+from jaxgoodput.parallel.place import place, replicas_of_group
 from jaxgoodput.train.checkpoint import Checkpoints
 from jaxgoodput.train.config import Config
 from jaxgoodput.train.control import BatchWish, Control, NotSaved, Preempted, Requests
@@ -20,13 +23,14 @@ from jaxgoodput.train.membership import Kept, Membership, Regroup, SaveHere
 from jaxgoodput.train.prepare import (
     Given,
     evaluator,
-    place,
     prepare,
     rehearse,
     restored_state,
     save_kept,
 )
 from jaxgoodput.train.process import LAUNCHED, Compilations, Guard, Launched, changed_process
+from jaxgoodput.train.tables.commits import Opener, peers_of
+from jaxgoodput.train.tables.given import checked_tables
 from jaxgoodput.train.task import Task
 
 
@@ -87,7 +91,7 @@ class Trainer(Task):
         try:
             # Before anything that takes long: what is asked during compilation is done at step 0.
             with changed_process(self.config, requests, self.clock) as guard:
-                given = Given(self, self.config)
+                given = Given(self, self.config, self.clock)
                 if membership is None:
                     return self._fit(requests, guard, TimeLedger(self.clock), given)
                 return self._fit_together(requests, guard, given, membership)
@@ -102,17 +106,19 @@ class Trainer(Task):
         kept, before, why = None, 0, ""
         # A batch of just so many samples is cut evenly.
         even = self.config.policy != "fixed" or not self.config.tuning.fixed_tolerance
-        share = max(self.config.batch.base // jax.local_device_count(), 1) if even else None
-        if membership.is_late:
-            rehearse(self.config, given)
+        group_size = membership.group_size
+        num_devices = group_size * jax.local_device_count()
+        replicas = replicas_of_group(self.config.strategies, num_devices)
+        share = max(self.config.batch.base // replicas, 1) if even else None
+        if membership.num_others:
+            rehearse(self.config, given, membership.num_others + 1, group_size)
         while True:
             ledger = TimeLedger(self.clock)
             try:
                 with ledger.bucket("regrouping"):
                     generation = membership.enter(kept, share)
-            except SaveHere:
-                assert kept is not None
-                self._save_and_stop(given, kept, requests.signal or "peer")
+            except SaveHere as told:
+                self._save_and_stop(given, told.kept, group_size, requests.signal or "peer")
             kept = generation.kept
             requests.forget_regroup()
             if membership.is_broken():
@@ -127,7 +133,9 @@ class Trainer(Task):
             )
             before = generation.process_count
             try:
-                state = self._fit(requests, guard, ledger, given, membership, kept, regrouped)
+                state = self._fit(
+                    requests, guard, ledger, given, membership, kept, regrouped, generation.news
+                )
                 membership.done()
                 return state
             except Regroup as ended:
@@ -142,9 +150,12 @@ class Trainer(Task):
             self._loop = self._evaluator = None  # of devices that will be gone
             guard.rest(0 if kept is None else kept.step)
 
-    def _save_and_stop(self, given: Given, kept: Kept, signal: str) -> NoReturn:
+    def _save_and_stop(self, given: Given, kept: Kept, group_size: int, signal: str) -> NoReturn:
         """All were told to stop while they waited for each other."""
-        error = save_kept(self.config, given, kept)
+        # Of a group of several, it was cut over more devices than are here.
+        strategies = self.config.strategies if group_size == 1 else ()
+        config = dataclasses.replace(self.config, strategies=strategies)
+        error = save_kept(config, given, kept)
         if error is not None:
             safe = max(Checkpoints(self.config.workdir, keep=self.config.saving).newest() or 0, 0)
             raise NotSaved(kept.step, safe or None, error)
@@ -159,6 +170,7 @@ class Trainer(Task):
         membership: Membership | None = None,
         kept: Kept | None = None,
         regrouped: Regrouped | None = None,
+        news: Sequence[Mapping[str, Any]] = (),
     ) -> TrainState:
         """Train with the processes that there are. Raises Regroup where others are to come or go."""
         with contextlib.ExitStack() as stack:
@@ -176,6 +188,7 @@ class Trainer(Task):
                     given=given,
                     kept=kept,
                     is_broken=None if membership is None else membership.is_broken,
+                    group_size=None if membership is None else membership.group_size,
                 )
                 self._evaluator = start.evaluator or self._evaluator
                 loop = self._loop = self._loop_class(
@@ -186,10 +199,12 @@ class Trainer(Task):
                     ledger=ledger,
                     compilations=compilations,
                     clock=self.clock,
-                    elastic=membership is not None,
+                    membership=membership,
                 )
                 stack.callback(loop.close)
                 loop.announce(regrouped)
+                for decision in news:
+                    loop.analyst.tell(HostJudged(step=loop.step, **decision))
                 start.where.meet("before the first step")
             guard.watch(loop)
             return loop.run()
@@ -213,13 +228,34 @@ class Trainer(Task):
         """`summarize` of `metrics` over the whole `eval_dataset`, every sample once.
 
         Of the average of the parameters where `Config.ema` keeps one; of those that were trained with
-        `evaluate(dataclasses.replace(state, ema=None))`.
+        `evaluate(dataclasses.replace(state, ema=None))`. Rows of tables are those that were saved with the
+        step of the state: raises ValueError where they are not kept. Where another number of processes has
+        saved them, they are first given to those that are here.
         """
+        plans = checked_tables(self.tables(), type(self).__name__)
+        if plans:
+            return self._evaluated_with(plans, state)
         if self._evaluator is None:
             where = place(self.devices, self.config.strategies)
             data = self.eval_dataset()
             self._evaluator = evaluator(self, self.config, where, data, self.clock)
         summary = self.summarize(self._evaluator(state))
+        return {name: float(value) for name, value in summary.items()}
+
+    def _evaluated_with(self, plans: Mapping[str, Table], state: TrainState) -> dict[str, float]:
+        """`evaluate`, with the rows of tables as they were at the state's step."""
+        where = place(self.devices, self.config.strategies, spanning=True)
+        with contextlib.ExitStack() as stack:
+            peers = peers_of(where)
+            if peers is not None:
+                stack.callback(peers.close)
+            opener = Opener(plans, self.config.workdir, where, peers, self.clock)
+            tables = opener.of_step(int(state.step))
+            for table in tables.values():
+                stack.callback(table.close)
+            data = self.eval_dataset()
+            run = evaluator(self, self.config, where, data, self.clock, tables)
+            summary = self.summarize(run(state))
         return {name: float(value) for name, value in summary.items()}
 
     @final

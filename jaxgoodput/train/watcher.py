@@ -37,8 +37,10 @@ class Ticket:
     before: Cursor
     after: Cursor
     metrics: Array
-    accumulated: Array | None = None  # ready when the micro-batches are done
-    reduced: Sums | Array | None = None  # ready when the sums are exchanged
+    # Ready when the micro-batches are done, and when the sums are exchanged; where the loop has waited for
+    # them, the clock's readings then.
+    accumulated: Array | float | None = None
+    reduced: Sums | Array | float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,13 +124,17 @@ class Watcher:
     def _watch(self, ticket: Ticket, previous_s: float | None) -> Result:
         marks: list[float] = []
         for mark in (ticket.accumulated, ticket.reduced):
-            if mark is not None:
+            if isinstance(mark, float):
+                marks.append(mark)
+            elif mark is not None:
                 jax.block_until_ready(mark)
                 marks.append(self._clock.now())
         metrics, control = self._read(ticket.metrics)
         ready_s = self._clock.now()
         step_s = interval(previous_s, ticket.dispatched_s, ready_s)
         if len(marks) == 2:
+            if isinstance(ticket.accumulated, float):  # the step before was over, if not seen to be
+                previous_s = None
             parts = Parts(
                 step_s=step_s,
                 accumulate_s=interval(previous_s, ticket.dispatched_s, marks[0]),

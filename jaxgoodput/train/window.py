@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from jaxgoodput.engine.chips import Arithmetic
 from jaxgoodput.goodput.efficiency import efficiency, noise_scale
 from jaxgoodput.goodput.fit import PerfFit
 from jaxgoodput.goodput.model import GoodputModel
-from jaxgoodput.goodput.perf import Placement
+from jaxgoodput.goodput.perf import Feeding, Placement
 from jaxgoodput.goodput.search import BatchLimits
 from jaxgoodput.observe.events import Window
 from jaxgoodput.train.watcher import Result
@@ -33,6 +34,10 @@ def window_of(
     total_samples: int,
     stretch: Stretch | None = None,
     stretch_before: Stretch | None = None,
+    feeding: Feeding | None = None,
+    feeding_s: float = UNKNOWN,
+    arithmetic: Arithmetic | None = None,
+    tokens_per_sample: float = UNKNOWN,
 ) -> Window:
     """The window of `results`, at least one, that took `seconds` of wall time.
 
@@ -52,7 +57,9 @@ def window_of(
     throughput = config.global_batch_size / measured if measured else UNKNOWN
     predicted_s, predicted = UNKNOWN, UNKNOWN
     if fit is not None:
-        model = GoodputModel(perf=fit.params, grad=cautious, base_batch_size=limits.base)
+        model = GoodputModel(
+            perf=fit.params, grad=cautious, base_batch_size=limits.base, feeding=feeding
+        )
         at = (placement, config.micro_batch_size, config.num_micro_batches)
         predicted_s = config.global_batch_size / float(model.throughput(*at))
         predicted = config.global_batch_size / predicted_s * worth
@@ -61,6 +68,9 @@ def window_of(
         then = stretch_before.config.global_batch_size / limits.base
         # Of the same samples, as the model sees both batches now.
         expected = stretch_before.gained * worth / float(efficiency(cautious, then))
+    tflops = UNKNOWN
+    if arithmetic is not None:
+        tflops = throughput * arithmetic.tflops_per_sample / arithmetic.num_devices
     return Window(
         step=ticket.step,
         progress=metrics.progress,
@@ -90,6 +100,10 @@ def window_of(
         loss_gained=UNKNOWN if stretch is None else stretch.gained,
         loss_gained_error=UNKNOWN if stretch is None else stretch.error,
         loss_gained_expected=expected,
+        feeding_s=feeding_s,
+        tflops_per_device=tflops,
+        mfu=UNKNOWN if arithmetic is None else tflops / arithmetic.peak_tflops,
+        tokens_per_s=throughput * tokens_per_sample,
         eta_s=_eta_s(results, seconds, total_base_steps, total_samples),
     )
 

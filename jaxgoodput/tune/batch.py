@@ -16,7 +16,7 @@ from jaxgoodput.goodput.efficiency import Grad, efficiency, is_known, noise_scal
 from jaxgoodput.goodput.search import BatchConfig, BatchLimits, best_batch
 from jaxgoodput.tune.evidence import is_denied
 from jaxgoodput.tune.strategy import choose_strategy, judge_trial
-from jaxgoodput.tune.verdict import Alternative, Situation, Verdict
+from jaxgoodput.tune.verdict import Alternative, Caution, Situation, Verdict
 
 
 def tune(situation: Situation) -> Verdict:
@@ -132,7 +132,7 @@ def choose_batch(situation: Situation) -> Verdict:
         if home.global_batch_size == situation.floor > limits.smallest:
             why += "; an earlier run came to it, and as many samples as that took have not gone by"
     elif gain < 1 + asked:
-        why = f"{what} would gain {gain - 1:.1%}, below the {asked:.0%} that a change must bring ({at})"
+        why = f"{what} would gain {gain - 1:.1%}, {_not_enough(asked, caution)} ({at})"
     elif config == current:
         reason = f"keep: {what}, which was tried, gains {gain - 1:.1%} goodput ({at})"
         return situation.keep(reason, best, gain)
@@ -147,6 +147,16 @@ def choose_batch(situation: Situation) -> Verdict:
     if home == current:
         return situation.keep(f"keep: {why}", now)
     return situation.change(home, f"return: {why}", now)
+
+
+def _not_enough(asked: float, caution: Caution) -> str:
+    """Why so large a gain is not enough, in the user's words."""
+    if asked > caution.min_gain:
+        return (
+            f"and step times are not to be trusted to {asked:.0%}: they were disturbed by programs that "
+            "compiled beside the steps"
+        )
+    return f"below the {asked:.0%} that a change must bring (Tuning.min_gain)"
 
 
 def _denial(situation: Situation, now: float) -> Verdict | None:

@@ -179,7 +179,14 @@ def batch_plan(
     # Sizes below the base's are of use only where batches may be smaller, or memory asks for it.
     floor = limits.min_global if limits.min_global is not None else start.global_batch_size
     low = low or max(1, min(start.micro_batch_size, floor // num_replicas))
-    limits = dataclasses.replace(limits, max=largest, micro=(low, max(most, low)))
+    high = max(most, low)
+    own = limits.sizes
+    if (
+        own is not None
+    ):  # a user's sizes are for any number of replicas: here those that may be used here
+        within = {size for size in own if low <= size <= high}
+        own = tuple(sorted(within | {min(max(start.micro_batch_size, low), high)}))
+    limits = dataclasses.replace(limits, max=largest, micro=(low, high), sizes=own)
     sizes = tuple(sorted({*limits.ladder(num_replicas), start.micro_batch_size}))
     return BatchPlan(start=start, sizes=sizes, limits=limits, accumulate=several)
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxgoodput.goodput.fit import PerfFit, StepTimings
-from jaxgoodput.goodput.perf import PerfParams, Placement, step_time
+from jaxgoodput.goodput.perf import Feeding, PerfParams, Placement, step_time
 from jaxgoodput.goodput.search import BatchConfig
 from jaxgoodput.tune.verdict import Alternative
 
@@ -280,6 +280,25 @@ def residuals_of(
     ratios = np.asarray(timings.step_s)[here] / step_time(perf, placement, sizes)
     known = np.isfinite(ratios)
     return tuple(sorted(zip(sizes[known].tolist(), ratios[known].tolist(), strict=True)))
+
+
+def feeding_of(times: Mapping[int, float]) -> Feeding | None:
+    """The line through what preparing batches took, by global batch size; None: nothing was prepared.
+
+    Least squares of relative distances, neither part negative. One size says nothing against a larger batch:
+    the line is level until there is another.
+    """
+    if not times:
+        return None
+    sizes, seconds = (np.array(x, float) for x in zip(*sorted(times.items()), strict=True))
+    lines = [(float(np.mean(seconds)), 0.0)]
+    if len(sizes) > 1:
+        slope, base = np.polyfit(sizes, seconds, 1, w=1 / seconds)
+        lines += [(0.0, float(np.mean(seconds / sizes))), (float(base), float(slope))]
+    errors = [np.sum(((b + s * sizes) / seconds - 1) ** 2) for b, s in lines]
+    good = [i for i, (b, s) in enumerate(lines) if b >= 0 and s >= 0]
+    base, slope = lines[min(good, key=lambda i: errors[i])]
+    return Feeding(base_s=base, per_sample_s=slope)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from jaxgoodput.goodput.efficiency import Grad
 from jaxgoodput.goodput.fit import PerfFit, StepTimings
 from jaxgoodput.goodput.model import GoodputModel
-from jaxgoodput.goodput.perf import Placement
+from jaxgoodput.goodput.perf import Feeding, Placement
 from jaxgoodput.goodput.search import BatchConfig, BatchLimits
 from jaxgoodput.tune.evidence import Bar, Stretch
 
@@ -70,6 +70,8 @@ class Alternative:
     """(micro-batch size, measured / modelled step time) of the sizes timed undisturbed."""
     switch_s: float = 0.0
     """What moving the state there takes."""
+    feeding: Feeding | None = None
+    """What prepares a batch beside the step."""
 
     def model(self, grad: Grad) -> GoodputModel:
         """Goodput under this strategy; it must have a fit."""
@@ -79,6 +81,7 @@ class Alternative:
             grad=grad,
             base_batch_size=self.limits.base,
             residuals=self.residuals,
+            feeding=self.feeding,
         )
 
     def goodput(self, config: BatchConfig, grad: Grad) -> float:

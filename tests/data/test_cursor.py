@@ -1,7 +1,6 @@
 """The order of samples: one permutation per epoch, cut anywhere, resumed anywhere."""
 
 import dataclasses
-import doctest
 import json
 import unittest.mock as mock
 
@@ -133,8 +132,3 @@ def test_impossible_requests_are_named(cursor, size, count, message):
 def test_a_bad_record_is_no_cursor(record, kind, message):
     with pytest.raises(kind, match=message):
         Cursor(**record)
-
-
-def test_the_examples_in_the_docstrings_hold():
-    failed, tried = doctest.testmod(module)
-    assert tried and not failed

@@ -1,6 +1,7 @@
 """The loader hands out the cursor's order exactly once, on the devices, whatever the batch does."""
 
 import dataclasses
+import itertools
 import re
 import sys
 import threading
@@ -442,6 +443,17 @@ def test_a_change_of_micro_batch_count_alone_reads_nothing_twice():
     np.testing.assert_array_equal(ids(batches), take(Cursor(0), 1000, 22)[0])
 
 
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_what_was_taken_and_not_used_is_handed_out_again(prefetch):
+    with loader_of(numbers(1000), prefetch=prefetch, max_samples=50) as loader:
+        used = drain(loader, [config_of(3)] * 2)
+        ahead = drain(loader, [config_of(3)] * 3)
+        loader.go_back(used[-1].after, sum(batch.num_samples for batch in ahead))
+        assert loader.cursor == used[-1].after
+        rest = drain(loader, [config_of(5, 2), config_of(5), config_of(5)])
+    np.testing.assert_array_equal(ids(used + rest), take(Cursor(0), 1000, 50)[0])
+
+
 def test_configurations_may_alternate_every_step():
     with loader_of(numbers(1000)) as loader:
         batches = drain(loader, [config_of(3, 2), config_of(5)] * 20)
@@ -850,9 +862,45 @@ def test_a_stream_forgets_what_was_handed_out():
     assert len(source._items) <= 16 and len(source._states) <= 5
 
 
-def test_a_stream_is_for_one_process():
-    with pytest.raises(ValueError, match="read by one process, and there are 2.*random access"):
-        loader_of(as_source(Numbers()), process_count=2)
+@settings(deadline=None, max_examples=30)
+@given(
+    lives=st.lists(st.tuples(st.integers(1, 4), CONFIGS), max_size=4),
+    end=st.integers(1, 200),
+    in_parts=st.booleans(),
+)
+def test_processes_that_come_and_go_read_a_stream_exactly_once_together(lives, end, in_parts):
+    """Each reads all of it; also where a process goes on with the stream that it has read from before."""
+    sources = [as_source(Numbers(end)) for _ in range(4)]
+    cursor, state, got = Cursor(0), None, []
+    for count, configs in lives:
+        loaders = []
+        for process, source in enumerate(sources[:count]):
+            assert isinstance(source, StreamSource)
+            if state is not None:
+                source.restore(state)
+            loaders.append(
+                loader_of(source, cursor=cursor, process_index=process, process_count=count)
+            )
+        for config in configs:
+            config = dataclasses.replace(config, num_replicas=count * config.num_replicas)
+            leases = itertools.count()
+            if in_parts:
+                batches = [one.next_in_parts(config, lambda: next(leases)) for one in loaders]  # noqa: B023
+                parts = [list(one.parts) for one in batches if one is not None]
+            else:
+                batches = [one.next(config) for one in loaders]
+                parts = [list(one.micro_batches) for one in batches if one is not None]
+            assert len(parts) in (0, count)
+            ids = [real_ids(micro) for of_process in parts for micro in of_process]
+            if ids:
+                wanted = batches[0].indices.tolist()
+                assert sorted(np.concatenate(ids).tolist()) == wanted
+                got += wanted
+        cursor, state = loaders[0].cursor, loaders[0].stream
+        assert all(one.cursor == cursor and one.stream == state for one in loaders)
+        for one in loaders:
+            one.close()
+    assert got == list(range(len(got))) and len(got) <= end
 
 
 def test_a_data_set_without_end_is_read_in_its_own_order():

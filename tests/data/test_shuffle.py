@@ -1,6 +1,5 @@
 """A permutation of any length, place by place: one to one, the same forever, and without a pattern."""
 
-import doctest
 import itertools
 import tracemalloc
 
@@ -9,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxgoodput.data import shuffle
 from jaxgoodput.data.shuffle import shuffled
 
 NUM_KEYS = 3000
@@ -96,8 +94,3 @@ def test_memory_is_that_of_what_is_asked_for():
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 10 * places.nbytes
-
-
-def test_the_examples_in_the_docstrings_hold():
-    failed, tried = doctest.testmod(shuffle)
-    assert tried and not failed

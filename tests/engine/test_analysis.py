@@ -1,10 +1,12 @@
 """What is read from a compiled program, and that the batch is followed before the parameters."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from engines import make
+from engines import DIM, make
 
 from jaxgoodput.engine.analysis import analyse, matrix_flops, received_by_kind
 from jaxgoodput.parallel.strategy import Strategy
@@ -117,3 +119,14 @@ def test_products_convolutions_and_branches():
     sizes = jnp.array([2, 4])
     ragged = flops(lambda x, y: jax.lax.ragged_dot(x, y, sizes), (6, 4), (2, 4, 5))
     assert ragged == 2 * 6 * 4 * 5
+
+
+@pytest.mark.parametrize(
+    "kind", [{}, {"replicas": 2}, {"loss_kind": "global", "replicas": 4}, {"elastic": True}]
+)
+def test_the_arithmetic_of_a_sample_is_known_once_its_program_is_compiled(kind):
+    engine = make(**kind)
+    assert math.isnan(engine.tflops_per_sample(4))
+    engine.compile([4], accumulate=False)
+    # A product of DIM numbers forward, and one backward.
+    assert engine.tflops_per_sample(4) == pytest.approx(4 * DIM / 1e12)

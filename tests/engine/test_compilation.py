@@ -96,7 +96,7 @@ def test_a_program_is_compiled_once_however_many_threads_ask(compiled):
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda _: engine.compiled(engine.programs.begin), range(4)))
     assert all(one is found[0] for one in found)
-    assert len(compiled) == 1
+    assert compiled.count("jit(_begin)") == 1  # others are of the first test of a process
 
 
 def test_a_program_that_does_not_compile_is_tried_again():

@@ -1,6 +1,7 @@
 """Every example opens with its command line, and running it does what its docstring says."""
 
 import ast
+import json
 import os
 import pathlib
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 
 EXAMPLES = pathlib.Path(__file__).resolve().parents[2] / "examples"
 TRAINERS = ("quickstart", "language_model", "recommender")
+WITH_DOCSTRINGS = (*TRAINERS, "tiered_recsys", "image_classifier", "small_gpt", "lora")
 
 
 def run(name, workdir, *settings):
@@ -48,7 +50,7 @@ def corpora(monkeypatch):
     return corpora
 
 
-@pytest.mark.parametrize("name", TRAINERS)
+@pytest.mark.parametrize("name", WITH_DOCSTRINGS)
 def test_docstring_opens_with_the_command_line_and_states_a_result(name):
     text = ast.get_docstring(ast.parse((EXAMPLES / f"{name}.py").read_text()))
     assert text is not None
@@ -201,3 +203,61 @@ def test_functions_are_whole_unless_cut_off_and_of_very_different_lengths(corpor
     assert all(np.array_equal(a, b) for a, b in zip(documents, again, strict=True))
     short = corpora.functions(300, longest=100)
     assert [bytes(d[:100]) for d in documents] == [bytes(d) for d in short]
+
+
+@pytest.mark.slow
+def test_the_tiered_recommender_that_is_called_again_goes_on_as_if_it_had_not_stopped(tmp_path):
+    def call(name, base_steps):
+        sets = ["reporting.tensorboard=false", "reporting.progress=false", 'policy="fixed"']
+        # Steps that measure differ from others in rounding: which they are must not go by the clock.
+        sets += ["statistics.every_steps=4", "execution.background_compile=false"]
+        settings = [f"--set={s}" for s in (*sets, f"base_steps={base_steps}")]
+        shares = ["--device_share=0.08", "--ram_share=0.08"]
+        text = output("tiered_recsys.py", f"--workdir={tmp_path / name}", *shares, *settings)
+        records = map(json.loads, (tmp_path / name / "goodput.jsonl").read_text().splitlines())
+        *_, auc = (x["metrics"]["auc"] for x in records if x["event"] == "EvalEnd")
+        assert printed(text, "test AUC ") == round(auc, 4)
+        return auc
+
+    whole = call("whole", 160)
+    call("twice", 100)
+    assert call("twice", 160) == whole > 0.55
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_the_image_classifier_learns_in_few_epochs(tmp_path):
+    text = run("image_classifier", tmp_path / "run", "epochs=6")
+    assert printed(text, "accuracy ") > 0.9
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_the_gpt_learns_and_lora_goes_on_from_its_checkpoint(tmp_path):
+    text = run("small_gpt", tmp_path / "gpt", "base_steps=100", "evaluation.every_base_steps=50")
+    assert "    def __init__(" in text  # what it writes
+    assert printed(text, "files: ") < 4.0
+    quiet = ("--set=reporting.tensorboard=false", "--set=reporting.progress=false")
+    own = ("--workdir", tmp_path / "lora", "--checkpoint", tmp_path / "gpt", "--set=base_steps=60")
+    text = output("lora.py", *own, *quiet)
+    assert "kept every bit: True" in text
+    assert printed(text, "files: ") < 0.9 * printed(text, "before: ")
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.multihost
+def test_two_hosts_on_one_machine_train_together(tmp_path):
+    script = [sys.executable, EXAMPLES / "two_hosts.py", "--workdir", tmp_path / "run"]
+    hosts = ["--nnodes", "2", "--local-hosts", "2"]
+    quiet = ["--set=reporting.tensorboard=false", "--set=base_steps=200"]
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxgoodput", "run", *hosts, "--", *script, *quiet],
+        env={**os.environ, "JAX_PLATFORMS": "cpu", **compilations.JOBS},
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "2 processes" in done.stdout
+    assert printed(done.stdout, "accuracy ") > 0.9

@@ -1,15 +1,21 @@
-"""The recipes in `launch/` really start jobs; Slurm itself is stood in for by two stubs."""
+"""The recipes in `launch/` really start jobs; what they are given by Slurm and gcloud are stubs here.
 
+A real Slurm runs one in `tests/launcher/test_slurm.py`.
+"""
+
+import json
 import os
 import pathlib
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
+import time
 
 import pytest
 import yaml
-from processes import Job
+from processes import LIMIT_S, Job
 
 from jaxgoodput.cli import command_parser
 from jaxgoodput.launcher.hosts import SECRET
@@ -95,18 +101,23 @@ def test_the_pods_of_a_jobset_run_commands_that_there_are():
     """Read as Kubernetes would read it; the coordinator and the hosts train the same at one address."""
     manifest = yaml.safe_load((LAUNCH / "jobset.yaml").read_text())
     assert manifest["kind"] == "JobSet"
-    commands = []
+    commands, variables = [], []
     for job in manifest["spec"]["replicatedJobs"]:
         pod = job["template"]["spec"]["template"]["spec"]
         (container,) = pod["containers"]
-        assert pod["restartPolicy"] == "Never" and container["env"][0]["name"] == SECRET
+        assert pod["restartPolicy"] == "Never"
+        variables.append({variable["name"]: variable["valueFrom"] for variable in container["env"]})
+        assert SECRET in variables[-1]
         program, *arguments = container["command"]
         assert program == "jaxgoodput"
         split = arguments.index("--")
         commands.append((command_parser().parse_args(arguments[:split]), arguments[split:]))
-        endpoint = manifest["metadata"]["name"] + "-coordinator-0-0." + manifest["metadata"]["name"]
-        assert commands[-1][0].rdzv_endpoint == f"{endpoint}:29400"
     (run, trained), (agent, other) = commands
+    # The coordinator listens before there is a name for its pod; hosts look for that name until there is.
+    assert run.rdzv_endpoint == "$(POD_IP):29400"
+    assert variables[0]["POD_IP"] == {"fieldRef": {"fieldPath": "status.podIP"}}
+    endpoint = manifest["metadata"]["name"] + "-coordinator-0-0." + manifest["metadata"]["name"]
+    assert agent.rdzv_endpoint == f"{endpoint}:29400"
     assert (run.called, agent.called) == ("run", "agent") and trained == other
     most = manifest["spec"]["replicatedJobs"][1]["template"]["spec"]["parallelism"]
     assert run.nnodes == f"1:{most}" and run.local_hosts == 0
@@ -208,11 +219,174 @@ def test_slurm_requeues_what_wants_a_restart(code, requeued, train, environ):
     assert ("scontrol requeue 17" in end.out) == requeued
 
 
+# What --signal=B:USR1@300 sends to the script, and scancel; whether it is to go on then.
+TOLD = [(signal.SIGUSR1, True), pytest.param(signal.SIGTERM, False, marks=NIGHTLY)]
+
+
 @pytest.mark.multihost
-def test_slurm_saves_and_requeues_when_time_is_up(train, environ):
+@pytest.mark.parametrize("signum, requeued", TOLD)
+def test_slurm_saves_and_requeues_when_time_is_up(signum, requeued, train, environ):
     with Job(["bash", str(LAUNCH / "slurm.sbatch"), train, "wait"], environ) as job:
         job.wait_for("ready", count=2)
-        job.send(signal.SIGUSR1)  # what --signal=B:USR1@300 sends to the script
+        job.send(signum)
         end = job.wait()
     assert end.code == 143, end
-    assert "scontrol requeue 17" in end.out
+    assert ("scontrol requeue 17" in end.out) == requeued
+
+
+# What srun does for the elastic recipe: one command on one node.
+SRUN_ONE = """
+    #!{python}
+    import os, sys
+    options = [word for word in sys.argv[1:] if word.startswith("--")]
+    command = sys.argv[1 + len(options):]
+    node = dict(option.split("=") for option in options)["--nodelist"]
+    assert node in ("n1", "n2") and {{"--nodes=1", "--ntasks=1"}} <= set(options), options
+    os.execvpe(command[0], command, {{**os.environ, "SLURM_PROCID": "0", "SLURM_NTASKS": "1"}})
+"""
+SCONTROL = """
+    #!/bin/sh
+    case "$*" in
+        "show hostnames n[1-2]") printf 'n1\\nn2\\n' ;;
+        *) echo "scontrol $*" ;;
+    esac
+"""
+
+
+@pytest.fixture
+def slurm(environ, tmp_path):
+    """A job of two nodes, for the elastic recipe."""
+    for name, text in (("srun", SRUN_ONE.format(python=sys.executable)), ("scontrol", SCONTROL)):
+        (tmp_path / "bin" / name).write_text(textwrap.dedent(text).lstrip())
+    return {
+        **environ,
+        "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_JOB_NODELIST": "n[1-2]",
+        "SLURM_NTASKS": "2",
+        "MIN": "2",
+        "ENDPOINT": "127.0.0.1:0",
+    }
+
+
+@pytest.fixture
+def fit(tmp_path):
+    path = tmp_path / "fit.py"
+    path.write_text(textwrap.dedent(FIT))
+    return str(path)
+
+
+@pytest.mark.multihost
+def test_slurm_elastic_trains_on_the_nodes_of_an_allocation(fit, slurm, tmp_path):
+    command = ["bash", str(LAUNCH / "slurm_elastic.sbatch"), fit, str(tmp_path / "run a")]
+    with Job(command, slurm) as job:
+        end = job.wait()
+    assert end.code == 0, end
+    assert end.out.count("steps=32 of 2") == 2
+    assert "[n1.1]" in end.out and "[n2.2]" in end.out or "[n2.1]" in end.out
+    assert "scontrol requeue" not in end.out
+
+
+@pytest.mark.multihost
+@pytest.mark.parametrize("signum, requeued", TOLD)
+def test_slurm_elastic_saves_and_requeues_when_time_is_up(signum, requeued, slurm, tmp_path):
+    worker = LAUNCH.parent / "tests" / "launcher" / "elastic_worker.py"
+    recipe = str(LAUNCH / "slurm_elastic.sbatch")
+    with Job(["bash", recipe, str(worker), str(tmp_path), "500", "0.05"], slurm) as job:
+        deadline = time.monotonic() + LIMIT_S
+        while not steps_in(tmp_path):
+            assert time.monotonic() < deadline and job.running(), job.text()
+            time.sleep(0.05)
+        job.send(signum)
+        end = job.wait()
+    assert end.code == 143, end
+    assert ("scontrol requeue 17" in end.out) == requeued
+    folder = tmp_path / "run" / "checkpoints"
+    saved = [int(path.name) for path in folder.iterdir() if path.name.isdigit()]
+    assert max(saved) >= max(steps_in(tmp_path))
+
+
+def steps_in(folder):
+    """The steps that the processes of `elastic_worker.py` have told of."""
+    lines = [s for path in folder.glob("*.jsonl") for s in path.read_text().splitlines(True)]
+    told = [json.loads(line) for line in lines if line.endswith("\n")]
+    return [line["step"] for line in told if line["kind"] == "step"]
+
+
+# What gcloud does for this recipe, for slices of WORKERS hosts: a folder is the home of each, and the command
+# runs there.
+GCLOUD = """
+    #!{python}
+    import argparse, os, pathlib, shutil, subprocess, sys
+    assert sys.argv[1:4] == ["compute", "tpus", "tpu-vm"], sys.argv
+    with open({calls!r}, "a") as file:
+        print(sys.argv[1:], file=file)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("verb", choices=["ssh", "scp"])
+    parser.add_argument("words", nargs="+")
+    for name in ("--worker", "--zone", "--command", "--ssh-flag"):
+        parser.add_argument(name)
+    options = parser.parse_args(sys.argv[4:])
+    assert (options.worker, options.zone) == ("all", "here")
+    slice, _, path = options.words[-1].partition(":")
+    homes = [pathlib.Path({homes!r}, f"{{slice}}-w-{{i}}") for i in range(int(os.environ["WORKERS"]))]
+    for home in homes:
+        home.mkdir(exist_ok=True, parents=True)
+        if options.verb == "scp":
+            shutil.copy(options.words[0], home / path)
+    if options.verb == "scp":
+        sys.exit()
+    environ = {{name: value for name, value in os.environ.items() if name != "JAXGOODPUT_SECRET"}}
+    tasks = [
+        subprocess.Popen(["bash", "-c", options.command], cwd=home, stdin=subprocess.DEVNULL,
+                         env={{**environ, "HOME": str(home), "WORKER": home.name}})
+        for home in homes
+    ]
+    sys.exit(max(task.wait() for task in tasks))
+"""
+
+
+@pytest.mark.multihost
+@pytest.mark.parametrize("slices", ["a", pytest.param("a b", marks=NIGHTLY)])
+def test_tpu_pod_trains_on_all_workers_of_all_slices(slices, fit, environ, tmp_path):
+    calls, homes = tmp_path / "calls", tmp_path / "homes"
+    gcloud = tmp_path / "bin" / "gcloud"
+    gcloud.write_text(
+        textwrap.dedent(GCLOUD)
+        .lstrip()
+        .format(python=sys.executable, calls=str(calls), homes=str(homes))
+    )
+    gcloud.chmod(0o755)
+    (tmp_path / "bin" / "hostname").write_text("#!/bin/sh\necho $WORKER\n")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    num_hosts = 2 * len(slices.split())
+    secret = "nobody may read this"
+    environ = {
+        **environ,
+        "SLICES": slices,
+        "WORKERS": "2",
+        "MIN": str(num_hosts),
+        "ZONE": "here",
+        "ENDPOINT": f"127.0.0.1:{port}",
+        "FOLDER": str(pathlib.Path(fit).parent),
+        "JAXGOODPUT_SECRET": secret,
+        "TMPDIR": str(tmp_path),
+    }
+    command = [str(LAUNCH / "tpu_pod.sh"), fit, str(tmp_path / "run a")]
+    with Job(command, environ) as job:
+        end = job.wait()
+    assert end.code == 0, end
+    assert end.out.count(f"steps=32 of {num_hosts}") == num_hosts
+    for name in (f"{s}-{s}-w-{i}" for s in slices.split() for i in range(2)):
+        assert f"{name} has joined" in end.err
+    assert secret not in calls.read_text()
+    kept = list(homes.glob("*/.jaxgoodput"))
+    assert len(kept) == num_hosts and {path.stat().st_mode & 0o77 for path in kept} == {0}
+    assert not list(tmp_path.glob("tmp.*")), "the secret is not left here"
+
+
+def test_tpu_pod_without_slices_says_how(environ):
+    with Job([str(LAUNCH / "tpu_pod.sh"), "train.py"], environ) as job:
+        end = job.wait()
+    assert end.code == 2
+    assert 'SLICES="a b" launch/tpu_pod.sh train.py' in end.err and "Exit codes:" in end.err

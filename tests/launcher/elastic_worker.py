@@ -3,9 +3,13 @@
     python elastic_worker.py OUT EPOCHS STEP_S [SETTING=VALUE ...]
 
 Every process writes what it saw to `OUT/<its pid>.jsonl`: the steps that its hooks heard of, and the state
-with which it ended, in which every sample has been counted on the devices.
+with which it ended, in which every sample has been counted on the devices. The setting `initial` has the
+run begin with parameters that are given to it; with `stream` the samples of all epochs come as a stream, of
+which each process gets its own part with `stream=own`.
 """
 
+import dataclasses
+import gc
 import json
 import os
 import pathlib
@@ -17,15 +21,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import PartitionSpec
 
 from jaxgoodput import _jax
 from jaxgoodput.data.sources import ArraySource
+from jaxgoodput.engine.state import host_copy
 from jaxgoodput.goodput.search import BatchLimits
 from jaxgoodput.observe.hooks import Hook
+from jaxgoodput.parallel.strategy import Strategy
 from jaxgoodput.train.config import Config, Reporting, Saving, with_overrides
 from jaxgoodput.train.trainer import Trainer
 
 NUM_SAMPLES, BASE, WIDTH = 120, 12, 4
+INITIAL, STREAM, OWN = "initial", "stream", "stream=own"
 
 
 def times_seen():
@@ -42,7 +50,10 @@ def times_seen():
 
 
 class Slow(ArraySource):
-    """Rows that take their time, until there is a file that says to hurry."""
+    """Rows that take their time, until there is a file that says to hurry.
+
+    More of it on the host "slow", and on the host "moody" while there is a file that says so.
+    """
 
     def __init__(self, arrays, step_s, hurry):
         super().__init__(arrays)
@@ -52,17 +63,51 @@ class Slow(ArraySource):
 
     def batch(self, indices):
         self.num_reads += 1
-        if not self.hurry.exists():
-            time.sleep(self.step_s * (6 if os.environ.get("JAXGOODPUT_HOST") == "slow" else 1))
+        self.take_time()
+        return self.at_once(indices)
+
+    def at_once(self, indices):
         return super().batch(indices)
+
+    def take_time(self):
+        if not self.hurry.exists():
+            host = os.environ.get("JAXGOODPUT_HOST")
+            is_slow = host == "slow" or (host == "moody" and (self.hurry.parent / "moody").exists())
+            time.sleep(self.step_s * (6 if is_slow else 1))
+
+
+class Stream:
+    """The samples of `source` again and again, up to an end; knows where it is."""
+
+    def __init__(self, source, end, first=0):
+        self.source, self.end, self.place = source, end, first
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.place >= self.end:
+            raise StopIteration
+        index = np.array([self.place % NUM_SAMPLES])
+        self.place += 1
+        # A batch's time with its first sample.
+        rows = self.source.batch(index) if index % BASE == 0 else self.source.at_once(index)
+        return jax.tree.map(lambda x: x[0], rows)
+
+    def get_state(self):
+        return {"place": self.place}
+
+    def set_state(self, state):
+        self.place = state["place"]
 
 
 class Counting(Trainer):
     """Counts on the devices how often each sample was applied, beside a little real training."""
 
-    def __init__(self, config, *, step_s=0.0, **options):
+    def __init__(self, config, *, step_s=0.0, stream=None, **options):
         super().__init__(config, **options)
         self.step_s = step_s
+        self.stream = stream
 
     def init(self, key):
         return {"w": jax.random.normal(key, (WIDTH,)), "count": jnp.zeros(NUM_SAMPLES)}
@@ -83,7 +128,10 @@ class Counting(Trainer):
         x = np.random.default_rng(3).normal(size=(NUM_SAMPLES, WIDTH)).astype(np.float32)
         rows = {"x": x, "id": np.arange(NUM_SAMPLES, dtype=np.int32)}
         self.source = Slow(rows, self.step_s, pathlib.Path(self.config.workdir) / "hurry")
-        return self.source
+        if self.stream is None:
+            return self.source
+        end, is_own = self.stream
+        return Stream(self.source, end, os.getpid() % NUM_SAMPLES if is_own else 0)
 
 
 class Lines(Hook):
@@ -106,6 +154,16 @@ class Lines(Hook):
             seconds=dict(event.seconds),
         )
 
+    def on_host_judged(self, event):
+        self.write(
+            "judged",
+            step=event.step,
+            host=event.host,
+            decision=event.decision,
+            why=event.why,
+            numbers=dict(event.numbers),
+        )
+
     def on_step_end(self, event):
         self.write(
             "step",
@@ -118,9 +176,14 @@ class Lines(Hook):
 
 
 def config(workdir, epochs, *settings):
+    """`fsdp=N` among the settings cuts the model over N devices."""
+    cut = [int(x.partition("=")[2]) for x in settings if x.startswith("fsdp=")]
+    settings = [x for x in settings if not x.startswith("fsdp=")]
+    rules = (("w|count", PartitionSpec("fsdp")),)
     made = Config(
         workdir=str(workdir),
         policy="fixed",
+        strategies=tuple(Strategy(fsdp=parts, rules=rules) for parts in cut),
         batch=BatchLimits(base=BASE, max=BASE),
         epochs=epochs,
         ema=0.9,
@@ -133,16 +196,23 @@ def config(workdir, epochs, *settings):
 def run(out, epochs, step_s, *settings, **options):
     lines = Lines(out / f"{os.getpid()}.jsonl")
     lines.write("began", member=os.environ.get("JAXGOODPUT_MEMBER"))
-    trainer = Counting(
-        config(out / "run", epochs, *settings), step_s=step_s, hooks=[lines], **options
-    )
+    if "JAXGOODPUT_MEMBER" in os.environ:
+        count_what_is_left(lines)
+    if INITIAL in settings:  # on a device that this process has now
+        options["initial"] = {"w": 3.0 + jnp.arange(WIDTH, dtype=jnp.float32)}
+    if STREAM in settings or OWN in settings:
+        options["stream"] = (epochs * NUM_SAMPLES, OWN in settings)
+    made = config(out / "run", epochs, *(x for x in settings if x not in (INITIAL, STREAM, OWN)))
+    if "stream" in options:
+        made = dataclasses.replace(made, epochs=None, base_steps=1e6)
+    trainer = Counting(made, step_s=step_s, hooks=[lines], **options)
     state = trainer.fit()
     lines.write(
         "end",
         step=int(state.step),
-        count=np.asarray(state.params["count"]).tolist(),
-        w=np.asarray(state.params["w"]).tolist(),
-        ema=np.asarray(state.averaged["w"]).tolist(),
+        count=host_copy(state.params["count"]).tolist(),
+        w=host_copy(state.params["w"]).tolist(),
+        ema=host_copy(state.averaged["w"]).tolist(),
         num_reads=trainer.source.num_reads,
     )
 
@@ -159,6 +229,19 @@ def die_instead_of_connecting(flag):
     before = _jax.connect
     if os.environ.get("JAXGOODPUT_HOST") == "fragile":
         _jax.connect = connect
+
+
+def count_what_is_left(lines):
+    """Write how many arrays there are when the devices have been forgotten: each would keep them."""
+
+    def forget():
+        before()
+        # Arrays as JAX makes them: another kind would say what it is only when it is asked.
+        left = [x for x in gc.get_objects() if type(x).__name__ == "ArrayImpl"]
+        lines.write("forgot", num_arrays=len(left))
+
+    before = _jax.forget_devices
+    _jax.forget_devices = forget
 
 
 if __name__ == "__main__":

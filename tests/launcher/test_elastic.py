@@ -3,12 +3,14 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import sys
 import time
 
 import elastic_worker
+import eventreader
 import jax
 import namespaces
 import numpy as np
@@ -48,7 +50,7 @@ class Cluster:
         command = [sys.executable, "-m", "jaxgoodput.cli", *arguments, *self.command]
         return self.jobs.enter_context(processes.Job(command, self.environ))
 
-    def agent(self, *names, silent_s=10):
+    def agent(self, *names, silent_s=10, options=()):
         for name in names:
             self.agents[name] = self.start(
                 "agent",
@@ -58,6 +60,7 @@ class Cluster:
                 self.address,
                 "--silent-s",
                 str(silent_s),
+                *options,
             )
 
     def __enter__(self):
@@ -98,10 +101,32 @@ class Cluster:
         self.wait(there)
         self.wait_for_step()
 
+    def hurry(self):
+        """Have steps take no time from now on: a job is long enough for slow machines, and short."""
+        (self.folder / "run" / "hurry").touch()
+
+    def hurry_to(self, step):
+        """Have steps take no time until this one is done, and from then on again what they took."""
+        self.hurry()
+        self.wait(lambda lines: any(x["kind"] == "step" and x["step"] >= step for x in lines))
+        (self.folder / "run" / "hurry").unlink()
+
+    def wait_for_save(self):
+        """Until a checkpoint is being written."""
+        folder, deadline = self.folder / "run" / "checkpoints", time.monotonic() + 60.0
+        while not any("tmp" in name for name in os.listdir(folder)):
+            assert time.monotonic() < deadline and self.coordinator.running(), self.told()
+            time.sleep(0.002)
+
     def pid(self, host):
         """The newest worker of a host."""
         mine = [x for x in self.lines("began") if x["member"].rpartition(".")[0] == host]
         return mine[-1]["pid"]
+
+    def ranks(self):
+        """The hosts of the newest generation, by rank."""
+        (*_, last) = re.findall(r"generation \d+: (.*), from", self.coordinator.text())
+        return [name.rpartition(".")[0] for name in last.split(", ")]
 
     def told(self):
         return self.coordinator.text() + "".join(
@@ -133,9 +158,9 @@ class Cluster:
 def alone(tmp_path_factory):
     """The same run without any fault, in one process that is no job."""
 
-    def fit(epochs):
+    def fit(epochs, *settings):
         out = tmp_path_factory.mktemp("alone")
-        elastic_worker.run(out, epochs, 0.0, devices=jax.devices()[:1])
+        elastic_worker.run(out, epochs, 0.0, *settings, devices=jax.devices()[:1])
         lines = [
             json.loads(text)
             for path in out.glob("*.jsonl")
@@ -146,9 +171,9 @@ def alone(tmp_path_factory):
     return fit
 
 
-def check_same(alone, end, steps, epochs):
+def check_same(alone, end, steps, epochs, *settings):
     """The run with faults is the run without."""
-    wanted_end, wanted_steps = alone(epochs)
+    wanted_end, wanted_steps = alone(epochs, *settings)
     for name in ("w", "ema"):
         np.testing.assert_allclose(end[name], wanted_end[name], rtol=2e-5, atol=1e-6)
     for step, line in steps.items():
@@ -177,6 +202,7 @@ def test_one_four_two_three_processes(tmp_path, alone):
         cluster.wait_for_processes(3)
         end, steps = cluster.finish()
         assert cluster.pid("a") == first, "nobody who stays starts anew"
+        assert not any(x["num_arrays"] for x in cluster.lines("forgot")), "devices are let go"
         for name in ("a", "b", "e"):
             assert cluster.agents[name].wait().code == 0
     check_same(alone, end, steps, epochs)
@@ -201,6 +227,71 @@ def test_a_worker_is_killed_and_the_others_go_on(tmp_path, alone, victim):
     check_same(alone, end, steps, epochs)
 
 
+STEPS_PER_EPOCH = elastic_worker.NUM_SAMPLES // elastic_worker.BASE
+
+
+def test_what_a_trainer_is_given_outlives_a_kill_and_hosts_that_leave_while_saving_and_at_the_end(
+    tmp_path, alone
+):
+    """Parameters to begin with, their average, and two devices of each process under a strategy."""
+    epochs = 80
+    settings = (
+        elastic_worker.INITIAL,
+        'strategies=[{"data": -1}]',
+        "saving.every_base_steps=5",
+    )
+    devices = ("--devices-per-process", "2")
+    with Cluster(
+        tmp_path / "job",
+        epochs=epochs,
+        step_s=0.1,
+        nodes="1:3",
+        options=("--admit-every-s", "1", *devices),
+        settings=settings,
+    ) as cluster:
+        cluster.agent("a", "b", options=devices)
+        cluster.wait_for_processes(2)
+        survivor = cluster.pid("b")
+        os.kill(cluster.pid("a"), signal.SIGKILL)
+        cluster.wait(lambda lines: any(x["kind"] == "regrouped" and x["step"] for x in lines))
+        cluster.agent("c", options=devices)
+        cluster.wait_for_processes(3)
+        assert cluster.pid("b") == survivor
+        cluster.wait_for_save()  # by b, which is rank 0 since the kill
+        cluster.agents["b"].send(signal.SIGTERM)
+        cluster.wait_for_processes(2)
+        assert cluster.agents["b"].wait().code == 143
+        last = epochs * STEPS_PER_EPOCH
+        cluster.hurry_to(last - STEPS_PER_EPOCH)
+        cluster.agents["c"].send(signal.SIGTERM)  # nothing is left for it, says who planned it
+        end, steps = cluster.finish()
+        assert cluster.agents["a"].wait().code == 0
+        assert cluster.agents["c"].wait().code in (0, 143)
+        assert not any("tmp" in name for name in os.listdir(cluster.folder / "run/checkpoints"))
+    assert len(end["w"]) == 4 and steps
+    check_same(alone, end, steps, epochs, elastic_worker.INITIAL)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("left", [0, 2, 4])
+def test_a_host_may_leave_at_the_very_end(tmp_path, alone, left):
+    """Whether the others end or form another set of processes first: nothing is done twice, or not at all."""
+    epochs = 10
+    with Cluster(
+        tmp_path / "job", epochs=epochs, step_s=0.1, nodes="1:2", options=("--join-s", "60")
+    ) as cluster:
+        cluster.agent("a", "b")
+        cluster.wait_for_processes(2)
+        cluster.hurry_to(epochs * STEPS_PER_EPOCH - 6)
+        last = epochs * STEPS_PER_EPOCH - left
+        cluster.wait(lambda lines: any(x["kind"] == "step" and x["step"] >= last for x in lines))
+        cluster.agents["a"].send(signal.SIGTERM)
+        end, steps = cluster.finish()
+        assert cluster.agents["a"].wait().code in (0, 143)
+        assert cluster.agents["b"].wait().code == 0
+    check_same(alone, end, steps, epochs)
+
+
 @pytest.mark.nightly
 def test_a_worker_that_stands_still_is_replaced(tmp_path, alone):
     epochs = 30
@@ -220,6 +311,21 @@ def test_a_worker_that_stands_still_is_replaced(tmp_path, alone):
         end, steps = cluster.finish()
         assert cluster.pid("b") == survivor
         assert "no sign of life" in cluster.told()
+    check_same(alone, end, steps, epochs)
+
+
+def test_a_worker_that_is_stopped_while_it_starts_is_replaced(tmp_path, alone):
+    """Nobody has heard of it yet, and one that only takes long to start is waited for."""
+    epochs = 30
+    options = ("--admit-every-s", "1")
+    with Cluster(
+        tmp_path / "job", epochs=epochs, step_s=0.05, nodes="2", options=options
+    ) as cluster:
+        cluster.agent("a", "b", silent_s=3)
+        cluster.wait(lambda lines: any("b." in x.get("member", "") for x in lines))
+        os.kill(cluster.pid("b"), signal.SIGSTOP)
+        end, steps = cluster.finish()
+        assert "it was stopped (SIGSTOP)" in cluster.told()
     check_same(alone, end, steps, epochs)
 
 
@@ -295,7 +401,7 @@ def test_all_are_told_to_stop_and_save(tmp_path):
 
 def test_a_joiner_that_dies_while_it_is_taken_in_costs_nobody_the_state(tmp_path, alone):
     """JAX's registration would wait for it, and then abort all others."""
-    epochs = 40
+    epochs = 150  # a joiner may take long to start
     with Cluster(
         tmp_path / "job", epochs=epochs, step_s=0.05, nodes="1:3", options=("--admit-every-s", "1")
     ) as cluster:
@@ -305,6 +411,7 @@ def test_a_joiner_that_dies_while_it_is_taken_in_costs_nobody_the_state(tmp_path
         cluster.agent("fragile")
         cluster.wait(lambda lines: (cluster.folder / "died").exists())
         cluster.wait_for_processes(3)  # its replacement
+        (cluster.folder / "run" / "hurry").touch()
         end, steps = cluster.finish()
         assert [cluster.pid(name) for name in ("a", "b")] == pids
         assert "registers in its place" in cluster.told()
@@ -344,8 +451,12 @@ exec ip netns exec "$1" unshare --uts sh -c 'hostname "$0" && exec sh -c "$1"' "
 
 
 @pytest.mark.nightly
-def test_hosts_through_a_remote_shell_and_a_cable_that_is_cut(tmp_path, alone):
-    """Each host has an address of its own; the one that is cut off comes back by itself."""
+@pytest.mark.parametrize("cut", [0, 1])
+def test_hosts_through_a_remote_shell_and_a_cable_that_is_cut(tmp_path, alone, cut):
+    """Each host has an address of its own; the one that is cut off comes back by itself.
+
+    Cut off, rank 0 still holds the workdir, until it finds out.
+    """
     reason = namespaces.available()
     if reason is not None:
         pytest.skip(reason)
@@ -366,13 +477,17 @@ def test_hosts_through_a_remote_shell_and_a_cable_that_is_cut(tmp_path, alone):
             ),
         ) as cluster:
             cluster.wait_for_processes(3)
-            pids = [cluster.pid(name) for name in made.names]
-            made.cut(1)
+            first = cluster.lines("regrouped")[-1]["pid"]  # of rank 0, which alone has hooks
+            pids = {name: cluster.pid(name) for name in made.names}
+            (rank_0,) = (i for i, name in enumerate(made.names) if pids[name] == first)
+            victim = (rank_0 + cut) % 3
+            made.cut(victim)
             cluster.wait_for_processes(2)
-            made.mend(1)
+            made.mend(victim)
             cluster.wait_for_processes(3)
-            assert cluster.pid(made.names[1]) not in pids
-            assert cluster.pid(made.names[0]) == pids[0], "who was not cut off goes on as it was"
+            for i, name in enumerate(made.names):
+                is_same = cluster.pid(name) == pids[name]
+                assert is_same == (i != victim), "who was not cut off goes on as it was"
             (cluster.folder / "run" / "hurry").touch()
             end, steps = cluster.finish()
     check_same(alone, end, steps, epochs)
@@ -380,19 +495,69 @@ def test_hosts_through_a_remote_shell_and_a_cable_that_is_cut(tmp_path, alone):
 
 def test_a_slow_host_takes_fewer_micro_batches_and_the_sum_is_the_same(tmp_path, alone):
     epochs = 15
+
+    def parameters(name, leases, step_s):
+        with Cluster(
+            tmp_path / name,
+            epochs=epochs,
+            step_s=step_s,
+            nodes="2",
+            options=("--join-s", "60"),
+            settings=(f"execution.leases={leases}", "batch.micro=[1, 1]"),
+        ) as cluster:
+            cluster.agent("slow", "fast")
+            end, steps = cluster.finish()
+            reads = {cluster.pid(name): name for name in ("slow", "fast")}
+            taken = {reads[x["pid"]]: x["num_reads"] for x in cluster.lines("end")}
+        check_same(alone, end, steps, epochs)
+        return np.asarray(end["w"] + end["ema"]), taken
+
+    uneven, taken = parameters("uneven", "true", 0.005)
+    assert taken["fast"] > 2 * taken["slow"], taken
+    even, taken = parameters("even", "false", 0.0)
+    assert taken["fast"] == taken["slow"], taken
+    # Of the same micro-batches: only the order of the sum differs.
+    np.testing.assert_allclose(uneven, even, rtol=0, atol=1e-6 * np.abs(even).max())
+
+
+@pytest.mark.nightly
+def test_a_slow_host_is_left_out_and_comes_back_when_it_is_fast_again(tmp_path, alone):
+    epochs = 200
     with Cluster(
         tmp_path / "job",
         epochs=epochs,
-        step_s=0.005,
-        nodes="2",
-        options=("--join-s", "60"),
-        settings=("execution.leases=true", "batch.micro=[1, 1]"),
+        step_s=0.04,
+        nodes="1:3",
+        options=("--join-s", "60", "--admit-every-s", "1", "--exclude-s", "2"),
+        settings=("reporting.tensorboard=true",),
     ) as cluster:
-        cluster.agent("slow", "fast")
+        cluster.agent("a", "b", "moody")
+        cluster.wait_for_processes(3)
+        first = {name: cluster.pid(name) for name in ("a", "b", "moody")}
+        flag = cluster.folder / "run" / "moody"
+        flag.touch()
+        cluster.wait_for_processes(2)
+        assert processes.gone(first["moody"])
+        (out,) = [x for x in cluster.lines("judged") if x["pid"] == first["a"]]
+        assert (out["host"], out["decision"]) == ("moody", "left out")
+        assert out["numbers"]["slow_ratio"] > 2 and out["numbers"]["excluded_s"] == 2
+        flag.unlink()
+        cluster.wait_for_processes(3)
+        assert cluster.agents["moody"].running(), "its agent has stayed"
+        (cluster.folder / "run" / "hurry").touch()
         end, steps = cluster.finish()
-        reads = {cluster.pid(name): name for name in ("slow", "fast")}
-        taken = {reads[x["pid"]]: x["num_reads"] for x in cluster.lines("end")}
-        assert taken["fast"] > 2 * taken["slow"], taken
+        for name in ("a", "b"):
+            assert cluster.pid(name) == first[name], "who stays goes on as it was"
+        judged = [(x["host"], x["decision"]) for x in cluster.lines("judged")]
+        assert set(judged) == {("moody", "left out"), ("moody", "taken in again")}
+        told = cluster.told()
+        assert "moody is left out" in told and "moody is taken in again" in told
+        assert told.count("moody was checked") >= 2
+        folder = cluster.folder / "run" / "tensorboard"
+        texts = eventreader.values(folder, "decisions/hosts/text_summary")
+        assert len(texts) == 2
+        curve = eventreader.scalars(folder)["elastic/excluded_s"]
+        assert [value for _, value in curve] == [2, 0]
     check_same(alone, end, steps, epochs)
 
 
@@ -429,6 +594,37 @@ def test_an_agent_with_a_wrong_secret_or_another_script_is_refused(tmp_path):
             assert finished.code == 2 and "of the name a already" in finished.err
             first.send(signal.SIGTERM)
             first.wait()
+
+
+@pytest.mark.parametrize("leases", ["false", pytest.param("true", marks=pytest.mark.nightly)])
+def test_a_stream_is_read_once_through_a_kill_and_hosts_that_come_and_leave(tmp_path, leases):
+    settings = ("stream", f"execution.leases={leases}", "batch.micro=[1, 2]")
+    options = ("--admit-every-s", "1")
+    with Cluster(
+        tmp_path / "job", epochs=90, step_s=0.05, nodes="1:3", options=options, settings=settings
+    ) as cluster:
+        cluster.agent("a")
+        cluster.wait_for_processes(1)
+        cluster.agent("b", "c")
+        cluster.wait_for_processes(3)
+        cluster.agents["b"].send(signal.SIGTERM)
+        cluster.wait_for_processes(2)
+        count = len(cluster.lines("regrouped"))
+        os.kill(cluster.pid("a"), signal.SIGKILL)
+        cluster.wait(lambda lines: sum(x["kind"] == "regrouped" for x in lines) > count)
+        cluster.wait_for_processes(2)
+        cluster.hurry()
+        cluster.finish()
+
+
+def test_a_stream_that_gives_each_process_its_own_is_refused(tmp_path):
+    with Cluster(
+        tmp_path / "job", epochs=9, step_s=0.05, nodes="2", settings=("stream=own",)
+    ) as cluster:
+        cluster.agent("a", "b")
+        finished = cluster.coordinator.wait(limit_s=90)
+        assert finished.code == 1, cluster.told()
+        assert "from sample 0 on process 1 has others than process 0" in cluster.told()
 
 
 def test_a_script_that_always_fails_ends_the_job_with_its_last_lines(tmp_path):
@@ -492,3 +688,117 @@ def test_a_port_that_is_taken_is_named(tmp_path):
         with start("run", "--nnodes", "1", *endpoint, "--", "python", str(script)) as job:
             finished = job.wait()
     assert finished.code == 2 and "cannot listen" in finished.err
+
+
+@pytest.mark.parametrize("devices", [2, 1])
+def test_layouts_within_a_group(tmp_path, alone, devices):
+    """fsdp over the devices of a host, or over two hosts; a worker is killed, the others go on."""
+    epochs = 30
+    hosts_per_group = 2 // devices
+    names = "abcd"[: 2 * hosts_per_group]
+    options = ["--join-s", "60", "--devices-per-process", str(devices)]
+    if hosts_per_group > 1:
+        options += ["--hosts-per-group", str(hosts_per_group)]
+    with Cluster(
+        tmp_path / "job",
+        epochs=epochs,
+        step_s=0.05,
+        nodes=f"{hosts_per_group}:{len(names)}",
+        options=options,
+        settings=("fsdp=2",),
+    ) as cluster:
+        cluster.agent(*names, options=["--devices-per-process", str(devices)])
+        cluster.wait_for_processes(len(names))
+        survivor = cluster.pid("a")
+        os.kill(cluster.pid(names[-1]), signal.SIGKILL)
+        cluster.wait(lambda lines: sum(x["kind"] == "regrouped" for x in lines) > 1)
+        cluster.wait_for_processes(len(names))  # another one in its place
+        end, steps = cluster.finish()
+        assert cluster.pid("a") == survivor
+    check_same(alone, end, steps, epochs)
+
+
+@pytest.mark.nightly
+def test_groups_lose_a_member_each_and_stop_while_they_wait(tmp_path, alone):
+    """No group is whole any more, but every part of the state is there; who is told to stop saves it.
+
+    Not where they die within the update itself, if that sends anything: it takes the state along.
+    """
+    epochs = 40
+    device = ("--devices-per-process", "1")
+    options = ["--join-s", "60", "--hosts-per-group", "2", *device]
+    job = {"epochs": epochs, "step_s": 0.5, "settings": ("fsdp=2",), "options": options}
+    with Cluster(tmp_path / "job", nodes="4:4", **job) as cluster:
+        cluster.agent(*"abcd", options=device)
+        cluster.wait_for_processes(4)
+        ranks = cluster.ranks()
+        victims = [ranks[0], ranks[3]]  # the first part in one group, the second in the other
+        cluster.wait_for_step(1)
+        time.sleep(0.25)  # between two updates
+        for name in victims:
+            os.kill(cluster.pid(name), signal.SIGKILL)
+        cluster.wait(lambda lines: sum(x["kind"] == "regrouped" for x in lines) > 1)
+        cluster.wait_for_processes(4)
+        assert cluster.lines("regrouped")[-1]["step"] > 0
+        assert not list((cluster.folder / "run/checkpoints").glob("[0-9]*")), "from memory"
+        for name in victims:
+            cluster.agents[name].send(signal.SIGTERM)  # too few are left
+        cluster.wait(lambda _: all(not cluster.agents[name].running() for name in victims))
+        time.sleep(1.0)  # the others wait
+        cluster.coordinator.send(signal.SIGTERM)
+        assert cluster.coordinator.wait(limit_s=90).code == 143, cluster.told()
+        (saved,) = (cluster.folder / "run/checkpoints").glob("[0-9]*")
+        assert int(saved.name) >= max(x["step"] for x in cluster.lines("step"))
+        (cluster.folder / "run/hurry").touch()
+        again = cluster.coordinate("127.0.0.1:0")
+        text = again.wait_for("the job is at ")
+        cluster.coordinator, cluster.address = again, text.split("the job is at ")[1].split(",")[0]
+        cluster.agent(*"efgh", options=device)
+        end, steps = cluster.finish()
+    check_same(alone, end, steps, epochs)
+
+
+def test_the_only_group_loses_a_host_and_goes_on_from_copies_in_memory(tmp_path, alone):
+    """Nobody else has the part of the state that died, but for the copy on its neighbour."""
+    epochs = 40
+    device = ("--devices-per-process", "1")
+    options = ["--join-s", "60", "--hosts-per-group", "2", *device]
+    job = {"epochs": epochs, "step_s": 0.1, "settings": ("fsdp=2",), "options": options}
+    with Cluster(tmp_path / "job", nodes="2:2", **job) as cluster:
+        cluster.agent("a", "b", options=device)
+        cluster.wait_for_processes(2)
+        began = cluster.lines("regrouped")[-1]["at"]
+        cluster.wait(lambda lines: lines[-1]["at"] > began + 6)  # the first is made after 2 s
+        victim, survivor = cluster.ranks()
+        pid = cluster.pid(survivor)
+        os.kill(cluster.pid(victim), signal.SIGKILL)
+        cluster.wait(lambda lines: sum(x["kind"] == "regrouped" for x in lines) > 1)
+        again = cluster.lines("regrouped")[-1]
+        done = max(x["step"] for x in cluster.lines("step") if x["at"] < again["at"])
+        assert 0 < again["step"] <= done
+        assert not list((cluster.folder / "run/checkpoints").glob("[0-9]*")), "from memory"
+        (cluster.folder / "run/hurry").touch()
+        end, steps = cluster.finish()
+        assert cluster.pid(survivor) == pid
+    check_same(alone, end, steps, epochs)
+
+
+@pytest.mark.nightly
+def test_three_groups_of_two_hosts(tmp_path, alone):
+    """A host is killed with all that runs on it; its group comes back with another host."""
+    epochs = 60
+    device = ("--devices-per-process", "1")
+    options = ["--join-s", "60", "--hosts-per-group", "2", *device]
+    job = {"epochs": epochs, "step_s": 0.1, "settings": ("fsdp=2",), "options": options}
+    with Cluster(tmp_path / "job", nodes="2:6", **job) as cluster:
+        cluster.agent(*"abcdef", options=device)
+        cluster.wait_for_processes(6)
+        os.kill(cluster.pid("c"), signal.SIGKILL)
+        cluster.agents["c"].send(signal.SIGKILL)
+        cluster.wait_for_processes(4)
+        cluster.agent("g", options=device)
+        cluster.wait_for_processes(6)
+        end, steps = cluster.finish()
+        # Or the others of its group would wait for one that has left.
+        assert not any(x["num_arrays"] for x in cluster.lines("forgot"))
+    check_same(alone, end, steps, epochs)

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxgoodput.launcher import rendezvous as rv
+from jaxgoodput.launcher.fitness import Check, Pace
 
 FAST = rv.Limits(
     least=1,
@@ -18,6 +19,8 @@ FAST = rv.Limits(
     silent_s=5.0,
     patience_s=20.0,
     starting_s=30.0,
+    exclude_s=3.0,
+    slow_windows=4,
 )
 
 
@@ -29,6 +32,7 @@ class Process:
         self.starts_s = starts_s
         self.generation = 0
         self.step = -1
+        self.place = None  # in a group: which part of the state it has
         self.state = "starting"  # waiting, set, training, stopped, dead
         self.form = None
         self.regroup = False
@@ -51,6 +55,8 @@ class World:
         self.log = []
         self.gone_hosts = set()
         self.starts = []
+        self.checks = []
+        self.slow = {}  # times as slow as the others, by host
 
     def happen(self, event):
         before = self.machine
@@ -70,13 +76,28 @@ class World:
                     or machine.generation > before.generation
                 )
                 assert machine.limits.least <= len(action.ranks) <= machine.limits.most
+                assert len(action.ranks) % machine.limits.group_size == 0
                 assert len(set(action.ranks)) == len(action.ranks)
                 # What any process has done that lives, the next generation goes on from.
-                done = [p.step for p in self.living() if p.name in machine.members]
-                assert action.holds == max(done)
+                assert action.holds == self.newest()
                 self.steps = min(self.steps, max(action.holds, 0))
+            if isinstance(action, rv.Tell) and action.decision.decision == "left out":
+                left = [m for m in machine.members.values() if not m.leaves]
+                assert len(left) >= machine.limits.least, "others suffice without who is left out"
+                assert all(m.host != action.decision.host for m in left)
+            if isinstance(action, rv.Admit):
+                assert not rv.is_left_out(machine, action.host)
             if isinstance(action, rv.Go):
                 assert all(name in machine.members for name in machine.ranks)
+
+    def newest(self):
+        """The last step of which every place of a group is there."""
+        size = self.machine.limits.group_size
+        known = [p for p in self.living() if p.name in self.machine.members]
+        if size == 1:
+            return max(p.step for p in known)
+        done = [{p.step for p in known if p.place == place} for place in range(size)]
+        return max(set.intersection(*done) - {-1}, default=-1)
 
     def act(self, action):
         match action:
@@ -96,6 +117,8 @@ class World:
                         process.state, process.generation = "training", generation
                         process.step = max(process.form.holds, 0)
                         process.regroup = False
+                        if name not in self.stopped:  # as a process does when it begins
+                            self.happen(rv.Beat(name, generation, process.step))
             case rv.Again(generation, members):
                 for name in members:
                     process = self.processes.get(name)
@@ -108,6 +131,11 @@ class World:
             case rv.Start(host, after_s):
                 if host in self.hosts:
                     self.starts.append((self.now_s + after_s, host))
+            case rv.Examine(host):
+                self.checks.append((self.now_s + self.rng.uniform(0.1, 1.0), host))
+            case rv.Admit(host):
+                self.starts = [one for one in self.starts if one[1] != host]
+                self.start(host)
             case rv.Release(members):
                 for name in members:
                     if name in self.processes:
@@ -116,6 +144,8 @@ class World:
                 self.ended = code
 
     def start(self, host):
+        if host not in self.hosts or rv.is_left_out(self.machine, host):
+            return
         self.count += 1
         process = Process(f"{host}.{self.count}", host, self.now_s + self.rng.uniform(0.5, 3))
         self.processes[process.name] = process
@@ -132,7 +162,6 @@ class World:
         host = f"h{len(self.hosts) + len(self.gone_hosts)}"
         self.hosts.add(host)
         self.happen(rv.Arrived(host))
-        self.start(host)
 
     def living(self):
         return [p for p in self.processes.values() if p.state != "dead"]
@@ -143,6 +172,13 @@ class World:
             if at_s <= self.now_s:
                 self.starts.remove((at_s, host))
                 self.start(host)
+        for at_s, host in list(self.checks):
+            if at_s <= self.now_s:
+                self.checks.remove((at_s, host))
+                seconds = 1e-3 * self.slow.get(host, 1.0) * self.rng.uniform(1.0, 1.5)
+                self.happen(
+                    rv.Examined(host, Check(product_s=seconds, round_trip_s=seconds, send_s=1e-3))
+                )
         for process in self.living():
             if process.name in self.stopped:
                 continue
@@ -151,19 +187,26 @@ class World:
             elif process.state == "rejoining":
                 self.wait(process)
             elif process.state == "formed":
-                holder = process.form.holder
-                has = holder is None or process.step == process.form.holds
-                there = has or self.processes[holder].state != "dead"
-                if there:
+                size, form = self.machine.limits.group_size, process.form
+                place = form.ranks.index(process.name) % size
+                holder = form.holders[place] if form.holders else None
+                source = None if holder is None else self.processes[holder]
+                if source is not None:
+                    assert size == 1 or source.place == place, "it has that part of the state"
+                has_place = size == 1 or process.place == place
+                has = source is None or (process.step == form.holds and has_place)
+                if has or (source.state != "dead" and source.step == form.holds):
                     process.state = "set"
-                    process.step = max(process.form.holds, -1)
+                    process.step = max(form.holds, -1)
+                    process.place = place
                     self.happen(rv.SetUp(process.name, process.form.generation))
         self.train()
         self.happen(rv.Tick())
 
     def wait(self, process):
         process.state = "waiting"
-        self.happen(rv.Ready(process.name, process.generation, process.step))
+        generation, step = process.generation, process.step
+        self.happen(rv.Ready(process.name, generation, step, place=process.place))
 
     def train(self):
         training = [p for p in self.living() if p.state == "training"]
@@ -174,9 +217,18 @@ class World:
             asked = any(p.regroup for p in ranks)
             if whole and not asked:
                 # One of them may see the step done and another not, if somebody dies now.
+                times = {p.name: self.slow.get(p.host, 1.0) for p in ranks}
+                step_s = 1.1 * max(times.values()) / len(ranks)
                 for process in ranks:
                     process.step += 1
-                    self.happen(rv.Beat(process.name, generation, process.step))
+                    pace = Pace(
+                        sample_s=times[process.name] / 12 * self.rng.uniform(1.0, 1.5),
+                        step_s=step_s,
+                        part=1,
+                        whole=12,
+                        is_leased=False,
+                    )
+                    self.happen(rv.Beat(process.name, generation, process.step, pace))
                 steps = {p.step for p in ranks}
                 assert len(steps) == 1, "all are at one step"
                 assert ranks[0].step == self.steps + 1, "no step is left out, none is done twice"
@@ -189,13 +241,14 @@ class World:
 
 @pytest.mark.parametrize("num_examples", [25, pytest.param(200, marks=pytest.mark.nightly)])
 def test_any_order_of_faults_ends_in_training_with_everybody(num_examples):
-    worlds = given(st.integers(0, 10**9), st.integers(1, 3), st.integers(3, 6))
+    seeds, least, hosts = st.integers(0, 10**9), st.integers(1, 3), st.integers(3, 6)
+    worlds = given(seeds, least, hosts, st.integers(1, 3))
     settings(max_examples=num_examples)(worlds(live))()
 
 
-def live(seed, least, num_hosts):
+def live(seed, least, num_hosts, group_size):
     """A world with faults, and then a while without."""
-    limits = dataclasses.replace(FAST, least=least)
+    limits = dataclasses.replace(FAST, least=least, group_size=group_size)
     world = World(limits, seed)
     rng = world.rng
     for _ in range(num_hosts):
@@ -215,23 +268,34 @@ def live(seed, least, num_hosts):
             world.hosts.discard(host)
             world.gone_hosts.add(host)
             world.happen(rv.Leave(host))
-        elif fault < 0.20:
+        elif fault < 0.21 and world.hosts:
+            world.slow = {rng.choice(sorted(world.hosts)): rng.choice([3.0, 10.0])}
+        elif fault < 0.23:
             generation = world.machine.generation
             for process in living:  # late, and of a generation that is over
                 world.happen(rv.Ready(process.name, process.generation - 1, 99999))
                 world.happen(rv.Ready(process.name, process.generation + 1, 99999))
                 world.happen(rv.SetUp(process.name, generation - 1))
+    world.slow = {}
+    ends_s = [one.until_s - world.now_s for one in world.machine.hosts.values() if one.until_s]
+    for _ in range(80 + round(max(ends_s, default=0))):
+        world.advance(1.0)
+    # Of faults from which nobody's memory is left it goes on at its first step, so this is asked of the end.
     before = world.steps
-    for _ in range(80):
+    for _ in range(5):
         world.advance(1.0)
     machine = world.machine
+    assert not any(rv.is_left_out(machine, host) for host in world.hosts), (
+        "who is left out comes back"
+    )
     hosts = {member.host for member in machine.members.values() if not member.leaves}
     assert hosts == world.hosts, "what has failed is replaced, what has left is not"
-    if len(hosts) >= least:
+    usable = min(len(hosts), limits.most) // group_size * group_size
+    if usable >= least:
         assert machine.stage is rv.Stage.TRAINING and world.steps > before, world.log[-10:]
         here = sum(name in machine.members for name in machine.ranks)
-        assert here == min(len(hosts), limits.most), "everybody takes part who can"
-    assert not world.stopped & set(machine.ranks), "who stands still was killed"
+        assert here == usable, "everybody takes part who can"
+        assert not world.stopped & set(machine.ranks), "who stands still was killed"
     assert world.ended is None
 
 
@@ -263,7 +327,7 @@ def test_the_first_generation_waits_for_those_that_start_but_not_for_ever():
     machine, actions = run(machine, rv.Ready("a", 0, -1), now_s=0.5)
     assert actions == []
     machine, actions = run(machine, rv.Tick(), now_s=1.5)
-    assert actions == [rv.Form(1, ("a",), None, -1)]
+    assert actions == [rv.Form(1, ("a",), (), -1)]
 
 
 def test_the_newest_state_wins_and_late_messages_change_nothing():
@@ -273,7 +337,7 @@ def test_the_newest_state_wins_and_late_messages_change_nothing():
     machine, actions = run(machine, rv.Ready("b", 1, 7), rv.SetUp("b", 1), rv.Ready("c", 0, 99))
     assert not [a for a in actions if isinstance(a, rv.Form)]
     machine, actions = run(machine, rv.Ready("c", 1, 8))
-    assert actions == [rv.Form(2, ("b", "c"), "c", 8)]
+    assert actions == [rv.Form(2, ("b", "c"), ("c",), 8)]
 
 
 def test_a_death_while_a_generation_forms_has_the_others_wait_anew():
@@ -282,7 +346,7 @@ def test_a_death_while_a_generation_forms_has_the_others_wait_anew():
     machine, actions = run(machine, rv.SetUp("b", 2), rv.Gone("c", -11))
     assert rv.Again(2, ("b",)) in actions
     machine, actions = run(machine, rv.Ready("b", 1, 7))
-    assert rv.Form(3, ("b",), "b", 7) in actions
+    assert rv.Form(3, ("b",), ("b",), 7) in actions
 
 
 def test_silence_is_found_out_and_a_host_that_is_cut_off_is_not_waited_for():
@@ -303,7 +367,7 @@ def test_below_the_minimum_it_waits_and_goes_on_when_somebody_comes():
     assert actions == [] and machine.stage is rv.Stage.GATHERING
     machine, _ = run(machine, rv.Joined("c", "b"), now_s=501.0)
     machine, actions = run(machine, rv.Ready("c", 0, -1), now_s=502.0)
-    assert actions == [rv.Form(2, ("a", "c"), "a", 5)]
+    assert actions == [rv.Form(2, ("a", "c"), ("a",), 5)]
 
 
 def test_a_number_of_processes_that_cannot_share_the_batch_is_not_used():
@@ -338,6 +402,17 @@ def test_done_is_done_for_those_who_wait_too():
     assert actions == [rv.End(0, "all processes have ended")]
 
 
+def test_who_stands_still_while_it_starts_does_not_hold_up_the_end():
+    machine = trained(FAST, "a")
+    machine, _ = run(machine, rv.Joined("c", "c"), rv.Done("a"))
+    machine, actions = run(machine, rv.Gone("a", 0))
+    assert machine.members and not actions
+    machine, actions = run(machine, rv.Tick(), now_s=100.5 + FAST.silent_s)
+    assert [a.member for a in actions] == ["c"] and "the run is over" in actions[0].why
+    machine, actions = run(machine, rv.Gone("c", -9))
+    assert actions == [rv.End(0, "all processes have ended")]
+
+
 @pytest.mark.parametrize("least, most", [(0, 1), (3, 2)])
 def test_limits_that_no_job_can_keep_are_refused(least, most):
     with pytest.raises(ValueError, match="MIN <= MAX"):
@@ -349,6 +424,192 @@ def test_told_to_stop_while_they_wait_the_one_that_came_furthest_saves():
     machine = trained(limits, "a", "b", "c")
     machine, _ = run(machine, rv.Gone("a", -9), rv.Ready("b", 1, 7), rv.Ready("c", 1, 8))
     machine, actions = run(machine, rv.Stop())
-    assert actions == [rv.Save("c"), rv.Release(("b",))]
+    assert actions == [rv.Save(("c",), 8), rv.Release(("b",))]
     machine, actions = run(machine, rv.Gone("b", 0), rv.Gone("c", 143))
     assert actions == [rv.End(143, "all processes have ended")]
+
+
+def check(seconds=1e-3, **fields):
+    return Check(product_s=seconds, round_trip_s=1e-4, send_s=1e-3, **fields)
+
+
+def arrived(limits, *hosts, now_s=100.0):
+    """A job that trains on hosts that have passed their checks, with one process each of its host's name."""
+    machine = rv.Rendezvous(limits=limits)
+    for host in hosts:
+        machine, actions = run(machine, rv.Arrived(host), now_s=now_s)
+        assert actions == [rv.Examine(host)]
+        machine, actions = run(machine, rv.Examined(host, check()), now_s=now_s)
+        assert actions == [rv.Admit(host)]
+    machine, _ = run(machine, *(rv.Joined(h, h) for h in hosts), now_s=now_s)
+    machine, _ = run(machine, *(rv.Ready(h, 0, -1, 12) for h in hosts), now_s=now_s)
+    machine, actions = run(machine, *(rv.SetUp(h, 1) for h in hosts), now_s=now_s)
+    assert actions == [rv.Go(1)]
+    return machine
+
+
+def pace(sample_s, count, is_leased=False, part=1):
+    return Pace(sample_s=sample_s, step_s=12.0, part=part, whole=12, is_leased=is_leased)
+
+
+def windows(machine, seconds, num, now_s=110.0, **fields):
+    """Each host's seconds per sample, so many windows long."""
+    generation, actions = machine.generation, []
+    for _ in range(num):
+        beats = [
+            rv.Beat(name, generation, 7, pace(s, len(seconds), **fields))
+            for name, s in seconds.items()
+        ]
+        machine, more = run(machine, *beats, now_s=now_s)
+        actions += more
+    return machine, actions
+
+
+SLOW = {"a": 1.0, "b": 1.1, "c": 4.0}
+
+
+def test_a_slow_host_is_left_out_like_one_that_leaves_and_comes_back_when_its_time_is_over():
+    machine = arrived(FAST, "a", "b", "c")
+    machine, actions = windows(machine, SLOW, 3)
+    assert actions == []
+    machine, actions = windows(machine, SLOW, 1)
+    told, regroup = actions
+    assert told.decision.host == "c" and told.decision.decision == "left out"
+    assert told.decision.numbers["slow_ratio"] == pytest.approx(4 / 1.05)
+    assert told.decision.numbers["excluded_s"] == 3.0
+    assert regroup == rv.Regroup(("a", "b", "c"), 1)
+    machine, actions = run(machine, *(rv.Ready(n, 1, 9, 12) for n in "abc"), now_s=110.5)
+    assert rv.Release(("c",)) in actions
+    form = next(a for a in actions if isinstance(a, rv.Form))
+    assert form.ranks == ("a", "b") and form.news == (told.decision,)
+    machine, _ = run(machine, rv.Gone("c", 0), rv.SetUp("a", 2), rv.SetUp("b", 2), now_s=111.0)
+    assert machine.news == () and machine.num_failures == 0
+    machine, actions = run(machine, rv.Tick(), now_s=112.9)
+    assert actions == []
+    machine, actions = run(machine, rv.Tick(), now_s=113.1)
+    assert actions == [rv.Examine("c")]
+    machine, actions = run(machine, rv.Examined("c", check(1.0)), now_s=114.0)
+    assert [a.decision.numbers["excluded_s"] for a in actions] == [6.0], "still slow, twice as long"
+    machine, actions = run(machine, rv.Tick(), now_s=120.1)
+    assert actions == [rv.Examine("c")]
+    machine, actions = run(machine, rv.Examined("c", check()), now_s=121.0)
+    assert actions[0].decision.decision == "taken in again" and actions[1] == rv.Admit("c")
+    machine, _ = run(machine, rv.Joined("c2", "c"), now_s=121.0)
+    machine, actions = run(machine, rv.Ready("c2", 0, -1, 12), now_s=125.0)
+    assert actions == [rv.Regroup(("a", "b"), 2)]
+
+
+@pytest.mark.parametrize(
+    "limits, seconds, fields, why",
+    [
+        (dict(least=3), SLOW, {}, "below the minimum"),
+        (dict(exclude_slow=0.0), SLOW, {}, "turned off"),
+        (dict(exclude_slow=5.0), SLOW, {}, "not as slow as that"),
+        ({}, {"a": 1.0, "b": 1.0, "c": 2.5}, {"is_leased": True}, "takes less of the work"),
+        ({}, {"a": 0.01, "b": 0.01, "c": 0.1}, {}, "its part is a small part of a step"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_a_slow_host_stays_where_nothing_is_gained_without_it(limits, seconds, fields, why):
+    machine = arrived(dataclasses.replace(FAST, **limits), "a", "b", "c")
+    machine, actions = windows(machine, seconds, 20, **fields)
+    assert actions == [], why
+
+
+def test_of_a_host_that_takes_leases_a_part_must_not_outlast_the_batch_of_the_others():
+    machine = arrived(FAST, "a", "b", "c")
+    machine, actions = windows(machine, {"a": 1.0, "b": 1.0, "c": 9.0}, 4, is_leased=True)
+    assert actions[0].decision.decision == "left out"
+
+
+def test_who_is_left_out_is_checked_at_once_when_the_others_no_longer_suffice():
+    limits = dataclasses.replace(FAST, least=2, exclude_s=1000.0)
+    machine = arrived(limits, "a", "b", "c")
+    machine, _ = windows(machine, SLOW, 4)
+    machine, _ = run(machine, *(rv.Ready(n, 1, 9, 12) for n in "abc"), rv.Gone("c", 0))
+    machine, _ = run(machine, rv.SetUp("a", 2), rv.SetUp("b", 2))
+    machine, actions = run(machine, rv.Lost("b"), rv.Gone("b", -9))
+    assert rv.Examine("c") in actions
+    machine, actions = run(machine, rv.Examined("c", check(1.0)))
+    assert rv.Admit("c") in actions, "slow is better than not at all"
+
+
+def test_a_host_that_comes_is_judged_against_two_others_at_least():
+    machine = arrived(FAST, "a", "b")
+    machine, _ = run(machine, rv.Arrived("c"))
+    machine, actions = run(machine, rv.Examined("c", check(1.0)))
+    assert actions[0].decision.decision == "left out" and "median of 2" in actions[0].decision.why
+    machine = arrived(FAST, "a")
+    machine, _ = run(machine, rv.Arrived("b"))
+    machine, actions = run(machine, rv.Examined("b", check(1.0)))
+    assert actions == [rv.Admit("b")]
+
+
+def test_a_host_that_cannot_compute_is_refused():
+    machine = arrived(FAST, "a", "b")
+    machine, _ = run(machine, rv.Arrived("c"))
+    bad = Check(failure="it computes wrong numbers")
+    machine, actions = run(machine, rv.Examined("c", bad))
+    assert actions[0].decision.decision == "refused"
+    assert actions[1] == rv.Refuse("c", "it computes wrong numbers")
+    assert "c" not in machine.hosts
+
+
+def test_a_factor_that_leaves_healthy_hosts_out_is_refused():
+    with pytest.raises(ValueError, match="more than 1"):
+        rv.Limits(least=1, most=2, exclude_slow=0.5)
+
+
+GROUP = dataclasses.replace(FAST, least=2, most=4, group_size=2)
+
+
+def test_told_to_stop_nobody_goes_with_a_state_while_others_may_still_come_to_save_it():
+    machine = trained(FAST, "a", "b")
+    machine, actions = run(machine, rv.Ready("a", 1, 10), rv.Stop())
+    assert actions == [rv.Regroup(("b",), 1)], "a may have to save what it holds"
+    machine, actions = run(machine, rv.Ready("b", 1, 10))
+    assert actions == [rv.Save(("a",), 10), rv.Release(("b",))]
+
+
+def test_told_to_stop_a_group_puts_its_state_together():
+    machine = trained(GROUP, *"abcd")
+    machine, _ = run(machine, rv.Gone("d", -9), rv.Ready("a", 1, 10, place=0))
+    machine, actions = run(machine, rv.Stop())
+    assert not [x for x in actions if isinstance(x, rv.Release | rv.Save)]
+    ready = [rv.Ready("b", 1, 10, place=1), rv.Ready("c", 1, 9, place=0)]
+    machine, actions = run(machine, *ready)
+    assert actions == [rv.Save(("a", "b"), 10), rv.Release(("c",))], "b hands its part over"
+    machine, actions = run(machine, rv.Gone("a", 143))
+    assert actions == [rv.Release(("b",))]
+    machine, actions = run(machine, rv.Gone("b", 0), rv.Gone("c", 0))
+    assert actions == [rv.End(143, "all processes have ended")]
+
+
+def test_a_lost_part_is_had_from_a_copy_where_nobody_else_has_it():
+    machine = trained(dataclasses.replace(GROUP, most=2), "a", "b")
+    ready = rv.Ready("a", 1, 9, copies=((0, 4), (0, 6), (1, 4), (0, 8)), place=0)
+    machine, _ = run(machine, rv.Gone("b", -9), ready)
+    machine, _ = run(machine, rv.Joined("e", "e"), rv.Ready("e", 0, -1))
+    assert machine.stage is rv.Stage.FORMING
+    assert (machine.holders, machine.ranks) == (("a", "a"), ("a", "e"))
+
+
+def test_what_a_joiner_has_fetched_counts_when_whoever_gave_it_has_gone():
+    machine = trained(dataclasses.replace(GROUP, most=2), "a", "b")
+    machine, _ = run(machine, rv.Gone("a", -9), rv.Ready("b", 1, 9, place=1))
+    machine, _ = run(machine, rv.Joined("c", "c"), rv.Ready("c", 0, 9, place=0))
+    assert machine.holders == ("c", "b")
+
+
+def test_a_job_that_is_told_to_stop_before_anybody_came_wants_a_restart():
+    machine = rv.Rendezvous(limits=FAST)
+    assert run(machine, rv.Stop())[1] == [rv.End(143, "all processes have ended")]
+
+
+def test_fewer_than_a_group_is_nothing_to_wait_with_for_ever():
+    machine = trained(dataclasses.replace(GROUP, least=1, most=2, max_restarts=0), "a", "b")
+    machine, actions = run(machine, rv.Gone("b", -9), rv.Ready("a", 1, 5))
+    assert [x.code for x in actions if isinstance(x, rv.End)] == [137]
+    machine = trained(dataclasses.replace(GROUP, most=2), "a", "b")
+    machine, _ = run(machine, rv.Leave("b"))
+    assert not rv.can_go_on(machine), "who leaves takes a part along"

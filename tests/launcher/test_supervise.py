@@ -2,17 +2,19 @@
 
 import functools
 import os
+import queue
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from processes import gone, signal_soon
 
-from jaxgoodput.clock import SystemClock
-from jaxgoodput.launcher.supervise import DONE, SAVED, End, exit_code, supervise, told_within
+from jaxgoodput.clock import FakeClock, SystemClock
+from jaxgoodput.launcher.supervise import DONE, SAVED, Child, End, exit_code, supervise, told_within
 
 pytestmark = pytest.mark.multihost
 
@@ -191,7 +193,7 @@ def test_a_reader_that_goes_away_does_not_stop_a_worker(tmp_path):
     # 300 kB fill any pipe: a launcher that stopped reading would hang here.
     body = f"""
 import os, sys
-from jaxgoodput.clock import SystemClock
+from jaxgoodput.clock import FakeClock, SystemClock
 from jaxgoodput.launcher.supervise import supervise
 os.close(1); os.close(2)
 r, w = os.pipe(); assert w == 2 or os.dup2(w, 1) == 1
@@ -204,3 +206,36 @@ os._exit(0)
     # subprocess rather than os.spawnv: JAX may run in this process, and forks under it warn.
     assert subprocess.run([sys.executable, "-c", body], timeout=60).returncode == 0
     assert (tmp_path / "code").read_text() == "0"
+
+
+def test_a_child_that_is_stopped_is_told_from_one_that_is_let_on_now_and_then():
+    clock, events = FakeClock(), queue.SimpleQueue()
+    lifeline, held = os.pipe()
+    script = "import time\nwhile True: time.sleep(0.01)"
+    environ = {"PATH": os.environ["PATH"]}
+    child = Child(0, [sys.executable, "-c", script], environ, lifeline, False, events, clock)
+    try:
+
+        def looked(seconds):
+            clock.advance(seconds)
+            return child.stopped_s()
+
+        def until(holds):
+            deadline = time.monotonic() + 20
+            while not holds():
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+
+        assert looked(5.0) == 0.0
+        child.send(signal.SIGSTOP)
+        until(lambda: child.stopped_s() == 0.0 and looked(1.0) >= 1.0)
+        before = child.stopped_s()
+        assert looked(3.0) == before + 3.0
+        child.send(signal.SIGCONT)
+        time.sleep(0.3)
+        child.send(signal.SIGSTOP)
+        until(lambda: looked(0.0) < before)
+    finally:
+        child.finish()
+        os.close(lifeline)
+        os.close(held)

@@ -11,7 +11,6 @@ from jaxgoodput._serial import encode
 from jaxgoodput.goodput.search import BatchLimits
 from jaxgoodput.observe.console import Console, progress_line
 from jaxgoodput.observe.events import EvalEnd, FitEnd, Preempt
-from jaxgoodput.observe.tags import pinned_link
 from jaxgoodput.text import compact, seconds
 from jaxgoodput.train.config import Config, Reporting
 
@@ -80,12 +79,12 @@ def test_the_start_says_where_to_watch(clock):
     config = Config(workdir="/runs/a/", batch=BatchLimits(base=64, max=64), epochs=1)
     settings = encode(config)
     Console(clock, None, stream).on_fit_start(dataclasses.replace(start, settings=settings))
+    assert "dashboard: jaxgoodput board /runs/a/\n" in stream.getvalue()
     assert "--logdir /runs/a/tensorboard\n" in stream.getvalue()
-    assert pinned_link() in stream.getvalue()
     stream = io.StringIO()
     off = encode(dataclasses.replace(config, reporting=Reporting(tensorboard=False)))
     Console(clock, None, stream).on_fit_start(dataclasses.replace(start, settings=off))
-    assert "--logdir" not in stream.getvalue()
+    assert "dashboard" not in stream.getvalue()
 
 
 def test_a_verdict_that_changes_nothing_is_not_said(clock):
@@ -106,7 +105,7 @@ def test_a_terminal_gets_a_bar_that_ends(clock):
     console.close()
     shown = stream.getvalue()
     assert "43%" in shown
-    assert "loss 0.7288" in shown and "ETA 3 min 12 s" in shown
+    assert "step 1200 | ETA 3 min 12 s | batch 64 | loss 0.7288" in shown and "━━━━" in shown
     assert "change: 64 -> " in shown
     assert "\x1b[?25h" in shown.split("\x1b[?25l")[-1], "the cursor must come back"
 

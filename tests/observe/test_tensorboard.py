@@ -19,7 +19,7 @@ from tensorboardX.proto import api_pb2, layout_pb2, plugin_hparams_pb2
 from jaxgoodput.clock import FakeClock, SystemClock
 from jaxgoodput.observe import eventfile, hooks
 from jaxgoodput.observe.badput import BUCKETS, TimeLedger
-from jaxgoodput.observe.events import Checkpoint, FitEnd, Preempt
+from jaxgoodput.observe.events import Checkpoint, EvalEnd, FitEnd, Preempt
 from jaxgoodput.observe.journal import Journal
 from jaxgoodput.observe.tags import CHARTS, PINNED, TAGS, pinned_link, tag_table
 from jaxgoodput.observe.tensorboard import Dashboard
@@ -47,9 +47,10 @@ def test_every_promised_tag_is_written_and_no_other(finished):
     run = eventreader.scalars(finished / "tensorboard")
     unpromised = [tag for tag in run if not promised(tag)]
     assert not unpromised
-    # Seen only after a restart.
+    # Seen only after a restart, with tables, of text, and on chips that are known.
     missing = {t.name for t in TAGS if not t.name.endswith("*")} - set(run)
-    assert missing == {"elastic/last_resize_s"}
+    elsewhere = {"perf/feeding_s", "perf/tokens_per_sec", "perf/mfu"}
+    assert missing == {"elastic/last_resize_s", *elsewhere}
     assert {"train/loss", "train/grad_norm", "eval/accuracy"} <= set(run)
     assert "goodput/goodput" not in run, "that tag is another library's, with another meaning"
 
@@ -141,11 +142,16 @@ def test_layout_names_existing_tags_exactly(finished):
     assert {c.title: [chart.title for chart in c.chart] for c in read.category} == {
         title: list(charts) for title, charts in CHARTS.items()
     }
-    assert len(read.category) == 4
+    assert [category.title for category in read.category][0] == "Learning" and len(
+        read.category
+    ) == 5
     written = set(eventreader.scalars(finished / "tensorboard")) | {"elastic/last_resize_s"}
     for category in read.category:
         for chart in category.chart:
             for pattern in chart.multiline.tag:
+                if pattern == "^eval/":  # whatever the user measures
+                    assert any(re.match(pattern, tag) for tag in written)
+                    continue
                 assert [tag for tag in written if re.match(pattern, tag)] == [pattern[1:-1]]
             assert len(chart.multiline.tag) <= 2, "all tags of one run have the same colour"
             for series in chart.margin.series:
@@ -215,6 +221,33 @@ def test_pictures_are_drawn_at_changes_and_at_the_end_but_not_all_the_time(tmp_p
             assert (value.image.width, value.image.height) == (720, 440)
 
 
+def test_a_change_between_two_dates_is_drawn_when_the_next_is_due(tmp_path, clock):
+    pytest.importorskip("matplotlib")
+    dashboard = Dashboard(tmp_path, clock=clock, figures_every_s=60.0)
+    dashboard.on_fit_start(synthetic.fit_start())
+    dashboard.on_tune_end(synthetic.tune_end(10, 300.0, synthetic.START))  # drawn at once
+    clock.advance(5.0)
+    change = synthetic.tune_end(20, 300.0, synthetic.START)
+    assert change.switched
+    dashboard.on_tune_end(change)
+    dashboard.on_tune_end(synthetic.tune_end(30, 300.0, change.verdict.config))  # keeps it
+    for step in range(40, 200, 10):
+        clock.advance(5.0)
+        dashboard.on_window(synthetic.window(step, 300.0, 64 * step))
+    dashboard.close()
+    pictures = eventreader.values(tmp_path / "tensorboard", "model/fit")
+    assert [step for step, _ in pictures] == [10, 20]
+
+
+def test_every_card_says_what_it_shows_and_in_what_unit(finished):
+    folder = finished / "tensorboard"
+    for tag in eventreader.scalars(folder):
+        about = eventreader.values(folder, tag)[0][1].metadata.summary_description
+        (known,) = (t for t in TAGS if re.fullmatch(t.name.replace("*", ".*"), tag))
+        assert about.startswith(known.meaning)
+        assert known.unit in ("1", "the user's") or f"({known.unit})" in about
+
+
 def test_without_matplotlib_one_line_says_how_to_get_pictures(tmp_path, clock, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.delitem(sys.modules, "jaxgoodput.observe.figures", raising=False)
@@ -241,6 +274,9 @@ def test_hparams_hold_the_settings_and_the_outcome(tmp_path, clock, reason, stat
     dashboard.on_fit_start(synthetic.fit_start())
     clock.advance(2.0)
     dashboard.on_window(synthetic.window(10, 10.0, 640))
+    dashboard.on_eval_end(
+        EvalEnd(step=10, progress=1.0, at_s=2.0, seconds=0.1, metrics={"accuracy": 0.5})
+    )
     dashboard.on_fit_end(
         FitEnd(
             step=10, progress=1.0, samples=1, seconds=8.0, reason=reason, buckets_s={"other": 2.0}
@@ -254,6 +290,16 @@ def test_hparams_hold_the_settings_and_the_outcome(tmp_path, clock, reason, stat
     ).session_start_info
     assert found.hparams["policy"].string_value == "goodput"
     assert found.hparams["batch.max"].number_value == 4096
+    assert found.hparams["learning_rate"].number_value == pytest.approx(0.1)
+    ((_, compared),) = eventreader.values(folder, "_hparams_/experiment")
+    experiment = plugin_hparams_pb2.HParamsPluginData.FromString(
+        compared.metadata.plugin_data.content
+    ).experiment
+    metrics = [info.name.tag for info in experiment.metric_infos]
+    assert metrics == [
+        "hparam/mean_goodput", "hparam/productive_pct", "train/loss", "eval/accuracy"
+    ]  # fmt: skip
+    assert {"learning_rate", "policy"} <= {info.name for info in experiment.hparam_infos}
     ((_, end),) = eventreader.values(folder, "_hparams_/session_end_info")
     ended = plugin_hparams_pb2.HParamsPluginData.FromString(
         end.metadata.plugin_data.content

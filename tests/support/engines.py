@@ -7,11 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import Mesh
 
 from jaxgoodput.engine.engine import Engines, LossKind
 from jaxgoodput.engine.step import Problem, init_state
 from jaxgoodput.optim import learning_rate as rules
 from jaxgoodput.optim.adaptive import adaptive
+from jaxgoodput.parallel.place import DEVICE_AXIS, GROUP_AXIS
 from jaxgoodput.parallel.strategy import Strategy
 
 T = TypeVar("T")
@@ -52,11 +54,13 @@ def make(
     base=BASE,
     num_std_errors=1.0,
     loss_kind: LossKind = "auto",
+    elastic=False,
     **problem,
 ):
     """An engine over `replicas` virtual devices, or those of another strategy.
 
-    `loss_kind` is the `loss` of `Engines`: whether it runs globally or separately.
+    `elastic`: of a job whose processes come and go, and of which nobody else is there. `loss_kind` is the
+    `loss` of `Engines`: whether it runs globally or separately.
     """
     strategy = strategy or Strategy(data=replicas)
 
@@ -81,8 +85,15 @@ def make(
         ),
         sample or SAMPLE,
         loss=loss_kind,
+        world=_world(strategy.num_devices) if elastic else None,
+        control_size=1 if elastic else 0,
     )
     return engines.on(strategy.on(jax.devices()[: strategy.num_devices]))
+
+
+def _world(num_devices):
+    devices = np.array(jax.devices()[:num_devices]).reshape(1, -1)
+    return Mesh(devices, (GROUP_AXIS, DEVICE_AXIS))
 
 
 @functools.cache

@@ -45,10 +45,19 @@ class Hosts:
         """Put it back."""
         _ip("link", "set", self.names[i], "up")
 
+    def pids(self, i: int) -> list[int]:
+        """The processes that run on host `i`."""
+        return [int(pid) for pid in _ip("netns", "pids", self.names[i]).split()]
+
     def command(self, i: int, argv: Sequence[str]) -> list[str]:
         """The command that runs `argv` on host `i`, in the process that is started."""
         named = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', self.names[i]]
         return ["ip", "netns", "exec", self.names[i], *named, *argv]
+
+    def traces(self) -> list[pathlib.Path]:
+        """What there is of them on this machine."""
+        places = [folder / name for folder in (NAMED, LINKS, SETTINGS) for name in self.names]
+        return [path for path in (*places, LINKS / f"jg{self.subnet}") if path.exists()]
 
 
 @contextlib.contextmanager

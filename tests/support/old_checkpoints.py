@@ -15,6 +15,7 @@ SINCE_2 = {
     "data": None,
     "base_batch_size": None,
     "is_named": False,
+    "tables": {},
 }
 
 

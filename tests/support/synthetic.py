@@ -15,6 +15,7 @@ from jaxgoodput.observe.events import (
     EvalEnd,
     FitEnd,
     FitStart,
+    HostJudged,
     Preempt,
     ReadsRetried,
     Regrouped,
@@ -169,6 +170,7 @@ def window(step, progress, samples, config=START, *, num_steps=10, known=True, s
         loss_gained=0.3 if known else math.nan,
         loss_gained_error=0.02 if known else math.nan,
         loss_gained_expected=0.28 if known else math.nan,
+        tflops_per_device=1e-5 * throughput,
     )
     return Window(**(fields | over))
 
@@ -223,6 +225,15 @@ def run(receive, clock, *, steps=600, start_step=0, restart=0, rng=None, state=N
                     num_processes=2,
                     reason="processes are to come or go",
                     seconds={"leave": 0.1, "wait": 0.2},
+                )
+            )
+            receive(
+                HostJudged(
+                    step=step,
+                    host="b",
+                    decision="left out",
+                    why="it is slow",
+                    numbers={"slow_ratio": 4.0, "excluded_s": 300.0, "saved": 0.5},
                 )
             )
     if end:

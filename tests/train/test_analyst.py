@@ -7,6 +7,7 @@ from problems import AtOnce, configured
 
 from jaxgoodput.clock import FakeClock
 from jaxgoodput.data.cursor import Cursor
+from jaxgoodput.engine.chips import Arithmetic
 from jaxgoodput.engine.state import StepMetrics
 from jaxgoodput.goodput.search import BatchConfig, BatchLimits
 from jaxgoodput.observe.hooks import Hook
@@ -40,6 +41,9 @@ class OneStrategy:
     def ready(self, strategy):
         return self.stage.ready
 
+    def arithmetic(self, config):
+        return Arithmetic(tflops_per_sample=1e-3, num_devices=2, peak_tflops=100.0)
+
     def memory_limit(self, strategy):
         return SIZES[-1]
 
@@ -52,7 +56,10 @@ class OneStrategy:
 
 class Listener(Hook):
     def __init__(self):
-        self.verdicts, self.steps = [], []
+        self.verdicts, self.steps, self.windows = [], [], []
+
+    def on_window(self, event):
+        self.windows.append(event)
 
     def on_tune_end(self, event):
         self.verdicts.append(event)
@@ -222,6 +229,17 @@ def test_a_first_comparison_of_plain_and_measured_steps_is_not_for_good(course):
     run.factors[False] = 1.0
     run.go(400)
     assert run.every == 10, "20 % of a step, where 2 % are allowed"
+
+
+def test_arithmetic_and_tokens_go_by_the_throughput(course):
+    run = course(start=512, reporting__tokens_per_sample=64)
+    run.go(400)
+    window = run.heard.windows[-1]
+    assert window.throughput > 0
+    # A thousandth of 10^12 operations for each sample, on two devices of 100 x 10^12/s.
+    assert window.tflops_per_device == pytest.approx(window.throughput * 1e-3 / 2)
+    assert window.mfu == pytest.approx(window.tflops_per_device / 100)
+    assert window.tokens_per_s == pytest.approx(64 * window.throughput)
 
 
 def test_hooks_are_told_when_a_step_was_done_not_when_they_hear_of_it(course):

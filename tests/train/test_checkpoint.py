@@ -33,6 +33,7 @@ from jaxgoodput.data.sources import abstract_sample, as_source
 from jaxgoodput.engine.engine import Engines
 from jaxgoodput.goodput.search import BatchConfig, BatchLimits
 from jaxgoodput.observe.events import Checkpoint, EvalEnd, FitStart, StepEnd
+from jaxgoodput.parallel.place import place
 from jaxgoodput.train.checkpoint import (
     VERSION,
     CheckpointMeta,
@@ -46,7 +47,7 @@ from jaxgoodput.train.checkpoint import (
 )
 from jaxgoodput.train.config import Saving
 from jaxgoodput.train.control import Preempted
-from jaxgoodput.train.prepare import place, problem_of
+from jaxgoodput.train.prepare import problem_of
 
 STEPS = 12  # of two epochs of 96 samples in batches of 16
 
@@ -689,6 +690,7 @@ saved_metas = objects(
     metrics=st.dictionaries(st.text(), seconds, max_size=2),
     data=st.none() | objects(num_samples=counts, content=st.none() | st.text()),
     base_batch_size=st.none() | counts,
+    tables=st.dictionaries(st.text(), counts, max_size=2),
     version=st.just(VERSION),
 )
 

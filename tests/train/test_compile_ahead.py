@@ -26,6 +26,8 @@ WAIT_S = 30.0  # only a failing test waits this long
 class Scripted(Engine):
     """An engine whose sizes need 10 bytes a sample, and that records what is asked of it."""
 
+    world = None  # no job whose processes come and go
+
     def __init__(self, broken=None):
         self.compiled: list[tuple[str, int]] = []
         self.rehearsed: list[tuple[str, int]] = []

@@ -205,21 +205,39 @@ def digest(tree: Any) -> str:
 ENDS = ("params", "model_state")
 
 
-def in_two_processes(out: pathlib.Path) -> dict[str, dict[str, Any]]:
-    """The runs of all kinds in two processes, whose final parameters must be the same in both."""
-    command = [sys.executable, "-m", "jaxgoodput.cli", "run"]
-    command += ["--nproc-per-node", str(NUM_PROCESSES)]
-    command += ["--devices-per-process", str(DEVICES_PER_PROCESS)]
-    command += ["--", "python", __file__, "--worker", str(out)]
+def run(*command: str, bits: bool) -> None:
+    """Run Python with these arguments to its end.
+
+    In an environment of its own, so that tests and records compile the same programs: tests choose other
+    kernels for their own process than users get. As many threads as tests have, because XLA cuts by them.
+    Where no bits are compared, programs are compiled as fast as in other tests.
+    """
+    own = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "NPROC": "16"}
+    own["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(not bits).lower()
     finished = subprocess.run(
-        command,
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        [sys.executable, *command],
+        env={**os.environ, **own},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=LIMIT_S,  # the workers die with the launcher
+        timeout=LIMIT_S,  # the workers of a launcher die with it
     )
     assert finished.returncode == 0, f"{finished.stdout}\n{finished.stderr}"
+
+
+def in_one_process(
+    out: pathlib.Path, strategy: str, *kinds: str, bits: bool
+) -> dict[str, dict[str, Any]]:
+    """The runs of some kinds in a process of eight devices."""
+    run(__file__, "--worker", str(out), strategy, *kinds, bits=bits)
+    return json.loads((out / "0.json").read_text())
+
+
+def in_two_processes(out: pathlib.Path, *, bits: bool) -> dict[str, dict[str, Any]]:
+    """The runs of all kinds in two processes, whose final parameters must be the same in both."""
+    launcher = ["-m", "jaxgoodput.cli", "run", "--nproc-per-node", str(NUM_PROCESSES)]
+    launcher += ["--devices-per-process", str(DEVICES_PER_PROCESS)]
+    run(*launcher, "--", "python", __file__, "--worker", str(out), bits=bits)
     chief, peer = (json.loads((out / f"{rank}.json").read_text()) for rank in range(NUM_PROCESSES))
     for name in KINDS:
         assert [chief[name][k] for k in ENDS] == [peer[name][k] for k in ENDS], name
@@ -243,6 +261,9 @@ def machine() -> str:
         lines = [f"model name: {platform.processor()} {platform.machine()}"]
     fields = {name.strip(): text for name, _, text in (line.partition(":") for line in lines)}
     told = [[name, *sorted(fields[name].split())] for name in names if name in fields]
+    # Products of matrices are cut by the sizes of the caches, which one name and one set of flags may hide.
+    caches = pathlib.Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
+    told.append(["caches", *(path.read_text().strip() for path in sorted(caches))])
     fingerprint = hashlib.sha256(json.dumps(told).encode()).hexdigest()[:12]
     return f"jaxlib {importlib.metadata.version('jaxlib')}, cpu {fingerprint}"
 
@@ -251,7 +272,7 @@ def check(kind: Kind, run: str, got: Mapping[str, Any]) -> None:
     """Compare a run with its record: by bits where this machine has one, else within a tolerance."""
     losses = got["losses"].split()
     assert len(losses) == NUM_STEPS
-    if machine() in recorded():
+    if has_bits():
         wanted = recorded()[machine()][run]
         steps = zip(losses, wanted["losses"].split(), strict=True)
         others = [step for step, (a, b) in enumerate(steps, 1) if a != b]
@@ -264,20 +285,17 @@ def check(kind: Kind, run: str, got: Mapping[str, Any]) -> None:
     np.testing.assert_allclose([float.fromhex(loss) for loss in losses], wanted, rtol=kind.rtol)
 
 
+def has_bits() -> bool:
+    """Whether bits are compared on this machine."""
+    return machine() in recorded()
+
+
 def compared(*parts: str) -> str:
     """The id of a test."""
-    return "-".join([*parts, "bits" if machine() in recorded() else "tolerance"])
+    return "-".join([*parts, "bits" if has_bits() else "tolerance"])
 
 
 # -- the tests ---------------------------------------------------------------------------------------
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _bits_are_those_of_code_as_users_run_it():
-    before = jax.config.values["jax_disable_most_optimizations"]
-    jax.config.update("jax_disable_most_optimizations", before and machine() not in recorded())
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
 
 
 # Programs take long to compile where parameters are cut, those of random keys and accumulation longest.
@@ -300,13 +318,13 @@ NIGHTLY = [
     ],
 )
 def test_the_losses_of_one_process_are_those_recorded(tmp_path, strategy, kind):
-    got = trained(KINDS[kind], str(tmp_path), STRATEGIES[strategy])
+    got = in_one_process(tmp_path, strategy, kind, bits=has_bits())[kind]
     check(KINDS[kind], f"{strategy} {kind}", got)
 
 
 @pytest.fixture(scope="module")
 def two_processes(tmp_path_factory):
-    return in_two_processes(tmp_path_factory.mktemp("golden"))
+    return in_two_processes(tmp_path_factory.mktemp("golden"), bits=has_bits())
 
 
 @pytest.mark.multihost
@@ -319,9 +337,11 @@ def test_the_losses_of_two_processes_are_those_recorded(two_processes, kind):
 # -- recording ---------------------------------------------------------------------------------------
 
 
-def work(out: pathlib.Path) -> None:
-    """What each of several processes does: all kinds, one after the other."""
-    seen = {name: trained(kind, str(out / name)) for name, kind in KINDS.items()}
+def work(out: pathlib.Path, strategy: str | None = None, *kinds: str) -> None:
+    """What a process does: some kinds, or all, one after the other."""
+    chosen = None if strategy is None else STRATEGIES[strategy]
+    seen = {name: trained(KINDS[name], str(out / name), chosen) for name in kinds or KINDS}
+    out.mkdir(exist_ok=True)
     (out / f"{jax.process_index()}.json").write_text(json.dumps(seen))
 
 
@@ -329,12 +349,11 @@ def everything() -> dict[str, dict[str, Any]]:
     """All runs, in folders of their own."""
     with tempfile.TemporaryDirectory() as folder:
         out, runs = pathlib.Path(folder), {}
-        for name, strategy in STRATEGIES.items():
-            for kind in KINDS:
-                workdir = str(out / name / kind)
-                runs[f"{name} {kind}"] = trained(KINDS[kind], workdir, strategy)
-        for kind, run in in_two_processes(out).items():
-            runs[f"2 processes {kind}"] = run
+        for name in STRATEGIES:
+            for kind, seen in in_one_process(out / name, name, bits=True).items():
+                runs[f"{name} {kind}"] = seen
+        for kind, seen in in_two_processes(out, bits=True).items():
+            runs[f"2 processes {kind}"] = seen
         return runs
 
 
@@ -350,10 +369,10 @@ def record() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--worker"]:
-        work(pathlib.Path(sys.argv[2]))
+        if sys.argv[3:]:  # not under the launcher, which says how many devices each process has
+            jax.config.update("jax_num_cpu_devices", 8)
+        work(pathlib.Path(sys.argv[2]), *sys.argv[3:])
     elif sys.argv[1:] == ["--record"]:
-        jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", 8)
         record()
     else:
         raise SystemExit("usage: python test_golden_losses.py --record")

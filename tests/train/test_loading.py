@@ -25,7 +25,7 @@ from jaxgoodput.observe.events import EvalEnd, FitStart, StateShown, StepEnd
 from jaxgoodput.observe.hooks import Hook
 from jaxgoodput.train.checkpoint import WrongWorkdirError, saveable
 
-README = pathlib.Path(__file__).resolve().parents[2] / "README.md"
+PAGE = pathlib.Path(__file__).resolve().parents[2] / "docs" / "howto" / "checkpoints.md"
 ROWS, COLUMNS = 64, 32  # a leaf that layouts cut
 
 
@@ -136,11 +136,11 @@ def test_two_leaves_of_one_name_are_refused_before_anything_runs():
 
 
 def test_plain_orbax_finds_every_value_by_its_name(original):
-    """The lines of README.md, as they are printed there, but for the folder."""
+    """The lines of its page, as they are printed there, but for the folder."""
     workdir, state = original
     (block,) = [
         part.partition("```")[0]
-        for part in README.read_text().split("```python\n")[1:]
+        for part in PAGE.read_text().split("```python\n")[1:]
         if "orbax.checkpoint as ocp" in part.partition("```")[0]
     ]
     assert "jaxgoodput" not in block and len(block.strip().splitlines()) <= 12

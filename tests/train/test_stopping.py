@@ -10,6 +10,7 @@ import sys
 import textwrap
 import threading
 import time
+import weakref
 from typing import Any
 
 import numpy as np
@@ -398,6 +399,17 @@ def test_a_run_without_a_sign_of_life_is_told_to_stop_with_the_stacks_of_its_thr
     wait_until(lambda: requests.signal == "hang")
     (told,) = [r.getMessage() for r in caplog.records if "the run hangs" in r.getMessage()]
     assert "thread MainThread" in told and "test_a_run_without_a_sign_of_life" in told
+
+
+def test_between_two_sets_of_processes_nothing_holds_the_loop(guarding):
+    guard, *_ = guarding
+    loop = Looped()
+    guard.watch(loop)
+    settle(guard)
+    still = weakref.ref(loop)
+    guard.rest(7)
+    del loop
+    assert still() is None
 
 
 # -- signals -----------------------------------------------------------------------------------------

@@ -15,8 +15,8 @@ from jaxgoodput.observe.events import FitEnd, Resharded, StepEnd, TuneEnd
 from jaxgoodput.observe.hooks import Hook
 from jaxgoodput.parallel.move import MoveDoesNotFit
 from jaxgoodput.parallel.partition import CannotDivide
+from jaxgoodput.parallel.place import place, require_as_many
 from jaxgoodput.parallel.strategy import Strategy, candidates
-from jaxgoodput.train.prepare import place
 from jaxgoodput.train.trainer import Trainer
 
 WIDTH, HIDDEN = 8, 512
@@ -230,3 +230,9 @@ def test_a_model_that_must_be_cut_resumes_on_fewer_devices(tmp_path):
     second = Network(settings, hooks=[seen], devices=jax.devices()[:4]).fit()
     assert second.params["up"]["kernel"].sharding.mesh.shape["fsdp"] == 4
     assert seen.of(StepEnd)[0].step == 13
+
+
+def test_processes_with_other_numbers_of_devices_are_named():
+    require_as_many([[1, 2], [3, 4]])
+    with pytest.raises(ValueError, match="have 2, 1, 2 devices.*--devices-per-process"):
+        require_as_many([[1, 2], [3], [4, 5]])

@@ -36,6 +36,7 @@ allowances = st.fixed_dictionaries(
         "span": st.integers(0, 512),
         "floor": st.none() | st.floats(0, 1),  # of the base
         "max_micro_batches": st.sampled_from([1, 2, 16]),
+        "sizes": st.none() | st.sets(st.integers(1, 64), max_size=5),
     }
 )
 
@@ -43,10 +44,14 @@ allowances = st.fixed_dictionaries(
 def limits_of(allowance):
     base = allowance["num_replicas"] * allowance["share"]
     low, floor = allowance["low"], allowance["floor"]
+    micro = None if low is None else (low, low + allowance["span"])
+    least, most = micro or (1, base * allowance["growth"])
+    sizes = sorted(size for size in allowance["sizes"] or () if least <= size <= most)
     return BatchLimits(
         base=base,
         max=base * allowance["growth"],
-        micro=None if low is None else (low, low + allowance["span"]),
+        micro=micro,
+        sizes=tuple(sizes) or None,
         min_global=None if floor is None else max(int(floor * base), 1),
         max_micro_batches=allowance["max_micro_batches"],
     )
@@ -94,6 +99,8 @@ def test_a_plan_never_leaves_its_limits(allowance, num_samples, needs, budget, a
     assert plan.accumulate == (accumulate and most > 1)
     assert start.micro_batch_size in plan.sizes and list(plan.sizes) == sorted(set(plan.sizes))
     assert plan.sizes == (start.micro_batch_size,) or not fixed
+    if limits.sizes is not None:
+        assert fixed or set(plan.sizes) <= {*limits.sizes, start.micro_batch_size}
     for batch in plan.batches(plan.sizes):
         assert batch.micro_batch_size in plan.sizes
         assert batch.num_micro_batches == 1 or plan.accumulate
@@ -156,6 +163,13 @@ def test_a_plan_asks_only_for_sizes_that_it_may_start_with():
     assert asked[:2] == [64, 1] and set(asked[2:]) <= {size for size in asked if size < 64}
 
 
+def test_sizes_that_are_too_large_for_more_replicas_are_left_out():
+    """The byte LM's sizes, given for one device, in a job that gets a second one."""
+    limits = BatchLimits(base=16, max=64, sizes=(16, 32, 64), max_micro_batches=1)
+    sizes = {n: batch_plan(limits, n, 300, budget=MANY, needs=NOTHING).sizes for n in (1, 2, 4, 8)}
+    assert sizes == {1: (16, 32, 64), 2: (8, 16, 32), 4: (4, 16), 8: (2,)}
+
+
 def test_a_data_set_bounds_the_batch():
     limits = BatchLimits(base=16, max=512, micro=(2, 512))
     assert batch_plan(limits, 8, 96, budget=MANY, needs=NOTHING).limits.max == 96
@@ -186,7 +200,7 @@ saves = st.fixed_dictionaries(
 
 def resumption(allowance, save):
     """A plan, and a batch that was saved under the same limits."""
-    limits = dataclasses.replace(limits_of(allowance), micro=None)
+    limits = limits_of({**allowance, "low": None})
     plan = batch_plan(
         limits, allowance["num_replicas"], MANY, budget=MANY, needs=NOTHING, strategy="fsdp8"
     )

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from jaxgoodput.goodput.efficiency import GradParams
 from jaxgoodput.goodput.fit import PerfFit, StepTimings
 from jaxgoodput.goodput.model import GoodputModel
-from jaxgoodput.goodput.perf import PerfParams, Placement, step_time
+from jaxgoodput.goodput.perf import Feeding, PerfParams, Placement, feeding_time, step_time
 from jaxgoodput.goodput.search import BatchConfig, BatchLimits
 from jaxgoodput.tune.batch import statistics_cadence, tune
 from jaxgoodput.tune.evidence import Bar, Stretch
 from jaxgoodput.tune.plan import fixed_config
-from jaxgoodput.tune.timings import residuals_of
+from jaxgoodput.tune.timings import feeding_of, residuals_of
 from jaxgoodput.tune.verdict import Alternative, Caution, Situation
 
 NAN = math.nan
@@ -61,6 +61,7 @@ def decide(
     since=1000,
     tried_from=None,
     residuals=(),
+    feeding=None,
     **kind,
 ):
     here = Alternative(
@@ -71,6 +72,7 @@ def decide(
         timed=timed,
         fit=fitted() if fit is None else fit,
         residuals=residuals,
+        feeding=feeding,
     )
     return tune(
         Situation(
@@ -197,6 +199,37 @@ def test_what_was_measured_goes_before_the_model():
     for off, grows in ((1.0, True), (4.0, False)):
         verdict = decide(ready=(32, 128), timed=(32, 128), residuals=((32, 1.0), (128, off)))
         assert (verdict.config.micro_batch_size == 128) == grows, verdict.reason
+
+
+def test_a_batch_does_not_grow_for_steps_that_would_wait_for_its_rows():
+    # 1.2 ms a sample: a larger batch is only prepared in as much more time.
+    waits = Feeding(base_s=0.0, per_sample_s=1.2e-3)
+    assert decide(timed=READY).config.global_batch_size > 32
+    assert decide(timed=READY, feeding=waits).config == at(32)
+    # Rows that are there in a fraction of the step's time change nothing.
+    quick = Feeding(base_s=0.0, per_sample_s=1e-5)
+    assert decide(timed=READY, feeding=quick) == decide(timed=READY)
+
+
+@given(
+    st.floats(0.0, 0.1),
+    st.floats(1e-7, 1e-3),
+    st.sets(st.integers(1, 4096), min_size=2, max_size=6),
+)
+def test_a_line_of_feeding_times_is_found_again(base, slope, sizes):
+    found = feeding_of({size: base + slope * size for size in sizes})
+    assert found is not None
+    for size in sizes:
+        assert feeding_time(found, size) == pytest.approx(base + slope * size, rel=1e-5)
+
+
+def test_feeding_times_that_fall_with_the_batch_are_no_promise():
+    found = feeding_of({32: 0.02, 64: 0.01})  # noise
+    assert found is not None
+    assert found.per_sample_s >= 0
+    assert found.base_s >= 0
+    assert feeding_of({}) is None
+    assert feeding_of({32: 0.02}) == Feeding(base_s=0.02, per_sample_s=0.0)
 
 
 def test_residuals_come_from_this_placement_and_from_sizes_that_were_timed():

@@ -1,0 +1,116 @@
+"""`jaxgoodput board WORKDIR ...`: TensorBoard on runs, with the settings that their curves need."""
+
+import pathlib
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
+
+from jaxgoodput.clock import Clock, SystemClock
+from jaxgoodput.observe.tags import pinned_link
+from jaxgoodput.observe.tensorboard import DIRECTORY
+
+FIRST_PORT, NUM_PORTS = 6006, 100
+LOOK_S, LIMIT_S = 0.2, 60.0
+
+
+def named(workdirs: Sequence[str]) -> dict[str, pathlib.Path]:
+    """The folders of runs' curves by names that differ.
+
+    Raises FileNotFoundError where a workdir has no curves.
+    """
+    folders = [pathlib.Path(workdir).resolve() for workdir in workdirs]
+    for given, folder in zip(workdirs, folders, strict=True):
+        if not (folder / DIRECTORY).is_dir():
+            raise FileNotFoundError(
+                f"{given} holds no folder {DIRECTORY}: no run has written curves there. Pass the --workdir "
+                "that the training was started with; Reporting(tensorboard=False) writes none."
+            )
+    short = [folder.name for folder in folders]
+    names = [
+        name if short.count(name) == 1 else str(folder)
+        for name, folder in zip(short, folders, strict=True)
+    ]
+    return {name: folder / DIRECTORY for name, folder in zip(names, folders, strict=True)}
+
+
+def command(runs: dict[str, pathlib.Path], port: int) -> list[str]:
+    """What starts TensorBoard on them. Raises ValueError for a path that it cannot be told of."""
+    for name, path in runs.items():
+        if "," in str(path) or ":" in name or "," in name:
+            raise ValueError(
+                f"{path} has a comma or a colon, at which TensorBoard would cut it. Make a link to it that "
+                "has none."
+            )
+    return [
+        *(sys.executable, "-m", "tensorboard.main", "--host", "127.0.0.1", "--port", str(port)),
+        *("--logdir_spec", ",".join(f"{name}:{path}" for name, path in runs.items())),
+        # By default it keeps ten texts and pictures a tag, picked at random.
+        *("--samples_per_plugin", "text=1000,images=50", "--reload_interval", "5"),
+    ]
+
+
+def show(
+    workdirs: Sequence[str],
+    look: Callable[[str], bool],
+    *,
+    port: int | None = None,
+    clock: Clock | None = None,
+) -> int:
+    """Serve until Ctrl-C; an exit code. `look` opens an address, and says whether it could."""
+    clock = clock or SystemClock()
+    port = port or _free_port()
+    url = f"http://127.0.0.1:{port}"
+    child = subprocess.Popen(
+        command(named(workdirs), port),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        until_s = clock.now() + LIMIT_S
+        while not _answers(url):
+            if child.poll() is not None or clock.now() > until_s:
+                child.kill()
+                said = child.communicate()[1].strip().rpartition("\n")[2]
+                print(f"jaxgoodput: TensorBoard did not start: {said}", file=sys.stderr)
+                return 1
+            clock.sleep(LOOK_S)
+        print(f"TensorBoard is at {url}/ (Ctrl-C ends it)", flush=True)
+        if not look(pinned_link(url)):
+            print("no browser could be opened here", flush=True)
+        child.communicate()  # so that what it says does not fill the pipe
+        return 0
+    except KeyboardInterrupt:
+        return 0
+    finally:
+        if child.poll() is None:
+            child.terminate()
+            child.wait()
+        if child.stderr is not None:
+            child.stderr.close()
+
+
+def _free_port() -> int:
+    for port in range(FIRST_PORT, FIRST_PORT + NUM_PORTS):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise OSError(
+        f"ports {FIRST_PORT} to {FIRST_PORT + NUM_PORTS - 1} are all in use; give --port."
+    )
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/data/environment", timeout=5):
+            return True
+    except (urllib.error.URLError, OSError):
+        return False

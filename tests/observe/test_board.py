@@ -1,0 +1,58 @@
+"""`jaxgoodput board` starts a TensorBoard that has the runs under their names, and ends with it."""
+
+import json
+import urllib.request
+
+import pytest
+import synthetic
+
+from jaxgoodput import cli
+from jaxgoodput.clock import FakeClock
+from jaxgoodput.observe import board, hooks
+from jaxgoodput.observe.tensorboard import Dashboard
+
+
+def run(workdir):
+    clock = FakeClock()
+    dashboard = Dashboard(workdir, clock=clock)
+    synthetic.run(lambda event: hooks.call([dashboard], event), clock, steps=100)
+    dashboard.close()
+    return str(workdir)
+
+
+@pytest.mark.slow
+def test_runs_are_shown_under_their_names(tmp_path, capsys):
+    pytest.importorskip("tensorboard", reason="the tensorboard package is not installed")
+    seen = {}
+
+    def look(url):
+        base = url.partition("/?")[0]
+        for _ in range(120):  # it reads runs one by one
+            with urllib.request.urlopen(f"{base}/data/plugin/scalars/tags", timeout=20) as reply:
+                seen["tags"] = json.load(reply)
+            if len(seen["tags"]) == 4 and all(map(len, seen["tags"].values())):
+                break
+            board.SystemClock().sleep(0.5)
+        seen["url"] = url
+        raise KeyboardInterrupt  # as a user at the terminal
+
+    assert board.show([run(tmp_path / "a"), run(tmp_path / "b")], look) == 0
+    assert set(seen["tags"]) == {"a/.", "a/model", "b/.", "b/model"}
+    about = seen["tags"]["a/."]["batch/global"]["description"]
+    assert "samples behind one update" in about
+    assert "pinnedCards=" in seen["url"] and "smoothing=0" in seen["url"]
+    assert "Ctrl-C" in capsys.readouterr().out
+
+
+def test_names_differ(tmp_path):
+    for name in ("a/run", "b/run", "c"):
+        (tmp_path / name / "tensorboard").mkdir(parents=True)
+    found = board.named([str(tmp_path / name) for name in ("a/run", "b/run", "c")])
+    assert list(found) == [str(tmp_path / "a/run"), str(tmp_path / "b/run"), "c"]
+
+
+def test_what_cannot_be_shown_is_said(tmp_path, capsys):
+    assert cli.main(["board", str(tmp_path)]) == 2
+    assert "no run has written curves there" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="comma"):
+        board.command({"a": tmp_path / "x,y"}, 6006)

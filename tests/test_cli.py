@@ -1,0 +1,41 @@
+"""The command line itself: what it says of its version, and completions that a shell takes."""
+
+import importlib.metadata
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+from jaxgoodput import __version__, cli
+
+TOP = Path(__file__).parents[1]
+
+
+def test_the_version_names_what_a_report_of_a_defect_needs(capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--version"])
+    said = capsys.readouterr().out
+    assert ended.value.code == 0 and said.startswith(f"jaxgoodput {__version__} (jax ")
+    for name in ("jax", "jaxlib", "flax", "optax"):
+        assert f"{name} {importlib.metadata.version(name)}" in said
+
+
+def test_a_shell_completes_commands_and_options(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["--print-completion", "bash"])
+    script = capsys.readouterr().out
+    ask = "COMP_WORDS=({}); COMP_CWORD={}; _shtab_jaxgoodput; echo ${{COMPREPLY[@]}}"
+    asked = [("jaxgoodput sub", 1, "submit"), ("jaxgoodput submit --nam", 2, "--name")]
+    for words, at, expected in asked:
+        command = ["bash", "-c", f"{script}\n{ask.format(words, at)}"]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        assert done.stdout.split() == [expected]
+
+
+def test_what_is_said_of_the_version_elsewhere_is_the_same():
+    citation = yaml.safe_load((TOP / "CITATION.cff").read_text())
+    assert citation["version"] == __version__
+    project = tomllib.loads((TOP / "pyproject.toml").read_text())["project"]
+    assert citation["license"] == project["license"]
