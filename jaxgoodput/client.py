@@ -82,7 +82,7 @@ class Client:
             headers["Content-Type"] = "application/json"
         if changes:
             headers["Idempotency-Key"] = secrets.token_hex(16)
-        may_repeat = method in ("GET", "DELETE") or changes
+        may_repeat = method == "GET" or changes
         status, text = self._send(method, where, data, headers, wait_s, may_repeat)
         try:
             answer = json.loads(text)

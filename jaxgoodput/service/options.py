@@ -166,6 +166,9 @@ def _serve_options(serve: argparse.ArgumentParser, at_least: AtLeast) -> None:
                        help="what a change costs a job that has not shown it yet (default: 10)")  # fmt: skip
     serve.add_argument("--silent-s", type=at_least(1.0), default=30.0, metavar="S",
                        help="a node that says nothing for so long is down (default: 30)")  # fmt: skip
+    serve.add_argument("--longest-wait-s", type=at_least(0.1), default=30.0, metavar="S",
+                       help="for which an answer waits for something to tell, at most 30; less behind a "
+                       "proxy that ends what takes longer (default: 30)")  # fmt: skip
     serve.add_argument("--rate", type=at_least(1.0), default=1000.0, metavar="N",
                        help="requests of one token a second (default: 1000)")  # fmt: skip
     serve.add_argument("--wrong-rate", type=at_least(1.0), default=30.0, metavar="N",

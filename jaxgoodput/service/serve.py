@@ -28,7 +28,7 @@ from jaxgoodput.service.record import commands
 from jaxgoodput.service.record.book import Book
 from jaxgoodput.service.record.journal import Journal
 from jaxgoodput.service.web import metrics
-from jaxgoodput.service.web.api import Seen, application
+from jaxgoodput.service.web.api import LONGEST_WAIT_S, Seen, application
 from jaxgoodput.service.web.guard import TOKEN_FILE, Bounds, Guard, Tokens, own_token, read_tokens
 from jaxgoodput.service.web.logs import Logs
 from jaxgoodput.service.web.page import Links
@@ -55,6 +55,8 @@ class Service:
     key: pathlib.Path | None = None
     silent_s: float = 30.0
     """A node that says nothing for so long is down."""
+    longest_wait_s: float = LONGEST_WAIT_S
+    """For which an answer waits for something to tell; something between may end requests that take longer."""
     policy: Policy = field(default_factory=Policy)
     bounds: Bounds = field(default_factory=Bounds)
     links: Links = field(default_factory=Links)
@@ -116,7 +118,9 @@ async def _serve(
     planners = Planners(book, service.folder, service.policy)
     seen, requests = Seen(clock, service.silent_s), metrics.Requests()
     logs = Logs(service.folder / "logs")
-    app = application(book, planners, logs, seen, clock, requests, service.links)
+    app = application(
+        book, planners, logs, seen, clock, requests, service.links, service.longest_wait_s
+    )
     guard = Guard(app, tokens, service.bounds, clock, requests)
     config = uvicorn.Config(
         guard,

@@ -101,6 +101,7 @@ def _service(options, folder: pathlib.Path):
         certificate=options.tls_certificate,
         key=options.tls_key,
         silent_s=options.silent_s,
+        longest_wait_s=options.longest_wait_s,
         policy=Policy(
             name=options.policy,
             sharing=sharing,
@@ -379,7 +380,10 @@ def logs(options, parser: argparse.ArgumentParser) -> int:
 def cancel(options, parser: argparse.ArgumentParser) -> int:
     """`jaxgoodput cancel`."""
     return _ask(
-        options, lambda client: _note(client.call("DELETE", "jobs", options.job, type_=Taken))
+        options,
+        lambda client: _note(
+            client.call("POST", "jobs", options.job, "cancel", type_=Taken, changes=True)
+        ),
     )
 
 

@@ -136,7 +136,7 @@ def test_health_needs_no_token_and_tells_nothing_of_jobs(service):
     "method, path, body",
     [
         ("GET", "", None),
-        ("DELETE", "", None),
+        ("POST", "/cancel", None),
         ("GET", "/allocation", None),
         ("GET", "/log", None),
         ("GET", "/explain", None),
@@ -230,10 +230,10 @@ def test_a_log_is_that_of_one_job_and_a_request_that_comes_again_leaves_it(servi
     node.call("POST", "nodes", "n0", "reports", body=said, type_=Taken)
     assert submit("first")[0] == 201
     assert text() == "of the first\n"
-    red.call("DELETE", "jobs", "writes", type_=Taken)
+    red.call("POST", "jobs", "writes", "cancel", type_=Taken)
     assert submit("second")[0] == 201
     assert text() == ""
-    red.call("DELETE", "jobs", "writes", type_=Taken)
+    red.call("POST", "jobs", "writes", "cancel", type_=Taken)
 
 
 def test_logs_of_jobs_that_are_not_known_any_more_are_deleted(tmp_path):

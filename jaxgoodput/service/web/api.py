@@ -108,8 +108,12 @@ def application(
     clock: Clock,
     requests: metrics.Requests,
     links: page.Links,
+    longest_wait_s: float = LONGEST_WAIT_S,
 ) -> FastAPI:
-    """All routes; who may use them is for the `Guard` in front to say."""
+    """All routes; who may use them is for the `Guard` in front to say.
+
+    No answer waits for longer than `longest_wait_s`, whatever is asked for.
+    """
     app = FastAPI(
         title="jaxgoodput", version=str(VERSION), docs_url=None, redoc_url=None,
         generate_unique_id_function=lambda route: route.name,
@@ -207,9 +211,9 @@ def application(
         state = _mine(request, book, job)
         return _json(show.job(state, state.jobs[job], book.timeline.now(), past=True))
 
-    @app.delete("/v1/jobs/{job}", responses=schema.answers(Taken))
+    @app.post("/v1/jobs/{job}/cancel", responses=schema.answers(Taken))
     async def cancel(request: Request, job: Name, key: Key = None) -> Response:
-        """Take a job away."""
+        """Have a job save and end; what it did stays to be seen."""
         caller = _caller(request, "user")
         return await change(request, key, lambda state: commands.cancel(state, caller, job))
 
@@ -226,7 +230,7 @@ def application(
         request: Request, job: Name, after: Place = 0, wait_s: Wait = 0.0
     ) -> Response:
         """What a job has; waits until its generation is beyond `after`, or it is over."""
-        until_s = clock.now() + wait_s
+        until_s = clock.now() + min(wait_s, longest_wait_s)
         while True:
             entry = _mine(request, book, job).jobs[job]
             left_s = until_s - clock.now()
@@ -242,7 +246,7 @@ def application(
     @app.get("/v1/jobs/{job}/log", responses=schema.answers(Log))
     async def log(request: Request, job: Name, offset: Place = 0, wait_s: Wait = 0.0) -> Response:
         """What the processes of a job wrote, from an offset on."""
-        until_s = clock.now() + wait_s
+        until_s = clock.now() + min(wait_s, longest_wait_s)
         while True:
             entry = _mine(request, book, job).jobs[job]
             found = await asyncio.to_thread(logs.read, job, offset, entry.is_over)
@@ -298,7 +302,7 @@ def application(
     ) -> Response:
         """What a node has to do; waits until that is of a later version than `after`."""
         _caller(request, "node")
-        until_s = clock.now() + min(wait_s, seen.limit_s / 3)
+        until_s = clock.now() + min(wait_s, longest_wait_s, seen.limit_s / 3)
         while True:
             state = book.state
             commands.of_this_agent(state, node, instance)
