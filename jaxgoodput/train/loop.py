@@ -631,7 +631,8 @@ class Loop:
                 step=self.step,
                 config=batch.config,
                 measured=measured,
-                dispatched_s=dispatched_s,
+                # A step that waits for its batch takes as long as reading it does.
+                began_s=dispatched_s - batch.wait_s,
                 timed=timed,
                 busy=self.strategies.is_busy,
                 num_samples=batch.num_samples,

@@ -512,8 +512,10 @@ def test_a_slow_host_takes_fewer_micro_batches_and_the_sum_is_the_same(tmp_path,
         check_same(alone, end, steps, epochs)
         return np.asarray(end["w"] + end["ema"]), taken
 
-    uneven, taken = parameters("uneven", "true", 0.005)
-    assert taken["fast"] > 2 * taken["slow"], taken
+    uneven, taken = parameters("uneven", "true", 0.02)
+    assert taken["fast"] > 1.5 * taken["slow"], (
+        taken
+    )  # six times as fast, on a machine that may be busy
     even, taken = parameters("even", "false", 0.0)
     assert taken["fast"] == taken["slow"], taken
     # Of the same micro-batches: only the order of the sum differs.
