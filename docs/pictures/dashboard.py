@@ -1,8 +1,8 @@
 """python docs/pictures/dashboard.py WORKDIR OUT [TAB ...]
 
 Photographs the dashboard of a run: a PNG in OUT of each tab (default: all that have something to show), as
-headless Chromium draws it. docs/dashboard.png is the `custom_scalars.png`, and docs/pictures/by_group.png and
-sweep.png are two of the images of
+headless Chromium draws it, and the newest of each picture on it. docs/dashboard.png is `custom_scalars.png`,
+and docs/pictures has `efficiency_by_group.png` and `sweep.png`, of
 
     python examples/recommender.py --workdir /tmp/recommender
     python docs/pictures/dashboard.py /tmp/recommender /tmp/pictures
@@ -17,6 +17,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import urllib.parse
 import urllib.request
 
 from jaxgoodput.clock import SystemClock
@@ -62,6 +63,25 @@ def tabs(url: str) -> list[str]:
     raise TimeoutError(f"TensorBoard at {url} showed no tab of a whole run within two minutes.")
 
 
+def newest_pictures(url: str) -> dict[str, bytes]:
+    """The last PNG of every picture, by the end of its tag."""
+
+    def get(path: str, **query: object) -> bytes:
+        asked = urllib.parse.urlencode(query)
+        with urllib.request.urlopen(
+            f"{url}/data/plugin/images/{path}?{asked}", timeout=20
+        ) as reply:
+            return reply.read()
+
+    found = {}
+    for run, tags in json.loads(get("tags")).items():
+        for tag in tags:
+            last = json.loads(get("images", run=run, tag=tag, sample=0))[-1]
+            query = dict(urllib.parse.parse_qsl(last["query"]))
+            found[tag.rpartition("/")[2]] = get("individualImage", **query)
+    return found
+
+
 def main(argv: list[str]) -> None:
     """The command above."""
     parser = argparse.ArgumentParser(description="Photograph the dashboard of a run.")
@@ -85,6 +105,10 @@ def main(argv: list[str]) -> None:
         for tab in given.tabs or found:
             path = given.out / f"{tab}.png"
             photograph(browser, link(url, tab), SIZE.get(tab, OTHERS), path)
+            print(path)
+        for name, png in newest_pictures(url).items():
+            path = given.out / f"{name}.png"
+            path.write_bytes(png)
             print(path)
     finally:
         server.terminate()

@@ -110,7 +110,7 @@ class Console:
             self._task = None
 
     def _with_eta(self, event: Window) -> Window:
-        """A window too short to tell when the run ends, as the first after a pause may be, says what is known."""
+        """A window too short to tell when the run ends, as after a pause, says what was known before."""
         now_s = self._clock.now()
         if math.isfinite(event.eta_s):
             self._ends_s = now_s + event.eta_s

@@ -202,27 +202,26 @@ def efficiency_by_group(tune: TuneEnd, names: Sequence[str]) -> Figure | None:
         "efficiency (1 at the base)",
     )
 
-    def draw(members: np.ndarray, name: str, **style: object) -> None:
+    def draw(members: np.ndarray, name: str, colour: str) -> None:
         part = GradGroups(sqr=sqr[members], var=var[members])
         share = sqr[members].sum() / sqr.sum()
         label = (
             f"{name}: {share:.0%} of the signal" if share >= 0.005 else f"{name}: hardly any signal"
         )
-        axes.plot(batch, efficiency(part, batch / base), label=label, **style)
+        axes.plot(batch, efficiency(part, batch / base), color=colour, label=label)
 
     for index, colour in zip(apart, _GROUPS, strict=False):
-        draw(np.array([index]), _short(names[index]), color=colour, linewidth=1.5)
+        draw(np.array([index]), _short(str(names[index])), colour)
     if rest.size:  # one alone is shown under its own name
-        name = _short(names[rest[0]]) if rest.size == 1 else f"{rest.size} others"
-        draw(rest, name, color=GREY, linewidth=1.5)
+        name = _short(str(names[rest[0]])) if rest.size == 1 else f"{rest.size} others"
+        draw(rest, name, GREY)
     together = efficiency(grad, batch / base)
     axes.plot(batch, together, color="black", linewidth=2.5, label="all, by signal: decides")
     axes.axvline(present, color=GREY, linestyle="--", linewidth=1)
     worth = float(efficiency(grad, present / base))
     axes.plot([present], [worth], "o", color="black", label=f"batch {present}: {worth:.2g}")
     axes.set_ylim(bottom=0)
-    _logarithmic(axes, y=False)
-    axes.get_legend().remove()
+    _logarithmic(axes, y=False, legend=False)
     figure.legend(loc="outside lower center", ncols=2, fontsize=8, frameon=False)
     return figure
 
@@ -279,7 +278,7 @@ def _cells(axes: Axes, percent: np.ndarray) -> None:
             axes.text(column, row, f"{value:.0f}", color=colour, **where)
 
 
-def _logarithmic(axes: Axes, *, y: bool = True) -> None:
+def _logarithmic(axes: Axes, *, y: bool = True, legend: bool = True) -> None:
     axes.set_xscale("log")
     if y:
         axes.set_yscale("log")
@@ -291,7 +290,8 @@ def _logarithmic(axes: Axes, *, y: bool = True) -> None:
         axis.set_minor_locator(NullLocator())
     axes.grid(True, color=PALE)
     axes.set_axisbelow(True)
-    axes.legend(fontsize=9)
+    if legend:
+        axes.legend(fontsize=9)
 
 
 def _thinned(values: Sequence[int], keep: set[int]) -> list[int]:

@@ -98,7 +98,7 @@ def choose_batch(situation: Situation) -> Verdict:
         ):
             return situation.change(
                 probe,
-                f"probe: only micro-batches of {current.micro_batch_size} have been timed; a few "
+                f"probe: only micro-batches of {current.micro_batch_size} have been timed undisturbed; a few "
                 f"steps of {probe.micro_batch_size} tell how time grows with the batch",
             )
     critical = float(noise_scale(grad, limits.base))

@@ -1,6 +1,7 @@
 """Examples as notebooks: all of the script is there once, nothing reads a command line, and they run."""
 
 import ast
+import importlib
 import importlib.util
 import json
 import os
@@ -73,9 +74,7 @@ def test_the_command_makes_them_anew_and_always_the_same(tmp_path, capsys):
 )
 @pytest.mark.filterwarnings("ignore")  # of the kernel's libraries
 def test_a_notebook_runs_from_top_to_bottom(tmp_path, monkeypatch):
-    import nbclient
-    import nbformat
-
+    nbclient, nbformat = map(importlib.import_module, ("nbclient", "nbformat"))
     book = nbformat.from_dict(notebooks.notebook("quickstart"))
     nbformat.validate(book)
     (given,) = [cell for cell in book.cells if "WORKDIR =" in cell.source]

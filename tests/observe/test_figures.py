@@ -19,12 +19,17 @@ OF_A_FIT = [figures.goodput_surface, figures.goodput_curve, figures.fit_scatter]
 NAMES = ("table", "dense")
 
 
+def fixed_goodput(event):
+    assert event.model is not None
+    return sweep.fixed_goodput(event.model, event.placement, event.limits)
+
+
 def by_group(event):
     return figures.efficiency_by_group(event, NAMES)
 
 
 def of_the_sweep(event):
-    fixed = sweep.fixed_goodput(event.model, event.placement, event.limits)
+    fixed = fixed_goodput(event)
     return figures.sweep_avoided(sweep.Sweep().after(350.0, 60.0, 50.0, 1e4, fixed), 350, 0.07)
 
 
@@ -118,7 +123,9 @@ def test_a_large_ladder_is_thinned_but_keeps_what_matters():
 
 def curves(figure):
     """The lines and dots of a plot by label, each as [x or y, points]."""
-    return {line.get_label(): np.asarray(line.get_data(), float) for line in figure.axes[0].lines}
+    return {
+        str(line.get_label()): np.asarray(line.get_data(), float) for line in figure.axes[0].lines
+    }
 
 
 def test_the_curve_marks_the_verdict_and_the_noise_scale():
@@ -173,7 +180,7 @@ def test_of_many_groups_those_with_most_of_the_signal_are_told_apart():
     apart = [label for label in lines if label.startswith("...")]
     assert len(apart) == 6 and "50% of the signal" in apart[0]
     assert all(len(label.partition(":")[0]) <= 34 for label in apart)
-    assert figures.png(figure)
+    assert figure is not None and figures.png(figure)
 
 
 def test_groups_of_hardly_any_signal_have_no_curve_of_their_own():
@@ -198,7 +205,8 @@ def test_the_sweep_is_what_each_batch_would_have_taken():
     """Planted: throughput and noise are known, so is how much slower each batch is than the run's."""
     event = tune()
     model, start = event.model, synthetic.START
-    fixed = sweep.fixed_goodput(model, event.placement, event.limits)
+    assert model is not None
+    fixed = fixed_goodput(event)
     assert list(fixed) == [64, 128, 256, 512, 1024, 2048, 4096]
     now = float(model.goodput(event.placement, start.micro_batch_size, start.num_micro_batches))
     times = []
@@ -213,7 +221,7 @@ def test_the_sweep_is_what_each_batch_would_have_taken():
     (shown,) = (line for label, line in lines.items() if label.startswith("fixed batch"))
     assert shown[0] == pytest.approx(list(fixed)) and shown[1] == pytest.approx(times)
     (band,) = (patch.get_paths()[0].vertices for patch in figure.axes[0].collections)
-    assert band[:, 1].max() == pytest.approx(max(times) * math.exp(0.07))
+    assert np.asarray(band)[:, 1].max() == pytest.approx(max(times) * math.exp(0.07))
     assert lines["this run, all of its wall time: 1 min 00 s"][1] == pytest.approx([60, 60])
     assert figures.sweep_avoided(sweep.Sweep(), 350) is None
 
@@ -229,10 +237,11 @@ def test_a_sweep_tries_only_what_the_limits_allow():
         synthetic.LIMITS, sizes=(16, 64), max_micro_batches=1, min_global=32, micro=(4, 128)
     )
     event = tune(limits=limits)
-    assert list(sweep.fixed_goodput(event.model, event.placement, limits)) == [128, 512]
+    assert list(fixed_goodput(event)) == [128, 512]
     unknown = tune(grad=GradParams(sqr=math.nan, var=math.nan))
-    found = sweep.fixed_goodput(unknown.model, unknown.placement, unknown.limits)
-    assert list(found) == [64]  # the base batch is worth what it is, whatever the noise
+    assert list(fixed_goodput(unknown)) == [
+        64
+    ]  # the base batch is worth what it is, whatever the noise
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 12])
