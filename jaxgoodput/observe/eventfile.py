@@ -45,6 +45,7 @@ class EventFile:
     ):
         self._describe = describe
         self._described: set[str] = set()
+        self.nonzero: set[str] = set()  # tags of scalars that were not always 0
         directory.mkdir(parents=True, exist_ok=True)
         self._clock = clock
         self._num_lost = 0
@@ -63,6 +64,7 @@ class EventFile:
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         """One event with a scalar per tag."""
         if values:
+            self.nonzero |= {tag for tag, value in values.items() if value != 0}
             found = [self._scalar(tag, value) for tag, value in values.items()]
             self.summary(Summary(value=found), step)
 
@@ -77,7 +79,8 @@ class EventFile:
         """A picture."""
         width, height = struct.unpack(">II", png[16:24])  # where every PNG says it
         image = Summary.Image(width=width, height=height, encoded_image_string=png)
-        self.summary(Summary(value=[Summary.Value(tag=tag, image=image)]), step)
+        about = SummaryMetadata(summary_description=self._describe(tag))
+        self.summary(Summary(value=[Summary.Value(tag=tag, image=image, metadata=about)]), step)
 
     def summary(self, summary: Any, step: int) -> None:
         """Any summary that tensorboardX can build."""

@@ -178,6 +178,7 @@ class Loop:
                 num_processes=self.where.process_count,
                 settings=_serial.encode(self.config),
                 at_s=self.clock.now(),
+                groups=self.engine.programs.param_groups,
             )
         )
         if regrouped is not None:  # by now it is known where the run goes on

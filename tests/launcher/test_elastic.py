@@ -555,7 +555,7 @@ def test_a_slow_host_is_left_out_and_comes_back_when_it_is_fast_again(tmp_path, 
         told = cluster.told()
         assert "moody is left out" in told and "moody is taken in again" in told
         assert told.count("moody was checked") >= 2
-        folder = cluster.folder / "run" / "tensorboard"
+        folder = cluster.folder / "run" / "tensorboard" / "measured"
         texts = eventreader.values(folder, "decisions/hosts/text_summary")
         assert len(texts) == 2
         curve = eventreader.scalars(folder)["elastic/excluded_s"]

@@ -95,6 +95,31 @@ def test_a_verdict_that_changes_nothing_is_not_said(clock):
     assert stream.getvalue() == ""
 
 
+def test_the_bar_has_its_step_and_eta_from_the_start_and_right_after_an_evaluation(clock):
+    stream = Terminal()
+    console = Console(clock, 4000.0, stream)
+    console.on_fit_start(synthetic.fit_start())
+    assert "step 0 | ETA not known yet" in stream.getvalue()
+    console.on_window(synthetic.window(1200, 1724.0, 100_000, eta_s=192.0))
+    clock.advance(12.0)  # of which the evaluation takes 2
+    console.on_eval_end(
+        EvalEnd(step=1210, progress=1730.0, at_s=9.0, seconds=2.0, metrics={"auc": 0.9})
+    )
+    assert "step 1210 | ETA 3 min 02 s" in stream.getvalue().rpartition("auc")[2]
+    # The first window behind it may be a single step, which does not tell the pace.
+    clock.advance(2.0)
+    console.on_window(synthetic.window(1211, 1731.0, 100_064, eta_s=float("nan")))
+    assert "step 1211 | ETA 3 min 00 s | batch 64" in stream.getvalue()
+    console.close()
+
+
+def test_a_line_without_times_has_no_empty_places():
+    nan = float("nan")
+    one = synthetic.window(1, 1.0, 64, known=False, throughput=nan, goodput_measured=nan, eta_s=nan)
+    line = progress_line(one, 4000.0)
+    assert "- samples/s" not in line and line.endswith("| ETA not known yet")
+
+
 def test_a_terminal_gets_a_bar_that_ends(clock):
     stream = Terminal()
     console = Console(clock, 4000.0, stream)
