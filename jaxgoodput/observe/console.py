@@ -99,7 +99,7 @@ class Console:
         """Say how the run ended."""
         self.close()
         self._line(
-            f"step {event.step} | {event.reason} after {seconds(event.seconds)} | "
+            f"step {event.step} | {event.reason} after {seconds(event.seconds)} of training | "
             f"{compact(event.samples)} samples, {compact(event.progress)} base steps"
         )
 

@@ -221,7 +221,7 @@ def report(workdir: str | os.PathLike[str], *, ascii: bool = False) -> str:
 def numbers(workdir: str | os.PathLike[str]) -> dict[str, Any]:
     """What `report` rests on, as JSON values; None: not known. Raises what `report` raises.
 
-    Seconds are wall time; batches are in samples, throughputs in samples a second.
+    Seconds are wall time, `trained_s` that after the first start-up; batches are in samples, throughputs in samples a second.
     """
     story = _story(workdir)
     start, last, windows = story.starts[-1], _last(story), story.windows
@@ -245,7 +245,8 @@ def numbers(workdir: str | os.PathLike[str]) -> dict[str, Any]:
         "samples": None if isinstance(last, _Start) else last.samples,
         "outcome": story.ended.reason if story.ended else None,
         "restarts": start.restart,
-        "wall_s": last.wall - story.starts[0].wall,
+        "wall_s": sum(spent.values()),
+        "trained_s": last.wall - story.starts[0].wall,
         "time_s": spent,
         "time_is_estimated": is_estimated,
         "batches": [vars(row) for row in _rows(windows)],
@@ -287,6 +288,7 @@ def compare(workdirs: Sequence[str | os.PathLike[str]], *, ascii: bool = False) 
         ("samples", [number(run["samples"]) for run in runs]),
         ("base steps", [number(run["progress"]) for run in runs]),
         ("wall time", [seconds(run["wall_s"]) for run in runs]),
+        ("after start-up", [seconds(run["trained_s"]) for run in runs]),
         ("productive", [productive(run) for run in runs]),
         ("goodput", [number(run["goodput"]) for run in runs]),
         ("loss, first", [number(run["first_loss"]) for run in runs]),
@@ -539,8 +541,11 @@ def _rows(windows: Sequence[_Window]) -> list[_Row]:
         def mean(name: str, members: Sequence[tuple[_Window, int]] = members) -> float:
             return _mean((getattr(w, name), w.num_steps) for w, _ in members)
 
+        # Where the model had said something, if it ever had: a row's numbers are of the same steps.
         both = [m for m in members if math.isfinite(m[0].predicted_step_s * m[0].measured_step_s)]
-        measured_s = mean("measured_step_s", both)
+        step_s = mean("measured_step_s", both or members)
+        predicted_s, efficiency = mean("predicted_step_s", both), mean("efficiency")
+        throughput = size / step_s if step_s else math.nan
         rows.append(
             _Row(
                 batch=size,
@@ -548,14 +553,12 @@ def _rows(windows: Sequence[_Window]) -> list[_Row]:
                 steps=sum(w.num_steps for w, _ in members),
                 samples=sum(samples for _, samples in members),
                 time_s=sum(w.seconds for w, _ in members),
-                step_s=mean("measured_step_s"),
-                predicted_step_s=mean("predicted_step_s"),
-                predicted_error=mean("predicted_step_s", both) / measured_s - 1
-                if measured_s
-                else math.nan,
-                throughput=mean("throughput"),
-                efficiency=mean("efficiency"),
-                goodput=mean("goodput_measured"),
+                step_s=step_s,
+                predicted_step_s=predicted_s,
+                predicted_error=predicted_s / step_s - 1 if step_s else math.nan,
+                throughput=throughput,
+                efficiency=efficiency,
+                goodput=throughput * efficiency,
             )
         )
     return rows
@@ -592,7 +595,7 @@ def _batches(windows: Sequence[_Window]) -> str:
     second = ("batch", "step", "model says", "error", "samples/s", "efficiency", "goodput")
     body = f"{_table(first, used)}\n\n{_table(second, gave)}"
     return _section(
-        "Batch sizes", body + "\n(goodput: useful samples per second; batch in samples)"
+        "Batch sizes", body + "\n(step: with what it waited for its batch; goodput: useful samples a second)"
     )
 
 

@@ -70,7 +70,7 @@ def test_what_happens_is_said_at_once(clock):
     assert "step 450 | change: 64 -> " in said
     assert "auc 0.9235" in said
     assert "SIGTERM" in said
-    assert "preempted after 3 min 12 s | 15.3k samples, 512 base steps" in said
+    assert "preempted after 3 min 12 s of training | 15.3k samples, 512 base steps" in said
 
 
 def test_the_start_says_where_to_watch(clock):

@@ -160,7 +160,7 @@ def test_unknown_values_are_dashes(tmp_path, clock):
         )
     )
     writer.close()
-    assert second_row(report(tmp_path), "64")[1:] == ["-", "-", "-", "2.5k", "-", "-"]
+    assert second_row(report(tmp_path), "64")[1:] == ["-", "-", "-", "-", "-", "-"]
 
 
 def test_many_changes_are_shortened(tmp_path, clock):
