@@ -1,8 +1,11 @@
 """Progress for whoever watches the terminal: a bar on a tty, else a line every few seconds."""
 
+import contextlib
 import dataclasses
 import math
 import sys
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from absl import logging
@@ -11,7 +14,7 @@ from jaxgoodput.clock import Clock
 from jaxgoodput.observe.events import EvalEnd, FitEnd, FitStart, Preempt, TuneEnd, Window
 from jaxgoodput.observe.tags import how_to_look
 from jaxgoodput.observe.tensorboard import describe
-from jaxgoodput.text import compact, seconds
+from jaxgoodput.text import compact, count, seconds
 
 
 class Console:
@@ -124,6 +127,28 @@ class Console:
             logging.info("%s", text)
         else:
             print(text, file=self._stream, flush=True)
+
+
+@contextlib.contextmanager
+def starting(
+    num_compiled: Callable[[], int], clock: Clock, stream: Any = None, *, every_s: float = 10.0
+) -> Iterator[None]:
+    """Say every few seconds, while the block lasts, that a run still starts, and what it has compiled."""
+    out, began_s, over = sys.stderr if stream is None else stream, clock.now(), threading.Event()
+
+    def say() -> None:
+        while not over.wait(every_s):
+            compiled = count(num_compiled(), "program")
+            print(f"starting for {seconds(clock.now() - began_s)} | {compiled} compiled", file=out)
+            out.flush()
+
+    thread = threading.Thread(target=say, name="jaxgoodput-starting", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def progress_line(event: Window, total_base_steps: float | None) -> str:

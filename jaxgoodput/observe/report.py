@@ -221,7 +221,8 @@ def report(workdir: str | os.PathLike[str], *, ascii: bool = False) -> str:
 def numbers(workdir: str | os.PathLike[str]) -> dict[str, Any]:
     """What `report` rests on, as JSON values; None: not known. Raises what `report` raises.
 
-    Seconds are wall time, `trained_s` that after the first start-up; batches are in samples, throughputs in samples a second.
+    Seconds are wall time, `trained_s` that after the first start-up; batches are in samples, throughputs in
+    samples a second.
     """
     story = _story(workdir)
     start, last, windows = story.starts[-1], _last(story), story.windows
@@ -595,7 +596,8 @@ def _batches(windows: Sequence[_Window]) -> str:
     second = ("batch", "step", "model says", "error", "samples/s", "efficiency", "goodput")
     body = f"{_table(first, used)}\n\n{_table(second, gave)}"
     return _section(
-        "Batch sizes", body + "\n(step: with what it waited for its batch; goodput: useful samples a second)"
+        "Batch sizes",
+        body + "\n(step: with what it waited for its batch; goodput: useful samples a second)",
     )
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import time
 
 import pytest
 import synthetic
@@ -9,7 +10,7 @@ from absl import logging
 
 from jaxgoodput._serial import encode
 from jaxgoodput.goodput.search import BatchLimits
-from jaxgoodput.observe.console import Console, progress_line
+from jaxgoodput.observe.console import Console, progress_line, starting
 from jaxgoodput.observe.events import EvalEnd, FitEnd, Preempt
 from jaxgoodput.text import compact, seconds
 from jaxgoodput.train.config import Config, Reporting
@@ -176,3 +177,17 @@ def test_compact_numbers(value, text):
 )  # fmt: skip
 def test_durations(value, text):
     assert seconds(value) == text
+
+
+def test_a_long_start_is_not_silent(clock):
+    stream = io.StringIO()
+    with starting(lambda: 3, clock, stream, every_s=0.01):
+        clock.advance(12.0)
+        deadline = time.monotonic() + 60.0
+        while "12 s | 3 programs compiled" not in stream.getvalue():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    said = stream.getvalue()
+    assert said.startswith("starting for ")
+    time.sleep(0.05)
+    assert stream.getvalue() == said
