@@ -18,8 +18,8 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from jaxgoodput.goodput.efficiency import GradGroups, efficiency, is_known, noise_scale
 from jaxgoodput.goodput.perf import Placement, step_time
+from jaxgoodput.goodput.sweep import Sweep
 from jaxgoodput.observe.events import TuneEnd
-from jaxgoodput.observe.sweep import Sweep
 from jaxgoodput.text import compact, seconds
 
 # Colours that stay apart for colour-blind eyes (Okabe and Ito, 2008).

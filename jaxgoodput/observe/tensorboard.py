@@ -20,6 +20,7 @@ from tensorboardX.summary import custom_scalars, hparams, text
 
 from jaxgoodput.clock import Clock
 from jaxgoodput.goodput.search import BatchConfig
+from jaxgoodput.goodput.sweep import Sweep, fixed_goodput
 from jaxgoodput.observe import journal
 from jaxgoodput.observe.badput import PRODUCTIVE, TimeLedger
 from jaxgoodput.observe.eventfile import EventFile
@@ -36,7 +37,6 @@ from jaxgoodput.observe.events import (
     Window,
 )
 from jaxgoodput.observe.scalars import flat, scalars_of, time_scalars
-from jaxgoodput.observe.sweep import Sweep, fixed_goodput
 from jaxgoodput.observe.tags import CHARTS, Charts, description, shown, tag_table
 from jaxgoodput.text import count, seconds
 

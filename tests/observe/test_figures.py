@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import synthetic
 
+from jaxgoodput.goodput import sweep
 from jaxgoodput.goodput.efficiency import GradGroups, GradParams
 
 pytest.importorskip("matplotlib")
 
-from jaxgoodput.observe import figures, sweep
+from jaxgoodput.observe import figures
 
 OF_A_FIT = [figures.goodput_surface, figures.goodput_curve, figures.fit_scatter]
 NAMES = ("table", "dense")
