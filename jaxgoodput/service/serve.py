@@ -56,7 +56,7 @@ class Service:
     silent_s: float = 30.0
     """A node that says nothing for so long is down."""
     longest_wait_s: float = LONGEST_WAIT_S
-    """For which an answer waits for something to tell; something between may end requests that take longer."""
+    """For which an answer waits for something to tell; what is between may end requests that take longer."""
     policy: Policy = field(default_factory=Policy)
     bounds: Bounds = field(default_factory=Bounds)
     links: Links = field(default_factory=Links)

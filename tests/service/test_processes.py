@@ -18,7 +18,7 @@ from jaxgoodput.clock import FakeClock, SystemClock
 from jaxgoodput.observe.journal import Journal
 from jaxgoodput.service.node.agent import NodeAgent, Part, run_node
 from jaxgoodput.service.node.jobs import Jobs, Place
-from jaxgoodput.service.node.process import MOST_LINES, Lines, Process
+from jaxgoodput.service.node.process import LONGEST_LINE, MOST_LINES, Lines, Process
 from jaxgoodput.service.web.guard import Bounds
 from jaxgoodput.service.wire import Taken, Task, Work
 from jaxgoodput.specs import Node
@@ -97,6 +97,13 @@ def test_of_too_many_lines_the_oldest_are_left_out_and_that_is_said():
     assert text[0] == "jaxgoodput: 5 lines are left out here"
     assert text[1:] == [f"{number}" for number in range(5, MOST_LINES + 5)]
     assert lines.take(100) == ""
+
+
+def test_a_line_without_an_end_takes_no_more_memory_than_others():
+    process, lines = start("for _ in range(300): print('x' * 100, end='')")
+    assert ended(process) == 0
+    assert max(map(len, lines)) <= LONGEST_LINE
+    assert "".join(lines) == "x" * 30_000  # it is read in parts: none is held as a whole
 
 
 def test_lines_that_could_not_be_told_come_first_the_next_time():
