@@ -248,6 +248,36 @@ def test_a_drained_node_stays_so_when_its_agent_comes_back(world):
     assert world.do(commands.change_node(world.state, "n0", "draining", "x")).note
 
 
+@pytest.mark.parametrize("comes", ["answers", "joins"])
+@pytest.mark.parametrize("goes", ["silent", "farewell"])
+def test_a_drain_lasts_until_it_is_undone_wherever_the_node_was_meanwhile(world, goes, comes):
+    world.do(commands.change_node(world.state, "n0", "draining", "maintenance"))
+    world.do(commands.change_node(world.state, "n0", "down", "gone", silent=goes == "silent"))
+    if comes == "joins":
+        world.join(instance="two")
+    elif goes == "silent":
+        world.do(commands.heard(world.state, "n0"))
+    else:
+        assert commands.heard(world.state, "n0").events == ()  # it is down for another reason
+        return
+    entry = world.state.nodes["n0"]
+    assert (entry.node.state, entry.why) == ("draining", "maintenance")
+    world.do(commands.change_node(world.state, "n0", "up", "an operator took it in again"))
+    world.do(commands.change_node(world.state, "n0", "down", "nothing was heard", silent=True))
+    world.do(commands.heard(world.state, "n0"))
+    assert world.state.nodes["n0"].node.state == "up"
+
+
+def test_a_silent_node_that_is_taken_out_of_service_does_not_come_back_by_itself(world):
+    world.do(commands.change_node(world.state, "n0", "down", "nothing was heard", silent=True))
+    world.do(commands.change_node(world.state, "n0", "down", "it was taken out of service"))
+    entry = world.state.nodes["n0"]
+    assert (entry.node.state, entry.why) == ("down", "it was taken out of service")
+    world.do(commands.heard(world.state, "n0"))
+    assert world.state.nodes["n0"].node.state == "down"
+    assert world.do(commands.change_node(world.state, "n0", "down", "again")).note
+
+
 def test_a_plan_gives_nothing_new_of_a_node_that_was_drained_meanwhile(world):
     world.submit("a", min_devices=1)
     world.submit("b")

@@ -173,9 +173,6 @@ def join(state: State, join: Join) -> Outcome:
         return Outcome((), Taken(note="known already"))
     if known is not None and known.instance != join.instance and known.node.state != "down":
         lost = NodeChanged(name=node.name, state="down", why="another agent has come for it")
-        if known.node.state == "draining":
-            back = NodeChanged(name=node.name, state="draining", why=known.why)
-            return Outcome((lost, Joined(node=node, instance=join.instance), back))
         return Outcome((lost, Joined(node=node, instance=join.instance)))
     return Outcome((Joined(node=node, instance=join.instance),))
 
@@ -192,10 +189,21 @@ def change_node(state: State, name: str, to: str, why: str, *, silent: bool = Fa
             404,
             f"there is no node {name[:80]!a}; there are {', '.join(sorted(state.nodes)) or 'none'}.",
         )
-    if known.node.state == to:
+    # One that is silent comes back by itself, which one that somebody took out of service does not.
+    if known.node.state == to and not (known.silent and not silent):
         return Outcome((), Taken(note=f"it was {to} already"))
     assert to in ("up", "draining", "down")
     return Outcome((NodeChanged(name=name, state=to, why=why, silent=silent),))
+
+
+def heard(state: State, name: str) -> Outcome:
+    """A node that was down for want of a sign of life gives one: it is as it was before."""
+    known = state.nodes[name]
+    if not known.silent:
+        return Outcome()
+    if known.drained is not None:
+        return Outcome((NodeChanged(name=name, state="draining", why=known.drained),))
+    return Outcome((NodeChanged(name=name, state="up", why="it answers again"),))
 
 
 def report(state: State, node: str, instance: str, reports: tuple[Report, ...]) -> Outcome:

@@ -47,6 +47,8 @@ class NodeEntry:
     why: str = ""
     silent: bool = False
     """Whether it is down for want of a sign of life only."""
+    drained: str | None = None
+    """Why it was drained, until it is taken in again; it may be down meanwhile."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -329,10 +331,9 @@ def _joined(state: State, event: Joined) -> State:
     name = event.node.name
     known = state.nodes.get(name)
     entry = NodeEntry(node=event.node, instance=event.instance, version=state.seq)
-    if known is not None and known.node.state == "draining":
-        entry = dataclasses.replace(
-            entry, node=dataclasses.replace(event.node, state="draining"), why=known.why
-        )
+    if known is not None and known.drained is not None:
+        drained = dataclasses.replace(event.node, state="draining")
+        entry = dataclasses.replace(entry, node=drained, why=known.drained, drained=known.drained)
     state = dataclasses.replace(state, nodes={**state.nodes, name: entry})
     if known is None or known.instance == event.instance:
         return state
@@ -347,11 +348,13 @@ def _node_changed(state: State, event: NodeChanged) -> State:
     known = state.nodes.get(event.name)
     if known is None:
         raise ValueError(f"there is no node {event.name!r} at place {state.seq} of the journal")
+    drained = {"up": None, "draining": event.why, "down": known.drained}
     entry = dataclasses.replace(
         known,
         node=dataclasses.replace(known.node, state=event.state),
         why=event.why,
         silent=event.silent,
+        drained=drained[event.state],
         version=state.seq,
     )
     state = dataclasses.replace(state, nodes={**state.nodes, event.name: entry})
