@@ -291,6 +291,16 @@ def test_a_plan_gives_nothing_new_of_a_node_that_was_drained_meanwhile(world):
     assert world.state.jobs["a"].allocation.num_devices == 1
 
 
+def test_a_plan_gives_no_devices_that_a_node_came_back_without(world):
+    world.submit("a")
+    world.do(commands.change_node(world.state, "n0", "down", "a reboot"))
+    world.join(devices=4, instance="two")
+    world.plan(a={"n0": (3, 4)}.items())
+    assert world.state.jobs["a"].allocation.num_devices == 0
+    world.plan(a={"n0": (2, 3)}.items())
+    assert world.state.jobs["a"].allocation.num_devices == 2
+
+
 def test_hints_are_of_the_generation_that_is_handed_out_and_newer_than_the_last(world):
     world.submit("a")
     world.plan(a={"n0": (0,)}.items())

@@ -240,6 +240,8 @@ def _can_have(state: State, name: str, local: Sequence[int], has: Sequence[int])
     known = state.nodes.get(name)
     if known is None or known.node.state == "down":
         return False
+    if any(index >= known.node.num_devices for index in local):  # it came back with fewer
+        return False
     return known.node.state == "up" or set(local) <= set(has)
 
 
