@@ -182,14 +182,22 @@ for line in sys.stdin:
     time.sleep(600.0 if asked["job"] == "slow" else 0.0)
     print(json.dumps({"id": asked["id"], "answer": asked["job"]}), flush=True)
 """
+LATE = """
+import json, pathlib, sys
+if not (started := pathlib.Path(sys.argv[1])).exists():
+    started.touch()
+    sys.exit(3)
+for line in sys.stdin:
+    print("{}", flush=True)
+"""
 
 
-def with_planners(folder, script, use):
+def with_planners(folder, script, use, *arguments):
     """`use(planners)` where the processes that plan and answer run a script."""
 
     async def beside(book):
         planners = Planners(book, folder, Policy())
-        planners._command = [sys.executable, "-c", script]
+        planners._command = [sys.executable, "-c", script, *arguments]
         try:
             return await use(planners)
         finally:
@@ -210,6 +218,52 @@ def test_a_planner_that_is_slow_is_asked_for_one_plan_at_a_time(tmp_path):
         assert said == {"", "1 and 0"}
 
     with_planners(tmp_path, BUSY, use)
+
+
+def test_a_planner_that_dies_at_each_start_is_told_of_and_ends_the_service(tmp_path, monkeypatch):
+    monkeypatch.setattr(planners_module, "AGAIN_S", 0.0)
+
+    async def use(planners):
+        with pytest.raises(ChildProcessError, match="10 times in a row.*ended with 3"):
+            await asyncio.wait_for(planners.run(), 60.0)
+        assert "ended with 3" in planners.last_error
+
+    with_planners(tmp_path, "raise SystemExit(3)", use)
+
+
+def test_a_planner_that_hangs_is_ended_and_told_of(tmp_path, monkeypatch):
+    monkeypatch.setattr(planners_module, "PLAN_S", 0.5)
+    monkeypatch.setattr(planners_module, "AGAIN_S", 60.0)
+
+    async def use(planners):
+        running = asyncio.create_task(planners.run())
+        for _ in range(500):
+            if planners.last_error:
+                break
+            await asyncio.sleep(0.02)
+        running.cancel()
+        await asyncio.wait([running])
+        assert "did not answer within 0.5 s" in planners.last_error
+
+    with_planners(tmp_path, "import time; time.sleep(600)", use)
+
+
+def test_plans_are_made_again_when_the_next_planner_answers(tmp_path, monkeypatch):
+    monkeypatch.setattr(planners_module, "AGAIN_S", 0.5)
+
+    async def use(planners):
+        running = asyncio.create_task(planners.run())
+        said = []
+        for _ in range(500):
+            said.append(planners.last_error)
+            if any(said) and not said[-1]:
+                break
+            await asyncio.sleep(0.02)
+        running.cancel()
+        await asyncio.wait([running])
+        assert any("ended with 3" in error for error in said) and not said[-1]
+
+    with_planners(tmp_path, LATE, use, str(tmp_path / "started"))
 
 
 def test_an_adviser_that_is_stuck_is_ended_and_the_next_question_answered(tmp_path, monkeypatch):
