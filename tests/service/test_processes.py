@@ -347,6 +347,28 @@ def test_an_agent_a_part_of_which_fails_ends_and_is_started_again(tmp_path):
     assert agent.run(threading.Event()) == 1  # no code that says that it is not wanted
 
 
+def test_processes_save_while_the_service_does_not_hear_the_farewell(agent):
+    take(agent._jobs, task(devices=()))
+    (process,) = agent._jobs.started
+    was_told = []
+
+    class Hangs(FakeService):
+        def call(self, method, *path, type_=Taken, **_):
+            if path[-1] == "down":
+                deadline = time.monotonic() + 5.0
+                while not process.is_told and time.monotonic() < deadline:
+                    time.sleep(0.01)
+                was_told.append(process.is_told)
+                process.exit = 143
+            return type_() if type_ is Taken else Work(node="n0", version=0, tasks=())
+
+    agent._client = Hangs
+    told = threading.Event()
+    told.set()
+    assert agent.run(told) == 0
+    assert was_told == [True]
+
+
 @pytest.mark.parametrize("status, ends", [(401, 0), (403, 0), (408, 0), (502, 0), (409, 2)])
 def test_only_another_agent_or_version_ends_an_agent(tmp_path, status, ends):
     told = threading.Event()

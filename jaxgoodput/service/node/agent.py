@@ -109,8 +109,11 @@ class NodeAgent:
                     self._jobs.take(work)
             with self._lock:
                 self._jobs.look()
+        # Beside the rest: processes are not to lose of their time to save what a deaf service takes.
+        farewell = threading.Thread(target=self._say_goodbye, daemon=True)
         if self._replaced is None:
-            self._say_goodbye()
+            farewell.start()
+            threads.append(farewell)
         with self._lock:
             self._jobs.stop()
         while not self._jobs.is_idle:
@@ -118,7 +121,8 @@ class NodeAgent:
                 self._jobs.look()
             self._clock.sleep(LOOK_S)
         self._is_over.set()
-        threads[1].join(5.0)  # what it still has to tell
+        for thread in threads[1:]:
+            thread.join(5.0)  # what it still has to tell
         if self._replaced is not None:
             logging.error("%s", self._replaced)
             return USAGE
