@@ -2,8 +2,10 @@
 
 import argparse
 import asyncio
+import errno
 import json
 import os
+import pathlib
 import secrets
 import sys
 
@@ -22,8 +24,10 @@ from jaxgoodput.service.record.book import MOST_DOWN_S, Book, Timeline
 from jaxgoodput.service.record.commands import Caller, Outcome, Refused
 from jaxgoodput.service.record.events import Ended
 from jaxgoodput.service.record.journal import Journal
+from jaxgoodput.service.web import logs as logs_module
 from jaxgoodput.service.web.api import _CONTROL, Seen
 from jaxgoodput.service.web.guard import TOKEN_FILE, own_token
+from jaxgoodput.service.web.logs import Logs
 from jaxgoodput.service.wire import ClusterShown, JobList, JobShown, Join, NodeShown, Report
 from jaxgoodput.specs import Node
 
@@ -342,6 +346,41 @@ def test_a_reason_with_brackets_is_shown_as_it_is(monkeypatch, capsys):
     assert terminal.status(options, argparse.ArgumentParser()) == terminal.DONE
     printed = capsys.readouterr().out
     assert "failed: no [/tmp/x] there" in printed and "down ([/b])" in printed
+
+
+def test_whoever_follows_a_log_that_was_cut_goes_on_after_a_restart(tmp_path, monkeypatch):
+    monkeypatch.setattr(logs_module, "MOST_BYTES", 1000)
+    said = Logs(tmp_path)
+    for number in range(30):
+        said.append("a", f"{number:099d}\n")
+    offset = said.read("a", 0, False).next_offset
+    assert offset == 3000
+    again = Logs(tmp_path)
+    again.append("a", "after\n")
+    assert again.read("a", offset, False).text == "after\n"
+    (tmp_path / "a.cut").unlink()
+    assert Logs(tmp_path).read("a", offset, False).text.endswith("after\n")  # rather than nothing
+    again.start("a")
+    assert Logs(tmp_path).read("a", 0, False).next_offset == 0 and not list(tmp_path.iterdir())
+
+
+def test_a_disk_that_is_full_costs_a_log_nothing_that_it_had(tmp_path, monkeypatch):
+    monkeypatch.setattr(logs_module, "MOST_BYTES", 1000)
+    said = Logs(tmp_path)
+    written = "".join(f"{number:099d}\n" for number in range(10))
+    said.append("a", written)
+
+    def full(path, data):
+        with path.open("wb") as file:
+            file.write(data[:100])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pathlib.Path, "write_bytes", full)
+        said.append("a", "one more\n")
+    found = said.read("a", 0, False)
+    assert (found.text, found.next_offset) == (written + "one more\n", len(written) + 9)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.log"]
 
 
 def test_control_characters_of_both_sets_leave_a_log():
