@@ -9,8 +9,16 @@ from hypothesis import strategies as st
 
 from jaxgoodput.service.record import commands
 from jaxgoodput.service.record.commands import Caller, Refused
-from jaxgoodput.service.record.events import Planned, Reasoned, Stamped
-from jaxgoodput.service.record.state import SAVED, State, owners, step, work_of
+from jaxgoodput.service.record.events import Answered, Planned, Reasoned, Stamped
+from jaxgoodput.service.record.state import (
+    MOST_ANSWER_LETTERS,
+    MOST_OVER_LETTERS,
+    SAVED,
+    State,
+    owners,
+    step,
+    work_of,
+)
 from jaxgoodput.service.wire import Join, Report
 from jaxgoodput.specs import Allocation, Hints, Node
 
@@ -418,6 +426,32 @@ def test_agents_that_cannot_come():
         dataclasses.replace(join, node=dataclasses.replace(node, state="down"))
     with pytest.raises(ValueError, match="1000000 devices"):
         dataclasses.replace(join, node=dataclasses.replace(node, num_devices=10**6))
+
+
+def test_no_user_fills_the_memory_with_jobs_that_are_over_or_answers(world):
+    long = ("x" * 10_000,) * 99
+    for number in range(60):
+        made = dataclasses.replace(services.submission(f"j{number}"), command=long)
+        world.do(commands.submit(world.state, RED, made, "s"))
+        world.do(commands.cancel(world.state, RED, f"j{number}"))
+        said = Answered(request=f"r{number}", digest="", status=201, body="x" * 990_000)
+        world.do(commands.Outcome((said,)))
+    jobs, answers = world.state.jobs, world.state.answers
+    assert 20 < len(jobs) and sum(990_000 for _ in jobs) <= MOST_OVER_LETTERS + 990_000
+    assert 20 < len(answers) and sum(len(a.body) for a in answers.values()) <= MOST_ANSWER_LETTERS
+    assert "j59" in jobs and "r59" in answers
+
+
+@pytest.mark.parametrize("bound, most", [("MOST_OF_TENANT", 3), ("MOST_LETTERS_OF_TENANT", 55)])
+def test_a_tenant_leaves_room_for_the_others(world, monkeypatch, bound, most):
+    monkeypatch.setattr(commands, bound, most)
+    with pytest.raises(Refused, match="tenant 'red'.*Await the end") as found:
+        for number in range(10):
+            world.submit(f"j{number}", RED)
+    assert found.value.status == 409 and len(world.state.active) == 3
+    world.submit("b", BLUE)
+    for number in range(10):
+        world.submit(f"o{number}", OPERATOR)
 
 
 @pytest.mark.parametrize("name", ["../x", "a/b", "", ".hidden", "a" * 64, "a b", "a\n", "é"])

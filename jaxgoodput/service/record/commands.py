@@ -25,6 +25,8 @@ from jaxgoodput.service.wire import VERSION, Join, Report, Submission, Taken
 from jaxgoodput.specs import Allocation, Hints
 
 MOST_JOBS = 10_000  # that are not over
+MOST_OF_TENANT = 2000  # likewise, where a user of it hands them in
+MOST_LETTERS_OF_TENANT = 2**25  # of the commands of these
 
 
 class Refused(Exception):
@@ -94,6 +96,8 @@ def submit(state: State, caller: Caller, submission: Submission, secret: str) ->
         raise Refused(
             409, f"{MOST_JOBS} jobs are waiting or running, and no more can be. Try again later."
         )
+    if caller.role == "user":
+        _check_share(state, submission)
     kinds = {entry.node.kind for entry in state.nodes.values()}
     if spec.kinds is not None and kinds and not kinds & set(spec.kinds):
         raise Refused(
@@ -110,6 +114,20 @@ def submit(state: State, caller: Caller, submission: Submission, secret: str) ->
             "have a node join first.",
         )
     return Outcome((Submitted(submission=submission, secret=secret),), spec.id)
+
+
+def _check_share(state: State, submission: Submission) -> None:
+    """Raises Refused where one tenant would leave too little room for the others."""
+    tenant = submission.spec.tenant
+    its = [e.submission for e in state.active.values() if e.spec.tenant == tenant]
+    letters = sum(one.num_letters for one in (*its, submission))
+    if len(its) >= MOST_OF_TENANT or letters > MOST_LETTERS_OF_TENANT:
+        raise Refused(
+            409,
+            f"{len(its)} jobs of tenant {tenant!r} are waiting or running, with commands of {letters} "
+            f"letters in all with this one; {MOST_OF_TENANT} jobs and {MOST_LETTERS_OF_TENANT} letters "
+            "can be. Await the end of some.",
+        )
 
 
 def cancel(state: State, caller: Caller, job: str) -> Outcome:
