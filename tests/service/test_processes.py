@@ -1,5 +1,6 @@
 """Processes of a node's agent: their lines, their ends, and that a device is one job's at a time."""
 
+import errno
 import json
 import os
 import signal
@@ -17,7 +18,7 @@ from jaxgoodput.client import Client, Refused
 from jaxgoodput.clock import FakeClock, SystemClock
 from jaxgoodput.observe.journal import Journal
 from jaxgoodput.service.node.agent import NodeAgent, Part, run_node
-from jaxgoodput.service.node.jobs import Jobs, Place
+from jaxgoodput.service.node.jobs import LONGEST_BACKOFF_S, Jobs, Place
 from jaxgoodput.service.node.process import LONGEST_LINE, MOST_LINES, Lines, Process
 from jaxgoodput.service.web.guard import Bounds
 from jaxgoodput.service.wire import Taken, Task, Work
@@ -225,6 +226,28 @@ def test_a_process_that_ends_by_itself_is_started_again_later_and_later(jobs):
             jobs.look()
         waits.append(jobs._clock.now() - begun)
     assert waits == sorted(waits) and waits[-1] >= 8.0
+
+
+@pytest.mark.parametrize(
+    "number, code", [(errno.EAGAIN, 143), (errno.EMFILE, 143), (errno.ENOENT, 2), (errno.E2BIG, 2)]
+)
+def test_a_coordinator_that_cannot_start_now_is_tried_again_later(jobs, monkeypatch, number, code):
+    def refuses(*_):
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(jobs, "_start", refuses)
+        take(jobs, task(devices=()))
+    (report,) = jobs.reports()
+    assert (report.code, report.attempt) == (code, 1)
+    if code == 2:
+        return
+    assert os.strerror(number) in jobs.lines(1000)[0][2]
+    take(jobs, task(devices=(), attempt=2))
+    assert not jobs.started  # what is short now is short in the next moment too
+    jobs._clock.advance(LONGEST_BACKOFF_S)
+    jobs.look()
+    assert len(jobs.started) == 1 and not jobs.reports()
 
 
 def test_a_job_that_is_over_ends_and_another_of_its_name_waits(jobs):
