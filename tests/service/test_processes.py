@@ -1,5 +1,6 @@
 """Processes of a node's agent: their lines, their ends, and that a device is one job's at a time."""
 
+import dataclasses
 import errno
 import json
 import os
@@ -14,7 +15,7 @@ import synthetic
 
 from jaxgoodput import _disk
 from jaxgoodput._serial import encode
-from jaxgoodput.client import Client, Refused
+from jaxgoodput.client import Client, Refused, Unreachable
 from jaxgoodput.clock import FakeClock, SystemClock
 from jaxgoodput.observe.journal import Journal
 from jaxgoodput.service.node.agent import NodeAgent, Part, run_node
@@ -390,6 +391,39 @@ def test_processes_save_while_the_service_does_not_hear_the_farewell(agent):
     told.set()
     assert agent.run(told) == 0
     assert was_told == [True]
+
+
+@pytest.mark.parametrize("alone_s", [30.0, None])
+def test_a_node_that_is_cut_off_ends_its_jobs_where_it_is_to_and_takes_them_up_again(
+    agent, alone_s
+):
+    agent._part = dataclasses.replace(agent._part, alone_s=alone_s)
+    told, where = threading.Event(), {"address": "x:1", "coordinates": False, "devices": (0,)}
+    work = Work(node="n0", version=1, tasks=(task(**where),))
+    started, since = agent._jobs.started, []
+
+    class CutOff(FakeService):
+        def call(self, method, *path, type_=Taken, **_):
+            if type_ is not Work:
+                return type_()
+            if not started:
+                return work
+            time.sleep(0.01)
+            agent._clock.advance(1.0)
+            since.append(agent._clock.now())
+            if len(started) == 1 and not started[0].is_told and since[-1] - since[0] < 100.0:
+                raise Unreachable("it is cut off")
+            if len(started) == 1 and started[0].is_told:
+                started[0].exit = 143
+            else:
+                told.set()
+                started[-1].exit = 143
+            return work  # of the same version
+
+    agent._client = CutOff
+    assert agent.run(told) == 0
+    assert len(started) == (1 if alone_s is None else 2)
+    assert since[-1] - since[0] < 100.0 or alone_s is None
 
 
 @pytest.mark.parametrize("status, ends", [(401, 0), (403, 0), (408, 0), (502, 0), (409, 2)])
