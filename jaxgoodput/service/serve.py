@@ -130,6 +130,7 @@ async def _serve(
         access_log=False,
         log_level="warning",
         server_header=False,
+        proxy_headers=False,  # by which anybody could say to be another address
         timeout_keep_alive=int(IDLE_S),
         h11_max_incomplete_event_size=HEADER_BYTES,
         timeout_graceful_shutdown=2,

@@ -152,7 +152,13 @@ def node(options, parser: argparse.ArgumentParser) -> int:
         made = Node(name=name, kind=options.kind, num_devices=options.devices, labels=labels)
         place = Place(node=name, host=host, grace_s=options.grace_s, join_s=options.join_s)
         folder = _folder(options) / "nodes" / name
-        part = Part(node=made, place=place, folder=folder, hints_s=options.hints_s)
+        part = Part(
+            node=made,
+            place=place,
+            folder=folder,
+            hints_s=options.hints_s,
+            alone_s=options.alone_s,
+        )
         return run_node(part, connect)
     except InUse as error:
         _wrong(error)
@@ -180,7 +186,8 @@ def nodes(options, parser: argparse.ArgumentParser) -> int:
     shared = ["--scheduler", url, "--devices", str(options.devices), "--kind", options.kind]
     shared += ["--folder", str(_folder(options)), "--grace-s", f"{options.grace_s:g}"]
     shared += ["--hints-s", f"{options.hints_s:g}", "--join-s", f"{options.join_s:g}"]
-    for flag, value in (("--token-file", options.token_file), ("--ca", options.ca)):
+    given = {"--token-file": options.token_file, "--ca": options.ca, "--alone-s": options.alone_s}
+    for flag, value in given.items():
         shared += [] if value is None else [flag, str(value)]
     told = threading.Event()
     for kind in (signal.SIGTERM, signal.SIGINT):

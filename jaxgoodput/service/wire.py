@@ -4,6 +4,7 @@ The service checks all that it is sent against these types (pydantic reads them 
 other types and numbers that are not finite are refused), and `jaxgoodput.client` reads its answers with them.
 """
 
+import functools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -99,6 +100,11 @@ class Submission:
                     f"{said} has {name}={size}, which is no multiple of devices_per_process={each}: it comes "
                     "and goes by whole processes."
                 )
+
+    @functools.cached_property
+    def num_letters(self) -> int:
+        """About how much room it takes."""
+        return sum(map(len, (*self.command, self.cwd, self.workdir or "")))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -80,6 +80,19 @@ def test_only_the_newest_of_a_key_stays(tmp_path):
     assert journal.replay()[0].jobs["a"].hints.number == 49
 
 
+def test_plans_that_change_nothing_do_not_pile_up(tmp_path):
+    journal = Journal(tmp_path)
+    a_few(journal)
+    for number in range(50):
+        at_s = 10.0 + number
+        journal.append([Planned(changes={}, solved_s=at_s, next_solve_s=at_s + 60.0)], at_s, 1e9)
+    count = sqlite3.connect(tmp_path / FILE).execute("select count(*) from events").fetchone()[0]
+    assert count == 7 + 1
+    state, _ = journal.replay()
+    assert (state.solved_s, state.next_solve_s) == (59.0, 119.0)
+    assert state.jobs["a"].allocation.num_devices == 2
+
+
 WRITER = """
 import pathlib, sys
 from jaxgoodput.service.record.events import Submitted

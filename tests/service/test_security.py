@@ -361,6 +361,15 @@ def test_who_guesses_tokens_is_slowed_down(service):
     assert client(service, "red").call("GET", "jobs", type_=JobList).jobs  # who has one is not
 
 
+def test_who_guesses_tokens_is_not_another_one_for_saying_so(service):
+    statuses = [
+        ask(service, "GET", "/v1/jobs", token="a-guess-1234567890",
+            headers={"X-Forwarded-For": f"10.0.0.{i}"})[0]
+        for i in range(60)
+    ]  # fmt: skip
+    assert 429 in statuses
+
+
 def test_who_asks_too_often_is_told_when_to_come_back(tmp_path):
     with services.Service(tmp_path / "service", "--local", "0", "--rate", "5") as made:
         client = made.client()
