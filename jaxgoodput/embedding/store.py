@@ -152,7 +152,7 @@ class RowStore:
         """Open the folder, or begin one.
 
         `num_ids`: ids are below it; the index then takes 4 bytes for each. `at`: go back to this commit;
-        those after it are gone with the next one; 0: to before the first. `checks_rows=False` leaves rows to
+        those after it are gone with the next one, unless that is told to keep them; 0: to before the first. `checks_rows=False` leaves rows to
         be looked at when they are read. `keep`: commits that stay. `compacts=False`: only when told.
         """
         if row_bytes < 8 or row_bytes % 8:
@@ -363,7 +363,7 @@ class RowStore:
     def commit(self, about: Mapping[str, Any] | None = None, *, keep: Collection[int] = ()) -> int:
         """Put everything on the disk for good; returns the commit's number, and says `about` of it.
 
-        Of the commits before, those of `keep` stay beside the newest ones.
+        Of all commits that lie there, those of `keep` stay beside the newest that this one is made from.
 
         Raises OSError where the disk refuses: the commit before stays the newest.
         """
@@ -399,7 +399,7 @@ class RowStore:
                 with self._lock:
                     self._in_use -= names
             self._newest = made
-            self._forget_old(made)
+            self._forget_old(made, keep)
         return made.number
 
     def _write_manifest(self, manifest: Manifest) -> None:
@@ -414,11 +414,11 @@ class RowStore:
         unfinished.rename(path)
         _disk.sync_folder(path.parent)
 
-    def _forget_old(self, made: Manifest) -> None:
+    def _forget_old(self, made: Manifest, keep: Collection[int]) -> None:
         """Delete commits that are not kept, and segments that no kept one names."""
         self._lineage = made.lineage
         for number, path in manifests(self.folder).items():
-            if number not in self._lineage:
+            if number not in self._lineage and number not in keep:
                 path.unlink()
         self._delete_unnamed()
 
