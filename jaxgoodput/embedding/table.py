@@ -308,7 +308,7 @@ class TieredTable:
             rows[wanted], is_there = self._from_disk(plan.missing[wanted])
             found = int(is_there.sum())
         if self._share is not None and len(rows):
-            rows = self._share.rows(plan.number, plan.missing, rows[mine])
+            rows = self._share.rows(plan.number, plan.missing, plan.targets, rows[mine])
         counts = self.counts
         counts.batches += 1
         counts.on_device += len(plan.slots) - len(plan.missing)

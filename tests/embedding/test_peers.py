@@ -195,6 +195,21 @@ def test_what_was_said_before_a_new_beginning_is_not_heard_behind_it():
     assert together(2, run) == [[0, 1], [0, 1]]
 
 
+def test_processes_that_have_planned_differently_say_so():
+    def run(rank, peers):
+        ids, slots = np.arange(20), np.arange(20, dtype=np.int32)
+        share = Share(peers, "user")
+        own = np.full((int(share.owned(ids).sum()), 3), rank, np.uint32)
+        rows = share.rows(0, ids, slots, own)
+        np.testing.assert_array_equal(rows[:, 0], share.owner(ids))
+        with pytest.raises(RuntimeError, match="round 1 of 'user: rows' .* planned differently"):
+            share.rows(1, ids, slots[:: 1 - 2 * rank], own)  # as many from each, for other slots
+        with pytest.raises(RuntimeError, match="round 2 of 'user: coming' .* planned differently"):
+            share.most("coming", 2, np.zeros(5 + rank), ids[: 5 + rank])
+
+    together(2, run)
+
+
 @pytest.mark.parametrize("secret", ["another one", None])
 def test_a_stranger_is_left_outside(secret):
     refused = []
