@@ -113,9 +113,9 @@ class Peers:
             if (data.dtype, data.shape[1:], others) != (own.dtype, own.shape[1:], total):
                 raise RuntimeError(
                     f"In round {number} of {lane!r} process {other} gives {data.dtype}{list(data.shape)} for "
-                    f"{others:08x}, and process {self.rank} {own.dtype}{list(own.shape)} for {total:08x}: they "
-                    "have planned differently, and no row can be trusted. Start the job again; it goes on "
-                    "from its last checkpoint. That all have the same versions and data is yours to see to."
+                    f"{others:08x}, and process {self.rank} {own.dtype}{list(own.shape)} for {total:08x}: "
+                    "they have planned differently, and no row can be trusted. Look whether all have the "
+                    "same versions and data, and start the job again; it goes on from its last checkpoint."
                 )
         return [own if rank == self.rank else found[rank][0] for rank in range(self.count)]
 

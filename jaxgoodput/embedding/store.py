@@ -152,8 +152,9 @@ class RowStore:
         """Open the folder, or begin one.
 
         `num_ids`: ids are below it; the index then takes 4 bytes for each. `at`: go back to this commit;
-        those after it are gone with the next one, unless that is told to keep them; 0: to before the first. `checks_rows=False` leaves rows to
-        be looked at when they are read. `keep`: commits that stay. `compacts=False`: only when told.
+        those after it are gone with the next one, but for those that this is told to keep; 0: to before the
+        first. `checks_rows=False` leaves rows to be looked at when they are read. `keep`: commits that stay.
+        `compacts=False`: only when told.
         """
         if row_bytes < 8 or row_bytes % 8:
             raise ValueError(f"row_bytes={row_bytes}: rows have 8, 16, 24, ... bytes. Pad them.")

@@ -31,7 +31,9 @@ from jaxgoodput.engine.rows import WithRows, as_seen
 from jaxgoodput.observe.events import EvalEnd, FitStart, StepEnd
 from jaxgoodput.optim.noise import leaf_groups, squared_norms
 from jaxgoodput.parallel.strategy import Strategy
+from jaxgoodput.train.checkpoint import Checkpoints
 from jaxgoodput.train.prepare import problem_of
+from jaxgoodput.train.tables.commits import Opener
 
 
 def test_every_row_has_the_bits_of_a_dense_table_while_the_batch_changes(tmp_path):
@@ -168,6 +170,32 @@ def test_where_a_table_is_damaged_the_checkpoint_before_is_used(tmp_path, whole)
     again = Two(settings(tmp_path, **SAVED), hooks=[seen])
     state = again.fit()
     assert seen.of(FitStart)[0].step == safe
+    assert same(state.params, whole[0].params)
+    same_rows(rows_of(again), whole[1])
+
+
+def test_rows_of_a_checkpoint_that_another_process_cannot_read_are_put_away(
+    tmp_path, whole, monkeypatch
+):
+    Two(settings(tmp_path, **{**SAVED, "base_steps": 20.0, "saving__keep": 1})).fit()
+    opened, of_checkpoint = [], Opener.of_checkpoint
+
+    def opens(self, commits):
+        opened.append(of_checkpoint(self, commits))
+        return opened[-1]
+
+    everywhere, heard = Checkpoints._everywhere, []
+
+    def damaged_elsewhere(self, holds):
+        heard.append(len(opened))
+        return everywhere(self, holds) and heard.count(1) != 1  # asked first behind that
+
+    monkeypatch.setattr(Opener, "of_checkpoint", opens)
+    monkeypatch.setattr(Checkpoints, "_everywhere", damaged_elsewhere)
+    seen = Recorder()
+    again = Two(settings(tmp_path, **SAVED), hooks=[seen])
+    state = again.fit()
+    assert len(opened) == 1 and seen.of(FitStart)[0].step == 0
     assert same(state.params, whole[0].params)
     same_rows(rows_of(again), whole[1])
 
