@@ -176,6 +176,7 @@ class RowStore:
             self._keep_held = self._held.pop_all()
         self._wanted, self._is_closed = threading.Event(), False
         self._failure: Exception | None = None
+        self._has_room = True  # to write stale segments anew
         self._thread = threading.Thread(target=self._compact_behind, name="compaction", daemon=True)
         if compacts:
             self._thread.start()
@@ -253,7 +254,7 @@ class RowStore:
         self.traffic.rows_put += len(ids)
         self.traffic.bytes_put += rows.nbytes
         self.traffic.bytes_written += rows.nbytes
-        if self._worth():
+        if self._has_room and self._worth():
             self._wanted.set()
 
     def ids(self) -> Int64[np.ndarray, " n"]:
@@ -331,7 +332,12 @@ class RowStore:
             self._next_file += 1
             name = f"{self._next_file:08d}.rows"
             self._in_use.add(name)
-        return SegmentWriter(self.folder / name, self.row_bytes, max_rows)
+        try:
+            return SegmentWriter(self.folder / name, self.row_bytes, max_rows)
+        except BaseException:
+            with self._lock:
+                self._in_use.discard(name)
+            raise
 
     def _added(self, part: Segment | SegmentWriter) -> int:
         """Give a segment a number. Under `_lock`."""
@@ -401,6 +407,9 @@ class RowStore:
                     self._in_use -= names
             self._newest = made
             self._forget_old(made, keep)
+            if not self._has_room:  # there may be by now
+                self._has_room = True
+                self._wanted.set()
         return made.number
 
     def _write_manifest(self, manifest: Manifest) -> None:
@@ -583,6 +592,8 @@ class RowStore:
             if writer is not None:
                 writer.close()
                 writer.path.unlink(missing_ok=True)
+                with self._lock:
+                    self._in_use.discard(writer.path.name)
             raise
         with self._lock:
             last = max(self._order.index(n) for n in found)
@@ -616,8 +627,12 @@ class RowStore:
             try:
                 while not self._is_closed and self.compact():
                     pass
-            except Exception as error:  # the next `put` or `commit` raises it
-                self._failure = error
+            except Exception as error:
+                if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+                    logging.warning("stale rows stay until the next commit: %s", error)
+                    self._has_room = False
+                else:  # the next `put` or `commit` raises it
+                    self._failure = error
             if self._is_closed:
                 return
 
