@@ -755,6 +755,7 @@ class Loop:
         with self.ledger.bucket("checkpoint_save"), jax.transfer_guard("allow"), self._saving:
             state, meta = self._snapshot()
             meta, error = self._with_tables(meta)
+            is_of_tables = error is not None  # which says itself where there is no room
             if self.feed is not None and not self._everywhere(error is None):
                 error = error or f"step {meta.step}: {ELSEWHERE}"
             if self.engine.spans and not self.where.spans and self.where.writes:
@@ -770,7 +771,8 @@ class Loop:
                 error,
                 "" if wait else "Training goes on, and ",
                 f" Free some space, or make {self.config.workdir} writable."
-                if "Errno" in error or "os_error_code" in error  # of Python, of tensorstore
+                if not is_of_tables
+                and ("Errno" in error or "os_error_code" in error)  # of Python, of tensorstore
                 else "",
             )
         seconds = self.clock.now() - start_s

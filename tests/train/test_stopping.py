@@ -136,7 +136,7 @@ def test_a_stop_is_heard_while_the_data_hang(tmp_path):
 
     def stop():
         data.hangs.wait(LIMIT_S)
-        time.sleep(1.0)  # what was read before is trained on
+        wait_until(lambda: len(seen.of(StepEnd)) >= 3)  # what was read before is trained on
         trainer.request_stop()
 
     thread = threading.Thread(target=stop)
