@@ -4,9 +4,11 @@
 
 Each start has a working directory of its own, so that nothing is compiled yet, and its process is ended
 after the first step. `imports` is the time until the quickstart's module is there, `first step` that until
-its first update is done, `compiling` the seconds of XLA in between, summed over its threads. With `--bytecode`
-no module has bytecode yet, as after an installer that makes none. With `--warm` every start but an uncounted
-first finds the programs of the one before. The exit code is 1 where the median is above `--asked-s`.
+its first update is done, `compiling` the seconds of XLA in between, and `processor` what the process had of
+all cores by then: half of it is what two cores need at least, whatever else runs. With `--bytecode` no
+module has bytecode yet, as after an installer that makes none. With `--warm` every start but an uncounted
+first finds the programs of the one before. The exit code is 1 where the median of `first step` is above
+`--asked-s`.
 """
 
 import argparse
@@ -21,7 +23,7 @@ import time
 from typing import Any
 
 EXAMPLES = pathlib.Path(__file__).resolve().parents[1] / "examples"
-PARTS = ("imports", "compiling", "first_step")
+PARTS = ("imports", "compiling", "processor", "first_step")
 
 
 class Teller:
@@ -35,7 +37,8 @@ class Teller:
         if not self._told:
             self._told = True
             done_s = time.time() - (time.perf_counter() - event.at_s)  # hooks hear of it later
-            print(json.dumps(self._parts | {"first_step": done_s}), flush=True)
+            parts = {"processor": time.process_time(), "first_step": done_s}
+            print(json.dumps(self._parts | parts), flush=True)
 
 
 def child(workdir: str) -> None:
@@ -82,11 +85,8 @@ def measure(workdir: str, bytecode: str | None) -> dict[str, float]:
                 + errors.read()[-2000:]
             )
     told = json.loads(line)
-    return {
-        "imports": told["imports"] - start_s,
-        "compiling": told["compiling"],
-        "first_step": told["first_step"] - start_s,
-    }
+    moments = {part: told[part] - start_s for part in ("imports", "first_step")}
+    return told | moments
 
 
 def starts(repeats: int, bytecode: bool, warm: bool) -> list[dict[str, float]]:
@@ -117,12 +117,11 @@ def main():
     print(f"{'seconds to':>12s} {'median':>7s} {'min':>6s} {'max':>6s}   of {len(found)} starts")
     for part in PARTS:
         seconds = [each[part] for each in found]
-        median = statistics.median(seconds)
-        print(
-            f"{part.replace('_', ' '):>12s} {median:7.2f} {min(seconds):6.2f} {max(seconds):6.2f}"
-        )
-    if median > options.asked_s:
-        raise SystemExit(f"the first step came after {median:.1f} s, asked {options.asked_s:g}")
+        middle, least, most = statistics.median(seconds), min(seconds), max(seconds)
+        print(f"{part.replace('_', ' '):>12s} {middle:7.2f} {least:6.2f} {most:6.2f}")
+    first_s = statistics.median(each["first_step"] for each in found)
+    if first_s > options.asked_s:
+        raise SystemExit(f"the first step came after {first_s:.1f} s, asked {options.asked_s:g}")
 
 
 if __name__ == "__main__":
