@@ -491,7 +491,8 @@ def listen_for_compilations(callback: Callable[[Compilation], None]) -> Callable
         if event == _CACHE_HIT_EVENT:
             found.hit = True
 
-    def on_duration(event: str, duration_secs: float, **labels: str | int) -> None:
+    # Orbax says counts by this way, too: an int is none of beartype's floats.
+    def on_duration(event: str, duration_secs: float | int, **labels: str | int) -> None:
         if event == _COMPILE_EVENT:
             cached, found.hit = getattr(found, "hit", False), False
             name = str(labels.get("fun_name", ""))

@@ -18,6 +18,9 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from jaxgoodput import _jax
 
+# What `compiler_options` a program needs to have the kernels that users get; see conftest.py.
+AS_USERS = {"xla_cpu_use_fusion_emitters": True} if jax.__version_info__ < (0, 11) else {}
+
 MAX_BYTES = 2**31  # programs that no test compiles any more pile up
 
 

@@ -32,7 +32,7 @@ from jaxgoodput.engine.rows import WithRows, as_seen
 from jaxgoodput.observe.events import EvalEnd, FitStart, StepEnd, Window
 from jaxgoodput.optim.noise import leaf_groups, squared_norms
 from jaxgoodput.parallel.strategy import Strategy
-from jaxgoodput.train import analyst
+from jaxgoodput.observe import hooks
 from jaxgoodput.train.checkpoint import Checkpoints
 from jaxgoodput.train.prepare import problem_of
 from jaxgoodput.train.tables.commits import Opener
@@ -40,7 +40,7 @@ from jaxgoodput.train.tables.feed import Feed
 
 
 def test_every_row_has_the_bits_of_a_dense_table_while_the_batch_changes(tmp_path, monkeypatch):
-    monkeypatch.setattr(analyst, "MOST_BEHIND", 4)  # so that no two changes are asked for at once
+    monkeypatch.setattr(hooks, "MOST_BEHIND", 4)  # so that no two changes are asked for at once
     seen = Changing({15: (256,), 40: (128,), 70: (64,)})
     quiet = {"policy": "goodput", "tuning__warm_up_steps": 10**6, "base_steps": 200.0}
     quiet["rule"] = jg.rules.square_root  # which no rounding of the noise changes
@@ -58,7 +58,7 @@ def test_every_row_has_the_bits_of_a_dense_table_while_the_batch_changes(tmp_pat
 
 
 def test_several_devices_train_the_rows_of_a_dense_table(tmp_path, monkeypatch):
-    monkeypatch.setattr(analyst, "MOST_BEHIND", 4)
+    monkeypatch.setattr(hooks, "MOST_BEHIND", 4)
     seen = Changing({15: (64,), 40: (32,)})  # of each of four
     quiet = {"policy": "goodput", "tuning__warm_up_steps": 10**6, "base_steps": 100.0}
     quiet["rule"] = jg.rules.square_root

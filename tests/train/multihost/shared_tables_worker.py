@@ -20,7 +20,7 @@ from table_runs import Two, settings
 import jaxgoodput as jg
 from jaxgoodput.embedding.table import TieredTable
 from jaxgoodput.goodput.search import BatchLimits
-from jaxgoodput.train import analyst
+from jaxgoodput.observe import hooks
 
 BASE, LARGE, CHANGES_BEHIND = 96, 192, 4
 TOTAL = 90.0
@@ -83,7 +83,7 @@ def write_slots_when_closed(out):
 
 def main(out, stop):
     write_slots_when_closed(out)
-    analyst.MOST_BEHIND = 2  # so that the change comes long before the stop
+    hooks.MOST_BEHIND = 2  # so that the change comes long before the stop
     lines = Lines(out, stop)
     trainer = lines.trainer = made(out, hooks=[lines])
     state = trainer.fit()
