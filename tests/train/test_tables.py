@@ -29,10 +29,10 @@ from table_runs import (
 import jaxgoodput as jg
 from jaxgoodput.embedding.store import RowStore, read_manifest
 from jaxgoodput.engine.rows import WithRows, as_seen
+from jaxgoodput.observe import hooks
 from jaxgoodput.observe.events import EvalEnd, FitStart, StepEnd, Window
 from jaxgoodput.optim.noise import leaf_groups, squared_norms
 from jaxgoodput.parallel.strategy import Strategy
-from jaxgoodput.observe import hooks
 from jaxgoodput.train.checkpoint import Checkpoints
 from jaxgoodput.train.prepare import problem_of
 from jaxgoodput.train.tables.commits import Opener
