@@ -22,6 +22,12 @@ from tensorboardX.proto.summary_pb2 import (
     Summary,  # pyright: ignore[reportAttributeAccessIssue]
     SummaryMetadata,  # pyright: ignore[reportAttributeAccessIssue]
 )
+from tensorboardX.proto.tensor_pb2 import (
+    TensorProto,  # pyright: ignore[reportAttributeAccessIssue]
+)
+from tensorboardX.proto.tensor_shape_pb2 import (
+    TensorShapeProto,  # pyright: ignore[reportAttributeAccessIssue]
+)
 
 from jaxgoodput.clock import Clock
 
@@ -78,9 +84,15 @@ class EventFile:
     def image(self, tag: str, png: bytes, step: int) -> None:
         """A picture."""
         width, height = struct.unpack(">II", png[16:24])  # where every PNG says it
-        image = Summary.Image(width=width, height=height, encoded_image_string=png)
-        about = SummaryMetadata(summary_description=self._describe(tag))
-        self.summary(Summary(value=[Summary.Value(tag=tag, image=image, metadata=about)]), step)
+        parts = [str(width).encode(), str(height).encode(), png]
+        size = TensorShapeProto(dim=[TensorShapeProto.Dim(size=len(parts))])
+        tensor = TensorProto(dtype="DT_STRING", string_val=parts, tensor_shape=size)
+        # Not as `Summary.Image`: of it one of TensorBoard's two readers drops the description.
+        about = SummaryMetadata(
+            summary_description=self._describe(tag),
+            plugin_data=SummaryMetadata.PluginData(plugin_name="images"),
+        )
+        self.summary(Summary(value=[Summary.Value(tag=tag, tensor=tensor, metadata=about)]), step)
 
     def summary(self, summary: Any, step: int) -> None:
         """Any summary that tensorboardX can build."""
