@@ -23,6 +23,9 @@ from jaxgoodput._serial import decode, encode, parse
 from jaxgoodput.client import Client, Refused, Unreachable, read_token
 from jaxgoodput.clock import SystemClock
 from jaxgoodput.service.wire import (
+    DONE,
+    FAILED,
+    USAGE,
     ClusterShown,
     Explained,
     JobList,
@@ -36,7 +39,6 @@ from jaxgoodput.service.wire import (
 from jaxgoodput.specs import JobSpec, Node
 from jaxgoodput.text import compact, seconds
 
-DONE, FAILED, USAGE = 0, 1, 2
 REFRESH_S = 1.0
 WAIT_S = 20.0
 

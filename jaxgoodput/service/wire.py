@@ -15,6 +15,8 @@ from jaxgoodput.specs import STRICT, Hints, JobSpec, Node, Reservation, Tenant
 VERSION = 1
 """Of what agents and service say to each other; an agent of another one is refused."""
 
+DONE, FAILED, USAGE = 0, 1, 2  # how agents and commands end
+
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}"
 MOST_WORDS, LONGEST_WORD = 1000, 10_000
 LONGEST_PATH = 4096

@@ -147,6 +147,18 @@ def test_a_row_that_was_changed_is_refused_with_its_place_and_repaired(tmp_path,
     assert repair(tmp_path).place is None  # it is sound now
 
 
+def test_an_event_that_cannot_be_is_repaired_at_the_place_that_the_replay_says(tmp_path):
+    journal = Journal(tmp_path)
+    a_few(journal)
+    journal.append([Cancelled(job="nobody's")], 9.0, 1e9)  # sound as a row
+    with pytest.raises(Corrupt) as found:
+        journal.replay()
+    journal.close()
+    done = repair(tmp_path)
+    assert done.place == found.value.place == 10
+    assert done.kept == 7
+
+
 def test_a_journal_that_a_service_has_is_not_repaired(tmp_path):
     Journal(tmp_path).close()
     with held(tmp_path), pytest.raises(InUse, match="is in use by process"):

@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+from typing import Any
 
 import pytest
 import services
@@ -377,7 +378,7 @@ def test_processes_save_while_the_service_does_not_hear_the_farewell(agent):
     was_told = []
 
     class Hangs(FakeService):
-        def call(self, method, *path, type_=Taken, **_):
+        def call(self, method, *path, type_: Any = Taken, **_) -> Any:
             if path[-1] == "down":
                 deadline = time.monotonic() + 5.0
                 while not process.is_told and time.monotonic() < deadline:
@@ -403,7 +404,7 @@ def test_a_node_that_is_cut_off_ends_its_jobs_where_it_is_to_and_takes_them_up_a
     started, since = agent._jobs.started, []
 
     class CutOff(FakeService):
-        def call(self, method, *path, type_=Taken, **_):
+        def call(self, method, *path, type_: Any = Taken, **_) -> Any:
             if type_ is not Work:
                 return type_()
             if not started:

@@ -20,10 +20,20 @@ from jaxgoodput.client import Client, Refused, Unreachable
 from jaxgoodput.clock import Clock, SystemClock
 from jaxgoodput.service.node.hints import hints_of
 from jaxgoodput.service.node.jobs import Jobs, Place
-from jaxgoodput.service.wire import VERSION, Join, Lines, Reports, Taken, Task, Work
+from jaxgoodput.service.wire import (
+    DONE,
+    FAILED,
+    USAGE,
+    VERSION,
+    Join,
+    Lines,
+    Reports,
+    Taken,
+    Task,
+    Work,
+)
 from jaxgoodput.specs import Hints, Node
 
-DONE, FAILED, USAGE = 0, 1, 2
 IN_USE = 3  # what is left of an agent before has not ended, which it may yet
 LOOK_S = 0.2
 WAIT_S = 20.0  # for something to do, at once
