@@ -73,7 +73,7 @@ def test_a_hook_that_is_slow_holds_up_no_scheduled_batch(tmp_path):
     assert changed == list(range(1, len(changed) + 1))
     assert list(batches(seen)) == [16, 32]
     # And no window has steps of both.
-    counts = dict.fromkeys((16, 32), 0)
+    counts: dict[int, int] = {16: 0, 32: 0}
     for window in seen.of(Window):
         counts[window.config.global_batch_size] += window.num_steps
     steps = [step.config.global_batch_size for step in seen.of(StepEnd)]
