@@ -1,6 +1,5 @@
 """`Task`: the few methods that a user writes; pure functions of their arguments."""
 
-import abc
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,15 +8,15 @@ import optax
 from jaxtyping import Array, PyTree
 
 
-class Task(abc.ABC):
+class Task:
     """What is trained: a model, a loss, an optimizer and data.
 
     All methods are traced, compiled for several batch sizes, and called from more than one thread.
     """
 
-    @abc.abstractmethod
     def init(self, key: Array) -> Any:
         """The parameters, a PyTree; `Variables(params=, model_state=)` for a model with mutable state."""
+        raise _undefined(self, "init", "init(self, key) -> the parameters, a dict of arrays")
 
     def loss(self, params: PyTree, batch: PyTree, key: Array) -> Any:
         """The loss of one micro-batch, leaves of `batch` being `[micro_batch_size, ...]`.
@@ -71,7 +70,6 @@ class Task(abc.ABC):
             "that the batch reads of it, integers [batch, ...]}."
         )
 
-    @abc.abstractmethod
     def optimizer(self) -> optax.GradientTransformation:
         """Any optax optimizer, tuned at the base batch size.
 
@@ -81,6 +79,7 @@ class Task(abc.ABC):
         multiplied by the learning-rate gain. An average of the parameters is no link of it: `Config.ema`
         keeps one of what the gain made of them.
         """
+        raise _undefined(self, "optimizer", "optimizer(self): return optax.adam(1e-3), or another")
 
     def learning_rate(self, progress: Any) -> Any:
         """The optimizer's own learning rate at `progress` base steps, for the dashboard; None: unknown.
@@ -92,7 +91,6 @@ class Task(abc.ABC):
         """
         return None
 
-    @abc.abstractmethod
     def dataset(self) -> Any:
         """Training samples: a dict of arrays, anything with `__len__` and `__getitem__`, a `Source`, a grain
         `MapDataset`, or a stream.
@@ -112,6 +110,11 @@ class Task(abc.ABC):
         Its samples are used exactly once if, set back, it gives the same ones again. The run ends where it
         does. Each process reads all of it and trains on its part, so it is to be the same in all of them.
         """
+        raise _undefined(
+            self,
+            "dataset",
+            'dataset(self): return {"x": inputs, "y": labels}, arrays with one row per sample',
+        )
 
     def eval_dataset(self) -> Any:
         """Held-out samples, or None. `Config.evaluation` says when they are evaluated; at the end anyway."""
@@ -144,3 +147,7 @@ class Task(abc.ABC):
         None is one group.
         """
         return None
+
+
+def _undefined(task: Task, name: str, what: str) -> TypeError:
+    return TypeError(f"{type(task).__name__} does not define {name}. Write {what}.")
