@@ -37,6 +37,7 @@ from jaxgoodput.specs import JobSpec, Node
 from jaxgoodput.text import compact, seconds
 
 DONE, FAILED, USAGE = 0, 1, 2
+NOTHING = "no devices"  # what `WhatIf.gets` says of a job that would get none
 REFRESH_S = 1.0
 WAIT_S = 20.0
 
@@ -261,6 +262,7 @@ def submit(options, command: list[str], parser: argparse.ArgumentParser) -> int:
             print(f"{found.job} would get {found.gets}: {found.why}")
             for other in found.others:
                 print(f"{other.job}: {other.before} -> {other.after}")
+            return FAILED if found.gets == NOTHING else DONE
         else:
             job = connect().call("POST", "jobs", body=handed_in, changes=True, type_=JobShown)
             print(job.id)

@@ -245,7 +245,7 @@ class Counted(Mean):
 
 class NoKey(Mean):
     def loss(self, params, batch) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return super().loss(params, batch, None)
+        return super().loss(params, batch, jax.random.key(0))
 
 
 class KeyOfItsOwn(Mean):
