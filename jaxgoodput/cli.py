@@ -2,14 +2,17 @@
 
 import argparse
 import contextlib
+import difflib
 import importlib.metadata
 import importlib.util
 import io
+import os
 import pathlib
 import platform
+import select
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TextIO, TypeVar
 
 import shtab
 
@@ -17,6 +20,7 @@ from jaxgoodput import __version__
 from jaxgoodput.service.options import add_commands
 
 _DONE, _USAGE = 0, 2
+_UNREAD = 141  # what a shell says of a program that SIGPIPE has ended
 _LONGEST = 1e9  # seconds, hours or GiB: threads cannot wait for longer, and no disk holds more
 
 Number = TypeVar("Number", int, float)
@@ -48,11 +52,64 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(
             "an argument holds a NUL character, which no file and no number has; leave it out"
         )
-    options = parser.parse_args(arguments)
+    _require_known(arguments, parser)
+    options, unknown = parser.parse_known_args(arguments)
     takes_command = options.action in (_run, _agent, _coordinate, _plan)
-    if command and not (takes_command or getattr(options, "takes_command", False)):
+    takes_command = takes_command or getattr(options, "takes_command", False)
+    if unknown:
+        _refuse(unknown, _commands(parser)[options.called], takes_command=takes_command)
+    if command and not takes_command:
         parser.error(f"{options.called} takes no command after --")
-    return options.action(options, command, parser)
+    try:
+        code = options.action(options, command, parser)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        if not _is_unread(sys.stdout):
+            raise
+        return _UNREAD
+    return code
+
+
+def _is_unread(stream: TextIO) -> bool:
+    """Whether nobody reads a stream any more, such as of `| head`; what is left for it is then dropped."""
+    end = select.poll()
+    end.register(stream.fileno(), 0)  # of errors it tells anyway
+    if not any(event & select.POLLERR for _, event in end.poll(0)):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    return True
+
+
+def _commands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    """The parsers of all commands, by their names."""
+    (commands,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+    return commands.choices
+
+
+def _require_known(arguments: Sequence[str], parser: argparse.ArgumentParser) -> None:
+    """End with an error where the first argument is no command, naming one that it may have meant."""
+    known = _commands(parser)
+    if arguments and not arguments[0].startswith("-") and arguments[0] not in known:
+        close = difflib.get_close_matches(arguments[0], known, n=1)
+        meant = f"did you mean {close[0]}?" if close else f"There are {', '.join(known)}."
+        parser.error(f"there is no command {arguments[0]!r}; {meant}")
+
+
+def _refuse(
+    unknown: Sequence[str], command: argparse.ArgumentParser, *, takes_command: bool
+) -> NoReturn:
+    """End with an error about arguments that a command does not have, under its own usage."""
+    name, first = command.prog, unknown[0]
+    close = difflib.get_close_matches(first, command._option_string_actions, n=1, cutoff=0.75)
+    if close and first.startswith("--"):
+        does = f"did you mean {close[0]}?"
+    elif takes_command and not first.startswith("-"):
+        does = f"put -- before the command: {name} ... -- {' '.join(unknown)}"
+    elif takes_command:
+        does = f"what belongs to your own program comes behind --: {name} ... -- ... {first}"
+    else:
+        does = f"{name} --help says what there is"
+    command.error(f"unrecognized arguments: {' '.join(unknown)}; {does}")
 
 
 class _Versions(argparse.Action):
@@ -812,6 +869,8 @@ def _progress() -> Iterator[Callable]:
 
 
 def _wrong(error: Exception) -> int:
+    if isinstance(error, BrokenPipeError):
+        raise error
     print(f"jaxgoodput: {error}", file=sys.stderr)
     return _USAGE
 

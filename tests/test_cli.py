@@ -1,7 +1,10 @@
 """The command line itself: what it says of its version, and completions that a shell takes."""
 
 import importlib.metadata
+import os
+import re
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -39,3 +42,39 @@ def test_what_is_said_of_the_version_elsewhere_is_the_same():
     assert citation["version"] == __version__
     project = tomllib.loads((TOP / "pyproject.toml").read_text())["project"]
     assert citation["license"] == project["license"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            ["run", "--nproc-per-node", "2", "python", "x.py", "--lr", "3"],
+            "jaxgoodput run: error: .* put -- before the command: jaxgoodput run ... -- python x.py --lr 3",
+        ),
+        (["report", "--jsn", "/tmp"], "usage: jaxgoodput report WORKDIR.*did you mean --json"),
+        (
+            ["plan", "x.py", "--devices", "8", "--lr", "3"],
+            "your own program comes behind --: .* --lr",
+        ),
+        (
+            ["simulate", "goodput"],
+            "unrecognized arguments: goodput; jaxgoodput simulate --help says",
+        ),
+        (["reprot", "/tmp"], "there is no command 'reprot'; did you mean report"),
+        (["banana"], "there is no command 'banana'; There are run, "),
+    ],
+)
+def test_a_command_line_that_is_not_understood_says_what_was_meant(capsys, arguments, said):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments)
+    assert ended.value.code == 2
+    assert re.search(said, capsys.readouterr().err, re.DOTALL)
+
+
+def test_a_reader_that_has_gone_ends_a_command_quietly():
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "jaxgoodput", "simulate", "--list"]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, "")

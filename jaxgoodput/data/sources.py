@@ -7,6 +7,7 @@ that name the sample and the leaf, since they come from data nobody has looked a
 
 import abc
 import json
+import numbers
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -100,8 +101,8 @@ class SequenceSource(Source):
     `indexing` declares how to read it, and is never guessed: "one" calls `dataset[i]` per sample;
     "getitems" calls `dataset.__getitems__([i, ...])` once, for a list of samples; "array" calls
     `dataset[indices]` once, for the stacked batch. Scalars become arrays. Lists and tuples inside
-    an item are PyTree nodes, not arrays. A dataset that has a method `item_of_epoch(index, epoch)` is
-    read sample by sample through it.
+    an item are PyTree nodes, not arrays; a field that is a list of numbers is refused. A
+    dataset that has a method `item_of_epoch(index, epoch)` is read sample by sample through it.
 
     Raises (from `batch`):
       RuntimeError: the dataset raised; the message has the sample's index, the cause is chained.
@@ -407,6 +408,11 @@ def _as_rows(path: Any, leaf: Any) -> np.ndarray:
             f"Leaf {leaf_name(path)} of the dataset is a single number, not an array with one row "
             f"per sample. Constants belong into the loss, not into the dataset."
         )
+    if rows.dtype == object and all(isinstance(x, numbers.Number) for x in rows.ravel()):
+        raise TypeError(
+            f"Leaf {leaf_name(path)} of the dataset has dtype object, which no device can hold, and its "
+            'values are all numbers. Write .astype("float32"), or the type that they have.'
+        )
     check_numeric(path, rows.dtype)
     return rows
 
@@ -429,6 +435,7 @@ def _checked_rows(rows: PyTree, count: int) -> PyTree[np.ndarray]:
 
 def _stack(items: list[Any], indices: Int[np.ndarray, " n"]) -> PyTree[np.ndarray]:
     """The items as one PyTree of arrays `[n, ...]`, or an error naming the two that disagree."""
+    _refuse_lists(items[0], int(indices[0]))
     flat = [jax.tree.flatten(item) for item in items]
     structure = flat[0][1]
     for index, (_, other) in zip(indices, flat, strict=True):
@@ -452,6 +459,28 @@ def _stack(items: list[Any], indices: Int[np.ndarray, " n"]) -> PyTree[np.ndarra
                 )
         stacked.append(np.stack(rows))
     return jax.tree.unflatten(structure, stacked)
+
+
+def _refuse_lists(item: Any, index: int) -> None:
+    """Raise TypeError where a field of a sample is a list of numbers, which JAX takes for as many leaves."""
+    named = jax.tree_util.tree_flatten_with_path(item, is_leaf=_is_list_of_numbers)[0]
+    for path, field in named:
+        if path and _is_list_of_numbers(field):
+            kinds = {type(x).__name__ for x in field}
+            what = f"{kinds.pop()}s" if len(kinds) == 1 else "numbers"
+            raise TypeError(
+                f"sample {index} {leaf_name(path)} is a list of {len(field)} {what}: return one array per "
+                "field (numpy.asarray(...)), of one length in all samples."
+            )
+
+
+def _is_list_of_numbers(x: Any) -> bool:
+    """Whether it is a list of numbers, or of such lists."""
+    return isinstance(x, list) and bool(x) and all(_is_number(one) for one in x)
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, int | float | complex | np.number) or _is_list_of_numbers(x)
 
 
 def _read(read: Callable[[], Any], indices: Int[np.ndarray, " n"]) -> Any:

@@ -63,6 +63,7 @@ LossKind = Literal["auto", "global", "separate", "whole"]
 # By how much of it a loss must change with how samples are split to count as coupling them; in bfloat16 ten
 # times as much, which rounds by that.
 COUPLED = 1e-3
+NUM_KEYS = 16  # that a loss which seems to grow with its batch is tried with
 
 
 class Engines:
@@ -464,24 +465,57 @@ class Engine:
         False where that cannot be known: of losses that are not finite, or all alike, as before zeros.
         """
 
+        def of(*order: int) -> float:
+            return self._loss_of_rows(state, four, np.asarray(order), state.key)
+
+        whole, split = of(0, 1, 2, 3) + of(2, 3, 0, 1), of(0, 1, 0, 1) + of(2, 3, 2, 3)
+        share = COUPLED * (1 if self.problem.compute_dtype is None else 10)
+        return abs(whole - split) > share * (abs(whole) + abs(split))
+
+    def grows_with_batch(self, state: TrainState, rows: PyTree) -> bool:
+        """Whether a plain number that `loss` returns is a sum over the batch, tried with copies of `rows`.
+
+        A doubled batch doubles a sum, beside what does not depend on samples, and leaves a mean as it is;
+        what grows otherwise is not said to be one. Random numbers may look like it: several keys are tried.
+        """
+        loss = self.programs.problem.loss_and_state
+        given = jax.tree.map(jnp.asarray, rows)
+        out, _ = jax.eval_shape(loss, state.params, state.model_state, given, state.key)
+        if isinstance(out, Loss):  # its weight says of how many
+            return False
+
+        def of(copies: int, key: Array) -> float:
+            places = np.tile(np.arange(len(jax.tree.leaves(rows)[0])), copies)
+            return self._loss_of_rows(state, rows, places, key)
+
+        one, two = (of(copies, state.key) for copies in (1, 2))
+        if not abs(two - one) > 0.05 * abs(two):  # nor where they are not finite
+            return False
+        keys = [jax.random.fold_in(state.key, number) for number in range(NUM_KEYS)]
+        tried = np.asarray([[of(copies, key) for copies in (1, 2, 4)] for key in keys])
+        first, then = tried[:, 1] - tried[:, 0], tried[:, 2] - tried[:, 1]
+        noise = first.std() / math.sqrt(NUM_KEYS)
+        is_growth = abs(first.mean()) > max(0.05 * abs(tried[:, 1].mean()), 5 * noise)
+        is_linear = abs(then.mean() - 2 * first.mean()) < 0.25 * abs(then.mean())
+        return bool(is_growth and is_linear)
+
+    def _loss_of_rows(
+        self, state: TrainState, rows: PyTree, places: np.ndarray, key: Array
+    ) -> float:
+        """The loss of some of these rows, in total, each as often as there are replicas."""
+        places = np.repeat(places, self.layout.num_replicas)
+        batch = jax.device_put(jax.tree.map(lambda x: x[places], rows), self.layout.batch_sharding)
+        return float(self._total_loss(state.params, state.model_state, batch, key))
+
+    @cached_property
+    def _total_loss(self) -> Callable[..., Array]:
         def total(params: PyTree, model_state: PyTree, batch: PyTree, key: Array) -> Array:
             params = cast(params, self.problem.compute_dtype)
             out, _ = self.programs.problem.loss_and_state(params, model_state, batch, key)
             value = jnp.asarray(out.sum if isinstance(out, Loss) else out)
             return jnp.sum(value.astype(jnp.float32))
 
-        run = jax.jit(total)
-
-        def of(*order: int) -> float:
-            places = np.repeat(order, self.layout.num_replicas)
-            rows = jax.device_put(
-                jax.tree.map(lambda x: x[places], four), self.layout.batch_sharding
-            )
-            return float(run(state.params, state.model_state, rows, state.key))
-
-        whole, split = of(0, 1, 2, 3) + of(2, 3, 0, 1), of(0, 1, 0, 1) + of(2, 3, 2, 3)
-        share = COUPLED * (1 if self.problem.compute_dtype is None else 10)
-        return abs(whole - split) > share * (abs(whole) + abs(split))
+        return jax.jit(total)
 
     def with_average(self, state: TrainState) -> TrainState:
         """A state that has no average of its parameters, with one that begins at them."""

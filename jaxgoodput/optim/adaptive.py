@@ -335,7 +335,10 @@ def progress_between(before: PyTree, after: PyTree) -> Array:
 
 
 def gain(opt_state: PyTree) -> Array:
-    """The factor that the latest update was multiplied by, `[labels]`."""
+    """The factor that the latest update was multiplied by, `[labels]`: one for each group that has its own.
+
+    Without labels there is one, `gain(opt_state)[0]`.
+    """
     return find(opt_state).gain
 
 

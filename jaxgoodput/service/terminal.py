@@ -39,6 +39,7 @@ from jaxgoodput.service.wire import (
 from jaxgoodput.specs import JobSpec, Node
 from jaxgoodput.text import compact, seconds
 
+NOTHING = "no devices"  # what `WhatIf.gets` says of a job that would get none
 REFRESH_S = 1.0
 WAIT_S = 20.0
 
@@ -270,6 +271,7 @@ def submit(options, command: list[str], parser: argparse.ArgumentParser) -> int:
             print(f"{found.job} would get {found.gets}: {found.why}")
             for other in found.others:
                 print(f"{other.job}: {other.before} -> {other.after}")
+            return FAILED if found.gets == NOTHING else DONE
         else:
             job = connect().call("POST", "jobs", body=handed_in, changes=True, type_=JobShown)
             print(job.id)

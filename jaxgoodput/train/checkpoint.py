@@ -23,7 +23,7 @@ import math
 import os
 import pathlib
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
@@ -57,6 +57,7 @@ TEMPORARY = "*.orbax-checkpoint-tmp*"  # the name of a save that is not complete
 ELSEWHERE = "another process could not"
 # Where a state keeps what `adaptive` adds to an optimizer's, and a leaf of it before that was one vector.
 OWN_STATE, OWN_BEFORE = ".opt_state.own", ".opt_state.progress"
+OPTIMIZER_STATE = ".opt_state"
 AVERAGE = ".ema"  # where a state keeps the average of its parameters
 
 
@@ -184,6 +185,15 @@ def kept(notes: Mapping[int, Note], saving: Saving) -> set[int]:
     return stay
 
 
+def require_best(saving: Saving, metrics: Collection[str]) -> None:
+    """Raise ValueError where evaluations do not have the metric that says which checkpoint is the best."""
+    if saving.best is not None and saving.best not in metrics:
+        raise ValueError(
+            f"Config.saving.best is {saving.best!r}, and the evaluation has no such metric. It has "
+            f"{', '.join(sorted(metrics))}: name one of them."
+        )
+
+
 def best_step(notes: Mapping[int, Note], saving: Saving) -> int | None:
     """The first step with the best value; None where none has a finite one, or none is asked for."""
     if saving.best is None:
@@ -298,14 +308,14 @@ class Checkpoints:
         name = self._saving.best
         if name is None:
             return False
-        if name not in metrics:
-            raise ValueError(
-                f"Config.saving.best is {name!r}, and the evaluation has no such metric. It has "
-                f"{', '.join(sorted(metrics))}."
-            )
+        require_best(self._saving, metrics)
         notes = self._noted(self._manager.all_steps())
         now = max(notes, default=0) + 1
         return best_step({**notes, now: Note(value=metrics[name])}, self._saving) == now
+
+    def require_same_model(self, meta: CheckpointMeta, abstract: TrainState) -> None:
+        """Raise WrongWorkdirError where the checkpoint of `meta` is of another model than this state."""
+        _require_same_model(self._directory / str(meta.step), meta, abstract)
 
     def remove_leftovers(self) -> None:
         """Delete what saves that were cut off have left; only for who holds the workdir."""
@@ -646,7 +656,14 @@ def load(
 
 @dataclass(frozen=True)
 class FromCheckpoint:
-    """What another run learned, of any layout, for `Trainer(initial=...)` to begin with."""
+    """What another run learned, of any layout, for `Trainer(initial=...)` to begin with.
+
+    `names` goes from the name of a leaf of this model, such as "params/head/kernel" or "model_state/...", to
+    that of the leaf there which it begins with, or to None, where `init` makes it; without `names` both are
+    the same, and `init` makes what is not there. `step` is of the checkpoint (None: the newest one), `best`
+    takes the best by that run's `Saving.best`, and `averaged` the average of the parameters, where there is
+    one.
+    """
 
     workdir: str
     """Of that run."""
@@ -759,11 +776,13 @@ def _require_same_model(folder: pathlib.Path, meta: CheckpointMeta, abstract: Tr
             "this run would lose. Set Config.ema to keep it, or use another workdir."
         )
     if mismatch:
+        told = "; ".join(mismatch[:5])
+        told += f"; and {len(mismatch) - 5} more" if len(mismatch) > 5 else ""
+        other = "optimizer" if all(one.startswith(OPTIMIZER_STATE) for one in mismatch) else "model"
         raise WrongWorkdirError(
-            f"the checkpoint {folder} is of another model: "
-            + "; ".join(mismatch[:5])
-            + (f"; and {len(mismatch) - 5} more" if len(mismatch) > 5 else "")
-            + ". Use another workdir, or the model that this one belongs to."
+            f"the checkpoint {folder} is of another {other}: {told}. Use the {other} that this workdir "
+            "belongs to, or another workdir: there, initial=jg.FromCheckpoint(...) begins with what was "
+            "learned here."
         )
 
 
@@ -799,7 +818,12 @@ def check_writable(root: pathlib.Path) -> None:
         probe.write_bytes(np.zeros(1).tobytes())
         probe.unlink()
     except OSError as failure:
+        at = next((p for p in (root, *root.parents) if p.exists()), root)
+        if not at.is_dir():
+            raise NotADirectoryError(
+                f"the workdir {root} cannot be made: {at} is a file. Name a folder in Config.workdir."
+            ) from failure
         raise PermissionError(
             f"the workdir {root} cannot be written ({failure.strerror or failure}). Checkpoints, events "
-            "and the compilation cache go there: pass a --workdir that you may write to."
+            "and the compilation cache go there: name a folder in Config.workdir that you may write to."
         ) from failure

@@ -87,9 +87,12 @@ class Evaluator:
         self._placed: dict[tuple[Any, ...], _Placed] = {}
         self.num_batches = 0  # begun so far: a sign of life
 
-    def check(self, abstract: TrainState) -> None:
-        """Raise TypeError where a metric is not one value per sample; nothing is compiled."""
-        self._planned(abstract)
+    def check(self, abstract: TrainState) -> tuple[str, ...]:
+        """The names of the metrics; nothing is compiled.
+
+        Raises TypeError where one is not one value per sample.
+        """
+        return self._planned(abstract)[3]
 
     def compile(self, abstract: TrainState) -> None:
         """Compile ahead for states that lie like this abstract one; safe from any thread.
@@ -105,8 +108,8 @@ class Evaluator:
         found = self._placed.get(_placement(abstract))
         return None if found is None else step_bytes(found.run)
 
-    def _planned(self, abstract: TrainState) -> tuple[Program, int, NamedSharding]:
-        """The program of a batch, its rows, and where they lie."""
+    def _planned(self, abstract: TrainState) -> tuple[Program, int, NamedSharding, tuple[str, ...]]:
+        """The program of a batch, its rows, where they lie, and the names of what it gives."""
         where = abstract.step.sharding
         mesh: Any = where.mesh if isinstance(where, NamedSharding) else self._layout.mesh
         sharding = NamedSharding(mesh, self._layout.batch_sharding.spec)
@@ -144,10 +147,10 @@ class Evaluator:
         spans = not sharding.is_fully_addressable
         # What every process is to fetch has to lie whole in every process.
         out = NamedSharding(mesh, PartitionSpec()) if spans else sharding
-        return Program(run, (), arguments, out), num_rows, sharding
+        return Program(run, (), arguments, out), num_rows, sharding, tuple(shapes)
 
     def _compile(self, abstract: TrainState) -> _Placed:
-        program, num_rows, sharding = self._planned(abstract)
+        program, num_rows, sharding, _ = self._planned(abstract)
         mesh: Any = sharding.mesh
         spans = not sharding.is_fully_addressable
         cuts = mesh.size > mesh.shape[DATA_AXIS]

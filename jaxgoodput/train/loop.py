@@ -260,6 +260,9 @@ class Loop:
 
     def _train(self, first: int) -> bool:
         """Step to the end, or to where a stop is due; True where the evaluation at the end is the best."""
+        has_ended = False  # the data have
+        if self.start.restored is not None:
+            self._tell_nothing_to_do()
         self._expects_steps = True
         try:
             with jax.transfer_guard("disallow"):
@@ -267,10 +270,13 @@ class Loop:
                     batch = self._next_batch()
                     if batch is None:
                         self._tell_dropped()
+                        has_ended = True
                         break
                     with jax.profiler.StepTraceAnnotation("train", step_num=self.step + 1):
                         self._dispatch(batch)
             self._drain(first)
+            if has_ended:
+                self._tell_cut_short()
             if self.evaluator is not None and self._outcome is None and self._regroups is None:
                 return self._evaluate()
             return False
@@ -289,7 +295,8 @@ class Loop:
             why, remedy = _refused(result.metrics.weight)
             raise Diverged(
                 f"{in_a_row} updates in a row {why}, the last at step {wanted}. None of them was applied, "
-                f"and the checkpoints in {self.config.workdir} are from before. {remedy}"
+                f"and the checkpoints in {self.config.workdir} are from before. Of the last, "
+                f"{_fault(result)}. {remedy}"
             )
         return result
 
@@ -534,6 +541,36 @@ class Loop:
         if total is not None and self._outcome is None and self.samples < total:
             left = total - self.samples
             logging.info('the last %d samples were dropped, as last_batch="drop" says', left)
+
+    def _tell_cut_short(self) -> None:
+        """Warn where the data, not the length that was asked for, have ended the run."""
+        total, progress = self.config.base_steps, self._progress()
+        is_told = self.is_chief and self._outcome is None and self._regroups is None
+        if total is not None and progress < total and is_told:
+            logging.warning(
+                "the data ended at %.0f %% of base_steps=%g, after %d samples: schedules did not come to "
+                "their end. Let the stream repeat, or set base_steps to what there is.",
+                100 * progress / total,
+                total,
+                self.samples,
+            )
+
+    def _tell_nothing_to_do(self) -> None:
+        """Warn where the checkpoint that the run goes on from is of its end."""
+        total, config = self.start.total_samples, self.config
+        by_samples = total is not None and self.samples >= total
+        if self.is_chief and (by_samples or self._is_complete()):
+            name, value = (
+                ("epochs", config.epochs) if by_samples else ("base_steps", config.base_steps)
+            )
+            logging.warning(
+                "nothing to do: %s=%g are done, with step %d in %s. Raise %s, or name another workdir.",
+                name,
+                value,
+                self.step,
+                config.workdir,
+                name,
+            )
 
     def _compile_last_batch(self) -> None:
         """From half of the run on, have what the batch in use leaves at the end compiled behind the loop."""
@@ -923,7 +960,30 @@ class Loop:
     def _on_result(self, result: Result) -> None:
         if not result.metrics.is_finite:
             self.ledger.add("skipped_steps", max(result.parts.step_s, 0.0))
+            if result.metrics.skipped_in_a_row == 1 and self.is_chief:  # once for those that follow
+                logging.warning(
+                    "step %d was not applied: %s. Its batch: %d samples from place %d of epoch %d on.",
+                    result.ticket.step,
+                    _fault(result),
+                    result.ticket.num_samples,
+                    result.ticket.before.offset,
+                    result.ticket.before.epoch,
+                )
         self.analyst.result(result)
+
+
+def _fault(result: Result) -> str:
+    """What was wrong with a step that was refused, as far as its numbers tell."""
+    found = result.metrics
+    if found.weight == 0 or found.weight == -math.inf:
+        return (
+            "its samples have no weight" if found.weight == 0 else "a sample's weight is negative"
+        )
+    if not math.isfinite(found.loss):
+        return f"its loss is {found.loss}"
+    if not math.isfinite(found.grad_norm):
+        return f"its loss is {found.loss:.6g}, and its gradient is not finite"
+    return "loss and gradient are finite, and its update or the model state is not"
 
 
 def _refused(weight: float) -> tuple[str, str]:

@@ -63,6 +63,7 @@ from jaxgoodput.train.checkpoint import (
     WrongWorkdirError,
     check_writable,
     initial_leaves,
+    require_best,
     restore,
     saveable,
 )
@@ -83,7 +84,7 @@ from jaxgoodput.train.tables.given import (
     require_rows,
     require_settings,
 )
-from jaxgoodput.train.task import Task
+from jaxgoodput.train.task import Task, require_bools, require_floating, require_methods
 from jaxgoodput.tune.plan import BatchPlan, Indivisible, batch_plan
 from jaxgoodput.tune.remembered import FOLDER, Memory, Remembered
 
@@ -94,6 +95,7 @@ class Given:
     """What a task gives, asked for once, however often a run has to get ready."""
 
     def __init__(self, task: Task, config: Config, clock: Clock):
+        require_methods(task)
         self._task = task
         self._config = config
         self._clock = clock
@@ -227,6 +229,10 @@ def prepare(
     def planned_for(meta: CheckpointMeta) -> TrainState:
         """What to restore: onto the saved strategy, or, where it does not fit here, the first that does."""
         _check_same_data(meta, data, config, where)
+        # Before anything is compiled; all strategies have the same leaves.
+        checkpoints.require_same_model(
+            meta, _abstract_as_saved(next(iter(by_strategy.values())), meta)
+        )
         found.append(planned(_nearest_strategy(meta.batch.strategy, where)))
         return _abstract_as_saved(by_strategy[found[-1].start.strategy], meta)
 
@@ -294,13 +300,16 @@ def prepare(
     if not can_leave_out and config.last_batch != "drop":
         _require_even_rest(config, plan, source, by_strategy, remaining)
     if restored is None and not given.tables:
-        _warn_of_coupling(config, engine, state, source, plan, again)
+        _try_loss(config, engine, state, source, plan, again, is_number=kind == "mean")
     held_out, evaluation = given.eval_dataset, None
     every = config.evaluation.every_s or config.evaluation.every_base_steps
     is_ahead = bool(every) or where.process_count > 1  # which would wait for the slowest
     if held_out is not None or every:
         evaluation = evaluator(task, config, where, held_out, clock, tables[-1])
-        evaluation.check(engine.abstract_state())  # what is wrong there is named before training
+        # What is wrong there is named before training.
+        names = evaluation.check(engine.abstract_state())
+        if type(task).summarize is Task.summarize:  # whose numbers have the names of the metrics
+            require_best(config.saving, names)
 
     def compile_evaluation(other: Engine) -> None:
         if evaluation is not None and is_ahead:
@@ -600,22 +609,27 @@ def problem_of(
     tx = task.optimizer()
     if not (hasattr(tx, "init") and hasattr(tx, "update")):
         raise TypeError(
-            f"optimizer() must return an optax.GradientTransformation; got {type(tx).__name__}."
+            f"optimizer() must return an optax.GradientTransformation; got {type(tx).__name__}. "
+            "Write `return optax.adam(1e-3)`, or another one of optax."
         )
     made = jax.eval_shape(anywhere(saveable(task.init, "init()")), jax.random.key(0))
     params = made.params if isinstance(made, Variables) else made
     mask = task.trainable(params)
+    if mask is not None:
+        require_bools(mask, params)
     trainable = None if mask is None else task.trainable
     kept = params if mask is None else split(params, mask)[0]
     if not jax.tree.leaves(kept):
         raise ValueError("there is nothing to train: init() has no leaf that trainable() allows.")
+    require_floating(kept)
     jax.eval_shape(saveable(tx.init, "the state of optimizer()"), kept)
     try:
         treatment = treatment_of(tx, kept, config.rule)
     except NeedsMore as error:
         raise ValueError(
             "optimizer() has a link that asks for more than gradients, parameters and the loss: "
-            f"{error} A line search (lbfgs) or a Hessian (sophia) cannot be had here; leave that link out."
+            f"{str(error).rstrip('.')}. A line search (lbfgs) or a Hessian (sophia) cannot be had here; "
+            "leave that link out."
         ) from error
     preconditioned = config.statistics.preconditioned
     preconditioned = treatment.is_adam_like if preconditioned is None else preconditioned
@@ -949,26 +963,40 @@ def _require_even_rest(
         )
 
 
-def _warn_of_coupling(
+def _try_loss(
     config: Config,
     engine: Engine,
     state: TrainState,
     source: Source,
     plan: BatchPlan,
     again: Attempts,
+    *,
+    is_number: bool,
 ) -> None:
-    """Warn where batches may be split, and a loss says other things of the same samples when they are."""
+    """Warn where batches may be split, and a loss says other things of the same samples when they are.
+
+    Raises ValueError for a loss that is one number, and a sum over the batch.
+    """
     accumulates = plan.accumulate and (config.policy != "fixed" or plan.start.num_micro_batches > 1)
     separate = engine.num_replicas > 1 and not engine.engines.is_global(engine.layout)
     # Layers in stages need more rows than that; and processes would have to try it together.
     cannot_try = engine.spans or engine.layout.strategy.stage > 1 or len(source) < 4
-    if cannot_try or not (accumulates or separate):
+    if cannot_try or not (accumulates or separate or is_number):
         return
     if (
         isinstance(source, StreamSource) and source.available(0, 4) < 4
     ):  # it keeps them for training
         return
-    if engine.couples_samples(state, narrow(again(lambda: source.batch(np.arange(4))))):
+    four = narrow(again(lambda: source.batch(np.arange(4))))
+    if is_number and engine.grows_with_batch(state, jax.tree.map(lambda x: x[:2], four)):
+        raise ValueError(
+            "loss() returned a scalar that grows with the batch: a sum? A scalar is taken for the mean of "
+            "the batch, so that a larger batch would take larger steps. Return one loss per sample, "
+            "Loss(sum, weight), or the mean."
+        )
+    if not (accumulates or separate):
+        return
+    if engine.couples_samples(state, four):
         logging.warning(
             "the loss of a sample depends on the samples beside it (batch statistics, in-batch negatives, "
             "ranks), and batches may be split over %s: it then sees those of its own part. "

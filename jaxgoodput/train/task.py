@@ -1,23 +1,27 @@
-"""`Task`: the few methods that a user writes; pure functions of their arguments."""
+"""`Task`: the few methods that a user writes; pure functions of their arguments. And what is wrong with
+them, said before any of them is traced.
+"""
 
-import abc
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jaxtyping import Array, PyTree
 
 
-class Task(abc.ABC):
+class Task:
     """What is trained: a model, a loss, an optimizer and data.
 
     All methods are traced, compiled for several batch sizes, and called from more than one thread.
     """
 
-    @abc.abstractmethod
     def init(self, key: Array) -> Any:
         """The parameters, a PyTree; `Variables(params=, model_state=)` for a model with mutable state."""
+        raise _undefined(self, "init", "init(self, key) -> the parameters, a dict of arrays")
 
     def loss(self, params: PyTree, batch: PyTree, key: Array) -> Any:
         """The loss of one micro-batch, leaves of `batch` being `[micro_batch_size, ...]`.
@@ -72,7 +76,6 @@ class Task(abc.ABC):
             "that the batch reads of it, integers [batch, ...]}."
         )
 
-    @abc.abstractmethod
     def optimizer(self) -> optax.GradientTransformation:
         """Any optax optimizer, tuned at the base batch size.
 
@@ -82,6 +85,7 @@ class Task(abc.ABC):
         multiplied by the learning-rate gain. An average of the parameters is no link of it: `Config.ema`
         keeps one of what the gain made of them.
         """
+        raise _undefined(self, "optimizer", "optimizer(self): return optax.adam(1e-3), or another")
 
     def learning_rate(self, progress: Any) -> Any:
         """The optimizer's own learning rate at `progress` base steps, for the dashboard; None: unknown.
@@ -93,7 +97,6 @@ class Task(abc.ABC):
         """
         return None
 
-    @abc.abstractmethod
     def dataset(self) -> Any:
         """Training samples: a dict of arrays, anything with `__len__` and `__getitem__`, a `Source`, a grain
         `MapDataset`, or a stream.
@@ -113,6 +116,11 @@ class Task(abc.ABC):
         Its samples are used exactly once if, set back, it gives the same ones again. The run ends where it
         does. Each process reads all of it and trains on its part, so it is to be the same in all of them.
         """
+        raise _undefined(
+            self,
+            "dataset",
+            'dataset(self): return {"x": inputs, "y": labels}, arrays with one row per sample',
+        )
 
     def eval_dataset(self) -> Any:
         """Held-out samples, or None. `Config.evaluation` says when they are evaluated; at the end anyway."""
@@ -145,3 +153,82 @@ class Task(abc.ABC):
         None is one group.
         """
         return None
+
+
+def _undefined(task: Task, name: str, what: str) -> TypeError:
+    return TypeError(f"{type(task).__name__} does not define {name}. Write {what}.")
+
+
+# What each is called with; those a task need not write are looked at where it has.
+ARGUMENTS = {
+    "init": ("key",),
+    "loss": ("params", "batch", "key"),
+    "loss_and_state": ("params", "model_state", "batch", "key"),
+    "optimizer": (),
+    "dataset": (),
+    "learning_rate": ("progress",),
+    "eval_dataset": (),
+    "metrics": ("params", "batch"),
+    "metrics_with_state": ("params", "model_state", "batch"),
+    "summarize": ("outputs",),
+    "trainable": ("params",),
+    "labels": ("params",),
+    "tables": (),
+    "ids": ("batch",),
+}
+ASKED = ("mask", "rows")  # given by name to those that have them
+
+
+def require_methods(task: Task) -> None:
+    """Raise TypeError where a method of a task cannot be called with what it is given."""
+    for name, arguments in ARGUMENTS.items():
+        if getattr(type(task), name) is getattr(Task, name):
+            continue  # it raises by itself where it is needed
+        try:
+            signature = inspect.signature(getattr(task, name))
+        except ValueError:  # of a callable that is written in C
+            continue
+        asked = {one: None for one in ASKED if one in signature.parameters}
+        try:
+            signature.bind(*arguments, **asked)
+        except TypeError as error:
+            own = ", ".join(("self", *arguments, *(f"{one}=None" for one in asked)))
+            raise TypeError(
+                f"{type(task).__name__}.{name}{signature} is called with ({', '.join(arguments)}), and "
+                f"cannot be: {error}. Write {name}({own})."
+            ) from None
+
+
+def require_bools(mask: PyTree, params: PyTree) -> None:
+    """Raise TypeError where what `trainable` returned is not a bool for every parameter."""
+    given, wanted = _by_path(mask), _by_path(params)
+    wrong = [f"{path} is missing" for path in wanted if path not in given]
+    wrong += [f"{path} is no parameter" for path in given if path not in wanted]
+    wrong += [
+        f"{path} is {x!r:.60}" for path, x in given.items() if not isinstance(x, bool | np.bool_)
+    ]
+    if not wrong and jax.tree.structure(mask) != jax.tree.structure(params):
+        wrong = ["its containers (dict, list, tuple) are others"]
+    if not wrong:
+        return
+    what = "; ".join(wrong[:3]) + (f"; and {len(wrong) - 3} more" if len(wrong) > 3 else "")
+    raise TypeError(
+        f"trainable() must give a bool for every parameter; {what}. For one answer for a whole part, write "
+        "jax.tree.map(lambda _: False, params[part])."
+    )
+
+
+def _by_path(tree: PyTree) -> dict[str, Any]:
+    found = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return {f"params{jax.tree_util.keystr(path)}": x for path, x in found}
+
+
+def require_floating(kept: PyTree) -> None:
+    """Raise TypeError where a parameter that is to learn holds no numbers that have a gradient."""
+    for path, x in jax.tree_util.tree_flatten_with_path(kept)[0]:
+        dtype = jnp.result_type(x)
+        if not jnp.issubdtype(dtype, jnp.inexact):
+            raise TypeError(
+                f"init(): params{jax.tree_util.keystr(path)} is {dtype}, and what learns is floating. Put "
+                "counters into model_state (Variables), write 0.0 for 0, or have trainable() say False of it."
+            )

@@ -145,7 +145,8 @@ def test_a_source_of_the_users_own_is_taken_as_it_is():
         ({"x": [1, 2]}, TypeError, r"\['x'\]\[0\].*int.*asarray"),
         ({"x": np.float32(1)}, ValueError, "single number"),
         ({"x": np.array(["a", "b"])}, TypeError, r"\['x'\].*dtype <U1"),
-        ({"x": np.array([None, {}])}, TypeError, "dtype object"),
+        ({"x": np.array([None, {}])}, TypeError, "dtype object, .* text"),
+        ({"x": np.array([1.5, 2], object)}, TypeError, r'all numbers.*astype\("float32"\)'),
         (iter([1, 2]), TypeError, "list_iterator has neither: .* no get_state and no set_state"),
         (3, TypeError, "random access, but int has no __len__ and no __getitem__"),
     ],
@@ -178,6 +179,24 @@ def test_samples_that_cannot_be_stacked_name_the_sample_and_the_leaf(bad, kind, 
     source.batch(np.array([0, 1]))
     with pytest.raises(kind, match=message):
         source.batch(np.array([0, 1, 2]))
+
+
+@pytest.mark.parametrize(
+    ("sample", "message"),
+    [
+        ({"x": [0.5] * 8}, r"sample 2 \['x'\] is a list of 8 floats: return one array .*asarray"),
+        ({"x": [[1, 2], [3]]}, r"sample 2 \['x'\] is a list of 2 lists"),
+        (([1, 2.5], 3), r"sample 2 \[0\] is a list of 2 numbers"),
+    ],
+)
+def test_a_list_of_numbers_in_a_sample_is_refused(sample, message):
+    with pytest.raises(TypeError, match=message):
+        as_source([sample] * 3).batch(np.array([2, 0]))
+
+
+def test_lists_that_hold_arrays_are_nodes_of_a_sample():
+    found = as_source([{"x": [np.zeros(2), np.ones(())]}] * 3).batch(np.array([2, 0]))
+    assert [x.shape for x in found["x"]] == [(2, 2), (2,)]
 
 
 def test_text_in_samples_is_refused():

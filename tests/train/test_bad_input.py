@@ -26,6 +26,7 @@ from jaxgoodput.goodput.search import BatchLimits
 from jaxgoodput.observe.events import Checkpoint, FitEnd, StepEnd, Window
 from jaxgoodput.parallel.strategy import Strategy
 from jaxgoodput.train.control import Diverged
+from jaxgoodput.train.trainer import Trainer
 
 
 @pytest.fixture
@@ -186,6 +187,87 @@ def test_a_loss_that_cannot_leave_padding_out_is_refused_for_epochs(tmp_path, tr
     trainer(config(tmp_path / "c", batch=limits, base_steps=3.0)).fit()
 
 
+class ScalarSum(Mean):
+    def loss(self, params, batch, key):
+        return super().loss(params, batch, key).sum()
+
+
+class SumOfNoisy(Mean):
+    def loss(self, params, batch, key):
+        kept = jax.random.bernoulli(key, 0.9, batch["x"].shape)
+        return super().loss(params, {"x": batch["x"] * kept}, key).sum() + 10
+
+
+class NoisyMean(Mean):
+    def loss(self, params, batch, key):
+        kept = jax.random.bernoulli(key, 0.1, batch["x"].shape)
+        return super().loss(params, {"x": batch["x"] * kept}, key).mean()
+
+
+class NoLossYet(Mean):
+    """A sum, but 0 at the first parameters."""
+
+    def loss(self, params, batch, key):
+        return jnp.sum(batch["x"] @ params["w"])
+
+
+class AmongOthers(Mean):
+    """For copies of a sample the logarithm of their number."""
+
+    def loss(self, params, batch, key):
+        logits = jnp.tanh(batch["x"] @ batch["x"].T) * jnp.exp(params["w"][0])
+        return -jnp.mean(jnp.diag(jax.nn.log_softmax(logits)))
+
+
+@pytest.mark.parametrize("trainer", [ScalarSum, SumOfNoisy])
+@pytest.mark.parametrize("count", [1, 8])
+def test_a_sum_over_the_batch_is_refused(tmp_path, trainer, count):
+    seen = Recorder()
+    run = trainer(config(tmp_path), hooks=[seen], devices=jax.devices()[:count])
+    with pytest.raises(ValueError, match="grows with the batch: a sum.*one loss per sample, Loss"):
+        run.fit()
+    assert not seen.of(StepEnd)
+
+
+@pytest.mark.parametrize("trainer", [NoisyMean, NoLossYet, AmongOthers, ScalarSums, ScalarMean])
+def test_what_is_no_sum_for_sure_is_not_refused(tmp_path, trainer):
+    trainer(config(tmp_path, base_steps=2.0), devices=jax.devices()[:1]).fit()
+
+
+class NoInit(Trainer):
+    pass
+
+
+class Counted(Mean):
+    def init(self, key):
+        return {**super().init(key), "count": jnp.zeros((), jnp.int32)}
+
+
+class NoKey(Mean):
+    def loss(self, params, batch) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return super().loss(params, batch, jax.random.key(0))
+
+
+class KeyOfItsOwn(Mean):
+    def loss(self, params, batch, *, rng) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return super().loss(params, batch, rng)
+
+
+class AllTrain(Mean):
+    def trainable(self, params):
+        return True
+
+
+class NotAllNamed(Counting):
+    def trainable(self, params):
+        return {"w": True}
+
+
+class Numbered(Mean):
+    def trainable(self, params):
+        return {"w": 1}
+
+
 class NoLoss(Mean):
     loss = Mean.__mro__[1].loss
 
@@ -223,7 +305,18 @@ class Noted(Mean):
         (NoLoss, TypeError, "NoLoss defines neither loss nor loss_and_state. Write"),
         (Transposed, TypeError, r"loss returned shape \(\d+, 4\).*one loss per sample"),
         (Pair, TypeError, "got tuple. Wrap auxiliary numbers as Loss.of"),
-        (NotOptax, TypeError, "must return an optax.GradientTransformation; got float"),
+        (NoInit, TypeError, r"NoInit does not define dataset. Write dataset\(self\): return"),
+        (Counted, TypeError, r"params\['count'\] is int32, and what learns .* model_state"),
+        (NoKey, TypeError, r"NoKey.loss\(params, batch\).* Write loss\(self, params, batch, key\)"),
+        (KeyOfItsOwn, TypeError, r"KeyOfItsOwn.loss.* Write loss\(self, params, batch, key\)"),
+        (AllTrain, TypeError, r"a bool for every parameter; params\['w'\] is missing"),
+        (NotAllNamed, TypeError, r"a bool for every parameter; params\['count'\] is missing"),
+        (Numbered, TypeError, r"a bool for every parameter; params\['w'\] is 1"),
+        (
+            NotOptax,
+            TypeError,
+            r"an optax.GradientTransformation; got float. Write `return optax.ad",
+        ),
         (Frozen, ValueError, "nothing to train"),
         (Noted, TypeError, r"init\(\)\['name'\] is a str"),
     ],
@@ -231,6 +324,44 @@ class Noted(Mean):
 def test_methods_that_return_something_else(tmp_path, trainer, error, what):
     with pytest.raises(error, match=what):
         trainer(config(tmp_path)).fit()
+
+
+@pytest.mark.parametrize("name", ["init", "optimizer"])
+def test_a_method_that_is_not_written_is_named(tmp_path, name):
+    without = type("Without", (Mean,), {name: getattr(Trainer, name)})
+    with pytest.raises(TypeError, match=f"Without does not define {name}. Write {name}"):
+        without(config(tmp_path)).fit()
+
+
+def test_the_best_by_a_metric_that_is_not_there_is_refused_before_training(tmp_path):
+    seen = Recorder()
+    settings = config(tmp_path, evaluation__every_base_steps=2.0, saving__best="acc")
+    with pytest.raises(ValueError, match="best is 'acc', .* It has distance, first: name one"):
+        Evaluated(settings, hooks=[seen]).fit()
+    assert not seen.of(StepEnd)
+
+
+def test_a_workdir_that_is_a_file_is_called_one(tmp_path):
+    (tmp_path / "file").write_text("")
+    for workdir in (tmp_path / "file", tmp_path / "file" / "run"):
+        with pytest.raises(NotADirectoryError, match="file is a file. Name a folder"):
+            Mean(config(workdir)).fit()
+
+
+def test_another_optimizer_is_not_called_another_model(tmp_path):
+    Mean(config(tmp_path, epochs=1)).fit()
+    with pytest.raises(ValueError, match="of another optimizer: .*FromCheckpoint"):
+        Mean(config(tmp_path), tx=optax.adam(0.1)).fit()
+
+
+def test_a_run_that_is_done_says_that_there_is_nothing_to_do(tmp_path, told):
+    for length in ({"base_steps": 3.0}, {"epochs": 1}):
+        settings = config(tmp_path / next(iter(length)), **length)
+        Mean(settings).fit()
+        assert not told
+        Mean(settings).fit()
+        (name,) = length
+        assert f"nothing to do: {name}={length[name]:g} are done" in told.pop()
 
 
 class OneNumber(Evaluated):
@@ -285,7 +416,9 @@ class InfiniteGradient(Mean):
     [(Mean, np.nan), (Mean, np.inf), (Mean, -np.inf), (InfiniteGradient, 777.0)],
 )
 @pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.nightly), 8])
-def test_a_step_that_is_not_finite_is_skipped_and_counted_and_shown(tmp_path, trainer, bad, count):
+def test_a_step_that_is_not_finite_is_skipped_and_counted_and_shown(
+    tmp_path, told, trainer, bad, count
+):
     data = rows()
     data["x"][40] = bad  # in the third batch of each epoch
     seen = Recorder()
@@ -298,6 +431,9 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted_and_shown(tmp_path, tr
     assert np.isfinite(seen.of(Window)[-1].metrics["loss"])
     assert int(state.guard.skipped) == 2 and int(state.guard.in_a_row) == 0
     assert int(state.step) == 12
+    what = "and its gradient is not" if trainer is InfiniteGradient else f"its loss is {bad * bad}"
+    assert "step 3 was not applied: its loss is" in told[0] and what in told[0]
+    assert "Its batch: 16 samples from place 32 of epoch 1 on" in told[-1] and len(told) == 2
     # A skipped step is no progress.
     assert seen.of(StepEnd)[-1].progress == pytest.approx(10)
     w = np.zeros(4)
@@ -307,7 +443,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted_and_shown(tmp_path, tr
     np.testing.assert_allclose(state.params["w"], w, rtol=2e-6)
 
 
-def test_too_many_in_a_row_stop_training_with_the_last_good_checkpoint_kept(tmp_path):
+def test_too_many_in_a_row_stop_training_with_the_last_good_checkpoint_kept(tmp_path, told):
     data = rows()
     data["x"][64:] = np.nan  # from the fifth batch on
     seen = Recorder(lambda e: trainer.request_save() if e.step == 3 else None)
@@ -315,7 +451,8 @@ def test_too_many_in_a_row_stop_training_with_the_last_good_checkpoint_kept(tmp_
     trainer = Mean(settings, data=data, hooks=[seen], loop=InStep)
     with pytest.raises(Diverged, match="2 updates in a row .* the last at step 6") as stopped:
         trainer.fit()
-    assert "Lower the learning rate" in str(stopped.value)
+    assert "Of the last, its loss is nan. Lower the learning rate" in str(stopped.value)
+    assert len(told) == 1 and "step 5 was not applied" in told[0]  # and of the next no word more
     assert [c.step for c in seen.of(Checkpoint)] == [3]
     assert seen.of(FitEnd)[0].reason.startswith("Diverged: 2 updates")
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from absl import logging
 from problems import (
     Counting,
     Evaluated,
@@ -153,6 +154,15 @@ def test_a_stream_trains_under_the_default_policy(tmp_path):
     seen = Recorder()
     Stream(settings, devices=jax.devices()[:1], hooks=[seen]).fit()
     assert seen.of(StepEnd)[-1].after.offset == seen.of(FitEnd)[0].samples >= 4 * 16
+
+
+def test_a_stream_that_ends_before_the_run_does_is_warned_of(tmp_path, monkeypatch):
+    said = []
+    monkeypatch.setattr(logging, "warning", lambda m, *values: said.append(m % values))
+    settings = counting_config(tmp_path, base_steps=24.0)
+    Stream(settings, devices=jax.devices()[:1], num_epochs=1).fit()
+    (told,) = [one for one in said if "the data ended" in one]
+    assert "at 25 % of base_steps=24, after 96 samples: schedules did not come to their end" in told
 
 
 def test_a_data_set_that_repeats_is_read_to_the_end_of_the_run(tmp_path):
