@@ -33,7 +33,7 @@ def train(name: str, columns: Any, workload: Workload, limits: Any, seed: int) -
     rule = RULES[name]() if name in RULES else None
     wrapped = adaptdl.torch.AdaptiveDataParallel(model, optimizer, scaling_rule=rule)
     dataset = torch_models.Columns(columns)
-    loader = adaptdl.torch.AdaptiveDataLoader(
+    loader: Any = adaptdl.torch.AdaptiveDataLoader(
         dataset, batch_size=workload.base, shuffle=True, drop_last=True, collate_fn=lambda x: x
     )
     loader.autoscale_batch_size(largest, local_bsz_bounds=bounds, gradient_accumulation=True)
@@ -56,7 +56,7 @@ def limits_of(workload: Workload, *, is_pinned: bool = False) -> tuple[int, tupl
 
 def paused(seconds: float) -> None:
     """Evaluations are no part of the step times that AdaptDL goes by."""
-    state = _metrics_state()
+    state: Any = _metrics_state()
     state.step_start += seconds
 
 

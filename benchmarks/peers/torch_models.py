@@ -25,6 +25,15 @@ class Columns(torch.utils.data.Dataset):
 class Model(torch.nn.Module):
     """Parameters by name; `forward` is the mean loss of a batch."""
 
+    a: Any
+    a_bias: Any
+    b: Any
+    b_bias: Any
+    tables: Any
+    bytes: Any
+    places: Any
+    head: Any
+
     def __init__(self, name: str, train: dict[str, np.ndarray], seed: int):
         super().__init__()
         torch.manual_seed(seed)
