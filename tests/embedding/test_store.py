@@ -400,7 +400,9 @@ def test_a_full_disk_loses_nothing_that_was_committed(small_disk):
         store.put(ids, rows_of(ids))
         store.commit()
         with pytest.raises(OSError, match="takes no more rows. What was committed is intact"):
-            for turn in range(1, 100):  # rows of their own: of rows that are replaced, cleaning up may keep pace
+            for turn in range(
+                1, 100
+            ):  # new rows: where rows are replaced, cleaning up may keep pace
                 store.put(ids + turn * len(ids), rows_of(ids))
         found, rows = store.get(ids)
         assert found.all() and (rows[:, 0] // 1000 == ids).all()
