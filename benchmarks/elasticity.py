@@ -176,10 +176,16 @@ class Job:
     """A coordinator and its agents; all end with the block."""
 
     def __init__(
-        self, folder: pathlib.Path, name: str, *options: str, address: str = "127.0.0.1:0"
+        self,
+        folder: pathlib.Path,
+        name: str,
+        *options: str,
+        address: str = "127.0.0.1:0",
+        worker: Sequence[str] = (),
     ):
         self.folder = folder
-        self._command = ["--", "python", __file__, "--worker", str(folder), name]
+        worker = worker or ("python", __file__, "--worker", str(folder), name)
+        self._command = ["--", *worker]
         self._stack = contextlib.ExitStack()
         self._log = (folder / "log").open("w+")
         self._offsets: dict[pathlib.Path, int] = {}  # up to which a file has been read

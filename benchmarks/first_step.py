@@ -50,9 +50,9 @@ def child(workdir: str) -> None:
 
     import jax
 
-    def count(event: str, seconds: float, **_: Any) -> None:
+    def count(event: str, duration_secs: float, **_: Any) -> None:
         if event == "/jax/core/compile/backend_compile_duration":
-            parts["compiling"] += seconds
+            parts["compiling"] += duration_secs
 
     jax.monitoring.register_event_duration_secs_listener(count)
     quickstart.Digits(quickstart.default_config(workdir), hooks=[Teller(parts)]).fit()

@@ -1,4 +1,4 @@
-"""Pages of the site that are made from what is elsewhere: notes of the repository, docstrings, `--help`.
+"""Pages of the site that are made from what is elsewhere: notes, docstrings, `--help`, examples as notebooks.
 
 mkdocs calls the functions `on_...`; links to files at the top of the repository, which a reader of the
 repository follows, become links to those pages.
@@ -7,11 +7,13 @@ repository follows, become links to those pages.
 import argparse
 import importlib
 import inspect
+import json
 import os
 import pathlib
 import re
 from collections.abc import Iterator
 
+import notebooks
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
@@ -20,6 +22,7 @@ import jaxgoodput
 from jaxgoodput.cli import command_parser
 
 TOP = pathlib.Path(__file__).resolve().parents[1]
+
 FROM_TOP = {
     "README.md": "index.md",
     "BUILD_NOTES.md": "build-notes.md",
@@ -36,6 +39,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         files.append(File.generated(config, page, content=text))
     for page, text in reference():
         files.append(File.generated(config, f"reference/{page}.md", content=text))
+    for page, text in of_notebooks():
+        files.append(File.generated(config, f"notebooks/{page}", content=text))
     return files
 
 
@@ -81,6 +86,21 @@ def reference() -> Iterator[tuple[str, str]]:
     for title, names in groups.items():
         yield slug(title), f"# {title}\n\n" + "\n".join(map(entry, names))
     yield "commands", commands()
+
+
+def of_notebooks() -> Iterator[tuple[str, str]]:
+    """(name of the file, its text) of the examples as notebooks, and of a page that lists them."""
+    rows = []
+    for name in notebooks.NAMES:
+        made = notebooks.notebook(name)
+        rows.append(f"| [{name}.ipynb]({name}.ipynb) | `examples/{name}.py` |")
+        yield f"{name}.ipynb", json.dumps(made, indent=1)
+    yield (
+        "index.md",
+        "# Notebooks\n\nThe examples that most people start from, each made from its script. In a checkout "
+        "`python docs/notebooks.py OUT` makes them, too; those with modules of their own write them beside "
+        "the notebook.\n\n| notebook | made from |\n|---|---|\n" + "\n".join(rows) + "\n",
+    )
 
 
 def promised() -> dict[str, list[str]]:

@@ -120,7 +120,10 @@ class Client:
                 connection = self._connected(self._timeout_s + wait_s)
                 connection.request(method, where, data, headers)
                 response = connection.getresponse()
-                return response.status, response.read()
+                text = response.read()
+                if connection.sock is None:  # the answer said that no other one comes over it
+                    self._connection = None
+                return response.status, text
             except (OSError, http.client.HTTPException) as error:
                 self.close()
                 # A connection that was kept may have been closed since; the request has then not been read.

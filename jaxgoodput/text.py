@@ -1,4 +1,4 @@
-"""Numbers and durations the way people read them: for the console, the report and the pictures."""
+"""Numbers, counts and durations the way people read them: for the console, the report and the pictures."""
 
 import math
 
@@ -44,3 +44,13 @@ def seconds(value: float | int | None) -> str:
     if minutes < 48 * 60:
         return f"{minutes // 60} h {minutes % 60:02d} min"
     return f"{minutes // 1440} d {minutes % 1440 // 60:02d} h"
+
+
+def count(number: int, noun: str) -> str:
+    """A number of things in words.
+
+    >>> count(1, "change"), count(0, "change"), count(2, "process")
+    ('1 change', '0 changes', '2 processes')
+    """
+    end = "" if number == 1 else "es" if noun.endswith("s") else "s"
+    return f"{number} {noun}{end}"

@@ -9,13 +9,14 @@ counts for half as much after `half_life` batches: the least frequently used fir
 that were read once the least recently used. Rows that a batch of the look-ahead reads stay where they are.
 
 Where several processes share a table, each has a directory: of the device slots, which are the same in all,
-and of its own part of RAM. They tell each other how warm the rows are that come.
+and of its own part of RAM. They tell each other how warm the rows are that come. What is decided then has to
+be the same on every processor: ties are broken by slot, and heat is sums, products and a table of its own.
 """
 
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Bool, Int32, Int64
+from jaxtyping import Bool, Float64, Int32, Int64
 
 from jaxgoodput.embedding.index import MISSING, index_for
 from jaxgoodput.embedding.peers import Share
@@ -25,6 +26,22 @@ NEVER = -1
 SHARE_QUEUED = (
     16  # 1 in so many slots is queued for leaving at once: to find the coldest reads all heats
 )
+PER_UNIT, FARTHEST = 256, 40  # places of a unit of heat, and units in which a read still counts
+# log2(1 + 2**-gap) by gap. Rounded: the last bits are the C library's own. No number of it is at an edge.
+_ADDED = np.round(np.log2(1 + np.exp2(-np.arange(FARTHEST * PER_UNIT + 2) / PER_UNIT)) * 2**30)
+_ADDED /= 2**30
+
+
+def warmer(heat: Float64[np.ndarray, " n"], read: float) -> Float64[np.ndarray, " n"]:
+    """log2(2**heat + 2**read) to 6 places, with the same bits on every processor.
+
+    >>> warmer(np.array([3.0, -np.inf]), 3.0).tolist()
+    [4.0, 3.0]
+    """
+    gap = np.minimum(np.abs(heat - read), FARTHEST) * PER_UNIT
+    place = gap.astype(np.int64)
+    low, high = _ADDED[place], _ADDED[place + 1]
+    return np.maximum(heat, read) + (low + (gap - place) * (high - low))
 
 
 @dataclass(frozen=True)
@@ -140,7 +157,11 @@ class Tier:
             order = np.lexsort((-needed, needed >= now))  # behind those that nobody in sight needs
             return slots[order][:count]
         most = min(len(slots), max(count, self.num_slots // SHARE_QUEUED))
-        slots = slots[np.argpartition(self.heat[slots], most - 1)[:most]]
+        heat = self.heat[slots]
+        limit = np.partition(heat, most - 1)[most - 1]
+        tied = np.flatnonzero(heat == limit)  # of which argpartition takes some, by the processor
+        below = np.flatnonzero(heat < limit)
+        slots = slots[np.sort(np.concatenate([below, tied[: most - len(below)]]))]
         return slots[np.argsort(self.heat[slots], kind="stable")]
 
     def _leave(self, slots: np.ndarray) -> None:
@@ -208,21 +229,21 @@ class Directory:
         """What the next of the batches that were told has moved."""
         number, ids = self._number, self._ahead.pop(0)
         self._number += 1
-        heat = np.float64(number / self._half_life)
+        heat = number / self._half_life
         device, ram, share = self.device, self.ram, self._share
         if share is not None and self._is_settled:
             # Each was ahead of the batches that were placed by some: what it knows of heat is its own.
-            device.heat = share.most("heat", number, device.heat)
+            device.heat = share.most("heat", number, device.heat, device.ids)
             self._is_settled = False
         hit, slots = device.find(ids)
         device.last[slots] = number
-        device.heat[slots] = np.logaddexp2(device.heat[slots], heat)
+        device.heat[slots] = warmer(device.heat[slots], heat)
         missing = ids[~hit]
         in_ram, from_ram = ram.find(missing)
         heats = np.full(len(missing), heat)
-        heats[in_ram] = np.logaddexp2(ram.heat[from_ram], heat)
+        heats[in_ram] = warmer(ram.heat[from_ram], heat)
         if share is not None and len(missing):
-            heats = share.most("coming", number, heats)
+            heats = share.most("coming", number, heats, missing)
         waits_for = self._written_by[from_ram].max(initial=NEVER)
         ram.release(from_ram)
 

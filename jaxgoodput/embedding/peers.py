@@ -8,6 +8,7 @@ table, what it is for and the number of its batch. Any thread may come to one: n
 import collections
 import socket
 import threading
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,7 +36,9 @@ class Peers:
     ) -> None:
         self.rank, self.count = rank, len(addresses)
         self._changed = threading.Condition()
-        self._heard: dict[tuple[Any, ...], dict[int, np.ndarray]] = collections.defaultdict(dict)
+        self._heard: dict[tuple[Any, ...], dict[int, tuple[np.ndarray, int]]] = (
+            collections.defaultdict(dict)
+        )
         self._gone: set[int] = set()
         self._generation = 0
         self._stopped: str | None = None
@@ -71,18 +74,23 @@ class Peers:
                 continue  # a stranger
             self._channels[int(hello["rank"])] = channel
 
-    def gather(self, lane: str, number: int, own: np.ndarray) -> list[np.ndarray]:
+    def gather(
+        self, lane: str, number: int, own: np.ndarray, *, about: Sequence[np.ndarray] = ()
+    ) -> list[np.ndarray]:
         """What every process gives for this round, by rank; waits for all.
+
+        `about`: what it is given for, which has to be the same in all; its sum goes along.
 
         Raises:
           ConnectionError: one of them has gone.
-          RuntimeError: `stop` was called.
+          RuntimeError: `stop` was called, or another gives rows of another shape or for something else.
         """
         with self._changed:
             self._raise_if_stopped()
             generation = self._generation
         round_ = (generation, lane, number)
-        head = {"round": round_, "dtype": own.dtype.str, "shape": own.shape}
+        total = zlib.crc32(b"".join(np.ascontiguousarray(x).tobytes() for x in about))
+        head = {"round": round_, "dtype": own.dtype.str, "shape": own.shape, "about": total}
         blob = np.ascontiguousarray(own).tobytes()
         for other, channel in self._channels.items():
             try:
@@ -101,7 +109,15 @@ class Peers:
             found = self._heard.pop(round_)
             for other in self._gone - found.keys():
                 raise _gone(other)
-        return [own if rank == self.rank else found[rank] for rank in range(self.count)]
+        for other, (data, others) in found.items():
+            if (data.dtype, data.shape[1:], others) != (own.dtype, own.shape[1:], total):
+                raise RuntimeError(
+                    f"In round {number} of {lane!r} process {other} gives {data.dtype}{list(data.shape)} for "
+                    f"{others:08x}, and process {self.rank} {own.dtype}{list(own.shape)} for {total:08x}: "
+                    "they have planned differently, and no row can be trusted. Look whether all have the "
+                    "same versions and data, and start the job again; it goes on from its last checkpoint."
+                )
+        return [own if rank == self.rank else found[rank][0] for rank in range(self.count)]
 
     def stop(self, why: str) -> None:
         """Have those that wait in rounds give up, until `begin`."""
@@ -133,9 +149,8 @@ class Peers:
                 data = np.frombuffer(channel.receive_bytes(message), np.dtype(message["dtype"]))
                 with self._changed:
                     if generation >= self._generation:
-                        self._heard[generation, lane, number][other] = data.reshape(
-                            message["shape"]
-                        )
+                        given = data.reshape(message["shape"]), int(message["about"])
+                        self._heard[generation, lane, number][other] = given
                         self._changed.notify_all()
         except (ConnectionError, ValueError):
             pass  # it is gone, whatever it said last
@@ -172,18 +187,31 @@ class Share:
         return self.owner(ids) == self.peers.rank
 
     def most(
-        self, what: str, number: int, values: Float64[np.ndarray, " n"]
+        self,
+        what: str,
+        number: int,
+        values: Float64[np.ndarray, " n"],
+        ids: Int64[np.ndarray, " n"],
     ) -> Float64[np.ndarray, " n"]:
-        """The largest that any process has, of each."""
-        return np.max(self.peers.gather(f"{self.name}: {what}", number, values), axis=0)
+        """The largest that any process has, of each of the ids, which are the same in all."""
+        lane = f"{self.name}: {what}"
+        return np.max(self.peers.gather(lane, number, values, about=[ids]), axis=0)
 
     def rows(
-        self, number: int, ids: Int64[np.ndarray, " n"], own: UInt32[np.ndarray, "own words"]
+        self,
+        number: int,
+        ids: Int64[np.ndarray, " n"],
+        slots: Int32[np.ndarray, " n"],
+        own: UInt32[np.ndarray, "own words"],
     ) -> UInt32[np.ndarray, "n words"]:
-        """The rows of ids that all processes name, from their owners; `own`: those of this one, in order."""
+        """The rows of ids that all processes name, from their owners; `own`: those of this one, in order.
+
+        `slots`: where they come to, the same in all.
+        """
         owner = self.owner(ids)
         rows = np.empty((len(ids), own.shape[1]), np.uint32)
-        for rank, some in enumerate(self.peers.gather(f"{self.name}: rows", number, own)):
+        given = self.peers.gather(f"{self.name}: rows", number, own, about=[ids, slots])
+        for rank, some in enumerate(given):
             rows[owner == rank] = some
         return rows
 

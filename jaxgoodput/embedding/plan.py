@@ -28,7 +28,7 @@ class Table:
     ram_rows: int = 0
     """In RAM: `device_rows` at least, unless the device has room for all."""
     num_rows: int | None = None
-    """Ids are below it; None: any 63-bit numbers."""
+    """Ids are below it; None: any 63-bit numbers, of 32 bits in a Trainer's batches without x64."""
     dtype: str = "float32"
     """Of embeddings: "float32" or "bfloat16"."""
     scale: float = 0.01

@@ -125,9 +125,14 @@ class SegmentWriter:
         self.path = path
         self._row_bytes, self.max_rows = row_bytes, max_rows
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
-        os.ftruncate(self._file, max_rows * row_bytes)  # a length to map; takes no space
         self._num_taken = 0
-        self.rows = np.memmap(path, np.uint64, "r", shape=(max_rows, row_bytes // 8))
+        try:
+            os.ftruncate(self._file, max_rows * row_bytes)  # a length to map; takes no space
+            self.rows = np.memmap(path, np.uint64, "r", shape=(max_rows, row_bytes // 8))
+        except BaseException:
+            self.close()
+            path.unlink()
+            raise
         self._ids = np.empty(max_rows, np.int64)
         self.num_rows = 0
 

@@ -152,8 +152,9 @@ class RowStore:
         """Open the folder, or begin one.
 
         `num_ids`: ids are below it; the index then takes 4 bytes for each. `at`: go back to this commit;
-        those after it are gone with the next one; 0: to before the first. `checks_rows=False` leaves rows to
-        be looked at when they are read. `keep`: commits that stay. `compacts=False`: only when told.
+        those after it are gone with the next one, but for those that this is told to keep; 0: to before the
+        first. `checks_rows=False` leaves rows to be looked at when they are read. `keep`: commits that stay.
+        `compacts=False`: only when told.
         """
         if row_bytes < 8 or row_bytes % 8:
             raise ValueError(f"row_bytes={row_bytes}: rows have 8, 16, 24, ... bytes. Pad them.")
@@ -175,6 +176,7 @@ class RowStore:
             self._keep_held = self._held.pop_all()
         self._wanted, self._is_closed = threading.Event(), False
         self._failure: Exception | None = None
+        self._has_room = True  # to write stale segments anew
         self._thread = threading.Thread(target=self._compact_behind, name="compaction", daemon=True)
         if compacts:
             self._thread.start()
@@ -252,7 +254,7 @@ class RowStore:
         self.traffic.rows_put += len(ids)
         self.traffic.bytes_put += rows.nbytes
         self.traffic.bytes_written += rows.nbytes
-        if self._worth():
+        if self._has_room and self._worth():
             self._wanted.set()
 
     def ids(self) -> Int64[np.ndarray, " n"]:
@@ -330,7 +332,12 @@ class RowStore:
             self._next_file += 1
             name = f"{self._next_file:08d}.rows"
             self._in_use.add(name)
-        return SegmentWriter(self.folder / name, self.row_bytes, max_rows)
+        try:
+            return SegmentWriter(self.folder / name, self.row_bytes, max_rows)
+        except BaseException:
+            with self._lock:
+                self._in_use.discard(name)
+            raise
 
     def _added(self, part: Segment | SegmentWriter) -> int:
         """Give a segment a number. Under `_lock`."""
@@ -363,7 +370,7 @@ class RowStore:
     def commit(self, about: Mapping[str, Any] | None = None, *, keep: Collection[int] = ()) -> int:
         """Put everything on the disk for good; returns the commit's number, and says `about` of it.
 
-        Of the commits before, those of `keep` stay beside the newest ones.
+        Of all commits that lie there, those of `keep` stay beside the newest that this one is made from.
 
         Raises OSError where the disk refuses: the commit before stays the newest.
         """
@@ -399,7 +406,10 @@ class RowStore:
                 with self._lock:
                     self._in_use -= names
             self._newest = made
-            self._forget_old(made)
+            self._forget_old(made, keep)
+            if not self._has_room:  # there may be by now
+                self._has_room = True
+                self._wanted.set()
         return made.number
 
     def _write_manifest(self, manifest: Manifest) -> None:
@@ -414,11 +424,11 @@ class RowStore:
         unfinished.rename(path)
         _disk.sync_folder(path.parent)
 
-    def _forget_old(self, made: Manifest) -> None:
+    def _forget_old(self, made: Manifest, keep: Collection[int]) -> None:
         """Delete commits that are not kept, and segments that no kept one names."""
         self._lineage = made.lineage
         for number, path in manifests(self.folder).items():
-            if number not in self._lineage:
+            if number not in self._lineage and number not in keep:
                 path.unlink()
         self._delete_unnamed()
 
@@ -582,6 +592,8 @@ class RowStore:
             if writer is not None:
                 writer.close()
                 writer.path.unlink(missing_ok=True)
+                with self._lock:
+                    self._in_use.discard(writer.path.name)
             raise
         with self._lock:
             last = max(self._order.index(n) for n in found)
@@ -615,8 +627,12 @@ class RowStore:
             try:
                 while not self._is_closed and self.compact():
                     pass
-            except Exception as error:  # the next `put` or `commit` raises it
-                self._failure = error
+            except Exception as error:
+                if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+                    logging.warning("stale rows stay until the next commit: %s", error)
+                    self._has_room = False
+                else:  # the next `put` or `commit` raises it
+                    self._failure = error
             if self._is_closed:
                 return
 

@@ -173,10 +173,12 @@ class TieredTable:
         with contextlib.ExitStack() as undo:
             undo.callback(self.store.close)
             self._check_same_table()
+            self.slots: Array = jnp.zeros((device_rows, words), jnp.uint32, device=self._sharding)
+            """The device's rows, `uint32 [slots, words]`; a step that changes them gives them back."""
+            self._ram = np.zeros(
+                (ram_rows, words), np.uint32
+            )  # takes memory where it is written to
             undo.pop_all()
-        self.slots: Array = jnp.zeros((device_rows, words), jnp.uint32, device=self._sharding)
-        """The device's rows, `uint32 [slots, words]`; a step that changes them gives them back."""
-        self._ram = np.zeros((ram_rows, words), np.uint32)  # takes memory where it is written to
         # As of the last batch placed, unlike the directory, which is ahead.
         self._device_ids = np.full(device_rows, NOBODY, np.int64)
         self._device_dirty = np.zeros(device_rows, bool)
@@ -308,7 +310,7 @@ class TieredTable:
             rows[wanted], is_there = self._from_disk(plan.missing[wanted])
             found = int(is_there.sum())
         if self._share is not None and len(rows):
-            rows = self._share.rows(plan.number, plan.missing, rows[mine])
+            rows = self._share.rows(plan.number, plan.missing, plan.targets, rows[mine])
         counts = self.counts
         counts.batches += 1
         counts.on_device += len(plan.slots) - len(plan.missing)

@@ -272,7 +272,7 @@ class Engine:
         """
         programs = self.programs
         return StepMetrics.unpacked(
-            np.asarray(packed), programs.aux_names, programs.num_param_groups
+            np.asarray(packed), programs.aux_names, len(programs.param_groups)
         )
 
     # -- compiling ahead -------------------------------------------------------------------------

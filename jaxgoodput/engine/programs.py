@@ -172,9 +172,9 @@ class Programs(abc.ABC):
         return tuple(self._local_sums.aux)
 
     @cached_property
-    def num_param_groups(self) -> int:
-        """Groups of parameters whose noise is told apart."""
-        return len(leaf_groups(self._kept)[0])
+    def param_groups(self) -> tuple[str, ...]:
+        """The names of the groups of parameters whose noise is told apart."""
+        return leaf_groups(self._kept)[0]
 
     # -- values and where they lie ---------------------------------------------------------------
 

@@ -161,10 +161,10 @@ class RowPrograms(GlobalPrograms):
         self.tables = problem.tables
 
     @cached_property
-    def num_param_groups(self) -> int:
-        """Groups of parameters whose noise is told apart: each table is one more."""
+    def param_groups(self) -> tuple[str, ...]:
+        """The names of the groups of parameters whose noise is told apart: each table is two more."""
         rows = {n: jax.ShapeDtypeStruct((1, t.dim), jnp.float32) for n, t in self.tables.items()}
-        return len(leaf_groups(as_seen(WithRows(own=self._kept, rows=rows)))[0])
+        return leaf_groups(as_seen(WithRows(own=self._kept, rows=rows)))[0]
 
     def abstract_slots(self) -> dict[str, jax.ShapeDtypeStruct]:
         """The slots of all tables."""

@@ -21,6 +21,7 @@ DONE, FAILED, USAGE, NOT_SAVED, SAVED = 0, 1, 2, 75, 143
 
 _OUTPUT_DRAIN_S = 5.0
 _LAST_LINES = 15  # of a process that failed, once more at the end
+LONGEST_LINE = 2**18  # bytes; longer ones come in parts, and none is held as a whole
 _STILL_S = 600.0  # a worker that beat, and then does not for so long, has stopped running Python
 
 
@@ -333,7 +334,7 @@ class Child:
     def _copy_lines(self, rank: int | str, source: BinaryIO, sink: BinaryIO) -> None:
         prefix = f"[{rank}] ".encode()
         with source:
-            for line in source:
+            while line := source.readline(LONGEST_LINE):
                 self.last_lines.append(line.decode(errors="replace").rstrip())
                 try:
                     sink.write(prefix + line.removesuffix(b"\n") + b"\n")

@@ -61,6 +61,9 @@ def show(
 ) -> int:
     """Serve until Ctrl-C; an exit code. `look` opens an address, and says whether it could."""
     clock = clock or SystemClock()
+    if port and not _is_free(port):  # whoever has it would answer in TensorBoard's place
+        print(f"jaxgoodput: port {port} is in use; give another --port, or none", file=sys.stderr)
+        return 1
     port = port or _free_port()
     url = f"http://127.0.0.1:{port}"
     child = subprocess.Popen(
@@ -72,7 +75,7 @@ def show(
     )
     try:
         until_s = clock.now() + LIMIT_S
-        while not _answers(url):
+        while child.poll() is not None or not _answers(url):
             if child.poll() is not None or clock.now() > until_s:
                 child.kill()
                 said = child.communicate()[1].strip().rpartition("\n")[2]
@@ -82,8 +85,11 @@ def show(
         print(f"TensorBoard is at {url}/ (Ctrl-C ends it)", flush=True)
         if not look(pinned_link(url)):
             print("no browser could be opened here", flush=True)
-        child.communicate()  # so that what it says does not fill the pipe
-        return 0
+        said = (
+            child.communicate()[1].strip().rpartition("\n")[2]
+        )  # read, so that the pipe is not full
+        print(f"jaxgoodput: TensorBoard ended by itself: {said}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         return 0
     finally:
@@ -96,16 +102,21 @@ def show(
 
 def _free_port() -> int:
     for port in range(FIRST_PORT, FIRST_PORT + NUM_PORTS):
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
+        if _is_free(port):
             return port
     raise OSError(
         f"ports {FIRST_PORT} to {FIRST_PORT + NUM_PORTS - 1} are all in use; give --port."
     )
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
 
 
 def _answers(url: str) -> bool:

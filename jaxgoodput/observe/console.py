@@ -1,7 +1,11 @@
 """Progress for whoever watches the terminal: a bar on a tty, else a line every few seconds."""
 
+import contextlib
+import dataclasses
 import math
 import sys
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from absl import logging
@@ -10,7 +14,7 @@ from jaxgoodput.clock import Clock
 from jaxgoodput.observe.events import EvalEnd, FitEnd, FitStart, Preempt, TuneEnd, Window
 from jaxgoodput.observe.tags import how_to_look
 from jaxgoodput.observe.tensorboard import describe
-from jaxgoodput.text import compact, seconds
+from jaxgoodput.text import compact, count, seconds
 
 
 class Console:
@@ -37,6 +41,7 @@ class Console:
         self._last_s = -math.inf
         self._bar = _bar(self._stream) if self._stream.isatty() else None
         self._task: Any = None
+        self._ends_s = math.nan  # when the run ends, as last known, by the clock
 
     def on_fit_start(self, event: FitStart) -> None:
         """Say on what the run runs, and where to watch it."""
@@ -48,10 +53,15 @@ class Console:
             self._line(how_to_look(str(event.settings["workdir"])))
         if self._bar is not None:
             self._bar.start()
-            self._task = self._bar.add_task("", total=self._total, completed=event.progress)
+            self._task = self._bar.add_task(
+                f"step {event.step} | {_eta(math.nan)}",
+                total=self._total,
+                completed=event.progress,
+            )
 
     def on_window(self, event: Window) -> None:
         """Advance the bar, or print a line when one is due."""
+        event = self._with_eta(event)
         if self._bar is not None:
             if self._task is not None:
                 self._bar.update(
@@ -75,6 +85,14 @@ class Console:
         """The evaluation's results."""
         results = " | ".join(f"{name} {value:.4g}" for name, value in event.metrics.items())
         self._line(f"step {event.step} | eval: {results} | took {seconds(event.seconds)}")
+        self._ends_s += event.seconds  # it did nothing for the steps that are left
+        if self._bar is not None and self._task is not None:
+            self._bar.update(
+                self._task,
+                completed=event.progress,
+                description=f"step {event.step} | {_eta(self._ends_s - self._clock.now())}",
+                refresh=True,
+            )
 
     def on_preempt(self, event: Preempt) -> None:
         """Say that the run will save and stop."""
@@ -84,7 +102,7 @@ class Console:
         """Say how the run ended."""
         self.close()
         self._line(
-            f"step {event.step} | {event.reason} after {seconds(event.seconds)} | "
+            f"step {event.step} | {event.reason} after {seconds(event.seconds)} of training | "
             f"{compact(event.samples)} samples, {compact(event.progress)} base steps"
         )
 
@@ -94,6 +112,14 @@ class Console:
             self._bar.stop()
             self._task = None
 
+    def _with_eta(self, event: Window) -> Window:
+        """A window too short to tell when the run ends, as after a pause, says what was known before."""
+        now_s = self._clock.now()
+        if math.isfinite(event.eta_s):
+            self._ends_s = now_s + event.eta_s
+            return event
+        return dataclasses.replace(event, eta_s=max(self._ends_s - now_s, 0.0))
+
     def _line(self, text: str) -> None:
         if self._bar is not None:
             self._bar.console.print(text, highlight=False, markup=False)
@@ -101,6 +127,28 @@ class Console:
             logging.info("%s", text)
         else:
             print(text, file=self._stream, flush=True)
+
+
+@contextlib.contextmanager
+def starting(
+    num_compiled: Callable[[], int], clock: Clock, stream: Any = None, *, every_s: float = 10.0
+) -> Iterator[None]:
+    """Say every few seconds, while the block lasts, that a run still starts, and what it has compiled."""
+    out, began_s, over = sys.stderr if stream is None else stream, clock.now(), threading.Event()
+
+    def say() -> None:
+        while not over.wait(every_s):
+            compiled = count(num_compiled(), "program")
+            print(f"starting for {seconds(clock.now() - began_s)} | {compiled} compiled", file=out)
+            out.flush()
+
+    thread = threading.Thread(target=say, name="jaxgoodput-starting", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def progress_line(event: Window, total_base_steps: float | None) -> str:
@@ -113,14 +161,18 @@ def progress_line(event: Window, total_base_steps: float | None) -> str:
     if not math.isnan(event.noise_scale):
         least = ">= " if event.noise_is_lower_bound else ""
         facts.append(f"noise scale {least}{compact(event.noise_scale)}")
-    return " | ".join([*facts, f"ETA {seconds(event.eta_s)}"])
+    return " | ".join([*facts, _eta(event.eta_s)])
+
+
+def _eta(eta_s: float) -> str:
+    return "ETA not known yet" if math.isnan(eta_s) else f"ETA {seconds(max(eta_s, 0.0))}"
 
 
 def _beside_the_bar(event: Window) -> str:
     # What a narrow terminal cuts off comes last.
     facts = [
         f"step {event.step}",
-        f"ETA {seconds(event.eta_s)}",
+        _eta(event.eta_s),
         f"batch {event.config.global_batch_size}",
     ]
     return " | ".join([*facts, *_facts(event)])
@@ -129,7 +181,8 @@ def _beside_the_bar(event: Window) -> str:
 def _facts(event: Window) -> list[str]:
     loss = event.metrics.get("loss")
     facts = [] if loss is None else [f"loss {loss:.4g}"]
-    facts.append(f"{compact(event.throughput)} samples/s")
+    if math.isfinite(event.throughput):
+        facts.append(f"{compact(event.throughput)} samples/s")
     if math.isfinite(event.goodput_measured):
         facts.append(f"goodput {compact(event.goodput_measured)}")
     if math.isfinite(event.tokens_per_s):

@@ -22,6 +22,12 @@ from tensorboardX.proto.summary_pb2 import (
     Summary,  # pyright: ignore[reportAttributeAccessIssue]
     SummaryMetadata,  # pyright: ignore[reportAttributeAccessIssue]
 )
+from tensorboardX.proto.tensor_pb2 import (
+    TensorProto,  # pyright: ignore[reportAttributeAccessIssue]
+)
+from tensorboardX.proto.tensor_shape_pb2 import (
+    TensorShapeProto,  # pyright: ignore[reportAttributeAccessIssue]
+)
 
 from jaxgoodput.clock import Clock
 
@@ -45,6 +51,7 @@ class EventFile:
     ):
         self._describe = describe
         self._described: set[str] = set()
+        self.nonzero: set[str] = set()  # tags of scalars that were not always 0
         directory.mkdir(parents=True, exist_ok=True)
         self._clock = clock
         self._num_lost = 0
@@ -63,6 +70,7 @@ class EventFile:
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         """One event with a scalar per tag."""
         if values:
+            self.nonzero |= {tag for tag, value in values.items() if value != 0}
             found = [self._scalar(tag, value) for tag, value in values.items()]
             self.summary(Summary(value=found), step)
 
@@ -76,8 +84,15 @@ class EventFile:
     def image(self, tag: str, png: bytes, step: int) -> None:
         """A picture."""
         width, height = struct.unpack(">II", png[16:24])  # where every PNG says it
-        image = Summary.Image(width=width, height=height, encoded_image_string=png)
-        self.summary(Summary(value=[Summary.Value(tag=tag, image=image)]), step)
+        parts = [str(width).encode(), str(height).encode(), png]
+        size = TensorShapeProto(dim=[TensorShapeProto.Dim(size=len(parts))])
+        tensor = TensorProto(dtype="DT_STRING", string_val=parts, tensor_shape=size)
+        # Not as `Summary.Image`: of it one of TensorBoard's two readers drops the description.
+        about = SummaryMetadata(
+            summary_description=self._describe(tag),
+            plugin_data=SummaryMetadata.PluginData(plugin_name="images"),
+        )
+        self.summary(Summary(value=[Summary.Value(tag=tag, tensor=tensor, metadata=about)]), step)
 
     def summary(self, summary: Any, step: int) -> None:
         """Any summary that tensorboardX can build."""

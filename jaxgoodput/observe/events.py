@@ -4,18 +4,21 @@ An event is added here and nowhere else: the class names the method of a hook th
 the journal writes whatever comes. (`hooks.Hook` lists the methods for people.)
 """
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, ClassVar
 
+import numpy as np
 from jaxtyping import PyTree
 
 from jaxgoodput.data.cursor import Cursor
 from jaxgoodput.goodput.efficiency import Grad, GradParams
 from jaxgoodput.goodput.fit import PerfFit, StepTimings
-from jaxgoodput.goodput.perf import Feeding
+from jaxgoodput.goodput.model import GoodputModel
+from jaxgoodput.goodput.perf import Feeding, PerfParams, Placement
 from jaxgoodput.goodput.search import BatchConfig, BatchLimits
 from jaxgoodput.tune.verdict import Verdict
 
@@ -53,6 +56,8 @@ class FitStart(Event):
     """The whole configuration as JSON values."""
     at_s: float
     """When all was ready for the first step, by the trainer's clock."""
+    groups: tuple[str, ...] = ()
+    """The names of the groups of parameters whose noise is told apart, in the order of `TuneEnd.grad`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,6 +168,29 @@ class TuneEnd(Event):
     switched: bool
     feeding: Feeding | None = None
     """What prepares a batch beside the step."""
+
+    @property
+    def model(self) -> GoodputModel | None:
+        """The model behind the verdict, in numbers of the host; None without a fit."""
+        if self.fit is None:
+            return None
+        names = PerfParams.__dataclass_fields__
+        perf = PerfParams(**{name: float(getattr(self.fit.params, name)) for name in names})
+        grad = dataclasses.replace(
+            self.grad, sqr=np.asarray(self.grad.sqr, float), var=np.asarray(self.grad.var, float)
+        )
+        return GoodputModel(
+            perf=perf,
+            grad=grad,
+            base_batch_size=self.limits.base,
+            residuals=self.residuals,
+            feeding=self.feeding,
+        )
+
+    @property
+    def placement(self) -> Placement:
+        """Where the run was."""
+        return Placement(num_nodes=self.num_nodes, num_replicas=self.num_replicas)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,11 +4,9 @@ For matplotlib (extra `plots`), through its object interface: pyplot would keep 
 import this file only where matplotlib is installed.
 """
 
-import dataclasses
 import io
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import matplotlib
 import numpy as np
@@ -18,17 +16,19 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-from jaxgoodput.goodput.efficiency import is_known, noise_scale
-from jaxgoodput.goodput.model import GoodputModel
-from jaxgoodput.goodput.perf import PerfParams, Placement, step_time
+from jaxgoodput.goodput.efficiency import GradGroups, efficiency, is_known, noise_scale
+from jaxgoodput.goodput.perf import Placement, step_time
+from jaxgoodput.goodput.sweep import Sweep
 from jaxgoodput.observe.events import TuneEnd
-from jaxgoodput.text import compact
+from jaxgoodput.text import compact, seconds
 
 # Colours that stay apart for colour-blind eyes (Okabe and Ito, 2008).
 BLUE, ORANGE, GREEN, RED, GREY = "#0072b2", "#e69f00", "#009e73", "#d55e00", "#969ba0"
 PALE = "#e4e6e9"
+_GROUPS = (BLUE, ORANGE, GREEN, RED, "#cc79a7", "#56b4e9")
 
 _MAX_COLUMNS = 14
+_MAX_NAME = 34
 
 
 def png(figure: Figure) -> bytes:
@@ -38,46 +38,16 @@ def png(figure: Figure) -> bytes:
     return buffer.getvalue()
 
 
-@dataclass(frozen=True)
-class _Known:
-    """The model of a re-plan in Python floats, so that drawing never touches a device."""
-
-    model: GoodputModel
-    placement: Placement
-    has_efficiency: bool
-
-
-def _known(tune: TuneEnd) -> _Known | None:
-    if tune.fit is None:
-        return None
-    perf = PerfParams(
-        **{name: float(getattr(tune.fit.params, name)) for name in PerfParams.__dataclass_fields__}
-    )
-    grad = dataclasses.replace(
-        tune.grad, sqr=np.asarray(tune.grad.sqr, float), var=np.asarray(tune.grad.var, float)
-    )
-    return _Known(
-        model=GoodputModel(
-            perf=perf,
-            grad=grad,
-            base_batch_size=tune.limits.base,
-            residuals=tune.residuals,
-            feeding=tune.feeding,
-        ),
-        placement=Placement(num_nodes=tune.num_nodes, num_replicas=tune.num_replicas),
-        has_efficiency=is_known(grad),
-    )
-
-
 def goodput_surface(tune: TuneEnd) -> Figure | None:
     """Goodput over micro-batch size and count, percent of the best; None without a fit.
 
     Cells outside the limits are grey; a thin frame marks the configuration before, a thick one the
     verdict. Throughput stands in while the noise is unknown, and the title says so.
     """
-    known = _known(tune)
-    if known is None:
+    model = tune.model
+    if model is None:
         return None
+    is_worth = is_known(model.grad)
     verdict = tune.verdict.config
     sizes = _thinned(
         tune.limits.ladder(tune.num_replicas),
@@ -88,12 +58,12 @@ def goodput_surface(tune: TuneEnd) -> Figure | None:
         list(range(1, most + 1)), {1, tune.before.num_micro_batches, verdict.num_micro_batches}
     )
     micro, number = np.array(sizes, float)[None, :], np.array(counts, float)[:, None]
-    worth = known.model.goodput if known.has_efficiency else known.model.throughput
-    values = np.array(worth(known.placement, micro, number), float)
+    worth = model.goodput if is_worth else model.throughput
+    values = np.array(worth(tune.placement, micro, number), float)
     batch = micro * number * tune.num_replicas
     values[(batch > tune.limits.max) | (batch < tune.limits.smallest)] = np.nan
     best = np.nanmax(values) if np.isfinite(values).any() else np.nan
-    name = "goodput" if known.has_efficiency else "throughput (noise unknown)"
+    name = "goodput" if is_worth else "throughput (noise unknown)"
     figure, axes = _figure(
         f"step {tune.step}: {name}, % of the best over {tune.num_replicas} replicas",
         "micro-batch, samples per replica",
@@ -118,13 +88,13 @@ def goodput_curve(tune: TuneEnd) -> Figure | None:
 
     At each global batch the better split into micro-batches counts. None without a fit.
     """
-    known = _known(tune)
-    if known is None:
+    model = tune.model
+    if model is None:
         return None
     sizes = np.array(tune.limits.ladder(tune.num_replicas), float)
     counts = np.arange(1, tune.limits.max_micro_batches + 1, dtype=float)[:, None]
     batch = (sizes * counts * tune.num_replicas).ravel()
-    throughput = np.asarray(known.model.throughput(known.placement, sizes, counts), float).ravel()
+    throughput = np.asarray(model.throughput(tune.placement, sizes, counts), float).ravel()
     smallest = tune.limits.smallest
     inside = (batch <= tune.limits.max) & (batch >= smallest) & np.isfinite(throughput)
     batch, throughput = batch[inside], throughput[inside]
@@ -143,13 +113,13 @@ def goodput_curve(tune: TuneEnd) -> Figure | None:
         "samples per second",
     )
     axes.plot(batch, throughput, color=BLUE, label="throughput, samples/s")
-    if known.has_efficiency:
-        useful = throughput * np.asarray(known.model.efficiency(batch), float)
+    if is_known(model.grad):
+        useful = throughput * np.asarray(model.efficiency(batch), float)
         axes.plot(batch, useful, color=RED, label="goodput, useful samples/s")
     verdict = float(tune.verdict.config.global_batch_size)
     axes.axvline(verdict, color=GREEN, linestyle="--", label="verdict")
-    if known.has_efficiency:
-        critical = float(noise_scale(known.model.grad, tune.limits.base))
+    if is_known(model.grad):
+        critical = float(noise_scale(model.grad, tune.limits.base))
         if batch[0] <= critical <= batch[-1]:
             axes.axvline(critical, color=ORANGE, linestyle="--", label="noise scale")
     _logarithmic(axes)
@@ -161,15 +131,15 @@ def fit_scatter(tune: TuneEnd) -> Figure | None:
 
     On the diagonal the model is exact; the dashed lines are one fit error away.
     """
-    known = _known(tune)
-    if known is None or tune.fit is None or tune.timings is None:
+    model = tune.model
+    if model is None or tune.fit is None or tune.timings is None:
         return None
     rows = tune.timings
     micro = np.asarray(rows.micro_batch_size, float)
     placement = Placement(
         num_nodes=np.asarray(rows.num_nodes), num_replicas=np.asarray(rows.num_replicas)
     )
-    perf = known.model.perf
+    perf = model.perf
     figure, axes = _figure(
         f"step {tune.step}: the model against the clock", "measured, s", "predicted, s"
     )
@@ -203,6 +173,87 @@ def fit_scatter(tune: TuneEnd) -> Figure | None:
     return figure
 
 
+def efficiency_by_group(tune: TuneEnd, names: Sequence[str]) -> Figure | None:
+    """What a sample of a larger batch is worth to each group of parameters, and to all of them together.
+
+    The groups with a hundredth of the signal or more, six at most, have a curve each, the rest one in common;
+    `names` are those of the groups of `tune.grad`. None where the noise is not known by group.
+    """
+    grad = tune.grad
+    if not isinstance(grad, GradGroups) or not is_known(grad):
+        return None
+    sqr, var = np.asarray(grad.sqr, float), np.asarray(grad.var, float)
+    if len(names) != len(sqr):
+        raise ValueError(
+            f"the noise is of {len(sqr)} groups, and there are {len(names)} names. Pass those of "
+            "FitStart.groups of the same run."
+        )
+    if not sqr.sum() > 0:
+        return None
+    base = tune.limits.base
+    present = tune.verdict.config.global_batch_size
+    batch = np.geomspace(min(tune.limits.smallest, present), max(tune.limits.max, present), 200)
+    order = np.argsort(-sqr)[: (sqr > 0).sum()]
+    num_apart = min(int((sqr >= 0.01 * sqr.sum()).sum()), len(_GROUPS))
+    apart, rest = order[:num_apart], order[num_apart:]
+    figure, axes = _figure(
+        f"step {tune.step}: what a sample is worth to each group of parameters",
+        "global batch, samples",
+        "efficiency (1 at the base)",
+    )
+
+    def draw(members: np.ndarray, name: str, colour: str) -> None:
+        part = GradGroups(sqr=sqr[members], var=var[members])
+        share = sqr[members].sum() / sqr.sum()
+        label = (
+            f"{name}: {share:.0%} of the signal" if share >= 0.005 else f"{name}: hardly any signal"
+        )
+        axes.plot(batch, efficiency(part, batch / base), color=colour, label=label)
+
+    for index, colour in zip(apart, _GROUPS, strict=False):
+        draw(np.array([index]), _short(str(names[index])), colour)
+    if rest.size:  # one alone is shown under its own name
+        name = _short(str(names[rest[0]])) if rest.size == 1 else f"{rest.size} others"
+        draw(rest, name, GREY)
+    together = efficiency(grad, batch / base)
+    axes.plot(batch, together, color="black", linewidth=2.5, label="all, by signal: decides")
+    axes.axvline(present, color=GREY, linestyle="--", linewidth=1)
+    worth = float(efficiency(grad, present / base))
+    axes.plot([present], [worth], "o", color="black", label=f"batch {present}: {worth:.2g}")
+    axes.set_ylim(bottom=0)
+    _logarithmic(axes, y=False, legend=False)
+    figure.legend(loc="outside lower center", ncols=2, fontsize=8, frameon=False)
+    return figure
+
+
+def sweep_avoided(sweep: Sweep, step: int, error: float = math.nan) -> Figure | None:
+    """What each fixed batch would have taken to come as far, beside the run; None while nothing is known.
+
+    The band is one fit error wide, where that is known.
+    """
+    if not sweep.seconds or not sweep.own_s > 0:
+        return None
+    batch, times = (np.array(list(x), float) for x in (sweep.seconds, sweep.seconds.values()))
+    figure, axes = _figure(
+        f"step {step}: a sweep over {len(batch)} fixed batches, {seconds(sweep.total_s)} by the model",
+        "fixed global batch, samples",
+        f"seconds for {compact(sweep.progress)} base steps",
+    )
+    axes.plot(batch, times, "o-", color=BLUE, label="fixed batch, steps alone, by this run's model")
+    if math.isfinite(error):
+        band = (times * math.exp(-error), times * math.exp(error))
+        axes.fill_between(batch, *band, color=BLUE, alpha=0.15, label=f"fit error {error:.1%}")
+    label = f"this run, all of its wall time: {seconds(sweep.own_s)}"
+    axes.axhline(sweep.own_s, color=GREEN, linestyle="--", label=label)
+    _logarithmic(axes)
+    return figure
+
+
+def _short(name: str) -> str:
+    """The end of a long name: beginnings are alike."""
+    return name if len(name) <= _MAX_NAME else f"...{name[3 - _MAX_NAME :]}"
+
+
 def _figure(title: str, x_label: str, y_label: str) -> tuple[Figure, Axes]:
     figure = Figure(figsize=(7.2, 4.4), dpi=100, layout="constrained")
     FigureCanvasAgg(figure)
@@ -227,17 +278,20 @@ def _cells(axes: Axes, percent: np.ndarray) -> None:
             axes.text(column, row, f"{value:.0f}", color=colour, **where)
 
 
-def _logarithmic(axes: Axes) -> None:
+def _logarithmic(axes: Axes, *, y: bool = True, legend: bool = True) -> None:
     axes.set_xscale("log")
-    axes.set_yscale("log")
-    for axis, (low, high) in ((axes.xaxis, axes.get_xlim()), (axes.yaxis, axes.get_ylim())):
+    if y:
+        axes.set_yscale("log")
+    scales = [(axes.xaxis, axes.get_xlim()), (axes.yaxis, axes.get_ylim())]
+    for axis, (low, high) in scales[: 2 if y else 1]:
         round_numbers = (1.0, 2.0, 5.0) if high < 1e4 * low else (1.0,)
         axis.set_major_locator(LogLocator(subs=round_numbers, numticks=15))
         axis.set_major_formatter(FuncFormatter(lambda value, _: compact(value)))
         axis.set_minor_locator(NullLocator())
     axes.grid(True, color=PALE)
     axes.set_axisbelow(True)
-    axes.legend(fontsize=9)
+    if legend:
+        axes.legend(fontsize=9)
 
 
 def _thinned(values: Sequence[int], keep: set[int]) -> list[int]:

@@ -1,12 +1,17 @@
 """Hooks: plain objects whose methods are called when something happens.
 
-They run on the analyst's thread, in order, behind the loop and never in its way. An exception in a
-hook stops training with a checkpoint, at the loop's next step; it is never swallowed.
+They run on a thread of their own, in order, behind the loop and never in its way or that of a decision. An
+exception in a hook stops training with a checkpoint, at the loop's next step; it is never swallowed.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+import queue
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from absl import logging
+
+from jaxgoodput.clock import Clock
 from jaxgoodput.observe.events import (
     Checkpoint,
     EvalEnd,
@@ -23,6 +28,8 @@ from jaxgoodput.observe.events import (
     TuneEnd,
     Window,
 )
+
+MOST_BEHIND = 256  # events; training waits for hooks that are further behind
 
 
 class Hook:
@@ -112,3 +119,76 @@ def call(hooks: Iterable[Any], event: Event) -> None:
 def _for_record(kind: type[Event]) -> tuple[str, ...]:
     # The journal's own method: what it does not write need not be made for it.
     return ("on_record",) if kind.journaled else ()
+
+
+class Teller:
+    """A thread that calls hooks. What one of them raises goes to `on_error`, and the others go on."""
+
+    def __init__(
+        self,
+        hooks: Sequence[Any],
+        *,
+        is_stopping: Callable[[], bool],
+        clock: Clock,
+        on_error: Callable[[BaseException], None],
+        book: Callable[[str, float], None],
+    ):
+        self._hooks = hooks
+        self._is_stopping = is_stopping
+        self._clock = clock
+        self._on_error = on_error
+        self._book = book
+        self._in_hook: Any = None  # told of an event last
+        self._is_slow = False  # whether training has had to wait
+        self.is_awaited = False  # whether it does now
+        self._queue: queue.SimpleQueue[Event | threading.Event | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="jaxgoodput-hooks", daemon=True)
+        self._thread.start()
+
+    def tell(self, event: Event) -> None:
+        """Have the hooks hear of an event, after everything that came before it."""
+        self._queue.put(event)
+
+    def tell_when_done(self, done: threading.Event) -> None:
+        """Set `done` when the hooks have heard of everything until now."""
+        self._queue.put(done)
+
+    def hold_up(self) -> None:
+        """Wait where hooks are far behind, but not once a stop was asked for."""
+        if self._queue.qsize() < MOST_BEHIND:
+            return
+        if not self._is_slow:
+            self._is_slow = True
+            logging.warning(
+                "hooks are %d events behind, and training waits for them. At work is %s: have it do less, or "
+                "less often (jg.Every).",
+                MOST_BEHIND,
+                type(self._in_hook).__qualname__,
+            )
+        start_s = self._clock.now()
+        self.is_awaited = True
+        while self._queue.qsize() >= MOST_BEHIND and not self._is_stopping():
+            self._thread.join(0.01)
+        self.is_awaited = False
+        self._book("hooks_behind", self._clock.now() - start_s)
+
+    def close(self) -> None:
+        """Tell what was handed in, and end the thread."""
+        self._queue.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            if isinstance(item, threading.Event):
+                item.set()
+                continue
+            try:
+                call(self._each(), item)
+            except BaseException as error:
+                self._on_error(error)
+
+    def _each(self) -> Iterator[Any]:
+        """The hooks, one after the other; notes which of them is at work."""
+        for hook in self._hooks:
+            self._in_hook = hook
+            yield hook

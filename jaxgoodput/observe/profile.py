@@ -2,6 +2,7 @@
 
 import pathlib
 import signal
+from typing import Any
 
 import jax
 from absl import logging
@@ -18,8 +19,10 @@ class Profile(Hook):
 
     The capture lies under `workdir/tensorboard/plugins/profile`, where TensorBoard finds it (`pip install
     xprof`). Steps stand in it under their numbers; as hooks run behind the loop, it begins and ends some
-    steps late. It is of the process that reports. Make it in the main thread where `on` is given. `clock`:
-    that of the Trainer, where it has another than the system's.
+    steps late. It is of the process that reports. A run that goes on from behind `start` is not captured
+    again, and of two captures at once the second is left out. Make it in the main thread where `on` is given;
+    behind the run, the signal goes to what heard it before. `clock`: that of the Trainer, where it
+    has another than the system's.
     """
 
     def __init__(
@@ -39,11 +42,15 @@ class Profile(Hook):
         self._since_s: float | None = None  # while it captures
         self._num_captured = 0
         self._folder = pathlib.Path()
+        self._is_over, self._before = False, None
         if on is not None:
-            signal.signal(on, self._ask)
+            self._before = signal.signal(on, self._ask)
 
     def on_fit_start(self, event: FitStart, /) -> None:
-        """Where it goes."""
+        """Where it goes, and whether its step is still to come."""
+        self._is_over = False
+        if self._start is not None and event.step > self._start:
+            self._start = None
         self._folder = pathlib.Path(event.settings["workdir"]) / "tensorboard"
 
     def on_step_end(self, event: StepEnd, /) -> None:
@@ -53,7 +60,11 @@ class Profile(Hook):
             if not (is_due or self._is_asked):
                 return
             self._start, self._is_asked = None if is_due else self._start, False
-            jax.profiler.start_trace(str(self._folder))
+            try:
+                jax.profiler.start_trace(str(self._folder))
+            except RuntimeError as error:  # another profile is being taken
+                logging.warning("no profile begins at step %d: %s", event.step, error)
+                return
             self._since_s, self._num_captured = self._clock.now(), 0
         elif event.at_s > self._since_s:  # others were done before, and are only heard of now
             self._num_captured += 1
@@ -62,10 +73,14 @@ class Profile(Hook):
 
     def on_fit_end(self, event: FitEnd, /) -> None:
         """A capture that has begun ends with the run."""
+        self._is_over = True
         self._end()
 
-    def _ask(self, *_: object) -> None:
-        self._is_asked = True
+    def _ask(self, signum: int, frame: Any) -> None:
+        if not self._is_over:
+            self._is_asked = True
+        elif callable(self._before):  # hooks have a thread, and only the main one could put it back
+            self._before(signum, frame)
 
     def _end(self) -> None:
         if self._since_s is not None:

@@ -21,7 +21,7 @@ from rich.table import Table
 from jaxgoodput._serial import decode
 from jaxgoodput.observe import journal
 from jaxgoodput.observe.badput import BUCKETS, PRODUCTIVE
-from jaxgoodput.text import compact, seconds
+from jaxgoodput.text import compact, count, seconds
 
 _SPARKS = "▁▂▃▄▅▆▇█"
 _ASCII = str.maketrans(_SPARKS + "▏▎▍▌▋▊▉─", "_.:-=+*#" + "|||####-")
@@ -114,6 +114,8 @@ class _Verdict(journal.Part):
 class _Fit(journal.Part):
     error: float
     unidentified: tuple[str, ...] = ()
+    links: tuple[str, ...] = ()
+    num_rows: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,6 +161,18 @@ _KINDS: Mapping[str, type[_Record]] = {
     "FitEnd": _End,
 }
 R = TypeVar("R", bound=_Record)
+
+# What a step's time is made of, by the parameters of the fit.
+_COSTS = {
+    "compute_base": "a micro-batch's fixed time",
+    "compute_per_sample": "the time of a sample",
+    "intra_base": "averaging within a host",
+    "intra_per_replica": "averaging within a host",
+    "inter_base": "averaging between hosts",
+    "inter_per_replica": "averaging between hosts",
+    "overlap": "what runs beside each other",
+    "update_s": "the optimizer",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,7 +221,8 @@ def report(workdir: str | os.PathLike[str], *, ascii: bool = False) -> str:
 def numbers(workdir: str | os.PathLike[str]) -> dict[str, Any]:
     """What `report` rests on, as JSON values; None: not known. Raises what `report` raises.
 
-    Seconds are wall time; batches are in samples, throughputs in samples a second.
+    Seconds are wall time, `trained_s` that after the first start-up; batches are in samples, throughputs in
+    samples a second.
     """
     story = _story(workdir)
     start, last, windows = story.starts[-1], _last(story), story.windows
@@ -231,7 +246,8 @@ def numbers(workdir: str | os.PathLike[str]) -> dict[str, Any]:
         "samples": None if isinstance(last, _Start) else last.samples,
         "outcome": story.ended.reason if story.ended else None,
         "restarts": start.restart,
-        "wall_s": last.wall - story.starts[0].wall,
+        "wall_s": sum(spent.values()),
+        "trained_s": last.wall - story.starts[0].wall,
         "time_s": spent,
         "time_is_estimated": is_estimated,
         "batches": [vars(row) for row in _rows(windows)],
@@ -273,6 +289,7 @@ def compare(workdirs: Sequence[str | os.PathLike[str]], *, ascii: bool = False) 
         ("samples", [number(run["samples"]) for run in runs]),
         ("base steps", [number(run["progress"]) for run in runs]),
         ("wall time", [seconds(run["wall_s"]) for run in runs]),
+        ("after start-up", [seconds(run["trained_s"]) for run in runs]),
         ("productive", [productive(run) for run in runs]),
         ("goodput", [number(run["goodput"]) for run in runs]),
         ("loss, first", [number(run["first_loss"]) for run in runs]),
@@ -284,6 +301,10 @@ def compare(workdirs: Sequence[str | os.PathLike[str]], *, ascii: bool = False) 
     if len(set(names)) < len(names):  # then by where their paths part
         folders = [os.path.abspath(run["workdir"]) for run in runs]
         names = [os.path.relpath(folder, os.path.commonpath(folders)) for folder in folders]
+        names = [
+            pathlib.Path(f).name if name == "." else name
+            for f, name in zip(folders, names, strict=True)
+        ]
     body = _table(("", *names), [(name, *cells) for name, cells in rows])
     return _printable(body + "\n", ascii)
 
@@ -435,7 +456,7 @@ def _header(story: _Story) -> str:
     rows = [
         ("workdir", str(story.folder)),
         ("devices", f"{start.num_devices} x {start.device_kind}, "
-         f"{start.num_processes} process(es)"),
+         f"{count(start.num_processes, 'process')}"),
         ("policy", f"{settings.policy}, learning-rate rule {settings.rule or 'auto'}"),
         ("limits", f"global batch base {limits.base}, at most {limits.max}; "
          f"micro-batch {limits.micro[0]} to {limits.micro[1]}"),
@@ -443,8 +464,8 @@ def _header(story: _Story) -> str:
          + (f" of {compact(length)}" if length > 0 else "")
          + (f", {compact(samples)} samples" if samples is not None else "")),
         ("outcome", ended.reason if ended else "no end recorded: still running, or killed"),
-        ("runs", f"{len(story.starts)} ({start.restart} restart(s)), first seen to last "
-         f"{seconds(last.wall - first.wall)}"),
+        ("runs", f"{len(story.starts)} ({count(start.restart, 'restart')}), "
+         f"{seconds(last.wall - first.wall)} from the first record, after start-up"),
     ]  # fmt: skip
     return _section("Run", _pairs(rows))
 
@@ -521,8 +542,11 @@ def _rows(windows: Sequence[_Window]) -> list[_Row]:
         def mean(name: str, members: Sequence[tuple[_Window, int]] = members) -> float:
             return _mean((getattr(w, name), w.num_steps) for w, _ in members)
 
+        # Where the model had said something, if it ever had: a row's numbers are of the same steps.
         both = [m for m in members if math.isfinite(m[0].predicted_step_s * m[0].measured_step_s)]
-        measured_s = mean("measured_step_s", both)
+        step_s = mean("measured_step_s", both or members)
+        predicted_s, efficiency = mean("predicted_step_s", both), mean("efficiency")
+        throughput = size / step_s if step_s else math.nan
         rows.append(
             _Row(
                 batch=size,
@@ -530,14 +554,12 @@ def _rows(windows: Sequence[_Window]) -> list[_Row]:
                 steps=sum(w.num_steps for w, _ in members),
                 samples=sum(samples for _, samples in members),
                 time_s=sum(w.seconds for w, _ in members),
-                step_s=mean("measured_step_s"),
-                predicted_step_s=mean("predicted_step_s"),
-                predicted_error=mean("predicted_step_s", both) / measured_s - 1
-                if measured_s
-                else math.nan,
-                throughput=mean("throughput"),
-                efficiency=mean("efficiency"),
-                goodput=mean("goodput_measured"),
+                step_s=step_s,
+                predicted_step_s=predicted_s,
+                predicted_error=predicted_s / step_s - 1 if step_s else math.nan,
+                throughput=throughput,
+                efficiency=efficiency,
+                goodput=throughput * efficiency,
             )
         )
     return rows
@@ -574,7 +596,8 @@ def _batches(windows: Sequence[_Window]) -> str:
     second = ("batch", "step", "model says", "error", "samples/s", "efficiency", "goodput")
     body = f"{_table(first, used)}\n\n{_table(second, gave)}"
     return _section(
-        "Batch sizes", body + "\n(goodput: useful samples per second; batch in samples)"
+        "Batch sizes",
+        body + "\n(step: with what it waited for its batch; goodput: useful samples a second)",
     )
 
 
@@ -620,11 +643,16 @@ def _verdicts(tunes: Sequence[_Tune]) -> str:
     if not lines:
         return ""
     fits = [tune.fit for tune in tunes if tune.fit is not None]
-    summary = f"{sum(t.num_merged for t in tunes)} verdicts, {len(switches)} changes"
+    total = sum(t.num_merged for t in tunes)
+    summary = f"{count(total, 'verdict')}, {count(len(switches), 'change')}"
     if fits:
-        summary += f"; error of the last fit {fits[-1].error:.1%}"
-        if fits[-1].unidentified:
-            summary += f"; not identified by the data: {', '.join(fits[-1].unidentified)}"
+        fit = fits[-1]
+        summary += (
+            f"; error of the last fit {fit.error:.1%} on {count(fit.num_rows, 'configuration')}"
+        )
+        unknown = dict.fromkeys(_COSTS.get(name, name) for name in fit.unidentified)
+        if unknown:
+            summary += f"; what it cannot tell apart yet: {', '.join(unknown)}"
     return _section("Verdicts", _wrapped([summary, *lines]))
 
 
@@ -655,6 +683,9 @@ def _curves(windows: Sequence[_Window], evals: Sequence[_Eval]) -> str:
             first, last, low, high = (
                 compact(v, digits=4) for v in (known[0], known[-1], min(known), max(known))
             )
+            if low == high:  # a line that is flat says nothing more
+                rows.append((name, low if len(known) == 1 else f"{low} throughout"))
+                continue
             facts = f"{first} -> {last}  (min {low}, max {high})"
             rows.append((name, f"{facts}\n{sparkline(values, log=log)}"))
     return _section("Over time", _pairs(rows)) if rows else ""
@@ -672,7 +703,7 @@ def _incidents(records: Sequence[_Record], windows: Sequence[_Window], torn: Seq
             undone = max(lost - record.step, 0)
             lines.append(
                 f"restart {record.restart}: resumed at step {record.step}, "
-                f"{undone} step(s) undone, "
+                f"{count(undone, 'step')} undone, "
                 f"{seconds(record.wall - before.wall)} after the last record"
             )
         elif isinstance(record, _Stop):
@@ -682,15 +713,15 @@ def _incidents(records: Sequence[_Record], windows: Sequence[_Window], torn: Seq
     saves = [save.seconds for save in _of(records, _Save) if not save.error]
     if saves:
         lines.append(
-            f"{len(saves)} checkpoint(s), the loop stood still for {seconds(sum(saves))} in all, "
+            f"{count(len(saves), 'checkpoint')}, the loop stood still for {seconds(sum(saves))} in all, "
             f"{seconds(max(saves))} at most"
         )
     skipped = windows[-1].skipped_steps if windows else 0
-    lines.append(f"{skipped} update(s) skipped because a gradient was not finite")
+    lines.append(f"{count(skipped, 'update')} skipped because a gradient was not finite")
     if torn:
         more = f" and {len(torn) - _MOST_LINES} more" if len(torn) > _MOST_LINES else ""
         lines.append(
-            f"journal line(s) left out, which cannot be read: {', '.join(torn[:_MOST_LINES])}{more} (a "
+            f"journal lines left out, which cannot be read: {', '.join(torn[:_MOST_LINES])}{more} (a "
             "run was killed while writing, the disk was full, or the file was changed)"
         )
     return _section("Restarts, checkpoints, skipped steps", _wrapped(lines))

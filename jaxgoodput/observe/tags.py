@@ -1,11 +1,14 @@
-"""What the dashboard shows: every tag with its unit and meaning, and how the charts are grouped.
+"""What the dashboard shows: every tag with its unit and meaning, pictures, and how the charts are grouped.
 
 `TAGS` is the promise to whoever reads event files; tests hold the writer to it.
 """
 
 import json
+import re
 import urllib.parse
+from collections.abc import Set
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from jaxgoodput.observe.badput import BUCKETS
 
@@ -46,8 +49,18 @@ TAGS: tuple[Tag, ...] = (
         "loss lost per e-fold of samples with this batch; the model's: what the batch before makes expect",
         model=True,
     ),
-    Tag("evidence/loss_gained_lower", "loss", "loss_gained, less two standard errors"),
-    Tag("evidence/loss_gained_upper", "loss", "loss_gained, plus two standard errors"),
+    Tag(
+        "evidence/loss_gained_lower",
+        "loss",
+        "loss_gained, less two standard errors; the model's has none",
+        model=True,
+    ),
+    Tag(
+        "evidence/loss_gained_upper",
+        "loss",
+        "loss_gained, plus two standard errors; the model's has none",
+        model=True,
+    ),
     Tag("goodput/predicted_gain", "1", "predicted goodput of the verdict over keeping the batch"),
     Tag("batch/global", "samples", "samples behind one update, all replicas"),
     Tag("batch/per_device", "samples", "micro-batch: samples that one replica computes at once"),
@@ -145,6 +158,36 @@ TAGS: tuple[Tag, ...] = (
 )
 
 
+PICTURES: tuple[Tag, ...] = (
+    Tag(
+        "model/goodput_surface",
+        "% of the best",
+        "goodput that the model gives every micro-batch and number of micro-batches; framed: before, verdict",
+    ),
+    Tag(
+        "model/goodput_curve",
+        "samples/s",
+        "throughput and goodput over the batch, by the model; dashed: verdict, noise scale",
+    ),
+    Tag(
+        "model/fit",
+        "s",
+        "step times as predicted over those measured; dashed: one fit error to either side",
+    ),
+    Tag(
+        "model/efficiency_by_group",
+        "1",
+        "what a sample of a larger batch is worth to each group of parameters; thick: all, which decides",
+    ),
+    Tag(
+        "model/sweep",
+        "s",
+        "what fixed batches would have taken to come as far, by the model; dashed: this run",
+    ),
+)
+"""Drawn at a change of the batch and at the end."""
+
+
 def _lines(*tags: str) -> tuple[str, list[str]]:
     # TensorBoard matches from the start only: without `$`, goodput/predicted takes its bounds along.
     return "Multiline", [f"^{tag}$" for tag in tags]
@@ -152,7 +195,8 @@ def _lines(*tags: str) -> tuple[str, list[str]]:
 
 # The custom-scalars page, by category and chart; at most two tags a chart: all tags of a run have one
 # colour. In the form that tensorboardX takes.
-CHARTS: dict[str, dict[str, tuple[str, list[str]]]] = {
+Charts: TypeAlias = dict[str, dict[str, tuple[str, list[str]]]]
+CHARTS: Charts = {
     "Learning": {
         "loss": _lines("train/loss"),
         "evaluation": ("Multiline", ["^eval/"]),
@@ -165,8 +209,7 @@ CHARTS: dict[str, dict[str, tuple[str, list[str]]]] = {
         "goodput, measured and model (useful samples/s)": _lines("goodput/samples_per_sec"),
         "throughput (samples/s)": _lines("goodput/throughput_samples_per_sec"),
         "statistical efficiency": _lines("goodput/statistical_efficiency"),
-        "loss lost per e-fold of samples, measured and model": _lines("evidence/loss_gained"),
-        "loss lost per e-fold of samples, with two standard errors": (
+        "loss lost per e-fold of samples, measured (+- 2 standard errors) and model": (
             "Margin",
             [f"evidence/loss_gained{bound}" for bound in ("", "_lower", "_upper")],
         ),
@@ -221,6 +264,29 @@ CHARTS: dict[str, dict[str, tuple[str, list[str]]]] = {
     },
 }
 
+
+def shown(charts: Charts, tags: Set[str]) -> Charts:
+    """Of the charts, those that show one of these tags.
+
+    >>> shown({"A": {"loss": _lines("train/loss"), "gain": _lines("lr/gain")}, "B": {}}, {"lr/gain"})
+    {'A': {'gain': ('Multiline', ['^lr/gain$'])}}
+    """
+    found = {
+        category: {
+            title: (kind, patterns)
+            for title, (kind, patterns) in inside.items()
+            # A margin names its tags whole, lines what they begin with.
+            if (
+                not tags.isdisjoint(patterns)
+                if kind == "Margin"
+                else any(re.match(pattern, tag) for pattern in patterns for tag in tags)
+            )
+        }
+        for category, inside in charts.items()
+    }
+    return {category: inside for category, inside in found.items() if inside}
+
+
 PINNED = (
     "goodput/samples_per_sec",
     "batch/global",
@@ -233,7 +299,7 @@ PINNED = (
 
 def description(tag: str) -> str:
     """What a card of TensorBoard says of a tag; "" for one that is not promised."""
-    for known in TAGS:
+    for known in (*TAGS, *PICTURES):
         if tag == known.name or (known.name.endswith("*") and tag.startswith(known.name[:-1])):
             unit = "" if known.unit in ("1", "the user's") else f" ({known.unit})"
             return f"{known.meaning}{unit}"
@@ -244,7 +310,7 @@ def tag_table() -> str:
     """`TAGS` as a Markdown table."""
     rows = [
         f"| {tag.name} | {tag.unit} | {tag.meaning}{'; model: same tag, run `model`' * tag.model} |"
-        for tag in TAGS
+        for tag in (*TAGS, *PICTURES)
     ]
     return "\n".join(["| tag | unit | meaning |", "|---|---|---|", *rows])
 

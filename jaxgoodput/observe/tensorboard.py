@@ -1,7 +1,7 @@
 """The run in TensorBoard: curves, the model beside the measurement, verdicts with reasons.
 
-Written under `workdir/tensorboard`; the model's predictions are the sub-run `model` under the same
-tags, so that a chart shows both in two colours. `tags.py` lists what is written.
+Written under `workdir/tensorboard` as two runs, `measured` and `model`: the model's predictions are under
+the same tags, so that a chart shows both in two colours. `tags.py` lists what is written.
 """
 
 import json
@@ -20,6 +20,7 @@ from tensorboardX.summary import custom_scalars, hparams, text
 
 from jaxgoodput.clock import Clock
 from jaxgoodput.goodput.search import BatchConfig
+from jaxgoodput.goodput.sweep import Sweep, fixed_goodput
 from jaxgoodput.observe import journal
 from jaxgoodput.observe.badput import PRODUCTIVE, TimeLedger
 from jaxgoodput.observe.eventfile import EventFile
@@ -36,21 +37,23 @@ from jaxgoodput.observe.events import (
     Window,
 )
 from jaxgoodput.observe.scalars import flat, scalars_of, time_scalars
-from jaxgoodput.observe.tags import CHARTS, description, tag_table
-from jaxgoodput.text import seconds
+from jaxgoodput.observe.tags import CHARTS, Charts, description, shown, tag_table
+from jaxgoodput.text import count, seconds
 
 DIRECTORY = "tensorboard"
-MODEL_RUN = "model"
+MAIN_RUN, MODEL_RUN = "measured", "model"
 
 _FLUSH_S = 5.0
+_BOUNDS = ("", "_lower", "_upper")
+_AT_REST = 10  # times as long until new pictures where the batch stays
 
 
 class Dashboard:
     """Writes one run's events; for process 0, called from one background thread.
 
     With a `ledger`, every window also shows where the wall time went. A window costs well below a
-    millisecond; the pictures cost more, so there is at most one set per `figures_every_s` (and the
-    last one is drawn at the end).
+    millisecond; the pictures cost more, so there is at most one set per `figures_every_s`, at a change of the
+    batch; one in ten times as long where it stays; and the last one at the end.
     """
 
     def __init__(
@@ -79,10 +82,18 @@ class Dashboard:
         self._last_seen: float | None = None  # Unix seconds, of the run before
         self._useful = 0.0  # samples, and
         self._useful_s = 0.0  # the seconds they took
+        self._sweep = Sweep()
+        self._known: TuneEnd | None = None  # the newest with a model
+        self._fixed: dict[int, float] | None = (
+            None  # its goodput of fixed batches; None: not asked yet
+        )
+        self._progress = math.nan  # at the last window
+        self._swept_step = -1  # of the last picture of the sweep
+        self._charts: Charts = {}  # on the page so far
 
     def on_fit_start(self, event: FitStart) -> None:
         """Open the event files and write what does not change: layout, settings, tag table."""
-        self._start = event
+        self._start, self._progress = event, event.progress
         # What stands at the resumed step is still true; a new run starts from nothing.
         first_step = event.step + 1 if event.step else 0
         folder = self._workdir / DIRECTORY
@@ -94,9 +105,8 @@ class Dashboard:
                 first_step=first_step,
                 describe=description,
             )
-            for where in (folder, folder / MODEL_RUN)
+            for where in (folder / MAIN_RUN, folder / MODEL_RUN)
         )
-        self._run.summary(custom_scalars(CHARTS), event.step)
         settings = flat(event.settings)
         self._text("run/settings", _markdown(settings), event.step)
         self._text("run/tags", tag_table(), event.step)
@@ -109,7 +119,7 @@ class Dashboard:
         self._log(
             event.step,
             f"{started} on {event.num_devices} x {event.device_kind}, "
-            f"{event.num_processes} process(es), batch {describe(event.config)}",
+            f"{count(event.num_processes, 'process')}, batch {describe(event.config)}",
         )
         self.flush()
 
@@ -130,13 +140,14 @@ class Dashboard:
         predicted = {
             "goodput/samples_per_sec": event.goodput_predicted,
             "perf/step_time_s": event.predicted_step_s,
-            "evidence/loss_gained": event.loss_gained_expected,
+            # TensorBoard misses the bounds of a run that has the value alone.
+            **{f"evidence/loss_gained{b}": event.loss_gained_expected for b in _BOUNDS},
         }
         model.scalars({tag: x for tag, x in predicted.items() if math.isfinite(x)}, event.step)
         if event.skipped_steps > self._skipped:
             self._log(
                 event.step,
-                f"{event.skipped_steps - self._skipped} update(s) skipped: gradient not finite",
+                f"{count(event.skipped_steps - self._skipped, 'update')} skipped: gradient not finite",
             )
         self._skipped, self._window_step = event.skipped_steps, event.step
         if math.isfinite(event.goodput_measured):
@@ -144,9 +155,11 @@ class Dashboard:
             self._useful_s += event.seconds
         if not self._has_session:
             self._write_session(event.learning_rate, event.step)
-        if self._is_due() and self._pending is not None and self._pending.switched:
-            self._draw()
+        self._sweep = self._swept(event)
+        self._progress = event.progress
+        self._draw_if_due(event.step)
         if self._clock.now() - self._flushed_s >= _FLUSH_S:
+            self._lay_out(event.step)
             self.flush()
 
     def on_tune_end(self, event: TuneEnd) -> None:
@@ -171,8 +184,9 @@ class Dashboard:
             self._pending = (
                 event  # a change that waits for its picture is not forgotten for a verdict
             )
-        if self._is_due() and (event.switched or self._figures_s == -math.inf):
-            self._draw()
+        if event.model is not None:
+            self._known, self._fixed = event, None
+        self._draw_if_due(event.step)
 
     def on_reshard(self, event: Resharded) -> None:
         """What a change of strategy moved, and how long it took."""
@@ -215,6 +229,7 @@ class Dashboard:
         run.scalars(scalars_of(event), event.step)
         if not self._has_experiment:
             self._write_experiment([tag for tag in scalars_of(event) if tag.startswith("eval/")])
+        self._lay_out(event.step)
         self.flush()
 
     def on_checkpoint(self, event: Checkpoint) -> None:
@@ -233,7 +248,7 @@ class Dashboard:
     def on_fit_end(self, event: FitEnd) -> None:
         """The last pictures, the time ledger and the run's outcome."""
         run, _, _ = self._files()
-        self._draw()
+        self._draw(event.step)
         if not self._has_session:
             self._write_session(math.nan, event.step)
         if not self._has_experiment:
@@ -253,7 +268,19 @@ class Dashboard:
         run.scalars(values, event.step)
         good = event.reason in ("done", "preempted")
         run.summary(_session_end(good, self._clock.wall()), event.step)
+        self._lay_out(event.step)
         self.flush()
+
+    def _lay_out(self, step: int) -> None:
+        """Write the page of charts, where it has grown: of all charts those that have something to show.
+
+        A run that goes on shows all: what was drawn before it is not known here.
+        """
+        run, _, start = self._files()
+        charts = CHARTS if start.restart else shown(CHARTS, run.nonzero)
+        if charts != self._charts:
+            self._charts = charts
+            run.summary(custom_scalars(charts), step)
 
     def flush(self) -> None:
         """Hand everything to the disk."""
@@ -264,6 +291,8 @@ class Dashboard:
 
     def close(self) -> None:
         """Flush and close the files; a second call does nothing."""
+        if self._run is not None:
+            self._lay_out(max(self._window_step, 0))
         for file in (self._run, self._model):
             if file is not None:
                 file.close()
@@ -277,10 +306,33 @@ class Dashboard:
             )
         return self._run, self._model, self._start
 
-    def _draw(self) -> None:
-        if self._pending is None:
+    def _swept(self, event: Window) -> Sweep:
+        """The sweep as of the end of a window."""
+        known = self._known
+        model = None if known is None else known.model
+        if known is None or model is None:
+            return self._sweep
+        if self._fixed is None:
+            self._fixed = fixed_goodput(model, known.placement, known.limits)
+        config = event.config
+        now = model.goodput(known.placement, config.micro_batch_size, config.num_micro_batches)
+        gone, steps_s = event.progress - self._progress, event.num_steps * event.measured_step_s
+        if not math.isfinite(steps_s):  # no step was timed
+            steps_s = event.seconds
+        return self._sweep.after(gone, event.seconds, steps_s, float(now), self._fixed)
+
+    def _draw_if_due(self, step: int) -> None:
+        """Draw at a change of the batch and at the first fit, once a while; seldom where the batch stays."""
+        waits = self._clock.now() - self._figures_s
+        is_news = self._pending is not None and (self._pending.switched or math.isinf(waits))
+        if waits >= self._figures_every_s * (1 if is_news else _AT_REST):
+            self._draw(step)
+
+    def _draw(self, step: int) -> None:
+        """The pictures of the model as of the verdict that waits for them, and of the sweep as of now."""
+        if self._pending is None and not self._sweep.seconds:
             return
-        run, _, _ = self._files()
+        run, _, start = self._files()
         tune, self._pending = self._pending, None
         self._figures_s = self._clock.now()
         try:
@@ -288,17 +340,25 @@ class Dashboard:
         except ModuleNotFoundError:
             if not self._missed:
                 line = "no pictures: they need matplotlib, pip install 'jaxgoodput[plots]'"
-                self._log(tune.step, line)
+                self._log(step, line)
             self._missed = True
             return
-        for tag, draw in (
-            ("model/goodput_surface", figures.goodput_surface),
-            ("model/goodput_curve", figures.goodput_curve),
-            ("model/fit", figures.fit_scatter),
-        ):
-            figure = draw(tune)
+        drawn = []
+        if tune is not None:
+            for tag, figure in (
+                ("model/goodput_surface", figures.goodput_surface(tune)),
+                ("model/goodput_curve", figures.goodput_curve(tune)),
+                ("model/fit", figures.fit_scatter(tune)),
+                ("model/efficiency_by_group", figures.efficiency_by_group(tune, start.groups)),
+            ):
+                drawn.append((tag, figure, tune.step))
+        if self._sweep.seconds and step > self._swept_step:  # one picture at a step
+            error = self._known.fit.error if self._known and self._known.fit else math.nan
+            drawn.append(("model/sweep", figures.sweep_avoided(self._sweep, step, error), step))
+            self._swept_step = step
+        for tag, figure, at in drawn:
             if figure is not None:
-                run.image(tag, figures.png(figure), tune.step)
+                run.image(tag, figures.png(figure), at)
 
     def _text(self, tag: str, markdown: str, step: int) -> None:
         run, _, _ = self._files()
@@ -306,9 +366,6 @@ class Dashboard:
 
     def _log(self, step: int, line: str) -> None:
         self._text("log/events", f"**step {step}** {line}", step)
-
-    def _is_due(self) -> bool:
-        return self._clock.now() - self._figures_s >= self._figures_every_s
 
     def _write_session(self, learning_rate: float, step: int) -> None:
         """The settings for the page that compares runs, once the optimizer's learning rate is known."""

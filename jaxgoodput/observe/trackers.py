@@ -2,8 +2,9 @@
 
     MyTrainer(config, hooks=[jg.trackers.Wandb(project="digits"), jg.trackers.Csv()]).fit()
 
-A run that is gone on with goes on in them, too. They have the dashboard's numbers under the dashboard's tags;
-why something was decided is in the journal, `goodput.jsonl`, which those that keep files get at the end.
+A run that is gone on with goes on in them, too. They have the dashboard's numbers under the dashboard's tags,
+those of where the wall time went once, at the end. Why something was decided is in the journal,
+`goodput.jsonl`, which those that keep files get at the end.
 """
 
 import csv
@@ -24,13 +25,14 @@ from jaxgoodput.observe.events import (
     Event,
     FitEnd,
     FitStart,
+    HostJudged,
     Regrouped,
     Resharded,
     TuneEnd,
     Window,
 )
 from jaxgoodput.observe.hooks import Hook
-from jaxgoodput.observe.scalars import flat, scalars_of
+from jaxgoodput.observe.scalars import flat, scalars_of, time_scalars
 
 IDENTITIES = "trackers.json"  # under the workdir: which runs of others this one is
 
@@ -57,7 +59,7 @@ class Tracker(Hook):
         """Numbers by tag at a step. Steps do not always ascend: a verdict is about what was."""
 
     def finish(self, ok: bool) -> None:
-        """The run is over."""
+        """The run is over, or is to begin again with other processes; `ok`: nothing went wrong."""
 
     def on_fit_start(self, event: FitStart, /) -> None:
         """Start."""
@@ -85,6 +87,10 @@ class Tracker(Hook):
         """A change of the processes."""
         self._log(event)
 
+    def on_host_judged(self, event: HostJudged, /) -> None:
+        """A host that is slow, was left out, or was taken in again."""
+        self._log(event)
+
     def on_eval_end(self, event: EvalEnd, /) -> None:
         """An evaluation."""
         self._log(event)
@@ -94,8 +100,13 @@ class Tracker(Hook):
         self._log(event)
 
     def on_fit_end(self, event: FitEnd, /) -> None:
-        """Finish."""
-        self.finish(event.reason in ("done", "preempted"))
+        """Where the wall time went, and the end; where only the processes change, the run goes on."""
+        try:
+            if event.buckets_s:
+                self.log(time_scalars(event.buckets_s), event.step)
+        finally:
+            is_going_on = event.reason.startswith("regrouped: ")
+            self.finish(is_going_on or event.reason in ("done", "preempted"))
 
     def _log(self, event: Event) -> None:
         values = scalars_of(event)

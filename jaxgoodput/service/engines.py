@@ -17,9 +17,9 @@ from absl import logging
 
 from jaxgoodput.clock import Clock
 from jaxgoodput.service.node.process import die_with_parent
+from jaxgoodput.service.wire import DONE, USAGE
 
 ENGINE = "engine"  # the folder that its process holds, in that of the service
-DONE, USAGE = 0, 2
 LOOK_S, AGAIN_S = 0.5, 2.0
 
 

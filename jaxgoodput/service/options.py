@@ -56,6 +56,9 @@ def add_commands(add: Add, at_least: AtLeast) -> None:
     for command in (node, nodes):
         command.add_argument("--devices", type=at_least(0), default=1, metavar="N",
                              help="of a node; on CPU they are virtual (default: 1)")  # fmt: skip
+        command.add_argument("--alone-s", type=at_least(30.0), metavar="S",
+                             help="after so long without a word of the scheduler jobs save and end here "
+                             "(default: they go on)")  # fmt: skip
         _agent_options(command, at_least)
         _where(command)
     manifests = add(

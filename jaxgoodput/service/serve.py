@@ -56,7 +56,7 @@ class Service:
     silent_s: float = 30.0
     """A node that says nothing for so long is down."""
     longest_wait_s: float = LONGEST_WAIT_S
-    """For which an answer waits for something to tell; something between may end requests that take longer."""
+    """For which an answer waits for something to tell; a proxy between may end what takes longer."""
     policy: Policy = field(default_factory=Policy)
     bounds: Bounds = field(default_factory=Bounds)
     links: Links = field(default_factory=Links)
@@ -130,6 +130,7 @@ async def _serve(
         access_log=False,
         log_level="warning",
         server_header=False,
+        proxy_headers=False,  # by which anybody could say to be another address
         timeout_keep_alive=int(IDLE_S),
         h11_max_incomplete_event_size=HEADER_BYTES,
         timeout_graceful_shutdown=2,

@@ -23,6 +23,9 @@ from jaxgoodput._serial import decode, encode, parse
 from jaxgoodput.client import Client, Refused, Unreachable, read_token
 from jaxgoodput.clock import SystemClock
 from jaxgoodput.service.wire import (
+    DONE,
+    FAILED,
+    USAGE,
     ClusterShown,
     Explained,
     JobList,
@@ -36,7 +39,6 @@ from jaxgoodput.service.wire import (
 from jaxgoodput.specs import JobSpec, Node
 from jaxgoodput.text import compact, seconds
 
-DONE, FAILED, USAGE = 0, 1, 2
 REFRESH_S = 1.0
 WAIT_S = 20.0
 
@@ -152,7 +154,13 @@ def node(options, parser: argparse.ArgumentParser) -> int:
         made = Node(name=name, kind=options.kind, num_devices=options.devices, labels=labels)
         place = Place(node=name, host=host, grace_s=options.grace_s, join_s=options.join_s)
         folder = _folder(options) / "nodes" / name
-        part = Part(node=made, place=place, folder=folder, hints_s=options.hints_s)
+        part = Part(
+            node=made,
+            place=place,
+            folder=folder,
+            hints_s=options.hints_s,
+            alone_s=options.alone_s,
+        )
         return run_node(part, connect)
     except InUse as error:
         _wrong(error)
@@ -180,7 +188,8 @@ def nodes(options, parser: argparse.ArgumentParser) -> int:
     shared = ["--scheduler", url, "--devices", str(options.devices), "--kind", options.kind]
     shared += ["--folder", str(_folder(options)), "--grace-s", f"{options.grace_s:g}"]
     shared += ["--hints-s", f"{options.hints_s:g}", "--join-s", f"{options.join_s:g}"]
-    for flag, value in (("--token-file", options.token_file), ("--ca", options.ca)):
+    given = {"--token-file": options.token_file, "--ca": options.ca, "--alone-s": options.alone_s}
+    for flag, value in given.items():
         shared += [] if value is None else [flag, str(value)]
     told = threading.Event()
     for kind in (signal.SIGTERM, signal.SIGINT):

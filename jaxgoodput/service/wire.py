@@ -4,6 +4,7 @@ The service checks all that it is sent against these types (pydantic reads them 
 other types and numbers that are not finite are refused), and `jaxgoodput.client` reads its answers with them.
 """
 
+import functools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,6 +14,8 @@ from jaxgoodput.specs import STRICT, Hints, JobSpec, Node, Reservation, Tenant
 
 VERSION = 1
 """Of what agents and service say to each other; an agent of another one is refused."""
+
+DONE, FAILED, USAGE = 0, 1, 2  # how agents and commands end
 
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}"
 MOST_WORDS, LONGEST_WORD = 1000, 10_000
@@ -99,6 +102,11 @@ class Submission:
                     f"{said} has {name}={size}, which is no multiple of devices_per_process={each}: it comes "
                     "and goes by whole processes."
                 )
+
+    @functools.cached_property
+    def num_letters(self) -> int:
+        """About how much room it takes."""
+        return sum(map(len, (*self.command, self.cwd, self.workdir or "")))
 
 
 @dataclass(frozen=True, kw_only=True)

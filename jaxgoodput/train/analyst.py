@@ -1,8 +1,8 @@
 """The analyst works behind the loop: timings, windows, verdicts, and everyone who is told.
 
 One thread takes finished steps and other events in order, keeps the timing table, draws a window
-every few seconds, asks the tuner for a verdict when one is due, and calls the hooks. A verdict goes
-to the loop through `Requests`.
+every few seconds and asks the tuner for a verdict when one is due. A verdict goes to the loop through
+`Requests`; hooks hear of everything through a `hooking.Teller`, however slow they are.
 """
 
 import dataclasses
@@ -10,7 +10,7 @@ import math
 import queue
 import statistics
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -52,7 +52,6 @@ FIRST_CADENCE = 2
 # they do here, only a change that promises to double the goodput is believed meanwhile.
 UNKNOWN_DOUBT = 1.0
 CALM_STEPS = 8  # after a compilation, before times are compared
-MOST_BEHIND = 256  # steps that hooks may be behind the loop
 
 
 class Analyst:
@@ -82,10 +81,6 @@ class Analyst:
         self._requests = requests
         self._may_start = config.compiles_behind
         self._compile_s = compile_s  # what one size took
-        self._hooks = hooks
-        self._in_hook: Any = None  # told of an event last
-        self._is_slow = False  # whether the loop has had to wait for hooks
-        self.is_awaited = False  # whether it does now
         self._tells_steps = hooking.hear(hooks, StepEnd)
         self._clock = clock
         self._on_error = on_error
@@ -131,15 +126,26 @@ class Analyst:
         self._queue = queue.SimpleQueue()
         self._tuner = tuner(self._queue.put, on_error)
         self._is_judging = False  # from a question to its conclusion
+        self._teller = hooking.Teller(
+            hooks,
+            is_stopping=lambda: requests.signal is not None,
+            clock=clock,
+            on_error=on_error,
+            book=book,
+        )
         self._thread = threading.Thread(target=self._run, name="jaxgoodput-analyst", daemon=True)
         self._thread.start()
 
     # -- from other threads ----------------------------------------------------------------------
 
+    @property
+    def is_awaited(self) -> bool:
+        """Whether training waits for hooks."""
+        return self._teller.is_awaited
+
     def result(self, result: Result) -> None:
         """A step is done. Waits where hooks are far behind, but not once a stop was asked for."""
-        if self._queue.qsize() >= MOST_BEHIND:
-            self._wait_for_hooks()
+        self._teller.hold_up()
         self._queue.put(result)
 
     def fed(self, global_batch_size: int, seconds: float) -> None:
@@ -201,22 +207,7 @@ class Analyst:
         self._tuner.close()
         self._queue.put(None)
         self._thread.join()
-
-    def _wait_for_hooks(self) -> None:
-        if not self._is_slow:
-            self._is_slow = True
-            logging.warning(
-                "hooks are %d steps behind, and training waits for them. At work is %s: have it do less, or "
-                "less often (jg.Every).",
-                MOST_BEHIND,
-                type(self._in_hook).__qualname__,
-            )
-        start_s = self._clock.now()
-        self.is_awaited = True
-        while self._queue.qsize() >= MOST_BEHIND and self._requests.signal is None:
-            self._thread.join(0.01)
-        self.is_awaited = False
-        self._book("hooks_behind", self._clock.now() - start_s)
+        self._teller.close()
 
     # -- on the analyst's own thread -------------------------------------------------------------
 
@@ -225,7 +216,7 @@ class Analyst:
         while (item := self._queue.get()) is not None:
             ended = ended or isinstance(item, FitEnd)
             if isinstance(item, threading.Event):
-                item.set()
+                self._teller.tell_when_done(item)
                 continue
             try:
                 if isinstance(item, Result):
@@ -237,20 +228,16 @@ class Analyst:
                 else:
                     if self._window:
                         self._draw()
-                    hooking.call(self._told_hooks(), item)
+                    self._teller.tell(item)
             except BaseException as error:
                 self._on_error(error)
-
-    def _told_hooks(self) -> Iterator[Any]:
-        """The hooks, one after the other; notes which of them is at work."""
-        for hook in self._hooks:
-            self._in_hook = hook
-            yield hook
 
     def _take(self, result: Result) -> None:
         ticket, metrics = result.ticket, result.metrics
         finite = bool(metrics.is_finite)
         if ticket.config != self._current:
+            if self._window:
+                self._draw()  # a window is of one configuration
             self._current, self._changed_at = ticket.config, ticket.step
             before = [taken for _, taken in self._taken_up[-2:-1]]
             if before == [ticket.config]:  # what came between was a trial
@@ -291,7 +278,7 @@ class Analyst:
         self._steps_seen += 1
         self._window.append(result)
         if self._tells_steps:
-            hooking.call(self._told_hooks(), _step_end(result))
+            self._teller.tell(_step_end(result))
         now = self._clock.now()
         if now - self._window_start_s >= self._config.reporting.window_s:
             self._draw()
@@ -545,8 +532,7 @@ class Analyst:
                 self._tried_from = None  # the probe has earned its place
         if verdict.statistics_every != self._every:
             self._set_cadence(verdict.statistics_every)
-        hooking.call(
-            self._told_hooks(),
+        self._teller.tell(
             TuneEnd(
                 step=situation.step,
                 before=current,
@@ -600,8 +586,7 @@ class Analyst:
         if self._config.epochs is not None:
             at = latest.ticket.samples / self._limits.base
         rate = self._learning_rate(at)
-        hooking.call(
-            self._told_hooks(),
+        self._teller.tell(
             window_of(
                 results,
                 seconds,

@@ -178,6 +178,7 @@ class Loop:
                 num_processes=self.where.process_count,
                 settings=_serial.encode(self.config),
                 at_s=self.clock.now(),
+                groups=self.engine.programs.param_groups,
             )
         )
         if regrouped is not None:  # by now it is known where the run goes on
@@ -631,7 +632,8 @@ class Loop:
                 step=self.step,
                 config=batch.config,
                 measured=measured,
-                dispatched_s=dispatched_s,
+                # A step that waits for its batch takes as long as reading it does.
+                began_s=dispatched_s - batch.wait_s,
                 timed=timed,
                 busy=self.strategies.is_busy,
                 num_samples=batch.num_samples,
@@ -753,6 +755,7 @@ class Loop:
         with self.ledger.bucket("checkpoint_save"), jax.transfer_guard("allow"), self._saving:
             state, meta = self._snapshot()
             meta, error = self._with_tables(meta)
+            is_of_tables = error is not None  # which says itself where there is no room
             if self.feed is not None and not self._everywhere(error is None):
                 error = error or f"step {meta.step}: {ELSEWHERE}"
             if self.engine.spans and not self.where.spans and self.where.writes:
@@ -768,7 +771,8 @@ class Loop:
                 error,
                 "" if wait else "Training goes on, and ",
                 f" Free some space, or make {self.config.workdir} writable."
-                if "Errno" in error or "os_error_code" in error  # of Python, of tensorstore
+                if not is_of_tables
+                and ("Errno" in error or "os_error_code" in error)  # of Python, of tensorstore
                 else "",
             )
         seconds = self.clock.now() - start_s

@@ -238,9 +238,13 @@ def prepare(
     opener = Opener(given.tables, config.workdir, where, peers, clock)
     tables: list[Tables] = []
 
-    def open_tables(meta: CheckpointMeta) -> None:
+    def close_tables() -> None:
+        """Those of a checkpoint that another process could not read."""
         for table in tables.pop().values() if tables else ():
-            table.close()  # of a newer checkpoint, which another process could not read
+            table.close()
+
+    def open_tables(meta: CheckpointMeta) -> None:
+        close_tables()
         tables.append(opener.of_checkpoint(meta.tables))
 
     with ledger.bucket("checkpoint_restore"):
@@ -249,6 +253,8 @@ def prepare(
         else:
             abstract = planned_for(kept.meta)
             restored = Restored(state=from_host(kept.leaves, abstract), meta=kept.meta)
+    if restored is None:
+        close_tables()
     if not tables:
         tables.append(opener.anew())
     for table in tables[-1].values():

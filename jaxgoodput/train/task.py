@@ -56,7 +56,8 @@ class Task(abc.ABC):
 
         None: there are none. `fit` opens and saves them: where it goes on from a checkpoint, they are as they
         were saved with it, whatever came after. Their own optimizer changes the rows that a step reads, and
-        no others, with its learning rate times the gain. They are read by one process, on one device.
+        no others, with its learning rate times the gain. Several devices and processes hold them
+        together.
         """
         return None
 

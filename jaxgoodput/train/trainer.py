@@ -12,6 +12,7 @@ from jaxgoodput.clock import Clock, SystemClock
 from jaxgoodput.embedding.plan import Table
 from jaxgoodput.engine.state import TrainState
 from jaxgoodput.observe.badput import TimeLedger
+from jaxgoodput.observe.console import starting
 from jaxgoodput.observe.events import HostJudged, Regrouped
 from jaxgoodput.parallel.place import place, replicas_of_group
 from jaxgoodput.train.checkpoint import Checkpoints
@@ -176,20 +177,23 @@ class Trainer(Task):
         with contextlib.ExitStack() as stack:
             compilations = stack.enter_context(Compilations(ledger).counted())
             with ledger.bucket("training_prep"):
-                start = prepare(
-                    self,
-                    self.config,
-                    self.devices,
-                    initial=self.initial,
-                    hooks=self.hooks,
-                    stack=stack,
-                    ledger=ledger,
-                    clock=self.clock,
-                    given=given,
-                    kept=kept,
-                    is_broken=None if membership is None else membership.is_broken,
-                    group_size=None if membership is None else membership.group_size,
-                )
+                shows = self.config.reporting.progress and jax.process_index() == 0
+                said = starting(lambda: compilations.num, self.clock) if shows else None
+                with said or contextlib.nullcontext():
+                    start = prepare(
+                        self,
+                        self.config,
+                        self.devices,
+                        initial=self.initial,
+                        hooks=self.hooks,
+                        stack=stack,
+                        ledger=ledger,
+                        clock=self.clock,
+                        given=given,
+                        kept=kept,
+                        is_broken=None if membership is None else membership.is_broken,
+                        group_size=None if membership is None else membership.group_size,
+                    )
                 self._evaluator = start.evaluator or self._evaluator
                 loop = self._loop = self._loop_class(
                     self,

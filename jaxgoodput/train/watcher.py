@@ -28,7 +28,7 @@ class Ticket:
     step: int
     config: BatchConfig
     measured: bool
-    dispatched_s: float
+    began_s: float  # when it was dispatched, less what the loop waited for its batch
     timed: bool  # False: first of its kind, or something compiled meanwhile
     busy: bool  # something else, such as a compilation, competed for the processors
     num_samples: int
@@ -131,13 +131,13 @@ class Watcher:
                 marks.append(self._clock.now())
         metrics, control = self._read(ticket.metrics)
         ready_s = self._clock.now()
-        step_s = interval(previous_s, ticket.dispatched_s, ready_s)
+        step_s = interval(previous_s, ticket.began_s, ready_s)
         if len(marks) == 2:
             if isinstance(ticket.accumulated, float):  # the step before was over, if not seen to be
                 previous_s = None
             parts = Parts(
                 step_s=step_s,
-                accumulate_s=interval(previous_s, ticket.dispatched_s, marks[0]),
+                accumulate_s=interval(previous_s, ticket.began_s, marks[0]),
                 reduce_s=marks[1] - marks[0],
                 update_s=ready_s - marks[1],
             )

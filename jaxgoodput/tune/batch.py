@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxgoodput.goodput.efficiency import Grad, efficiency, is_known, noise_scale
 from jaxgoodput.goodput.search import BatchConfig, BatchLimits, best_batch
+from jaxgoodput.text import compact
 from jaxgoodput.tune.evidence import is_denied
 from jaxgoodput.tune.strategy import choose_strategy, judge_trial
 from jaxgoodput.tune.verdict import Alternative, Caution, Situation, Verdict
@@ -97,13 +98,11 @@ def choose_batch(situation: Situation) -> Verdict:
         ):
             return situation.change(
                 probe,
-                f"probe: only micro-batches of {current.micro_batch_size} have been timed; a few "
+                f"probe: only micro-batches of {current.micro_batch_size} have been timed undisturbed; a few "
                 f"steps of {probe.micro_batch_size} tell how time grows with the batch",
             )
     critical = float(noise_scale(grad, limits.base))
-    at = (
-        f"noise scale {'at least ' if situation.noise_is_lower_bound else ''}{critical:.3g} samples"
-    )
+    at = f"noise scale {'at least ' if situation.noise_is_lower_bound else ''}{compact(critical)} samples"
     # Before the search, which refuses to choose among unknowns: a run that goes on with the step times
     # of another number of replicas knows nothing about this one yet.
     if not math.isfinite(now):
@@ -128,7 +127,17 @@ def choose_batch(situation: Situation) -> Verdict:
         # A larger noise scale would make the smaller batch worth less, and nobody knows how much larger.
         why = f"{what} cannot be judged while the signal is below its own standard error ({at})"
     elif config == home:
-        why = f"{home.global_batch_size} samples is the best there is ({at})"
+        what, also = "is the best there is", ""
+        wide = _narrowed(limits, limits.smallest, limits.max, situation.accumulate)
+        everything = sorted({*limits.ladder(here.placement.num_replicas), *sizes})
+        beyond, hoped = best_batch(model, here.placement, wide, micro_batch_sizes=everything)
+        if hoped >= now * (1 + asked):
+            is_ready = beyond.micro_batch_size in sizes
+            what = f"is the best {'within reach' if is_ready else 'of what is compiled'}"
+            also = (
+                f"; the model hopes for {hoped / now - 1:.0%} more from {beyond.global_batch_size}"
+            )
+        why = f"{home.global_batch_size} samples {what} ({at}){also}"
         if home.global_batch_size == situation.floor > limits.smallest:
             why += "; an earlier run came to it, and as many samples as that took have not gone by"
     elif gain < 1 + asked:

@@ -1,7 +1,8 @@
 """Step times by readiness: how long each configuration takes, compilation excluded, old ones fading.
 
-Seconds come from completion to completion (`interval`), so they include synchronisation and exclude
-the time during which the device had nothing to do because the loop was elsewhere. The table keeps
+Seconds come from completion to completion (`interval`), so they include synchronisation and what a step
+waited for its batch, and exclude the time during which the device had nothing to do because the loop was
+elsewhere. The table keeps
 the latest times of every (placement, configuration, measured) and reports medians, so one slow step
 does not move it; its weight halves every `half_life_steps` after it was last used. Steps beside a
 background compilation are kept apart and count only until there are others.
@@ -60,15 +61,15 @@ class TimingRow:
     """Its latest steps beside a compilation."""
 
 
-def interval(previous_ready_s: float | None, dispatched_s: float, ready_s: float) -> float:
-    """Seconds that the device spent on a step: from the later of its dispatch and the step before.
+def interval(previous_ready_s: float | None, began_s: float, ready_s: float) -> float:
+    """Seconds that a step took: from the later of its begin and the end of the step before.
 
     >>> interval(10.0, 9.0, 10.5)  # queued behind the previous step
     0.5
-    >>> interval(10.0, 10.4, 10.5)  # the device waited 0.4 s for input; that is not step time
+    >>> interval(10.0, 10.4, 10.5)  # the loop was elsewhere for 0.4 s; that is not step time
     0.09999999999999964
     """
-    start = dispatched_s if previous_ready_s is None else max(previous_ready_s, dispatched_s)
+    start = began_s if previous_ready_s is None else max(previous_ready_s, began_s)
     return ready_s - start
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from processes import LIMIT_S
 
 from jaxgoodput.clock import FakeClock
 from jaxgoodput.data import flow
@@ -29,7 +30,7 @@ def in_processes(batches, count, run):
 
     def one(index, folder):
         try:
-            exchange = FolderExchange(folder, index=index, count=count, patience_s=20.0)
+            exchange = FolderExchange(folder, index=index, count=count, patience_s=LIMIT_S)
             found[index] = run(flow_of(batches[index::count]), exchange)
         except Exception as error:
             errors.append(error)
@@ -121,7 +122,8 @@ from jaxgoodput.data.flow import Flow, FolderExchange
 folder, index, count = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 words = np.array("the cat saw the dog and the dog saw a bird".split())
 own = Flow(lambda: [{"word": words[index::count]}])
-exchange = FolderExchange(folder, index=index, count=count, patience_s=60.0)
+patience_s = float(sys.argv[4])
+exchange = FolderExchange(folder, index=index, count=count, patience_s=patience_s)
 every = own.aggregate("word", None, exchange=exchange).everywhere(exchange).most(3)
 print(every.keys.tolist(), every.values.tolist())
 """
@@ -130,15 +132,20 @@ print(every.keys.tolist(), every.values.tolist())
 def test_processes_count_words_together(tmp_path):
     children = [
         subprocess.Popen(
-            [sys.executable, "-c", WORKER, str(tmp_path), str(i), "2"],
+            [sys.executable, "-c", WORKER, str(tmp_path), str(i), "2", str(LIMIT_S)],
             stdout=subprocess.PIPE,
             text=True,
         )
         for i in range(2)
     ]
-    for child in children:
-        out, _ = child.communicate(timeout=60)
-        assert out == "['the', 'dog', 'saw'] [3, 2, 2]\n"
+    try:
+        for child in children:
+            out, _ = child.communicate(timeout=LIMIT_S)
+            assert out == "['the', 'dog', 'saw'] [3, 2, 2]\n"
+    finally:
+        for child in children:
+            child.kill()
+            child.communicate()
 
 
 def test_text_goes_to_the_same_process_however_wide_its_array_is():

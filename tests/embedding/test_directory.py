@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxgoodput.embedding.directory import NEVER, Directory
+from jaxgoodput.embedding import directory as directories
+from jaxgoodput.embedding.directory import NEVER, Directory, Tier, warmer
 
 DEVICE_ROWS, RAM_ROWS, NUM_IDS = 12, 16, 60
 
@@ -151,3 +152,23 @@ def test_with_enough_look_ahead_no_batch_needs_what_one_under_way_evicts(look_ah
     recent = [plan for plan in plans[100:] if plan.number - plan.waits_for <= 5]
     assert not close
     assert bool(recent) == (look_ahead == 0)
+
+
+@pytest.mark.parametrize("count", [1, 77, 300, 3000])
+def test_of_rows_as_cold_as_each_other_those_of_the_first_slots_leave(count):
+    rng = np.random.default_rng(0)
+    tier = Tier(4096, None)
+    slots, heat = np.arange(4000), rng.integers(0, 4, 4000).astype(float)
+    tier.occupy(slots, rng.permutation(4000), heat, number=0)
+    left, _, _ = tier.victims(count, now=1)
+    np.testing.assert_array_equal(left, np.lexsort((slots, heat))[:count])
+
+
+def test_heat_is_what_logarithms_say_in_bits_that_no_library_changes():
+    heat = np.concatenate([np.random.default_rng(0).uniform(-60, 60, 10**5), [-np.inf, 0.0]])
+    np.testing.assert_allclose(warmer(heat, 0.0), np.logaddexp2(heat, 0.0), rtol=0, atol=5e-7)
+    gaps = np.arange(len(directories._ADDED)) / directories.PER_UNIT
+    exact = np.log2(1 + np.exp2(-gaps)) * 2**30
+    np.testing.assert_array_equal(directories._ADDED * 2**30, np.round(exact))
+    # A library that is wrong by 1e-15 rounds each of them to the same.
+    assert abs(exact - np.floor(exact) - 0.5).min() > 1e-15 * 2**30

@@ -87,6 +87,19 @@ def test_a_change_that_was_cut_off_is_made_again(tmp_path, monkeypatch):
     np.testing.assert_array_equal(held(tmp_path, [0, 1, 2]), rows_of(everything, 1))
 
 
+def test_no_commit_is_forgotten_when_an_older_one_gets_other_hosts(tmp_path):
+    ids = np.arange(NUM_ROWS)
+    for version in (1, 2):
+        put(tmp_path, [0], ids, version)
+    put(tmp_path, [1], ids, 3)  # of an earlier change of hosts
+    resize(tmp_path, [0], [0, 1], at={0: 1}, **SMALL)
+    np.testing.assert_array_equal(held(tmp_path, [0, 1]), rows_of(ids, 1))
+    for host, number, version in ((0, 1, 1), (0, 2, 2), (1, 1, 3)):
+        with RowStore(host_folder(tmp_path, host), at=number, **SMALL) as store:
+            assert store.newest is not None and store.newest.about["with"] == {"step": version}
+            np.testing.assert_array_equal(store.get(ids).rows, rows_of(ids, version))
+
+
 def test_commits_of_different_saves_and_missing_hosts_are_named(tmp_path):
     put(tmp_path, [0, 1], np.arange(100), 1)
     with RowStore(host_folder(tmp_path, 1), **SMALL) as store:

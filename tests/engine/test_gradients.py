@@ -1,3 +1,5 @@
+"""Gradients with axes of kernels swapped are those of the loss as it is written."""
+
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -5,7 +5,8 @@
 Every process writes what it saw to `OUT/<its pid>.jsonl`: the steps that its hooks heard of, and the state
 with which it ended, in which every sample has been counted on the devices. The setting `initial` has the
 run begin with parameters that are given to it; with `stream` the samples of all epochs come as a stream, of
-which each process gets its own part with `stream=own`.
+which each process gets its own part with `stream=own`. STEP_S is what a read takes, of however many rows;
+with `by-row`, what a batch takes, of which a process that reads a half needs half the time.
 """
 
 import dataclasses
@@ -33,7 +34,7 @@ from jaxgoodput.train.config import Config, Reporting, Saving, with_overrides
 from jaxgoodput.train.trainer import Trainer
 
 NUM_SAMPLES, BASE, WIDTH = 120, 12, 4
-INITIAL, STREAM, OWN = "initial", "stream", "stream=own"
+INITIAL, STREAM, OWN, BY_ROW = "initial", "stream", "stream=own", "by-row"
 
 
 def times_seen():
@@ -55,25 +56,26 @@ class Slow(ArraySource):
     More of it on the host "slow", and on the host "moody" while there is a file that says so.
     """
 
-    def __init__(self, arrays, step_s, hurry):
+    def __init__(self, arrays, step_s, hurry, by_row=False):
         super().__init__(arrays)
         self.hurry = hurry
+        self.by_row = by_row
         self.step_s = step_s
         self.num_reads = 0
 
     def batch(self, indices):
         self.num_reads += 1
-        self.take_time()
+        self.take_time(len(indices) / BASE if self.by_row else 1)
         return self.at_once(indices)
 
     def at_once(self, indices):
         return super().batch(indices)
 
-    def take_time(self):
+    def take_time(self, share):
         if not self.hurry.exists():
             host = os.environ.get("JAXGOODPUT_HOST")
             is_slow = host == "slow" or (host == "moody" and (self.hurry.parent / "moody").exists())
-            time.sleep(self.step_s * (6 if is_slow else 1))
+            time.sleep(self.step_s * share * (6 if is_slow else 1))
 
 
 class Stream:
@@ -104,9 +106,9 @@ class Stream:
 class Counting(Trainer):
     """Counts on the devices how often each sample was applied, beside a little real training."""
 
-    def __init__(self, config, *, step_s=0.0, stream=None, **options):
+    def __init__(self, config, *, step_s=0.0, by_row=False, stream=None, **options):
         super().__init__(config, **options)
-        self.step_s = step_s
+        self.step_s, self.by_row = step_s, by_row
         self.stream = stream
 
     def init(self, key):
@@ -127,7 +129,8 @@ class Counting(Trainer):
     def dataset(self):
         x = np.random.default_rng(3).normal(size=(NUM_SAMPLES, WIDTH)).astype(np.float32)
         rows = {"x": x, "id": np.arange(NUM_SAMPLES, dtype=np.int32)}
-        self.source = Slow(rows, self.step_s, pathlib.Path(self.config.workdir) / "hurry")
+        hurry = pathlib.Path(self.config.workdir) / "hurry"
+        self.source = Slow(rows, self.step_s, hurry, self.by_row)
         if self.stream is None:
             return self.source
         end, is_own = self.stream
@@ -202,10 +205,11 @@ def run(out, epochs, step_s, *settings, **options):
         options["initial"] = {"w": 3.0 + jnp.arange(WIDTH, dtype=jnp.float32)}
     if STREAM in settings or OWN in settings:
         options["stream"] = (epochs * NUM_SAMPLES, OWN in settings)
-    made = config(out / "run", epochs, *(x for x in settings if x not in (INITIAL, STREAM, OWN)))
+    own = (INITIAL, STREAM, OWN, BY_ROW)
+    made = config(out / "run", epochs, *(x for x in settings if x not in own))
     if "stream" in options:
         made = dataclasses.replace(made, epochs=None, base_steps=1e6)
-    trainer = Counting(made, step_s=step_s, hooks=[lines], **options)
+    trainer = Counting(made, step_s=step_s, by_row=BY_ROW in settings, hooks=[lines], **options)
     state = trainer.fit()
     lines.write(
         "end",

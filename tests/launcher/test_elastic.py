@@ -512,8 +512,10 @@ def test_a_slow_host_takes_fewer_micro_batches_and_the_sum_is_the_same(tmp_path,
         check_same(alone, end, steps, epochs)
         return np.asarray(end["w"] + end["ema"]), taken
 
-    uneven, taken = parameters("uneven", "true", 0.005)
-    assert taken["fast"] > 2 * taken["slow"], taken
+    uneven, taken = parameters("uneven", "true", 0.02)
+    assert taken["fast"] > 1.5 * taken["slow"], (
+        taken
+    )  # six times as fast, on a machine that may be busy
     even, taken = parameters("even", "false", 0.0)
     assert taken["fast"] == taken["slow"], taken
     # Of the same micro-batches: only the order of the sum differs.
@@ -553,7 +555,7 @@ def test_a_slow_host_is_left_out_and_comes_back_when_it_is_fast_again(tmp_path, 
         told = cluster.told()
         assert "moody is left out" in told and "moody is taken in again" in told
         assert told.count("moody was checked") >= 2
-        folder = cluster.folder / "run" / "tensorboard"
+        folder = cluster.folder / "run" / "tensorboard" / "measured"
         texts = eventreader.values(folder, "decisions/hosts/text_summary")
         assert len(texts) == 2
         curve = eventreader.scalars(folder)["elastic/excluded_s"]

@@ -14,7 +14,16 @@ from hypothesis import strategies as st
 from processes import gone, signal_soon
 
 from jaxgoodput.clock import FakeClock, SystemClock
-from jaxgoodput.launcher.supervise import DONE, SAVED, Child, End, exit_code, supervise, told_within
+from jaxgoodput.launcher.supervise import (
+    DONE,
+    LONGEST_LINE,
+    SAVED,
+    Child,
+    End,
+    exit_code,
+    supervise,
+    told_within,
+)
 
 pytestmark = pytest.mark.multihost
 
@@ -62,6 +71,14 @@ def test_every_line_carries_its_rank(capfdbinary):
         assert b"[%s] out%s\n" % (rank, rank) in out
         assert b"[%s] \xc3\xa9 no newline\n" % rank in out
         assert b"[%s] err%s\n" % (rank, rank) in err
+
+
+def test_a_line_without_an_end_is_passed_on_in_parts(capfdbinary):
+    num_letters = 2 * LONGEST_LINE + 7
+    assert run(f"head -c {num_letters} /dev/zero | tr '\\0' x; echo; echo after").code == 0
+    *parts, after = capfdbinary.readouterr().out.splitlines()
+    assert [len(part.removeprefix(b"[0] ")) for part in parts] == [LONGEST_LINE, LONGEST_LINE, 7]
+    assert after == b"[0] after"
 
 
 def test_without_prefixes_output_passes_through(capfd):
@@ -232,7 +249,7 @@ def test_a_child_that_is_stopped_is_told_from_one_that_is_let_on_now_and_then():
         before = child.stopped_s()
         assert looked(3.0) == before + 3.0
         child.send(signal.SIGCONT)
-        time.sleep(0.3)
+        time.sleep(2.0)  # it is to run for a moment, also on a machine that is busy
         child.send(signal.SIGSTOP)
         until(lambda: looked(0.0) < before)
     finally:

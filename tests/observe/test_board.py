@@ -1,10 +1,14 @@
 """`jaxgoodput board` starts a TensorBoard that has the runs under their names, and ends with it."""
 
+import http.server
 import json
+import sys
+import threading
 import urllib.request
 
 import pytest
 import synthetic
+from processes import LIMIT_S
 
 from jaxgoodput import cli
 from jaxgoodput.clock import FakeClock
@@ -21,7 +25,8 @@ def run(workdir):
 
 
 @pytest.mark.slow
-def test_runs_are_shown_under_their_names(tmp_path, capsys):
+def test_runs_are_shown_under_their_names(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(board, "LIMIT_S", LIMIT_S)
     pytest.importorskip("tensorboard", reason="the tensorboard package is not installed")
     seen = {}
 
@@ -37,11 +42,47 @@ def test_runs_are_shown_under_their_names(tmp_path, capsys):
         raise KeyboardInterrupt  # as a user at the terminal
 
     assert board.show([run(tmp_path / "a"), run(tmp_path / "b")], look) == 0
-    assert set(seen["tags"]) == {"a/.", "a/model", "b/.", "b/model"}
-    about = seen["tags"]["a/."]["batch/global"]["description"]
+    assert set(seen["tags"]) == {"a/measured", "a/model", "b/measured", "b/model"}
+    about = seen["tags"]["a/measured"]["batch/global"]["description"]
     assert "samples behind one update" in about
     assert "pinnedCards=" in seen["url"] and "smoothing=0" in seen["url"]
     assert "Ctrl-C" in capsys.readouterr().out
+
+
+SERVES = """
+import http.server, sys
+server = http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), http.server.SimpleHTTPRequestHandler)
+server.RequestHandlerClass.do_GET = lambda self: (self.send_response(200), self.end_headers())
+server.handle_request()
+print("it has had enough", file=sys.stderr)
+sys.exit(3)
+"""
+
+
+def test_a_port_in_use_shows_nobody_elses_server(tmp_path, capsys):
+    (tmp_path / "tensorboard").mkdir()
+
+    class Strange(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Strange) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        port = server.server_port
+        assert board.show([str(tmp_path)], lambda url: pytest.fail(url), port=port) == 1
+        server.shutdown()
+    assert f"port {port} is in use" in capsys.readouterr().err
+
+
+def test_a_tensorboard_that_ends_by_itself_is_no_success(tmp_path, capsys, monkeypatch):
+    (tmp_path / "tensorboard").mkdir()
+    monkeypatch.setattr(board, "LIMIT_S", LIMIT_S)
+    monkeypatch.setattr(
+        board, "command", lambda runs, port: [sys.executable, "-c", SERVES, str(port)]
+    )
+    assert board.show([str(tmp_path)], lambda url: True) == 1
+    assert "ended by itself: it has had enough" in capsys.readouterr().err
 
 
 def test_names_differ(tmp_path):

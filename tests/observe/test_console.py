@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import time
 
 import pytest
 import synthetic
@@ -9,7 +10,7 @@ from absl import logging
 
 from jaxgoodput._serial import encode
 from jaxgoodput.goodput.search import BatchLimits
-from jaxgoodput.observe.console import Console, progress_line
+from jaxgoodput.observe.console import Console, progress_line, starting
 from jaxgoodput.observe.events import EvalEnd, FitEnd, Preempt
 from jaxgoodput.text import compact, seconds
 from jaxgoodput.train.config import Config, Reporting
@@ -70,7 +71,7 @@ def test_what_happens_is_said_at_once(clock):
     assert "step 450 | change: 64 -> " in said
     assert "auc 0.9235" in said
     assert "SIGTERM" in said
-    assert "preempted after 3 min 12 s | 15.3k samples, 512 base steps" in said
+    assert "preempted after 3 min 12 s of training | 15.3k samples, 512 base steps" in said
 
 
 def test_the_start_says_where_to_watch(clock):
@@ -93,6 +94,31 @@ def test_a_verdict_that_changes_nothing_is_not_said(clock):
         synthetic.tune_end(10, 1.0, synthetic.START, known=False)
     )
     assert stream.getvalue() == ""
+
+
+def test_the_bar_has_its_step_and_eta_from_the_start_and_right_after_an_evaluation(clock):
+    stream = Terminal()
+    console = Console(clock, 4000.0, stream)
+    console.on_fit_start(synthetic.fit_start())
+    assert "step 0 | ETA not known yet" in stream.getvalue()
+    console.on_window(synthetic.window(1200, 1724.0, 100_000, eta_s=192.0))
+    clock.advance(12.0)  # of which the evaluation takes 2
+    console.on_eval_end(
+        EvalEnd(step=1210, progress=1730.0, at_s=9.0, seconds=2.0, metrics={"auc": 0.9})
+    )
+    assert "step 1210 | ETA 3 min 02 s" in stream.getvalue().rpartition("auc")[2]
+    # The first window behind it may be a single step, which does not tell the pace.
+    clock.advance(2.0)
+    console.on_window(synthetic.window(1211, 1731.0, 100_064, eta_s=float("nan")))
+    assert "step 1211 | ETA 3 min 00 s | batch 64" in stream.getvalue()
+    console.close()
+
+
+def test_a_line_without_times_has_no_empty_places():
+    nan = float("nan")
+    one = synthetic.window(1, 1.0, 64, known=False, throughput=nan, goodput_measured=nan, eta_s=nan)
+    line = progress_line(one, 4000.0)
+    assert "- samples/s" not in line and line.endswith("| ETA not known yet")
 
 
 def test_a_terminal_gets_a_bar_that_ends(clock):
@@ -151,3 +177,17 @@ def test_compact_numbers(value, text):
 )  # fmt: skip
 def test_durations(value, text):
     assert seconds(value) == text
+
+
+def test_a_long_start_is_not_silent(clock):
+    stream = io.StringIO()
+    with starting(lambda: 3, clock, stream, every_s=0.01):
+        clock.advance(12.0)
+        deadline = time.monotonic() + 60.0
+        while "12 s | 3 programs compiled" not in stream.getvalue():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    said = stream.getvalue()
+    assert said.startswith("starting for ")
+    time.sleep(0.05)
+    assert stream.getvalue() == said

@@ -9,13 +9,32 @@ import numpy as np
 import pytest
 import synthetic
 
-from jaxgoodput.goodput.efficiency import GradParams
+from jaxgoodput.goodput import sweep
+from jaxgoodput.goodput.efficiency import GradGroups, GradParams
 
 pytest.importorskip("matplotlib")
 
 from jaxgoodput.observe import figures
 
-ALL = [figures.goodput_surface, figures.goodput_curve, figures.fit_scatter]
+OF_A_FIT = [figures.goodput_surface, figures.goodput_curve, figures.fit_scatter]
+NAMES = ("table", "dense")
+
+
+def fixed_goodput(event):
+    assert event.model is not None
+    return sweep.fixed_goodput(event.model, event.placement, event.limits)
+
+
+def by_group(event):
+    return figures.efficiency_by_group(event, NAMES)
+
+
+def of_the_sweep(event):
+    fixed = fixed_goodput(event)
+    return figures.sweep_avoided(sweep.Sweep().after(350.0, 60.0, 50.0, 1e4, fixed), 350, 0.07)
+
+
+ALL = [*OF_A_FIT, by_group, of_the_sweep]
 
 
 def tune(**over):
@@ -31,7 +50,7 @@ def test_each_is_a_small_png(draw):
     assert len(png) < 100_000
 
 
-@pytest.mark.parametrize("draw", ALL)
+@pytest.mark.parametrize("draw", OF_A_FIT)
 def test_without_a_fit_there_is_no_picture(draw):
     assert draw(synthetic.tune_end(10, 1.0, synthetic.START, known=False)) is None
 
@@ -105,7 +124,9 @@ def test_a_large_ladder_is_thinned_but_keeps_what_matters():
 
 def curves(figure):
     """The lines and dots of a plot by label, each as [x or y, points]."""
-    return {line.get_label(): np.asarray(line.get_data(), float) for line in figure.axes[0].lines}
+    return {
+        str(line.get_label()): np.asarray(line.get_data(), float) for line in figure.axes[0].lines
+    }
 
 
 def test_the_curve_marks_the_verdict_and_the_noise_scale():
@@ -116,7 +137,9 @@ def test_the_curve_marks_the_verdict_and_the_noise_scale():
     assert (np.diff(batch) > 0).all() and (np.diff(throughput) >= 0).all()
     assert (goodput <= throughput).all()
     assert lines["verdict"][0, 0] == event.verdict.config.global_batch_size
-    assert lines["noise scale"][0, 0] == pytest.approx(event.grad.var / event.grad.sqr * 64)
+    assert lines["noise scale"][0, 0] == pytest.approx(
+        event.grad.var.sum() / event.grad.sqr.sum() * 64
+    )
 
 
 def test_the_dots_lie_around_the_diagonal():
@@ -125,6 +148,101 @@ def test_the_dots_lie_around_the_diagonal():
     measured, predicted = lines["whole step"]
     assert np.abs(np.log(predicted / measured)).max() < 0.2
     assert {"micro-batch without sync", "fit error 7.0%"} <= set(lines)
+
+
+def test_each_group_has_the_curve_of_its_own_noise():
+    """Planted: of the signal three quarters with a noise scale of 64 samples, a quarter with 6400."""
+    grad = GradGroups(sqr=np.array([3.0, 1.0]), var=np.array([3.0, 100.0]))
+    event = tune(grad=grad)
+    lines = curves(by_group(event))
+    few, many = lines["table: 75% of the signal"], lines["dense: 25% of the signal"]
+    batch = few[0]
+    assert batch[0] == pytest.approx(64) and batch[-1] == pytest.approx(4096)
+    assert few[1] == pytest.approx((64 + 64) / (64 + batch))
+    assert many[1] == pytest.approx((6400 + 64) / (6400 + batch))
+    assert lines["all, by signal: decides"][1] == pytest.approx(0.75 * few[1] + 0.25 * many[1])
+    present = event.verdict.config.global_batch_size
+    worth = 0.75 * 128 / (64 + present) + 0.25 * 6464 / (6400 + present)
+    assert lines[f"batch {present}: {worth:.2g}"][:, 0] == pytest.approx([present, worth])
+
+
+def test_of_many_groups_those_with_most_of_the_signal_are_told_apart():
+    signal = np.array([1.0, 50.0, 2.0, 9.0, 8.0, 7.0, 6.0, 5.0, 12.0])
+    grad = GradGroups(sqr=signal, var=signal * np.arange(1, 10))
+    names = [f"layers/{i}/" + "attention/" * 4 + "kernel" for i in range(9)]
+    figure = figures.efficiency_by_group(tune(grad=grad), names)
+    lines = curves(figure)
+    (rest,) = (label for label in lines if "others" in label)
+    assert rest == "3 others: 8% of the signal"  # 1 + 2 + 5 of 100
+    batch, worth = lines[rest]
+    noise = 64 * np.array([1.0, 3.0, 8.0])[:, None]
+    each = (noise + 64) / (noise + batch)
+    assert worth == pytest.approx((signal[[0, 2, 7]][:, None] * each).sum(axis=0) / 8)
+    apart = [label for label in lines if label.startswith("...")]
+    assert len(apart) == 6 and "50% of the signal" in apart[0]
+    assert all(len(label.partition(":")[0]) <= 34 for label in apart)
+    assert figure is not None and figures.png(figure)
+
+
+def test_groups_of_hardly_any_signal_have_no_curve_of_their_own():
+    grad = GradGroups(sqr=np.array([99.0, 0.6, 0.0, 0.4]), var=np.array([99.0, 6.0, 5.0, 1.0]))
+    lines = curves(figures.efficiency_by_group(tune(grad=grad), "abcd"))
+    assert list(lines)[:2] == ["a: 99% of the signal", "2 others: 1% of the signal"]
+    alone = GradGroups(sqr=np.array([999.0, 1.0]), var=np.array([99.0, 6.0]))
+    lines = curves(figures.efficiency_by_group(tune(grad=alone), "ab"))
+    assert list(lines)[:2] == ["a: 100% of the signal", "b: hardly any signal"]
+
+
+def test_groups_and_names_that_do_not_belong_together_are_refused():
+    with pytest.raises(ValueError, match="2 groups, and there are 3 names"):
+        figures.efficiency_by_group(tune(), ("a", "b", "c"))
+    unknown = GradGroups(sqr=np.full(2, math.nan), var=np.ones(2))
+    assert figures.efficiency_by_group(tune(grad=unknown), NAMES) is None
+    silent = GradGroups(sqr=np.zeros(2), var=np.ones(2))
+    assert figures.efficiency_by_group(tune(grad=silent), NAMES) is None
+
+
+def test_the_sweep_is_what_each_batch_would_have_taken():
+    """Planted: throughput and noise are known, so is how much slower each batch is than the run's."""
+    event = tune()
+    model, start = event.model, synthetic.START
+    assert model is not None
+    fixed = fixed_goodput(event)
+    assert list(fixed) == [64, 128, 256, 512, 1024, 2048, 4096]
+    now = float(model.goodput(event.placement, start.micro_batch_size, start.num_micro_batches))
+    times = []
+    for batch in fixed:
+        splits = [(batch / 8 / n, n) for n in range(1, 9) if 4 <= batch / 8 / n <= 128]
+        goodputs = [float(model.goodput(event.placement, *split)) for split in splits]
+        times.append(50.0 * now / max(goodputs))
+    assert times[0] <= 50.0 < sum(times)  # the run's own batch, at its best split, is among them
+    one = sweep.Sweep().after(350.0, 60.0, 50.0, now, fixed)
+    figure = figures.sweep_avoided(one, 350, 0.07)
+    lines = curves(figure)
+    (shown,) = (line for label, line in lines.items() if label.startswith("fixed batch"))
+    assert shown[0] == pytest.approx(list(fixed)) and shown[1] == pytest.approx(times)
+    (band,) = (patch.get_paths()[0].vertices for patch in figure.axes[0].collections)
+    assert np.asarray(band)[:, 1].max() == pytest.approx(max(times) * math.exp(0.07))
+    assert lines["this run, all of its wall time: 1 min 00 s"][1] == pytest.approx([60, 60])
+    assert figures.sweep_avoided(sweep.Sweep(), 350) is None
+
+
+def test_a_stretch_of_unknown_goodput_is_left_out_of_the_sweep():
+    one = sweep.Sweep().after(10.0, 6.0, 4.0, 80.0, {32: 40.0})
+    assert one.after(10.0, 6.0, 4.0, math.nan, {32: 40.0}) == one
+    assert one.after(10.0, 6.0, 4.0, 80.0, {}) == one
+
+
+def test_a_sweep_tries_only_what_the_limits_allow():
+    limits = dataclasses.replace(
+        synthetic.LIMITS, sizes=(16, 64), max_micro_batches=1, min_global=32, micro=(4, 128)
+    )
+    event = tune(limits=limits)
+    assert list(fixed_goodput(event)) == [128, 512]
+    unknown = tune(grad=GradParams(sqr=math.nan, var=math.nan))
+    assert list(fixed_goodput(unknown)) == [
+        64
+    ]  # the base batch is worth what it is, whatever the noise
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 12])

@@ -1,5 +1,6 @@
 """A capture of a real run has the steps that were asked for, under their numbers."""
 
+import dataclasses
 import os
 import signal
 import time
@@ -8,8 +9,12 @@ import jax
 import numpy as np
 import optax
 import pytest
+import synthetic
 
 import jaxgoodput as jg
+from jaxgoodput.clock import FakeClock
+from jaxgoodput.data.cursor import Cursor
+from jaxgoodput.observe.events import FitEnd, StepEnd
 
 
 class Slow:
@@ -59,15 +64,21 @@ def steps_in(path):
 
 
 @pytest.mark.slow
-def test_steps_are_captured_at_a_step_and_on_a_signal(tmp_path):
+def test_steps_are_captured_at_a_step_and_on_a_signal(tmp_path, monkeypatch):
+    stop_trace, ends = jax.profiler.stop_trace, []
+
+    def stops():
+        stop_trace()
+        ends.append(None)
+
+    monkeypatch.setattr(jax.profiler, "stop_trace", stops)
+
     class Asks(jg.Hook):
         def on_step_end(self, event):
             if event.step == 150:  # which hooks hear of a while later, beside other tests
                 os.kill(os.getpid(), signal.SIGUSR2)
-            if event.step > 150 and event.step % 50 == 0:
-                found = tmp_path.glob("tensorboard/plugins/profile/*/*.xplane.pb")
-                if any(max(steps_in(path), default=0) >= 150 for path in found):
-                    trainer.finish()
+            if len(ends) == 2:
+                trainer.finish()
 
     before = signal.getsignal(signal.SIGUSR2)
     try:
@@ -83,6 +94,92 @@ def test_steps_are_captured_at_a_step_and_on_a_signal(tmp_path):
     )  # two of one second: one folder
     assert min(min(one) for one in steps) >= 20
     assert max(max(one) for one in steps) >= 150
+
+
+class Traces:
+    """In place of JAX's profiler, of which there is one."""
+
+    def __init__(self, monkeypatch):
+        self.begun, self.is_on = [], False
+        monkeypatch.setattr(jax.profiler, "start_trace", self.start)
+        monkeypatch.setattr(jax.profiler, "stop_trace", self.stop)
+
+    def start(self, folder):
+        if self.is_on:
+            raise RuntimeError("Profile has already been started. Only one may be run at a time.")
+        self.begun.append(folder)
+        self.is_on = True
+
+    def stop(self):
+        assert self.is_on
+        self.is_on = False
+
+
+def start_of(step, workdir="w"):
+    settings = {**synthetic.SETTINGS, "workdir": workdir}
+    return dataclasses.replace(synthetic.fit_start(step), settings=settings)
+
+
+def step_end(step, at_s):
+    return StepEnd(
+        step=step,
+        progress=float(step),
+        samples=16 * step,
+        config=synthetic.START,
+        num_samples=16,
+        before=Cursor(seed=0),
+        after=Cursor(seed=0),
+        finite=True,
+        at_s=at_s,
+        seconds=1.0,
+        metrics={},
+    )
+
+
+def through(first, last, *profiles):
+    """A run from behind step `first` on."""
+    for profile in profiles:
+        profile.on_fit_start(start_of(first, workdir=f"from{first}"))
+    for step in range(first + 1, last + 1):
+        for profile in profiles:
+            profile.on_step_end(step_end(step, at_s=float(step)))
+    for profile in profiles:
+        profile.on_fit_end(FitEnd(step=last, progress=1.0, samples=1, seconds=1.0, reason="done"))
+
+
+def test_a_step_that_is_over_is_not_captured_again(monkeypatch):
+    traces = Traces(monkeypatch)
+    for first, last in ((0, 5), (5, 30), (30, 60)):
+        through(first, last, jg.Profile(start=10, steps=3, clock=FakeClock()))
+    assert traces.begun == ["from5/tensorboard"] and not traces.is_on
+
+
+def test_the_second_of_two_captures_at_once_is_left_out(monkeypatch, caplog):
+    traces = Traces(monkeypatch)
+    profiles = [jg.Profile(start=start, steps=5, clock=FakeClock()) for start in (10, 12)]
+    with caplog.at_level("WARNING"):
+        through(0, 30, *profiles)
+    assert len(traces.begun) == 1 and not traces.is_on
+    assert [
+        r.getMessage() for r in caplog.records if "no profile begins at step 12" in r.getMessage()
+    ]
+
+
+def test_behind_the_run_the_signal_goes_to_what_heard_it_before(monkeypatch):
+    traces, heard = Traces(monkeypatch), []
+    before = signal.signal(signal.SIGUSR2, lambda *_: heard.append("before"))
+    try:
+        profile = jg.Profile(steps=2, on=signal.SIGUSR2, clock=FakeClock())
+        profile.on_fit_start(start_of(0))
+        signal.raise_signal(signal.SIGUSR2)
+        through(0, 5, profile)
+        assert len(traces.begun) == 1 and not heard
+        signal.raise_signal(signal.SIGUSR2)
+        assert heard == ["before"]
+        through(0, 5, profile)
+        assert len(traces.begun) == 1
+    finally:
+        signal.signal(signal.SIGUSR2, before)
 
 
 def test_what_cannot_be_is_refused():

@@ -21,7 +21,15 @@ from jaxgoodput.observe import eventfile, hooks
 from jaxgoodput.observe.badput import BUCKETS, TimeLedger
 from jaxgoodput.observe.events import Checkpoint, EvalEnd, FitEnd, Preempt
 from jaxgoodput.observe.journal import Journal
-from jaxgoodput.observe.tags import CHARTS, PINNED, TAGS, pinned_link, tag_table
+from jaxgoodput.observe.tags import (
+    CHARTS,
+    PICTURES,
+    PINNED,
+    TAGS,
+    pinned_link,
+    shown,
+    tag_table,
+)
 from jaxgoodput.observe.tensorboard import Dashboard
 
 MARGINS = [tags for charts in CHARTS.values() for kind, tags in charts.values() if kind == "Margin"]
@@ -44,7 +52,7 @@ def promised(tag):
 
 
 def test_every_promised_tag_is_written_and_no_other(finished):
-    run = eventreader.scalars(finished / "tensorboard")
+    run = eventreader.scalars(finished / "tensorboard" / "measured")
     unpromised = [tag for tag in run if not promised(tag)]
     assert not unpromised
     # Seen only after a restart, with tables, of text, and on chips that are known.
@@ -58,7 +66,7 @@ def test_every_promised_tag_is_written_and_no_other(finished):
 def test_the_model_is_a_sub_run_under_the_same_tags(finished):
     model = eventreader.scalars(finished / "tensorboard" / "model")
     assert set(model) == {tag.name for tag in TAGS if tag.model}
-    run = eventreader.scalars(finished / "tensorboard")
+    run = eventreader.scalars(finished / "tensorboard" / "measured")
     at = dict(run["goodput/predicted"])
     assert all(at[step] == value for step, value in model["goodput/samples_per_sec"])
 
@@ -69,7 +77,7 @@ def test_what_is_drawn_is_what_was_measured(tmp_path, clock):
     one = synthetic.window(40, 31.0, 2560)
     dashboard.on_window(one)
     dashboard.close()
-    run = eventreader.scalars(tmp_path / "tensorboard")
+    run = eventreader.scalars(tmp_path / "tensorboard" / "measured")
 
     def shown(tag):
         ((step, value),) = run[tag]
@@ -93,7 +101,7 @@ def test_the_unknown_is_a_gap_but_a_loss_of_nan_is_shown(tmp_path, clock):
         synthetic.window(10, 1.0, 64, known=False, metrics={"loss": math.nan, "bad name!": 1.0})
     )
     dashboard.close()
-    run = eventreader.scalars(tmp_path / "tensorboard")
+    run = eventreader.scalars(tmp_path / "tensorboard" / "measured")
     assert "gns/critical_batch_size" not in run
     assert "goodput/predicted" not in run
     assert math.isnan(run["train/loss"][0][1])
@@ -111,7 +119,7 @@ def test_a_margin_chart_has_its_three_curves_at_the_same_steps(tmp_path, clock):
     dashboard.on_window(synthetic.window(40, 1.0, 64, loss_gained_error=nan))
     dashboard.on_window(synthetic.window(50, 1.0, 64))
     dashboard.close()
-    run = eventreader.scalars(tmp_path / "tensorboard")
+    run = eventreader.scalars(tmp_path / "tensorboard" / "measured")
     expected = {"evidence": [10, 20, 30, 50], "goodput": [30, 40, 50], "perf": [20, 40, 50]}
     for names in MARGINS:
         for name in names:
@@ -127,7 +135,7 @@ def test_time_is_shown_as_shares_of_the_wall_time(tmp_path, clock):
     clock.advance(9.0)
     dashboard.on_window(synthetic.window(10, 1.0, 64))
     dashboard.close()
-    run = eventreader.scalars(tmp_path / "tensorboard")
+    run = eventreader.scalars(tmp_path / "tensorboard" / "measured")
     assert run["badput/compilation"] == [(10, 25.0)]
     assert run["goodput_time/productive_pct"] == [(10, 75.0)]
     assert run["perf/compile_s"] == [(10, 3.0)]
@@ -136,16 +144,21 @@ def test_time_is_shown_as_shares_of_the_wall_time(tmp_path, clock):
 
 
 def test_layout_names_existing_tags_exactly(finished):
-    ((_, value),) = eventreader.values(finished / "tensorboard", "custom_scalars__config__")
+    *_, (_, value) = eventreader.values(
+        finished / "tensorboard" / "measured", "custom_scalars__config__"
+    )
     assert value.metadata.plugin_data.plugin_name == "custom_scalars"
     read = layout_pb2.Layout.FromString(value.tensor.string_val[0])
-    assert {c.title: [chart.title for chart in c.chart] for c in read.category} == {
-        title: list(charts) for title, charts in CHARTS.items()
-    }
+    layout = {c.title: [chart.title for chart in c.chart] for c in read.category}
+    points = eventreader.scalars(finished / "tensorboard" / "measured")
+    nonzero = {tag for tag, values in points.items() if any(value for _, value in values)}
+    assert layout == {title: list(charts) for title, charts in shown(CHARTS, nonzero).items()}
     assert [category.title for category in read.category][0] == "Learning" and len(
         read.category
     ) == 5
-    written = set(eventreader.scalars(finished / "tensorboard")) | {"elastic/last_resize_s"}
+    written = set(eventreader.scalars(finished / "tensorboard" / "measured")) | {
+        "elastic/last_resize_s"
+    }
     for category in read.category:
         for chart in category.chart:
             for pattern in chart.multiline.tag:
@@ -159,15 +172,45 @@ def test_layout_names_existing_tags_exactly(finished):
     assert len(MARGINS) == 3
 
 
+def test_a_chart_comes_to_the_page_once_it_has_something_to_show(tmp_path, clock):
+    dashboard = Dashboard(tmp_path, clock=clock)
+    dashboard.on_fit_start(synthetic.fit_start())
+
+    def charts():
+        folder = tmp_path / "tensorboard" / "measured"
+        *_, (_, value) = eventreader.values(folder, "custom_scalars__config__")
+        layout = layout_pb2.Layout.FromString(value.tensor.string_val[0])
+        return {chart.title for category in layout.category for chart in category.chart}
+
+    for step, known in ((10, False), (20, True), (30, True)):
+        clock.advance(6.0)
+        dashboard.on_window(synthetic.window(step, float(step), 64 * step, known=known))
+        assert {"loss", "global batch (samples)"} <= charts()
+        assert ("learning-rate gain" in charts()) and ("noise scale (samples)" in charts()) == known
+        assert "evaluation" not in charts() and "restarts" not in charts()
+    dashboard.on_eval_end(
+        EvalEnd(step=30, progress=1.0, at_s=2.0, seconds=0.1, metrics={"accuracy": 0.5})
+    )
+    dashboard.on_fit_end(FitEnd(step=30, progress=1.0, samples=1, seconds=8.0, reason="done"))
+    assert "evaluation" in charts()
+    dashboard.close()
+    again = Dashboard(tmp_path, clock=clock)
+    again.on_fit_start(synthetic.fit_start(step=30, restart=1))
+    clock.advance(6.0)
+    again.on_window(synthetic.window(40, 40.0, 64 * 40))
+    again.close()
+    assert "evaluation" in charts() and "last restart (s)" in charts()
+
+
 def test_no_curve_has_two_points_at_one_step(finished):
-    for run in (".", "model"):
+    for run in ("measured", "model"):
         for tag, points in eventreader.scalars(finished / "tensorboard" / run).items():
             steps = [step for step, _ in points]
             assert steps == sorted(set(steps)), tag
 
 
 def test_verdicts_and_events_say_why(finished):
-    folder = finished / "tensorboard"
+    folder = finished / "tensorboard" / "measured"
     verdicts = [
         value.tensor.string_val[0].decode()
         for _, value in eventreader.values(folder, "decisions/verdicts/text_summary")
@@ -193,10 +236,12 @@ def test_failed_checkpoints_and_skipped_steps_are_told(tmp_path, clock):
     dashboard.close()
     log = [
         value.tensor.string_val[0].decode()
-        for _, value in eventreader.values(tmp_path / "tensorboard", "log/events/text_summary")
+        for _, value in eventreader.values(
+            tmp_path / "tensorboard" / "measured", "log/events/text_summary"
+        )
     ]
     assert [line for line in log if "skipped" in line] == [
-        "**step 10** 3 update(s) skipped: gradient not finite"
+        "**step 10** 3 updates skipped: gradient not finite"
     ]
     assert any("disk full" in line for line in log)
 
@@ -214,11 +259,12 @@ def test_pictures_are_drawn_at_changes_and_at_the_end_but_not_all_the_time(tmp_p
     )
     dashboard.close()
     for tag in ("model/goodput_surface", "model/goodput_curve", "model/fit"):
-        pictures = eventreader.values(tmp_path / "tensorboard", tag)
+        pictures = eventreader.values(tmp_path / "tensorboard" / "measured", tag)
         assert tuple(step for step, _ in pictures) == drawn_at
         for _, value in pictures:
-            assert value.image.encoded_image_string.startswith(b"\x89PNG")
-            assert (value.image.width, value.image.height) == (720, 440)
+            *size, png = value.tensor.string_val
+            assert png.startswith(b"\x89PNG")
+            assert size == [b"720", b"440"]
 
 
 def test_a_change_between_two_dates_is_drawn_when_the_next_is_due(tmp_path, clock):
@@ -235,15 +281,47 @@ def test_a_change_between_two_dates_is_drawn_when_the_next_is_due(tmp_path, cloc
         clock.advance(5.0)
         dashboard.on_window(synthetic.window(step, 300.0, 64 * step))
     dashboard.close()
-    pictures = eventreader.values(tmp_path / "tensorboard", "model/fit")
+    pictures = eventreader.values(tmp_path / "tensorboard" / "measured", "model/fit")
     assert [step for step, _ in pictures] == [10, 20]
 
 
+def test_where_the_batch_stays_pictures_are_drawn_seldom(tmp_path, clock):
+    pytest.importorskip("matplotlib")
+    dashboard = Dashboard(tmp_path, clock=clock, figures_every_s=60.0)
+    dashboard.on_fit_start(synthetic.fit_start())
+    best = synthetic.tune_end(10, 300.0, synthetic.START).verdict.config
+    for step in range(10, 1510, 10):
+        dashboard.on_window(synthetic.window(step, 0.1 * step, 64 * step, best))
+        dashboard.on_tune_end(synthetic.tune_end(step, 300.0, best))
+        clock.advance(10.0)
+    dashboard.close()
+    for tag in ("model/efficiency_by_group", "model/fit", "model/sweep"):
+        pictures = eventreader.values(tmp_path / "tensorboard" / "measured", tag)
+        steps = [step for step, _ in pictures]
+        # The sweep has nothing to show at the first fit; it is drawn with the window, the others of the
+        # verdict before it.
+        expected = [610, 1210] if tag == "model/sweep" else [10, 600, 1200]
+        assert steps == expected, tag
+
+
+def test_the_sweep_is_drawn_at_the_end_as_of_the_end(tmp_path, clock):
+    pytest.importorskip("matplotlib")
+    dashboard = Dashboard(tmp_path, clock=clock)
+    synthetic.run(lambda event: hooks.call([dashboard], event), clock, steps=600)
+    dashboard.close()
+    pictures = eventreader.values(tmp_path / "tensorboard" / "measured", "model/sweep")
+    assert pictures[-1][0] == 600
+    steps = [step for step, _ in pictures]
+    assert steps == sorted(set(steps))
+
+
 def test_every_card_says_what_it_shows_and_in_what_unit(finished):
-    folder = finished / "tensorboard"
-    for tag in eventreader.scalars(folder):
+    folder = finished / "tensorboard" / "measured"
+    pictures = [picture.name for picture in PICTURES]
+    for tag in [*eventreader.scalars(folder), *pictures]:
         about = eventreader.values(folder, tag)[0][1].metadata.summary_description
-        (known,) = (t for t in TAGS if re.fullmatch(t.name.replace("*", ".*"), tag))
+        promised = (*TAGS, *PICTURES)
+        (known,) = (t for t in promised if re.fullmatch(t.name.replace("*", ".*"), tag))
         assert about.startswith(known.meaning)
         assert known.unit in ("1", "the user's") or f"({known.unit})" in about
 
@@ -257,7 +335,7 @@ def test_without_matplotlib_one_line_says_how_to_get_pictures(tmp_path, clock, m
     for step in (10, 20):
         dashboard.on_tune_end(synthetic.tune_end(step, 300.0, synthetic.START))
     dashboard.close()
-    folder = tmp_path / "tensorboard"
+    folder = tmp_path / "tensorboard" / "measured"
     assert not eventreader.values(folder, "model/fit")
     log = [
         value.tensor.string_val[0].decode()
@@ -283,7 +361,7 @@ def test_hparams_hold_the_settings_and_the_outcome(tmp_path, clock, reason, stat
         )
     )
     dashboard.close()
-    folder = tmp_path / "tensorboard"
+    folder = tmp_path / "tensorboard" / "measured"
     ((_, start),) = eventreader.values(folder, "_hparams_/session_start_info")
     found = plugin_hparams_pb2.HParamsPluginData.FromString(
         start.metadata.plugin_data.content
@@ -314,7 +392,7 @@ def test_hparams_hold_the_settings_and_the_outcome(tmp_path, clock, reason, stat
     )
 
 
-def steps_of(workdir, tag="batch/global", run="."):
+def steps_of(workdir, tag="batch/global", run="measured"):
     return [step for step, _ in eventreader.scalars(workdir / "tensorboard" / run)[tag]]
 
 
@@ -328,9 +406,9 @@ def test_a_restart_loses_no_point_and_doubles_none(tmp_path, clock):
             if step % 200 == 0:
                 dashboard.on_checkpoint(Checkpoint(step=step, seconds=0.01))
         dashboard.close()
-    for run in (".", "model"):
+    for run in ("measured", "model"):
         assert steps_of(tmp_path, "perf/step_time_s", run) == list(range(10, 501, 10))
-    restarts = dict(eventreader.scalars(tmp_path / "tensorboard")["elastic/restarts"])
+    restarts = dict(eventreader.scalars(tmp_path / "tensorboard" / "measured")["elastic/restarts"])
     assert restarts[400] == 0.0
     assert restarts[410] == 2.0
 
@@ -343,7 +421,10 @@ def test_a_restart_from_nothing_starts_over(tmp_path, clock):
             dashboard.on_window(synthetic.window(step, float(step), 64 * step))
         dashboard.close()
     assert steps_of(tmp_path) == [10, 20, 30]
-    assert len(eventreader.values(tmp_path / "tensorboard", "custom_scalars__config__")) == 1
+    assert (
+        len(eventreader.values(tmp_path / "tensorboard" / "measured", "custom_scalars__config__"))
+        == 1
+    )
 
 
 def test_two_writers_in_one_second_do_not_truncate_each_other(tmp_path, clock):
@@ -355,7 +436,7 @@ def test_two_writers_in_one_second_do_not_truncate_each_other(tmp_path, clock):
     second.on_window(synthetic.window(20, 2.0, 1280))
     first.close()
     second.close()
-    assert len(list((tmp_path / "tensorboard").glob("events.*"))) == 2
+    assert len(list((tmp_path / "tensorboard" / "measured").glob("events.*"))) == 2
     assert steps_of(tmp_path) == [10, 20]
 
 
@@ -427,7 +508,7 @@ def test_the_time_between_runs_is_shown_once(tmp_path, clock):
         dashboard.on_window(synthetic.window(step, float(step), 64 * step, seconds=2.0))
     dashboard.close()
     journal.close()
-    run = eventreader.scalars(tmp_path / "tensorboard")
+    run = eventreader.scalars(tmp_path / "tensorboard" / "measured")
     assert run["elastic/last_resize_s"] == [(20, 30.0)]
 
 
@@ -461,12 +542,12 @@ def test_the_link_pins_the_goodput_cards(finished):
     assert query["smoothing"] == ["0"]
     cards = json.loads(query["pinnedCards"][0])
     assert [card["tag"] for card in cards] == list(PINNED)
-    assert set(PINNED) <= set(eventreader.scalars(finished / "tensorboard"))
+    assert set(PINNED) <= set(eventreader.scalars(finished / "tensorboard" / "measured"))
 
 
 def test_tag_table_lists_every_tag_once():
     lines = tag_table().splitlines()
-    assert len(lines) == len(TAGS) + 2
+    assert len(lines) == len(TAGS) + len(PICTURES) + 2
     assert len({tag.name for tag in TAGS}) == len(TAGS)
     assert all(line.count("|") == 4 for line in lines)
 
@@ -491,18 +572,22 @@ def test_tensorboard_itself_shows_it(tmp_path, fast_reader):
         dashboard.close()
     with tensorboard_server.serving(tmp_path / "tensorboard", fast_reader) as server:
         get = server.get
-        shown = json.loads(get("/data/plugin/custom_scalars/layout"))
-        assert [category["title"] for category in shown["category"]] == list(CHARTS)
-        for run, tag in ((".", "batch/global"), ("model", "perf/step_time_s")):
+        page = json.loads(get("/data/plugin/custom_scalars/layout"))
+        assert [category["title"] for category in page["category"]] == list(CHARTS)
+        titles = [chart["title"] for category in page["category"] for chart in category["chart"]]
+        assert len(titles) == len(set(titles))
+        for run, tag in (("measured", "batch/global"), ("model", "perf/step_time_s")):
             query = urllib.parse.urlencode({"run": run, "tag": tag})
             points = server.get_until(
                 f"/data/plugin/scalars/scalars?{query}", lambda found: found[-1][1] == 600
             )
-            known_from = 10 if run == "." else 30
+            known_from = 10 if run == "measured" else 30
             assert [step for _, step, _ in points] == list(range(known_from, 601, 10))
-        tags = json.loads(get("/data/plugin/scalars/tags"))["."]
+        tags = json.loads(get("/data/plugin/scalars/tags"))["measured"]
         assert set(PINNED) <= set(tags)
-        texts = json.loads(get("/data/plugin/text/tags"))["."]
+        texts = json.loads(get("/data/plugin/text/tags"))["measured"]
         assert {"decisions/verdicts/text_summary", "log/events/text_summary"} <= set(texts)
-        images = json.loads(get("/data/plugin/images/tags"))["."]
-        assert {"model/goodput_surface", "model/goodput_curve", "model/fit"} <= set(images)
+        images = json.loads(get("/data/plugin/images/tags"))["measured"]
+        assert {picture.name for picture in PICTURES} <= set(images)
+        for picture in PICTURES:
+            assert picture.meaning in images[picture.name]["description"]

@@ -13,6 +13,7 @@ import synthetic
 
 import jaxgoodput as jg
 from jaxgoodput.clock import FakeClock
+from jaxgoodput.observe import hooks
 from jaxgoodput.observe.scalars import scalars_of
 
 
@@ -44,7 +45,7 @@ def fit(workdir, base_steps, *trackers):
         workdir=str(workdir),
         batch=jg.BatchLimits(base=16, max=64),
         base_steps=float(base_steps),
-        reporting=jg.Reporting(window_s=0.01, tensorboard=False, progress=False),
+        reporting=jg.Reporting(window_s=1e-6, tensorboard=False, progress=False),
     )
     return Line(config, hooks=trackers).fit()
 
@@ -176,6 +177,34 @@ def test_a_tracker_that_fails_costs_no_step(tmp_path):
     table = jg.trackers.Csv()
     fit(tmp_path, 400, table)
     assert 0 < saved <= min(int(row["step"]) for row in rows_of(tmp_path / "scalars.csv"))
+
+
+class Kept(jg.trackers.Tracker):
+    def __init__(self):
+        self.logged, self.ends = {}, []
+
+    def log(self, values, step):
+        self.logged |= values
+
+    def finish(self, ok):
+        self.ends.append(ok)
+
+
+def test_the_end_of_a_set_of_processes_is_no_failure_and_hosts_and_wall_time_are_told():
+    tracker = Kept()
+    numbers = {"slow_ratio": 1.5, "excluded_s": 20.0}
+    judged = jg.events.HostJudged(step=5, host="b", decision="left out", why="", numbers=numbers)
+    hooks.call([tracker], judged)
+    assert tracker.logged == {"elastic/slow_ratio": 1.5, "elastic/excluded_s": 20.0}
+    for reason in ("regrouped: a host has come", "done", "OSError: the disk is gone"):
+        buckets_s = {"productive": 30.0, "compilation": 10.0}
+        end = jg.events.FitEnd(
+            step=5, progress=1.0, samples=80, seconds=40.0, reason=reason, buckets_s=buckets_s
+        )
+        hooks.call([tracker], end)
+    assert tracker.ends == [True, True, False]
+    assert tracker.logged["badput/compilation"] == 25.0
+    assert tracker.logged["perf/compile_s"] == 10.0
 
 
 def test_events_of_all_kinds_are_numbers_that_are_known():

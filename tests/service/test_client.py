@@ -32,10 +32,12 @@ class Script(http.server.BaseHTTPRequestHandler):
         if answer is None:
             self.close_connection = True
             return
-        status, text = answer
+        status, text, *headers = answer
         self.rfile.read(int(self.headers.get("Content-Length", 0)))
         self.send_response(status)
         self.send_header("Content-Length", str(len(text)))
+        for header in headers:
+            self.send_header(*header)  # with Connection: close, that is done too
         self.end_headers()
         self.wfile.write(text)
 
@@ -77,6 +79,15 @@ def test_a_connection_that_was_closed_meanwhile_is_made_again_with_the_same_id()
         client.call("POST", "x", body={}, changes=True, type_=Taken)
         first, second = (headers["Idempotency-Key"] for _, _, headers in server.seen[1:])
         assert first == second
+
+
+@pytest.mark.parametrize("status", [200, 408])
+def test_a_server_that_ends_the_connection_with_its_answer_is_asked_over_another(status):
+    with serving((status, OK[1], ("Connection", "close")), OK) as (client, server):
+        with contextlib.suppress(Refused):
+            client.call("GET", "x", type_=Taken)
+        client.call("POST", "x", body={}, type_=Taken)  # which would not be repeated
+        assert len(server.seen) == 2
 
 
 def test_what_cannot_be_done_twice_is_not_sent_again():

@@ -6,6 +6,7 @@ import socket
 import ssl
 import subprocess
 import threading
+import time
 
 import pytest
 
@@ -135,3 +136,34 @@ def test_a_scheduler_for_several_hosts_can_be_reached_by_them(tmp_path, nodes, h
     if certified:
         assert (folder / "key.pem").stat().st_mode & 0o77 == 0
         ssl.create_default_context(cafile=str(folder / "certificate.pem"))
+
+
+DYING = """#!/bin/sh
+echo "$1" >> "$OUT/started"
+echo somewhere > "$3/address"
+[ "$1" = nodes ] && exec sleep 600
+[ "$(grep -c serve "$OUT/started")" = 1 ] && exit 1
+exec sleep 600
+"""
+
+
+def test_a_scheduler_that_dies_in_an_allocation_is_started_again(tmp_path):
+    program = tmp_path / "jaxgoodput"
+    program.write_text(DYING)
+    program.chmod(0o755)
+    environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "OUT": str(tmp_path)}
+    environ |= {"SLURM_JOB_NUM_NODES": "1", "HOST": "127.0.0.1"}
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    recipe = pathlib.Path(__file__).parents[2] / "launch" / "service.sbatch"
+    with subprocess.Popen(["bash", str(recipe), str(folder)], env=environ) as script:
+        try:
+            deadline = time.monotonic() + 20.0
+            started = tmp_path / "started"
+            while not started.exists() or started.read_text().split().count("serve") < 2:
+                assert time.monotonic() < deadline, "it was not"
+                time.sleep(0.1)
+        finally:
+            script.terminate()
+            script.wait(20.0)
+    assert started.read_text().split().count("nodes") == 1

@@ -80,6 +80,19 @@ def test_only_the_newest_of_a_key_stays(tmp_path):
     assert journal.replay()[0].jobs["a"].hints.number == 49
 
 
+def test_plans_that_change_nothing_do_not_pile_up(tmp_path):
+    journal = Journal(tmp_path)
+    a_few(journal)
+    for number in range(50):
+        at_s = 10.0 + number
+        journal.append([Planned(changes={}, solved_s=at_s, next_solve_s=at_s + 60.0)], at_s, 1e9)
+    count = sqlite3.connect(tmp_path / FILE).execute("select count(*) from events").fetchone()[0]
+    assert count == 7 + 1
+    state, _ = journal.replay()
+    assert (state.solved_s, state.next_solve_s) == (59.0, 119.0)
+    assert state.jobs["a"].allocation.num_devices == 2
+
+
 WRITER = """
 import pathlib, sys
 from jaxgoodput.service.record.events import Submitted
@@ -132,6 +145,18 @@ def test_a_row_that_was_changed_is_refused_with_its_place_and_repaired(tmp_path,
     assert list(state.jobs) == ["a", "b"]
     assert state.jobs["a"].allocation.num_devices == 0
     assert repair(tmp_path).place is None  # it is sound now
+
+
+def test_an_event_that_cannot_be_is_repaired_at_the_place_that_the_replay_says(tmp_path):
+    journal = Journal(tmp_path)
+    a_few(journal)
+    journal.append([Cancelled(job="nobody's")], 9.0, 1e9)  # sound as a row
+    with pytest.raises(Corrupt) as found:
+        journal.replay()
+    journal.close()
+    done = repair(tmp_path)
+    assert done.place == found.value.place == 10
+    assert done.kept == 7
 
 
 def test_a_journal_that_a_service_has_is_not_repaired(tmp_path):

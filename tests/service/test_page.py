@@ -56,7 +56,7 @@ def test_the_page_in_a_browser(tmp_path):
     if not BROWSER:
         pytest.skip("no chromium on PATH (apt-get install chromium)")
     link = "http://tensorboard.example:6006"
-    options = ("--local", "0", "--min-gap-s", "0.5", "--tensorboard", link)
+    options = ("--local", "0", "--min-gap-s", "0.5", "--silent-s", "3600", "--tensorboard", link)
     with services.Service(tmp_path / "service", *options) as service:
         client = service.client()
         services.join(client, "n0", 2)

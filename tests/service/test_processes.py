@@ -1,11 +1,14 @@
 """Processes of a node's agent: their lines, their ends, and that a device is one job's at a time."""
 
+import dataclasses
+import errno
 import json
 import os
 import signal
 import sys
 import threading
 import time
+from typing import Any
 
 import pytest
 import services
@@ -13,12 +16,12 @@ import synthetic
 
 from jaxgoodput import _disk
 from jaxgoodput._serial import encode
-from jaxgoodput.client import Client, Refused
+from jaxgoodput.client import Client, Refused, Unreachable
 from jaxgoodput.clock import FakeClock, SystemClock
 from jaxgoodput.observe.journal import Journal
 from jaxgoodput.service.node.agent import NodeAgent, Part, run_node
-from jaxgoodput.service.node.jobs import Jobs, Place
-from jaxgoodput.service.node.process import MOST_LINES, Lines, Process
+from jaxgoodput.service.node.jobs import LONGEST_BACKOFF_S, Jobs, Place
+from jaxgoodput.service.node.process import LONGEST_LINE, MOST_LINES, Lines, Process
 from jaxgoodput.service.web.guard import Bounds
 from jaxgoodput.service.wire import Taken, Task, Work
 from jaxgoodput.specs import Node
@@ -97,6 +100,13 @@ def test_of_too_many_lines_the_oldest_are_left_out_and_that_is_said():
     assert text[0] == "jaxgoodput: 5 lines are left out here"
     assert text[1:] == [f"{number}" for number in range(5, MOST_LINES + 5)]
     assert lines.take(100) == ""
+
+
+def test_a_line_without_an_end_takes_no_more_memory_than_others():
+    process, lines = start("for _ in range(300): print('x' * 100, end='')")
+    assert ended(process) == 0
+    assert max(map(len, lines)) <= LONGEST_LINE
+    assert "".join(lines) == "x" * 30_000  # it is read in parts: none is held as a whole
 
 
 def test_lines_that_could_not_be_told_come_first_the_next_time():
@@ -220,6 +230,28 @@ def test_a_process_that_ends_by_itself_is_started_again_later_and_later(jobs):
     assert waits == sorted(waits) and waits[-1] >= 8.0
 
 
+@pytest.mark.parametrize(
+    "number, code", [(errno.EAGAIN, 143), (errno.EMFILE, 143), (errno.ENOENT, 2), (errno.E2BIG, 2)]
+)
+def test_a_coordinator_that_cannot_start_now_is_tried_again_later(jobs, monkeypatch, number, code):
+    def refuses(*_):
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(jobs, "_start", refuses)
+        take(jobs, task(devices=()))
+    (report,) = jobs.reports()
+    assert (report.code, report.attempt) == (code, 1)
+    if code == 2:
+        return
+    assert os.strerror(number) in jobs.lines(1000)[0][2]
+    take(jobs, task(devices=(), attempt=2))
+    assert not jobs.started  # what is short now is short in the next moment too
+    jobs._clock.advance(LONGEST_BACKOFF_S)
+    jobs.look()
+    assert len(jobs.started) == 1 and not jobs.reports()
+
+
 def test_a_job_that_is_over_ends_and_another_of_its_name_waits(jobs):
     where = {"address": "x:1", "coordinates": False, "devices": (0,)}
     take(jobs, task(**where))
@@ -338,6 +370,61 @@ def test_an_agent_a_part_of_which_fails_ends_and_is_started_again(tmp_path):
 
     agent = agents(tmp_path, Broken())
     assert agent.run(threading.Event()) == 1  # no code that says that it is not wanted
+
+
+def test_processes_save_while_the_service_does_not_hear_the_farewell(agent):
+    take(agent._jobs, task(devices=()))
+    (process,) = agent._jobs.started
+    was_told = []
+
+    class Hangs(FakeService):
+        def call(self, method, *path, type_: Any = Taken, **_) -> Any:
+            if path[-1] == "down":
+                deadline = time.monotonic() + 5.0
+                while not process.is_told and time.monotonic() < deadline:
+                    time.sleep(0.01)
+                was_told.append(process.is_told)
+                process.exit = 143
+            return type_() if type_ is Taken else Work(node="n0", version=0, tasks=())
+
+    agent._client = Hangs
+    told = threading.Event()
+    told.set()
+    assert agent.run(told) == 0
+    assert was_told == [True]
+
+
+@pytest.mark.parametrize("alone_s", [30.0, None])
+def test_a_node_that_is_cut_off_ends_its_jobs_where_it_is_to_and_takes_them_up_again(
+    agent, alone_s
+):
+    agent._part = dataclasses.replace(agent._part, alone_s=alone_s)
+    told, where = threading.Event(), {"address": "x:1", "coordinates": False, "devices": (0,)}
+    work = Work(node="n0", version=1, tasks=(task(**where),))
+    started, since = agent._jobs.started, []
+
+    class CutOff(FakeService):
+        def call(self, method, *path, type_: Any = Taken, **_) -> Any:
+            if type_ is not Work:
+                return type_()
+            if not started:
+                return work
+            time.sleep(0.01)
+            agent._clock.advance(1.0)
+            since.append(agent._clock.now())
+            if len(started) == 1 and not started[0].is_told and since[-1] - since[0] < 100.0:
+                raise Unreachable("it is cut off")
+            if len(started) == 1 and started[0].is_told:
+                started[0].exit = 143
+            else:
+                told.set()
+                started[-1].exit = 143
+            return work  # of the same version
+
+    agent._client = CutOff
+    assert agent.run(told) == 0
+    assert len(started) == (1 if alone_s is None else 2)
+    assert since[-1] - since[0] < 100.0 or alone_s is None
 
 
 @pytest.mark.parametrize("status, ends", [(401, 0), (403, 0), (408, 0), (502, 0), (409, 2)])

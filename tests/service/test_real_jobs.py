@@ -17,9 +17,7 @@ def sizes(service, *names):
 def test_three_jobs_make_room_for_a_fourth_and_grow_when_one_ends(tmp_path):
     with services.Service(tmp_path / "service", *OPTIONS) as service:
         jobs = {name: real_jobs.Job(service, tmp_path, name, "--max", "4") for name in "abc"}
-        # Not all 8: what a step waits for its rows is no part of what a job says of its steps, so that more
-        # devices bring these jobs little, and those that have measured it leave some free.
-        service.until(lambda: sum(sizes(service, *jobs)) >= 6, "they do not take the devices")
+        service.until(lambda: sum(sizes(service, *jobs)) == 8, "they do not take the devices")
         assert min(sizes(service, *jobs)) >= 1
         service.until(
             lambda: all(

@@ -2,8 +2,10 @@
 
 import argparse
 import asyncio
+import errno
 import json
 import os
+import pathlib
 import secrets
 import sys
 
@@ -22,8 +24,10 @@ from jaxgoodput.service.record.book import MOST_DOWN_S, Book, Timeline
 from jaxgoodput.service.record.commands import Caller, Outcome, Refused
 from jaxgoodput.service.record.events import Ended
 from jaxgoodput.service.record.journal import Journal
+from jaxgoodput.service.web import logs as logs_module
 from jaxgoodput.service.web.api import _CONTROL, Seen
 from jaxgoodput.service.web.guard import TOKEN_FILE, own_token
+from jaxgoodput.service.web.logs import Logs
 from jaxgoodput.service.wire import ClusterShown, JobList, JobShown, Join, NodeShown, Report
 from jaxgoodput.specs import Node
 
@@ -159,9 +163,11 @@ def test_a_service_that_stood_still_gives_nodes_the_time_to_speak(tmp_path, monk
         clock.advance(1000.0)
         await asyncio.sleep(0.1)
         assert book.state.nodes["n0"].node.state == "up"
-        for _ in range(100):
+        for _ in range(1000):
             clock.advance(1.0)
             await asyncio.sleep(0.03)
+            if book.state.nodes["n0"].node.state == "down":
+                break
         watching.cancel()
         assert book.state.nodes["n0"].node.state == "down"
 
@@ -182,14 +188,22 @@ for line in sys.stdin:
     time.sleep(600.0 if asked["job"] == "slow" else 0.0)
     print(json.dumps({"id": asked["id"], "answer": asked["job"]}), flush=True)
 """
+LATE = """
+import json, pathlib, sys
+if not (started := pathlib.Path(sys.argv[1])).exists():
+    started.touch()
+    sys.exit(3)
+for line in sys.stdin:
+    print("{}", flush=True)
+"""
 
 
-def with_planners(folder, script, use):
+def with_planners(folder, script, use, *arguments):
     """`use(planners)` where the processes that plan and answer run a script."""
 
     async def beside(book):
         planners = Planners(book, folder, Policy())
-        planners._command = [sys.executable, "-c", script]
+        planners._command = [sys.executable, "-c", script, *arguments]
         try:
             return await use(planners)
         finally:
@@ -202,7 +216,12 @@ def test_a_planner_that_is_slow_is_asked_for_one_plan_at_a_time(tmp_path):
     async def use(planners):
         running = asyncio.create_task(planners.run())
         said = set()
-        for _ in range(400):
+        for _ in range(6000):
+            await asyncio.sleep(0.01)
+            said.add(planners.last_error)
+            if said > {""}:
+                break
+        for _ in range(150):  # what it is told next is one state, too
             await asyncio.sleep(0.01)
             said.add(planners.last_error)
         running.cancel()
@@ -212,8 +231,54 @@ def test_a_planner_that_is_slow_is_asked_for_one_plan_at_a_time(tmp_path):
     with_planners(tmp_path, BUSY, use)
 
 
+def test_a_planner_that_dies_at_each_start_is_told_of_and_ends_the_service(tmp_path, monkeypatch):
+    monkeypatch.setattr(planners_module, "AGAIN_S", 0.0)
+
+    async def use(planners):
+        with pytest.raises(ChildProcessError, match="10 times in a row.*ended with 3"):
+            await asyncio.wait_for(planners.run(), 60.0)
+        assert "ended with 3" in planners.last_error
+
+    with_planners(tmp_path, "raise SystemExit(3)", use)
+
+
+def test_a_planner_that_hangs_is_ended_and_told_of(tmp_path, monkeypatch):
+    monkeypatch.setattr(planners_module, "PLAN_S", 0.5)
+    monkeypatch.setattr(planners_module, "AGAIN_S", 60.0)
+
+    async def use(planners):
+        running = asyncio.create_task(planners.run())
+        for _ in range(500):
+            if planners.last_error:
+                break
+            await asyncio.sleep(0.02)
+        running.cancel()
+        await asyncio.wait([running])
+        assert "did not answer within 0.5 s" in planners.last_error
+
+    with_planners(tmp_path, "import time; time.sleep(600)", use)
+
+
+def test_plans_are_made_again_when_the_next_planner_answers(tmp_path, monkeypatch):
+    monkeypatch.setattr(planners_module, "AGAIN_S", 0.5)
+
+    async def use(planners):
+        running = asyncio.create_task(planners.run())
+        said = []
+        for _ in range(500):
+            said.append(planners.last_error)
+            if any(said) and not said[-1]:
+                break
+            await asyncio.sleep(0.02)
+        running.cancel()
+        await asyncio.wait([running])
+        assert any("ended with 3" in error for error in said) and not said[-1]
+
+    with_planners(tmp_path, LATE, use, str(tmp_path / "started"))
+
+
 def test_an_adviser_that_is_stuck_is_ended_and_the_next_question_answered(tmp_path, monkeypatch):
-    monkeypatch.setattr(planners_module, "ANSWER_S", 3.0)
+    monkeypatch.setattr(planners_module, "ANSWER_S", 10.0)
 
     async def use(planners):
         assert await planners.ask("explain", job="fast") == "fast"
@@ -288,6 +353,41 @@ def test_a_reason_with_brackets_is_shown_as_it_is(monkeypatch, capsys):
     assert terminal.status(options, argparse.ArgumentParser()) == terminal.DONE
     printed = capsys.readouterr().out
     assert "failed: no [/tmp/x] there" in printed and "down ([/b])" in printed
+
+
+def test_whoever_follows_a_log_that_was_cut_goes_on_after_a_restart(tmp_path, monkeypatch):
+    monkeypatch.setattr(logs_module, "MOST_BYTES", 1000)
+    said = Logs(tmp_path)
+    for number in range(30):
+        said.append("a", f"{number:099d}\n")
+    offset = said.read("a", 0, False).next_offset
+    assert offset == 3000
+    again = Logs(tmp_path)
+    again.append("a", "after\n")
+    assert again.read("a", offset, False).text == "after\n"
+    (tmp_path / "a.cut").unlink()
+    assert Logs(tmp_path).read("a", offset, False).text.endswith("after\n")  # rather than nothing
+    again.start("a")
+    assert Logs(tmp_path).read("a", 0, False).next_offset == 0 and not list(tmp_path.iterdir())
+
+
+def test_a_disk_that_is_full_costs_a_log_nothing_that_it_had(tmp_path, monkeypatch):
+    monkeypatch.setattr(logs_module, "MOST_BYTES", 1000)
+    said = Logs(tmp_path)
+    written = "".join(f"{number:099d}\n" for number in range(10))
+    said.append("a", written)
+
+    def full(path, data):
+        with path.open("wb") as file:
+            file.write(data[:100])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pathlib.Path, "write_bytes", full)
+        said.append("a", "one more\n")
+    found = said.read("a", 0, False)
+    assert (found.text, found.next_offset) == (written + "one more\n", len(written) + 9)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.log"]
 
 
 def test_control_characters_of_both_sets_leave_a_log():

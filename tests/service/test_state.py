@@ -9,8 +9,16 @@ from hypothesis import strategies as st
 
 from jaxgoodput.service.record import commands
 from jaxgoodput.service.record.commands import Caller, Refused
-from jaxgoodput.service.record.events import Planned, Reasoned, Stamped
-from jaxgoodput.service.record.state import SAVED, State, owners, step, work_of
+from jaxgoodput.service.record.events import Answered, Planned, Reasoned, Stamped
+from jaxgoodput.service.record.state import (
+    MOST_ANSWER_LETTERS,
+    MOST_OVER_LETTERS,
+    SAVED,
+    State,
+    owners,
+    step,
+    work_of,
+)
 from jaxgoodput.service.wire import Join, Report
 from jaxgoodput.specs import Allocation, Hints, Node
 
@@ -248,6 +256,36 @@ def test_a_drained_node_stays_so_when_its_agent_comes_back(world):
     assert world.do(commands.change_node(world.state, "n0", "draining", "x")).note
 
 
+@pytest.mark.parametrize("comes", ["answers", "joins"])
+@pytest.mark.parametrize("goes", ["silent", "farewell"])
+def test_a_drain_lasts_until_it_is_undone_wherever_the_node_was_meanwhile(world, goes, comes):
+    world.do(commands.change_node(world.state, "n0", "draining", "maintenance"))
+    world.do(commands.change_node(world.state, "n0", "down", "gone", silent=goes == "silent"))
+    if comes == "joins":
+        world.join(instance="two")
+    elif goes == "silent":
+        world.do(commands.heard(world.state, "n0"))
+    else:
+        assert commands.heard(world.state, "n0").events == ()  # it is down for another reason
+        return
+    entry = world.state.nodes["n0"]
+    assert (entry.node.state, entry.why) == ("draining", "maintenance")
+    world.do(commands.change_node(world.state, "n0", "up", "an operator took it in again"))
+    world.do(commands.change_node(world.state, "n0", "down", "nothing was heard", silent=True))
+    world.do(commands.heard(world.state, "n0"))
+    assert world.state.nodes["n0"].node.state == "up"
+
+
+def test_a_silent_node_that_is_taken_out_of_service_does_not_come_back_by_itself(world):
+    world.do(commands.change_node(world.state, "n0", "down", "nothing was heard", silent=True))
+    world.do(commands.change_node(world.state, "n0", "down", "it was taken out of service"))
+    entry = world.state.nodes["n0"]
+    assert (entry.node.state, entry.why) == ("down", "it was taken out of service")
+    world.do(commands.heard(world.state, "n0"))
+    assert world.state.nodes["n0"].node.state == "down"
+    assert world.do(commands.change_node(world.state, "n0", "down", "again")).note
+
+
 def test_a_plan_gives_nothing_new_of_a_node_that_was_drained_meanwhile(world):
     world.submit("a", min_devices=1)
     world.submit("b")
@@ -259,6 +297,16 @@ def test_a_plan_gives_nothing_new_of_a_node_that_was_drained_meanwhile(world):
     assert world.state.jobs["a"].allocation.num_devices == 2
     world.plan(a={"n0": (0,)}.items())
     assert world.state.jobs["a"].allocation.num_devices == 1
+
+
+def test_a_plan_gives_no_devices_that_a_node_came_back_without(world):
+    world.submit("a")
+    world.do(commands.change_node(world.state, "n0", "down", "a reboot"))
+    world.join(devices=4, instance="two")
+    world.plan(a={"n0": (3, 4)}.items())
+    assert world.state.jobs["a"].allocation.num_devices == 0
+    world.plan(a={"n0": (2, 3)}.items())
+    assert world.state.jobs["a"].allocation.num_devices == 2
 
 
 def test_hints_are_of_the_generation_that_is_handed_out_and_newer_than_the_last(world):
@@ -378,6 +426,32 @@ def test_agents_that_cannot_come():
         dataclasses.replace(join, node=dataclasses.replace(node, state="down"))
     with pytest.raises(ValueError, match="1000000 devices"):
         dataclasses.replace(join, node=dataclasses.replace(node, num_devices=10**6))
+
+
+def test_no_user_fills_the_memory_with_jobs_that_are_over_or_answers(world):
+    long = ("x" * 10_000,) * 99
+    for number in range(60):
+        made = dataclasses.replace(services.submission(f"j{number}"), command=long)
+        world.do(commands.submit(world.state, RED, made, "s"))
+        world.do(commands.cancel(world.state, RED, f"j{number}"))
+        said = Answered(request=f"r{number}", digest="", status=201, body="x" * 990_000)
+        world.do(commands.Outcome((said,)))
+    jobs, answers = world.state.jobs, world.state.answers
+    assert 20 < len(jobs) and sum(990_000 for _ in jobs) <= MOST_OVER_LETTERS + 990_000
+    assert 20 < len(answers) and sum(len(a.body) for a in answers.values()) <= MOST_ANSWER_LETTERS
+    assert "j59" in jobs and "r59" in answers
+
+
+@pytest.mark.parametrize("bound, most", [("MOST_OF_TENANT", 3), ("MOST_LETTERS_OF_TENANT", 55)])
+def test_a_tenant_leaves_room_for_the_others(world, monkeypatch, bound, most):
+    monkeypatch.setattr(commands, bound, most)
+    with pytest.raises(Refused, match="tenant 'red'.*Await the end") as found:
+        for number in range(10):
+            world.submit(f"j{number}", RED)
+    assert found.value.status == 409 and len(world.state.active) == 3
+    world.submit("b", BLUE)
+    for number in range(10):
+        world.submit(f"o{number}", OPERATOR)
 
 
 @pytest.mark.parametrize("name", ["../x", "a/b", "", ".hidden", "a" * 64, "a b", "a\n", "é"])

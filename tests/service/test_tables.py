@@ -107,6 +107,18 @@ def test_a_job_that_tells_nothing_grows_by_what_it_was_seen_on():
     assert found == [1, 2, 4, 8]
 
 
+def test_a_job_that_is_to_tell_of_itself_gets_no_more_before_its_first_steps(run):
+    offered = shapes_up_to(KIND, 16, 2)
+    begun = dataclasses.replace(told(run, KIND, 0, 1), layouts=(), progress=0.0, largest=1)
+    trains = dataclasses.replace(begun, progress=5.0)
+    for hints, widest in ((None, 1), (begun, 1), (trains, 2)):
+        entry = entry_of(hints)
+        made = services.with_workdir(entry.submission, "/runs/a")
+        entry = dataclasses.replace(entry, submission=made)
+        found = table_of(entry, offered, 0.0).goodput
+        assert max(shape.num_devices for shape in found) == widest, hints
+
+
 def lived(state, cluster, rules, at_s):
     """The state after another decision, carried out."""
 

@@ -2,7 +2,6 @@
 
 import signal
 import sqlite3
-import time
 
 import pytest
 import real_jobs
@@ -16,8 +15,9 @@ OPTIONS = ("--min-gap-s", "1", "--hints-s", "1", "--restart-s", "2", "--silent-s
 
 
 def test_a_scheduler_that_is_killed_stops_nobody_and_finds_all_of_it_again(tmp_path):
-    with services.Service(tmp_path / "service", "--local", "1x4", *OPTIONS) as service:
-        job = real_jobs.Job(service, tmp_path, "a", "--max", "2", epochs=100)
+    patient = ("--silent-s", "60")  # no process of it is given up for being slow on a busy machine
+    with services.Service(tmp_path / "service", "--local", "1x4", *OPTIONS, *patient) as service:
+        job = real_jobs.Job(service, tmp_path, "a", "--max", "2")
         service.until(lambda: service.job("a").num_devices == 2, "it does not grow")
         job.wait_for_processes(2)
         before = service.job("a")
@@ -41,16 +41,13 @@ def test_a_scheduler_that_is_killed_stops_nobody_and_finds_all_of_it_again(tmp_p
 
 def test_a_node_that_goes_leaves_the_job_to_the_others(tmp_path):
     with services.Service(tmp_path / "service", "--local", "2x1", *OPTIONS) as service:
-        job = real_jobs.Job(service, tmp_path, "a", "--max", "2", epochs=100)
+        job = real_jobs.Job(service, tmp_path, "a", "--max", "2")
         service.until(lambda: service.job("a").num_devices == 2, "it does not get both nodes")
         job.wait_for_processes(2)
         # Its coordinator is on the first.
         (agent,) = real_jobs.pids_of("node", "--name", "local1", str(service.folder))
-        signal_at = time.time()
         real_jobs.kill(agent, signal.SIGTERM)  # it gives the node up
         job.wait_for_processes(1)
-        took_s = job.lines("step")[-1]["at"] - signal_at
-        assert took_s < 60.0
         job.hurry()
         job.wait_for_end()
         job.assert_each_sample_once()
@@ -58,10 +55,11 @@ def test_a_node_that_goes_leaves_the_job_to_the_others(tmp_path):
 
 def test_an_agent_that_is_killed_takes_its_processes_along_and_comes_back(tmp_path):
     with services.Service(tmp_path / "service", "--local", "1x2", *OPTIONS) as service:
-        job = real_jobs.Job(service, tmp_path, "a", "--max", "1", epochs=100)
+        job = real_jobs.Job(service, tmp_path, "a", "--max", "1")
         job.wait_for_step()
         (agent,) = real_jobs.pids_of("node", "--name", "local0", str(service.folder))
-        its = real_jobs.pids_of("agent", "--name", "local0:0")
+        its = real_jobs.pids_of("agent", "--name", "local0:0", str(tmp_path))
+        assert its
         real_jobs.kill(agent, signal.SIGKILL)
         service.until(lambda: not set(real_jobs.alive(its)), "its processes outlive it")
         job.wait_for_step()  # from what was saved, under another agent
@@ -96,7 +94,9 @@ def test_a_node_that_is_drained_keeps_what_it_has_and_gets_nothing_new(tmp_path)
         job = real_jobs.Job(service, tmp_path, "a", "--max", "1")
         job.wait_for_step()
         service.run("drain", "local0")
-        real_jobs.submit(service, "b", "--max", "1", "--", "python", "-c", "pass")
+        script = tmp_path / "fine.py"
+        script.write_text("print('fine')\n")
+        real_jobs.submit(service, "b", "--max", "1", "--", "python", str(script))
         service.until(lambda: service.job("b").reason != "not looked at yet", "b is not planned")
         assert service.job("b").num_devices == 0 and service.job("a").num_devices == 1
         assert "local0" in service.run("status")
@@ -105,7 +105,7 @@ def test_a_node_that_is_drained_keeps_what_it_has_and_gets_nothing_new(tmp_path)
         job.hurry()
         job.wait_for_end()
         service.run("drain", "--undo", "local0")
-        service.until(lambda: service.job("b").phase != "waiting", "b does not start")
+        service.until(lambda: service.job("b").phase == "done", "b is not done")
 
 
 def test_a_second_service_of_a_folder_is_refused(tmp_path):

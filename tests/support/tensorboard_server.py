@@ -46,7 +46,10 @@ class serving:
         )
         try:
             last = "hparam/mean_goodput"
-            self.get_until("/data/plugin/scalars/tags", lambda tags: last in tags.get(".", ()))
+            self.get_until(
+                "/data/plugin/scalars/tags",
+                lambda runs: any(last in tags for tags in runs.values()),
+            )
         except BaseException:
             self.__exit__()
             raise

@@ -129,7 +129,7 @@ class Course:
             step=self.step,
             config=self.config,
             measured=measured,
-            dispatched_s=self.clock.now() - seconds,
+            began_s=self.clock.now() - seconds,
             timed=True,
             busy=compiling,
             num_samples=size,

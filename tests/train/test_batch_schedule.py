@@ -1,12 +1,14 @@
 """A user's own schedule of batch sizes is followed, without a compilation in the loop."""
 
+import time
+
 import jax
 import pytest
 from problems import Mean, Recorder, config, rows
 
 from jaxgoodput.goodput.memory import StepBytes
 from jaxgoodput.goodput.search import BatchConfig, BatchLimits
-from jaxgoodput.observe.events import StepEnd, TuneEnd
+from jaxgoodput.observe.events import StepEnd, TuneEnd, Window
 from jaxgoodput.train.config import with_overrides
 from jaxgoodput.tune.plan import batch_plan, scheduled
 
@@ -49,6 +51,33 @@ def test_it_is_followed_on_its_clock(tmp_path, length, count, background):
     reasons = [tune.verdict.reason for tune in seen.of(TuneEnd)]
     assert "change: 16 -> 32 samples, as scheduled" in reasons
     assert not any("probe" in reason or "return" in reason for reason in reasons)
+
+
+def test_a_hook_that_is_slow_holds_up_no_scheduled_batch(tmp_path):
+    """It is at work until the batch has changed, which it therefore cannot be waited for."""
+    changed = []
+
+    def until_the_batch_has_changed(step):
+        deadline = time.monotonic() + 120.0
+        while step.step == 5 and trainer._loop.batch.global_batch_size == 16:
+            assert time.monotonic() < deadline, "the batch does not change while a hook is at work"
+            time.sleep(0.01)
+        changed.append(step.step)
+
+    settings = config(
+        tmp_path, policy={0: 16, 0.2: 32}, batch=BatchLimits(base=16, max=32), epochs=40
+    )
+    seen = Recorder(until_the_batch_has_changed)
+    trainer = Mean(settings, data=rows(), hooks=[seen], devices=jax.devices()[:1])
+    trainer.fit()
+    assert changed == list(range(1, len(changed) + 1))
+    assert list(batches(seen)) == [16, 32]
+    # And no window has steps of both.
+    counts: dict[int, int] = {16: 0, 32: 0}
+    for window in seen.of(Window):
+        counts[window.config.global_batch_size] += window.num_steps
+    steps = [step.config.global_batch_size for step in seen.of(StepEnd)]
+    assert counts == {16: steps.count(16), 32: steps.count(32)}
 
 
 def test_only_what_is_scheduled_is_planned_for():

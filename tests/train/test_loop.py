@@ -3,17 +3,19 @@
 import dataclasses
 import functools
 import threading
+import time
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from problems import InStep, Mean, Recorder, config, rows
+from problems import NUM_SAMPLES, InStep, Mean, Recorder, config, rows
 
+import jaxgoodput as jg
 from jaxgoodput.engine.programs import SampleShape
 from jaxgoodput.goodput.search import BatchLimits
-from jaxgoodput.observe.events import StepEnd, TuneEnd
+from jaxgoodput.observe.events import StepEnd, TuneEnd, Window
 from jaxgoodput.train.control import DEPTH
 from jaxgoodput.train.loop import Loop
 from jaxgoodput.tune.tuner import Answer, Tuner
@@ -340,3 +342,23 @@ def test_a_compilation_that_fails_in_the_background_stops_the_run(tmp_path):
 
     with pytest.raises(RuntimeError, match="the compiler gave up"):
         Mean(growing(tmp_path), devices=devices(8), loop=Broken).fit()
+
+
+def test_steps_that_wait_for_their_batches_take_as_long_as_reading_them(tmp_path):
+    """So that no batch, and no device, is chosen for a speed that the data do not come at."""
+    read_s = 0.002  # a sample
+
+    class Slow(jg.Source):
+        def __len__(self):
+            return NUM_SAMPLES
+
+        def batch(self, indices):
+            time.sleep(read_s * len(indices))
+            return {"x": rows()["x"][indices]}
+
+    recorder = Recorder()
+    settings = config(tmp_path, epochs=None, base_steps=40.0)
+    Mean(settings, data=Slow(), hooks=[recorder], devices=devices(1)).fit()
+    window = [event for event in recorder.events if isinstance(event, Window)][-1]
+    assert window.measured_step_s >= 0.9 * 16 * read_s
+    assert window.throughput <= 1.2 / read_s

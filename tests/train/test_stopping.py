@@ -19,8 +19,9 @@ import pytest
 from problems import Counting, Evaluated, InStep, Mean, Recorder, config, counting_config, rows
 
 from jaxgoodput.clock import FakeClock
+from jaxgoodput.observe import hooks as hooking
 from jaxgoodput.observe.events import Checkpoint, FitEnd, FitStart, Preempt, StepEnd
-from jaxgoodput.train import analyst, process
+from jaxgoodput.train import process
 from jaxgoodput.train.config import Saving
 from jaxgoodput.train.control import NotSaved, Preempted, Requests
 
@@ -135,7 +136,7 @@ def test_a_stop_is_heard_while_the_data_hang(tmp_path):
 
     def stop():
         data.hangs.wait(LIMIT_S)
-        time.sleep(1.0)  # what was read before is trained on
+        wait_until(lambda: len(seen.of(StepEnd)) >= 3)  # what was read before is trained on
         trainer.request_stop()
 
     thread = threading.Thread(target=stop)
@@ -173,7 +174,7 @@ def test_hooks_that_are_behind_hear_of_a_stop_when_it_is_saved(tmp_path):
 def test_training_waits_for_hooks_that_are_far_behind_and_names_the_slow_one(
     tmp_path, monkeypatch, caplog
 ):
-    monkeypatch.setattr(analyst, "MOST_BEHIND", 4)
+    monkeypatch.setattr(hooking, "MOST_BEHIND", 4)
     behind = []
 
     class Slow:

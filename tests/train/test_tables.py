@@ -1,6 +1,7 @@
 """Tables of rows in the Trainer: they train as if all rows were in memory, whatever the batch does."""
 
 import dataclasses
+import errno
 import pathlib
 import signal
 import subprocess
@@ -26,15 +27,20 @@ from table_runs import (
 )
 
 import jaxgoodput as jg
-from jaxgoodput.embedding.store import read_manifest
+from jaxgoodput.embedding.store import RowStore, read_manifest
 from jaxgoodput.engine.rows import WithRows, as_seen
-from jaxgoodput.observe.events import EvalEnd, FitStart, StepEnd
+from jaxgoodput.observe import hooks
+from jaxgoodput.observe.events import EvalEnd, FitStart, StepEnd, Window
 from jaxgoodput.optim.noise import leaf_groups, squared_norms
 from jaxgoodput.parallel.strategy import Strategy
+from jaxgoodput.train.checkpoint import Checkpoints
 from jaxgoodput.train.prepare import problem_of
+from jaxgoodput.train.tables.commits import Opener
+from jaxgoodput.train.tables.feed import Feed
 
 
-def test_every_row_has_the_bits_of_a_dense_table_while_the_batch_changes(tmp_path):
+def test_every_row_has_the_bits_of_a_dense_table_while_the_batch_changes(tmp_path, monkeypatch):
+    monkeypatch.setattr(hooks, "MOST_BEHIND", 4)  # so that no two changes are asked for at once
     seen = Changing({15: (256,), 40: (128,), 70: (64,)})
     quiet = {"policy": "goodput", "tuning__warm_up_steps": 10**6, "base_steps": 200.0}
     quiet["rule"] = jg.rules.square_root  # which no rounding of the noise changes
@@ -51,7 +57,8 @@ def test_every_row_has_the_bits_of_a_dense_table_while_the_batch_changes(tmp_pat
     same_rows(rows_of(trainer), expected)
 
 
-def test_several_devices_train_the_rows_of_a_dense_table(tmp_path):
+def test_several_devices_train_the_rows_of_a_dense_table(tmp_path, monkeypatch):
+    monkeypatch.setattr(hooks, "MOST_BEHIND", 4)
     seen = Changing({15: (64,), 40: (32,)})  # of each of four
     quiet = {"policy": "goodput", "tuning__warm_up_steps": 10**6, "base_steps": 100.0}
     quiet["rule"] = jg.rules.square_root
@@ -170,6 +177,53 @@ def test_where_a_table_is_damaged_the_checkpoint_before_is_used(tmp_path, whole)
     assert seen.of(FitStart)[0].step == safe
     assert same(state.params, whole[0].params)
     same_rows(rows_of(again), whole[1])
+
+
+def test_rows_of_a_checkpoint_that_another_process_cannot_read_are_put_away(
+    tmp_path, whole, monkeypatch
+):
+    Two(settings(tmp_path, **{**SAVED, "base_steps": 20.0, "saving__keep": 1})).fit()
+    opened, of_checkpoint = [], Opener.of_checkpoint
+
+    def opens(self, commits):
+        opened.append(of_checkpoint(self, commits))
+        return opened[-1]
+
+    everywhere, heard = Checkpoints._everywhere, []
+
+    def damaged_elsewhere(self, holds):
+        heard.append(len(opened))
+        return everywhere(self, holds) and heard.count(1) != 1  # asked first behind that
+
+    monkeypatch.setattr(Opener, "of_checkpoint", opens)
+    monkeypatch.setattr(Checkpoints, "_everywhere", damaged_elsewhere)
+    seen = Recorder()
+    again = Two(settings(tmp_path, **SAVED), hooks=[seen])
+    state = again.fit()
+    assert len(opened) == 1 and seen.of(FitStart)[0].step == 0
+    assert same(state.params, whole[0].params)
+    same_rows(rows_of(again), whole[1])
+
+
+def test_a_full_disk_of_a_table_is_not_said_to_be_the_workdirs(tmp_path, monkeypatch, caplog):
+    def refuses(*_, **options):
+        raise OSError(
+            errno.ENOSPC, "No space left on device: /t takes no more rows; make room there"
+        )
+
+    monkeypatch.setattr(RowStore, "commit", refuses)
+    with pytest.raises(jg.NotSaved):
+        Two(settings(tmp_path, **{**SAVED, "base_steps": 12.0})).fit()
+    said = [r.getMessage() for r in caplog.records if "was not written" in r.getMessage()]
+    assert said and all("make room there" in x and "writable" not in x for x in said)
+
+
+def test_what_feeding_takes_is_told_of_every_window(tmp_path, monkeypatch):
+    monkeypatch.setattr(Feed, "feeding_s", 1e-5)  # less than any step takes
+    seen = Recorder()
+    Two(settings(tmp_path, reporting__window_s=1e-6, base_steps=10.0), hooks=[seen]).fit()
+    feeding = [one.feeding_s for one in seen.of(Window)]
+    assert feeding[-1] == 1e-5
 
 
 def with_item(change):

@@ -59,7 +59,7 @@ def row(table, micro, step=MIN_COUNT):
     [
         (None, 9.0, 10.5, 1.5),
         (10.0, 9.0, 10.5, 0.5),  # queued behind the step before
-        (10.0, 10.25, 10.5, 0.25),  # the device waited for input
+        (10.0, 10.25, 10.5, 0.25),  # the loop was elsewhere
     ],
 )
 def test_a_step_takes_from_when_it_could_start_to_when_it_was_done(

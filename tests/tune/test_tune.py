@@ -119,7 +119,7 @@ def test_a_lower_bound_of_the_noise_speaks_for_no_smaller_batch():
         ({"grad": GradParams(sqr=1.0, var=NAN)}, "too few gradient-noise samples"),
         ({"since": 19, "caution": dataclasses.replace(BOLD, dwell_steps=20)}, "19 steps since"),
         ({"grad": QUIET}, "32 samples is the best there is"),
-        ({"ready": (), "accumulate": False}, "is the best there is"),
+        ({"ready": (), "accumulate": False}, "32 samples is the best of what is compiled"),
         ({"caution": dataclasses.replace(BOLD, min_gain=9.0)}, "below the 900%"),
         ({"caution": dataclasses.replace(BOLD, switch_s=60.0, horizon_s=30.0)}, "earn back"),
         # Step times of one replica say nothing about two: not a guess, and not an error.

@@ -20,10 +20,20 @@ from jaxgoodput.client import Client, Refused, Unreachable
 from jaxgoodput.clock import Clock, SystemClock
 from jaxgoodput.service.node.hints import hints_of
 from jaxgoodput.service.node.jobs import Jobs, Place
-from jaxgoodput.service.wire import VERSION, Join, Lines, Reports, Taken, Task, Work
+from jaxgoodput.service.wire import (
+    DONE,
+    FAILED,
+    USAGE,
+    VERSION,
+    Join,
+    Lines,
+    Reports,
+    Taken,
+    Task,
+    Work,
+)
 from jaxgoodput.specs import Hints, Node
 
-DONE, FAILED, USAGE = 0, 1, 2
 IN_USE = 3  # what is left of an agent before has not ended, which it may yet
 LOOK_S = 0.2
 WAIT_S = 20.0  # for something to do, at once
@@ -44,6 +54,8 @@ class Part:
     """Of this agent alone: two of one node would start everything twice."""
     hints_s: float = 5.0
     """From one look into the journals of runs to the next."""
+    alone_s: float | None = None
+    """Without a word of the service, after which its jobs save and end: they may run elsewhere by then."""
 
 
 def run_node(part: Part, client: Callable[[], Client], *, clock: Clock | None = None) -> int:
@@ -92,6 +104,8 @@ class NodeAgent:
         self._has_failed = threading.Event()
         self._lock = threading.Lock()  # of the jobs
         self._is_away = False
+        self._heard_s = clock.now()  # when the service answered last
+        self._is_alone = False
 
     def run(self, told: threading.Event) -> int:
         """Until told; an exit code."""
@@ -107,10 +121,14 @@ class NodeAgent:
                 work = self._work.get(timeout=LOOK_S)
                 with self._lock:
                     self._jobs.take(work)
+            self._end_if_alone()
             with self._lock:
                 self._jobs.look()
+        # Beside the rest: processes are not to lose of their time to save what a deaf service takes.
+        farewell = threading.Thread(target=self._say_goodbye, daemon=True)
         if self._replaced is None:
-            self._say_goodbye()
+            farewell.start()
+            threads.append(farewell)
         with self._lock:
             self._jobs.stop()
         while not self._jobs.is_idle:
@@ -118,11 +136,25 @@ class NodeAgent:
                 self._jobs.look()
             self._clock.sleep(LOOK_S)
         self._is_over.set()
-        threads[1].join(5.0)  # what it still has to tell
+        for thread in threads[1:]:
+            thread.join(5.0)  # what it still has to tell
         if self._replaced is not None:
             logging.error("%s", self._replaced)
             return USAGE
         return FAILED if self._has_failed.is_set() else DONE
+
+    def _end_if_alone(self) -> None:
+        alone_s = self._clock.now() - self._heard_s
+        if self._part.alone_s is None or self._is_alone or alone_s < self._part.alone_s:
+            return
+        logging.warning(
+            "node %s: nothing was heard of the service for %.0f s. Its jobs save and end here.",
+            self._part.node.name,
+            alone_s,
+        )
+        self._is_alone = True
+        with self._lock:
+            self._jobs.stop()
 
     def _or_end(self, work: Callable[[], None]) -> None:
         """One of the threads: the agent ends with it, and whoever started the agent starts another one."""
@@ -153,9 +185,9 @@ class NodeAgent:
                 )
                 if self._is_away:
                     logging.warning("node %s: the service answers again", name)
-                self._is_away = False
-                if work.version != version:
-                    version = work.version
+                self._is_away, self._heard_s = False, self._clock.now()
+                if work.version != version or self._is_alone:
+                    version, self._is_alone = work.version, False
                     self._work.put(work)
             except Unreachable as error:
                 self._tell_of_absence(error)

@@ -6,6 +6,7 @@ and leave: the others go on with the state in memory, and nobody restarts. A dev
 another when the process of the first has gone.
 """
 
+import errno
 import json
 import sys
 import threading
@@ -21,6 +22,8 @@ LONGEST_BACKOFF_S = 30.0
 MOST_REPORTS = 40  # at once, each of up to 12 KB
 MOST_OF_JOB = 64 * 2**10  # bytes of a job's lines at once, as JSON
 CANNOT = 2  # the exit code of what cannot be started
+LATER = 143  # of what can be tried again, as after a save
+LASTING = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.ENOEXEC, errno.E2BIG)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +57,8 @@ class _Job:
     coordinator: Process | None = None
     attempt: int = 0
     """Of the coordinator that was started last."""
+    again_s: float = 0.0
+    """When the next one is started at the earliest."""
     said: list[str] = field(default_factory=list)
     """Its last lines."""
     told: str | None = None
@@ -159,7 +164,7 @@ class Jobs:
                 job.coordinator.stop(2 * self._place.grace_s)
             return
         wanted = task.coordinates and task.runs and not job.is_over
-        if not wanted or task.attempt <= job.attempt:
+        if not wanted or task.attempt <= job.attempt or self._clock.now() < job.again_s:
             return
         job.attempt, job.said, job.told = task.attempt, [], None
         place = self._place
@@ -174,7 +179,11 @@ class Jobs:
         try:
             job.coordinator = self._start(job, command, lambda line: self._hear(job, line))
         except OSError as error:
-            self._report(job, code=CANNOT, why=str(error))
+            # A folder that is missing stays so; processes or memory that are short now come back.
+            lasts = error.errno in LASTING or isinstance(error, FileNotFoundError)
+            job.again_s = self._clock.now() + LONGEST_BACKOFF_S
+            job.lines.add(f"jaxgoodput: {place.node}: {error}")
+            self._report(job, code=CANNOT if lasts else LATER, why=str(error))
 
     def _hear(self, job: _Job, line: str) -> None:
         """A line of the coordinator's; it says where it is, and at its end why it ended."""

@@ -21,7 +21,7 @@ from jaxgoodput.clock import Clock
 
 _PDEATHSIG = 1  # prctl's option of that name
 MOST_LINES = 2000  # that wait to be told
-LONGEST_LINE = 4000
+LONGEST_LINE = 4000  # bytes; longer ones come in parts, and none is held as a whole
 
 
 class Process:
@@ -90,9 +90,9 @@ class Process:
 
     def _read(self) -> None:
         assert self._child.stdout is not None  # as it was started
-        with self._child.stdout as lines:
-            for line in lines:
-                self._on_line(line[:LONGEST_LINE].decode("utf-8", "replace").rstrip("\r\n"))
+        with self._child.stdout as pipe:
+            while line := pipe.readline(LONGEST_LINE):
+                self._on_line(line.decode("utf-8", "replace").rstrip("\r\n"))
 
 
 class Lines:

@@ -23,6 +23,8 @@ from jaxgoodput.service.record.events import Planned, Reasoned
 
 LOOK_S = 0.25
 AGAIN_S = 1.0  # after which a process that died is started again
+MOST_DEATHS = 10  # in a row, without an answer between them
+PLAN_S = 600.0  # a planner that takes longer hangs
 ANSWER_S = 60.0
 MOST_QUESTIONS = 8  # at once
 
@@ -33,7 +35,7 @@ class Policy:
 
     name: str = "goodput"
     sharing: str = "{}"
-    """JSON of a `decide.Sharing`."""
+    """JSON of a `wire.Sharing`."""
     min_gap_s: float = 5.0
     max_gap_s: float = 60.0
     restart_s: float = 10.0
@@ -57,21 +59,34 @@ class Planners:
         self._reading: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
-        """Have plans made, for ever."""
+        """Have plans made, for ever. Raises ChildProcessError where no planner lives to answer."""
+        deaths = 0
         while True:
             process = await self._start()
+            why = ""
             try:
                 await self._look(process)
-                async for message in _messages(process):
+                async for message in _messages(process, PLAN_S):
+                    if deaths:
+                        deaths, self.last_error = 0, ""
                     if "failed" in message:
                         self.last_error = message["failed"]
                         logging.error("no plan could be made: %s", self.last_error)
                     elif message:
                         await self._adopt(message)
                     await self._look(process)
+            except TimeoutError:
+                why = f"did not answer within {PLAN_S:g} s"
             finally:
                 await _end(process)
-            logging.warning("the planner ended with %s; another one is started", process.returncode)
+            deaths += 1
+            self.last_error = f"the planner {why or f'ended with {process.returncode}'}"
+            if deaths >= MOST_DEATHS:
+                raise ChildProcessError(
+                    f"no plan can be made: {deaths} times in a row {self.last_error}, and says above why. "
+                    "Jobs go on with what they have. Start the service again when that is mended."
+                )
+            logging.warning("%s; another one is started", self.last_error)
             await asyncio.sleep(AGAIN_S)
 
     async def ask(self, do: str, **fields: Any) -> dict[str, Any]:
@@ -156,9 +171,15 @@ def _send(process: asyncio.subprocess.Process, message: dict[str, Any]) -> None:
     process.stdin.write(json.dumps(encode(message)).encode() + b"\n")
 
 
-async def _messages(process: asyncio.subprocess.Process) -> AsyncIterator[dict[str, Any]]:
+async def _messages(
+    process: asyncio.subprocess.Process, limit_s: float | None = None
+) -> AsyncIterator[dict[str, Any]]:
+    """Its lines until it ends. Raises TimeoutError where the next takes longer than the limit."""
     assert process.stdout is not None  # as it was started
-    while line := await process.stdout.readline():
+    while True:
+        line = await asyncio.wait_for(process.stdout.readline(), limit_s)
+        if not line.endswith(b"\n"):  # it has ended, perhaps in the midst of a line
+            return
         yield json.loads(line)
 
 

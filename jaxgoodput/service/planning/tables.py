@@ -1,8 +1,9 @@
 """What a job would do on every shape of devices, from what it told of itself: the tables of a policy.
 
 Each of its layouts keeps the devices that share one replica and has as many replicas as there is room for;
-on each shape the best of them counts, with the batch that is best there. Where a job has told nothing, more
-devices are taken to be worth as much more, up to twice as many as it has been seen on.
+on each shape the best of them counts, with the batch that is best there. Where a job cannot be asked, or has
+not measured enough yet, more devices are taken to be worth as much more, up to twice as many as it has been
+seen on; one that is to tell of itself gets no more before its first steps.
 """
 
 from collections.abc import Mapping, Sequence
@@ -51,7 +52,10 @@ def table_of(entry: JobEntry, offered: Sequence[Shape], now_s: float) -> Table:
         return Table(goodput={s: float(s.num_devices) for s in mine}, error={}, largest=largest)
     if hints is None or not hints.layouts or not hints.grad_sqr:
         smallest = min((s.num_devices for s in mine), default=0)
-        widest = max(GROWTH * largest, smallest)
+        # One that compiles has measured nothing, and would have to begin that anew.
+        tells = entry.submission.workdir is not None
+        begins = tells and (hints is None or hints.progress == 0)
+        widest = max(largest if begins else GROWTH * largest, smallest)
         found = {s: float(s.num_devices) for s in mine if s.num_devices <= widest}
         if not largest:
             found = {s: 1.0 for s in found if s.num_devices == smallest}

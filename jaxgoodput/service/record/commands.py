@@ -25,6 +25,8 @@ from jaxgoodput.service.wire import VERSION, Join, Report, Submission, Taken
 from jaxgoodput.specs import Allocation, Hints
 
 MOST_JOBS = 10_000  # that are not over
+MOST_OF_TENANT = 2000  # likewise, where a user of it hands them in
+MOST_LETTERS_OF_TENANT = 2**25  # of the commands of these
 
 
 class Refused(Exception):
@@ -94,6 +96,8 @@ def submit(state: State, caller: Caller, submission: Submission, secret: str) ->
         raise Refused(
             409, f"{MOST_JOBS} jobs are waiting or running, and no more can be. Try again later."
         )
+    if caller.role == "user":
+        _check_share(state, submission)
     kinds = {entry.node.kind for entry in state.nodes.values()}
     if spec.kinds is not None and kinds and not kinds & set(spec.kinds):
         raise Refused(
@@ -110,6 +114,20 @@ def submit(state: State, caller: Caller, submission: Submission, secret: str) ->
             "have a node join first.",
         )
     return Outcome((Submitted(submission=submission, secret=secret),), spec.id)
+
+
+def _check_share(state: State, submission: Submission) -> None:
+    """Raises Refused where one tenant would leave too little room for the others."""
+    tenant = submission.spec.tenant
+    its = [e.submission for e in state.active.values() if e.spec.tenant == tenant]
+    letters = sum(one.num_letters for one in (*its, submission))
+    if len(its) >= MOST_OF_TENANT or letters > MOST_LETTERS_OF_TENANT:
+        raise Refused(
+            409,
+            f"{len(its)} jobs of tenant {tenant!r} are waiting or running, with commands of {letters} "
+            f"letters in all with this one; {MOST_OF_TENANT} jobs and {MOST_LETTERS_OF_TENANT} letters "
+            "can be. Await the end of some.",
+        )
 
 
 def cancel(state: State, caller: Caller, job: str) -> Outcome:
@@ -173,9 +191,6 @@ def join(state: State, join: Join) -> Outcome:
         return Outcome((), Taken(note="known already"))
     if known is not None and known.instance != join.instance and known.node.state != "down":
         lost = NodeChanged(name=node.name, state="down", why="another agent has come for it")
-        if known.node.state == "draining":
-            back = NodeChanged(name=node.name, state="draining", why=known.why)
-            return Outcome((lost, Joined(node=node, instance=join.instance), back))
         return Outcome((lost, Joined(node=node, instance=join.instance)))
     return Outcome((Joined(node=node, instance=join.instance),))
 
@@ -192,10 +207,21 @@ def change_node(state: State, name: str, to: str, why: str, *, silent: bool = Fa
             404,
             f"there is no node {name[:80]!a}; there are {', '.join(sorted(state.nodes)) or 'none'}.",
         )
-    if known.node.state == to:
+    # One that is silent comes back by itself, which one that somebody took out of service does not.
+    if known.node.state == to and not (known.silent and not silent):
         return Outcome((), Taken(note=f"it was {to} already"))
     assert to in ("up", "draining", "down")
     return Outcome((NodeChanged(name=name, state=to, why=why, silent=silent),))
+
+
+def heard(state: State, name: str) -> Outcome:
+    """A node that was down for want of a sign of life gives one: it is as it was before."""
+    known = state.nodes[name]
+    if not known.silent:
+        return Outcome()
+    if known.drained is not None:
+        return Outcome((NodeChanged(name=name, state="draining", why=known.drained),))
+    return Outcome((NodeChanged(name=name, state="up", why="it answers again"),))
 
 
 def report(state: State, node: str, instance: str, reports: tuple[Report, ...]) -> Outcome:
@@ -231,6 +257,8 @@ def _can_have(state: State, name: str, local: Sequence[int], has: Sequence[int])
     """Whether a job may have devices of a node of which it has some now."""
     known = state.nodes.get(name)
     if known is None or known.node.state == "down":
+        return False
+    if any(index >= known.node.num_devices for index in local):  # it came back with fewer
         return False
     return known.node.state == "up" or set(local) <= set(has)
 

@@ -158,4 +158,6 @@ def key_of(event: Event) -> str | None:
     """
     if isinstance(event, Hinted):
         return f"hints {event.job}"
+    if isinstance(event, Planned) and not event.changes:  # it says when it was made only
+        return "plan"
     return "reasons" if isinstance(event, Reasoned) else None

@@ -185,12 +185,14 @@ def _repair(folder: pathlib.Path, path: pathlib.Path) -> Repaired:
     connection = sqlite3.connect(path, isolation_level=None)
     try:
         for stamped in read(connection, path, 0):
-            state = step(state, stamped)
+            try:
+                state = step(state, stamped)
+            except ValueError:
+                place = stamped.seq
+                break
             kept.append(stamped)
     except Corrupt as error:
         place = error.place
-    except ValueError:
-        place = state.seq
     finally:
         connection.close()  # by which what is in the write-ahead log comes into the file
     if place is None:

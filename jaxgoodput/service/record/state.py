@@ -29,7 +29,9 @@ from jaxgoodput.specs import Allocation, Hints, JobSpec, Node
 SAVED = 143  # the exit code of a job that has saved and wants to go on
 COORDINATES = "coordinates"  # the label of nodes on which coordinators are to run
 MOST_OVER = 2000  # jobs that are over and still known
+MOST_OVER_LETTERS = 2**25  # of their commands, in all
 MOST_ANSWERS = 20_000  # requests that may come again
+MOST_ANSWER_LETTERS = 2**25  # of their answers, in all
 MOST_PAST = 60  # stretches of a job with the same devices that are still known
 MOST_FAILURES = 3  # by a signal, in a row, before the job has failed
 MOST_SAVES = 10  # in a row that nobody asked for, likewise
@@ -47,6 +49,8 @@ class NodeEntry:
     why: str = ""
     silent: bool = False
     """Whether it is down for want of a sign of life only."""
+    drained: str | None = None
+    """Why it was drained, until it is taken in again; it may be down meanwhile."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +117,8 @@ class State:
     jobs: Mapping[str, JobEntry] = field(default_factory=dict)
     """In the order in which they came."""
     answers: Mapping[str, Answer] = field(default_factory=dict)
+    """The oldest first."""
+    num_answer_letters: int = 0
     solved_s: float | None = None
     next_solve_s: float = 0.0
 
@@ -176,11 +182,7 @@ def step(state: State, stamped: Stamped) -> State:
         case Ended():
             return _ended(state, event)
         case Answered():
-            answer = Answer(digest=event.digest, status=event.status, body=event.body)
-            answers = {**state.answers, event.request: answer}
-            if len(answers) > MOST_ANSWERS:
-                answers = dict(list(answers.items())[MOST_ANSWERS // 10 :])
-            return dataclasses.replace(state, answers=answers)
+            return _answered(state, event)
 
 
 def work_of(state: State, name: str) -> Work:
@@ -320,8 +322,29 @@ def _over(state: State, entry: JobEntry, phase: Phase, code: int | None) -> Stat
 
 def _without_oldest(jobs: Mapping[str, JobEntry]) -> Mapping[str, JobEntry]:
     over = [id_ for id_, entry in jobs.items() if entry.is_over]
-    gone = set(over[: max(len(over) - MOST_OVER, 0)])
+    letters = sum(jobs[id_].submission.num_letters for id_ in over)
+    gone = set[str]()
+    for place, id_ in enumerate(over):
+        if len(over) - place <= MOST_OVER and letters <= MOST_OVER_LETTERS:
+            break
+        letters -= jobs[id_].submission.num_letters
+        gone.add(id_)
     return {id_: entry for id_, entry in jobs.items() if id_ not in gone} if gone else jobs
+
+
+def _answered(state: State, event: Answered) -> State:
+    """The state with an answer more; of too many or too long ones the oldest are forgotten."""
+    answers = dict(state.answers)
+    before = answers.pop(event.request, None)
+    letters = state.num_answer_letters - (0 if before is None else len(before.body))
+    answers[event.request] = Answer(digest=event.digest, status=event.status, body=event.body)
+    letters += len(event.body)
+    if len(answers) > MOST_ANSWERS or letters > MOST_ANSWER_LETTERS:
+        for request in list(answers)[:-1]:  # a tenth at once: this looks at all of them
+            if len(answers) <= 0.9 * MOST_ANSWERS and letters <= 0.9 * MOST_ANSWER_LETTERS:
+                break
+            letters -= len(answers.pop(request).body)
+    return dataclasses.replace(state, answers=answers, num_answer_letters=letters)
 
 
 def _joined(state: State, event: Joined) -> State:
@@ -329,10 +352,9 @@ def _joined(state: State, event: Joined) -> State:
     name = event.node.name
     known = state.nodes.get(name)
     entry = NodeEntry(node=event.node, instance=event.instance, version=state.seq)
-    if known is not None and known.node.state == "draining":
-        entry = dataclasses.replace(
-            entry, node=dataclasses.replace(event.node, state="draining"), why=known.why
-        )
+    if known is not None and known.drained is not None:
+        drained = dataclasses.replace(event.node, state="draining")
+        entry = dataclasses.replace(entry, node=drained, why=known.drained, drained=known.drained)
     state = dataclasses.replace(state, nodes={**state.nodes, name: entry})
     if known is None or known.instance == event.instance:
         return state
@@ -347,11 +369,13 @@ def _node_changed(state: State, event: NodeChanged) -> State:
     known = state.nodes.get(event.name)
     if known is None:
         raise ValueError(f"there is no node {event.name!r} at place {state.seq} of the journal")
+    drained = {"up": None, "draining": event.why, "down": known.drained}
     entry = dataclasses.replace(
         known,
         node=dataclasses.replace(known.node, state=event.state),
         why=event.why,
         silent=event.silent,
+        drained=drained[event.state],
         version=state.seq,
     )
     state = dataclasses.replace(state, nodes={**state.nodes, event.name: entry})

@@ -308,10 +308,7 @@ def application(
             commands.of_this_agent(state, node, instance)
             seen.hear(node)
             if state.nodes[node].silent:
-                await book.ask(
-                    lambda state: commands.change_node(state, node, "up", "it answers again"),
-                    lambda *_: "",
-                )
+                await book.ask(lambda state: commands.heard(state, node), lambda *_: "")
                 continue
             left_s = until_s - clock.now()
             if state.nodes[node].version > after or left_s <= 0 or book.is_closing:

@@ -3,6 +3,7 @@
 Not in the journal: a line that is lost with the machine is no loss of the cluster's.
 """
 
+import os
 import pathlib
 import threading
 from collections.abc import Mapping
@@ -23,15 +24,18 @@ class Logs:
 
     def __init__(self, folder: pathlib.Path):
         self._folder = folder
-        self._cut: dict[str, int] = {}  # bytes that are not there any more
         self._lock = threading.Lock()
         folder.mkdir(parents=True, exist_ok=True)
+        found = {path.stem: path.read_text() for path in folder.glob("*.cut")}
+        # Bytes that are not there any more; where that is lost, whoever follows reads what is there again.
+        self._cut = {job: int(text) for job, text in found.items() if text.isdecimal()}
         self._jobs = {path.stem for path in folder.glob("*.log")}
 
     def start(self, job: str) -> None:
         """Forget what another job of that name wrote."""
         with self._lock:
-            self._path(job).unlink(missing_ok=True)
+            for end in (".log", ".cut"):
+                self._path(job, end).unlink(missing_ok=True)
             self._cut.pop(job, None)
             self._jobs.discard(job)
 
@@ -53,11 +57,21 @@ class Logs:
                 file.write(text.encode("utf-8", "replace"))
                 size = file.tell()
             if size > MOST_BYTES:
-                kept = path.read_bytes()[size - MOST_BYTES // 2 :]
-                self._cut[job] = self._cut.get(job, 0) + size - len(kept)
-                path.write_bytes(kept)
+                self._shorten(job, size)
         except OSError as error:
             logging.warning("lines of job %s could not be kept: %s", job, error)
+
+    def _shorten(self, job: str, size: int) -> None:
+        """Keep the newer half; the whole where the disk refuses."""
+        path, aside = self._path(job), self._path(job, ".new")
+        kept = path.read_bytes()[size - MOST_BYTES // 2 :]
+        try:
+            aside.write_bytes(kept)
+            os.replace(aside, path)
+        finally:
+            aside.unlink(missing_ok=True)
+        self._cut[job] = self._cut.get(job, 0) + size - len(kept)
+        self._path(job, ".cut").write_text(f"{self._cut[job]}")
 
     def read(self, job: str, offset: int, over: bool) -> Log:
         """What was written from an offset on, up to a limit; what is gone is passed over."""
@@ -69,16 +83,18 @@ class Logs:
         at = max(offset - cut, 0)
         try:
             with self._path(job).open("rb") as file:
+                if at > file.seek(0, os.SEEK_END):  # more is gone than is known
+                    at = 0
                 file.seek(at)
                 data = file.read(MOST_AT_ONCE)
         except FileNotFoundError:
-            data = b""
+            at, data = 0, b""
         return Log(
             text=data.decode("utf-8", "replace"),
             next_offset=cut + at + len(data),
             over=over and not data,
         )
 
-    def _path(self, job: str) -> pathlib.Path:
+    def _path(self, job: str, end: str = ".log") -> pathlib.Path:
         check_name(job, "a job")  # it is a part of a path here
-        return self._folder / f"{job}.log"
+        return self._folder / f"{job}{end}"

@@ -17,18 +17,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxgoodput import _wire
+from jaxgoodput._disk import Damaged, InUse
 from jaxgoodput._jax import own_host
 from jaxgoodput.clock import Clock
 from jaxgoodput.embedding.hosts import resize
 from jaxgoodput.embedding.peers import Peers, Share
 from jaxgoodput.embedding.plan import Table
-from jaxgoodput.embedding.store import commits_in
+from jaxgoodput.embedding.store import commits_in, manifests, read_manifest
 from jaxgoodput.embedding.table import TieredTable
 from jaxgoodput.parallel.place import Place
 
 Tables = Mapping[str, TieredTable]
 Said = Mapping[int, Mapping[str, Any]]
 """What was written down with every commit of a table, by number."""
+# What the first process raises for all; an OSError of its disk is a ValueError in the others.
+_KINDS = {"damaged": Damaged, "in use": InUse, "value": ValueError}
 
 
 def peers_of(where: Place) -> Peers | None:
@@ -62,7 +65,7 @@ class Opener:
         """The tables at the commits that a checkpoint names, of the first process.
 
         Raises ValueError where they are other tables or not there, and what `TieredTable` does; none is open
-        then.
+        in this process then.
         """
         if self.plans.keys() != commits.keys():
             raise ValueError(
@@ -121,26 +124,34 @@ class Opener:
         return tables
 
     def _chosen(self, find: Callable[[str, Said], int]) -> dict[str, Any]:
-        """For each table the first process's commit, and what it says, the same in all processes."""
+        """For each table the first process's commit, and what it says, the same in all processes.
+
+        Where the first one cannot tell, all raise what it raises.
+        """
         found: dict[str, Any] = {}
         if self.where.process_index == 0:
             try:
-                for name, plan in self.plans.items():
-                    number = find(name, _said(plan, 0))
-                    found[name] = self._with_these_hosts(plan, number)
-            except (OSError, ValueError) as error:
+                chosen = {
+                    name: self._with_these_hosts(plan, find(name, _said(plan, 0)))
+                    for name, plan in self.plans.items()
+                }
+                found = {"commits": chosen}
+            except (Damaged, InUse, OSError, ValueError) as error:
                 if self.where.process_count == 1:
                     raise
-                found = {"error": str(error)}
+                kind = next((k for k in _KINDS if isinstance(error, _KINDS[k])), "value")
+                found = {"kind": kind, "error": str(error)}
         found = json.loads(self.where.told("commits of tables", json.dumps(found))[0])
         if "error" in found:
-            raise ValueError(found["error"])
-        return {name: (number, said) for name, (number, said) in found.items()}
+            raise _KINDS[found["kind"]](found["error"])
+        return {name: (number, said) for name, (number, said) in found["commits"].items()}
 
     def _with_these_hosts(self, plan: Table, number: int) -> tuple[int, Mapping[str, Any]]:
         """The first process's commit, made anew where the rows were those of other processes."""
         said = _said(plan, 0).get(number)
         if said is None:
+            if number and self.where.process_count > 1:
+                raise _not_there(plan, 0, f"number {number}")
             return number, {}  # the beginning; or it is damaged, which opening it says
         before, now = said.get("hosts", 1), self.where.process_count
         if before == now:
@@ -194,14 +205,25 @@ def _said(plan: Table, host: int) -> Said:
 
 
 def _number_of(plan: Table, host: int, said: Mapping[str, Any]) -> int:
-    """The newest commit of a host that says this. Raises ValueError where there is none."""
+    """The newest commit of a host that says this.
+
+    Raises ValueError where there is none, DamagedFile where it may be one that cannot be read.
+    """
     found = [number for number, one in _said(plan, host).items() if one == said]
     if not found:
-        raise ValueError(
-            f"{plan.folder_of(host)} has no commit with {dict(said)}, and the rows of that host are needed. "
-            "Where hosts have disks of their own, start as many as have saved, on the same ones."
-        )
+        raise _not_there(plan, host, f"with {dict(said)}")
     return max(found)
+
+
+def _not_there(plan: Table, host: int, which: str) -> ValueError:
+    """That a host has no such commit. Raises DamagedFile where one that lies there cannot be read."""
+    folder = plan.folder_of(host)
+    for path in manifests(folder).values():
+        read_manifest(path)
+    return ValueError(
+        f"{folder} has no commit {which}, and the rows of that host are needed. Where hosts have disks of "
+        "their own, start as many as have saved, on the same ones."
+    )
 
 
 def _own(workdir: str) -> str:

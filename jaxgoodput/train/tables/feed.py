@@ -22,7 +22,7 @@ from jaxgoodput.data.cursor import Cursor
 from jaxgoodput.data.loader import Loader, MicroBatch, StepBatch
 from jaxgoodput.data.rows import held_rows
 from jaxgoodput.embedding.peers import Peers
-from jaxgoodput.embedding.pipeline import Pipeline, Placed, Times
+from jaxgoodput.embedding.pipeline import Pipeline, Placed
 from jaxgoodput.embedding.table import Lookup, TieredTable
 from jaxgoodput.engine.rows import WithRows
 from jaxgoodput.goodput.search import BatchConfig
@@ -52,8 +52,6 @@ class Feed:
         self._base_batch_size = base_batch_size
         self._peers = peers
         self._num_read = 0  # batches whose ids were read
-        self.times = Times()
-        """Of the pipelines that are over."""
         self._loader = loader
         self._clock = clock
         self._depth = 1 if threads else 0
@@ -168,10 +166,6 @@ class Feed:
         if self._peers is not None:
             self._peers.begin()
             self._num_read = 0
-        for stage, seconds in self._pipeline.times.busy_s.items():
-            self.times.busy_s[stage] += seconds
-        self.times.stalled_s += self._pipeline.times.stalled_s
-        self.times.num_batches += self._pipeline.times.num_batches
         self._pipeline = None
         if self._num_taken > self._num_given:
             self._loader.go_back(self._after, self._num_taken - self._num_given)

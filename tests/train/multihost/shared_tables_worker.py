@@ -20,8 +20,9 @@ from table_runs import Two, settings
 import jaxgoodput as jg
 from jaxgoodput.embedding.table import TieredTable
 from jaxgoodput.goodput.search import BatchLimits
+from jaxgoodput.observe import hooks
 
-BASE, LARGE, CHANGES_BEHIND = 96, 192, 8
+BASE, LARGE, CHANGES_BEHIND = 96, 192, 4
 TOTAL = 90.0
 
 
@@ -82,6 +83,7 @@ def write_slots_when_closed(out):
 
 def main(out, stop):
     write_slots_when_closed(out)
+    hooks.MOST_BEHIND = 2  # so that the change comes long before the stop
     lines = Lines(out, stop)
     trainer = lines.trainer = made(out, hooks=[lines])
     state = trainer.fit()
