@@ -493,7 +493,7 @@ def gathers_layers(*, priorities):
         abstract((64, 256), "fsdp"),
     )
     _jax.set_priorities(lowered, priorities, first="data")
-    return "f32[64,256]{1,0} all-gather(" in lowered.compile().as_text()
+    return "f32[64,256]{1,0} all-gather(" in str(lowered.compile().as_text())
 
 
 def test_priorities_reach_the_partitioner():
