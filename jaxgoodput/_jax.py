@@ -37,6 +37,7 @@ SUPPORTED = ((0, 10), (0, 11))
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 _CACHE_HIT_EVENT = "/jax/compilation_cache/cache_hits"
 _PROBE_PAUSE_S = 0.02
+_PRIORITIES_KEPT = "--xla_enable_hlo_sharding_v3=false"
 
 
 def require_supported_version(version: str | None = None) -> None:
@@ -508,13 +509,21 @@ def listen_for_compilations(callback: Callable[[Compilation], None]) -> Callable
     return undo
 
 
+def keeps_priorities() -> bool:
+    """Whether `set_priorities` changes anything: what jaxlib 0.11 hands to XLA has no place for priorities.
+
+    It has one when XLA_FLAGS says so before JAX is first used; versions that do not know the flag end there.
+    """
+    return jax.__version_info__ < (0, 11) or _PRIORITIES_KEPT in os.environ.get("XLA_FLAGS", "")
+
+
 def set_priorities(lowered: jax.stages.Lowered, priorities: Mapping[str, int], first: str) -> None:
     """Let the partitioner follow the arguments' and results' shardings over some axes later than others.
 
     Shardy propagates what has no priority first, then 1, 2 and so on (its "user priorities", which were made
     for batches before tensor parallelism before ZeRO); JAX has no name for them yet. A dimension has the
     priority of its axes, and none where it is cut over `first`. Constraints inside the program have none.
-    With another partitioner nothing is changed.
+    With another partitioner nothing is changed, and nothing comes of it unless `keeps_priorities()`.
     """
     if not jax.config.values["jax_use_shardy_partitioner"]:
         return

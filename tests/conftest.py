@@ -6,14 +6,14 @@ from importlib.metadata import version
 # Programs of eight devices on two cores: as many threads again as devices, or a collective that waits in
 # the compiler's thread pool can keep its peers from being run at all. Read when the first device is made.
 os.environ.setdefault("NPROC", "16")
-# The kernels of XLA:CPU by its older generator, which takes half of the time; sums may end in other bits than
-# users see. XLA_FLAGS=--xla_cpu_use_fusion_emitters=true tests theirs. Where there is no older one any more,
-# the flag itself is unknown, and ends the process.
-if version("jaxlib").startswith("0.10."):
-    flags = f"--xla_cpu_use_fusion_emitters=false {os.environ.get('XLA_FLAGS', '')}"
-    os.environ["XLA_FLAGS"] = flags
+# jaxlib 0.10: the kernels of XLA:CPU by its older generator, which takes half of the time; sums may end in
+# other bits than users see. XLA_FLAGS=--xla_cpu_use_fusion_emitters=true tests theirs. jaxlib 0.11 has the
+# newer one only, and must keep priorities (`_jax.keeps_priorities`). A flag that is unknown ends the process.
+OWN = {"0.10": "--xla_cpu_use_fusion_emitters=false", "0.11": "--xla_enable_hlo_sharding_v3=false"}
+FLAG = OWN.get(".".join(version("jaxlib").split(".")[:2]), "")
+os.environ["XLA_FLAGS"] = f"{FLAG} {os.environ.get('XLA_FLAGS', '')}"
 
-import jax
+import jax  # noqa: E402
 
 # Before anything asks for a device: the number cannot change afterwards.
 jax.config.update("jax_platforms", "cpu")

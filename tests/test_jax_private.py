@@ -8,8 +8,10 @@ import time
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax._src import cache_key, compiler, lru_cache
+from jax.sharding import PartitionSpec
 from processes import run, start
 
 from jaxgoodput import _jax
@@ -472,3 +474,39 @@ def test_nobody_is_told_after_the_undo():
     _jax.listen_for_compilations(seen.append)()
     jax.jit(lambda x: x - 17)(jnp.ones(5))
     assert not seen
+
+
+# -- priorities --------------------------------------------------------------------------------------
+
+
+def gathers_layers(*, priorities):
+    """Whether a program gathers its parameters to use them; they are cut over the axis of the batch."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(1, 8), ("data", "fsdp"))
+
+    def abstract(shape, *spec, dtype=jnp.float32):
+        sharding = jax.sharding.NamedSharding(mesh, PartitionSpec(*spec))
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    lowered = jax.jit(lambda code, embed, up: jnp.tanh(embed[code] @ up).sum()).lower(
+        abstract((32, 16), ("fsdp", "data"), dtype=jnp.int32),
+        abstract((256, 64), None, "fsdp"),
+        abstract((64, 256), "fsdp"),
+    )
+    _jax.set_priorities(lowered, priorities, first="data")
+    return "f32[64,256]{1,0} all-gather(" in str(lowered.compile().as_text())
+
+
+def test_priorities_reach_the_partitioner():
+    assert _jax.keeps_priorities()
+    assert gathers_layers(priorities={"fsdp": 1}) and not gathers_layers(priorities={})
+
+
+@pytest.mark.parametrize(("version", "flags", "kept"), [
+    ((0, 10, 2), "", True),
+    ((0, 11, 0), "--xla_dump_to=x", False),
+    ((0, 11, 0), "--xla_dump_to=x --xla_enable_hlo_sharding_v3=false", True),
+])  # fmt: skip
+def test_where_priorities_are_lost_is_known(monkeypatch, version, flags, kept):
+    monkeypatch.setattr(jax, "__version_info__", version)
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    assert _jax.keeps_priorities() == kept

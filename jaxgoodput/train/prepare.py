@@ -22,7 +22,7 @@ from absl import logging
 from jaxtyping import Array, PyTree
 
 from jaxgoodput import __version__, _disk, _serial
-from jaxgoodput._jax import PeerGone
+from jaxgoodput._jax import PeerGone, keeps_priorities
 from jaxgoodput.clock import Clock, SystemClock
 from jaxgoodput.data.cursor import Cursor
 from jaxgoodput.data.fingerprint import Fingerprint, fingerprint, of_stream
@@ -39,6 +39,7 @@ from jaxgoodput.data.sources import (
 from jaxgoodput.embedding.plan import Table
 from jaxgoodput.engine import memory
 from jaxgoodput.engine.engine import Engine, Engines
+from jaxgoodput.engine.programs import PRIORITIES
 from jaxgoodput.engine.rows import WithRows, as_seen, rows_apart, with_tables
 from jaxgoodput.engine.saved import from_host, whole_on_host
 from jaxgoodput.engine.state import TrainState, Variables, split
@@ -775,6 +776,15 @@ def _plan(
     engine = engines[strategy]
     for sentence in whole_leaves(engine.programs.param_specs, engine.engines.state.params):
         logging.warning("under %s, %s", engine.layout.strategy.name, sentence)
+    cut = [axis for axis in PRIORITIES if engine.layout.mesh.shape.get(axis, 1) > 1]
+    if cut and not keeps_priorities():
+        logging.warning(
+            "under %s, steps may send several times as much as they need to: jaxlib %s does not tell XLA "
+            "that batches are cut before parameters are. Start with "
+            "XLA_FLAGS=--xla_enable_hlo_sharding_v3=false in the environment, or install jax 0.10.",
+            engine.layout.strategy.name,
+            jaxlib.version.__version__,
+        )
 
     def needs(micro_batch_size: int, accumulate: bool) -> StepBytes:
         if _memory_folder(config) is not None and engine.world is None:

@@ -38,7 +38,12 @@ def transformer(num_layers, width):
 
 
 def state_on(layout, params):
-    state = {"params": params, "mu": params, "nu": params, "count": jax.ShapeDtypeStruct((), int)}
+    state = {
+        "params": params,
+        "mu": params,
+        "nu": params,
+        "count": jax.ShapeDtypeStruct((), jnp.int32),
+    }
     return param_specs(layout, params).placed(state)
 
 
