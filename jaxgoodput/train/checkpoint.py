@@ -811,7 +811,10 @@ def _told(failure: Exception) -> str:
 
 
 def check_writable(root: pathlib.Path) -> None:
-    """Make a folder where there is none. Raises PermissionError where nothing can be written into it."""
+    """Make a folder where there is none.
+
+    Raises NotADirectoryError where a file is in its way, PermissionError where nothing can be written.
+    """
     try:
         root.mkdir(parents=True, exist_ok=True)
         probe = root / f".writable.{jax.process_index()}"
