@@ -25,7 +25,7 @@ BUCKETS: Mapping[str, str] = {
     "resharding": "moving the state from one layout to another",
     "regrouping": "processes of the job came or went",
     "evaluation": "evaluating",
-    "skipped_steps": "steps whose gradient was not finite",
+    "skipped_steps": "steps whose loss, gradient or update was not finite",
     "other": "anything else that was not training",
 }
 

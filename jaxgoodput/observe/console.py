@@ -158,7 +158,7 @@ def progress_line(event: Window, total_base_steps: float | None) -> str:
         # The last update may pass the goal.
         facts.append(f"{min(100.0 * event.progress / total_base_steps, 100.0):.1f} %")
     facts += [f"batch {describe(event.config)}", *_facts(event)]
-    if not math.isnan(event.noise_scale):
+    if math.isfinite(event.noise_scale):  # inf: no signal is seen above its own error yet
         least = ">= " if event.noise_is_lower_bound else ""
         facts.append(f"noise scale {least}{compact(event.noise_scale)}")
     return " | ".join([*facts, _eta(event.eta_s)])

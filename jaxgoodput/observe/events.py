@@ -62,7 +62,7 @@ class FitStart(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class StepEnd(Event):
-    """One update is done (or was skipped because its gradient was not finite)."""
+    """One update is done (or was skipped: its loss, gradient or result was not finite)."""
 
     hook: ClassVar[str] = "on_step_end"
     journaled: ClassVar[bool] = False

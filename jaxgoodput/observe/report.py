@@ -457,7 +457,7 @@ def _header(story: _Story) -> str:
         ("workdir", str(story.folder)),
         ("devices", f"{start.num_devices} x {start.device_kind}, "
          f"{count(start.num_processes, 'process')}"),
-        ("policy", f"{settings.policy}, learning-rate rule {settings.rule or 'auto'}"),
+        ("policy", f"{settings.policy}, learning-rate rule {settings.rule or 'chosen by the optimizer'}"),
         ("limits", f"global batch base {limits.base}, at most {limits.max}; "
          f"micro-batch {limits.micro[0]} to {limits.micro[1]}"),
         ("progress", f"step {last.step}, {compact(last.progress)} base steps"
@@ -717,7 +717,7 @@ def _incidents(records: Sequence[_Record], windows: Sequence[_Window], torn: Seq
             f"{seconds(max(saves))} at most"
         )
     skipped = windows[-1].skipped_steps if windows else 0
-    lines.append(f"{count(skipped, 'update')} skipped because a gradient was not finite")
+    lines.append(f"{count(skipped, 'update')} skipped: a loss, gradient or update was not finite")
     if torn:
         more = f" and {len(torn) - _MOST_LINES} more" if len(torn) > _MOST_LINES else ""
         lines.append(

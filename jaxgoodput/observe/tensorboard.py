@@ -147,7 +147,7 @@ class Dashboard:
         if event.skipped_steps > self._skipped:
             self._log(
                 event.step,
-                f"{count(event.skipped_steps - self._skipped, 'update')} skipped: gradient not finite",
+                f"{count(event.skipped_steps - self._skipped, 'update')} skipped: not finite",
             )
         self._skipped, self._window_step = event.skipped_steps, event.step
         if math.isfinite(event.goodput_measured):

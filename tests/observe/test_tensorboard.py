@@ -241,7 +241,7 @@ def test_failed_checkpoints_and_skipped_steps_are_told(tmp_path, clock):
         )
     ]
     assert [line for line in log if "skipped" in line] == [
-        "**step 10** 3 updates skipped: gradient not finite"
+        "**step 10** 3 updates skipped: not finite"
     ]
     assert any("disk full" in line for line in log)
 
