@@ -299,9 +299,7 @@ def command_parser() -> argparse.ArgumentParser:
     coordinate.add_argument(
         "--host", default=None, help="how the processes reach this host (default: its name)"
     )
-    coordinate.add_argument(
-        "--port", type=_at_least(1), default=None, help="default: one that is free"
-    )
+    coordinate.add_argument("--port", type=_port, default=None, help="default: one that is free")
     for command in (run, agent, coordinate):
         command.add_argument(
             "--grace-s",
@@ -346,9 +344,7 @@ def command_parser() -> argparse.ArgumentParser:
         "curves that matter are pinned. Ctrl-C ends it.",
     )
     board.add_argument("workdirs", metavar="WORKDIR", nargs="+", help="the run's --workdir")
-    board.add_argument(
-        "--port", type=_at_least(1), help="(default: the first free one from 6006 on)"
-    )
+    board.add_argument("--port", type=_port, help="(default: the first free one from 6006 on)")
     board.add_argument("--no-browser", action="store_true", help="only print the address")
     simulate = add(
         "simulate",
@@ -496,6 +492,13 @@ def _at_least(least: Number) -> Callable[[str], Number]:
         return value
 
     return number
+
+
+def _port(text: str) -> int:
+    value = _at_least(1)(text)
+    if value > 65535:
+        raise argparse.ArgumentTypeError(f"{value} is no port: they end at 65535")
+    return value
 
 
 # Options of `run` that say something of hosts, or of processes that are replaced while others go on.

@@ -37,6 +37,7 @@ def damages(draw):
     return files, name, draw(st.sampled_from([None, bytes(flipped), cut, longer, zeroed, b""]))
 
 
+@pytest.mark.slow
 @given(damage=damages(), num_shares=st.integers(1, 3))
 def test_whatever_becomes_of_a_file_is_named_by_one_of_its_readers(damage, num_shares):
     files, name, after = damage
@@ -61,6 +62,7 @@ def test_whatever_becomes_of_a_file_is_named_by_one_of_its_readers(damage, num_s
         assert len(told) == (num_shares if after is None else 1)
 
 
+@pytest.mark.slow
 @given(files=contents, data=st.data())
 def test_sums_that_were_changed_are_damage_like_any_other(files, data):
     with tempfile.TemporaryDirectory() as path:

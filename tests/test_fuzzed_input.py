@@ -207,6 +207,7 @@ seeds = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.slow
 @seeds
 def test_a_report_of_any_journal(tmp_path, told, seed):
     path = tmp_path / FILE_NAME

@@ -188,6 +188,7 @@ def world(tmp_path_factory):
     return run(path, 2, 3)
 
 
+@pytest.mark.slow
 @pytest.mark.multihost
 def test_connect_makes_one_world_and_leaves_sigterm_to_python(world):
     assert world.code == 143, world

@@ -32,12 +32,12 @@ def train(name: str, columns: Any, workload: Workload, limits: Any, seed: int) -
     optimizer = torch_models.optimizer(name, model, workload.learning_rate)
     rule = RULES[name]() if name in RULES else None
     wrapped = adaptdl.torch.AdaptiveDataParallel(model, optimizer, scaling_rule=rule)
-    dataset = torch_models.Columns(columns)
+    dataset = torch_models.Passes(columns, workload.every, seed)  # it decides between passes only
     loader: Any = adaptdl.torch.AdaptiveDataLoader(
         dataset, batch_size=workload.base, shuffle=True, drop_last=True, collate_fn=lambda x: x
     )
     loader.autoscale_batch_size(largest, local_bsz_bounds=bounds, gradient_accumulation=True)
-    for _ in adaptdl.torch.remaining_epochs_until(10**9):
+    for dataset.number in adaptdl.torch.remaining_epochs_until(10**9):
         for part in loader:
             optimizer.zero_grad()
             loss = wrapped(part)

@@ -25,7 +25,6 @@ class Workload:
     grid: tuple[int, ...]
     """Fixed batches of the plain loops, with the rate times the root of batch / base."""
     learning_rate: float
-    metric: str
     target: float
     is_higher_better: bool
     every: int
@@ -50,7 +49,6 @@ WORKLOADS = {
         max=512,
         grid=(16, 32, 64, 128),
         learning_rate=0.05,
-        metric="accuracy",
         target=0.98,
         is_higher_better=True,
         every=512,
@@ -62,7 +60,6 @@ WORKLOADS = {
         max=16384,
         grid=(512, 2048, 8192),
         learning_rate=0.05,
-        metric="auc",
         target=0.86,  # of the 0.92 of examples/recommender.py: 0.6 instead of 1.5 M samples
         is_higher_better=True,
         every=65_536,
@@ -74,7 +71,6 @@ WORKLOADS = {
         max=64,
         grid=(8, 16, 32),
         learning_rate=2e-3,
-        metric="bits_per_byte",
         target=2.9,
         is_higher_better=False,
         every=512,

@@ -14,8 +14,10 @@ they come, a JSON line each, and then the table. Ratios are formed within one pr
 * to target: samples and seconds of training, without evaluations and the compilation of the first step,
   until the test metric is met; the best fixed batch is the one of the plain loop's sweep with the least
   seconds. jaxgoodput has its programs on the disk, and remembers nothing else of earlier runs.
+  AdaptDL decides between passes, and not before its first fit after 30 s: it is given passes as short as
+  the stretch between two evaluations, and where it still came to no decision, the row says so.
 * a change of batch: the first step at another batch, less a median step. AdaptDL's loader is made to
-  change with every pass; by itself it decides at the end of a pass, by what it has fitted every 30 s.
+  change with every pass.
   jaxgoodput has a schedule.
 * a change of processes: from the last step before to the first one after, less a median step. AdaptDL
   saves, ends and is started again, at once, by this script: no scheduler, pod or image is in it.
@@ -286,7 +288,14 @@ def table(peers: Peers) -> str:
         "|---|---|---|---|",
     ]
 
-    def row(what: str, values: dict[str, list[float]], form: str, note: Any = None) -> None:
+    def row(
+        what: str,
+        values: dict[str, list[float]],
+        form: str,
+        note: Any = None,
+        *,
+        plain: bool = False,  # nobody is ahead by a plain loop
+    ) -> None:
         if not all(values.values()):
             return
         cells = [
@@ -294,7 +303,7 @@ def table(peers: Peers) -> str:
             for side, found in values.items()
         ]
         theirs, mine = (statistics.median(found) for found in values.values())
-        ahead = "jaxgoodput" if mine < theirs else "**not jaxgoodput**"
+        ahead = "" if plain else "jaxgoodput" if mine < theirs else "**not jaxgoodput**"
         lines.append(f"| {what} | {' | '.join(cells)} | {ahead} |")
 
     def told(mode: str, key: str, *, plain: bool = False, **equal: Any) -> dict[str, list[Any]]:
@@ -310,7 +319,7 @@ def table(peers: Peers) -> str:
     row("step / plain loop", told("step", "ratio"), ".2f")
     row("the same in CPU seconds", told("step", "cpu_ratio"), ".2f")
     row("step, ms", _scaled(told("step", "adaptive_s"), 1e3), ".2f")
-    row("plain loop's step, ms", _scaled(told("step", "plain_s"), 1e3), ".2f")
+    row("plain loop's step, ms", _scaled(told("step", "plain_s"), 1e3), ".2f", plain=True)
     if all((script, "target") in peers.found for scripts in SIDES.values() for script in scripts):
         best = {side: _best(peers.found[scripts[1], "target"]) for side, scripts in SIDES.items()}
         for key in ("samples", "seconds"):
@@ -320,8 +329,7 @@ def table(peers: Peers) -> str:
             }
             row(f"{key} to target / best fixed batch", ratios, ".2f")
         notes = {
-            side: f"met {sum(x['met'] for x in runs)}/{len(runs)}; batches "
-            + ", ".join(map(str, sorted({b for x in runs for b in x["batches"]})))
+            side: f"met {sum(x['met'] for x in runs)}/{len(runs)}; {_decided(runs)}"
             for side, scripts in SIDES.items()
             for runs in [peers.found[scripts[0], "target"]]
         }
@@ -330,7 +338,7 @@ def table(peers: Peers) -> str:
         for key in ("samples", "seconds"):
             values = {side: [x[key] for x in runs] for side, runs in best.items()}
             fixed = {side: f"batch {runs[0]['batch']}" for side, runs in best.items()}
-            row(f"{key} of the best fixed batch", values, ".3g", fixed)
+            row(f"{key} of the best fixed batch", values, ".3g", fixed, plain=True)
     changes = {s: [y for x in v for y in x] for s, v in told("change", "lost_s").items()}
     row("seconds lost at a change of batch", changes, ".4f", dict.fromkeys(SIDES, "0 restarts"))
     for what in ("1 -> 2", "2 -> 1"):
@@ -362,6 +370,13 @@ def _best(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
             statistics.median(x["seconds"] for x in b),
         ),
     )
+
+
+def _decided(runs: list[dict[str, Any]]) -> str:
+    batches = sorted({b for x in runs for b in x["batches"]})
+    if len(batches) == 1:
+        return f"stayed at {batches[0]}"
+    return f"batches {', '.join(map(str, batches))}"
 
 
 def _paired(mine: list[dict[str, Any]], best: list[dict[str, Any]], key: str) -> list[float]:

@@ -22,6 +22,24 @@ class Columns(torch.utils.data.Dataset):
         return {k: v[rows] for k, v in self.columns.items()}
 
 
+class Passes(Columns):
+    """The same in passes of `most` rows, `number` of which: after all rows, again in the same order."""
+
+    def __init__(self, columns: dict[str, np.ndarray], most: int, seed: int):
+        super().__init__(columns)
+        num = super().__len__()
+        self.order = torch.from_numpy(np.random.default_rng(seed).permutation(num))
+        self.most = min(most, num)
+        self.number = 0
+
+    def __len__(self) -> int:
+        return self.most
+
+    def __getitems__(self, indices: list[int]) -> dict[str, Any]:
+        rows = (torch.tensor(indices) + self.number * self.most) % len(self.order)
+        return super().__getitems__(self.order[rows].tolist())
+
+
 class Model(torch.nn.Module):
     """Parameters by name; `forward` is the mean loss of a batch."""
 

@@ -33,7 +33,7 @@ def fixed_goodput(
     while batch <= limits.max:
         counts = np.arange(1, limits.max_micro_batches + 1)
         micro = batch / replicas / counts
-        fits = (micro >= low) & (micro <= high)
+        fits = (micro >= low) & (micro <= high) & (micro % 1 == 0)
         if limits.sizes is not None:
             fits &= np.isin(micro, limits.sizes)
         if fits.any():

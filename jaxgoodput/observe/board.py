@@ -1,5 +1,6 @@
 """`jaxgoodput board WORKDIR ...`: TensorBoard on runs, with the settings that their curves need."""
 
+import os
 import pathlib
 import socket
 import subprocess
@@ -9,6 +10,7 @@ import urllib.request
 from collections.abc import Callable, Sequence
 
 from jaxgoodput.clock import Clock, SystemClock
+from jaxgoodput.observe.report import run_names
 from jaxgoodput.observe.tags import pinned_link
 from jaxgoodput.observe.tensorboard import DIRECTORY
 
@@ -21,18 +23,15 @@ def named(workdirs: Sequence[str]) -> dict[str, pathlib.Path]:
 
     Raises FileNotFoundError where a workdir has no curves.
     """
-    folders = [pathlib.Path(workdir).resolve() for workdir in workdirs]
+    # A link stays one: it is the way round a path that TensorBoard would cut.
+    folders = [pathlib.Path(os.path.abspath(workdir)) for workdir in workdirs]
     for given, folder in zip(workdirs, folders, strict=True):
         if not (folder / DIRECTORY).is_dir():
             raise FileNotFoundError(
                 f"{given} holds no folder {DIRECTORY}: no run has written curves there. Pass the --workdir "
                 "that the training was started with; Reporting(tensorboard=False) writes none."
             )
-    short = [folder.name for folder in folders]
-    names = [
-        name if short.count(name) == 1 else str(folder)
-        for name, folder in zip(short, folders, strict=True)
-    ]
+    names = run_names(workdirs)
     return {name: folder / DIRECTORY for name, folder in zip(names, folders, strict=True)}
 
 

@@ -42,6 +42,7 @@ class Console:
         self._bar = _bar(self._stream) if self._stream.isatty() else None
         self._task: Any = None
         self._ends_s = math.nan  # when the run ends, as last known, by the clock
+        self._told_s = -math.inf  # when that was
 
     def on_fit_start(self, event: FitStart) -> None:
         """Say on what the run runs, and where to watch it."""
@@ -85,7 +86,8 @@ class Console:
         """The evaluation's results."""
         results = " | ".join(f"{name} {value:.4g}" for name, value in event.metrics.items())
         self._line(f"step {event.step} | eval: {results} | took {seconds(event.seconds)}")
-        self._ends_s += event.seconds  # it did nothing for the steps that are left
+        if self._clock.now() - self._told_s >= event.seconds / 2:  # known from before it
+            self._ends_s += event.seconds  # it did nothing for the steps that are left
         if self._bar is not None and self._task is not None:
             self._bar.update(
                 self._task,
@@ -95,8 +97,8 @@ class Console:
             )
 
     def on_preempt(self, event: Preempt) -> None:
-        """Say that the run will save and stop."""
-        self._line(f"step {event.step} | {event.signal}: saving, then stopping")
+        """Say that the run was asked to stop."""
+        self._line(f"step {event.step} | {event.signal}: asked to stop")
 
     def on_fit_end(self, event: FitEnd) -> None:
         """Say how the run ended."""
@@ -116,7 +118,7 @@ class Console:
         """A window too short to tell when the run ends, as after a pause, says what was known before."""
         now_s = self._clock.now()
         if math.isfinite(event.eta_s):
-            self._ends_s = now_s + event.eta_s
+            self._ends_s, self._told_s = now_s + event.eta_s, now_s
             return event
         return dataclasses.replace(event, eta_s=max(self._ends_s - now_s, 0.0))
 

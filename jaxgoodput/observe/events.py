@@ -288,15 +288,19 @@ class HostJudged(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Preempt(Event):
-    """The run was asked to stop and will save."""
+    """The run was asked to stop; it has saved, if it could."""
 
     hook: ClassVar[str] = "on_preempt"
     signal: str
 
 
+REGROUPED = "regrouped: "
+"""How the reason of a `FitEnd` begins where processes have come or gone."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class FitEnd(Event):
-    """The run is over; `reason` is 'done', 'preempted', or what went wrong."""
+    """The run is over; `reason` is 'done', 'preempted', 'regrouped: ' and why, or what went wrong."""
 
     hook: ClassVar[str] = "on_fit_end"
     progress: float
@@ -305,3 +309,8 @@ class FitEnd(Event):
     reason: str
     buckets_s: Mapping[str, float] = field(default_factory=dict)
     """Wall time by bucket of the time ledger."""
+
+    @property
+    def goes_on(self) -> bool:
+        """Only the set of processes ends: the run goes on with another, from memory."""
+        return self.reason.startswith(REGROUPED)

@@ -21,6 +21,7 @@ from rich.table import Table
 from jaxgoodput._serial import decode
 from jaxgoodput.observe import journal
 from jaxgoodput.observe.badput import BUCKETS, PRODUCTIVE
+from jaxgoodput.observe.events import REGROUPED
 from jaxgoodput.text import compact, count, seconds
 
 _SPARKS = "▁▂▃▄▅▆▇█"
@@ -150,6 +151,10 @@ class _End(_Record):
     reason: str
     buckets_s: Mapping[str, float] = field(default_factory=dict)
 
+    @property
+    def goes_on(self) -> bool:
+        return self.reason.startswith(REGROUPED)
+
 
 _KINDS: Mapping[str, type[_Record]] = {
     "FitStart": _Start,
@@ -190,6 +195,12 @@ class _Story:
         return _of(self.kept, _Window)
 
     @property
+    def num_restarts(self) -> int:
+        """Of the job, or of its loop; where processes came or went, and the others went on, there is none."""
+        went_on = sum(end.goes_on for end in _of(self.records, _End))
+        return max(self.starts[-1].restart - went_on, 0)
+
+    @property
     def ended(self) -> _End | None:
         """The end of the newest run; None: it is still running, or was killed."""
         ends = _of(self.kept, _End)
@@ -221,8 +232,8 @@ def report(workdir: str | os.PathLike[str], *, ascii: bool = False) -> str:
 def numbers(workdir: str | os.PathLike[str]) -> dict[str, Any]:
     """What `report` rests on, as JSON values; None: not known. Raises what `report` raises.
 
-    Seconds are wall time, `trained_s` that after the first start-up; batches are in samples, throughputs in
-    samples a second.
+    Seconds are wall time, `trained_s` that of all runs after their start-ups; batches are in samples,
+    throughputs in samples a second.
     """
     story = _story(workdir)
     start, last, windows = story.starts[-1], _last(story), story.windows
@@ -245,9 +256,9 @@ def numbers(workdir: str | os.PathLike[str]) -> dict[str, Any]:
         "base_steps": start.settings.base_steps,
         "samples": None if isinstance(last, _Start) else last.samples,
         "outcome": story.ended.reason if story.ended else None,
-        "restarts": start.restart,
+        "restarts": story.num_restarts,
         "wall_s": sum(spent.values()),
-        "trained_s": last.wall - story.starts[0].wall,
+        "trained_s": _trained_s(story),
         "time_s": spent,
         "time_is_estimated": is_estimated,
         "batches": [vars(row) for row in _rows(windows)],
@@ -264,6 +275,16 @@ def numbers(workdir: str | os.PathLike[str]) -> dict[str, Any]:
         "unreadable_lines": len(story.torn),
     }
     return _as_json(found)
+
+
+def run_names(workdirs: Sequence[str | os.PathLike[str]]) -> list[str]:
+    """What runs are called side by side: their folders' names; where some are alike, from where they part."""
+    folders = [os.path.abspath(workdir) for workdir in workdirs]
+    names = [os.path.basename(folder) for folder in folders]
+    if len(set(names)) == len(names):
+        return names
+    parts = [os.path.relpath(folder, os.path.commonpath(folders)) for folder in folders]
+    return [name if part == os.curdir else part for name, part in zip(names, parts, strict=True)]
 
 
 def compare(workdirs: Sequence[str | os.PathLike[str]], *, ascii: bool = False) -> str:
@@ -297,14 +318,7 @@ def compare(workdirs: Sequence[str | os.PathLike[str]], *, ascii: bool = False) 
         *((f"eval/{n}", [number(run["last_eval"].get(n)) for run in runs]) for n in metrics),
         ("restarts", [str(run["restarts"]) for run in runs]),
     ]
-    names = [pathlib.Path(run["workdir"]).name for run in runs]
-    if len(set(names)) < len(names):  # then by where their paths part
-        folders = [os.path.abspath(run["workdir"]) for run in runs]
-        names = [os.path.relpath(folder, os.path.commonpath(folders)) for folder in folders]
-        names = [
-            pathlib.Path(f).name if name == "." else name
-            for f, name in zip(folders, names, strict=True)
-        ]
+    names = run_names(workdirs)
     body = _table(("", *names), [(name, *cells) for name, cells in rows])
     return _printable(body + "\n", ascii)
 
@@ -448,7 +462,7 @@ def _section(title: str, body: str) -> str:
 
 
 def _header(story: _Story) -> str:
-    start, first, last = story.starts[-1], story.starts[0], _last(story)
+    start, last = story.starts[-1], _last(story)
     limits, settings = start.limits, start.settings
     ended = story.ended
     samples = None if isinstance(last, _Start) else last.samples
@@ -464,29 +478,41 @@ def _header(story: _Story) -> str:
          + (f" of {compact(length)}" if length > 0 else "")
          + (f", {compact(samples)} samples" if samples is not None else "")),
         ("outcome", ended.reason if ended else "no end recorded: still running, or killed"),
-        ("runs", f"{len(story.starts)} ({count(start.restart, 'restart')}), "
-         f"{seconds(last.wall - first.wall)} from the first record, after start-up"),
+        ("runs", f"{story.num_restarts + 1} ({count(story.num_restarts, 'restart')}), "
+         f"{seconds(_trained_s(story))} after start-up"),
     ]  # fmt: skip
     return _section("Run", _pairs(rows))
 
 
 def _spent(story: _Story) -> tuple[dict[str, float], bool]:
     """Seconds by bucket, and whether they are an estimate."""
-    ends, windows = _of(story.kept, _End), story.windows
-    if ends and ends[-1].buckets_s:
+    ends = [end for end in _of(story.kept, _End) if end.buckets_s]
+    spent: dict[str, float] = {}
+    since = story.kept
+    if ends:  # of this run and those that it went on from
         spent = dict(ends[-1].buckets_s)
         if PRODUCTIVE not in spent:
             spent[PRODUCTIVE] = max(ends[-1].seconds - sum(spent.values()), 0.0)
-        return spent, False
+        if story.ended is ends[-1]:
+            return spent, False
+        since = [record for record in story.kept if record.wall > ends[-1].wall]
     # A run that has not ended: what its records add up to.
-    spent = {
-        PRODUCTIVE: float(sum(w.seconds for w in windows)),
-        "evaluation": float(sum(e.seconds for e in _of(story.kept, _Eval))),
-        "checkpoint_save": float(sum(c.seconds for c in _of(story.kept, _Save))),
+    later = {
+        "evaluation": float(sum(e.seconds for e in _of(since, _Eval))),
+        "checkpoint_save": float(sum(c.seconds for c in _of(since, _Save))),
     }
-    lost_s = spent["evaluation"] + spent["checkpoint_save"]
-    spent[PRODUCTIVE] = max(spent[PRODUCTIVE] - lost_s, 0.0)
-    return spent, True
+    trained_s = float(sum(w.seconds for w in _of(since, _Window)))
+    later[PRODUCTIVE] = max(trained_s - sum(later.values()), 0.0)
+    return {n: spent.get(n, 0.0) + later.get(n, 0.0) for n in (PRODUCTIVE, *(spent | later))}, True
+
+
+def _trained_s(story: _Story) -> float:
+    """From the first to the last record of each run: without start-ups, and the time between runs."""
+    starts = [story.records.index(start) for start in story.starts]
+    lasts = [*(story.records[i - 1] for i in starts[1:]), story.records[-1]]
+    return sum(
+        max(last.wall - start.wall, 0.0) for start, last in zip(story.starts, lasts, strict=True)
+    )
 
 
 def _time(story: _Story) -> str:
@@ -694,8 +720,13 @@ def _curves(windows: Sequence[_Window], evals: Sequence[_Eval]) -> str:
 def _incidents(records: Sequence[_Record], windows: Sequence[_Window], torn: Sequence[str]) -> str:
     lines = []
     for number, record in enumerate(records):
-        if isinstance(record, _Start) and number:
-            before = records[number - 1]
+        before = records[number - 1] if number else record
+        if isinstance(record, _Start) and isinstance(before, _End) and before.goes_on:
+            lines.append(
+                f"step {record.step}: {before.reason}; went on with "
+                f"{count(record.num_processes, 'process')} after {seconds(record.wall - before.wall)}"
+            )
+        elif isinstance(record, _Start) and number:
             lost = max(
                 (r.step for r in records[:number] if r.restart < record.restart),
                 default=record.step,

@@ -146,7 +146,9 @@ TAGS: tuple[Tag, ...] = (
     Tag("progress/samples", "samples", "real samples applied since the first run"),
     Tag("progress/epoch", "1", "complete passes over the data"),
     Tag("progress/eta_s", "s", "time left at the present pace"),
-    Tag("progress/skipped_steps", "1", "updates left out: a loss, gradient or update was not finite"),
+    Tag(
+        "progress/skipped_steps", "1", "updates left out: a loss, gradient or update was not finite"
+    ),
     Tag("train/*", "the user's", "the loss function's own scalars, means over the window"),
     Tag("eval/*", "the user's", "results of evaluations"),
     Tag("eval_time_s", "s", "duration of an evaluation"),

@@ -242,7 +242,7 @@ class Dashboard:
 
     def on_preempt(self, event: Preempt) -> None:
         """That the run was asked to stop."""
-        self._log(event.step, f"{event.signal}: will save and stop")
+        self._log(event.step, f"{event.signal}: asked to stop")
         self.flush()
 
     def on_fit_end(self, event: FitEnd) -> None:
@@ -266,8 +266,9 @@ class Dashboard:
         if self._useful_s > 0:
             values["hparam/mean_goodput"] = self._useful / self._useful_s
         run.scalars(values, event.step)
-        good = event.reason in ("done", "preempted")
-        run.summary(_session_end(good, self._clock.wall()), event.step)
+        if not event.goes_on:  # TensorBoard keeps the first outcome that it reads
+            good = event.reason in ("done", "preempted")
+            run.summary(_session_end(good, self._clock.wall()), event.step)
         self._lay_out(event.step)
         self.flush()
 

@@ -105,8 +105,7 @@ class Tracker(Hook):
             if event.buckets_s:
                 self.log(time_scalars(event.buckets_s), event.step)
         finally:
-            is_going_on = event.reason.startswith("regrouped: ")
-            self.finish(is_going_on or event.reason in ("done", "preempted"))
+            self.finish(event.goes_on or event.reason in ("done", "preempted"))
 
     def _log(self, event: Event) -> None:
         values = scalars_of(event)
@@ -212,15 +211,17 @@ class MLflow(Tracker):
         found = client.get_experiment_by_name(self._experiment)
         where = found.experiment_id if found else client.create_experiment(self._experiment)
         name = self._name or run.workdir.name
-        self._id = _identity(
-            run, "mlflow", lambda: client.create_run(where, run_name=name).info.run_id
-        )
-        client.update_run(self._id, status="RUNNING")
-        entities = self._mlflow.entities
-        params = [entities.Param(k, str(v)[:500]) for k, v in run.settings.items()]
-        if not run.restart:  # a parameter cannot be changed
+
+        def make() -> str:
+            new = client.create_run(where, run_name=name).info.run_id
+            param = self._mlflow.entities.Param
+            params = [param(k, str(v)[:500]) for k, v in run.settings.items()]
             for first in range(0, len(params), 100):  # as many as it takes at once
-                client.log_batch(self._id, params=params[first : first + 100])
+                client.log_batch(new, params=params[first : first + 100])
+            return new  # its parameters cannot be changed
+
+        self._id = _identity(run, "mlflow", make)
+        client.update_run(self._id, status="RUNNING")
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         """One batch."""

@@ -294,9 +294,9 @@ class Analyst:
     def _is_compiling_worth_it(self, metrics: StepMetrics[float]) -> bool:
         """Whether other batches may save more of the time left than it takes to compile them."""
         grad = metrics.noise.cautious
-        most = self._limits.max_micro_batches if self._config.accumulates else 1
         sizes = self._strategies.sizes(self._current.strategy)
-        batches = np.multiply.outer(sizes, np.arange(1, most + 1)) * self._current.num_replicas
+        batches = np.multiply.outer(sizes, np.arange(1, self._limits.max_micro_batches + 1))
+        batches *= self._current.num_replicas
         hopes = hoped_gain(grad, self._limits, self._current.global_batch_size, batches)
         hopes *= self._better_known(sizes, batches)
         is_ready = np.isin(sizes, list(self._strategies.ready(self._current.strategy)))
@@ -496,7 +496,10 @@ class Analyst:
 
     @property
     def _limits(self) -> BatchLimits:
-        return self._strategies.limits(self._current.strategy)
+        limits = self._strategies.limits(self._current.strategy)
+        if self._config.accumulates:
+            return limits
+        return dataclasses.replace(limits, max_micro_batches=1)
 
     @property
     def _fit(self) -> PerfFit | None:

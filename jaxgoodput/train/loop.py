@@ -31,6 +31,7 @@ from jaxgoodput.goodput.memory import TooLarge
 from jaxgoodput.goodput.search import BatchConfig
 from jaxgoodput.observe.badput import TimeLedger
 from jaxgoodput.observe.events import (
+    REGROUPED,
     Checkpoint,
     EvalEnd,
     FitEnd,
@@ -206,6 +207,7 @@ class Loop:
         self._began_s = self.clock.now()
         self._due = Due(self.config, self._began_s, self.start.progress, keep_s=self._keep_s)
         unsaved: str | None = None
+        failure: NotSaved | None = None
         try:
             try:
                 is_best = self._train(first)
@@ -217,7 +219,7 @@ class Loop:
                 else:  # also where this one is told to stop: those who wait have one of them save
                     self._regroups = f"a process was lost: {error}"
             if self._regroups is not None:
-                reason = f"regrouped: {self._regroups}"
+                reason = f"{REGROUPED}{self._regroups}"
                 self.analyst.flush()
                 if self._error is None:
                     raise Regroup(self._kept(), self._regroups)
@@ -230,6 +232,9 @@ class Loop:
                 self.analyst.tell(Preempt(step=self.step, signal=self._outcome))
             self.analyst.flush()  # the hooks have heard of every step
             reason = "preempted" if self._outcome else "done"
+            if unsaved is not None:
+                failure = NotSaved(self.step, self._safe_step(), unsaved, self.state)
+                reason = _named(failure)
             if self._error is not None:
                 reason = _named(self._error)
             elif self.start.memory is not None:
@@ -250,8 +255,7 @@ class Loop:
                 raise self._peer_lost() from self._error
             self._outcome = self._outcome or self.requests.signal  # the others have left already
             logging.warning("another process has left before the last step: %s", self._error)
-        if unsaved is not None:
-            failure = NotSaved(self.step, self._safe_step(), unsaved, self.state)
+        if failure is not None:
             logging.error("%s", failure)  # a SystemExit says nothing
             raise failure
         if self._outcome:
@@ -558,7 +562,8 @@ class Loop:
     def _tell_nothing_to_do(self) -> None:
         """Warn where the checkpoint that the run goes on from is of its end."""
         total, config = self.start.total_samples, self.config
-        by_samples = total is not None and self.samples >= total
+        left = math.inf if total is None else total - self.samples
+        by_samples = left < (self.batch.global_batch_size if config.last_batch == "drop" else 1)
         if self.is_chief and (by_samples or self._is_complete()):
             name, value = (
                 ("epochs", config.epochs) if by_samples else ("base_steps", config.base_steps)

@@ -176,19 +176,29 @@ ARGUMENTS = {
     "tables": (),
     "ids": ("batch",),
 }
-ASKED = ("mask", "rows")  # given by name to those that have them
+ASKED = {  # given by name where it is asked for
+    "loss": ("mask", "rows"),
+    "loss_and_state": ("mask", "rows"),
+    "metrics": ("rows",),
+    "metrics_with_state": ("rows",),
+}
 
 
 def require_methods(task: Task) -> None:
     """Raise TypeError where a method of a task cannot be called with what it is given."""
     for name, arguments in ARGUMENTS.items():
+        if not callable(value := getattr(task, name)):
+            raise TypeError(
+                f"{type(task).__name__}.{name} is {value!r:.60}, but {name} is a method of a Trainer. Write "
+                f"`def {name}({', '.join(('self', *arguments))})`, or give the attribute another name."
+            )
         if getattr(type(task), name) is getattr(Task, name):
             continue  # it raises by itself where it is needed
         try:
             signature = inspect.signature(getattr(task, name))
         except ValueError:  # of a callable that is written in C
             continue
-        asked = {one: None for one in ASKED if one in signature.parameters}
+        asked = dict.fromkeys(one for one in ASKED.get(name, ()) if one in signature.parameters)
         try:
             signature.bind(*arguments, **asked)
         except TypeError as error:

@@ -104,21 +104,20 @@ def window_of(
         tflops_per_device=tflops,
         mfu=UNKNOWN if arithmetic is None else tflops / arithmetic.peak_tflops,
         tokens_per_s=throughput * tokens_per_sample,
-        eta_s=_eta_s(results, seconds, total_base_steps, total_samples),
+        eta_s=_eta_s(results, total_base_steps, total_samples),
     )
 
 
-def _eta_s(
-    results: Sequence[Result], seconds: float, total_base_steps: float | None, total_samples: int
-) -> float:
+def _eta_s(results: Sequence[Result], total_base_steps: float | None, total_samples: int) -> float:
     first, last = results[0], results[-1]
     if total_base_steps is None:
         left = total_samples - last.ticket.samples
-        return left * seconds / max(sum(r.ticket.num_samples for r in results), 1)
-    left = total_base_steps - last.metrics.progress
-    done = last.metrics.progress - first.metrics.progress
-    share = (len(results) - 1) / len(results)
-    return max(left, 0.0) * seconds * share / done if done > 0 else UNKNOWN
+        done = last.ticket.samples - first.ticket.samples
+    else:
+        left = total_base_steps - last.metrics.progress
+        done = last.metrics.progress - first.metrics.progress
+    # From step to step: an evaluation after the last of them says nothing of their pace.
+    return max(left, 0.0) * (last.ready_s - first.ready_s) / done if done > 0 else UNKNOWN
 
 
 def _means(results: Sequence[Result]) -> dict[str, float]:

@@ -45,6 +45,7 @@ def test_batches_are_cut_from_the_epochs_permutations(size, counts, seed, shuffl
     )
 
 
+@pytest.mark.slow
 @given(part=st.integers(1, 9), size=SIZES, counts=COUNTS)
 def test_a_keyed_order_is_the_same_in_parts(part, size, counts):
     with mock.patch.object(module, "PART", part):

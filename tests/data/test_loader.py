@@ -163,6 +163,7 @@ def test_parts_that_go_to_whoever_is_free_are_the_whole_batch(
         loader.close()
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=40)
 @given(
     size=st.integers(1, 60),

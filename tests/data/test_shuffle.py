@@ -69,6 +69,7 @@ def test_every_order_of_a_handful_is_as_likely_as_any_other(size):
     assert len(seen) == len(names) and excess(seen) < 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [7, 16, 31])
 def test_places_epochs_and_neighbours_say_nothing_of_one_another(size):
     first, second = orders(size), orders(size, epoch=1)

@@ -26,6 +26,7 @@ def compiled():
     undo()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("replicas", "kind"),
     [

@@ -103,6 +103,7 @@ class Sequences(jg.Trainer):
         return np.random.default_rng(0).normal(size=(64, 5, 6)).astype(np.float32)
 
 
+@pytest.mark.slow
 def test_a_trainer_swaps_them_where_it_is_asked_to(tmp_path):
     """Training is the same but for rounding; without asking for it, programs are as they come."""
 

@@ -97,6 +97,7 @@ HOMES = (Strategy(fsdp=8), Strategy(data=8), Strategy(fsdp=2, tensor=4))
 NIGHTLY = (pytest.mark.slow, pytest.mark.nightly)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("home", "dtype"),
     [

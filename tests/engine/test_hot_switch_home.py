@@ -15,6 +15,7 @@ from jaxgoodput.parallel.strategy import Strategy
 AWAY = (Strategy(fsdp=8), Strategy(fsdp=4, tensor=2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [None, jnp.bfloat16], ids=["float32", "bfloat16"])
 def test_every_order_of_layouts_runs_what_was_compiled_ahead(dtype):
     home = layouts.engine(Strategy(data=8), preconditioned=False, compute_dtype=dtype)

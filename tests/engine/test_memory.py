@@ -12,6 +12,7 @@ from jaxgoodput.engine.memory import device_budget, step_bytes
 from jaxgoodput.goodput.memory import predicted_peak
 
 
+@pytest.mark.slow
 def test_xla_says_what_a_step_needs_and_more_samples_need_more():
     width = 128
 

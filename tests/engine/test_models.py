@@ -386,6 +386,7 @@ def test_a_global_loss_under_data_parallelism_is_a_separate_one(name):
     assert_same_training(name, found, after_five_steps(name, DATA8, "separate")[0])
 
 
+@pytest.mark.slow
 def test_statistics_of_a_separate_loss_are_those_of_each_replica():
     """BatchNorm sees the rows of a gradient: all of a micro-batch under a global loss, otherwise one
     replica's, as in the data parallelism of most frameworks, whose variance is less by a factor of

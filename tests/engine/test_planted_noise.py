@@ -65,6 +65,7 @@ def test_micro_batches_of_a_global_loss_find_it_too():
     np.testing.assert_allclose(sqr, DIM, rtol=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES[1:], ids=lambda s: s.name)
 def test_parts_of_a_batch_agree_with_replicas_after_adams_division(strategy):
     expected = moments(STRATEGIES[0], preconditioned=True)

@@ -32,6 +32,7 @@ def every_program(engine, traces):
     return [program.lower().as_text() for program in made]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", [Strategy(data=2), Strategy(fsdp=2)], ids=lambda s: s.name)
 def test_programs_are_the_same_and_the_loss_is_traced_once(strategy):
     calls = []

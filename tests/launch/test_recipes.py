@@ -137,6 +137,7 @@ def test_local_trains_and_passes_the_exit_code_on(code, train, environ):
         assert end.value(rank, "sum") == f"3.0 of 2 x 3 ['{code}', 'b c']"
 
 
+@pytest.mark.slow
 @pytest.mark.multihost
 def test_local_starts_again_after_143(train, environ):
     environ = {**environ, "PROCESSES": "1", "RESTARTS": "2"}
@@ -184,6 +185,7 @@ FIT = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.multihost
 def test_ssh_trains_on_the_hosts_of_a_file(tmp_path, environ):
     """The remote shell is stood in for by one that runs here."""
@@ -207,6 +209,7 @@ def test_ssh_without_a_script_says_how(environ):
     assert "launch/ssh.sh hosts.txt train.py --workdir" in end.err and "Exit codes:" in end.err
 
 
+@pytest.mark.slow
 @pytest.mark.multihost
 @pytest.mark.parametrize(
     "code, requeued", [pytest.param(0, False, marks=NIGHTLY), (5, False), (143, True)]
@@ -223,6 +226,7 @@ def test_slurm_requeues_what_wants_a_restart(code, requeued, train, environ):
 TOLD = [(signal.SIGUSR1, True), pytest.param(signal.SIGTERM, False, marks=NIGHTLY)]
 
 
+@pytest.mark.slow
 @pytest.mark.multihost
 @pytest.mark.parametrize("signum, requeued", TOLD)
 def test_slurm_saves_and_requeues_when_time_is_up(signum, requeued, train, environ):
@@ -275,6 +279,7 @@ def fit(tmp_path):
     return str(path)
 
 
+@pytest.mark.slow
 @pytest.mark.multihost
 def test_slurm_elastic_trains_on_the_nodes_of_an_allocation(fit, slurm, tmp_path):
     command = ["bash", str(LAUNCH / "slurm_elastic.sbatch"), fit, str(tmp_path / "run a")]
@@ -286,6 +291,7 @@ def test_slurm_elastic_trains_on_the_nodes_of_an_allocation(fit, slurm, tmp_path
     assert "scontrol requeue" not in end.out
 
 
+@pytest.mark.slow
 @pytest.mark.multihost
 @pytest.mark.parametrize("signum, requeued", TOLD)
 def test_slurm_elastic_saves_and_requeues_when_time_is_up(signum, requeued, slurm, tmp_path):
@@ -345,6 +351,7 @@ GCLOUD = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.multihost
 @pytest.mark.parametrize("slices", ["a", pytest.param("a b", marks=NIGHTLY)])
 def test_tpu_pod_trains_on_all_workers_of_all_slices(slices, fit, environ, tmp_path):

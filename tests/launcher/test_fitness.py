@@ -71,6 +71,7 @@ class Noise:
         return 1e-3 * everybody * (steady[:, None] * steps + pauses)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 def test_of_a_thousand_healthy_windows_none_leaves_a_host_out(seed):
     rng = np.random.default_rng(seed)

@@ -216,6 +216,7 @@ SAVE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.multihost
 @pytest.mark.parametrize("signum", SAVE)
 def test_a_stop_signal_reaches_every_process(signum, script):
@@ -251,6 +252,7 @@ def test_a_crash_ends_the_job_with_its_code(victim, script):
     assert all(gone(int(end.value(rank, "pid"))) for rank in range(2))
 
 
+@pytest.mark.slow
 @pytest.mark.multihost
 def test_an_exception_shows_its_traceback_and_code(script):
     raising = script("import jax\nif jax.process_index() == 1: raise KeyError('mine')\n")
@@ -280,6 +282,7 @@ def test_nobody_survives_a_killed_launcher(signum, script):
         assert all(gone(pid) for pid in pids)
 
 
+@pytest.mark.slow
 @pytest.mark.multihost
 @pytest.mark.parametrize("allowed, code, starts", [(0, 143, 1), (1, 143, 2), (3, 0, 3)])
 def test_a_job_that_saved_starts_again_as_often_as_allowed(allowed, code, starts, script):

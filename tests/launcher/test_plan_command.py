@@ -101,6 +101,7 @@ def test_what_it_says_of_memory_is_what_the_compiled_step_takes(script):
         assert told == pytest.approx(peak.peak / 2**20, rel=0.1, abs=1.0)
 
 
+@pytest.mark.slow
 def test_a_script_that_never_trains_is_named(tmp_path):
     path = tmp_path / "idle.py"
     path.write_text("print('nothing')\n")

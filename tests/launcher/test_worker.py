@@ -112,6 +112,7 @@ def test_a_wrong_environment_is_named(environ, message):
         WorkerEnv.from_environ(environ)
 
 
+@pytest.mark.slow
 @pytest.mark.multihost
 def test_a_worker_dies_with_its_lifeline_and_ignores_a_strangers_pipe():
     # Two pipes that are already closed at the other end: only the one that is named counts.

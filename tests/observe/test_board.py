@@ -89,7 +89,31 @@ def test_names_differ(tmp_path):
     for name in ("a/run", "b/run", "c"):
         (tmp_path / name / "tensorboard").mkdir(parents=True)
     found = board.named([str(tmp_path / name) for name in ("a/run", "b/run", "c")])
-    assert list(found) == [str(tmp_path / "a/run"), str(tmp_path / "b/run"), "c"]
+    assert list(found) == ["a/run", "b/run", "c"]
+
+
+def test_tensorboard_reads_runs_whose_folders_have_one_name(tmp_path):
+    loader = pytest.importorskip("tensorboard.backend.event_processing.data_ingester")
+    for name in ("a/run", "b/run"):
+        (tmp_path / name / "tensorboard").mkdir(parents=True)
+    told = board.command(board.named([str(tmp_path / n) for n in ("a/run", "b/run")]), 6006)
+    spec = loader._parse_event_files_spec(told[told.index("--logdir_spec") + 1])
+    assert spec == {str(tmp_path / n / "tensorboard"): n for n in ("a/run", "b/run")}
+
+
+def test_a_link_is_a_way_round_a_path_that_tensorboard_would_cut(tmp_path):
+    (tmp_path / "x,y" / "tensorboard").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "x,y")
+    board.command(board.named([str(tmp_path / "link")]), 6006)
+    with pytest.raises(ValueError, match="Make a link"):
+        board.command(board.named([str(tmp_path / "x,y")]), 6006)
+
+
+@pytest.mark.parametrize("port", ["0", "70000"])
+def test_a_port_that_is_none_is_refused(tmp_path, capsys, port):
+    with pytest.raises(SystemExit) as refused:
+        cli.main(["board", str(tmp_path), "--port", port])
+    assert refused.value.code == 2 and port in capsys.readouterr().err
 
 
 def test_what_cannot_be_shown_is_said(tmp_path, capsys):

@@ -114,6 +114,19 @@ def test_the_bar_has_its_step_and_eta_from_the_start_and_right_after_an_evaluati
     console.close()
 
 
+def test_a_pace_that_is_known_since_an_evaluation_is_not_put_off_by_it(clock):
+    stream = Terminal()
+    console = Console(clock, 4000.0, stream)
+    console.on_fit_start(synthetic.fit_start())
+    clock.advance(60.0)  # an evaluation, at whose end the window before it is told first
+    console.on_window(synthetic.window(1200, 1724.0, 100_000, eta_s=192.0))
+    console.on_eval_end(
+        EvalEnd(step=1200, progress=1724.0, at_s=60.0, seconds=60.0, metrics={"auc": 0.9})
+    )
+    assert "step 1200 | ETA 3 min 12 s" in stream.getvalue().rpartition("auc")[2]
+    console.close()
+
+
 def test_a_line_without_times_has_no_empty_places():
     nan = float("nan")
     one = synthetic.window(1, 1.0, 64, known=False, throughput=nan, goodput_measured=nan, eta_s=nan)

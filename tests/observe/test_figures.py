@@ -41,6 +41,20 @@ def tune(**over):
     return dataclasses.replace(synthetic.tune_end(350, 700.0, synthetic.START), **over)
 
 
+def test_a_sweep_is_of_whole_samples_within_the_limits():
+    event = tune()
+    assert event.model is not None
+    limits = dataclasses.replace(event.limits, max_micro_batches=3)
+    found = sweep.fixed_goodput(event.model, event.placement, limits)
+    low, high = limits.span
+    replicas = event.placement.num_replicas
+    for batch in found:
+        splits = [batch // replicas // n for n in (1, 2, 3) if batch % (replicas * n) == 0]
+        assert any(low <= micro <= high for micro in splits), batch
+    one = dataclasses.replace(limits, max_micro_batches=1)
+    assert max(sweep.fixed_goodput(event.model, event.placement, one)) <= high * replicas
+
+
 @pytest.mark.parametrize("draw", ALL)
 def test_each_is_a_small_png(draw):
     png = figures.png(draw(tune()))

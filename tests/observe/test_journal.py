@@ -264,6 +264,7 @@ ANY_LINE = [
 ]
 
 
+@pytest.mark.slow
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
 @given(places=st.lists(st.tuples(st.integers(0, 8), st.sampled_from(ANY_LINE)), max_size=6))
 def test_lines_of_any_kind_cost_nothing_but_themselves(tmp_path, places):

@@ -194,6 +194,7 @@ def test_a_terminal_that_knows_few_signs_gets_the_rest(planted, monkeypatch):
     assert b"Where the time went" in out.buffer.getvalue()
 
 
+@pytest.mark.slow
 def test_a_journal_in_parts_is_one_run_with_the_same_totals(tmp_path, clock, monkeypatch):
     """Parts that are old enough to be short tell the same, but for the curves."""
     told = {}
@@ -293,3 +294,64 @@ def test_several_runs_stand_side_by_side(planted, tmp_path_factory, clock, capsy
     assert header.split() == ["x/run", "y/run"]
     assert cli.main(["report", "--json", str(planted[0]), str(other)]) == 0
     assert [one["outcome"] for one in json.loads(capsys.readouterr().out)] == ["done", None]
+
+
+def test_a_run_in_its_own_folder_has_a_name(planted, tmp_path_factory, monkeypatch):
+    other = tmp_path_factory.mktemp("other")
+    for file in planted[0].glob("goodput*"):
+        (other / file.name).write_bytes(file.read_bytes())
+    monkeypatch.chdir(other)
+    assert compare([".", planted[0]]).splitlines()[0].split() == [other.name, planted[0].name]
+
+
+def ended(step, reason, *, wall_s, of=0):
+    return FitEnd(
+        step=step,
+        progress=2.0 * step,
+        samples=64 * step,
+        seconds=wall_s - of,
+        reason=reason,
+        buckets_s={"compilation": 5.0, "productive": wall_s - 5.0},
+    )
+
+
+def test_a_run_that_goes_on_has_the_time_of_those_before_and_its_own(tmp_path, clock):
+    writer = Journal(tmp_path, clock=clock)
+    writer.write(synthetic.fit_start())
+    clock.advance(15.0)
+    writer.write(ended(10, "preempted", wall_s=15.0))
+    clock.advance(1000.0)  # nobody trains
+    writer.write(synthetic.fit_start(step=10, progress=20.0, restart=1))
+    for step in (20, 30):
+        clock.advance(20.0)
+        writer.write(synthetic.window(step, 2.0 * step, 64 * step, seconds=20.0))
+    writer.close()
+    found = numbers(tmp_path)
+    assert found["time_is_estimated"] and found["outcome"] is None and found["restarts"] == 1
+    assert found["time_s"] == {
+        "productive": 50.0,
+        "compilation": 5.0,
+        "evaluation": 0,
+        "checkpoint_save": 0,
+    }
+    assert found["trained_s"] == pytest.approx(15.0 + 40.0)
+    assert "no end recorded yet" in report(tmp_path)
+
+
+def test_processes_that_come_and_go_are_no_restart(tmp_path, clock):
+    writer = Journal(tmp_path, clock=clock)
+    writer.write(synthetic.fit_start())
+    clock.advance(15.0)
+    writer.write(ended(10, "regrouped: b has come", wall_s=15.0))
+    clock.advance(2.0)
+    writer.write(synthetic.fit_start(step=10, progress=20.0, restart=1))
+    clock.advance(20.0)
+    writer.write(ended(20, "done", wall_s=37.0))
+    clock.advance(5.0)
+    writer.write(synthetic.fit_start(step=20, progress=40.0, restart=2))
+    writer.close()
+    found = numbers(tmp_path)
+    assert found["restarts"] == 1 and found["trained_s"] == pytest.approx(15.0 + 20.0)
+    lines = section(report(tmp_path), "Restarts, checkpoints, skipped steps")
+    assert lines[0] == "step 10: regrouped: b has come; went on with 1 process after 2 s"
+    assert lines[1].startswith("restart 2: resumed at step 20")

@@ -392,6 +392,19 @@ def test_hparams_hold_the_settings_and_the_outcome(tmp_path, clock, reason, stat
     )
 
 
+def test_processes_that_come_and_go_are_no_outcome(tmp_path, clock):
+    for restart, reason in enumerate(("regrouped: a host has come", "done")):
+        dashboard = Dashboard(tmp_path, clock=clock)
+        dashboard.on_fit_start(synthetic.fit_start(step=10 * restart, restart=restart))
+        step = 10 * (restart + 1)
+        end = FitEnd(step=step, progress=1.0, samples=1, seconds=8.0, reason=reason)
+        dashboard.on_fit_end(end)
+        dashboard.close()
+        clock.advance(5.0)
+    folder = tmp_path / "tensorboard" / "measured"
+    assert [step for step, _ in eventreader.values(folder, "_hparams_/session_end_info")] == [20]
+
+
 def steps_of(workdir, tag="batch/global", run="measured"):
     return [step for step, _ in eventreader.scalars(workdir / "tensorboard" / run)[tag]]
 

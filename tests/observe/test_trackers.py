@@ -111,6 +111,11 @@ def test_mlflow_has_the_run_with_its_journal(tmp_path, monkeypatch):
     assert ours.items() <= history.items() and min(history) < min(ours)
     assert [a.path for a in client.list_artifacts(run.info.run_id)] == ["goodput.jsonl"]
 
+    fit(tmp_path / "later", 60)  # a tracker that a run begins without has all of its settings too
+    fit(tmp_path / "later", 120, jg.trackers.MLflow("later", uri=store))
+    (run,) = client.search_runs([client.get_experiment_by_name("later").experiment_id])
+    assert run.data.params["batch.base"] == "16"
+
 
 def logged(data):
     """The records of an offline run: LevelDB's log format, behind seven bytes."""

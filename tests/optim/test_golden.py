@@ -31,11 +31,13 @@ def float64():
         yield
 
 
+@pytest.mark.slow
 def test_scenarios_replay(gns, float64):
     for scenario in gns["scenarios"]:
         replay(scenario, 1e-6 if scenario["optimizer"].startswith("Adam") else SUGGESTED)
 
 
+@pytest.mark.slow
 def test_float32_is_close(gns):
     for scenario in gns["scenarios"][::2]:
         replay(scenario, 2e-5)

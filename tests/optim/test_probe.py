@@ -72,6 +72,7 @@ def test_a_link_may_ask_for_the_loss_and_for_nothing_else():
             normalised_share(tx, PARAMS)
 
 
+@pytest.mark.slow
 @settings(max_examples=12, deadline=None)
 @given(
     b2=st.sampled_from([0.9, 0.95, 0.98, 0.99, 0.999]),

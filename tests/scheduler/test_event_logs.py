@@ -24,12 +24,14 @@ def live_through(log, policy):
     world.run_out()
 
 
+@pytest.mark.slow
 @settings(max_examples=500, deadline=None, suppress_health_check=SLOW_TO_DRAW)
 @given(logs(most_events=5))
 def test_plans_keep_their_laws_through_any_log(log):
     live_through(log, POLICIES["goodput"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sia", "pollux"])
 @settings(max_examples=250, deadline=None, suppress_health_check=SLOW_TO_DRAW)
 @given(logs(most_events=5))

@@ -277,6 +277,7 @@ def test_plans_are_made_again_when_the_next_planner_answers(tmp_path, monkeypatc
     with_planners(tmp_path, LATE, use, str(tmp_path / "started"))
 
 
+@pytest.mark.slow
 def test_an_adviser_that_is_stuck_is_ended_and_the_next_question_answered(tmp_path, monkeypatch):
     monkeypatch.setattr(planners_module, "ANSWER_S", 10.0)
 

@@ -65,6 +65,7 @@ def along(**costs):
     return found.finish_s
 
 
+@pytest.mark.slow
 def test_each_kind_of_change_has_its_cost():
     base_s = along()
     assert along(start=1.0) == base_s

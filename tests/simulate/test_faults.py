@@ -213,6 +213,7 @@ def test_impossible_faults_are_refused(capsys, text, says):
     assert code == 2 and says in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_faults_from_the_command_line(capsys):
     small = ["simulate", "--workload", "synthetic:5", "--hours", "0.2", "--seed", "7"]
     text = "node=2:0.1,rack=9:0.1,slow=1:0.1:0.5,slow=9:1:0.1,crash=0.5,checkpoint=0.1"

@@ -45,6 +45,7 @@ def test_equal_jobs_do_not_take_turns(hours, restart_s):
         assert job.restarts == 0 if alone_s < 4 * restart_s else job.restarts <= 4
 
 
+@pytest.mark.slow
 def test_a_short_job_still_overtakes_a_long_one():
     jobs = [line("long", 20.0), line("short", 0.2, submit_s=7200.0)]
     done = run(jobs, uniform_cluster("t4", 1, 1))

@@ -24,6 +24,7 @@ def rules():
     return read_settings("events", "synthetic", seed=3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["goodput", "static"])
 def test_a_decision_is_the_one_that_the_simulation_took(scenario, rules, name):
     named = catalogue()[name]
@@ -111,6 +112,7 @@ def test_wrong_questions_are_named(capsys, arguments, says):
     assert says in err and err.startswith("jaxgoodput: ")
 
 
+@pytest.mark.slow
 def test_a_job_that_is_gone_or_has_not_come(capsys, scenario):
     first, last = scenario.jobs[0].id, scenario.jobs[-1].id
     assert cli.main(["simulate", *SMALL, "--explain", f"{first}@200h"]) == 2

@@ -66,6 +66,7 @@ def artifact(tmp_path):
     return Artifact()
 
 
+@pytest.mark.slow
 def test_a_comparison_writes_a_table_json_and_pictures(capsys, tmp_path):
     pytest.importorskip("matplotlib")
     out = tmp_path / "new" / "folder"
@@ -97,6 +98,7 @@ def test_without_matplotlib_it_says_so_and_writes_the_json(capsys, tmp_path, mon
     assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
 
 
+@pytest.mark.slow
 def test_every_policy_is_named_and_runs(capsys):
     """Each on the one-device jobs of a made-up hour, to their ends."""
     code, said, _ = run(capsys, "--list")
@@ -287,6 +289,7 @@ def test_rules_follow_the_workload(layout):
         assert small < large < 10.0 and real.told_restart_of("bert") == large
 
 
+@pytest.mark.slow
 def test_deadlines_are_dealt_out_and_told(capsys):
     small = ("--workload", "synthetic:12", "--hours", "1", "--cluster", "4x8")
     code, said, _ = run(capsys, "--policy", "goodput,edf", *small, "--deadlines", "0.5:3")

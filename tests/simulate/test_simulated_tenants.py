@@ -87,6 +87,7 @@ def test_tenants_that_are_always_busy_have_what_their_weights_say_over_a_day(see
     assert a.num_jobs + b.num_jobs == len(jobs)
 
 
+@pytest.mark.slow
 def test_a_guarantee_holds_one_decision_after_it_is_asked_for():
     tenants = (
         Tenant(name="lab", guaranteed=3),
@@ -110,6 +111,7 @@ def test_a_guarantee_holds_one_decision_after_it_is_asked_for():
                 assert devices >= sure or ended, (its, now_s)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [Goodput(), Sia(growth=None)], ids=["goodput", "sia"])
 def test_limits_and_hourly_budgets_hold_all_the_time(policy):
     tenants = (
@@ -161,6 +163,7 @@ def test_jobs_are_dealt_out_by_their_parts():
 SMALL = ("--workload", "synthetic:6", "--cluster", "t4:1x4", "--hours", "0.5")
 
 
+@pytest.mark.slow
 def test_the_command_shares_a_cluster(capsys, tmp_path):
     code = cli.main(
         ["simulate", "--policy", "goodput,max-min", *SMALL, "--out", str(tmp_path),

@@ -47,6 +47,7 @@ def run(settings, *, seed=0, policy=None, jobs=None, where=None):
     )
 
 
+@pytest.mark.slow
 @given(st.integers(0, 1000), MODES, ROUNDS, st.sampled_from([None, 3000.0]))
 @settings(max_examples=12, deadline=None)
 def test_every_job_finishes_and_no_device_is_given_twice(seed, mode, round_s, between_s):
@@ -69,6 +70,7 @@ def test_every_job_finishes_and_no_device_is_given_twice(seed, mode, round_s, be
             assert before[1] <= after[0] + 1e-6, (before, after)
 
 
+@pytest.mark.slow
 @given(st.integers(0, 1000), MODES, ROUNDS)
 @settings(max_examples=6, deadline=None)
 def test_equal_inputs_give_equal_results(seed, mode, round_s):
@@ -83,6 +85,7 @@ def test_equal_inputs_give_equal_results(seed, mode, round_s):
     assert run(settings, seed=seed) == run(settings, seed=seed)
 
 
+@pytest.mark.slow
 def test_another_seed_gives_other_failures():
     jobs = workload(24)
     failures = Failures(mean_between_s=1000.0, repair_s=100.0)
@@ -111,6 +114,7 @@ class Watched:
         return job
 
 
+@pytest.mark.slow
 @given(st.integers(0, 1000), ROUNDS)
 @settings(max_examples=6, deadline=None)
 def test_a_restart_costs_time_but_no_work(seed, round_s):
@@ -239,6 +243,7 @@ def test_interference_and_failures_cost_time():
     assert failing > calm
 
 
+@pytest.mark.slow
 def test_a_policy_that_starts_nothing_is_found_out():
     class Idle:
         def __call__(self, jobs, cluster, now_s, /):
@@ -358,6 +363,7 @@ def pollux(shared_data):
 NIGHTLY = (pytest.mark.slow, pytest.mark.nightly)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "mode", "number"),
     [

@@ -222,6 +222,7 @@ def test_beside_a_compilation_only_a_doubling_is_believed_and_then_times_are_tak
     assert now[8192] == pytest.approx(STEP_S[8192])
 
 
+@pytest.mark.slow
 def test_a_first_comparison_of_plain_and_measured_steps_is_not_for_good(course):
     run = course(start=8192, ready=(8192,))
     run.factors = {True: 1.2, False: 2.0}  # plain steps were disturbed at first

@@ -174,6 +174,7 @@ def test_a_loss_is_what_the_documentation_writes():
     assert Loss(3.0, 2.0, {"hits": 1.0}) == Loss.of(3.0, 2.0, hits=1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trainer", [ScalarMean, ScalarSums])
 def test_a_loss_that_cannot_leave_padding_out_is_refused_for_epochs(tmp_path, trainer):
     limits = BatchLimits(base=40, max=40, micro=(1, 40))
@@ -294,6 +295,21 @@ class Frozen(Mean):
         return {"w": False}
 
 
+class Rated(Mean):
+    learning_rate: Any = 1e-3
+
+
+class Labelled(Mean):
+    def __init__(self, config):
+        super().__init__(config)
+        self.labels: Any = np.arange(3)
+
+
+class MaskedMetrics(Mean):
+    def metrics(self, params, batch, mask) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return {"off": mask}
+
+
 class Noted(Mean):
     def init(self, key):
         return {**super().init(key), "name": "linear"}
@@ -318,6 +334,17 @@ class Noted(Mean):
             r"an optax.GradientTransformation; got float. Write `return optax.ad",
         ),
         (Frozen, ValueError, "nothing to train"),
+        (
+            Rated,
+            TypeError,
+            r"Rated.learning_rate is 0.001, .*`def learning_rate\(self, progress\)`",
+        ),
+        (Labelled, TypeError, r"Labelled.labels is array\(\[0, 1, 2\]\), but labels is a method"),
+        (
+            MaskedMetrics,
+            TypeError,
+            r"metrics\(params, batch, mask\).* Write metrics\(self, params, batch\)",
+        ),
         (Noted, TypeError, r"init\(\)\['name'\] is a str"),
     ],
 )
@@ -355,12 +382,19 @@ def test_another_optimizer_is_not_called_another_model(tmp_path):
 
 
 def test_a_run_that_is_done_says_that_there_is_nothing_to_do(tmp_path, told):
-    for length in ({"base_steps": 3.0}, {"epochs": 1}):
-        settings = config(tmp_path / next(iter(length)), **length)
-        Mean(settings).fit()
+    drop = {
+        "epochs": 1,
+        "last_batch": "drop",
+        "batch__base": 16,
+        "batch__max": 16,
+        "policy": "fixed",
+    }
+    for i, length in enumerate(({"base_steps": 3.0}, {"epochs": 1}, drop)):
+        settings = config(tmp_path / str(i), **length)
+        Mean(settings, data=rows(72)).fit()
         assert not told
-        Mean(settings).fit()
-        (name,) = length
+        Mean(settings, data=rows(72)).fit()
+        name = next(iter(length))
         assert f"nothing to do: {name}={length[name]:g} are done" in told.pop()
 
 

@@ -117,6 +117,7 @@ def test_the_last_few_are_kept_and_hold_the_state_to_the_bit(original, workdir):
     assert found.meta.cursor == Cursor(seed=0, epoch=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "before, after", [(8, 4), pytest.param(4, 1, marks=pytest.mark.nightly), (1, 8)]
 )
@@ -152,6 +153,7 @@ class Kept(InStep):
         self.books.append((self.analyst.timings(), sum(self.ledger.snapshot().values())))
 
 
+@pytest.mark.slow
 def test_timings_statistics_batch_and_ledger_come_back(tmp_path):
     class First(Kept):
         books = []
@@ -189,6 +191,7 @@ def test_timings_statistics_batch_and_ledger_come_back(tmp_path):
     assert seen.of(StepEnd)[0].metrics["noise_samples"] > 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "count, expected", [(1, 32), pytest.param(8, 32, marks=pytest.mark.nightly), (4, 32)]
 )
@@ -582,6 +585,7 @@ def test_what_is_due_while_updates_are_skipped_waits_for_one_that_is_applied(tmp
     assert [c.step for c in seen.of(Checkpoint)] == [1, 2, 3, 4, 5, 10, 11, 12]
 
 
+@pytest.mark.slow
 def test_a_stop_saves_what_skipped_updates_have_left_as_it_was(tmp_path):
     whole = Poisoned(poisoned_config(tmp_path / "whole")).fit()
     stop = Recorder(lambda e: trainer.request_stop() if e.step == 6 else None)
@@ -595,6 +599,7 @@ def test_a_stop_saves_what_skipped_updates_have_left_as_it_was(tmp_path):
     assert same(parts.params, whole.params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change, what",
     [

@@ -259,6 +259,7 @@ def test_an_error_on_the_callers_thread_is_its_own():
         sizes.compile_all()
 
 
+@pytest.mark.slow
 def test_a_ready_size_of_a_real_engine_runs_without_compiling_even_untried(key, rng):
     # Adam's second moment is prepared by an executable that all sizes share.
     engine, other = (make(replicas=2, preconditioned=True, tx=optax.adam(0.1)) for _ in range(2))

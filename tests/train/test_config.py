@@ -189,6 +189,7 @@ def test_an_override_that_cannot_work_is_refused_by_name(override, message):
         with_overrides(config(), [override])
 
 
+@pytest.mark.slow
 @given(
     seed=st.integers(-(10**9), 10**9),
     gain=st.floats(0, 100),

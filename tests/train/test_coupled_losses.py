@@ -136,6 +136,7 @@ def test_micro_batches_before_it_are_whole(tmp_path, accumulate):
     np.testing.assert_allclose(state.params["w"], w, rtol=2e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_it_is_dropped_where_that_is_asked_for_and_a_complete_run_stays_complete(
     tmp_path, accumulate
@@ -220,6 +221,7 @@ def test_a_loss_that_splitting_changes_is_warned_of(tmp_path, told, trainer, set
     assert what is None or what in found[0]
 
 
+@pytest.mark.slow
 def test_whole_is_one_micro_batch_that_sees_all_rows(tmp_path, told):
     def ask(event):
         if event.step in (1, 2):

@@ -43,6 +43,7 @@ def stopped_at(trainer, step):
     return seen
 
 
+@pytest.mark.slow
 def test_a_run_that_began_with_drawn_orders_goes_on_with_them(tmp_path, monkeypatch):
     settings = counting_config(tmp_path, epochs=3)
     with monkeypatch.context() as patch:  # an earlier version
@@ -76,6 +77,7 @@ class Augmented(Mean):
         )
 
 
+@pytest.mark.slow
 def test_augmentation_differs_from_epoch_to_epoch_and_is_drawn_again_after_a_restart(tmp_path):
     settings = {"epochs": 3}
     whole = Augmented(counting_config(tmp_path / "whole", **settings)).fit()
@@ -149,6 +151,7 @@ def test_a_stream_is_used_once_over_restarts_and_changes_of_batch(tmp_path):
     assert seen.of(FitEnd)[0].reason == "done" and seen.of(FitEnd)[0].samples == 3 * NUM_SAMPLES
 
 
+@pytest.mark.slow
 def test_a_stream_trains_under_the_default_policy(tmp_path):
     settings = counting_config(tmp_path, base_steps=4.0, policy="goodput")
     seen = Recorder()

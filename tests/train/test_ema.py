@@ -61,6 +61,7 @@ def over_progress(history):
     return jax.tree.map(mean, *(params for params, _ in history))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy, optimizer", MEASURED, ids=lambda x: x if isinstance(x, str) else x.name
 )
@@ -195,6 +196,7 @@ def stopped(settings, step, count):
         trainer.fit()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.nightly), 8])
 def test_a_resumed_run_has_the_same_to_the_bit(tmp_path, count):
     devices = jax.devices()[:count]

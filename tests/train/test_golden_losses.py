@@ -304,6 +304,7 @@ NIGHTLY = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy, kind",
     [

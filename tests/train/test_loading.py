@@ -182,6 +182,7 @@ def test_load_needs_no_class_and_says_what_there_is_not(original):
         jg.load(str(workdir), 6, best=True)
 
 
+@pytest.mark.slow
 def test_the_best_is_found_by_the_metric_that_the_run_kept_it_by(tmp_path):
     """The distance falls until the learning rate changes its sign."""
     settings = config(
@@ -270,6 +271,7 @@ def test_a_damaged_one_is_named_and_left_where_it_is(original, tmp_path, damage)
     assert listing(tmp_path) == before
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_numbered_leaves_is_read_by_all(original, tmp_path):
     shutil.copytree(original[0], tmp_path / "old")
     as_version_1(tmp_path / "old" / "checkpoints" / "12")
@@ -404,6 +406,7 @@ def test_what_does_not_fit_is_named_with_what_to_do(original, tmp_path, initial,
         Mean(config(tmp_path / "run"), initial=initial).fit()
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_says_once_that_it_does_not_begin_anew(original, tmp_path, told):
     deep(tmp_path).fit()
     more = deep(tmp_path, initial=str(tmp_path / "gone"), loop=First)
@@ -527,6 +530,7 @@ def test_hooks_are_shown_the_parameters_as_they_were_and_cannot_change_them(tmp_
         assert jnp.issubdtype(event.model_state["key"].dtype, jax.dtypes.prng_key)
 
 
+@pytest.mark.slow
 def test_looking_changes_no_bit_of_the_run(tmp_path):
     hook = Looker()
     hook.trainer = deep(tmp_path / "seen", hooks=[hook], loop=InStep)

@@ -101,6 +101,7 @@ class Heavy(Mean):
         return losses + 0 * jax.lax.stop_gradient(busy[0, 0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2])
 def test_dispatching_does_not_wait_for_the_device(tmp_path, count):
     running, latest = [], []
@@ -232,6 +233,7 @@ def switching(tmp_path, sizes, **settings):
     return seen, found
 
 
+@pytest.mark.slow
 def test_nothing_compiles_on_the_loops_thread_while_sizes_switch(tmp_path):
     seen, found = switching(tmp_path, [4, 8, 2, 8, 4, 2], execution__background_compile=True)
     used = [s.config.micro_batch_size for s in seen.of(StepEnd)]
@@ -260,6 +262,7 @@ def test_other_sizes_are_compiled_where_the_time_left_can_repay_it(tmp_path, bas
     assert len(starts) == compiles
 
 
+@pytest.mark.slow
 def test_a_size_that_is_not_ready_would_be_seen(tmp_path):
     """The check above can fail: an unknown size compiles on the loop's thread, and is counted."""
     _, found = switching(tmp_path, [5], execution__background_compile=False)
@@ -309,6 +312,7 @@ def growing(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_a_size_is_used_only_once_it_is_ready(tmp_path):
     """Compilation of the larger sizes is held up; verdicts come and go; nobody uses them meanwhile."""
     gate, early, main = threading.Event(), [], threading.get_ident()

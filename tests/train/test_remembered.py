@@ -74,6 +74,7 @@ def files(workdir):
     return sorted((workdir / "compilation_cache" / FOLDER).glob("*"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("background", [False, True])
 def test_a_second_run_starts_where_the_first_one_ended(tmp_path, background):
     first, warned, _ = fit(settings(tmp_path))
@@ -104,6 +105,7 @@ def test_a_second_run_starts_where_the_first_one_ended(tmp_path, background):
     assert adaptation.readout(state.opt_state).newest_samples > 8
 
 
+@pytest.mark.slow
 def test_a_second_run_stays_there_as_long_as_the_first_took_to_get_there(tmp_path):
     """The noise of its own speaks for the base batch at once; it is not asked before."""
     fit(settings(tmp_path))
@@ -145,6 +147,7 @@ class Other(Mean):
         return 2 * super().loss(params, batch, key)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change",
     [
@@ -176,6 +179,7 @@ def damaged(text):
     yield "[]"
 
 
+@pytest.mark.slow
 def test_a_file_that_cannot_be_read_is_named_and_left_out(tmp_path):
     fit(settings(tmp_path))
     (path,) = files(tmp_path)
@@ -199,6 +203,7 @@ def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path):
     assert len(warned) == 2 and all(str(folder) in w for w in warned), warned
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "off",
     [
@@ -218,6 +223,7 @@ def test_what_does_not_remember_reads_and_writes_nothing(tmp_path, off):
     assert path.stat().st_mtime_ns == before
 
 
+@pytest.mark.slow
 def test_a_run_that_begins_at_the_base_batch_keeps_its_bits(tmp_path):
     """What is remembered steers the batch, never an update: where it says nothing, nothing differs."""
     runs = settings(tmp_path, base_steps=6.0)
@@ -226,6 +232,7 @@ def test_a_run_that_begins_at_the_base_batch_keeps_its_bits(tmp_path):
     assert same(first, second)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_where_its_checkpoint_is(tmp_path):
     runs = settings(tmp_path / "first", execution__compilation_cache=str(tmp_path))
     fit(runs)

@@ -49,6 +49,7 @@ class Noisy(Mean):
         return super().loss(params, {"x": batch["x"] * kept}, key)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 8])
 @pytest.mark.parametrize(
     "tx",
@@ -71,6 +72,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(tmp_path, count, tx, 
     assert int(parts.step) == (8 if "epochs" in end else 7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [lambda: optax.sgd(0.05, momentum=0.9), lambda: optax.adam(0.05)])
 def test_a_fixed_batch_is_a_plain_loop_the_smaller_last_one_included(tmp_path, make):
     limits = BatchLimits(base=40, max=40, micro=(1, 40))
@@ -86,6 +88,7 @@ def test_a_fixed_batch_is_a_plain_loop_the_smaller_last_one_included(tmp_path, m
     np.testing.assert_allclose(trained.params["w"], params["w"], rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 8])
 def test_a_restart_goes_on_at_the_next_sample_with_the_same_books(tmp_path, count):
     settings = counting_config(tmp_path, epochs=3)
@@ -106,6 +109,7 @@ def test_a_restart_goes_on_at_the_next_sample_with_the_same_books(tmp_path, coun
     np.testing.assert_array_equal(state.params["count"], 3)
 
 
+@pytest.mark.slow
 def test_what_a_resumed_run_waits_for_before_its_first_step_is_not_productive(tmp_path, clock):
     """The ledger of the run before is taken over while a bucket is open, which goes on."""
     wait_s, step_s = 1000.0, 100.0  # beside which it is nothing that compiling takes real time
@@ -125,6 +129,7 @@ def test_what_a_resumed_run_waits_for_before_its_first_step_is_not_productive(tm
     assert booked["productive"] == pytest.approx(8 * step_s, rel=0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [{"epochs": 2}, {"base_steps": 7.0}])
 def test_a_run_that_is_complete_stays_complete(tmp_path, length):
     first = Mean(config(tmp_path, **length)).fit()

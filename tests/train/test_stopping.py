@@ -81,6 +81,8 @@ def test_a_stop_that_cannot_save_ends_with_75_and_names_the_step_that_is_safe(tm
     assert (ended.value.step, ended.value.safe_step) == (6, 3)
     assert "step 3 is safe" in str(ended.value) and "No space left" in str(ended.value)
     assert seen.of(Checkpoint)[-1].error and seen.of(Preempt)
+    (end,) = seen.of(FitEnd)  # what trackers and reports call the outcome
+    assert end.reason.startswith("NotSaved: step 6 could not be saved")
 
     full_disk.clear()
     again = Recorder()
@@ -171,6 +173,7 @@ def test_hooks_that_are_behind_hear_of_a_stop_when_it_is_saved(tmp_path):
     assert saved == [(stopped.value.step, stopped.value.step)]
 
 
+@pytest.mark.slow
 def test_training_waits_for_hooks_that_are_far_behind_and_names_the_slow_one(
     tmp_path, monkeypatch, caplog
 ):
@@ -484,6 +487,7 @@ def script(text):
     )
 
 
+@pytest.mark.slow
 def test_a_thread_that_is_stuck_does_not_hold_up_the_exit():
     done = script(STUCK)
     assert done.returncode == 143

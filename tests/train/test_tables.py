@@ -39,6 +39,7 @@ from jaxgoodput.train.tables.commits import Opener
 from jaxgoodput.train.tables.feed import Feed
 
 
+@pytest.mark.slow
 def test_every_row_has_the_bits_of_a_dense_table_while_the_batch_changes(tmp_path, monkeypatch):
     monkeypatch.setattr(hooks, "MOST_BEHIND", 4)  # so that no two changes are asked for at once
     seen = Changing({15: (256,), 40: (128,), 70: (64,)})
@@ -57,6 +58,7 @@ def test_every_row_has_the_bits_of_a_dense_table_while_the_batch_changes(tmp_pat
     same_rows(rows_of(trainer), expected)
 
 
+@pytest.mark.slow
 def test_several_devices_train_the_rows_of_a_dense_table(tmp_path, monkeypatch):
     monkeypatch.setattr(hooks, "MOST_BEHIND", 4)
     seen = Changing({15: (64,), 40: (32,)})  # of each of four
@@ -115,6 +117,7 @@ def whole(tmp_path_factory):
     return trainer.fit(), rows_of(trainer)
 
 
+@pytest.mark.slow
 def test_evaluating_changes_no_row_and_takes_those_of_the_states_step(tmp_path, whole):
     seen = Recorder()
     evaluating = settings(tmp_path, evaluation__every_base_steps=15.0, **SAVED)
@@ -159,6 +162,7 @@ def test_a_run_that_dies_between_the_commit_and_the_checkpoint_goes_on_with_the_
     same_rows(*map(rows_of, trainers))
 
 
+@pytest.mark.slow
 def test_where_a_table_is_damaged_the_checkpoint_before_is_used(tmp_path, whole):
     trainer = Two(settings(tmp_path, **SAVED))
     trainer.fit()
@@ -179,6 +183,7 @@ def test_where_a_table_is_damaged_the_checkpoint_before_is_used(tmp_path, whole)
     same_rows(rows_of(again), whole[1])
 
 
+@pytest.mark.slow
 def test_rows_of_a_checkpoint_that_another_process_cannot_read_are_put_away(
     tmp_path, whole, monkeypatch
 ):

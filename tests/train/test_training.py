@@ -156,6 +156,7 @@ def test_a_switch_asked_for_from_a_hook_happens_at_the_next_step_and_loses_no_sa
     np.testing.assert_array_equal(state.params["count"], 7)
 
 
+@pytest.mark.slow
 def test_accumulation_asked_for_from_a_hook_loses_no_sample(tmp_path):
     def ask(event):
         if event.step == 2:
@@ -254,6 +255,7 @@ def test_the_batch_adapts_to_planted_times_and_noise(tmp_path, times, offset, ex
         assert verdict.verdict.reason
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "count, background",
     [nightly(1, False), (8, False), (1, True), nightly(8, True)],
@@ -437,6 +439,7 @@ def test_a_batch_that_is_asked_for_while_a_run_is_prepared_is_used_from_its_firs
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("asked", "why"),
     [

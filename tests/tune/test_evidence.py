@@ -42,6 +42,7 @@ def test_it_finds_the_planted_gain_within_its_error(seed, steps):
     assert found.error < (0.5 if steps == 60 else 0.15)
 
 
+@pytest.mark.slow
 def test_its_error_is_that_of_repeated_runs():
     found = [Training(seed).go(64, 0.4, 400) for seed in range(200)]
     spread = np.std([one.gained for one in found])

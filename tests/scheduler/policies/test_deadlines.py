@@ -66,6 +66,7 @@ def finish(views, cluster, policy, *, rounds):
     return ends
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 20), min_size=1, max_size=8),

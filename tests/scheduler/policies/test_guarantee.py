@@ -66,6 +66,7 @@ def test_the_oldest_that_is_due_runs(sizes, weights, seed):
     assert "guaranteed share" in decision.reasons[oldest]
 
 
+@pytest.mark.slow
 @settings(max_examples=3, deadline=None)
 @given(
     sizes=st.lists(st.sampled_from([1, 1, 1, 2, 4, 8]), min_size=4, max_size=16),
