@@ -184,8 +184,9 @@ def batch_plan(
     if (
         own is not None
     ):  # a user's sizes are for any number of replicas: here those that may be used here
-        within = {size for size in own if low <= size <= high}
-        own = tuple(sorted(within | {min(max(start.micro_batch_size, low), high)}))
+        within = {size for size in (*own, start.micro_batch_size) if low <= size <= high}
+        # None of them may be where the base's is below `micro` and the data are few.
+        own = tuple(sorted(within or {min(max(start.micro_batch_size, low), high)}))
     limits = dataclasses.replace(limits, max=largest, micro=(low, high), sizes=own)
     sizes = tuple(sorted({*limits.ladder(num_replicas), start.micro_batch_size}))
     return BatchPlan(start=start, sizes=sizes, limits=limits, accumulate=several)

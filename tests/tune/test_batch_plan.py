@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from jaxgoodput.goodput.memory import StepBytes, TooLarge
@@ -60,6 +60,23 @@ def limits_of(allowance):
 needs = st.builds(linear, st.integers(0, 10**6), st.integers(0, 10**4))
 
 
+@example(
+    allowance={
+        "num_replicas": 1,
+        "share": 1,
+        "growth": 15,
+        "low": 2,
+        "span": 13,
+        "floor": None,
+        "max_micro_batches": 1,
+        "sizes": {3},
+    },
+    num_samples=2,
+    needs=NOTHING,
+    budget=7,
+    accumulate=False,
+    fixed=False,
+)
 @given(
     allowance=allowances,
     num_samples=st.integers(1, 20_000),
@@ -99,8 +116,13 @@ def test_a_plan_never_leaves_its_limits(allowance, num_samples, needs, budget, a
     assert plan.accumulate == (accumulate and most > 1)
     assert start.micro_batch_size in plan.sizes and list(plan.sizes) == sorted(set(plan.sizes))
     assert plan.sizes == (start.micro_batch_size,) or not fixed
-    if limits.sizes is not None:
-        assert fixed or set(plan.sizes) <= {*limits.sizes, start.micro_batch_size}
+    if limits.sizes is not None and not fixed:
+        least, largest = plan.limits.span
+        of_the_user = {*limits.sizes, start.micro_batch_size}
+        if any(least <= size <= largest for size in of_the_user):
+            assert set(plan.sizes) <= of_the_user
+        else:
+            assert len(plan.sizes) == 2 and least <= plan.sizes[-1] <= largest
     for batch in plan.batches(plan.sizes):
         assert batch.micro_batch_size in plan.sizes
         assert batch.num_micro_batches == 1 or plan.accumulate
