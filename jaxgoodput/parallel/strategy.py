@@ -35,8 +35,9 @@ MODEL_AXES = (FSDP_AXIS, TENSOR_AXIS, EXPERT_AXIS, STAGE_AXIS)
 BY_TRAFFIC = (DATA_AXIS, STAGE_AXIS, FSDP_AXIS, EXPERT_AXIS, CONTEXT_AXIS, TENSOR_AXIS)
 WHAT_IS_LEFT = -1
 
-# A mesh of all axes, over nothing: constraints mean something in it, and cut nothing.
-UNCUT = AbstractMesh((1,) * len(MESH_AXES), MESH_AXES)
+# A mesh of all axes, over nothing: constraints mean something in it, and cut nothing. (Axes of jax 0.11 would
+# be explicit by default, and constraints assertions.)
+UNCUT = AbstractMesh((1,) * len(MESH_AXES), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 P = ParamSpec("P")
 T = TypeVar("T")

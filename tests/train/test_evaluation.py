@@ -229,4 +229,6 @@ def test_cut_parameters_are_whole_one_after_the_other(scanned):
     a_leaf = 4 * width * width * 4
     activations = rows * (4 + 1) * width * 4  # of a replica's own samples
     assert need.arguments == (layers + 1) * a_leaf // 8 + rows * 4
-    assert need.temporaries < 3 * a_leaf + 2 * activations
+    # XLA:CPU of jaxlib 0.11 gathers the leaves of an unrolled model ahead of their layers.
+    at_once = 3 if scanned or jax.__version_info__ < (0, 11) else layers + 1
+    assert need.temporaries < at_once * a_leaf + 2 * activations
