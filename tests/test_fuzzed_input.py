@@ -22,7 +22,7 @@ COUNT = 30  # inputs of each kind; ten times as many are the nightly runs
 
 # -- inputs ------------------------------------------------------------------------------------------
 
-LONG, DEEP = "9" * 5000, "[" * 3000
+LONG, DEEP = "9" * 5000, "[" * 200_000
 WORDS = (
     "0 -1 1 2 1e9 1e400 nan inf null true ² ٣ 0.1 1e-300 a ä [ {} ( ' %s {0} -- - .. / = ,".split()
 )

@@ -6,6 +6,7 @@ what is left gives the same state. A row that is not what was written stops the 
 keeps everything before it.
 """
 
+import contextlib
 import hashlib
 import os
 import pathlib
@@ -71,10 +72,10 @@ class Journal:
         self.path = folder / FILE
         """Where it is; it may grow to `most_bytes`, or as far as the disk has room."""
         _own(self.path)
+        self._connection = sqlite3.connect(
+            self.path, isolation_level=None, check_same_thread=False, timeout=10.0
+        )
         try:
-            self._connection = sqlite3.connect(
-                self.path, isolation_level=None, check_same_thread=False, timeout=10.0
-            )
             self._connection.execute("pragma journal_mode = wal")
             self._connection.execute("pragma synchronous = full")
             self._connection.execute(_TABLE)
@@ -86,6 +87,7 @@ class Journal:
             if version == 0:
                 self._connection.execute(f"pragma user_version = {FORMAT}")
         except sqlite3.DatabaseError as error:
+            self._connection.close()
             if _is_full(error):
                 raise DiskFull(_full(self.path, error)) from None
             raise Corrupt(self.path, 1, str(error)) from None
@@ -226,16 +228,15 @@ def _own(path: pathlib.Path) -> None:
 def _write(path: pathlib.Path, events: Sequence[Stamped]) -> None:
     """A journal of these events, at their places."""
     _own(path)
-    connection = sqlite3.connect(path, isolation_level=None)
-    connection.execute("pragma synchronous = full")
-    connection.execute(_TABLE)
-    connection.execute(_INDEX)
-    connection.execute(f"pragma user_version = {FORMAT}")
-    connection.execute("begin")
-    for x in events:
-        connection.execute(_INSERT, _row(x))
-    connection.execute("commit")
-    connection.close()
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        connection.execute("pragma synchronous = full")
+        connection.execute(_TABLE)
+        connection.execute(_INDEX)
+        connection.execute(f"pragma user_version = {FORMAT}")
+        connection.execute("begin")
+        for x in events:
+            connection.execute(_INSERT, _row(x))
+        connection.execute("commit")
 
 
 def _row(x: Stamped) -> tuple[object, ...]:
