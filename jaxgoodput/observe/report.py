@@ -719,9 +719,11 @@ def _curves(windows: Sequence[_Window], evals: Sequence[_Eval]) -> str:
 
 def _incidents(records: Sequence[_Record], windows: Sequence[_Window], torn: Sequence[str]) -> str:
     lines = []
+    went_on = 0
     for number, record in enumerate(records):
         before = records[number - 1] if number else record
         if isinstance(record, _Start) and isinstance(before, _End) and before.goes_on:
+            went_on += 1
             lines.append(
                 f"step {record.step}: {before.reason}; went on with "
                 f"{count(record.num_processes, 'process')} after {seconds(record.wall - before.wall)}"
@@ -733,7 +735,7 @@ def _incidents(records: Sequence[_Record], windows: Sequence[_Window], torn: Seq
             )
             undone = max(lost - record.step, 0)
             lines.append(
-                f"restart {record.restart}: resumed at step {record.step}, "
+                f"restart {record.restart - went_on}: resumed at step {record.step}, "
                 f"{count(undone, 'step')} undone, "
                 f"{seconds(record.wall - before.wall)} after the last record"
             )

@@ -112,6 +112,8 @@ def _eta_s(results: Sequence[Result], total_base_steps: float | None, total_samp
     first, last = results[0], results[-1]
     if total_base_steps is None:
         left = total_samples - last.ticket.samples
+        if len(results) == 1:  # steps as long as windows
+            return max(left, 0.0) * last.parts.step_s / max(last.ticket.num_samples, 1)
         done = last.ticket.samples - first.ticket.samples
     else:
         left = total_base_steps - last.metrics.progress

@@ -354,4 +354,4 @@ def test_processes_that_come_and_go_are_no_restart(tmp_path, clock):
     assert found["restarts"] == 1 and found["trained_s"] == pytest.approx(15.0 + 20.0)
     lines = section(report(tmp_path), "Restarts, checkpoints, skipped steps")
     assert lines[0] == "step 10: regrouped: b has come; went on with 1 process after 2 s"
-    assert lines[1].startswith("restart 2: resumed at step 20")
+    assert lines[1].startswith("restart 1: resumed at step 20")

@@ -366,3 +366,12 @@ def test_steps_that_wait_for_their_batches_take_as_long_as_reading_them(tmp_path
     window = [event for event in recorder.events if isinstance(event, Window)][-1]
     assert window.measured_step_s >= 0.9 * 16 * read_s
     assert window.throughput <= 1.2 / read_s
+
+
+def test_the_time_left_is_known_where_a_window_is_one_step(tmp_path):
+    seen = Recorder()
+    settings = config(tmp_path, epochs=2, reporting__window_s=1e-9)
+    Mean(settings, hooks=[seen]).fit()
+    windows = seen.of(Window)
+    assert len(windows) > 3 and all(w.num_steps == 1 for w in windows)
+    assert all(w.eta_s > 0 for w in windows[1:-1]) and windows[-1].eta_s == 0
