@@ -45,7 +45,7 @@ from jaxgoodput.optim import adaptive as adaptation
 from jaxgoodput.optim import noise as noises
 from jaxgoodput.train.loop import Loop
 from jaxgoodput.train.prepare import problem_of
-from jaxgoodput.tune.tuner import Answer, Tuner, answer
+from jaxgoodput.tune.tuner import Tuner, TunerAnswer, answer
 from jaxgoodput.tune.verdict import Situation
 
 FLAGS = flags.FLAGS
@@ -198,7 +198,7 @@ class Regression(jg.Trainer):
 class AtOnce(Tuner):
     """A tuner whose answer is there before the next step: thinking takes no planted time."""
 
-    def __init__(self, on_answer: Callable[[Answer], None], on_error: Any):
+    def __init__(self, on_answer: Callable[[TunerAnswer], None], on_error: Any):
         self._on_answer = on_answer
 
     @property

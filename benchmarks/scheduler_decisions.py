@@ -14,8 +14,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from jaxgoodput.scheduler import Goodput, JobView, ShapeProblem, shape_of, shapes
-from jaxgoodput.scheduler.fair_share import faded
+from jaxgoodput.cluster.scheduler import Goodput, JobView, ShapeProblem, shape_of, shapes
+from jaxgoodput.cluster.scheduler.fair_share import faded
 from jaxgoodput.specs import Allocation, ClusterSpec, JobSpec, Node, Tenant
 
 TEAMS = tuple(f"team-{i}" for i in range(8))

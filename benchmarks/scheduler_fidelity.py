@@ -13,8 +13,8 @@ import json
 import pathlib
 import time
 
-from jaxgoodput.scheduler import Goodput, Optimus, Pollux, Sia, Tiresias
-from jaxgoodput.simulate import (
+from jaxgoodput.cluster.scheduler import Goodput, Optimus, Pollux, Sia, Tiresias
+from jaxgoodput.cluster.simulate import (
     TableTruth,
     pollux_settings,
     read_cluster,
@@ -28,7 +28,7 @@ from jaxgoodput.simulate import (
     simulate,
     uniform_cluster,
 )
-from jaxgoodput.simulate.scenario import CLUSTERS
+from jaxgoodput.cluster.simulate.scenario import CLUSTERS
 
 SIA_AVERAGE_S = 0.542 * 3600  # Sia's artifact on philly/workload-1
 MOST_CPU_S = 60.0

@@ -22,8 +22,8 @@ import time
 
 import numpy as np
 
-from jaxgoodput.scheduler import Goodput, Pollux, Sia
-from jaxgoodput.simulate import (
+from jaxgoodput.cluster.scheduler import Goodput, Pollux, Sia
+from jaxgoodput.cluster.simulate import (
     TableTruth,
     TraceJob,
     pollux_settings,
@@ -37,7 +37,7 @@ from jaxgoodput.simulate import (
     synthetic_workload,
     uniform_cluster,
 )
-from jaxgoodput.simulate.scenario import CLUSTERS
+from jaxgoodput.cluster.simulate.scenario import CLUSTERS
 
 HELD_OUT = (4, 6)
 EVENTS = {"round_s": None, "rounding": False}  # decisions follow arrivals, ends and measurements

@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxgoodput.scheduler import Goodput, Pollux, Sia
-from jaxgoodput.scheduler.policies.baselines import EarliestDeadline, Static, Tiresias
-from jaxgoodput.scheduler.policy import Policy
-from jaxgoodput.simulate import (
+from jaxgoodput.cluster.published.baselines import EarliestDeadline, Static, Tiresias
+from jaxgoodput.cluster.scheduler import Goodput, Pollux, Sia
+from jaxgoodput.cluster.scheduler.policy import Mode, Policy
+from jaxgoodput.cluster.simulate import (
     Settings,
     TraceJob,
     simulate,
@@ -31,9 +31,8 @@ from jaxgoodput.simulate import (
     synthetic_workload,
     uniform_cluster,
 )
-from jaxgoodput.simulate.job import packed
-from jaxgoodput.simulate.model_jobs import ModelTruth
-from jaxgoodput.simulate.settings import Mode
+from jaxgoodput.cluster.simulate.job import packed
+from jaxgoodput.cluster.simulate.model_jobs import ModelTruth
 
 RULES = {"round_s": None, "rounding": False, "growth": None, "restart_s": 30.0}
 TRUTH = ModelTruth(synthetic_applications({"t4": 1.0}))

@@ -15,16 +15,16 @@ import time
 
 import numpy as np
 
-from jaxgoodput.scheduler import Goodput
-from jaxgoodput.simulate import (
+from jaxgoodput.cluster.scheduler import Goodput
+from jaxgoodput.cluster.simulate import (
     Settings,
     TraceJob,
     simulate,
     synthetic_applications,
     uniform_cluster,
 )
-from jaxgoodput.simulate.compare import tenants_table
-from jaxgoodput.simulate.model_jobs import ModelTruth
+from jaxgoodput.cluster.simulate.compare import tenants_table
+from jaxgoodput.cluster.simulate.model_jobs import ModelTruth
 from jaxgoodput.specs import Tenant
 
 TRUTH = ModelTruth(synthetic_applications({"t4": 1.0}))

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxgoodput.scheduler import Goodput
-from jaxgoodput.simulate import (
+from jaxgoodput.cluster.scheduler import Goodput
+from jaxgoodput.cluster.simulate import (
     Settings,
     TableTruth,
     pollux_settings,
@@ -31,7 +31,7 @@ from jaxgoodput.simulate import (
     synthetic_workload,
     uniform_cluster,
 )
-from jaxgoodput.simulate.model_jobs import ModelTruth
+from jaxgoodput.cluster.simulate.model_jobs import ModelTruth
 
 RESTART_S = 30.0
 

@@ -77,7 +77,7 @@ Many jobs:
   simulate              Scheduling policies on a workload, in simulated time
 """
 
-import importlib
+from jaxgoodput._lazy import lazy_names
 
 __version__ = "0.1.0"
 
@@ -116,24 +116,9 @@ _MODULES = {
     "flow": "data.flow",
     "lengths": "data.lengths",
     "rules": "optim.learning_rate",
-    "scheduler": "scheduler",
-    "simulate": "simulate",
+    "scheduler": "cluster.scheduler",
+    "simulate": "cluster.simulate",
     "trackers": "observe.trackers",
 }
-_HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
-__all__ = sorted([*_HOMES, *_MODULES])  # pyright: ignore[reportUnsupportedDunderAll]
-
-
-def __getattr__(name: str) -> object:
-    home = _HOMES.get(name) or _MODULES.get(name)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = importlib.import_module(f"{__name__}.{home}")
-    value = module if name in _MODULES else getattr(module, name)
-    globals()[name] = value  # this function is not asked for it again
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__, __all__ = lazy_names(__name__, _NAMES, _MODULES, root=__name__)

@@ -1,7 +1,7 @@
 from jaxgoodput import embedding as embedding
-from jaxgoodput import scheduler as scheduler
-from jaxgoodput import simulate as simulate
 from jaxgoodput._jax import listen_for_compilations as listen_for_compilations
+from jaxgoodput.cluster import scheduler as scheduler
+from jaxgoodput.cluster import simulate as simulate
 from jaxgoodput.data import flow as flow
 from jaxgoodput.data import lengths as lengths
 from jaxgoodput.data.cursor import Cursor as Cursor

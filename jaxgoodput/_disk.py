@@ -20,7 +20,7 @@ LOCK = "lock"
 NUM_NAMED = 3  # files that a sentence names, before it counts the others
 
 
-class Damaged(Exception):
+class DamagedError(Exception):
     """A folder is not what was written."""
 
 
@@ -67,7 +67,9 @@ def check(folder: pathlib.Path, *, share: int = 0, num_shares: int = 1) -> None:
     wrong += [f"{name} is not in {SUMS}" for name in there if name not in wanted]
     if wrong:
         more = len(wrong) - NUM_NAMED
-        raise Damaged(", ".join(wrong[:NUM_NAMED]) + (f", and {more} more" if more > 0 else ""))
+        raise DamagedError(
+            ", ".join(wrong[:NUM_NAMED]) + (f", and {more} more" if more > 0 else "")
+        )
 
 
 def sync_folder(folder: pathlib.Path) -> None:

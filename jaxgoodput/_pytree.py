@@ -47,7 +47,7 @@ def struct(cls: type[T]) -> type[T]:
 
 
 @struct
-class Packed(Generic[T]):
+class PackedTree(Generic[T]):
     """A tree of small arrays as one vector: every array that goes into and out of an executable costs the
     host some microseconds per step.
     """
@@ -60,7 +60,7 @@ class Packed(Generic[T]):
     """Shape and type of each leaf."""
 
     @classmethod
-    def of(cls, tree: T) -> "Packed[T]":
+    def of(cls, tree: T) -> "PackedTree[T]":
         """The tree in one vector.
 
         >>> Packed.of({"a": jnp.ones((2, 3)), "b": jnp.array(True)}).vector.shape

@@ -17,7 +17,7 @@ from typing import Any, NoReturn, TextIO, TypeVar
 import shtab
 
 from jaxgoodput import __version__
-from jaxgoodput.service.options import add_commands
+from jaxgoodput.cluster.service.options import add_commands
 
 _DONE, _USAGE = 0, 2
 _UNREAD = 141  # what a shell says of a program that SIGPIPE has ended
@@ -608,7 +608,7 @@ def _agent(options, command: list[str], parser: argparse.ArgumentParser) -> int:
     import socket
 
     from jaxgoodput.clock import SystemClock
-    from jaxgoodput.launcher.agent import Part, run_agent
+    from jaxgoodput.launcher.agent import AgentSettings, run_agent
     from jaxgoodput.launcher.supervise import UsageError
 
     if options.secret_stdin:
@@ -619,7 +619,7 @@ def _agent(options, command: list[str], parser: argparse.ArgumentParser) -> int:
         parser.error(
             "JAXGOODPUT_SECRET is not set. Set it to the same text here and where `jaxgoodput run` is started"
         )
-    part = Part(
+    part = AgentSettings(
         address=options.rdzv_endpoint,
         secret=secret,
         name=options.name or socket.gethostname(),
@@ -731,9 +731,9 @@ def _board(options, command: list[str], parser: argparse.ArgumentParser) -> int:
 
 
 def _simulate(options, command: list[str], parser: argparse.ArgumentParser) -> int:
-    from jaxgoodput.scheduler import catalogue
-    from jaxgoodput.simulate import (
-        Stalled,
+    from jaxgoodput.cluster.scheduler import catalogue
+    from jaxgoodput.cluster.simulate import (
+        StalledError,
         compare,
         explanation,
         read_scenario,
@@ -741,7 +741,11 @@ def _simulate(options, command: list[str], parser: argparse.ArgumentParser) -> i
         table,
         what_if,
     )
-    from jaxgoodput.simulate.compare import costs_in_words, deadlines_in_words, tenants_table
+    from jaxgoodput.cluster.simulate.compare import (
+        costs_in_words,
+        deadlines_in_words,
+        tenants_table,
+    )
 
     known = catalogue()
     if options.list:
@@ -806,7 +810,7 @@ def _simulate(options, command: list[str], parser: argparse.ArgumentParser) -> i
             print("\n".join(f"{r.policy}: {r.faults() or 'nothing went wrong'}" for r in results))
         if folder is not None:
             _write(folder, scenario, settings, results)
-    except (ValueError, OSError, Stalled) as error:
+    except (ValueError, OSError, StalledError) as error:
         return _wrong(error)
     return _DONE
 
@@ -823,8 +827,8 @@ def _folder(path: str | None) -> pathlib.Path | None:
 
 
 def _write(folder: pathlib.Path, scenario, settings, results) -> None:
-    from jaxgoodput.simulate import pictures
-    from jaxgoodput.simulate.compare import to_json
+    from jaxgoodput.cluster.simulate import pictures
+    from jaxgoodput.cluster.simulate.compare import to_json
 
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "results.json").write_text(to_json(scenario, settings, results))

@@ -56,7 +56,7 @@ def test_whatever_becomes_of_a_file_is_named_by_one_of_its_readers(damage, num_s
         for share in range(num_shares):
             try:
                 _disk.check(folder, share=share, num_shares=num_shares)
-            except _disk.Damaged as found:
+            except _disk.DamagedError as found:
                 told.append(str(found))
         assert told and all(name in sentence for sentence in told)
         assert len(told) == (num_shares if after is None else 1)
@@ -72,10 +72,10 @@ def test_sums_that_were_changed_are_damage_like_any_other(files, data):
         bit = data.draw(st.integers(0, 8 * len(sums) - 9))  # but of the last line's end
         sums[bit // 8] ^= 1 << bit % 8
         (folder / _disk.SUMS).write_bytes(sums)
-        with pytest.raises(_disk.Damaged):
+        with pytest.raises(_disk.DamagedError):
             _disk.check(folder)
         (folder / _disk.SUMS).write_bytes(b"")
-        with pytest.raises(_disk.Damaged, match=f"is not in {_disk.SUMS}"):
+        with pytest.raises(_disk.DamagedError, match=f"is not in {_disk.SUMS}"):
             _disk.check(folder)
 
 
@@ -83,7 +83,7 @@ def test_a_file_that_was_not_there_is_damage_and_many_are_counted(tmp_path):
     written(tmp_path, {"state/one": b"1"})
     for i in range(5):
         (tmp_path / "state" / f"new{i}").write_bytes(b"")
-    with pytest.raises(_disk.Damaged, match="new0 is not in sha256sums, .*, and 2 more"):
+    with pytest.raises(_disk.DamagedError, match="new0 is not in sha256sums, .*, and 2 more"):
         _disk.check(tmp_path)
 
 

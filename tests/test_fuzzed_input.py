@@ -355,7 +355,7 @@ def arguments_of(options, draw):
 @seeds
 def test_any_command_line(tmp_path, monkeypatch, told, seed):
     """What would be started is not; what it would be started with is as of ever."""
-    ended = supervise.End(code=0, told=False)
+    ended = supervise.ProcessesEnd(code=0, told=False)
     monkeypatch.setattr(local, "supervise", lambda *_, **__: ended)
     monkeypatch.chdir(tmp_path)
     codes = set()

@@ -16,7 +16,7 @@ import jaxgoodput
 
 ROOT = pathlib.Path(__file__).parents[1]
 # A room that examples import by itself, and what it promises.
-ROOMS = {f"jaxgoodput.{room}" for room in ("embedding", "scheduler", "simulate")}
+ROOMS = {f"jaxgoodput.{room}" for room in ("embedding", "cluster.scheduler", "cluster.simulate")}
 
 # All of them loaded here: inside a test, the environment that some of the dependencies set would count.
 VALUES = {name: getattr(jaxgoodput, name) for name in jaxgoodput.__all__}

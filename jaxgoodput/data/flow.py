@@ -32,7 +32,7 @@ FACTOR = 0x100000001B3  # of the polynomial that hashes text
 
 
 @runtime_checkable
-class Table(Protocol):
+class RowReader(Protocol):
     """What can be looked up: a `TieredTable`, or anything else that reads rows by id."""
 
     def read(self, ids: Int[np.ndarray, " n"]) -> np.ndarray:
@@ -53,24 +53,24 @@ class Exchange(Protocol):
 
 
 @dataclass(frozen=True)
-class Reduced:
+class ReducedKeys:
     """Keys, ascending, and what their values were reduced to; of the keys that are this process's."""
 
     keys: np.ndarray
     values: np.ndarray
 
-    def everywhere(self, exchange: Exchange | None = None) -> "Reduced":
+    def everywhere(self, exchange: Exchange | None = None) -> "ReducedKeys":
         """The keys of all processes, on each of them."""
         if exchange is None:
             return self
         part = {"keys": self.keys, "values": self.values}
         return _joined(exchange.all_to_all([part] * exchange.count), None)
 
-    def most(self, count: int) -> "Reduced":
+    def most(self, count: int) -> "ReducedKeys":
         """The keys of the largest values, largest first; of equal values the smaller keys."""
         _, ranks = np.unique(self.values, return_inverse=True)
         order = np.lexsort((self.keys, -ranks))[:count]
-        return Reduced(self.keys[order], self.values[order])
+        return ReducedKeys(self.keys[order], self.values[order])
 
 
 class Flow:
@@ -83,7 +83,7 @@ class Flow:
         """The batches, from the first."""
         return iter(self._batches())
 
-    def lookup(self, table: Table, *, ids: str, into: str) -> "Flow":
+    def lookup(self, table: RowReader, *, ids: str, into: str) -> "Flow":
         """Add a column `into` with the table's row for each id of the column `ids`; a batch reads a row once.
 
         Raises KeyError, when it is read, for a batch without that column.
@@ -105,7 +105,7 @@ class Flow:
         reduce: str = "sum",
         *,
         exchange: Exchange | None = None,
-    ) -> Reduced:
+    ) -> ReducedKeys:
         """Reduce the column `value` (None: a one for each) by the column `key`, over all batches.
 
         Keys are integers or text; memory is that of the different keys that this process reads. Sums are of
@@ -120,7 +120,7 @@ class Flow:
         """
         if reduce not in REDUCERS:
             raise ValueError(f"reduce={reduce!r} is not known; use one of {sorted(REDUCERS)}.")
-        pending: list[Reduced] = []
+        pending: list[ReducedKeys] = []
         num_pending, limit = 0, MOST_PENDING
         for batch in self:
             keys = _column(batch, key)
@@ -250,26 +250,26 @@ def _int64(numbers: np.ndarray, what: str) -> np.ndarray:
     return numbers.astype(np.int64)
 
 
-def _combined(keys: np.ndarray, values: np.ndarray, reducer: np.ufunc) -> Reduced:
+def _combined(keys: np.ndarray, values: np.ndarray, reducer: np.ufunc) -> ReducedKeys:
     if not len(keys):
-        return Reduced(keys, values)
+        return ReducedKeys(keys, values)
     order = np.argsort(keys, kind="stable")
     keys, values = keys[order], values[order]
     first = np.flatnonzero(np.append(True, keys[1:] != keys[:-1]))
-    return Reduced(keys[first], reducer.reduceat(values, first))
+    return ReducedKeys(keys[first], reducer.reduceat(values, first))
 
 
-def _merged(parts: Sequence[Reduced], reducer: np.ufunc) -> Reduced:
+def _merged(parts: Sequence[ReducedKeys], reducer: np.ufunc) -> ReducedKeys:
     parts = [part for part in parts if len(part.keys)]
     if not parts:
-        return Reduced(np.empty(0, np.int64), np.empty(0, np.int64))
+        return ReducedKeys(np.empty(0, np.int64), np.empty(0, np.int64))
     keys = np.concatenate([part.keys for part in parts])
     return _combined(keys, np.concatenate([part.values for part in parts]), reducer)
 
 
-def _joined(parts: Sequence[Mapping[str, np.ndarray]], reducer: np.ufunc | None) -> Reduced:
+def _joined(parts: Sequence[Mapping[str, np.ndarray]], reducer: np.ufunc | None) -> ReducedKeys:
     """What processes sent; without a reducer no key is in two parts."""
-    found = [Reduced(part["keys"], part["values"]) for part in parts]
+    found = [ReducedKeys(part["keys"], part["values"]) for part in parts]
     kinds = {part.keys.dtype.kind for part in found if len(part.keys)}
     if len(kinds) > 1 and not kinds <= {"i", "u"}:
         raise TypeError(

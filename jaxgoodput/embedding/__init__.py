@@ -16,16 +16,17 @@ share a table have `Peers` that tell each other ids and rows, and each opens its
 """
 
 from jaxgoodput.embedding.hashing import owners
-from jaxgoodput.embedding.hosts import Moved, host_folder, resize
+from jaxgoodput.embedding.hosts import MoveReport, host_folder, resize
 from jaxgoodput.embedding.optimizers import Adagrad, Adam, RowOptimizer, Sgd
 from jaxgoodput.embedding.peers import Peers, Share
-from jaxgoodput.embedding.pipeline import Pipeline, Placed
+from jaxgoodput.embedding.pipeline import Pipeline, PlacedBatch
 from jaxgoodput.embedding.plan import Table
 from jaxgoodput.embedding.step import row_step
 from jaxgoodput.embedding.store import RowStore
 from jaxgoodput.embedding.table import Lookup, TieredTable
 
 __all__ = [
-    "Adagrad", "Adam", "Lookup", "Moved", "Peers", "Pipeline", "Placed", "RowOptimizer", "RowStore", "Sgd",
+    "Adagrad", "Adam", "Lookup", "MoveReport", "Peers", "Pipeline", "PlacedBatch", "RowOptimizer",
+    "RowStore", "Sgd",
     "Share", "Table", "TieredTable", "host_folder", "owners", "resize", "row_step",
 ]  # fmt: skip

@@ -45,7 +45,7 @@ def warmer(heat: Float64[np.ndarray, " n"], read: float) -> Float64[np.ndarray, 
 
 
 @dataclass(frozen=True)
-class Plan:
+class SlotPlan:
     """What one batch has moved in one table, and where its rows are then."""
 
     number: int
@@ -225,7 +225,7 @@ class Directory:
         _, slots = self.ram.find(ids[~on_device])
         self.ram.needed[slots] = number
 
-    def plan(self) -> Plan:
+    def plan(self) -> SlotPlan:
         """What the next of the batches that were told has moved."""
         number, ids = self._number, self._ahead.pop(0)
         self._number += 1
@@ -267,7 +267,7 @@ class Directory:
         # Batches count for as much less as their reads do.
         share = 2.0 ** (-1 / self._half_life)
         batches = (1 - share ** (number + 1)) / (1 - share)
-        return Plan(
+        return SlotPlan(
             number=number,
             slots=all_slots,
             is_often=device.heat[all_slots] - heat >= np.log2(self.often * batches),

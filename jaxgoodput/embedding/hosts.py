@@ -18,7 +18,7 @@ AT_ONCE = 2**16
 
 
 @dataclass(frozen=True)
-class Moved:
+class MoveReport:
     """What a change of hosts has moved."""
 
     num_rows: int
@@ -41,7 +41,7 @@ def resize(
     at: Mapping[int, int] | None = None,
     about: Mapping[str, Any] | None = None,
     **store: Any,
-) -> Moved:
+) -> MoveReport:
     """Give each row that `old` hosts have to its owner among `new`; rows are copied bit for bit.
 
     Every host's newest commit counts, or the one that `at` names; hosts of `new` alone begin with nothing
@@ -86,7 +86,7 @@ def resize(
             said = {**said, "with": dict(about)}
         for host in new:
             stores[host].commit(said, keep=stores[host].commits())
-        return Moved(num_rows, num_moved)
+        return MoveReport(num_rows, num_moved)
 
 
 def _of_one_save(stores: dict[int, RowStore]) -> Any:

@@ -18,7 +18,7 @@ from jax.sharding import Sharding
 from jaxtyping import Array
 
 from jaxgoodput.clock import Clock, SystemClock
-from jaxgoodput.embedding.table import Evicted, Lookup, TieredTable
+from jaxgoodput.embedding.table import EvictedRows, Lookup, TieredTable
 
 T = TypeVar("T")
 STAGES = ("plan", "pull", "load", "train", "write back")
@@ -27,7 +27,7 @@ NEWEST = 32  # batches by which a stage is judged: the first ones are slow
 
 
 @dataclass(frozen=True)
-class Placed:
+class PlacedBatch:
     """A batch whose rows are on the device."""
 
     number: int
@@ -38,7 +38,7 @@ class Placed:
 
 
 @dataclass(frozen=True)
-class Failed:
+class StageFailure:
     """What ended a stage."""
 
     error: BaseException
@@ -73,7 +73,7 @@ class Times:
         self.newest_s[stage].append(seconds)
 
 
-class Channel(Generic[T]):
+class StageQueue(Generic[T]):
     """A queue between two threads that ends for both when either is over."""
 
     def __init__(self, size: int):
@@ -108,12 +108,12 @@ class Channel(Generic[T]):
             self._changed.notify_all()
 
 
-class Ended:
+class EndOfBatches:
     """There are no more batches."""
 
 
 class Pipeline:
-    """Iterates over `Placed` batches; each has to be given back to `trained` before the next.
+    """Iterates over `PlacedBatch` batches; each has to be given back to `trained` before the next.
 
     `ids(batch)` names the ids that a batch reads of every table, in any shape. `look_ahead`: batches behind
     the planned one whose rows are not evicted; with 2 * `depth` + 3 of them hardly any batch waits for rows
@@ -149,16 +149,16 @@ class Pipeline:
         self._ids, self._look_ahead = ids, look_ahead
         self._room_for_all, self._lies, self._meanwhile = room_for_all, lies, meanwhile
         self._plans = self._planned(iter(batches))
-        self._waiting: Placed | None = None
+        self._waiting: PlacedBatch | None = None
         self._handed_out_s = 0.0
-        self._over: Ended | Failed | None = None
+        self._over: EndOfBatches | StageFailure | None = None
         self._write_back_failure: BaseException | None = None
-        self._leaving: dict[str, Evicted] = {}  # what is not yet anybody's to write back
+        self._leaving: dict[str, EvictedRows] = {}  # what is not yet anybody's to write back
         self._is_closed = False
-        self._planned_ahead = Channel[Any](depth)
-        self._pulled = Channel[Any](depth)
-        self._loaded = Channel[Any](depth)
-        self._evicted = Channel[Any](depth + 1)
+        self._planned_ahead = StageQueue[Any](depth)
+        self._pulled = StageQueue[Any](depth)
+        self._loaded = StageQueue[Any](depth)
+        self._evicted = StageQueue[Any](depth + 1)
         self._threads: list[threading.Thread] = []
         if depth:
             self._start("plan", self._plan_all)
@@ -186,11 +186,11 @@ class Pipeline:
         if self._is_closed:
             return  # the tables may be another pipeline's by now
         if self._over is None:
-            self._over = Ended()
+            self._over = EndOfBatches()
         for channel in (self._planned_ahead, self._pulled, self._loaded):
             channel.close()
         if self._threads:
-            self._evicted.put(Ended())  # what was evicted arrives first
+            self._evicted.put(EndOfBatches())  # what was evicted arrives first
             self._threads[-1].join()
         for table in self.tables.values():
             table.stop(
@@ -205,11 +205,11 @@ class Pipeline:
                 table.settle()
         self._is_closed = True
 
-    def __iter__(self) -> Iterator[Placed]:
+    def __iter__(self) -> Iterator[PlacedBatch]:
         """The batches, from the one behind the last."""
         return self
 
-    def __next__(self) -> Placed:
+    def __next__(self) -> PlacedBatch:
         """The next batch, once its rows are in their slots."""
         if self._waiting is not None:
             raise RuntimeError(
@@ -221,9 +221,9 @@ class Pipeline:
         self.times.stalled_s += self._clock.now() - start_s
         if self._write_back_failure is not None:
             raise self._write_back_failure
-        if isinstance(loaded, Ended):
+        if isinstance(loaded, EndOfBatches):
             raise StopIteration
-        if isinstance(loaded, Failed):
+        if isinstance(loaded, StageFailure):
             raise loaded.error
         batch, lookups = loaded[0], {}
         try:
@@ -234,11 +234,11 @@ class Pipeline:
             else:
                 self._write_back(self._leaving)
         except BaseException as error:  # Ctrl-C, too: `close` writes back what has left
-            self._over = Failed(error)
+            self._over = StageFailure(error)
             raise
         self._leaving = {}
         slots = {name: table.slots for name, table in self.tables.items()}
-        self._waiting = Placed(self.times.num_batches, batch, slots, lookups)
+        self._waiting = PlacedBatch(self.times.num_batches, batch, slots, lookups)
         self.times.num_batches += 1
         self._handed_out_s = self._clock.now()
         return self._waiting
@@ -268,15 +268,15 @@ class Pipeline:
                     "load", self._load, self._timed("pull", self._pull, self._next())
                 )
             except BaseException as error:
-                found = Failed(error)
-        if isinstance(found, Ended | Failed):
+                found = StageFailure(error)
+        if isinstance(found, EndOfBatches | StageFailure):
             self._over = found
         return found
 
     def _next(self) -> Any:
         """The next batch with its plans."""
         start_s = self._clock.now()
-        found = next(self._plans, Ended())
+        found = next(self._plans, EndOfBatches())
         self.times.add("plan", self._clock.now() - start_s)
         return found
 
@@ -284,7 +284,7 @@ class Pipeline:
         """Batches with a plan and the places of their ids by table, planned when those behind are known."""
         window: deque[tuple[Any, dict[str, Any]]] = deque()
         failure: Exception | None = None
-        is_over, end = False, Ended()
+        is_over, end = False, EndOfBatches()
         while True:
             while not is_over and len(window) <= self._look_ahead:
                 try:
@@ -324,7 +324,7 @@ class Pipeline:
         return found
 
     def _pull(self, item: Any) -> Any:
-        if isinstance(item, Ended | Failed):
+        if isinstance(item, EndOfBatches | StageFailure):
             return item
         batch, plans = item
         return batch, {
@@ -332,7 +332,7 @@ class Pipeline:
         }
 
     def _load(self, item: Any) -> Any:
-        if isinstance(item, Ended | Failed):
+        if isinstance(item, EndOfBatches | StageFailure):
             return item
         batch, pulled = item
         lies = self._lies(batch)
@@ -341,7 +341,7 @@ class Pipeline:
             for name, part in pulled.items()
         }
 
-    def _write_back(self, evicted: Mapping[str, Evicted]) -> None:
+    def _write_back(self, evicted: Mapping[str, EvictedRows]) -> None:
         for name, part in evicted.items():
             self.tables[name].write_back(part)
 
@@ -359,22 +359,22 @@ class Pipeline:
             try:
                 item = self._next()
             except BaseException as error:  # SystemExit, too: the caller waits to hear of it
-                item = Failed(error)
-            if not self._planned_ahead.put(item) or isinstance(item, Ended | Failed):
+                item = StageFailure(error)
+            if not self._planned_ahead.put(item) or isinstance(item, EndOfBatches | StageFailure):
                 return
 
-    def _work(self, stage: str, source: Channel[Any], target: Channel[Any]) -> None:
+    def _work(self, stage: str, source: StageQueue[Any], target: StageQueue[Any]) -> None:
         run = {"pull": self._pull, "load": self._load}[stage]
         while (item := source.get()) is not None:
             try:
                 item = self._timed(stage, run, item)
             except BaseException as error:
-                item = Failed(error)
-            if not target.put(item) or isinstance(item, Ended | Failed):
+                item = StageFailure(error)
+            if not target.put(item) or isinstance(item, EndOfBatches | StageFailure):
                 return
 
     def _write_back_all(self) -> None:
-        while (item := self._evicted.get()) is not None and not isinstance(item, Ended):
+        while (item := self._evicted.get()) is not None and not isinstance(item, EndOfBatches):
             start_s = self._clock.now()
             try:
                 self._write_back(item)

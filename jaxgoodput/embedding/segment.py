@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Int64, UInt64
 
-from jaxgoodput._disk import Damaged
+from jaxgoodput._disk import DamagedError
 from jaxgoodput._hash import STEP, mixed
 
 MAGIC = b"jg rows1"
@@ -28,7 +28,7 @@ PIECE_BYTES = 2**25  # of disk space taken at once
 CHECKED_AT_ONCE = 2**16
 
 
-class DamagedFile(Damaged):
+class DamagedFile(DamagedError):
     """A file of a store is not what was written."""
 
     def __init__(self, path: pathlib.Path, what: str):

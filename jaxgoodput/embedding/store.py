@@ -37,7 +37,7 @@ ASIDE = "damaged"
 
 
 @dataclass(frozen=True)
-class Listed:
+class SegmentEntry:
     """A segment in a manifest."""
 
     name: str
@@ -51,14 +51,14 @@ class Manifest:
 
     number: int
     row_bytes: int
-    segments: tuple[Listed, ...]
+    segments: tuple[SegmentEntry, ...]
     about: Mapping[str, Any]
     """What the caller of `commit` wrote down with it."""
     lineage: tuple[int, ...] = ()
     """The commits that are kept with it, each made from the one before, and its own number."""
 
 
-class Got(NamedTuple):
+class IdStates(NamedTuple):
     """What is known of some ids."""
 
     found: Bool[np.ndarray, " n"]
@@ -67,7 +67,7 @@ class Got(NamedTuple):
 
 
 @dataclass
-class Traffic:
+class StoreTraffic:
     """What a store has written and read since it was opened."""
 
     rows_put: int = 0
@@ -160,7 +160,7 @@ class RowStore:
             raise ValueError(f"row_bytes={row_bytes}: rows have 8, 16, 24, ... bytes. Pad them.")
         self.folder = pathlib.Path(folder)
         self.row_bytes = row_bytes
-        self.traffic = Traffic()
+        self.traffic = StoreTraffic()
         self._num_ids, self._keep = num_ids, max(keep, 1)
         self._shift = max((segment_bytes // row_bytes).bit_length() - 1, 8)
         self._max_rows = 2**self._shift
@@ -216,7 +216,7 @@ class RowStore:
 
     # -- rows ----------------------------------------------------------------------------------------
 
-    def get(self, ids: Int64[np.ndarray, " n"]) -> Got:
+    def get(self, ids: Int64[np.ndarray, " n"]) -> IdStates:
         """The rows of those ids that are there. Raises Damaged, naming a row that is not what was written."""
         with self._lock:
             locations = self._index.get(ids)
@@ -226,7 +226,7 @@ class RowStore:
         found = locations != MISSING
         rows = self._gathered(locations if found.all() else locations[found], parts)
         self.traffic.rows_got += len(rows)
-        return Got(found, rows)
+        return IdStates(found, rows)
 
     def put(self, ids: Int64[np.ndarray, " n"], rows: UInt64[np.ndarray, "n words"]) -> None:
         """Keep a row for each id, in place of any that there was; each id once.
@@ -391,7 +391,7 @@ class RowStore:
                 for path in sorted(unsynced & {part.path for part in finished}):
                     _sync(path)
                 number = max([*manifests(self.folder), 0]) + 1
-                listed = tuple(Listed(p.path.name, len(p.ids), p.total) for p in finished)
+                listed = tuple(SegmentEntry(p.path.name, len(p.ids), p.total) for p in finished)
                 lineage = (*self._lineage, number)
                 newest = lineage[-self._keep :]
                 lineage = tuple(n for n in lineage if n in newest or n in keep)
@@ -482,7 +482,7 @@ class RowStore:
         try:
             self._newest, segments = self._read(there[number], checks_rows)
         except DamagedFile as damage:
-            raise _disk.Damaged(self._set_aside(damage, number)) from damage
+            raise _disk.DamagedError(self._set_aside(damage, number)) from damage
         # Before commits wrote it down, those that had been gone back from were deleted first.
         lineage = self._newest.lineage or sorted(n for n in there if n <= number)
         self._lineage = tuple(n for n in lineage if n in there)

@@ -24,7 +24,7 @@ from jaxtyping import Array, Float32, Int, Int64, UInt32
 
 from jaxgoodput._pytree import struct
 from jaxgoodput.clock import Clock, SystemClock
-from jaxgoodput.embedding.directory import NOBODY, Directory, Plan
+from jaxgoodput.embedding.directory import NOBODY, Directory, SlotPlan
 from jaxgoodput.embedding.hashing import initial_values
 from jaxgoodput.embedding.optimizers import RowOptimizer
 from jaxgoodput.embedding.peers import Share
@@ -48,10 +48,10 @@ class Lookup:
 
 
 @dataclass(frozen=True)
-class Pulled:
+class PulledPlan:
     """A plan with what was taken out of RAM for it."""
 
-    plan: Plan
+    plan: SlotPlan
     inverse: np.ndarray
     rows: UInt32[np.ndarray, "missing words"]
     """Of the missing ids; those that were not in RAM are still to be filled in."""
@@ -61,10 +61,10 @@ class Pulled:
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedPlan:
     """A plan with all rows that it needs on the device, though not in their slots."""
 
-    plan: Plan
+    plan: SlotPlan
     lookup: Lookup
     rows: Array | None
     targets: Array | None
@@ -72,10 +72,10 @@ class Loaded:
 
 
 @dataclass(frozen=True)
-class Evicted:
+class EvictedRows:
     """Rows that left the device; `rows` is there when the device has come so far."""
 
-    plan: Plan
+    plan: SlotPlan
     rows: Array | None
     is_dirty: np.ndarray
 
@@ -284,17 +284,19 @@ class TieredTable:
             )
         return found, inverse.reshape(ids.shape).astype(np.int32)
 
-    def pull(self, plan: Plan, inverse: np.ndarray) -> Pulled:
+    def pull(self, plan: SlotPlan, inverse: np.ndarray) -> PulledPlan:
         """Take rows out of RAM; waits for those that are on their way there."""
         self._wait(plan.waits_for)
         rows = np.zeros((len(plan.missing), self.layout.num_words), np.uint32)
         rows[plan.in_ram] = self._ram[plan.from_ram]
         dirty = self._ram_dirty[plan.dumped_slots]
-        return Pulled(plan, inverse, rows, plan.dumped[dirty], self._ram[plan.dumped_slots[dirty]])
+        return PulledPlan(
+            plan, inverse, rows, plan.dumped[dirty], self._ram[plan.dumped_slots[dirty]]
+        )
 
     def load(
-        self, pulled: Pulled, *, room_for_all: bool = False, batch: Sharding | None = None
-    ) -> Loaded:
+        self, pulled: PulledPlan, *, room_for_all: bool = False, batch: Sharding | None = None
+    ) -> LoadedPlan:
         """Write rows to the disk, fetch others or make them, and send all that the batch needs.
 
         `room_for_all`: the lookup is as long as the batch has ids, however many of them differ. `batch`: how
@@ -328,10 +330,10 @@ class TieredTable:
             is_often=put(np.pad(plan.is_often, (0, length - len(plan.slots)))),
         )
         if not len(plan.missing):
-            return Loaded(plan, lookup, None, None, None)
+            return LoadedPlan(plan, lookup, None, None, None)
         padded = np.zeros((size, rows.shape[1]), np.uint32)
         padded[: len(rows)] = rows
-        return Loaded(
+        return LoadedPlan(
             plan,
             lookup,
             put(padded),
@@ -339,7 +341,7 @@ class TieredTable:
             put(self._padded(plan.evicted_slots, size)) if len(plan.evicted) else None,
         )
 
-    def place(self, loaded: Loaded) -> tuple[Lookup, Evicted]:
+    def place(self, loaded: LoadedPlan) -> tuple[Lookup, EvictedRows]:
         """Put a batch's rows into their slots; returns where they are, and what has left for them."""
         plan, evicted = loaded.plan, None
         if loaded.evicted_slots is not None:
@@ -353,9 +355,9 @@ class TieredTable:
         self._device_dirty[plan.slots] = True
         self._ram_ids[plan.from_ram] = NOBODY
         self._placed = plan.number
-        return loaded.lookup, Evicted(plan, evicted, is_dirty)
+        return loaded.lookup, EvictedRows(plan, evicted, is_dirty)
 
-    def write_back(self, evicted: Evicted) -> None:
+    def write_back(self, evicted: EvictedRows) -> None:
         """Have rows that left the device arrive in RAM."""
         plan = evicted.plan
         if evicted.rows is not None:

@@ -31,7 +31,7 @@ class Compilable(Protocol[T_co]):
         ...
 
 
-class Compiled:
+class ProgramCache:
     """What was compiled, by (builder, arguments). Safe from any thread.
 
     A second thread that asks for the same waits for the first; one that asks for another does not.

@@ -30,7 +30,7 @@ from jaxtyping import Array, PyTree
 
 from jaxgoodput.embedding.table import Lookup
 from jaxgoodput.engine import step as pure
-from jaxgoodput.engine.compiled import Compiled, Moves
+from jaxgoodput.engine.compiled import Moves, ProgramCache
 from jaxgoodput.engine.memory import step_bytes
 from jaxgoodput.engine.programs import (
     GlobalPrograms,
@@ -99,7 +99,7 @@ class Engines:
             "state",
             lambda: jax.eval_shape(anywhere(lambda: pure.init_state(problem, jax.random.key(0)))),
         )
-        self.compiled = Compiled()
+        self.compiled = ProgramCache()
         self.moves = Moves(memory_bytes)
         self._engines: dict[Layout, Engine] = {}
         self._lock = threading.Lock()

@@ -59,7 +59,7 @@ class Variables:
 
 
 @struct
-class Guard:
+class RefusedUpdates:
     """Updates refused: loss, gradient, update or model state was not finite, or the batch had no weight."""
 
     skipped: Leaf
@@ -82,7 +82,7 @@ class TrainState:
     """int32, updates attempted."""
     key: Leaf
     """The root of every random number of the run."""
-    guard: Guard
+    guard: RefusedUpdates
     """Updates that were refused."""
     ema: PyTree = None
     """Average of the trainable parameters over progress, float32 at least; None where there is none."""

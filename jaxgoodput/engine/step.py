@@ -29,8 +29,8 @@ from jaxtyping import Array, PyTree
 from jaxgoodput.engine import norm_layers
 from jaxgoodput.engine.gradients import swapped_value_and_grad
 from jaxgoodput.engine.state import (
-    Guard,
     Loss,
+    RefusedUpdates,
     StepMetrics,
     Sums,
     TrainState,
@@ -126,7 +126,7 @@ def init_state(
         model_state=variables.model_state,
         step=jnp.zeros((), jnp.int32),
         key=run_key,
-        guard=Guard(skipped=jnp.zeros((), jnp.int32), in_a_row=jnp.zeros((), jnp.int32)),
+        guard=RefusedUpdates(skipped=jnp.zeros((), jnp.int32), in_a_row=jnp.zeros((), jnp.int32)),
         ema=first_average(problem, variables.params),
     )
 
@@ -518,7 +518,7 @@ def update(
         model_state=model_state,
         step=state.step + 1,
         key=state.key,
-        guard=Guard(
+        guard=RefusedUpdates(
             skipped=state.guard.skipped + missed,
             in_a_row=(state.guard.in_a_row + 1) * missed,
         ),

@@ -16,8 +16,8 @@ from jaxgoodput.goodput.regression import (
     OVERLAP,
     UPDATE,
     WEIGHTS,
+    RobustMinimum,
     Rows,
-    Solution,
     float64_on_cpu,
     least_squares,
     log_errors,
@@ -95,7 +95,7 @@ def _pins(rows: Rows, sizes: np.ndarray) -> np.ndarray:
     return np.stack([free, pinned, floor])
 
 
-def solve_published(rows: Rows, sizes: np.ndarray, smooth: Solution) -> np.ndarray:
+def solve_published(rows: Rows, sizes: np.ndarray, smooth: RobustMinimum) -> np.ndarray:
     """[params] in normal units: the best minimum of the published loss near several starts."""
     pins = _pins(rows, sizes)
     flat = smooth.point.copy()  # the published penalties like no growth and little overlap

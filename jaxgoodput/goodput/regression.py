@@ -239,7 +239,7 @@ def starts(rows: Rows) -> list[np.ndarray]:
 
 
 @dataclass(frozen=True)
-class Solution:
+class RobustMinimum:
     """A minimum of the robust loss."""
 
     point: np.ndarray
@@ -254,7 +254,7 @@ class Solution:
     """[params] standard error; 1 = the size of the parameter, or of what matters."""
 
 
-def solve(rows: Rows, warm: np.ndarray | None = None) -> Solution:
+def solve(rows: Rows, warm: np.ndarray | None = None) -> RobustMinimum:
     """The most plausible parameters: several starts, then once more with the noise they revealed.
 
     `warm` is an additional start in search coordinates.
@@ -291,7 +291,7 @@ def solve(rows: Rows, warm: np.ndarray | None = None) -> Solution:
             noise, error = _noise(point, rows, table)
         values = np.array(_parameters(point, has_update))
         spread = _spread(point, values, noise, rows, table)
-    return Solution(point, values, noise, error, spread)
+    return RobustMinimum(point, values, noise, error, spread)
 
 
 def least_squares(

@@ -34,8 +34,8 @@ from jaxgoodput.launcher.supervise import (
     SAVED,
     USAGE,
     Child,
-    Exited,
-    Signalled,
+    ChildExit,
+    StopSignal,
     UsageError,
     exit_code,
     how_it_ended,
@@ -54,7 +54,7 @@ _PACKAGES = ("jaxgoodput", "jax", "jaxlib", "numpy", "flax", "optax", "orbax-che
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class AgentSettings:
     """What `jaxgoodput agent` was asked for: one host's part of a job."""
 
     address: str
@@ -100,7 +100,7 @@ def _digest(path: pathlib.Path) -> str:
     return digest.hexdigest()[:12]
 
 
-def run_agent(command: Sequence[str], part: Part, *, clock: Clock) -> int:
+def run_agent(command: Sequence[str], part: AgentSettings, *, clock: Clock) -> int:
     """Take part in a job until it is over; an exit code.
 
     SIGTERM, SIGINT and SIGHUP have this host leave the job, which goes on without it: the workers are let go
@@ -132,14 +132,14 @@ def run_agent(command: Sequence[str], part: Part, *, clock: Clock) -> int:
                 )
                 return FAILED
             with contextlib.suppress(queue.Empty):
-                if isinstance(agent.events.get(timeout=_RETRY_S), Signalled):
+                if isinstance(agent.events.get(timeout=_RETRY_S), StopSignal):
                     return SAVED  # nothing of the job is here
 
 
 class Agent:
     """The workers of one host. `take_part` runs until the job is over, or the coordinator is gone."""
 
-    def __init__(self, command: Sequence[str], part: Part, *, clock: Clock):
+    def __init__(self, command: Sequence[str], part: AgentSettings, *, clock: Clock):
         self.events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.has_taken_part = False
         self.last_error: OSError | None = None  # of the connection
@@ -201,14 +201,14 @@ class Agent:
                         child.send(signum)
                 continue
             match event:
-                case Exited(member, code_):
+                case ChildExit(member, code_):
                     self._ended(str(member), code_, tells=not is_over)
                     if self._waiting and not is_over:
                         self._start(self._waiting.pop(0), lifeline)
                     self._send(channel, {"type": "exit", "member": member, "code": code_})
                     if self._is_leaving and not self._children:
                         return SAVED
-                case Signalled(signum):
+                case StopSignal(signum):
                     self._stop(channel, signum)
                     if not self._children:
                         return SAVED
@@ -336,9 +336,9 @@ class Agent:
             child.finish()
         while self._children:
             event = self.events.get()
-            if isinstance(event, Exited):
+            if isinstance(event, ChildExit):
                 self._children.pop(str(event.rank), None)
-            elif isinstance(event, Signalled):
+            elif isinstance(event, StopSignal):
                 told = event
         if told is not None:
             self.events.put(told)  # for whoever looks for a coordinator

@@ -47,7 +47,7 @@ class HostLost:
 
 
 @dataclass(frozen=True)
-class Connected:
+class WorkerConnected:
     """A worker has come through JAX's registration, and so have all of its generation."""
 
     generation: int
@@ -104,7 +104,7 @@ class Coordinator:
         self._num_started = 0
         self._told_s = 0.0
         self._is_closed = False
-        self._end: rendezvous.End | None = None
+        self._end: rendezvous.EndJob | None = None
         try:
             self._listener = socket.create_server((host, port or 0), reuse_port=False)
         except (OSError, OverflowError) as error:
@@ -127,7 +127,7 @@ class Coordinator:
                 self._happen(rendezvous.Tick())
             name = told()
             if is_told and name == "SIGINT":
-                self._end = rendezvous.End(128 + signal.SIGINT, "told so twice")
+                self._end = rendezvous.EndJob(128 + signal.SIGINT, "told so twice")
             elif not is_told and name is not None:
                 is_told = True
                 say(f"{name}: all processes are told to save and stop")
@@ -161,7 +161,7 @@ class Coordinator:
 
     def give_up(self, code: int, why: str) -> None:
         """End the job: nobody is left, and nobody can come. From any thread."""
-        self._events.put(rendezvous.End(code, why))
+        self._events.put(rendezvous.EndJob(code, why))
 
     @property
     def hosts(self) -> tuple[str, ...]:
@@ -180,7 +180,7 @@ class Coordinator:
                 self._slots[host] = slots
                 self._send(channel, {"type": "accepted"})
                 say(f"{host} has joined, with {slots} process{'es' * (slots > 1)}")
-                self._happen(rendezvous.Arrived(host))
+                self._happen(rendezvous.HostArrived(host))
             case HostLost(host, why, channel):
                 self._lose(host, why, channel)
             case rendezvous.Leave(host):
@@ -190,7 +190,7 @@ class Coordinator:
                     self._happen(rendezvous.Stop())
                     for agent in self._agents.values():
                         self._send(agent, {"type": "stop"})
-            case rendezvous.End():
+            case rendezvous.EndJob():
                 self._act(event)
             case WorkerCame(name, channel):
                 self._workers[name] = channel
@@ -198,9 +198,9 @@ class Coordinator:
                 channel.close()
                 if self._workers.get(name) is channel:
                     del self._workers[name]
-            case Connected(generation):
+            case WorkerConnected(generation):
                 self._has_connected |= generation == self._state.generation
-            case rendezvous.Gone(name, _):
+            case rendezvous.ProcessExited(name, _):
                 rank = self._state.ranks.index(name) if name in self._state.ranks else None
                 trains = self._state.stage is rendezvous.Stage.TRAINING
                 self._happen(event)
@@ -216,7 +216,7 @@ class Coordinator:
 
     def _act(self, action: rendezvous.Action) -> None:
         match action:
-            case rendezvous.Regroup(members, generation):
+            case rendezvous.EndGeneration(members, generation):
                 for name in members:
                     self._tell(name, {"type": "regroup", "generation": generation})
             case rendezvous.Form(generation, ranks, holders, holds, news):
@@ -252,7 +252,7 @@ class Coordinator:
                 agent = self._agents.get(name.rpartition(".")[0])
                 if agent is not None:
                     self._send(agent, {"type": "kill", "member": name})
-            case rendezvous.Start(host, after_s):
+            case rendezvous.StartProcess(host, after_s):
                 if host in self._agents:
                     say(f"another process is started on {host} in {after_s:g} s")
                     self._starts.append((self._clock.now() + after_s, host))
@@ -279,7 +279,7 @@ class Coordinator:
             case rendezvous.Save(members, holds):
                 parts_at = [self._state_at.get(name) for name in members]
                 self._tell(members[0], {"type": "save", "parts_at": parts_at, "holds": holds})
-            case rendezvous.End(code, why):
+            case rendezvous.EndJob(code, why):
                 if code:
                     say(f"the job ends with {code}: {why}")
                 self._end = action
@@ -327,7 +327,7 @@ class Coordinator:
             return  # all of them are started when it is taken in again
         self._num_started += 1
         name = f"{host}.{self._num_started}"
-        self._happen(rendezvous.Joined(name, host))
+        self._happen(rendezvous.ProcessJoined(name, host))
         self._send(agent, {"type": "start", "member": name})
 
     def _lose(self, host: str, why: str, channel: wire.Channel | None) -> None:
@@ -341,9 +341,9 @@ class Coordinator:
         say(f"{host} has gone: {why}")
         for name, member in list(self._state.members.items()):
             if member.host == host:
-                self._take(rendezvous.Gone(name, -9))
+                self._take(rendezvous.ProcessExited(name, -9))
         self._starts = [(at_s, other) for at_s, other in self._starts if other != host]
-        self._happen(rendezvous.Lost(host))
+        self._happen(rendezvous.AgentLost(host))
 
     def _tell_of_waiting(self, now_s: float) -> None:
         """Now and then, why nothing happens."""
@@ -410,13 +410,13 @@ class Coordinator:
         self._events.put(HostJoined(host, hello["slots"], hello["instance"], channel))
         while (message := self._receive(channel)) is not None:
             if message["type"] == "exit":
-                self._events.put(rendezvous.Gone(message["member"], message["code"]))
+                self._events.put(rendezvous.ProcessExited(message["member"], message["code"]))
             elif message["type"] == "leave":
                 self._events.put(rendezvous.Leave(host))
             elif message["type"] == "checked":
                 check = fitness.Check(**message["check"])
                 say(f"{host} was checked: {check.failure or check}")
-                self._events.put(rendezvous.Examined(host, check))
+                self._events.put(rendezvous.HostExamined(host, check))
         self._events.put(HostLost(host, "its agent does not answer", channel))
 
     def _hear_worker(self, channel: wire.Channel, hello: Mapping[str, Any]) -> None:
@@ -452,7 +452,7 @@ class Coordinator:
                     generation, done = message["generation"], message["step"]
                     self._events.put(rendezvous.Beat(name, generation, done, pace))
                 case "connected":
-                    self._events.put(Connected(message["generation"]))
+                    self._events.put(WorkerConnected(message["generation"]))
                 case "done":
                     self._events.put(rendezvous.Done(name))
         self._events.put(WorkerLost(name, channel))

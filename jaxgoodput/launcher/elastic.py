@@ -20,7 +20,7 @@ from jaxgoodput.launcher.agent import facts_of
 from jaxgoodput.launcher.coordinator import Coordinator, with_slots
 from jaxgoodput.launcher.local import shim_command
 from jaxgoodput.launcher.rendezvous import Limits
-from jaxgoodput.launcher.supervise import Signalled, UsageError, exit_code, say, signals_to
+from jaxgoodput.launcher.supervise import StopSignal, UsageError, exit_code, say, signals_to
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +99,7 @@ def run_elastic(command: Sequence[str], job: Job, *, clock: Clock | None = None)
     from jaxgoodput import _jax
 
     _jax.quiet_runtime_log()
-    events: queue.SimpleQueue[Signalled] = queue.SimpleQueue()
+    events: queue.SimpleQueue[StopSignal] = queue.SimpleQueue()
     with contextlib.ExitStack() as stack:
         stack.enter_context(signals_to(events))
         coordinator = Coordinator(
@@ -114,7 +114,7 @@ def run_elastic(command: Sequence[str], job: Job, *, clock: Clock | None = None)
         stack.callback(coordinator.close)
         say(f"the job is at {coordinator.address}, for {job.least} to {job.most} hosts")
 
-        named = Named(started.names, coordinator, needed)
+        named = RemoteHosts(started.names, coordinator, needed)
 
         def told() -> str | None:
             if not events.empty():
@@ -125,7 +125,7 @@ def run_elastic(command: Sequence[str], job: Job, *, clock: Clock | None = None)
         return coordinator.run(told)
 
 
-class Named:
+class RemoteHosts:
     """The hosts whose agents were started from here, where nobody else knows how to come to the job.
 
     An agent that has ended comes no more. With fewer than `least` left the job would wait for ever.

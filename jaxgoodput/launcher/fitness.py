@@ -294,7 +294,7 @@ def _own_s(samples_s: Sequence[float], kind: Pace) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Decision:
+class HostDecision:
     """What was decided about a host; those who train tell it their hooks."""
 
     host: str

@@ -35,7 +35,7 @@ class Hosts(Protocol):
         ...
 
 
-class Started:
+class LocalAgents:
     """Agents that are processes of this host: on it, or remote shells to others."""
 
     def __init__(self, commands: Mapping[str, Callable[[Sequence[str]], list[str]]], secret: str):
@@ -93,17 +93,17 @@ class Started:
                     pass  # it did not read what was written last
 
 
-def local(count: int, secret: str) -> Started:
+def local(count: int, secret: str) -> LocalAgents:
     """Agents on this machine, as if they were hosts; one has this machine's own name."""
     names = ["local"] if count == 1 else [f"local{i}" for i in range(count)]
-    return Started({name: _here for name in names}, secret)
+    return LocalAgents({name: _here for name in names}, secret)
 
 
 def _here(arguments: Sequence[str]) -> list[str]:
     return [sys.executable, "-m", "jaxgoodput.cli", *arguments]
 
 
-def remote(names: Sequence[str], secret: str, *, shell: str, python: str) -> Started:
+def remote(names: Sequence[str], secret: str, *, shell: str, python: str) -> LocalAgents:
     """Agents on other hosts through a remote shell, such as `ssh -o BatchMode=yes`, in this folder.
 
     The shell is called as `SHELL HOST COMMAND`, COMMAND being one word for a shell there.
@@ -121,7 +121,7 @@ def remote(names: Sequence[str], secret: str, *, shell: str, python: str) -> Sta
 
         return of
 
-    return Started({name: command(name) for name in names}, secret)
+    return LocalAgents({name: command(name) for name in names}, secret)
 
 
 def read_host_file(text: str) -> list[str]:

@@ -19,7 +19,7 @@ from jaxgoodput.launcher.supervise import (
     DONE,
     SAVED,
     USAGE,
-    End,
+    ProcessesEnd,
     UsageError,
     say,
     supervise,
@@ -200,7 +200,7 @@ class Restarts:
         self._num_fruitless = 0  # crashes in a row
         self._furthest: int | None = None
 
-    def pause_s(self, end: End) -> float | None:
+    def pause_s(self, end: ProcessesEnd) -> float | None:
         """How long to wait before the next start; None: there is none."""
         if end.told or end.code in (DONE, USAGE) or self.num >= self._most:
             return None

@@ -22,7 +22,7 @@ from jaxgoodput import _jax
 from jaxgoodput import _wire as wire
 from jaxgoodput.clock import Clock, SystemClock
 from jaxgoodput.launcher import fitness
-from jaxgoodput.train.membership import Generation, Kept, OwnPart, Released, SaveHere
+from jaxgoodput.train.membership import Generation, OwnPart, ReleasedExit, RunSnapshot, SaveHere
 
 _FETCH_S = 60.0  # for anything at all from whoever holds the state
 _LOST = {"type": "lost"}
@@ -30,7 +30,7 @@ _WINDOW = 5  # steps at least, whose median is told: one that something came bet
 
 
 @dataclass(frozen=True)
-class Rendezvous:
+class RendezvousAddress:
     """Where a worker finds the others of its job."""
 
     address: str  # of the coordinator, host:port
@@ -39,10 +39,10 @@ class Rendezvous:
     host: str
 
 
-class Member:
+class JobMembership:
     """This worker among those of its job; a `train.membership.Membership`."""
 
-    def __init__(self, where: Rendezvous, clock: Clock | None = None):
+    def __init__(self, where: RendezvousAddress, clock: Clock | None = None):
         self._where = where
         self._clock = clock or SystemClock()
         self._generation = 0
@@ -99,7 +99,7 @@ class Member:
                 self._steps.clear()
             self._steps.append((self._clock.now(), own))
 
-    def keep(self, kept: Kept) -> None:
+    def keep(self, kept: RunSnapshot) -> None:
         """Keep a copy of this state here and, behind the caller, on a process of another host."""
         assert self._place is not None
         self._server.keep(self._place, kept.step, kept.to_bytes())
@@ -125,7 +125,7 @@ class Member:
         self._is_done = True
         self._tell({"type": "done"})
 
-    def enter(self, kept: Kept | None, share: int | None) -> Generation:
+    def enter(self, kept: RunSnapshot | None, share: int | None) -> Generation:
         """Leave the present generation and wait for the next one, which JAX then knows.
 
         The number of its processes divides `share`, unless that is None.
@@ -219,7 +219,7 @@ class Member:
             is_leased=first.is_leased,
         )
 
-    def _newest(self, kept: Kept | None, formed: Mapping[str, Any]) -> Kept | None:
+    def _newest(self, kept: RunSnapshot | None, formed: Mapping[str, Any]) -> RunSnapshot | None:
         """The state that all go on from: this process's own, or that of the one who came furthest.
 
         In a group of several, of the same place. None: nobody has it, or not all of it.
@@ -230,20 +230,20 @@ class Member:
             kept, formed["rank"] % self.group_size, formed["holds"], formed["state_at"]
         )
 
-    def _keep_what_changes_place(self, kept: Kept | None, place: int) -> None:
+    def _keep_what_changes_place(self, kept: RunSnapshot | None, place: int) -> None:
         """What this process held of another place may be needed, too, if the others do not come."""
         if kept is not None and self._place not in (None, place):
             self._server.keep(self._place, kept.step, kept.to_bytes())
 
-    def _part(self, kept: Kept | None, place: int, step: int, address: str) -> Kept:
+    def _part(self, kept: RunSnapshot | None, place: int, step: int, address: str) -> RunSnapshot:
         """The part of a place after a step: the one that is here, a copy, or from elsewhere."""
         if kept is not None and kept.step == step and place == self._place:
             return kept
         if address == self._server.address:
-            return Kept.from_bytes(self._server.part(place, step))
+            return RunSnapshot.from_bytes(self._server.part(place, step))
         return fetch(address, self._where.secret, place, step)
 
-    def _whole(self, kept: Kept, parts_at: Sequence[str], step: int) -> Kept:
+    def _whole(self, kept: RunSnapshot, parts_at: Sequence[str], step: int) -> RunSnapshot:
         """The state after a step, of the parts that this process and others hold."""
         first, *others = [
             self._part(kept, place, step, address) for place, address in enumerate(parts_at)
@@ -252,11 +252,11 @@ class Member:
             first = first.with_parts_of(other)
         return first
 
-    def _await(self, *kinds: str, kept: Kept | None = None) -> Mapping[str, Any]:
+    def _await(self, *kinds: str, kept: RunSnapshot | None = None) -> Mapping[str, Any]:
         while True:
             message = self._answers.get()
             if message["type"] == "release":
-                raise Released("the job goes on without this process, or is over")
+                raise ReleasedExit("the job goes on without this process, or is over")
             if message["type"] == "save" and kept is not None:
                 raise SaveHere(self._whole(kept, message["parts_at"], message["holds"]))
             if message["type"] == "lost":
@@ -321,7 +321,7 @@ class _StateServer:
     def __init__(self, host: str, secret: str):
         self._secret = secret
         self._lock = threading.Lock()
-        self._kept: Kept | None = None
+        self._kept: RunSnapshot | None = None
         self._place: int | None = None  # of what is offered
         self._bytes: bytes | None = None
         self._generation = 0
@@ -337,7 +337,7 @@ class _StateServer:
         with self._lock:
             return sorted(self._copies)
 
-    def offer(self, kept: Kept | None, place: int | None) -> None:
+    def offer(self, kept: RunSnapshot | None, place: int | None) -> None:
         """Serve this one from now on."""
         with self._lock:
             self._kept, self._place, self._bytes = kept, place, None
@@ -391,7 +391,7 @@ class _StateServer:
             logging.info("nobody took the state: %s", error)
 
 
-def fetch(address: str, secret: str, place: int, step: int) -> Kept:
+def fetch(address: str, secret: str, place: int, step: int) -> RunSnapshot:
     """The part of the state that a worker offers. Raises OSError where it has gone, or has none."""
     channel = wire.connect(address, secret, timeout_s=_FETCH_S)
     try:
@@ -403,4 +403,4 @@ def fetch(address: str, secret: str, place: int, step: int) -> Kept:
         channel.close()
     if not data:
         raise ConnectionError(f"the process at {address} has no state to give")
-    return Kept.from_bytes(data)
+    return RunSnapshot.from_bytes(data)

@@ -3,7 +3,7 @@
 import os
 
 from jaxgoodput.launcher.supervise import UsageError
-from jaxgoodput.observe.forecast import Expected, Forecast, forecast, shapes_up_to
+from jaxgoodput.observe.forecast import ExpectedRun, Forecast, forecast, shapes_up_to
 from jaxgoodput.specs import Shape
 from jaxgoodput.text import compact, seconds
 
@@ -83,7 +83,7 @@ def _in_words(shape: Shape) -> str:
     return f"{shape.num_devices} {devices} on {shape.num_nodes} {nodes}"
 
 
-def _row(one: Expected) -> dict[str, str]:
+def _row(one: ExpectedRun) -> dict[str, str]:
     """A line of the table by column."""
     config, shape = one.config, one.shape
     return {

@@ -1,10 +1,10 @@
 """Who trains together, and when that changes: a pure state machine that one coordinator drives.
 
-Processes come (`Joined`), wait with the state that they hold (`Ready`), are told their places (`Form`), say
-that they have what they need (`SetUp`), and are let go all at once (`Go`), as a *generation*. It ends when
-somebody waits to be taken in, is to leave, or has died: all are asked to come back (`Regroup`), each with its
-state in memory, and the next one is formed of those that did. A process that does not come back, or from
-which no sign of life comes, is killed (`Kill`), and another is started in its place (`Start`).
+Processes come (`ProcessJoined`), wait with the state that they hold (`Ready`), are told their places
+(`Form`), say that they have what they need (`SetUp`), and are let go all at once (`Go`), as a
+*generation*. It ends when somebody waits to be taken in, is to leave, or has died: all are
+asked to come back (`EndGeneration`), each with its state in memory, and the next one is formed of those
+that did. A process that does not come back, or from which no sign of life comes, is killed (`Kill`), and another is started in its place (`StartProcess`).
 
 Where one copy of the model is cut over several processes, those are a *group*: the processes of ranks 0 to
 k - 1, k to 2 k - 1 and so on. Each holds the part of the state that belongs to its *place* in the group, so
@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from jaxgoodput.launcher import fitness
-from jaxgoodput.launcher.fitness import Check, Decision, Pace
+from jaxgoodput.launcher.fitness import Check, HostDecision, Pace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +91,7 @@ class Stage(enum.Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Member:
+class KnownProcess:
     """A process, as far as it has been heard of."""
 
     host: str
@@ -144,7 +144,7 @@ class Rendezvous:
     """A job: its processes, and the generation that they are in."""
 
     limits: Limits
-    members: Mapping[str, Member] = field(default_factory=dict)
+    members: Mapping[str, KnownProcess] = field(default_factory=dict)
     stage: Stage = Stage.GATHERING
     generation: int = 0
     """The newest that was formed."""
@@ -163,7 +163,7 @@ class Rendezvous:
     leaving: frozenset[str] = frozenset()
     """Hosts that are to be left, or have been."""
     hosts: Mapping[str, Host] = field(default_factory=dict)
-    news: tuple[Decision, ...] = ()
+    news: tuple[HostDecision, ...] = ()
     """What was decided about hosts, and the next generation is to tell."""
     num_failures: int = 0
     furthest: int = -1
@@ -180,14 +180,14 @@ class Rendezvous:
 
 
 @dataclass(frozen=True)
-class Arrived:
+class HostArrived:
     """A host has come, or come back; its processes follow once it is checked."""
 
     host: str
 
 
 @dataclass(frozen=True)
-class Examined:
+class HostExamined:
     """What a host's check has measured."""
 
     host: str
@@ -195,14 +195,14 @@ class Examined:
 
 
 @dataclass(frozen=True)
-class Lost:
+class AgentLost:
     """The agent of a host does not answer any more."""
 
     host: str
 
 
 @dataclass(frozen=True)
-class Joined:
+class ProcessJoined:
     """A process has begun, and says on which host."""
 
     member: str
@@ -250,7 +250,7 @@ class Done:
 
 
 @dataclass(frozen=True)
-class Gone:
+class ProcessExited:
     """It has ended, with this code; -n: by signal n."""
 
     member: str
@@ -275,7 +275,18 @@ class Tick:
 
 
 Event = (
-    Arrived | Examined | Lost | Joined | Ready | SetUp | Beat | Done | Gone | Leave | Stop | Tick
+    HostArrived
+    | HostExamined
+    | AgentLost
+    | ProcessJoined
+    | Ready
+    | SetUp
+    | Beat
+    | Done
+    | ProcessExited
+    | Leave
+    | Stop
+    | Tick
 )
 
 
@@ -283,7 +294,7 @@ Event = (
 
 
 @dataclass(frozen=True)
-class Regroup:
+class EndGeneration:
     """Tell these to end their generation at their next step."""
 
     members: tuple[str, ...]
@@ -298,7 +309,7 @@ class Form:
     ranks: tuple[str, ...]
     holders: tuple[str, ...]
     holds: int
-    news: tuple[Decision, ...] = ()
+    news: tuple[HostDecision, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -325,7 +336,7 @@ class Kill:
 
 
 @dataclass(frozen=True)
-class Start:
+class StartProcess:
     """Start a process in place of one that failed."""
 
     host: str
@@ -358,7 +369,7 @@ class Refuse:
 class Tell:
     """Say what was decided about a host."""
 
-    decision: Decision
+    decision: HostDecision
 
 
 @dataclass(frozen=True)
@@ -377,7 +388,7 @@ class Save:
 
 
 @dataclass(frozen=True)
-class End:
+class EndJob:
     """The job is over, with this exit code."""
 
     code: int
@@ -385,19 +396,19 @@ class End:
 
 
 Action = (
-    Regroup
+    EndGeneration
     | Form
     | Go
     | Again
     | Kill
-    | Start
+    | StartProcess
     | Examine
     | Admit
     | Refuse
     | Tell
     | Release
     | Save
-    | End
+    | EndJob
 )
 
 DONE, SAVED = 0, 143
@@ -425,19 +436,19 @@ def can_go_on(state: Rendezvous) -> bool:
 
 def _take(state: Rendezvous, event: Event, now_s: float) -> tuple[Rendezvous, tuple[Action, ...]]:
     match event:
-        case Arrived(host):
+        case HostArrived(host):
             return _arrived(state, host)
-        case Examined(host, check):
+        case HostExamined(host, check):
             return _examined(state, host, check, now_s)
-        case Lost(host):
+        case AgentLost(host):
             if host not in state.hosts:
                 return state, ()
             return _host(state, host, is_here=False, is_asked=False), ()
-        case Joined(name, host):
+        case ProcessJoined(name, host):
             if not state.members and state.generation == 0:
                 state = dataclasses.replace(state, since_s=now_s)
             leaves = host in state.leaving or is_left_out(state, host)
-            return _with(state, name, Member(host=host, joined_s=now_s, leaves=leaves)), ()
+            return _with(state, name, KnownProcess(host=host, joined_s=now_s, leaves=leaves)), ()
         case Ready():
             return _ready(state, event, now_s)
         case SetUp(name, generation):
@@ -456,7 +467,7 @@ def _take(state: Rendezvous, event: Event, now_s: float) -> tuple[Rendezvous, tu
             if name not in state.ranks or state.stage is Stage.FORMING:
                 return state, ()
             return _over(dataclasses.replace(state, is_done=True), now_s)
-        case Gone():
+        case ProcessExited():
             return _gone(state, event, now_s)
         case Leave(host):
             return _leave(state, host, now_s)
@@ -488,7 +499,9 @@ def _ready(state: Rendezvous, event: Ready, now_s: float) -> tuple[Rendezvous, t
     return state, ()
 
 
-def _gone(state: Rendezvous, event: Gone, now_s: float) -> tuple[Rendezvous, tuple[Action, ...]]:
+def _gone(
+    state: Rendezvous, event: ProcessExited, now_s: float
+) -> tuple[Rendezvous, tuple[Action, ...]]:
     member = state.members.get(event.member)
     if member is None:
         return state, ()
@@ -507,7 +520,7 @@ def _gone(state: Rendezvous, event: Gone, now_s: float) -> tuple[Rendezvous, tup
         # Who is still getting ready would wait for it, with the state in memory; so would those of a group.
         waits = state.limits.group_size > 1
         names = [n for n in _outstanding(state) if waits or state.members[n].beat_s is None]
-        return state, (Regroup(tuple(names), state.generation),) if names else ()
+        return state, (EndGeneration(tuple(names), state.generation),) if names else ()
     if event.code in (DONE, SAVED) and not member.leaves:
         if took_part or state.generation == 0:
             # Without a word: a script that trains no further, or that was told to stop.
@@ -538,7 +551,9 @@ def _form_again(
     return state, (Again(state.generation, others),)
 
 
-def _failed(state: Rendezvous, member: Member, code: int) -> tuple[Rendezvous, tuple[Action, ...]]:
+def _failed(
+    state: Rendezvous, member: KnownProcess, code: int
+) -> tuple[Rendezvous, tuple[Action, ...]]:
     """Have another process started, while there is any hope.
 
     Who was killed (by the kernel for memory, by a user, from here) may do better next time; what fails by
@@ -556,7 +571,7 @@ def _failed(state: Rendezvous, member: Member, code: int) -> tuple[Rendezvous, t
     if num_failures > state.limits.max_restarts or state.num_fruitless >= MOST_FRUITLESS:
         return state, ()
     pause_s = 0.0 if has_progressed else 2.0**state.num_fruitless
-    return state, (Start(member.host, pause_s),)
+    return state, (StartProcess(member.host, pause_s),)
 
 
 def _leave(state: Rendezvous, host: str, now_s: float) -> tuple[Rendezvous, tuple[Action, ...]]:
@@ -590,7 +605,7 @@ def _examined(
     if check.failure:
         left = {name: one for name, one in state.hosts.items() if name != host}
         state = dataclasses.replace(state, hosts=left)
-        state, told = _told(state, Decision(host=host, decision="refused", why=check.failure))
+        state, told = _told(state, HostDecision(host=host, decision="refused", why=check.failure))
         return state, (*told, Refuse(host, check.failure))
     others = [
         one.check
@@ -605,7 +620,7 @@ def _examined(
     if known.until_s is None:
         return state, (Admit(host),)
     passed = why or f"it has passed its check: {check}"
-    state, told = _told(state, Decision(host=host, decision="taken in again", why=passed))
+    state, told = _told(state, HostDecision(host=host, decision="taken in again", why=passed))
     return state, (*told, Admit(host))
 
 
@@ -621,7 +636,7 @@ def _leave_out(
             state = _changed(state, name, leaves=True)
     return _told(
         state,
-        Decision(
+        HostDecision(
             host=host,
             decision="left out",
             why=f"{why}. It is checked again in {seconds:g} s",
@@ -630,7 +645,7 @@ def _leave_out(
     )
 
 
-def _told(state: Rendezvous, decision: Decision) -> tuple[Rendezvous, tuple[Action, ...]]:
+def _told(state: Rendezvous, decision: HostDecision) -> tuple[Rendezvous, tuple[Action, ...]]:
     news = (*state.news, decision)[-_MOST_NEWS:]  # somebody may come and be refused for days
     return dataclasses.replace(state, news=news), (Tell(decision),)
 
@@ -650,7 +665,7 @@ def _host(state: Rendezvous, host: str, **fields) -> Rendezvous:
 def _gather(state: Rendezvous, now_s: float) -> tuple[Rendezvous, tuple[Action, ...]]:
     """End the generation: everybody comes back."""
     state = dataclasses.replace(state, stage=Stage.GATHERING, since_s=now_s)
-    return state, (Regroup(_outstanding(state), state.generation),)
+    return state, (EndGeneration(_outstanding(state), state.generation),)
 
 
 def _over(state: Rendezvous, now_s: float) -> tuple[Rendezvous, tuple[Action, ...]]:
@@ -677,7 +692,7 @@ def _bury(state: Rendezvous, now_s: float) -> tuple[Rendezvous, tuple[Action, ..
     actions: tuple[Action, ...] = ()
     for name, member in list(state.members.items()):
         if member.killed_s is not None and now_s - member.killed_s >= state.limits.farewell_s:
-            state, more = _gone(state, Gone(name, -9), now_s)
+            state, more = _gone(state, ProcessExited(name, -9), now_s)
             actions += more
     return state, actions
 
@@ -777,7 +792,7 @@ def _release(state: Rendezvous, now_s: float) -> tuple[Rendezvous, tuple[Action,
     """
     staying = [m for m in state.members.values() if m.waits and not m.leaves]
 
-    def may_go(member: Member) -> bool:
+    def may_go(member: KnownProcess) -> bool:
         kept = max((_holds(m) for m in staying if m.place == member.place), default=-1)
         return state.stage is Stage.TRAINING or _holds(member) <= kept
 
@@ -917,17 +932,17 @@ def _end(state: Rendezvous, now_s: float) -> tuple[Rendezvous, tuple[Action, ...
             return state, ()
         # Told to stop before its end, it wants a restart, whoever was there to hear it.
         is_stopped = state.is_told and not state.is_done and state.code == DONE
-        return state, (End(SAVED if is_stopped else state.code, "all processes have ended"),)
+        return state, (EndJob(SAVED if is_stopped else state.code, "all processes have ended"),)
     if state.num_fruitless >= MOST_FRUITLESS:
         why = f"it has failed {state.num_fruitless} times without doing a step in between"
-        return dataclasses.replace(state, stage=Stage.OVER), (End(state.code, why),)
+        return dataclasses.replace(state, stage=Stage.OVER), (EndJob(state.code, why),)
     living = sum(not member.leaves for member in state.members.values())
     spare = any(host.is_here and host.until_s is not None for host in state.hosts.values())
     if state.num_failures > limits.max_restarts and living < limits.needed and not spare:
         why = (
             f"{state.num_failures} processes have failed, and {limits.max_restarts} may be replaced"
         )
-        return dataclasses.replace(state, stage=Stage.OVER), (End(state.code, why),)
+        return dataclasses.replace(state, stage=Stage.OVER), (EndJob(state.code, why),)
     return state, ()
 
 
@@ -938,7 +953,7 @@ def _outstanding(state: Rendezvous) -> tuple[str, ...]:
     """Those of the newest generation that have not come back, or, while it forms, are not set."""
     forming = state.stage is Stage.FORMING
 
-    def lacks(member: Member) -> bool:
+    def lacks(member: KnownProcess) -> bool:
         return not member.is_set if forming else member.holds is None
 
     present = (name for name in state.ranks if name in state.members)
@@ -949,7 +964,7 @@ def _outstanding(state: Rendezvous) -> tuple[str, ...]:
     )
 
 
-def _holds(member: Member) -> int:
+def _holds(member: KnownProcess) -> int:
     return -1 if member.holds is None else member.holds
 
 
@@ -966,7 +981,7 @@ def _usable(limits: Limits, count: int, share: int | None) -> int:
     return next((size * n for n in groups if n and (share is None or share % n == 0)), 0)
 
 
-def _with(state: Rendezvous, name: str, member: Member) -> Rendezvous:
+def _with(state: Rendezvous, name: str, member: KnownProcess) -> Rendezvous:
     return dataclasses.replace(state, members={**state.members, name: member})
 
 

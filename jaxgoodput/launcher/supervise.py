@@ -30,7 +30,7 @@ class UsageError(ValueError):
 
 
 @dataclass(frozen=True)
-class End:
+class ProcessesEnd:
     """How a set of processes ended."""
 
     code: int  # of the whole set, see `exit_code`
@@ -40,7 +40,7 @@ class End:
 
 
 @dataclass(frozen=True)
-class Exited:
+class ChildExit:
     """A child has ended with this code; -n: by signal n."""
 
     rank: int | str
@@ -48,7 +48,7 @@ class Exited:
 
 
 @dataclass(frozen=True)
-class Signalled:
+class StopSignal:
     """This process was told to stop."""
 
     signum: int
@@ -76,7 +76,7 @@ def supervise(
     crash_grace_s: float,
     clock: Clock,
     still_s: float = _STILL_S,
-) -> End:
+) -> ProcessesEnd:
     """Run all commands at once, command i with `environs[i]`, and wait for all of them.
 
     With `prefix_output` each line of process i appears here behind `[i] `; without it the processes
@@ -93,7 +93,7 @@ def supervise(
     Raises:
         OSError: a command cannot be started; none is left running.
     """
-    events: queue.SimpleQueue[Exited | Signalled] = queue.SimpleQueue()
+    events: queue.SimpleQueue[ChildExit | StopSignal] = queue.SimpleQueue()
     with contextlib.ExitStack() as stack:
         stack.enter_context(signals_to(events))
         lifeline, held = os.pipe()
@@ -111,7 +111,7 @@ def supervise(
 
 def told_within(seconds: float) -> bool:
     """Wait so long, or until a signal says to stop: True then."""
-    events: queue.SimpleQueue[Exited | Signalled] = queue.SimpleQueue()
+    events: queue.SimpleQueue[ChildExit | StopSignal] = queue.SimpleQueue()
     with signals_to(events):
         try:
             events.get(timeout=seconds)
@@ -122,14 +122,14 @@ def told_within(seconds: float) -> bool:
 
 def _wait(
     processes: Sequence["Child"],
-    events: "queue.SimpleQueue[Exited | Signalled]",
+    events: "queue.SimpleQueue[ChildExit | StopSignal]",
     grace_s: float,
     crash_grace_s: float,
     clock: Clock,
     still_s: float,
-) -> End:
+) -> ProcessesEnd:
     began_s = clock.now()
-    failed: list[tuple[Exited, float]] = []  # in the order of their ends, and when
+    failed: list[tuple[ChildExit, float]] = []  # in the order of their ends, and when
     codes: list[int] = []
     running: dict[int | str, Child] = dict(enumerate(processes))
     told = False
@@ -158,7 +158,7 @@ def _wait(
             send(signum)
             continue
         now_s = clock.now()
-        if isinstance(event, Signalled):
+        if isinstance(event, StopSignal):
             if not told:
                 told = True
                 send(event.signum)
@@ -181,10 +181,10 @@ def _wait(
     _sum_up(failed, processes)
     steps = [p.step for p in processes if p.step is not None]
     began = [p.began for p in processes if p.began is not None]
-    return End(exit_code(codes), told, max(began, default=None), max(steps, default=None))
+    return ProcessesEnd(exit_code(codes), told, max(began, default=None), max(steps, default=None))
 
 
-def _sum_up(failed: Sequence[tuple[Exited, float]], processes: Sequence["Child"]) -> None:
+def _sum_up(failed: Sequence[tuple[ChildExit, float]], processes: Sequence["Child"]) -> None:
     """Who failed first and how, and the last lines of all that failed."""
     for place, (end, after_s) in enumerate(failed):
         process = processes[int(end.rank)]
@@ -225,7 +225,7 @@ def say(message: str) -> None:
 
 @contextlib.contextmanager
 def signals_to(events: "queue.SimpleQueue[Any]") -> Iterator[None]:
-    """Have SIGTERM, SIGINT and SIGHUP put on a queue as `Signalled`, where this is the main thread."""
+    """Have SIGTERM, SIGINT and SIGHUP put on a queue as `StopSignal`, where this is the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -233,7 +233,7 @@ def signals_to(events: "queue.SimpleQueue[Any]") -> Iterator[None]:
     kinds = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # nohup
         kinds.remove(signal.SIGHUP)
-    before = [signal.signal(kind, lambda s, _: events.put(Signalled(s))) for kind in kinds]
+    before = [signal.signal(kind, lambda s, _: events.put(StopSignal(s))) for kind in kinds]
     try:
         yield
     finally:
@@ -257,7 +257,7 @@ def _stopped_at(pid: int) -> int | None:
 class Child:
     """One child, leader of a process group of its own, with the threads that read and await it.
 
-    `rank` is what its lines are marked with, and who `Exited` says has ended.
+    `rank` is what its lines are marked with, and who `ChildExit` says has ended.
     """
 
     def __init__(
@@ -354,7 +354,7 @@ class Child:
             self._reaped = True
         for reader in self._readers:
             reader.join(_OUTPUT_DRAIN_S)
-        events.put(Exited(rank, code))
+        events.put(ChildExit(rank, code))
 
     def send(self, signum: int) -> None:
         """Send a signal to the process; SIGKILL to its children too."""

@@ -183,16 +183,16 @@ def initialize(environ: Mapping[str, str] | None = None) -> WorkerEnv | None:
     import jax
 
     from jaxgoodput import _jax
-    from jaxgoodput.train.process import LAUNCHED, Launched
+    from jaxgoodput.train.process import LAUNCHED, LauncherLink
 
     if env.coordinator is not None and _jax.connected_to() == env.coordinator:
         return env
-    if env.rendezvous is not None and LAUNCHED.get(Launched()).membership is not None:
+    if env.rendezvous is not None and LAUNCHED.get(LauncherLink()).membership is not None:
         return env
     if env.lifeline is not None:
         _die_with_the_launcher(env.lifeline)
     beats = None if env.beats is None else _inherited(env.beats)
-    told = Launched(grace_s=env.grace_s)
+    told = LauncherLink(grace_s=env.grace_s)
     LAUNCHED.set(told if beats is None else dataclasses.replace(told, beat=_beat_into(beats)))
 
     if env.devices_per_process is not None:
@@ -202,11 +202,11 @@ def initialize(environ: Mapping[str, str] | None = None) -> WorkerEnv | None:
         jax.config.update("jax_cuda_visible_devices", visible)
         jax.config.update("jax_rocm_visible_devices", visible)
     if env.rendezvous is not None:
-        from jaxgoodput.launcher.member import Member, Rendezvous
+        from jaxgoodput.launcher.member import JobMembership, RendezvousAddress
 
         assert env.secret is not None and env.member is not None and env.host is not None
         _jax.share_compilation_cache()
-        member = Member(Rendezvous(env.rendezvous, env.secret, env.member, env.host))
+        member = JobMembership(RendezvousAddress(env.rendezvous, env.secret, env.member, env.host))
         told = LAUNCHED.get()
         LAUNCHED.set(
             dataclasses.replace(told, beat=_both(told.beat, member.beat), membership=member)

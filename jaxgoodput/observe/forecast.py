@@ -30,7 +30,7 @@ Known = Literal["measured", "fitted", "extrapolated", "guessed"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Expected:
+class ExpectedRun:
     """A run on other devices, with the strategy and the batch that are best there."""
 
     shape: Shape
@@ -69,19 +69,19 @@ class Forecast:
     """In samples."""
     fit_error: float
     """RMS log error of the fit of the strategy in use."""
-    expected: tuple[Expected, ...]
+    expected: tuple[ExpectedRun, ...]
     """One for each shape on which the limits allow a batch, in the order asked for."""
     left_out: Mapping[Shape, str]
     """The other shapes, and why."""
 
     @property
-    def best(self) -> Expected | None:
+    def best(self) -> ExpectedRun | None:
         """The greatest goodput; of equals the one on the fewest devices."""
         return max(self.expected, key=lambda e: (e.goodput, -e.shape.num_devices), default=None)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Record(journal.Part):
+class Record(journal.RecordFields):
     """What every line of a journal has."""
 
     event: str
@@ -91,7 +91,7 @@ class Record(journal.Part):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Batch(journal.Part):
+class _Batch(journal.RecordFields):
     """The user's own limits; those of the run are narrowed to its devices."""
 
     base: int
@@ -102,14 +102,14 @@ class _Batch(journal.Part):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Settings(journal.Part):
+class _Settings(journal.RecordFields):
     batch: _Batch
     policy: str | Mapping[str, int] = "goodput"
     base_steps: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Limits(journal.Part):
+class _Limits(journal.RecordFields):
     base: int
     max: int
     micro: tuple[int, int]
@@ -117,7 +117,7 @@ class _Limits(journal.Part):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Start(Record):
+class RunStart(Record):
     """A run began."""
 
     config: BatchConfig
@@ -141,7 +141,7 @@ class Span(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Params(journal.Part):
+class _Params(journal.RecordFields):
     compute_base: float
     compute_per_sample: float
     intra_base: float
@@ -153,7 +153,7 @@ class _Params(journal.Part):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Fit(journal.Part):
+class _Fit(journal.RecordFields):
     params: _Params
     error: float
     links: tuple[str, ...] = ()
@@ -163,13 +163,13 @@ class _Fit(journal.Part):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Grad(journal.Part):
+class _Grad(journal.RecordFields):
     sqr: float | tuple[float, ...]
     var: float | tuple[float, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tuned(Record):
+class VerdictRecord(Record):
     """A verdict was reached."""
 
     before: BatchConfig
@@ -190,15 +190,15 @@ class Regrouping(Record):
 
 
 _KINDS: Mapping[str, type[Record]] = {
-    "FitStart": Start,
+    "FitStart": RunStart,
     "Window": Span,
-    "TuneEnd": Tuned,
+    "TuneEnd": VerdictRecord,
     "Regrouped": Regrouping,
 }
 
 
 @dataclass(frozen=True, kw_only=True)
-class Learnt:
+class StrategyRecord:
     """A strategy as the run knows it."""
 
     name: str
@@ -221,7 +221,7 @@ def forecast(workdir: str | os.PathLike[str], shapes: Sequence[Shape]) -> Foreca
     """
     folder = pathlib.Path(workdir)
     records = records_of(folder)
-    start = next((r for r in reversed(records) if isinstance(r, Start)), None)
+    start = next((r for r in reversed(records) if isinstance(r, RunStart)), None)
     if start is None:
         raise ValueError(
             f"{folder / journal.FILE_NAME} holds no start of a run that can be read, so there is nothing to "
@@ -240,7 +240,7 @@ def forecast(workdir: str | os.PathLike[str], shapes: Sequence[Shape]) -> Foreca
         found, why = [], "no strategy of the run divides it"
         for one in learnt.values():
             made = _expected(one, shape, limits[one.name], timed, now)
-            if isinstance(made, Expected):
+            if isinstance(made, ExpectedRun):
                 found.append(made)
             else:
                 why = made
@@ -286,12 +286,14 @@ def records_of(folder: pathlib.Path) -> list[Record]:
     return records
 
 
-def learnt_of(folder: pathlib.Path, records: Sequence[Record], start: Start) -> dict[str, Learnt]:
+def learnt_of(
+    folder: pathlib.Path, records: Sequence[Record], start: RunStart
+) -> dict[str, StrategyRecord]:
     """By name, each strategy that has a fit, with the last noise that was known.
 
     Raises ValueError where the run has not measured enough.
     """
-    tunes = [r for r in records if isinstance(r, Tuned)]
+    tunes = [r for r in records if isinstance(r, VerdictRecord)]
     grads = [g for g in (_grad(t.grad) for t in tunes) if g is not None]
     fitted = {t.before.strategy: t for t in tunes if t.fit is not None}
     if not fitted:
@@ -326,7 +328,7 @@ def learnt_of(folder: pathlib.Path, records: Sequence[Record], start: Start) -> 
             feeding=tune.feeding,
         )
         replicas = tune.before.num_replicas
-        found[name] = Learnt(
+        found[name] = StrategyRecord(
             name=name,
             model=model,
             fit=fit,
@@ -341,14 +343,14 @@ def _devices_at(records: Sequence[Record]) -> dict[int, int]:
     """How many devices the run had when each verdict was reached, by the verdict's `id`."""
     found, count, each = {}, 1, 1
     for record in records:
-        if isinstance(record, Start):
+        if isinstance(record, RunStart):
             count, each = (
                 record.num_devices,
                 max(record.num_devices // max(record.num_processes, 1), 1),
             )
         elif isinstance(record, Regrouping):
             count = record.num_processes * each
-        elif isinstance(record, Tuned):
+        elif isinstance(record, VerdictRecord):
             found[id(record)] = count
     return found
 
@@ -363,7 +365,7 @@ def _grad(saved: _Grad) -> Grad | None:
 
 
 def limits_of(
-    start: Start, windows: Sequence[Span], learnt: Mapping[str, Learnt]
+    start: RunStart, windows: Sequence[Span], learnt: Mapping[str, StrategyRecord]
 ) -> dict[str, BatchLimits]:
     """What the user allows, by strategy: the batches of his own limits, in micro-batches that fit.
 
@@ -392,8 +394,8 @@ def limits_of(
 
 
 def _expected(
-    one: Learnt, shape: Shape, limits: BatchLimits, timed: set[BatchConfig], now: float
-) -> Expected | str:
+    one: StrategyRecord, shape: Shape, limits: BatchLimits, timed: set[BatchConfig], now: float
+) -> ExpectedRun | str:
     """A strategy on a shape, or why it cannot be."""
     replicas, rest = divmod(shape.num_devices, one.share)
     if rest or replicas < shape.num_nodes:
@@ -418,7 +420,7 @@ def _expected(
         known = "extrapolated"
     else:
         known = "guessed"
-    return Expected(
+    return ExpectedRun(
         shape=shape,
         strategy=strategy,
         config=config,

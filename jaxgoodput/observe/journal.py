@@ -326,7 +326,7 @@ def _ends_mid_line(file: Any) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class RecordFields:
     """What a reader needs of an object of the journal, of this version and older ones."""
 
     is_part: ClassVar[bool] = True

@@ -33,7 +33,7 @@ _MOST_LINES = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Record(journal.Part):
+class _Record(journal.RecordFields):
     """A line of the journal; those of other kinds only show that the run lived."""
 
     event: str
@@ -44,7 +44,7 @@ class _Record(journal.Part):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Config(journal.Part):
+class _Config(journal.RecordFields):
     micro_batch_size: int
     num_micro_batches: int
     num_replicas: int
@@ -61,14 +61,14 @@ class _Config(journal.Part):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Limits(journal.Part):
+class _Limits(journal.RecordFields):
     base: int
     max: int
     micro: tuple[int, int]
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Settings(journal.Part):
+class _Settings(journal.RecordFields):
     policy: str | Mapping[str, int] = "-"
     rule: str | None = None
     base_steps: float = math.nan
@@ -107,12 +107,12 @@ class _Window(_Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Verdict(journal.Part):
+class _Verdict(journal.RecordFields):
     reason: str
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Fit(journal.Part):
+class _Fit(journal.RecordFields):
     error: float
     unidentified: tuple[str, ...] = ()
     links: tuple[str, ...] = ()

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, PyTree
 
-from jaxgoodput._pytree import Packed, struct
+from jaxgoodput._pytree import PackedTree, struct
 from jaxgoodput.goodput.efficiency import GradGroups, GradParams
 from jaxgoodput.optim import memory
 from jaxgoodput.optim import noise as noises
@@ -161,7 +161,7 @@ def adaptive(
             base_batches_rest=jnp.zeros(()),
             unmeasured=jnp.zeros(()),
         )
-        return AdaptiveState(inner=tx.init(params), own=Packed.of(own))
+        return AdaptiveState(inner=tx.init(params), own=PackedTree.of(own))
 
     def update(
         updates: PyTree,
@@ -269,7 +269,7 @@ def adaptive(
             base_batches_rest=batches[1],
             unmeasured=unmeasured,
         )
-        new = AdaptiveState(inner=inner, own=Packed.of(new))
+        new = AdaptiveState(inner=inner, own=PackedTree.of(new))
         if finite is not None:
             finite = jnp.asarray(finite, bool)
             scaled = jax.tree.map(lambda u: jnp.where(finite, u, jnp.zeros_like(u)), scaled)
@@ -286,7 +286,7 @@ def find(opt_state: PyTree) -> Adaptation:
     return _own(opt_state).tree
 
 
-def _own(opt_state: PyTree) -> Packed[Adaptation]:
+def _own(opt_state: PyTree) -> PackedTree[Adaptation]:
     leaves = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, AdaptiveState))
     found = [x for x in leaves if isinstance(x, AdaptiveState)]
     if len(found) != 1:
@@ -379,7 +379,7 @@ def with_own(opt_state: PyTree, change: Callable[[Adaptation], Adaptation]) -> P
     def changed(node: Any) -> Any:
         if not is_own(node):
             return node
-        return node._replace(own=Packed.of(change(node.own.tree)))
+        return node._replace(own=PackedTree.of(change(node.own.tree)))
 
     return jax.tree.map(changed, opt_state, is_leaf=is_own)
 

@@ -262,7 +262,7 @@ def _reported(device: Device, name: str) -> int | None:
 
 
 @dataclass(frozen=True)
-class Jitted:
+class IdentityProgram:
     """One identity for leaves of certain kinds, whichever leaves of a state they are."""
 
     program: Callable[..., Sequence[jax.Array]]
@@ -382,11 +382,11 @@ def _under(array: jax.Array, sharding: Sharding, leaf: LeafPlan) -> jax.Array:
     )
 
 
-def _jitted(leaves: Sequence[LeafPlan], programs: Once, *, hop: bool = False) -> Jitted:
+def _jitted(leaves: Sequence[LeafPlan], programs: Once, *, hop: bool = False) -> IdentityProgram:
     return programs((hop, _kinds(leaves)), lambda: _compile_jitted(leaves, hop=hop))
 
 
-def _compile_jitted(leaves: Sequence[LeafPlan], *, hop: bool) -> Jitted:
+def _compile_jitted(leaves: Sequence[LeafPlan], *, hop: bool) -> IdentityProgram:
     """One identity for the whole group, directly or through a layout cut along one dimension."""
 
     def moved(*arrays: jax.Array) -> tuple[jax.Array, ...]:
@@ -410,11 +410,11 @@ def _compile_jitted(leaves: Sequence[LeafPlan], *, hop: bool) -> Jitted:
     except ValueError as error:
         problem = str(error)
     temporary = None if stats is None else int(stats.temp_size_in_bytes)
-    return Jitted(program, tuple(leaves), temporary, sent, problem)
+    return IdentityProgram(program, tuple(leaves), temporary, sent, problem)
 
 
 def _jitted_group(
-    group: GroupPlan, leaves: Sequence[LeafPlan], jitted: Jitted, route: Route
+    group: GroupPlan, leaves: Sequence[LeafPlan], jitted: IdentityProgram, route: Route
 ) -> CompiledGroup:
     devices = tuple(leaves[0].target_boxes)
     # What is not known is taken for the most that there can be.

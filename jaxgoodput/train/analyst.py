@@ -28,12 +28,12 @@ from jaxgoodput.optim.noise import MIN_SAMPLES
 from jaxgoodput.train.compile_ahead import ReadyStrategies
 from jaxgoodput.train.config import Config
 from jaxgoodput.train.control import DEPTH, Control, Requests
-from jaxgoodput.train.watcher import Result
+from jaxgoodput.train.watcher import StepResult
 from jaxgoodput.train.window import UNKNOWN, window_of
 from jaxgoodput.tune.batch import hoped_gain, statistics_cadence, tune
 from jaxgoodput.tune.evidence import Evidence
 from jaxgoodput.tune.plan import scheduled
-from jaxgoodput.tune.remembered import BEGINNING, EARLY, FirstNoise, Remembered, lasting
+from jaxgoodput.tune.remembered import BEGINNING, EARLY, FirstNoise, ProgramMemory, lasting
 from jaxgoodput.tune.timings import (
     MIN_COUNT,
     StrategyTimings,
@@ -42,8 +42,8 @@ from jaxgoodput.tune.timings import (
     TimingTable,
     feeding_of,
 )
-from jaxgoodput.tune.tuner import Answer, Tuner
-from jaxgoodput.tune.verdict import PROBE_STEPS, Alternative, Caution, Situation
+from jaxgoodput.tune.tuner import Tuner, TunerAnswer
+from jaxgoodput.tune.verdict import PROBE_STEPS, Caution, Situation, StrategyOption
 
 # Once the noise is known, until both kinds of step are timed and can be compared; and while what is
 # known is from before a growth of the batch.
@@ -104,9 +104,9 @@ class Analyst:
         self._steps_seen = 0
         self._last_tune_s = clock.now()
         self._last_tune_step = 0
-        self._window: list[Result] = []
+        self._window: list[StepResult] = []
         self._window_start_s = clock.now()
-        self._latest: Result | None = None
+        self._latest: StepResult | None = None
         self._disturbed = False
         self._calm = CALM_STEPS  # steps since the last disturbed one
         self._was_unknown = False  # the noise, at the last question
@@ -122,7 +122,7 @@ class Analyst:
         self._taken_up: list[tuple[int, BatchConfig]] = [(0, current)]
         self._wanted = 0  # the number of the last change that was posted
         self._taken_at: int | None = -DEPTH  # the step at which the loop took it; None: not yet
-        self._queue: queue.SimpleQueue[Result | Answer | Event | threading.Event | None]
+        self._queue: queue.SimpleQueue[StepResult | TunerAnswer | Event | threading.Event | None]
         self._queue = queue.SimpleQueue()
         self._tuner = tuner(self._queue.put, on_error)
         self._is_judging = False  # from a question to its conclusion
@@ -143,7 +143,7 @@ class Analyst:
         """Whether training waits for hooks."""
         return self._teller.is_awaited
 
-    def result(self, result: Result) -> None:
+    def result(self, result: StepResult) -> None:
         """A step is done. Waits where hooks are far behind, but not once a stop was asked for."""
         self._teller.hold_up()
         self._queue.put(result)
@@ -168,7 +168,7 @@ class Analyst:
             self._timings.restore(timings)
             self._every = self._config.statistics.every_steps or statistics_every
 
-    def recall(self, earlier: Remembered) -> None:
+    def recall(self, earlier: ProgramMemory) -> None:
         """Go on with what earlier runs of this program left, but for their cadence: noise comes first."""
         with self._lock:
             self._timings.restore(earlier.timings)
@@ -177,14 +177,14 @@ class Analyst:
             if self._current.global_batch_size == earlier.batch.global_batch_size:
                 self._taken_up = [(earlier.since_samples, self._current)]
 
-    def remembered(self, step: int) -> Remembered:
+    def remembered(self, step: int) -> ProgramMemory:
         """What the next run of this program can begin with; for after `flush`, at the last step."""
         batch, since = self._settled or (self._current, 0)
         on_trial = self._probing and self._tried_from is not None
         kept = self._taken_up[:-1] if on_trial and len(self._taken_up) > 1 else self._taken_up
         if kept:
             since, batch = kept[-1]
-        return Remembered(
+        return ProgramMemory(
             timings=lasting(self.timings(), step),
             batch=batch,
             since_samples=since,
@@ -219,9 +219,9 @@ class Analyst:
                 self._teller.tell_when_done(item)
                 continue
             try:
-                if isinstance(item, Result):
+                if isinstance(item, StepResult):
                     self._take(item)
-                elif isinstance(item, Answer):
+                elif isinstance(item, TunerAnswer):
                     self._is_judging = False
                     if not ended:  # a verdict on what is over is of no use
                         self._conclude(item)
@@ -232,7 +232,7 @@ class Analyst:
             except BaseException as error:
                 self._on_error(error)
 
-    def _take(self, result: Result) -> None:
+    def _take(self, result: StepResult) -> None:
         ticket, metrics = result.ticket, result.metrics
         finite = bool(metrics.is_finite)
         if ticket.config != self._current:
@@ -342,7 +342,7 @@ class Analyst:
         verdict = tune(situation)
         if verdict.config == self._current:
             return False  # the next verdict says why
-        self._conclude(Answer(situation=situation, verdict=verdict))
+        self._conclude(TunerAnswer(situation=situation, verdict=verdict))
         return True
 
     def _scheduled(self) -> int | None:
@@ -403,7 +403,7 @@ class Analyst:
         metrics, config, current = self._latest.metrics, self._config, self._current
         grad, doubt = metrics.noise.cautious, self._table.disturbance()
         clean = self._timings.timed(current, clean=True)
-        here = Alternative(
+        here = StrategyOption(
             config=current,
             limits=self._limits,
             placement=self._timings.placement(current),
@@ -473,7 +473,7 @@ class Analyst:
         early = self._latest.ticket.samples < since_samples and self._share_done() < EARLY
         return batch.global_batch_size if stays and early else 1
 
-    def _home(self, here: Alternative) -> Alternative | None:
+    def _home(self, here: StrategyOption) -> StrategyOption | None:
         """What was in use before the probe that the present configuration is."""
         config = self._tried_from
         if config is None or config == here.config:
@@ -481,7 +481,7 @@ class Analyst:
         if config.strategy == here.config.strategy:
             return dataclasses.replace(here, config=config)
         return self._timings.known(
-            Alternative(
+            StrategyOption(
                 config=config,
                 limits=self._strategies.limits(config.strategy),
                 placement=self._timings.placement(config),
@@ -505,7 +505,7 @@ class Analyst:
     def _fit(self) -> PerfFit | None:
         return self._timings.fits.get(self._current.strategy)
 
-    def _conclude(self, found: Answer) -> None:
+    def _conclude(self, found: TunerAnswer) -> None:
         """Pass a verdict on to the loop and to whoever watches."""
         situation, verdict = found.situation, found.verdict
         here, current = situation.here, situation.current
@@ -623,7 +623,7 @@ _TOLD_AS = {
 }
 
 
-def _step_end(result: Result) -> StepEnd:
+def _step_end(result: StepResult) -> StepEnd:
     """What hooks hear of a step."""
     ticket, metrics = result.ticket, result.metrics
     return StepEnd(

@@ -2,8 +2,8 @@
 
 `<workdir>/checkpoints/<step>/state` holds the device values by the names that they have in `TrainState`, as
 nested dicts and lists that any Orbax reads, `/meta` everything the host knows (`CheckpointMeta`) as JSON.
-`Checkpoints` is the run's own, `Saved` one of them to read for whoever wants the model. A save that fails
-costs nothing:
+`Checkpoints` is the run's own, `SavedCheckpoint` one of them to read for whoever wants the model. A save
+that fails costs nothing:
 training goes on, the older checkpoints stay, and the error is reported. Before it gets its name, a
 checkpoint is sealed with the sums of its files. One that is no longer what was written, or cannot be
 read, is named, set aside, and the one before it is used.
@@ -205,7 +205,7 @@ def best_step(notes: Mapping[int, Note], saving: Saving) -> int | None:
 
 
 @dataclass(frozen=True)
-class Restored:
+class RestoredCheckpoint:
     """What a checkpoint gave back."""
 
     state: TrainState
@@ -327,7 +327,7 @@ class Checkpoints:
         self,
         abstract_for: Callable[[CheckpointMeta], TrainState],
         open_others: Callable[[CheckpointMeta], None] = lambda meta: None,
-    ) -> Restored | None:
+    ) -> RestoredCheckpoint | None:
         """The newest checkpoint that can be read; None where there is none.
 
         `abstract_for`, given what the host saved, says of every leaf its shape, type and sharding, which
@@ -361,11 +361,11 @@ class Checkpoints:
                 raise failure  # the checkpoint is sound, the devices are too small
             if failure is None:
                 _, failure = _attempt(lambda meta=meta: open_others(meta))
-                if failure is not None and not isinstance(failure, _disk.Damaged):
+                if failure is not None and not isinstance(failure, _disk.DamagedError):
                     raise failure  # both are sound
             if self._everywhere(failure is None):
                 assert state is not None
-                return Restored(state=state, meta=meta)
+                return RestoredCheckpoint(state=state, meta=meta)
             self._set_aside(step, failure)
         return None
 
@@ -448,7 +448,7 @@ class Checkpoints:
 
     def _read_meta(self, step: int) -> CheckpointMeta:
         """What the host saved; raises where the checkpoint is damaged."""
-        return Saved.at(self._directory / str(step)).meta
+        return SavedCheckpoint.at(self._directory / str(step)).meta
 
     def _noted(self, steps: Sequence[int]) -> dict[int, Note]:
         """The notes of steps; one whose metadata cannot be read has an empty one."""
@@ -464,7 +464,7 @@ class Checkpoints:
 
     def _read_state(self, step: int, meta: CheckpointMeta, abstract: TrainState) -> TrainState:
         """What the devices held; raises where the checkpoint is damaged."""
-        return Saved(self._directory / str(step), meta).state(abstract)
+        return SavedCheckpoint(self._directory / str(step), meta).state(abstract)
 
     def _agreed(self, steps: list[int]) -> list[int]:
         """The steps that process 0 sees, in every process."""
@@ -536,20 +536,20 @@ class _Policy:
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedCheckpoint:
     """One checkpoint to read; nothing of it, or beside it, changes."""
 
     folder: pathlib.Path
     meta: CheckpointMeta
 
     @classmethod
-    def at(cls, folder: pathlib.Path) -> "Saved":
+    def at(cls, folder: pathlib.Path) -> "SavedCheckpoint":
         """The one in a folder; raises where its metadata is damaged, or its sums are gone."""
         saved = json.loads((folder / "meta/metadata").read_text())
         meta = CheckpointMeta.from_json(saved)
         if not _disk.is_sealed(folder):
             if meta.is_named:  # sums are there since names are
-                raise _disk.Damaged(f"{_disk.SUMS} is missing")
+                raise _disk.DamagedError(f"{_disk.SUMS} is missing")
             logging.warning(
                 "the checkpoint %s is from before checkpoints had sums: it is used unchecked.",
                 folder,
@@ -559,7 +559,7 @@ class Saved:
     @classmethod
     def find(
         cls, workdir: str, step: int | None, *, best: bool, saving: Saving | None = None
-    ) -> "Saved":
+    ) -> "SavedCheckpoint":
         """The newest of a workdir, that of `step`, or the best by `saving` (None: as the run there was set).
 
         Raises FileNotFoundError where there is none, ValueError where it is not what was written.
@@ -618,16 +618,16 @@ def restore(
     step: int | None,
     best: bool,
     saving: Saving,
-) -> Restored:
+) -> RestoredCheckpoint:
     """One checkpoint of a workdir to look at: nothing is written or set aside.
 
     `step`, `best` and `saving` as for `Saved.find`, `abstract_for` as for `Checkpoints.restore`. Raises
     WrongWorkdirError where it is of another model, and what `Saved.find` raises.
     """
-    saved = Saved.find(workdir, step, best=best, saving=saving if saving.best else None)
+    saved = SavedCheckpoint.find(workdir, step, best=best, saving=saving if saving.best else None)
     abstract = abstract_for(saved.meta)
     _require_same_model(saved.folder, saved.meta, abstract)
-    return Restored(_or_named(saved.folder, lambda: saved.state(abstract)), saved.meta)
+    return RestoredCheckpoint(_or_named(saved.folder, lambda: saved.state(abstract)), saved.meta)
 
 
 def load(
@@ -642,7 +642,7 @@ def load(
 
     Raises FileNotFoundError where there is no such checkpoint, ValueError where it is damaged.
     """
-    saved = Saved.find(workdir, step, best=best)
+    saved = SavedCheckpoint.find(workdir, step, best=best)
     found, wanted = {}, {}
     for keys, path in saved.variables.items():
         kind = saved.meta.leaves[path]
@@ -693,7 +693,7 @@ def initial_leaves(initial: Any, variables: Variables) -> dict[str, Array]:
     if not isinstance(initial, FromCheckpoint):
         return on_disk.given_leaves(initial, variables)
     wanted = leaves_by_name(variables)
-    saved = Saved.find(initial.workdir, initial.step, best=initial.best)
+    saved = SavedCheckpoint.find(initial.workdir, initial.step, best=initial.best)
     there = {"/".join(map(str, keys)): path for keys, path in saved.variables.items()}
     chosen: dict[str, str] = {}
     for name in wanted:
@@ -724,7 +724,7 @@ def _best_of(root: pathlib.Path, steps: Sequence[int], saving: Saving | None) ->
         settings = json.loads((root.parent / "config.json").read_text())
         return _best_of(root, steps, decode(settings["saving"], Saving, "config.json"))
     metas = {
-        step: _or_named(root / str(step), lambda f=root / str(step): Saved.at(f)).meta
+        step: _or_named(root / str(step), lambda f=root / str(step): SavedCheckpoint.at(f)).meta
         for step in steps
     }
     found = best_step({step: Note.of(meta, saving) for step, meta in metas.items()}, saving)

@@ -28,7 +28,7 @@ from jaxgoodput.goodput.search import BatchConfig, BatchLimits
 from jaxgoodput.parallel.move import MoveDoesNotFit
 from jaxgoodput.parallel.partition import CannotDivide
 from jaxgoodput.tune.plan import BatchPlan, Indivisible
-from jaxgoodput.tune.verdict import Alternative
+from jaxgoodput.tune.verdict import StrategyOption
 
 # Bytes per second of a move that was not measured yet; a modest memory or link.
 ASSUMED_BYTES_PER_S = 1e9
@@ -77,7 +77,7 @@ class ReadyStrategies(Protocol):
         """What a sample takes under a configuration, and what its devices could do."""
         ...
 
-    def others(self) -> Sequence[Alternative]:
+    def others(self) -> Sequence[StrategyOption]:
         """The other strategies that are ready; what is known of their speed is left out."""
         ...
 
@@ -538,7 +538,7 @@ class StrategyCompiler:
             self._prepared.pop(strategy, None)
             self._left_out.add(strategy)
 
-    def others(self) -> tuple[Alternative, ...]:
+    def others(self) -> tuple[StrategyOption, ...]:
         """The other strategies that can be switched to without compiling."""
         with self._changed:
             self._raise()
@@ -550,7 +550,7 @@ class StrategyCompiler:
                 continue
             config = plans[strategy].nearest(size, current.global_batch_size)
             if config is not None:
-                other = Alternative(
+                other = StrategyOption(
                     config=config,
                     limits=plans[strategy].limits,
                     placement=Placement(num_nodes=1, num_replicas=config.num_replicas),

@@ -63,12 +63,12 @@ from jaxgoodput.train.control import (
     decode,
     encode,
 )
-from jaxgoodput.train.membership import Agreement, Kept, Membership, OwnPart, Regroup
-from jaxgoodput.train.prepare import Start
+from jaxgoodput.train.membership import Agreement, Membership, OwnPart, Regroup, RunSnapshot
+from jaxgoodput.train.prepare import PreparedRun
 from jaxgoodput.train.process import Compilations
 from jaxgoodput.train.tables.commits import committed
 from jaxgoodput.train.task import Task
-from jaxgoodput.train.watcher import Result, Ticket, Watcher
+from jaxgoodput.train.watcher import StepResult, Ticket, Watcher
 from jaxgoodput.tune.tuner import Tuner
 
 FIRST_COPY_S = 2.0  # into a generation, of a state that nobody else has
@@ -81,7 +81,7 @@ class Loop:
         self,
         task: Task,
         config: Config,
-        start: Start,
+        start: PreparedRun,
         *,
         requests: Requests,
         ledger: TimeLedger,
@@ -113,7 +113,7 @@ class Loop:
         self.cursor: Cursor = start.loader.cursor  # behind the last step; the loader may be ahead
         self.stream: StreamState | None = start.loader.stream  # the same, where the data are one
         # What the loop remembers between steps.
-        self._latest: Result | None = None
+        self._latest: StepResult | None = None
         self._evaluated: tuple[int, dict[str, float]] = (
             -1,
             {},
@@ -287,7 +287,7 @@ class Loop:
         finally:
             self._expects_steps = False
 
-    def _settled(self, first: int) -> Result | None:
+    def _settled(self, first: int) -> StepResult | None:
         """The newest result that every process has by now: of the step before the one in flight."""
         wanted = self.step + 1 - DEPTH
         if wanted <= first:
@@ -304,7 +304,7 @@ class Loop:
             )
         return result
 
-    def _obey(self, result: Result | None) -> bool:
+    def _obey(self, result: StepResult | None) -> bool:
         """Do what was asked; False to end the loop."""
         if self.is_chief:  # the answer takes effect everywhere
             progress = None if result is None else result.metrics.progress
@@ -470,7 +470,7 @@ class Loop:
         self.engine = new
         self.loader.place(new.layout.batch_sharding)
 
-    def _control(self, result: Result | None) -> Control:
+    def _control(self, result: StepResult | None) -> Control:
         if self.where.process_count == 1:
             return self.requests.take()
         if result is None:
@@ -849,12 +849,12 @@ class Loop:
             base_batch_size=self.config.batch.base,
         )
 
-    def _kept(self) -> Kept:
+    def _kept(self) -> RunSnapshot:
         """The run as it is after the last step that was done, in host memory."""
         with jax.transfer_guard("allow"):
             state, meta = self._snapshot()
             leaves = on_host(state)
-        return Kept(leaves, dataclasses.replace(meta, leaves=describe(state), is_named=True))
+        return RunSnapshot(leaves, dataclasses.replace(meta, leaves=describe(state), is_named=True))
 
     def _keep_copy(self) -> None:
         """Have a copy of this process's part of the state in memory, here and on another host."""
@@ -962,7 +962,7 @@ class Loop:
     def _read(self, metrics: Array) -> tuple[StepMetrics[float], np.ndarray]:
         return self.engine.read(metrics)
 
-    def _on_result(self, result: Result) -> None:
+    def _on_result(self, result: StepResult) -> None:
         if not result.metrics.is_finite:
             self.ledger.add("skipped_steps", max(result.parts.step_s, 0.0))
             if result.metrics.skipped_in_a_row == 1 and self.is_chief:  # once for those that follow
@@ -977,7 +977,7 @@ class Loop:
         self.analyst.result(result)
 
 
-def _fault(result: Result) -> str:
+def _fault(result: StepResult) -> str:
     """What was wrong with a step that was refused, as far as its numbers tell."""
     found = result.metrics
     if found.weight == 0 or found.weight == -math.inf:

@@ -1,9 +1,9 @@
 """A run in a job whose processes come and go: what it takes from one generation of them to the next.
 
 A generation is a set of processes that know each other: one JAX world. When it ends, because somebody is to
-join or to leave, or has died, each process keeps its run in host memory (`Kept`), leaves the old world, and
-enters the next, in which all go on from the run that had come furthest. Nobody restarts, and nothing is read
-from the disk. Updates are the same in all processes, so one that is a step behind loses nothing by taking
+join or to leave, or has died, each process keeps its run in host memory (`RunSnapshot`), leaves
+the old world, and enters the next, in which all go on from the run that had come furthest. Nobody restarts, and
+nothing is read from the disk. Updates are the same in all processes, so one that is a step behind loses nothing by taking
 the state of another: samples belong to the state that they went into.
 
 `Membership` is what the run asks of whoever knows the other processes (`launcher.member`). Within a step the
@@ -28,7 +28,7 @@ _KEEP = 4  # steps after which nobody asks for anything of a step any more
 
 
 @dataclass(frozen=True)
-class Kept:
+class RunSnapshot:
     """A run between two generations."""
 
     leaves: Mapping[str, HostLeaf]
@@ -40,13 +40,13 @@ class Kept:
         """The last step that is in it."""
         return self.meta.step
 
-    def with_parts_of(self, other: "Kept") -> "Kept":
+    def with_parts_of(self, other: "RunSnapshot") -> "RunSnapshot":
         """This, and what another process holds of the same state."""
         leaves = {
             path: HostLeaf(own.kind, {**own.pieces, **other.leaves[path].pieces})
             for path, own in self.leaves.items()
         }
-        return Kept(leaves, self.meta)
+        return RunSnapshot(leaves, self.meta)
 
     def to_bytes(self) -> bytes:
         """For another process: a line of JSON and the pieces behind each other."""
@@ -62,7 +62,7 @@ class Kept:
         return out.getvalue()
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> "Kept":
+    def from_bytes(cls, data: bytes) -> "RunSnapshot":
         """What `to_bytes` gave. Raises ValueError where it is not."""
         end = data.index(b"\n") + 1
         head = json.loads(data[:end])
@@ -100,7 +100,7 @@ class Generation:
     number: int
     process_index: int
     process_count: int
-    kept: Kept | None
+    kept: RunSnapshot | None
     """What all of them go on from; None: the newest checkpoint, or nothing."""
     seconds: Mapping[str, float]
     """What coming together took here, by part."""
@@ -122,12 +122,12 @@ class Membership(Protocol):
         """Processes that train already, and are to wait as little as possible for this one."""
         ...
 
-    def enter(self, kept: Kept | None, share: int | None) -> Generation:
+    def enter(self, kept: RunSnapshot | None, share: int | None) -> Generation:
         """Leave the present generation and wait for the next one, which JAX then knows.
 
         The number of its groups divides `share`, unless that is None. Every array, executable and device
-        of before is gone. Raises `Released` where this process is not wanted any more, `SaveHere` where all
-        were told to stop.
+        of before is gone. Raises `ReleasedExit` where this process is not wanted any more, `SaveHere` where
+        all were told to stop.
         """
         ...
 
@@ -143,7 +143,7 @@ class Membership(Protocol):
         """Tell what this process's part of a step took: by that, hosts are found that hold others up."""
         ...
 
-    def keep(self, kept: Kept) -> None:
+    def keep(self, kept: RunSnapshot) -> None:
         """Keep a copy of this state here and, behind the caller, on a process of another host."""
         ...
 
@@ -230,7 +230,7 @@ class Agreement:
         return f"{self._run}/step {step}"
 
 
-class Released(SystemExit):
+class ReleasedExit(SystemExit):
     """This process is not needed any more; the others go on. Exit code 0."""
 
     def __init__(self, why: str):
@@ -241,7 +241,7 @@ class Released(SystemExit):
 class SaveHere(Exception):
     """All processes were told to stop while they waited, and this one is to save `kept`, all of the run."""
 
-    def __init__(self, kept: Kept):
+    def __init__(self, kept: RunSnapshot):
         super().__init__("all processes were told to stop")
         self.kept = kept
 
@@ -249,6 +249,6 @@ class SaveHere(Exception):
 class Regroup(Exception):
     """The generation is over, the run is not: `kept` goes on in the next one."""
 
-    def __init__(self, kept: Kept, why: str):
+    def __init__(self, kept: RunSnapshot, why: str):
         super().__init__(why)
         self.kept = kept

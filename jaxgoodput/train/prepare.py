@@ -60,7 +60,7 @@ from jaxgoodput.parallel.strategy import anywhere
 from jaxgoodput.train.checkpoint import (
     CheckpointMeta,
     Checkpoints,
-    Restored,
+    RestoredCheckpoint,
     WrongWorkdirError,
     check_writable,
     initial_leaves,
@@ -72,12 +72,12 @@ from jaxgoodput.train.compile_ahead import StrategyCompiler
 from jaxgoodput.train.config import Config
 from jaxgoodput.train.control import CONTROL_SIZE
 from jaxgoodput.train.evaluation import Evaluator, Metrics
-from jaxgoodput.train.membership import Kept
+from jaxgoodput.train.membership import RunSnapshot
 from jaxgoodput.train.process import cache_folder, keep_freed_pages
 from jaxgoodput.train.tables.commits import Opener, Tables, peers_of
 from jaxgoodput.train.tables.feed import Feed
 from jaxgoodput.train.tables.given import (
-    Embedded,
+    HostEmbeddings,
     abstract_places,
     checked_ids,
     checked_tables,
@@ -87,12 +87,12 @@ from jaxgoodput.train.tables.given import (
 )
 from jaxgoodput.train.task import Task, require_bools, require_floating, require_methods
 from jaxgoodput.tune.plan import BatchPlan, Indivisible, batch_plan
-from jaxgoodput.tune.remembered import FOLDER, Memory, Remembered
+from jaxgoodput.tune.remembered import FOLDER, Memory, ProgramMemory
 
 _CUT_OFF_S = 10.0  # for a process that was cut off to let go of the workdir
 
 
-class Given:
+class TaskInputs:
     """What a task gives, asked for once, however often a run has to get ready."""
 
     def __init__(self, task: Task, config: Config, clock: Clock):
@@ -150,7 +150,7 @@ class Given:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Start:
+class PreparedRun:
     """Everything that the loop needs before its first step."""
 
     where: Place
@@ -186,11 +186,11 @@ def prepare(
     stack: contextlib.ExitStack,
     ledger: TimeLedger,
     clock: Clock,
-    given: Given,
-    kept: Kept | None = None,
+    given: TaskInputs,
+    kept: RunSnapshot | None = None,
     is_broken: Callable[[], bool] | None = None,
     group_size: int | None = None,
-) -> Start:
+) -> PreparedRun:
     """Get ready to train; what is opened is closed with `stack`, time is booked in `ledger`.
 
     `given` is what the task gives. A run that goes on from `kept` reads no checkpoint. Where processes come
@@ -258,7 +258,7 @@ def prepare(
             restored = checkpoints.restore(planned_for, open_tables)
         else:
             abstract = planned_for(kept.meta)
-            restored = Restored(state=from_host(kept.leaves, abstract), meta=kept.meta)
+            restored = RestoredCheckpoint(state=from_host(kept.leaves, abstract), meta=kept.meta)
     if restored is None:
         close_tables()
     if not tables:
@@ -377,7 +377,7 @@ def prepare(
         told = _observers(stack, config, ledger, clock, hooks)
         path = pathlib.Path(config.workdir) / "config.json"
         path.write_text(json.dumps(_serial.encode(config), indent=2) + "\n")
-    return Start(
+    return PreparedRun(
         where=where,
         engine=engine,
         strategies=strategies,
@@ -402,7 +402,7 @@ def prepare(
     )
 
 
-def rehearse(config: Config, given: Given, num_processes: int, group_size: int) -> None:
+def rehearse(config: Config, given: TaskInputs, num_processes: int, group_size: int) -> None:
     """Have this process trace and compile a step by itself, before others wait for it to do so.
 
     A process traces its first step far more slowly than any later one. It is a group of its own, and takes
@@ -436,7 +436,7 @@ def rehearse(config: Config, given: Given, num_processes: int, group_size: int) 
         logging.info("not rehearsed: %s", error)
 
 
-def save_kept(config: Config, given: Given, kept: Kept) -> str | None:
+def save_kept(config: Config, given: TaskInputs, kept: RunSnapshot) -> str | None:
     """Write a run that is between two sets of processes as its newest checkpoint; None, or an error."""
     where = place(None, config.strategies, group_size=1)
     _, by_strategy, _ = _engines(given.problem, config, None, where, given.sample, None)
@@ -456,7 +456,7 @@ def restored_state(
 
     Nothing else is got ready. Raises what `Trainer.restore` says.
     """
-    where, given = place(devices, config.strategies), Given(task, config, SystemClock())
+    where, given = place(devices, config.strategies), TaskInputs(task, config, SystemClock())
     sample = given.abstract_sample
     where, engines, _ = _engines(given.problem, config, devices, where, sample, None)
 
@@ -513,7 +513,7 @@ def _abstract_as_saved(engine: Engine, meta: CheckpointMeta) -> TrainState:
     return abstract if meta.has_average else dataclasses.replace(abstract, ema=None)
 
 
-def _with_average(engine: Engine, restored: Restored) -> TrainState:
+def _with_average(engine: Engine, restored: RestoredCheckpoint) -> TrainState:
     """The state that was read, with an average where this run wants one."""
     if engine.problem.ema is None or restored.meta.has_average:
         return restored.state
@@ -727,7 +727,10 @@ def evaluator(
     metrics: Metrics = task.metrics_with_state
     reading: dict[str, Any] = {}
     if tables:
-        metrics, embedded = _metrics_of(task), Embedded(checked_ids(task.ids, set(tables)), tables)
+        metrics, embedded = (
+            _metrics_of(task),
+            HostEmbeddings(checked_ids(task.ids, set(tables)), tables),
+        )
         reading = {"read": embedded, "blank": embedded.blank}
     return Evaluator(
         metrics,
@@ -885,7 +888,7 @@ def _memory(
 def _begun(
     engine: Engine,
     plan: BatchPlan,
-    earlier: Remembered,
+    earlier: ProgramMemory,
     budget: int,
     ledger: TimeLedger,
     state: TrainState,

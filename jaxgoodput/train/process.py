@@ -75,7 +75,7 @@ def keep_freed_pages(platform: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Launched:
+class LauncherLink:
     """What a launcher has told this process, and what it wants to hear from it."""
 
     grace_s: float | None = None  # between a stop signal and SIGKILL
@@ -85,7 +85,7 @@ class Launched:
 
 
 # Whoever has started this process says so here (`launcher.worker`, which reads the environment).
-LAUNCHED: ContextVar[Launched] = ContextVar("launched")
+LAUNCHED: ContextVar[LauncherLink] = ContextVar("launched")
 
 # SIGHUP comes where the terminal or the connection of a run goes away.
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -96,7 +96,7 @@ HELP_SHARE, LEAVE_SHARE = 0.25, 0.9  # of the grace period
 
 
 @runtime_checkable
-class Guarded(Protocol):
+class GuardedLoop(Protocol):
     """What the guard asks of a loop, from a thread of its own."""
 
     @property
@@ -117,7 +117,7 @@ class Guarded(Protocol):
         ...
 
 
-class Guard:
+class StopGuard:
     """A thread that has a run leave in time once it was told to stop, and finds out when it hangs.
 
     Python runs handlers of signals on the main thread alone, and not before what that one does in C is over,
@@ -133,7 +133,7 @@ class Guard:
         saving: Saving,
         clock: Clock,
         *,
-        launched: Launched = Launched(),
+        launched: LauncherLink = LauncherLink(),
         leave: Callable[[int], None] = os._exit,
     ):
         self._requests = requests
@@ -142,7 +142,7 @@ class Guard:
         self._clock = clock
         self._beat = launched.beat
         self._end = leave
-        self._loop: Guarded | None = None
+        self._loop: GuardedLoop | None = None
         self._stop_s: float | None = None  # when a stop was asked for
         self._hurry_s: float | None = None  # when it was once more
         self._has_helped = False
@@ -161,7 +161,7 @@ class Guard:
         """Whether there is a loop, and with it something that should be saved."""
         return self._loop is not None
 
-    def watch(self, loop: Guarded) -> None:
+    def watch(self, loop: GuardedLoop) -> None:
         """Look after this loop from now on."""
         self._loop = loop
         self._beat(loop.done)  # who is cut off in its first second was alive
@@ -318,13 +318,13 @@ def stacks() -> str:
 
 
 @contextlib.contextmanager
-def guarded(config: Config, requests: Requests, clock: Clock) -> Iterator[Guard]:
+def guarded(config: Config, requests: Requests, clock: Clock) -> Iterator[StopGuard]:
     """A guard over the block; SIGTERM, SIGINT and SIGHUP ask to save and stop, a second SIGINT interrupts.
 
     Before the guard has a loop to watch, there is nothing to save, and they raise `Preempted` at once. One
     that comes too late to be obeyed is handed on to whoever handled it before.
     """
-    guard = Guard(requests, config.saving, clock, launched=LAUNCHED.get(Launched()))
+    guard = StopGuard(requests, config.saving, clock, launched=LAUNCHED.get(LauncherLink()))
     # Python allows handlers on the main thread only; whoever owns it may call request_stop.
     is_main = threading.current_thread() is threading.main_thread()
     try:
@@ -358,7 +358,7 @@ def _exit_beside_threads(code: int) -> None:
 
 
 @contextlib.contextmanager
-def _heeded(guard: Guard, requests: Requests) -> Iterator[None]:
+def _heeded(guard: StopGuard, requests: Requests) -> Iterator[None]:
     before = {number: signal.getsignal(number) for number in STOPS}
     if before[signal.SIGHUP] is signal.SIG_IGN:  # nohup
         del before[signal.SIGHUP]
@@ -462,7 +462,7 @@ def persistent_cache(config: Config) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def changed_process(config: Config, requests: Requests, clock: Clock) -> Iterator[Guard]:
+def changed_process(config: Config, requests: Requests, clock: Clock) -> Iterator[StopGuard]:
     """All of the changes of this file, while a run lasts."""
     with quiet_writer(), persistent_cache(config), prompt_threads():
         with guarded(config, requests, clock) as guard:

@@ -20,16 +20,22 @@ from jaxgoodput.train.config import Config
 from jaxgoodput.train.control import BatchWish, Control, NotSaved, Preempted, Requests
 from jaxgoodput.train.evaluation import Evaluator
 from jaxgoodput.train.loop import Loop, is_of_a_peer
-from jaxgoodput.train.membership import Kept, Membership, Regroup, SaveHere
+from jaxgoodput.train.membership import Membership, Regroup, RunSnapshot, SaveHere
 from jaxgoodput.train.prepare import (
-    Given,
+    TaskInputs,
     evaluator,
     prepare,
     rehearse,
     restored_state,
     save_kept,
 )
-from jaxgoodput.train.process import LAUNCHED, Compilations, Guard, Launched, changed_process
+from jaxgoodput.train.process import (
+    LAUNCHED,
+    Compilations,
+    LauncherLink,
+    StopGuard,
+    changed_process,
+)
 from jaxgoodput.train.tables.commits import Opener, peers_of
 from jaxgoodput.train.tables.given import checked_tables
 from jaxgoodput.train.task import Task
@@ -88,11 +94,11 @@ class Trainer(Task):
           ValueError, TypeError: a setting, a loss or a data set that cannot work, with the remedy.
         """
         requests = self._requests = Requests()
-        membership = LAUNCHED.get(Launched()).membership
+        membership = LAUNCHED.get(LauncherLink()).membership
         try:
             # Before anything that takes long: what is asked during compilation is done at step 0.
             with changed_process(self.config, requests, self.clock) as guard:
-                given = Given(self, self.config, self.clock)
+                given = TaskInputs(self, self.config, self.clock)
                 if membership is None:
                     return self._fit(requests, guard, TimeLedger(self.clock), given)
                 return self._fit_together(requests, guard, given, membership)
@@ -100,7 +106,7 @@ class Trainer(Task):
             self._requests = self._loop = None
 
     def _fit_together(
-        self, requests: Requests, guard: Guard, given: Given, membership: Membership
+        self, requests: Requests, guard: StopGuard, given: TaskInputs, membership: Membership
     ) -> TrainState:
         """Train in one generation of processes after another, until the run is over."""
         membership.on_regroup(lambda: requests.post(Control(regroup=True)))
@@ -151,7 +157,9 @@ class Trainer(Task):
             self._loop = self._evaluator = None  # of devices that will be gone
             guard.rest(0 if kept is None else kept.step)
 
-    def _save_and_stop(self, given: Given, kept: Kept, group_size: int, signal: str) -> NoReturn:
+    def _save_and_stop(
+        self, given: TaskInputs, kept: RunSnapshot, group_size: int, signal: str
+    ) -> NoReturn:
         """All were told to stop while they waited for each other."""
         # Of a group of several, it was cut over more devices than are here.
         strategies = self.config.strategies if group_size == 1 else ()
@@ -165,11 +173,11 @@ class Trainer(Task):
     def _fit(
         self,
         requests: Requests,
-        guard: Guard,
+        guard: StopGuard,
         ledger: TimeLedger,
-        given: Given,
+        given: TaskInputs,
         membership: Membership | None = None,
-        kept: Kept | None = None,
+        kept: RunSnapshot | None = None,
         regrouped: Regrouped | None = None,
         news: Sequence[Mapping[str, Any]] = (),
     ) -> TrainState:

@@ -1,7 +1,7 @@
 """The watcher waits for results so that the loop does not have to.
 
 The loop hands in a ticket for every step it dispatches; this thread blocks on the step's metrics,
-notes when they were ready, and publishes a `Result`. The loop asks only for results of steps before
+notes when they were ready, and publishes a `StepResult`. The loop asks only for results of steps before
 the one in flight.
 """
 
@@ -44,7 +44,7 @@ class Ticket:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Result:
+class StepResult:
     """A step that is done."""
 
     ticket: Ticket
@@ -60,14 +60,14 @@ class Watcher:
     def __init__(
         self,
         read: Callable[[Array], tuple[StepMetrics[float], np.ndarray]],
-        on_result: Callable[[Result], None],
+        on_result: Callable[[StepResult], None],
         clock: Clock,
     ):
         self._read = read
         self._on_result = on_result
         self._clock = clock
         self._tickets: queue.SimpleQueue[Ticket | None] = queue.SimpleQueue()
-        self._results: dict[int, Result] = {}
+        self._results: dict[int, StepResult] = {}
         self._done = threading.Condition()
         self._error: BaseException | None = None
         self.newest: int | None = None  # the last step that is done, as far as is known
@@ -78,7 +78,7 @@ class Watcher:
         """Watch this step. Returns at once."""
         self._tickets.put(ticket)
 
-    def result(self, step: int, *, keep: bool = False) -> Result:
+    def result(self, step: int, *, keep: bool = False) -> StepResult:
         """The result of `step`, waiting for it; each may be asked for once, but for those that are to `keep`.
 
         Raises what the computation or a consumer of results raised.
@@ -121,7 +121,7 @@ class Watcher:
                 self.newest = ticket.step
                 self._done.notify_all()
 
-    def _watch(self, ticket: Ticket, previous_s: float | None) -> Result:
+    def _watch(self, ticket: Ticket, previous_s: float | None) -> StepResult:
         marks: list[float] = []
         for mark in (ticket.accumulated, ticket.reduced):
             if isinstance(mark, float):
@@ -143,4 +143,6 @@ class Watcher:
             )
         else:
             parts = Parts(step_s=step_s)
-        return Result(ticket=ticket, metrics=metrics, control=control, parts=parts, ready_s=ready_s)
+        return StepResult(
+            ticket=ticket, metrics=metrics, control=control, parts=parts, ready_s=ready_s
+        )

@@ -13,14 +13,14 @@ from jaxgoodput.goodput.model import GoodputModel
 from jaxgoodput.goodput.perf import Feeding, Placement
 from jaxgoodput.goodput.search import BatchLimits
 from jaxgoodput.observe.events import Window
-from jaxgoodput.train.watcher import Result
+from jaxgoodput.train.watcher import StepResult
 from jaxgoodput.tune.evidence import Stretch
 
 UNKNOWN = math.nan
 
 
 def window_of(
-    results: Sequence[Result],
+    results: Sequence[StepResult],
     seconds: float,
     *,
     limits: BatchLimits,
@@ -108,7 +108,9 @@ def window_of(
     )
 
 
-def _eta_s(results: Sequence[Result], total_base_steps: float | None, total_samples: int) -> float:
+def _eta_s(
+    results: Sequence[StepResult], total_base_steps: float | None, total_samples: int
+) -> float:
     first, last = results[0], results[-1]
     if total_base_steps is None:
         left = total_samples - last.ticket.samples
@@ -122,7 +124,7 @@ def _eta_s(results: Sequence[Result], total_base_steps: float | None, total_samp
     return max(left, 0.0) * (last.ready_s - first.ready_s) / done if done > 0 else UNKNOWN
 
 
-def _means(results: Sequence[Result]) -> dict[str, float]:
+def _means(results: Sequence[StepResult]) -> dict[str, float]:
     """Means over the steps that were applied; the user's own numbers by their names."""
     applied = [r.metrics for r in results if r.metrics.is_finite]
     shown = [{**m.aux, "loss": m.loss, "grad_norm": m.grad_norm} for m in applied]

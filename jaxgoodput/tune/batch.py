@@ -17,7 +17,7 @@ from jaxgoodput.goodput.search import BatchConfig, BatchLimits, best_batch
 from jaxgoodput.text import compact
 from jaxgoodput.tune.evidence import is_denied
 from jaxgoodput.tune.strategy import choose_strategy, judge_trial
-from jaxgoodput.tune.verdict import Alternative, Caution, Situation, Verdict
+from jaxgoodput.tune.verdict import Caution, Situation, StrategyOption, Verdict
 
 
 def tune(situation: Situation) -> Verdict:
@@ -191,7 +191,7 @@ def _denial(situation: Situation, now: float) -> Verdict | None:
     return dataclasses.replace(verdict, denied=True)
 
 
-def _probe(here: Alternative, growth: float, largest: int, floor: int) -> BatchConfig | None:
+def _probe(here: StrategyOption, growth: float, largest: int, floor: int) -> BatchConfig | None:
     """The ready size nearest to `growth` times the current one that the limits allow."""
     current, limits = here.config, here.limits
     options = [

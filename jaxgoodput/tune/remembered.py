@@ -49,7 +49,7 @@ class FirstNoise:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Remembered:
+class ProgramMemory:
     """What is kept of the runs of one program."""
 
     version: ClassVar[int] = 2
@@ -68,20 +68,20 @@ class Memory:
     """The file of one program, and what earlier runs left in it."""
 
     path: pathlib.Path
-    earlier: Remembered | None
+    earlier: ProgramMemory | None
 
     @classmethod
     def at(cls, path: pathlib.Path) -> "Memory":
         """Read what is there; a file that is none of this version's is named in a warning and left out."""
         try:
-            return cls(path, _serial.loads(path.read_text(), Remembered))
+            return cls(path, _serial.loads(path.read_text(), ProgramMemory))
         except FileNotFoundError:
             pass
         except (OSError, ValueError) as error:
             logging.warning("what earlier runs left in %s is not used: %s", path, error)
         return cls(path, None)
 
-    def write(self, found: Remembered) -> None:
+    def write(self, found: ProgramMemory) -> None:
         """Put `found` in its place at once; where that fails, a warning says so."""
         beside = self.path.with_name(f".{uuid.uuid4().hex}")
         try:

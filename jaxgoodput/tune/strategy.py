@@ -11,11 +11,11 @@ from dataclasses import replace
 
 from jaxgoodput.goodput.efficiency import Grad
 from jaxgoodput.goodput.search import BatchConfig
-from jaxgoodput.tune.verdict import PROBE_STEPS, Alternative, Situation, Verdict
+from jaxgoodput.tune.verdict import PROBE_STEPS, Situation, StrategyOption, Verdict
 
 
 def best_of(
-    there: Alternative, grad: Grad, *, largest: int, accumulate: bool
+    there: StrategyOption, grad: Grad, *, largest: int, accumulate: bool
 ) -> tuple[BatchConfig, float] | None:
     """The best configuration of timed sizes, and its useful samples/s; None where there is none."""
     found = None

@@ -19,7 +19,7 @@ import numpy as np
 from jaxgoodput.goodput.fit import PerfFit, StepTimings
 from jaxgoodput.goodput.perf import Feeding, PerfParams, Placement, step_time
 from jaxgoodput.goodput.search import BatchConfig
-from jaxgoodput.tune.verdict import Alternative
+from jaxgoodput.tune.verdict import StrategyOption
 
 KEEP = 48  # latest steps behind a median
 MIN_COUNT = 3  # fewer say nothing
@@ -244,7 +244,7 @@ class StrategyTimings:
         table = self.table(config.strategy)
         return table.timed_sizes(self.num_nodes, config.num_replicas, clean=clean)
 
-    def known(self, there: Alternative) -> Alternative:
+    def known(self, there: StrategyOption) -> StrategyOption:
         """Another strategy with what is known of it; its fit is as of when it was left."""
         strategy = there.config.strategy
         fit, timings = self.fits.get(strategy), self.table(strategy).timings(0)

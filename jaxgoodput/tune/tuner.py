@@ -19,17 +19,17 @@ from jaxgoodput.tune.verdict import Situation, Verdict
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
+class TunerAnswer:
     """A verdict, and the situation that it is made of, with its fit."""
 
     situation: Situation
     verdict: Verdict
 
 
-def answer(situation: Situation) -> Answer:
+def answer(situation: Situation) -> TunerAnswer:
     """The fit and the verdict; pure."""
     situation = fitted(situation)
-    return Answer(situation=situation, verdict=tune(situation))
+    return TunerAnswer(situation=situation, verdict=tune(situation))
 
 
 def fitted(situation: Situation) -> Situation:
@@ -48,10 +48,10 @@ class Tuner:
 
     def __init__(
         self,
-        on_answer: Callable[[Answer], None],
+        on_answer: Callable[[TunerAnswer], None],
         on_error: Callable[[BaseException], None],
         *,
-        answer: Callable[[Situation], Answer] = answer,
+        answer: Callable[[Situation], TunerAnswer] = answer,
     ):
         self._on_answer = on_answer
         self._on_error = on_error

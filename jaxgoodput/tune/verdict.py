@@ -51,7 +51,7 @@ class Caution:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Alternative:
+class StrategyOption:
     """A strategy that can be used without compiling, and what is known of it; the present one is one too."""
 
     config: BatchConfig
@@ -96,7 +96,7 @@ class Alternative:
 class Situation:
     """Everything that a verdict depends on."""
 
-    here: Alternative
+    here: StrategyOption
     """The strategy and the batch in use. Its fit is that of the last verdict until `fitted`."""
     grad: Grad
     """The cautious noise estimate; NaN: unknown."""
@@ -104,9 +104,9 @@ class Situation:
     """Steps since the configuration last changed."""
     caution: Caution = Caution()
     """How much a change must bring."""
-    home: Alternative | None = None
+    home: StrategyOption | None = None
     """Where the present configuration is on trial: what was in use before, and is returned to."""
-    others: tuple[Alternative, ...] = ()
+    others: tuple[StrategyOption, ...] = ()
     """Other strategies; those that had their trial only where they were timed."""
     step: int = 0
     """The step at which it was so."""

@@ -15,7 +15,7 @@ from processes import LIMIT_S
 
 from jaxgoodput.clock import FakeClock
 from jaxgoodput.data import flow
-from jaxgoodput.data.flow import Flow, FolderExchange, Reduced
+from jaxgoodput.data.flow import Flow, FolderExchange, ReducedKeys
 from jaxgoodput.embedding.optimizers import Sgd
 from jaxgoodput.embedding.table import TieredTable
 
@@ -229,14 +229,14 @@ def test_what_another_process_did_not_write_is_named(tmp_path):
 
 
 def test_the_most_frequent_keys_are_the_same_whoever_asks():
-    reduced = Reduced(np.array([3, 5, 7, 9]), np.array([2, 4, 2, 1]))
+    reduced = ReducedKeys(np.array([3, 5, 7, 9]), np.array([2, 4, 2, 1]))
     assert reduced.most(3).keys.tolist() == [5, 3, 7]
 
 
 def test_the_largest_floats_and_unsigned_numbers_come_first():
     batches = [{"k": np.arange(5), "v": np.array([0.1, 0.2, 0.9, 0.3, 0.8])}]
     assert flow_of(batches).aggregate("k", "v", "max").most(2).keys.tolist() == [2, 4]
-    unsigned = Reduced(np.array([3, 5, 7]), np.array([0, 2, 2**64 - 1], np.uint64))
+    unsigned = ReducedKeys(np.array([3, 5, 7]), np.array([0, 2, 2**64 - 1], np.uint64))
     assert unsigned.most(2).keys.tolist() == [7, 5]
 
 

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxgoodput._disk import Damaged, InUse
+from jaxgoodput._disk import DamagedError, InUse
 from jaxgoodput.embedding import index
 from jaxgoodput.embedding import store as store_module
 from jaxgoodput.embedding.segment import Segment, SegmentWriter
@@ -236,12 +236,14 @@ def test_whatever_becomes_of_a_file_it_is_named_and_the_commit_before_is_offered
             with RowStore(folder, **SMALL) as store:
                 check(store, dict.fromkeys(range(200), 0))
             return
-        with pytest.raises(Damaged) as found:
+        with pytest.raises(DamagedError) as found:
             RowStore(folder, **SMALL)
         assert which.rpartition("/")[2] in str(found.value)
         assert "open the store with at=1" in str(found.value)
         assert len(list(folder.glob("damaged/*"))) == (kind != "gone" and which.endswith("rows"))
-        with pytest.raises(Damaged, match="open the store with at=1"):  # not as if nothing had been
+        with pytest.raises(
+            DamagedError, match="open the store with at=1"
+        ):  # not as if nothing had been
             RowStore(folder, **SMALL)
         with RowStore(folder, at=1, **SMALL) as store:
             check(store, dict.fromkeys(range(200), 0))
@@ -251,7 +253,7 @@ def test_damage_to_what_all_commits_share_says_that_none_is_whole(two_commits, t
     folder = tmp_path / "copy"
     shutil.copytree(two_commits, folder)
     damage(folder / "00000001.rows", "flipped", 0.1)
-    with pytest.raises(Damaged, match=r"00000001\.rows.*No commit before it is whole"):
+    with pytest.raises(DamagedError, match=r"00000001\.rows.*No commit before it is whole"):
         RowStore(folder, **SMALL)
 
 
@@ -262,7 +264,9 @@ def test_a_row_that_is_damaged_while_the_store_is_open_is_never_served(two_commi
         with open(folder / "00000002.rows", "r+b") as file:
             file.seek(8 * WORDS * 50 + 3)
             file.write(b"\xff")
-        with pytest.raises(Damaged, match=r"00000002\.rows has a row, that of id 150, number 50"):
+        with pytest.raises(
+            DamagedError, match=r"00000002\.rows has a row, that of id 150, number 50"
+        ):
             store.get(np.arange(300))
         assert store.get(np.arange(100)).found.all()
 
@@ -280,7 +284,7 @@ def test_damage_to_an_older_commit_stops_nothing_and_goes_with_it(tmp_path):
         store.commit()
     assert list(manifests(folder)) == [4, 3]
     damage(folder / "commits/00000004.json", "cut", 0.5)
-    with pytest.raises(Damaged, match=r"with a space/commits/00000004\.json.*at=3"):
+    with pytest.raises(DamagedError, match=r"with a space/commits/00000004\.json.*at=3"):
         RowStore(folder, **SMALL)
     with RowStore(folder, at=3, **SMALL) as store:
         check(store, dict.fromkeys(range(100), 1))

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxgoodput._disk import Damaged, InUse
+from jaxgoodput._disk import DamagedError, InUse
 from jaxgoodput._jax import listen_for_compilations
 from jaxgoodput.clock import FakeClock
 from jaxgoodput.embedding.optimizers import Adagrad, Adam, Sgd
@@ -294,7 +294,7 @@ def test_a_damaged_table_offers_the_commit_before(tmp_path):
     content = bytearray(newest.read_bytes())
     content[40] ^= 4
     newest.write_bytes(content)
-    with pytest.raises(Damaged, match=rf"{newest.name}.*at={first}"):
+    with pytest.raises(DamagedError, match=rf"{newest.name}.*at={first}"):
         table_in(tmp_path)
     with table_in(tmp_path, at=first) as table:
         assert table.saved == {"step": 10}

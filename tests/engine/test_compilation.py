@@ -11,7 +11,7 @@ import pytest
 from engines import DIM, cut, known, make, put, read, residual, samples, start
 
 from jaxgoodput._jax import listen_for_compilations
-from jaxgoodput.engine.compiled import Compiled
+from jaxgoodput.engine.compiled import ProgramCache
 from jaxgoodput.parallel.strategy import Strategy
 
 SIZES = (1, 3)
@@ -105,7 +105,7 @@ def test_a_program_that_does_not_compile_is_tried_again():
         def compile(self):
             raise RuntimeError("no memory")
 
-    compiled, tries = Compiled(), []
+    compiled, tries = ProgramCache(), []
 
     def build(size):
         tries.append(size)

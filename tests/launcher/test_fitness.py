@@ -24,7 +24,7 @@ class Job:
     def __init__(self, num_hosts):
         self.names = [f"h{i}" for i in range(num_hosts)]
         events = [
-            *(rv.Joined(name, name) for name in self.names),
+            *(rv.ProcessJoined(name, name) for name in self.names),
             *(rv.Ready(name, 0, -1) for name in self.names),
             *(rv.SetUp(name, 1) for name in self.names),
         ]

@@ -11,7 +11,7 @@ from processes import Job, gone, run, start
 
 from jaxgoodput import cli
 from jaxgoodput.launcher.local import Restarts, keep_freed_pages, run_local, shim_command
-from jaxgoodput.launcher.supervise import End, UsageError
+from jaxgoodput.launcher.supervise import ProcessesEnd, UsageError
 
 SHIM = ["-m", "jaxgoodput.launcher"]
 
@@ -310,7 +310,7 @@ def test_a_job_that_saved_starts_again_as_often_as_allowed(allowed, code, starts
 
 
 def ended(code, began=None, step=None, *, told=False):
-    return End(code, told, began, step)
+    return ProcessesEnd(code, told, began, step)
 
 
 def pauses(most, *ends):

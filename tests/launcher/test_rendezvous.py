@@ -101,7 +101,7 @@ class World:
 
     def act(self, action):
         match action:
-            case rv.Regroup(members, generation):
+            case rv.EndGeneration(members, generation):
                 for name in members:
                     process = self.processes[name]
                     process.regroup |= process.generation == generation
@@ -128,7 +128,7 @@ class World:
                 process = self.processes.get(name)
                 if process is not None:
                     self.end(process, -9)
-            case rv.Start(host, after_s):
+            case rv.StartProcess(host, after_s):
                 if host in self.hosts:
                     self.starts.append((self.now_s + after_s, host))
             case rv.Examine(host):
@@ -140,7 +140,7 @@ class World:
                 for name in members:
                     if name in self.processes:
                         self.end(self.processes[name], 0)
-            case rv.End(code, _):
+            case rv.EndJob(code, _):
                 self.ended = code
 
     def start(self, host):
@@ -149,19 +149,19 @@ class World:
         self.count += 1
         process = Process(f"{host}.{self.count}", host, self.now_s + self.rng.uniform(0.5, 3))
         self.processes[process.name] = process
-        self.happen(rv.Joined(process.name, host))
+        self.happen(rv.ProcessJoined(process.name, host))
 
     def end(self, process, code):
         if process.state == "dead":
             return
         process.state = "dead"
         self.stopped.discard(process.name)
-        self.happen(rv.Gone(process.name, code))
+        self.happen(rv.ProcessExited(process.name, code))
 
     def add_host(self):
         host = f"h{len(self.hosts) + len(self.gone_hosts)}"
         self.hosts.add(host)
-        self.happen(rv.Arrived(host))
+        self.happen(rv.HostArrived(host))
 
     def living(self):
         return [p for p in self.processes.values() if p.state != "dead"]
@@ -177,7 +177,9 @@ class World:
                 self.checks.remove((at_s, host))
                 seconds = 1e-3 * self.slow.get(host, 1.0) * self.rng.uniform(1.0, 1.5)
                 self.happen(
-                    rv.Examined(host, Check(product_s=seconds, round_trip_s=seconds, send_s=1e-3))
+                    rv.HostExamined(
+                        host, Check(product_s=seconds, round_trip_s=seconds, send_s=1e-3)
+                    )
                 )
         for process in self.living():
             if process.name in self.stopped:
@@ -303,7 +305,7 @@ def live(seed, least, num_hosts, group_size):
 def joined(limits, *names, now_s=0.0):
     machine = rv.Rendezvous(limits=limits)
     for name in names:
-        machine, _ = rv.step(machine, rv.Joined(name, name), now_s)
+        machine, _ = rv.step(machine, rv.ProcessJoined(name, name), now_s)
     return machine
 
 
@@ -333,8 +335,8 @@ def test_the_first_generation_waits_for_those_that_start_but_not_for_ever():
 
 def test_the_newest_state_wins_and_late_messages_change_nothing():
     machine = trained(FAST, "a", "b", "c")
-    machine, actions = run(machine, rv.Gone("a", -9))
-    assert rv.Regroup(("b", "c"), 1) in actions
+    machine, actions = run(machine, rv.ProcessExited("a", -9))
+    assert rv.EndGeneration(("b", "c"), 1) in actions
     machine, actions = run(machine, rv.Ready("b", 1, 7), rv.SetUp("b", 1), rv.Ready("c", 0, 99))
     assert not [a for a in actions if isinstance(a, rv.Form)]
     machine, actions = run(machine, rv.Ready("c", 1, 8))
@@ -343,8 +345,8 @@ def test_the_newest_state_wins_and_late_messages_change_nothing():
 
 def test_a_death_while_a_generation_forms_has_the_others_wait_anew():
     machine = trained(FAST, "a", "b", "c")
-    machine, _ = run(machine, rv.Gone("a", -9), rv.Ready("b", 1, 7), rv.Ready("c", 1, 7))
-    machine, actions = run(machine, rv.SetUp("b", 2), rv.Gone("c", -11))
+    machine, _ = run(machine, rv.ProcessExited("a", -9), rv.Ready("b", 1, 7), rv.Ready("c", 1, 7))
+    machine, actions = run(machine, rv.SetUp("b", 2), rv.ProcessExited("c", -11))
     assert rv.Again(2, ("b",)) in actions
     machine, actions = run(machine, rv.Ready("b", 1, 7))
     assert rv.Form(3, ("b",), ("b",), 7) in actions
@@ -357,16 +359,16 @@ def test_silence_is_found_out_and_a_host_that_is_cut_off_is_not_waited_for():
     machine, actions = run(machine, rv.Tick(), now_s=105.5)
     assert [a.member for a in actions if isinstance(a, rv.Kill)] == ["b"]
     machine, actions = run(machine, rv.Beat("a", 1, 9), rv.Tick(), now_s=108.0)
-    assert "b" not in machine.members and rv.Regroup(("a",), 1) in actions
+    assert "b" not in machine.members and rv.EndGeneration(("a",), 1) in actions
 
 
 def test_below_the_minimum_it_waits_and_goes_on_when_somebody_comes():
     limits = dataclasses.replace(FAST, least=2)
     machine = trained(limits, "a", "b")
-    machine, _ = run(machine, rv.Gone("b", -9), rv.Ready("a", 1, 5))
+    machine, _ = run(machine, rv.ProcessExited("b", -9), rv.Ready("a", 1, 5))
     machine, actions = run(machine, rv.Tick(), now_s=500.0)
     assert actions == [] and machine.stage is rv.Stage.GATHERING
-    machine, _ = run(machine, rv.Joined("c", "b"), now_s=501.0)
+    machine, _ = run(machine, rv.ProcessJoined("c", "b"), now_s=501.0)
     machine, actions = run(machine, rv.Ready("c", 0, -1), now_s=502.0)
     assert actions == [rv.Form(2, ("a", "c"), ("a",), 5)]
 
@@ -385,33 +387,35 @@ def test_a_script_that_always_fails_ends_the_job():
     machine = joined(FAST, "a")
     codes, number = [], 0
     for _ in range(10):
-        machine, actions = run(machine, rv.Gone("a" if not number else f"a{number}", 1))
-        codes += [a.code for a in actions if isinstance(a, rv.End)]
+        machine, actions = run(machine, rv.ProcessExited("a" if not number else f"a{number}", 1))
+        codes += [a.code for a in actions if isinstance(a, rv.EndJob)]
         if codes:
             break
-        assert [a.host for a in actions if isinstance(a, rv.Start)] == ["a"]
+        assert [a.host for a in actions if isinstance(a, rv.StartProcess)] == ["a"]
         number += 1
-        machine, _ = run(machine, rv.Joined(f"a{number}", "a"))
+        machine, _ = run(machine, rv.ProcessJoined(f"a{number}", "a"))
     assert codes == [1] and number < 5
 
 
 def test_done_is_done_for_those_who_wait_too():
     machine = trained(FAST, "a", "b")
-    machine, actions = run(machine, rv.Joined("c", "c"), rv.Ready("c", 0, -1), rv.Done("a"))
+    machine, actions = run(machine, rv.ProcessJoined("c", "c"), rv.Ready("c", 0, -1), rv.Done("a"))
     assert actions == [rv.Release(("c",))]
-    machine, actions = run(machine, rv.Gone("c", 0), rv.Gone("a", 0), rv.Gone("b", 0))
-    assert actions == [rv.End(0, "all processes have ended")]
+    machine, actions = run(
+        machine, rv.ProcessExited("c", 0), rv.ProcessExited("a", 0), rv.ProcessExited("b", 0)
+    )
+    assert actions == [rv.EndJob(0, "all processes have ended")]
 
 
 def test_who_stands_still_while_it_starts_does_not_hold_up_the_end():
     machine = trained(FAST, "a")
-    machine, _ = run(machine, rv.Joined("c", "c"), rv.Done("a"))
-    machine, actions = run(machine, rv.Gone("a", 0))
+    machine, _ = run(machine, rv.ProcessJoined("c", "c"), rv.Done("a"))
+    machine, actions = run(machine, rv.ProcessExited("a", 0))
     assert machine.members and not actions
     machine, actions = run(machine, rv.Tick(), now_s=100.5 + FAST.silent_s)
     assert [a.member for a in actions] == ["c"] and "the run is over" in actions[0].why
-    machine, actions = run(machine, rv.Gone("c", -9))
-    assert actions == [rv.End(0, "all processes have ended")]
+    machine, actions = run(machine, rv.ProcessExited("c", -9))
+    assert actions == [rv.EndJob(0, "all processes have ended")]
 
 
 @pytest.mark.parametrize("least, most", [(0, 1), (3, 2)])
@@ -423,11 +427,11 @@ def test_limits_that_no_job_can_keep_are_refused(least, most):
 def test_told_to_stop_while_they_wait_the_one_that_came_furthest_saves():
     limits = dataclasses.replace(FAST, least=3)
     machine = trained(limits, "a", "b", "c")
-    machine, _ = run(machine, rv.Gone("a", -9), rv.Ready("b", 1, 7), rv.Ready("c", 1, 8))
+    machine, _ = run(machine, rv.ProcessExited("a", -9), rv.Ready("b", 1, 7), rv.Ready("c", 1, 8))
     machine, actions = run(machine, rv.Stop())
     assert actions == [rv.Save(("c",), 8), rv.Release(("b",))]
-    machine, actions = run(machine, rv.Gone("b", 0), rv.Gone("c", 143))
-    assert actions == [rv.End(143, "all processes have ended")]
+    machine, actions = run(machine, rv.ProcessExited("b", 0), rv.ProcessExited("c", 143))
+    assert actions == [rv.EndJob(143, "all processes have ended")]
 
 
 def check(seconds=1e-3, **fields):
@@ -438,11 +442,11 @@ def arrived(limits, *hosts, now_s=100.0):
     """A job that trains on hosts that have passed their checks, with one process each of its host's name."""
     machine = rv.Rendezvous(limits=limits)
     for host in hosts:
-        machine, actions = run(machine, rv.Arrived(host), now_s=now_s)
+        machine, actions = run(machine, rv.HostArrived(host), now_s=now_s)
         assert actions == [rv.Examine(host)]
-        machine, actions = run(machine, rv.Examined(host, check()), now_s=now_s)
+        machine, actions = run(machine, rv.HostExamined(host, check()), now_s=now_s)
         assert actions == [rv.Admit(host)]
-    machine, _ = run(machine, *(rv.Joined(h, h) for h in hosts), now_s=now_s)
+    machine, _ = run(machine, *(rv.ProcessJoined(h, h) for h in hosts), now_s=now_s)
     machine, _ = run(machine, *(rv.Ready(h, 0, -1, 12) for h in hosts), now_s=now_s)
     machine, actions = run(machine, *(rv.SetUp(h, 1) for h in hosts), now_s=now_s)
     assert actions == [rv.Go(1)]
@@ -478,26 +482,28 @@ def test_a_slow_host_is_left_out_like_one_that_leaves_and_comes_back_when_its_ti
     assert told.decision.host == "c" and told.decision.decision == "left out"
     assert told.decision.numbers["slow_ratio"] == pytest.approx(4 / 1.05)
     assert told.decision.numbers["excluded_s"] == 3.0
-    assert regroup == rv.Regroup(("a", "b", "c"), 1)
+    assert regroup == rv.EndGeneration(("a", "b", "c"), 1)
     machine, actions = run(machine, *(rv.Ready(n, 1, 9, 12) for n in "abc"), now_s=110.5)
     assert rv.Release(("c",)) in actions
     form = next(a for a in actions if isinstance(a, rv.Form))
     assert form.ranks == ("a", "b") and form.news == (told.decision,)
-    machine, _ = run(machine, rv.Gone("c", 0), rv.SetUp("a", 2), rv.SetUp("b", 2), now_s=111.0)
+    machine, _ = run(
+        machine, rv.ProcessExited("c", 0), rv.SetUp("a", 2), rv.SetUp("b", 2), now_s=111.0
+    )
     assert machine.news == () and machine.num_failures == 0
     machine, actions = run(machine, rv.Tick(), now_s=112.9)
     assert actions == []
     machine, actions = run(machine, rv.Tick(), now_s=113.1)
     assert actions == [rv.Examine("c")]
-    machine, actions = run(machine, rv.Examined("c", check(1.0)), now_s=114.0)
+    machine, actions = run(machine, rv.HostExamined("c", check(1.0)), now_s=114.0)
     assert [a.decision.numbers["excluded_s"] for a in actions] == [6.0], "still slow, twice as long"
     machine, actions = run(machine, rv.Tick(), now_s=120.1)
     assert actions == [rv.Examine("c")]
-    machine, actions = run(machine, rv.Examined("c", check()), now_s=121.0)
+    machine, actions = run(machine, rv.HostExamined("c", check()), now_s=121.0)
     assert actions[0].decision.decision == "taken in again" and actions[1] == rv.Admit("c")
-    machine, _ = run(machine, rv.Joined("c2", "c"), now_s=121.0)
+    machine, _ = run(machine, rv.ProcessJoined("c2", "c"), now_s=121.0)
     machine, actions = run(machine, rv.Ready("c2", 0, -1, 12), now_s=125.0)
-    assert actions == [rv.Regroup(("a", "b"), 2)]
+    assert actions == [rv.EndGeneration(("a", "b"), 2)]
 
 
 @pytest.mark.parametrize(
@@ -527,30 +533,30 @@ def test_who_is_left_out_is_checked_at_once_when_the_others_no_longer_suffice():
     limits = dataclasses.replace(FAST, least=2, exclude_s=1000.0)
     machine = arrived(limits, "a", "b", "c")
     machine, _ = windows(machine, SLOW, 4)
-    machine, _ = run(machine, *(rv.Ready(n, 1, 9, 12) for n in "abc"), rv.Gone("c", 0))
+    machine, _ = run(machine, *(rv.Ready(n, 1, 9, 12) for n in "abc"), rv.ProcessExited("c", 0))
     machine, _ = run(machine, rv.SetUp("a", 2), rv.SetUp("b", 2))
-    machine, actions = run(machine, rv.Lost("b"), rv.Gone("b", -9))
+    machine, actions = run(machine, rv.AgentLost("b"), rv.ProcessExited("b", -9))
     assert rv.Examine("c") in actions
-    machine, actions = run(machine, rv.Examined("c", check(1.0)))
+    machine, actions = run(machine, rv.HostExamined("c", check(1.0)))
     assert rv.Admit("c") in actions, "slow is better than not at all"
 
 
 def test_a_host_that_comes_is_judged_against_two_others_at_least():
     machine = arrived(FAST, "a", "b")
-    machine, _ = run(machine, rv.Arrived("c"))
-    machine, actions = run(machine, rv.Examined("c", check(1.0)))
+    machine, _ = run(machine, rv.HostArrived("c"))
+    machine, actions = run(machine, rv.HostExamined("c", check(1.0)))
     assert actions[0].decision.decision == "left out" and "median of 2" in actions[0].decision.why
     machine = arrived(FAST, "a")
-    machine, _ = run(machine, rv.Arrived("b"))
-    machine, actions = run(machine, rv.Examined("b", check(1.0)))
+    machine, _ = run(machine, rv.HostArrived("b"))
+    machine, actions = run(machine, rv.HostExamined("b", check(1.0)))
     assert actions == [rv.Admit("b")]
 
 
 def test_a_host_that_cannot_compute_is_refused():
     machine = arrived(FAST, "a", "b")
-    machine, _ = run(machine, rv.Arrived("c"))
+    machine, _ = run(machine, rv.HostArrived("c"))
     bad = Check(failure="it computes wrong numbers")
-    machine, actions = run(machine, rv.Examined("c", bad))
+    machine, actions = run(machine, rv.HostExamined("c", bad))
     assert actions[0].decision.decision == "refused"
     assert actions[1] == rv.Refuse("c", "it computes wrong numbers")
     assert "c" not in machine.hosts
@@ -567,50 +573,50 @@ GROUP = dataclasses.replace(FAST, least=2, most=4, group_size=2)
 def test_told_to_stop_nobody_goes_with_a_state_while_others_may_still_come_to_save_it():
     machine = trained(FAST, "a", "b")
     machine, actions = run(machine, rv.Ready("a", 1, 10), rv.Stop())
-    assert actions == [rv.Regroup(("b",), 1)], "a may have to save what it holds"
+    assert actions == [rv.EndGeneration(("b",), 1)], "a may have to save what it holds"
     machine, actions = run(machine, rv.Ready("b", 1, 10))
     assert actions == [rv.Save(("a",), 10), rv.Release(("b",))]
 
 
 def test_told_to_stop_a_group_puts_its_state_together():
     machine = trained(GROUP, *"abcd")
-    machine, _ = run(machine, rv.Gone("d", -9), rv.Ready("a", 1, 10, place=0))
+    machine, _ = run(machine, rv.ProcessExited("d", -9), rv.Ready("a", 1, 10, place=0))
     machine, actions = run(machine, rv.Stop())
     assert not [x for x in actions if isinstance(x, rv.Release | rv.Save)]
     ready = [rv.Ready("b", 1, 10, place=1), rv.Ready("c", 1, 9, place=0)]
     machine, actions = run(machine, *ready)
     assert actions == [rv.Save(("a", "b"), 10), rv.Release(("c",))], "b hands its part over"
-    machine, actions = run(machine, rv.Gone("a", 143))
+    machine, actions = run(machine, rv.ProcessExited("a", 143))
     assert actions == [rv.Release(("b",))]
-    machine, actions = run(machine, rv.Gone("b", 0), rv.Gone("c", 0))
-    assert actions == [rv.End(143, "all processes have ended")]
+    machine, actions = run(machine, rv.ProcessExited("b", 0), rv.ProcessExited("c", 0))
+    assert actions == [rv.EndJob(143, "all processes have ended")]
 
 
 def test_a_lost_part_is_had_from_a_copy_where_nobody_else_has_it():
     machine = trained(dataclasses.replace(GROUP, most=2), "a", "b")
     ready = rv.Ready("a", 1, 9, copies=((0, 4), (0, 6), (1, 4), (0, 8)), place=0)
-    machine, _ = run(machine, rv.Gone("b", -9), ready)
-    machine, _ = run(machine, rv.Joined("e", "e"), rv.Ready("e", 0, -1))
+    machine, _ = run(machine, rv.ProcessExited("b", -9), ready)
+    machine, _ = run(machine, rv.ProcessJoined("e", "e"), rv.Ready("e", 0, -1))
     assert machine.stage is rv.Stage.FORMING
     assert (machine.holders, machine.ranks) == (("a", "a"), ("a", "e"))
 
 
 def test_what_a_joiner_has_fetched_counts_when_whoever_gave_it_has_gone():
     machine = trained(dataclasses.replace(GROUP, most=2), "a", "b")
-    machine, _ = run(machine, rv.Gone("a", -9), rv.Ready("b", 1, 9, place=1))
-    machine, _ = run(machine, rv.Joined("c", "c"), rv.Ready("c", 0, 9, place=0))
+    machine, _ = run(machine, rv.ProcessExited("a", -9), rv.Ready("b", 1, 9, place=1))
+    machine, _ = run(machine, rv.ProcessJoined("c", "c"), rv.Ready("c", 0, 9, place=0))
     assert machine.holders == ("c", "b")
 
 
 def test_a_job_that_is_told_to_stop_before_anybody_came_wants_a_restart():
     machine = rv.Rendezvous(limits=FAST)
-    assert run(machine, rv.Stop())[1] == [rv.End(143, "all processes have ended")]
+    assert run(machine, rv.Stop())[1] == [rv.EndJob(143, "all processes have ended")]
 
 
 def test_fewer_than_a_group_is_nothing_to_wait_with_for_ever():
     machine = trained(dataclasses.replace(GROUP, least=1, most=2, max_restarts=0), "a", "b")
-    machine, actions = run(machine, rv.Gone("b", -9), rv.Ready("a", 1, 5))
-    assert [x.code for x in actions if isinstance(x, rv.End)] == [137]
+    machine, actions = run(machine, rv.ProcessExited("b", -9), rv.Ready("a", 1, 5))
+    assert [x.code for x in actions if isinstance(x, rv.EndJob)] == [137]
     machine = trained(dataclasses.replace(GROUP, most=2), "a", "b")
     machine, _ = run(machine, rv.Leave("b"))
     assert not rv.can_go_on(machine), "who leaves takes a part along"

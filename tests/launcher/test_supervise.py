@@ -19,7 +19,7 @@ from jaxgoodput.launcher.supervise import (
     LONGEST_LINE,
     SAVED,
     Child,
-    End,
+    ProcessesEnd,
     exit_code,
     supervise,
     told_within,
@@ -60,7 +60,7 @@ def test_the_first_failure_decides(before, first, data):
     [((0, 0), 0), ((0, 143), 143), ((143, 143), 143), ((0, 5), 5), ((143, 1), 1), ((3, 3), 3)],
 )
 def test_exit_codes_are_gathered(ends, code):
-    assert run(*(f"exit {end}" for end in ends)) == End(code, told=False)
+    assert run(*(f"exit {end}" for end in ends)) == ProcessesEnd(code, told=False)
 
 
 def test_every_line_carries_its_rank(capfdbinary):
@@ -97,14 +97,14 @@ def test_a_signal_reaches_all_once(signum, tmp_path):
         exit 143
     """
     signal_soon(signum, tmp_path / "all")
-    assert run(script, script) == End(143, told=True)
+    assert run(script, script) == ProcessesEnd(143, told=True)
     assert [(tmp_path / rank).read_text() for rank in "01"] == ["got\n", "got\n"]
 
 
 def test_who_does_not_leave_after_a_signal_is_killed(tmp_path):
     stubborn = f"trap '' TERM; echo $$ > {tmp_path}/pid; : > {tmp_path}/up; sleep 600; sleep 600"
     signal_soon(signal.SIGTERM, tmp_path / "up")
-    assert run(stubborn, grace_s=0.3) == End(137, told=True)
+    assert run(stubborn, grace_s=0.3) == ProcessesEnd(137, told=True)
     assert gone(int((tmp_path / "pid").read_text()))
 
 
@@ -112,7 +112,7 @@ def test_a_second_interrupt_kills(tmp_path):
     script = f"trap ': > {tmp_path}/first' INT; : > {tmp_path}/up; while :; do sleep 0.05; done"
     signal_soon(signal.SIGINT, tmp_path / "up")
     signal_soon(signal.SIGINT, tmp_path / "first")
-    assert run(script, grace_s=600.0) == End(137, told=True)
+    assert run(script, grace_s=600.0) == ProcessesEnd(137, told=True)
 
 
 def test_the_handlers_from_before_are_put_back():
@@ -126,7 +126,7 @@ def test_what_nohup_ignores_stays_ignored(tmp_path):
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         signal_soon(signal.SIGHUP, tmp_path / "up")
-        assert run(f": > {tmp_path}/up; sleep 1") == End(0, told=False)
+        assert run(f": > {tmp_path}/up; sleep 1") == ProcessesEnd(0, told=False)
     finally:
         signal.signal(signal.SIGHUP, before)
 
@@ -137,7 +137,7 @@ BEAT = "beat() { echo $1 > /proc/self/fd/${JAXGOODPUT_BEATS%%:*}; }; "
 
 def test_how_far_a_job_came_is_known_at_its_end():
     end = run(BEAT + "beat 5; beat 9; exit 3", BEAT + "beat 5; beat 8; sleep 600")
-    assert end == End(3, told=False, began=5, step=9)
+    assert end == ProcessesEnd(3, told=False, began=5, step=9)
 
 
 def test_a_process_that_stands_still_is_killed_but_not_one_that_trains_no_more():
@@ -168,16 +168,16 @@ def test_a_signal_ends_a_pause(tmp_path):
 def test_a_crash_brings_the_others_down_with_its_code(deaf, tmp_path):
     crash = f"while [ ! -e {tmp_path}/pid ]; do sleep 0.01; done; exit 7"
     other = f"{deaf} echo $$ > {tmp_path}/part; mv {tmp_path}/part {tmp_path}/pid; sleep 600"
-    assert run(other, crash) == End(7, told=False)
+    assert run(other, crash) == ProcessesEnd(7, told=False)
     assert gone(int((tmp_path / "pid").read_text()))
 
 
 def test_a_killed_process_is_a_failure_with_its_signal():
-    assert run("kill -KILL $$", "sleep 600") == End(137, told=False)
+    assert run("kill -KILL $$", "sleep 600") == ProcessesEnd(137, told=False)
 
 
 def test_one_that_saved_and_left_takes_the_others_with_it_after_the_grace():
-    assert run("exit 143", "sleep 600", grace_s=0.3) == End(143, told=False)
+    assert run("exit 143", "sleep 600", grace_s=0.3) == ProcessesEnd(143, told=False)
 
 
 def test_what_a_process_leaves_behind_goes_with_it(tmp_path):

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from hypothesis import strategies as st
 from worlds import check_plan, cluster_of
 
-from jaxgoodput.scheduler.limits import limits_of, use_by_tenant
-from jaxgoodput.scheduler.policy import JobView, Plan, Policy
-from jaxgoodput.scheduler.reconcile import reconcile
-from jaxgoodput.scheduler.shapes import shape_of, size_limits
+from jaxgoodput.cluster.scheduler.limits import limits_of, use_by_tenant
+from jaxgoodput.cluster.scheduler.policy import JobView, Plan, Policy
+from jaxgoodput.cluster.scheduler.reconcile import reconcile
+from jaxgoodput.cluster.scheduler.shapes import shape_of, size_limits
 from jaxgoodput.specs import Allocation, ClusterSpec, JobSpec, Reservation, Shape, Tenant
 
 TENANTS = ("red", "blue")

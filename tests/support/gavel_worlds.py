@@ -4,8 +4,8 @@ import dataclasses
 
 import numpy as np
 
-from jaxgoodput.scheduler.gavel.fractions import FractionProblem
-from jaxgoodput.scheduler.policy import JobView
+from jaxgoodput.cluster.published.gavel.fractions import FractionProblem
+from jaxgoodput.cluster.scheduler.policy import JobView
 from jaxgoodput.specs import Allocation, ClusterSpec, JobSpec, Node, Shape
 
 

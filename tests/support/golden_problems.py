@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 
-from jaxgoodput.scheduler.gavel.fractions import FractionProblem
+from jaxgoodput.cluster.published.gavel.fractions import FractionProblem
 
 
 def instances(folder, pattern):

@@ -16,8 +16,15 @@ import compilations
 import processes
 
 from jaxgoodput._serial import encode
-from jaxgoodput.client import Client, Refused, read_token
-from jaxgoodput.service.wire import ClusterShown, JobShown, Join, Submission, Taken, Work
+from jaxgoodput.cluster.client import Client, RequestRefused, read_token
+from jaxgoodput.cluster.service.wire import (
+    ClusterShown,
+    JobShown,
+    Join,
+    NodeWork,
+    Receipt,
+    Submission,
+)
 from jaxgoodput.specs import JobSpec, Node
 
 T = TypeVar("T")
@@ -74,7 +81,7 @@ class Service:
             client.call("GET", "nodes", type_=ClusterShown)
         except OSError:
             return False
-        except Refused:
+        except RequestRefused:
             return True
         finally:
             client.close()
@@ -173,14 +180,14 @@ def with_workdir(job: Submission, workdir: str) -> Submission:
 
 def join(
     client: Client, name: str = "n0", devices: int = 8, instance: str = "one", kind: str = "cpu"
-) -> Taken:
+) -> Receipt:
     """A node comes, whose agent is the test."""
     node = Node(name=name, kind=kind, num_devices=devices)
     return client.call(
-        "POST", "nodes", body=Join(node=node, instance=instance, version=1), type_=Taken
+        "POST", "nodes", body=Join(node=node, instance=instance, version=1), type_=Receipt
     )
 
 
-def work(client: Client, name: str = "n0", instance: str = "one", **query: Any) -> Work:
+def work(client: Client, name: str = "n0", instance: str = "one", **query: Any) -> NodeWork:
     """What the node of the test has to do."""
-    return client.call("GET", "nodes", name, "work", type_=Work, instance=instance, **query)
+    return client.call("GET", "nodes", name, "work", type_=NodeWork, instance=instance, **query)

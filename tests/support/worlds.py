@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 from hypothesis import strategies as st
 
-from jaxgoodput.scheduler.placement.placement import place
-from jaxgoodput.scheduler.policy import Decision, JobView
-from jaxgoodput.scheduler.shapes import capacity_rows, domain_of, goodput_matrix, shapes
+from jaxgoodput.cluster.scheduler.placement.placement import place
+from jaxgoodput.cluster.scheduler.policy import Decision, JobView
+from jaxgoodput.cluster.scheduler.shapes import capacity_rows, domain_of, goodput_matrix, shapes
 from jaxgoodput.specs import ClusterSpec, JobSpec, Node, Shape
 
 

@@ -14,7 +14,7 @@ from jaxgoodput.observe.hooks import Hook
 from jaxgoodput.optim.adaptive import NoiseReadout
 from jaxgoodput.train.analyst import CALM_STEPS, Analyst
 from jaxgoodput.train.control import Requests
-from jaxgoodput.train.watcher import Result, Ticket
+from jaxgoodput.train.watcher import StepResult, Ticket
 from jaxgoodput.tune.timings import Parts
 from jaxgoodput.tune.verdict import PROBE_STEPS
 
@@ -163,7 +163,7 @@ class Course:
             noise=noise,
             aux={},
         )
-        return Result(
+        return StepResult(
             ticket=ticket,
             metrics=metrics,
             control=np.zeros(0),

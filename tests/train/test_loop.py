@@ -18,7 +18,7 @@ from jaxgoodput.goodput.search import BatchLimits
 from jaxgoodput.observe.events import StepEnd, TuneEnd, Window
 from jaxgoodput.train.control import DEPTH
 from jaxgoodput.train.loop import Loop
-from jaxgoodput.tune.tuner import Answer, Tuner
+from jaxgoodput.tune.tuner import Tuner, TunerAnswer
 
 LIMIT_S = 60.0  # after which something hangs
 
@@ -275,7 +275,7 @@ def largest(situation):
     size = max([*situation.here.ready, current.micro_batch_size])
     wanted = dataclasses.replace(current, micro_batch_size=size, num_micro_batches=1)
     verdict = situation.change(wanted, "as large as can be", goodput=1.0)
-    return Answer(situation=situation, verdict=verdict)
+    return TunerAnswer(situation=situation, verdict=verdict)
 
 
 class Greedy(Loop):

@@ -17,7 +17,7 @@ from jaxgoodput._jax import listen_for_compilations
 from jaxgoodput.goodput.search import BatchConfig, BatchLimits
 from jaxgoodput.observe.events import FitStart, StepEnd, TuneEnd
 from jaxgoodput.optim import adaptive as adaptation
-from jaxgoodput.tune.remembered import FOLDER, Memory, Remembered
+from jaxgoodput.tune.remembered import FOLDER, Memory, ProgramMemory
 from jaxgoodput.tune.timings import Parts
 
 SIZES = (16, 32, 64)
@@ -275,7 +275,7 @@ def test_readers_find_whole_files_while_several_write(tmp_path):
 
     def left(number):
         batch = BatchConfig(micro_batch_size=number, num_micro_batches=1, num_replicas=1)
-        return Remembered(timings={"": ()}, batch=batch, since_samples=0, noise=None)
+        return ProgramMemory(timings={"": ()}, batch=batch, since_samples=0, noise=None)
 
     Memory(path, None).write(left(1))
     threads = [

@@ -309,11 +309,11 @@ def guarding(monkeypatch):
     """A guard with a clock that is told the time, what it looks after, and the codes it ended with."""
     monkeypatch.setattr(process, "POLL_S", 0.005)
     clock, requests, ends, beats = FakeClock(), Requests(), [], []
-    guard = process.Guard(
+    guard = process.StopGuard(
         requests,
         Saving(grace_s=60.0, hang_after_s=100.0),
         clock,
-        launched=process.Launched(grace_s=40.0, beat=beats.append),
+        launched=process.LauncherLink(grace_s=40.0, beat=beats.append),
         leave=ends.append,
     )
     yield guard, clock, requests, ends, beats

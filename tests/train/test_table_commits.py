@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from peer_threads import together
 
-from jaxgoodput._disk import Damaged, InUse
+from jaxgoodput._disk import DamagedError, InUse
 from jaxgoodput.clock import FakeClock
 from jaxgoodput.embedding.optimizers import Sgd
 from jaxgoodput.embedding.plan import Table
@@ -82,7 +82,9 @@ def opened_at(folder, count, number):
             with opener.of_checkpoint({"t": number})["t"] as table:
                 return table.saved["step"]
         except Exception as error:
-            return next(kind for kind in (Damaged, InUse, ValueError) if isinstance(error, kind))
+            return next(
+                kind for kind in (DamagedError, InUse, ValueError) if isinstance(error, kind)
+            )
 
     return in_processes(folder, count, run)
 
@@ -96,7 +98,7 @@ def test_a_damaged_manifest_of_any_process_is_damage_and_the_commit_before_can_b
     newest, path = next(iter(manifests(plan_in(tmp_path).folder_of(host)).items()))
     assert newest == 2
     path.write_text("damaged")
-    assert opened_at(tmp_path, 2, 2) == [Damaged if host == 0 else 20, Damaged]
+    assert opened_at(tmp_path, 2, 2) == [DamagedError if host == 0 else 20, DamagedError]
     assert opened_at(tmp_path, 2, 1) == [10, 10]
 
 
@@ -104,7 +106,7 @@ def test_a_damaged_manifest_of_any_process_is_damage_and_the_commit_before_can_b
 def test_where_another_number_of_processes_goes_on_damage_is_damage_in_all(tmp_path, count):
     save(tmp_path, 2, [10, 20])
     manifests(plan_in(tmp_path).folder_of(1))[2].write_text("damaged")
-    assert opened_at(tmp_path, count, 2) == count * [Damaged]
+    assert opened_at(tmp_path, count, 2) == count * [DamagedError]
     assert opened_at(tmp_path, count, 1) == count * [10]
 
 

@@ -40,7 +40,7 @@ from jaxgoodput.train.config import Saving
 from jaxgoodput.train.control import Preempted
 from jaxgoodput.train.loop import Loop
 from jaxgoodput.tune.batch import tune
-from jaxgoodput.tune.tuner import Answer, Tuner
+from jaxgoodput.tune.tuner import Tuner, TunerAnswer
 
 LONG = 1e5  # base steps: a run that something else must end
 
@@ -193,7 +193,7 @@ def planted(**times):
             # Without residuals: the real times do not count.
             here = dataclasses.replace(situation.here, fit=fit, residuals=())
             situation = dataclasses.replace(situation, here=here)
-        return Answer(situation=situation, verdict=tune(situation))
+        return TunerAnswer(situation=situation, verdict=tune(situation))
 
     class Planted(Loop):
         def __init__(self, *arguments, **named):

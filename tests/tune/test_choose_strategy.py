@@ -12,7 +12,7 @@ from jaxgoodput.goodput.fit import PerfFit
 from jaxgoodput.goodput.perf import PerfParams, Placement
 from jaxgoodput.goodput.search import BatchConfig, BatchLimits
 from jaxgoodput.tune.strategy import best_of, choose_strategy, judge_trial
-from jaxgoodput.tune.verdict import PROBE_STEPS, Alternative, Caution, Situation, Verdict
+from jaxgoodput.tune.verdict import PROBE_STEPS, Caution, Situation, StrategyOption, Verdict
 
 GRAD = GradParams(sqr=1.0, var=4.0)
 LIMITS = BatchLimits(base=64, max=512, micro=(1, 64), max_micro_batches=4)
@@ -38,7 +38,7 @@ def fitted(seconds_per_sample):
 
 
 def option(name="fsdp8", *, speed=None, switch_s=0.1, timed=(8,), limits=LIMITS):
-    return Alternative(
+    return StrategyOption(
         config=dataclasses.replace(HERE, strategy=name),
         limits=limits,
         placement=Placement(num_nodes=1, num_replicas=8),

@@ -17,7 +17,7 @@ from jaxgoodput.tune.batch import statistics_cadence, tune
 from jaxgoodput.tune.evidence import Bar, Stretch
 from jaxgoodput.tune.plan import fixed_config
 from jaxgoodput.tune.timings import feeding_of, residuals_of
-from jaxgoodput.tune.verdict import Alternative, Caution, Situation
+from jaxgoodput.tune.verdict import Caution, Situation, StrategyOption
 
 NAN = math.nan
 # A micro-batch costs 10 ms plus 0.1 ms per sample: larger batches are far faster per sample.
@@ -64,7 +64,7 @@ def decide(
     feeding=None,
     **kind,
 ):
-    here = Alternative(
+    here = StrategyOption(
         config=current or at(32),
         limits=limits,
         placement=Placement(num_nodes=1, num_replicas=(current or at(32)).num_replicas),
@@ -90,7 +90,7 @@ def decide(
 
 
 def test_nothing_changes_before_there_are_step_times():
-    here = Alternative(
+    here = StrategyOption(
         config=at(32), limits=LIMITS, placement=Placement(num_nodes=1, num_replicas=1), ready=READY
     )
     verdict = tune(

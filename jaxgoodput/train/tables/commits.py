@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxgoodput import _wire
-from jaxgoodput._disk import Damaged, InUse
+from jaxgoodput._disk import DamagedError, InUse
 from jaxgoodput._jax import own_host
 from jaxgoodput.clock import Clock
 from jaxgoodput.embedding.hosts import resize
@@ -31,7 +31,7 @@ Tables = Mapping[str, TieredTable]
 Said = Mapping[int, Mapping[str, Any]]
 """What was written down with every commit of a table, by number."""
 # What the first process raises for all; an OSError of its disk is a ValueError in the others.
-_KINDS = {"damaged": Damaged, "in use": InUse, "value": ValueError}
+_KINDS = {"damaged": DamagedError, "in use": InUse, "value": ValueError}
 
 
 def peers_of(where: Place) -> Peers | None:
@@ -136,7 +136,7 @@ class Opener:
                     for name, plan in self.plans.items()
                 }
                 found = {"commits": chosen}
-            except (Damaged, InUse, OSError, ValueError) as error:
+            except (DamagedError, InUse, OSError, ValueError) as error:
                 if self.where.process_count == 1:
                     raise
                 kind = next((k for k in _KINDS if isinstance(error, _KINDS[k])), "value")

@@ -22,7 +22,7 @@ from jaxgoodput.data.cursor import Cursor
 from jaxgoodput.data.loader import Loader, MicroBatch, StepBatch
 from jaxgoodput.data.rows import held_rows
 from jaxgoodput.embedding.peers import Peers
-from jaxgoodput.embedding.pipeline import Pipeline, Placed
+from jaxgoodput.embedding.pipeline import Pipeline, PlacedBatch
 from jaxgoodput.embedding.table import Lookup, TieredTable
 from jaxgoodput.engine.rows import WithRows
 from jaxgoodput.goodput.search import BatchConfig
@@ -60,7 +60,7 @@ class Feed:
         self._look_ahead = 0 if stays else 2 * self._depth + 3
         self._pipeline: Pipeline | None = None
         self._config: BatchConfig | None = None
-        self._placed: Placed | None = None
+        self._placed: PlacedBatch | None = None
         self._is_over = False
         self._meanwhile: Callable[[], None] = lambda: None
         self._after: Cursor = loader.cursor

@@ -127,7 +127,7 @@ def abstract_places(
 
 
 @dataclass(frozen=True)
-class Embedded:
+class HostEmbeddings:
     """Batches on the host with the embeddings that they read, wherever those are; no table changes."""
 
     ids: Callable[[PyTree], dict[str, np.ndarray]]

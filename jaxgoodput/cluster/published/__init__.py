@@ -1,0 +1,1 @@
+"""Published policies and research artifacts, for comparison with our own."""

@@ -1,0 +1,206 @@
+"""Every linear program of the fraction policies is one of two: the largest scale, or the best value.
+
+Both are solved by HiGHS' dual simplex, because it answers with a vertex: no more variables and slacks are
+above 0 than there are rows, so few jobs are split over several kinds and few move.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import scipy.optimize
+import scipy.sparse
+from jaxtyping import Bool, Float
+
+from jaxgoodput.cluster.published.gavel.fractions import FractionProblem, Fractions, limit_use
+from jaxgoodput.cluster.scheduler.policy import SolverError
+
+_TOLERANCE = 1e-10  # the smallest that HiGHS accepts
+
+
+@dataclass(frozen=True, eq=False)
+class LinearProgram:
+    """The feasible set of a problem as sparse rows over the variables that can be of use.
+
+    Variables are pairs of a combination of jobs (first every job alone, then the pairs) and a kind on
+    which all of its members make progress. `rate @ x` is in steps per second.
+    """
+
+    problem: FractionProblem
+    row: np.ndarray  # [variables] combination
+    column: np.ndarray  # [variables] kind
+    rate: scipy.sparse.csr_matrix  # [jobs, variables]
+    limits: (
+        scipy.sparse.csr_matrix
+    )  # [jobs + kinds, variables]: each job's time, each kind's devices
+
+    @classmethod
+    def of(cls, problem: FractionProblem) -> "LinearProgram":
+        """Rows and variables of a problem."""
+        num_jobs, num_kinds = problem.throughput.shape
+        row, column = np.nonzero(problem.throughput)
+        num_alone = len(row)
+        pairs = np.asarray(problem.pairs, dtype=int).reshape(-1, 2)
+        pair_row, pair_column = np.nonzero((problem.pair_throughput > 0).all(axis=1))
+        row = np.concatenate([row, num_jobs + pair_row])
+        column = np.concatenate([column, pair_column])
+        variable = np.arange(len(row))
+        first = np.where(row < num_jobs, row, 0)
+        first[num_alone:] = pairs[pair_row, 0]
+        jobs = np.concatenate([first, pairs[pair_row, 1]])
+        variables = np.concatenate([variable, variable[num_alone:]])
+        speeds = np.concatenate(
+            [
+                problem.throughput[row[:num_alone], column[:num_alone]],
+                problem.pair_throughput[pair_row, 0, pair_column],
+                problem.pair_throughput[pair_row, 1, pair_column],
+            ]
+        )
+        rate = scipy.sparse.csr_matrix((speeds, (jobs, variables)), (num_jobs, len(row)))
+        limits = scipy.sparse.csr_matrix(
+            (
+                np.concatenate([np.ones(len(jobs)), problem.scale_factor[first].astype(float)]),
+                (np.concatenate([jobs, num_jobs + column]), np.concatenate([variables, variable])),
+            ),
+            (num_jobs + num_kinds, len(row)),
+        )
+        quotas = [limit_use(problem, limit)[row, column] for limit in problem.limits]
+        if quotas:
+            limits = scipy.sparse.csr_matrix(scipy.sparse.vstack([limits, np.array(quotas)]))
+        return cls(problem, row, column, rate, limits)
+
+    @property
+    def bounds(self) -> np.ndarray:
+        """[rows] right-hand sides of `limits`."""
+        problem = self.problem
+        quotas = [float(limit.left) for limit in problem.limits]
+        return np.concatenate([np.ones(problem.num_jobs), problem.capacity, quotas])
+
+    def fractions(self, x: np.ndarray, **more) -> Fractions:
+        """Variables as fractions, rid of what the solver's tolerance lets through."""
+        num_jobs, num_kinds = self.problem.throughput.shape
+        table = np.zeros((num_jobs + len(self.problem.pairs), num_kinds))
+        table[self.row, self.column] = np.clip(x, 0.0, 1.0)
+        answer = Fractions(alone=table[:num_jobs], together=table[num_jobs:], **more)
+        over = answer.excess(self.problem)
+        if over > 1e-6:
+            raise SolverError(
+                f"HiGHS returned fractions that exceed a constraint by {over:.3g}, beyond its tolerance "
+                f"of {_TOLERANCE}. Speeds that differ by more than ten orders of magnitude within one "
+                "job are the usual cause: check its goodput table."
+            )
+        if over > 0:
+            keep = 1.0 / (1.0 + over)
+            answer = dataclasses.replace(
+                answer, alone=answer.alone * keep, together=answer.together * keep
+            )
+        return answer
+
+
+@dataclass(frozen=True, eq=False)
+class Gauge:
+    """The largest `scale` at which needs are met, variables that meet them, and the price of each row.
+
+    For every feasible x: sum of job_price * rate(x) <= scale * sum of job_price * need (strong
+    duality), with sum of job_price * need = 1. `kind_price` is 0 for kinds that do not limit it.
+    """
+
+    scale: float
+    x: Float[np.ndarray, " variables"]
+    job_price: Float[np.ndarray, " jobs"]
+    kind_price: Float[np.ndarray, " kinds"]
+    quota_price: Float[np.ndarray, " quotas"]
+
+
+def gauge(program: LinearProgram, need: Float[np.ndarray, " jobs"]) -> Gauge:
+    """max scale such that rate(x) >= scale * need; jobs that need 0 or can run nowhere ask nothing.
+
+    Needs are in steps per second. No job that needs something: an infinite scale and x = 0.
+    """
+    best = program.rate.max(axis=1).toarray().ravel() if len(program.row) else need * 0.0
+    asks = np.flatnonzero((need > 0) & (best > 0))
+    prices = np.zeros(len(need))
+    num_jobs, num_variables = cast(tuple[int, int], program.rate.shape)
+    if len(asks) == 0:
+        nothing = np.zeros(len(program.problem.kinds)), np.zeros(len(program.problem.limits))
+        return Gauge(np.inf, np.zeros(num_variables), prices, *nothing)
+    # In units of what a job can do at best, so that all coefficients are at most 1.
+    relative = need[asks] / best[asks]
+    unit = relative.max()
+    rows = scipy.sparse.diags_array(1.0 / best[asks]) @ program.rate[asks]
+    matrix = scipy.sparse.block_array(
+        [[-rows, (relative / unit)[:, None]], [program.limits, None]], format="csc"
+    )
+    cost = np.zeros(num_variables + 1)
+    cost[-1] = -1.0
+    result = _solve(cost, matrix, np.concatenate([np.zeros(len(asks)), program.bounds]))
+    assert result is not None, "x = 0 is feasible"
+    dual = np.maximum(-result.ineqlin.marginals, 0.0)
+    # The dual of the scaled scale column says sum(dual * relative / unit) = 1.
+    prices[asks] = dual[: len(asks)] / best[asks] * unit
+    prices /= max(float(prices @ np.where(best > 0, need, 0.0)), 1e-300)
+    of_kinds = len(asks) + num_jobs
+    of_quotas = of_kinds + len(program.problem.kinds)
+    scale = float(result.x[-1]) / unit
+    return Gauge(scale, result.x[:-1], prices, dual[of_kinds:of_quotas], dual[of_quotas:])
+
+
+def best_value(
+    program: LinearProgram,
+    value: Float[np.ndarray, " variables"],
+    *,
+    need: Float[np.ndarray, " jobs"] | None = None,
+    soft: Bool[np.ndarray, " jobs"] | None = None,
+) -> tuple[np.ndarray, np.ndarray] | None:
+    """max value @ x with rate(x) >= need; None where no x meets them all.
+
+    Where `soft` is given, the jobs that it marks may fall short and the value is minus the sum of
+    their shortfalls (each from 0 to 1, a share of its need), whatever `value` says.
+
+    Returns:
+      x [variables] and the shortfall [jobs] (0 where nothing is soft).
+    """
+    num_jobs, num_variables = cast(tuple[int, int], program.rate.shape)
+    need = np.zeros(num_jobs) if need is None else need
+    asks = np.flatnonzero(need > 0)
+    rows = -(scipy.sparse.diags_array(1.0 / need[asks]) @ program.rate[asks])
+    right = np.concatenate([-np.ones(len(asks)), program.bounds])
+    short = np.zeros(num_jobs)
+    if soft is None:
+        matrix = scipy.sparse.vstack([rows, program.limits], format="csc")
+        result = _solve(-value / max(np.abs(value).max(initial=0.0), 1e-300), matrix, right)
+        return None if result is None else (result.x, short)
+    gaps = scipy.sparse.diags_array(-soft[asks].astype(float))
+    matrix = scipy.sparse.block_array([[rows, gaps], [program.limits, None]], format="csc")
+    cost = np.concatenate([np.zeros(num_variables), np.ones(len(asks))])
+    result = _solve(cost, matrix, right)
+    if result is None:
+        return None
+    short[asks] = np.clip(result.x[num_variables:], 0.0, 1.0)
+    return result.x[:num_variables], short
+
+
+def _solve(cost: np.ndarray, matrix: Any, right: np.ndarray) -> Any:
+    """A vertex that minimises cost @ x, x >= 0, matrix @ x <= right; None where there is none."""
+    if len(cost) == 0:  # which linprog refuses
+        return scipy.optimize.OptimizeResult(x=cost) if (right >= 0).all() else None
+    result = scipy.optimize.linprog(
+        cost,
+        A_ub=matrix,
+        b_ub=right,
+        method="highs-ds",
+        options={
+            "primal_feasibility_tolerance": _TOLERANCE,
+            "dual_feasibility_tolerance": _TOLERANCE,
+        },
+    )
+    if result.status == 2:
+        return None
+    if result.status != 0 or result.x is None:
+        raise SolverError(
+            f"HiGHS stopped with the status {result.status} ({result.message}) on {matrix.shape[0]} rows "
+            f"and {matrix.shape[1]} variables. The problem has a solution whenever speeds and needs are "
+            "finite: look for extreme entries in the jobs' goodput tables."
+        )
+    return result

@@ -1,0 +1,293 @@
+"""Gavel's round mechanism: runs, for a while each, the jobs that are furthest behind their fractions.
+
+It is stateless: what a job has received is in its view, and a lease is the time since its allocation began.
+"""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from jaxgoodput.cluster.published.gavel.fractions import (
+    FractionPolicy,
+    FractionProblem,
+    Fractions,
+    from_views,
+    gang_shape,
+    limit_use,
+)
+from jaxgoodput.cluster.published.gavel.packing import with_pairs_of_views
+from jaxgoodput.cluster.scheduler.constraints import Devices, add_devices, withhold
+from jaxgoodput.cluster.scheduler.limits import limits_of, use_by_tenant
+from jaxgoodput.cluster.scheduler.placement.placement import place
+from jaxgoodput.cluster.scheduler.policy import Decision, JobView
+from jaxgoodput.cluster.scheduler.shapes import capacity, node_size
+from jaxgoodput.cluster.scheduler.solve.multiple_choice import Knapsack, solve
+from jaxgoodput.specs import ClusterSpec, Shape
+
+_NEVER_YET = 1e9  # stands for 1 / f where nothing was received: ahead of all who have something
+_EXACT, _TIME_LIMIT_S = 1e-9, 10.0  # relative gap of the exact selection
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundScheduler:
+    """Runs the set of jobs of greatest total priority x_ij / f_ij that fits; x from a fraction policy.
+
+    f_ij is the share of its time, since it arrived (or since `JobView.fractions_since_s`), that job i has
+    received on kind j; where it is 0 the priority is 1e9 x_ij. A priority of 1 is on target. Jobs run as
+    gangs of `fractions.gang_size` devices.
+
+    `selection`: "greedy" takes them in order of priority, as Gavel does. "exact" is the set of greatest
+    total value, a multiple-choice knapsack. There a gang of s devices counts s times (`count_devices`):
+    otherwise eight single devices on target outweigh a gang of eight that is seven times behind, and
+    shares do not converge.
+
+    A job keeps its devices for `round_s` from when it got them (its lease), while it restores, while its
+    minimum run time lasts, and always if it cannot be preempted. Devices that are left over go to jobs with
+    the fraction 0 that have received least, unless the fraction policy forbids it (in order of arrival).
+    With `share_devices`, pairs of jobs with known speeds side by side (`JobView.shared_goodput`) take part.
+    Placement puts gangs of whole nodes first and keeps devices where kind and size stay. Gavel, section 5.
+    """
+
+    fraction_policy: FractionPolicy
+    round_s: float = 360.0
+    selection: Literal["greedy", "exact"] = "greedy"
+    count_devices: bool = True
+    share_devices: bool = False
+
+    def __call__(self, jobs: Sequence[JobView], cluster: ClusterSpec, now_s: float, /) -> Decision:
+        """Allocations for the next round."""
+        if not jobs:
+            return Decision(allocations={})
+        problem = from_views(jobs, cluster, now_s)
+        per_node = node_size(cluster)
+        if self.share_devices:
+            problem = with_pairs_of_views(problem, jobs, per_node)
+        target = self.fraction_policy(problem)
+        # The closed forms, as published, give time on every kind, also where a job cannot run.
+        target = dataclasses.replace(
+            target, alone=np.where(problem.throughput > 0.0, target.alone, 0.0)
+        )
+        pinned = self._pinned(jobs, cluster, now_s)
+        allocations = {job: jobs[i].allocation for job, i in pinned.items()}
+        taken: Devices = {}
+        for allocation in allocations.values():
+            add_devices(taken, allocation.devices)
+        tenants = {job.spec.id: job.spec.tenant for job in jobs}
+        kind_of = {node.name: node.kind for node in cluster.nodes}
+        rest = withhold(cluster, taken, use_by_tenant(allocations, tenants, kind_of))
+        received = fraction_received(jobs, problem, now_s)
+        urgency = priorities(problem, target, received)
+        chosen = self._choose(problem, target, urgency, received, rest, set(pinned.values()))
+        wanted: dict[str, Shape] = {}
+        groups: dict[str, str] = {}
+        for row in np.flatnonzero(chosen >= 0).tolist():
+            members = _members(problem, row)
+            kind = problem.kinds[chosen[row]]
+            for i in members:
+                size = int(problem.scale_factor[i])
+                shape = gang_shape(jobs[i], kind, size, per_node[kind])
+                assert shape is not None, "only shapes of known speed are candidates"
+                wanted[problem.job_ids[i]] = shape
+                if len(members) > 1:
+                    groups[problem.job_ids[i]] = "+".join(problem.job_ids[m] for m in members)
+        placed = place(wanted, jobs, rest, share_groups=groups)
+        allocations.update(placed)
+        reasons = {}
+        for i, job in enumerate(problem.job_ids):
+            reasons[job] = self._reason(
+                i, jobs[i], problem, target, received, wanted, placed, pinned
+            )
+        return Decision(allocations=allocations, reasons=reasons, objective=target.objective)
+
+    def _pinned(self, jobs, cluster, now_s):
+        """Job id -> row of the jobs that keep their devices whatever the priorities say."""
+        nodes = {node.name: node for node in cluster.nodes}
+        pinned = {}
+        for i, job in enumerate(jobs):
+            if not job.allocation.devices or job.since_s is None:
+                continue
+            lease_s = max(self.round_s, job.spec.min_run_s)
+            restoring = job.restoring_until_s is not None and now_s < job.restoring_until_s
+            stays = now_s < job.since_s + lease_s or restoring or not job.spec.preemptible
+            offered = all(
+                name in nodes
+                and nodes[name].state == "up"
+                and not set(local) & set(nodes[name].withheld)
+                for name, local in job.allocation.devices.items()
+            )
+            if stays and offered:
+                pinned[job.spec.id] = i
+        return pinned
+
+    def _choose(self, problem, target, urgency, received, rest, pinned):
+        """[jobs + pairs] the kind on which each runs from now on, -1 = not."""
+        num_rows = problem.num_jobs + len(problem.pairs)
+        members = [_members(problem, row) for row in range(num_rows)]
+        size = np.array([problem.scale_factor[m[0]] for m in members], dtype=int)
+        open_row = np.array([not pinned & set(m) for m in members], dtype=bool)
+        free = capacity(rest)
+        value = np.where(open_row[:, None], urgency, 0.0)
+        exact = self.selection == "exact"
+        if exact and self.count_devices:
+            value = value * size[:, None]
+        round_problem = RoundProblem(
+            value=value,
+            size=size,
+            capacity=np.array([free.get(kind, 0) for kind in problem.kinds], dtype=int),
+            members=members,
+            budgets=[(limit_use(problem, limit), limit.left) for limit in limits_of(rest)],
+        )
+        chosen = best_rows(round_problem) if exact else greedy(round_problem)
+        if not target.fills:
+            return chosen
+        # Idle devices help nobody: first whoever has received least, on the kind where it is fastest.
+        starved = 1.0 / (1.0 + received.sum(axis=1))
+        relative = problem.throughput / np.maximum(problem.throughput.max(1, keepdims=True), 1e-300)
+        filler = np.zeros_like(value)
+        singles = slice(0, problem.num_jobs)
+        filler[singles] = np.where(open_row[singles, None], starved[:, None] * relative, 0.0)
+        return greedy(dataclasses.replace(round_problem, value=filler), chosen)
+
+    def _reason(self, i, job, problem, target, received, wanted, placed, pinned):
+        name = job.spec.id
+        x, f = target.per_job(problem)[i], received[i]
+        shares = ", ".join(
+            f"{kind} {x[j]:.3g} ({f[j]:.3g} received)"
+            for j, kind in enumerate(problem.kinds)
+            if x[j] > 0 or f[j] > 0
+        )
+        if name in pinned:
+            said = "keeps its devices: its lease, its restore or its minimum run time goes on"
+        elif name in placed:
+            said = f"runs on {wanted[name].num_devices} {wanted[name].kind}"
+        elif name in wanted:
+            said = f"waits: no {wanted[name].num_devices} {wanted[name].kind} are free in one piece"
+        elif not problem.runnable[i]:
+            size = problem.scale_factor[i]
+            said = f"waits: no kind has room for its {size} devices and a known speed"
+        else:
+            said = "waits: others are further behind their shares"
+        parts = [said, f"its shares of time: {shares}" if shares else "its share of time is 0"]
+        if name in target.reasons:
+            parts.append(target.reasons[name])
+        return "; ".join(parts)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RoundProblem:
+    """What may run in a round: rows are jobs alone, then pairs of jobs on the same devices.
+
+    `value[row, kind]` is what running it there is worth, not positive = not there; `members[row]` are its
+    jobs, and each job runs in at most one row. `budgets` are limits: what each row counts against it on each
+    kind, and how much of it there is.
+    """
+
+    value: Float[np.ndarray, "rows kinds"]
+    size: Int[np.ndarray, " rows"]
+    capacity: Int[np.ndarray, " kinds"]
+    members: Sequence[tuple[int, ...]]
+    budgets: Sequence[tuple[np.ndarray, float]] = ()
+
+
+def greedy(problem: RoundProblem, start: Int[np.ndarray, " rows"] | None = None) -> np.ndarray:
+    """Rows in order of value, each where it is worth most and still fits; [rows] kind, -1 = does not run.
+
+    Fills what `start` leaves free. Ties go to the earlier row and kind. This is Gavel's mechanism.
+    """
+    chosen = np.full(len(problem.size), -1) if start is None else start.copy()
+    free = problem.capacity.copy()
+    left = [limit for _, limit in problem.budgets]
+    taken: set[int] = set()
+
+    def take(row, kind):
+        chosen[row] = kind
+        free[kind] -= problem.size[row]
+        taken.update(problem.members[row])
+        for b, (use, _) in enumerate(problem.budgets):
+            left[b] -= float(use[row, kind])
+
+    for row in np.flatnonzero(chosen >= 0).tolist():
+        take(row, int(chosen[row]))
+    rows, kinds = np.nonzero(problem.value > 0)
+    for at in np.argsort(-problem.value[rows, kinds], kind="stable").tolist():
+        row, kind = int(rows[at]), int(kinds[at])
+        size = int(problem.size[row])
+        within = all(
+            use[row, kind] <= max(left[b] + 1e-9, 0.0) for b, (use, _) in enumerate(problem.budgets)
+        )
+        if size <= free[kind] and within and not taken & set(problem.members[row]):
+            take(row, kind)
+    return chosen
+
+
+def best_rows(problem: RoundProblem) -> np.ndarray:
+    """The rows of greatest total value and their kinds; [rows] kind, -1 = does not run.
+
+    A knapsack in which every row takes at most one kind. Quotas, and the jobs that are in several rows,
+    are further capacities.
+    """
+    row, kind = np.nonzero((problem.value > 0) & (problem.size[:, None] <= problem.capacity))
+    counts = Counter(job for members in problem.members for job in members)
+    capacities = [
+        (np.where(kind == k, problem.size[row], 0), n) for k, n in enumerate(problem.capacity)
+    ]
+    capacities += [(use[row, kind], n) for use, n in problem.budgets]
+    for job in (job for job, count in counts.items() if count > 1):
+        capacities.append((np.array([job in problem.members[r] for r in row.tolist()], int), 1))
+    solution = solve(
+        Knapsack(
+            job=row,
+            value=problem.value[row, kind],
+            use=np.array([use for use, _ in capacities], float).T,
+            limit=np.array([limit for _, limit in capacities], float),
+            forced=np.zeros(len(problem.size), bool),
+        ),
+        _EXACT,
+        _TIME_LIMIT_S,
+    )
+    assert solution is not None, "running nothing is feasible"
+    chosen = np.full(len(problem.size), -1)
+    runs = solution.item >= 0
+    chosen[runs] = kind[solution.item[runs]]
+    return chosen
+
+
+def fraction_received(
+    jobs: Sequence[JobView], problem: FractionProblem, now_s: float
+) -> np.ndarray:
+    """[jobs, kinds] share of its time that each job has run on each kind, since its arrival or since
+    `fractions_since_s`.
+    """
+    received = np.zeros((len(jobs), len(problem.kinds)))
+    for i, job in enumerate(jobs):
+        begin_s = job.submitted_s if job.fractions_since_s is None else job.fractions_since_s
+        for j, kind in enumerate(problem.kinds):
+            seconds = job.fraction_received_s.get(kind, 0.0)
+            received[i, j] = seconds / max(now_s - begin_s, seconds, 1e-9)
+    return received
+
+
+def priorities(problem: FractionProblem, target: Fractions, received: np.ndarray) -> np.ndarray:
+    """[jobs + pairs, kinds] x / f, or 1e9 x where f = 0; 0 where x = 0.
+
+    f of a pair is that of its member who received more there. What either got alone and what it got beside
+    another is not told apart in what is measured, so x of a row with one job is its time on that kind in
+    total, times the share of it that the row has.
+    """
+    total = target.per_job(problem)
+    x = np.vstack([target.alone, target.together])
+    reference = np.zeros_like(x)
+    for row in range(len(x)):
+        mine = list(_members(problem, row))
+        share = np.divide(x[row], total[mine].max(0), out=np.zeros(x.shape[1]), where=x[row] > 0)
+        reference[row] = received[mine].max(axis=0) * share
+    return np.where(reference > 0, x / np.where(reference > 0, reference, 1.0), x * _NEVER_YET)
+
+
+def _members(problem: FractionProblem, row: int) -> tuple[int, ...]:
+    return (row,) if row < problem.num_jobs else problem.pairs[row - problem.num_jobs]

@@ -1,0 +1,90 @@
+"""Most steps per second, or per dollar, with soft deadlines."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxgoodput.cluster.published.gavel.fractions import FractionProblem, Fractions
+from jaxgoodput.cluster.published.gavel.programs import LinearProgram, best_value
+from jaxgoodput.cluster.scheduler.policy import SolverError
+
+
+@dataclass(frozen=True, kw_only=True)
+class TotalThroughput:
+    """max over x of the sum over jobs of rate_i(x), each kind's speed divided by its price on demand.
+
+    `per_price` is Gavel's minimum cost (sum of x_ij T_ij / c_j). Its price is of one device even for a
+    gang; `count_devices=True` counts them all. With `deadlines`, every job that has one is to run at
+    S_i / (time to its deadline) or faster. Deadlines are soft, in this order: a deadline that is over,
+    or too early for the job even alone, asks for nothing and is reported; where the rest cannot all be
+    met, the sum of the shares by which they fall short is as small as can be, each shortfall is
+    reported in `reasons`, and the value is maximised with what is left. Where all can be met the answer
+    is that of hard constraints. Steps are not normalised, so jobs of many small steps win: Gavel's
+    definition, for comparison. Section 4.2.
+    """
+
+    per_price: bool = False
+    count_devices: bool = False
+    deadlines: bool = False
+
+    def __call__(self, problem: FractionProblem, /) -> Fractions:
+        """Fractions of time for every job of the problem."""
+        program = LinearProgram.of(problem)
+        value = np.asarray(program.rate.sum(axis=0)).ravel()
+        if self.per_price:
+            price = problem.price[program.column]
+            if not (price > 0).all():
+                raise ValueError(
+                    f"per_price needs a price above 0 for every kind, got {problem.price.tolist()} for "
+                    f"{list(problem.kinds)}. Give ClusterSpec.price_per_hour, or per_price=False."
+                )
+            if self.count_devices:
+                first = [*range(problem.num_jobs), *(i for i, _ in problem.pairs)]
+                price = price * problem.scale_factor[np.asarray(first, dtype=int)[program.row]]
+            value = value / price
+        need, reasons = self._needs(problem)
+        found = best_value(program, value, need=need)
+        if found is None:
+            softly = best_value(program, value, need=need, soft=need > 0)
+            assert softly is not None, "nothing at all is feasible where all may fall short"
+            short = softly[1]
+            # What the solver's tolerance leaves open must not make the second program infeasible.
+            kept = need * np.maximum(1 - short - 1e-9, 0.0)
+            found = best_value(program, value, need=kept)
+            if found is None:
+                raise SolverError(
+                    "The deadlines that one linear program found reachable are infeasible in the next, "
+                    "though relaxed by 1e-9. Look for extreme speeds in the jobs' goodput tables."
+                )
+            rate = program.rate @ found[0]
+            for i in np.flatnonzero(rate < need * (1 - 1e-6)):
+                reasons[problem.job_ids[i]] = (
+                    f"deadline in {problem.deadlines_s[i]:.0f} s: needs {need[i]:.4g} steps/s, gets "
+                    f"{rate[i]:.4g} beside the other deadlines"
+                )
+        x = found[0]
+        return program.fractions(x, objective=float(value @ x), reasons=reasons)
+
+    def _needs(self, problem):
+        """[jobs] steps/s for the deadlines that a job could meet alone, and reports of the others."""
+        need = np.zeros(problem.num_jobs)
+        reasons = {}
+        if not self.deadlines:
+            return need, reasons
+        best = (
+            problem.throughput * np.minimum(1.0, problem.capacity / problem.scale_factor[:, None])
+        ).max(axis=1, initial=0.0)
+        for i, left_s in enumerate(problem.deadlines_s):
+            steps = problem.remaining_steps[i]
+            if not np.isfinite(left_s) or steps == 0:
+                continue
+            if left_s <= 0:
+                reasons[problem.job_ids[i]] = f"deadline missed {-left_s:.0f} s ago"
+            elif steps / left_s > best[i] * (1 + 1e-9):
+                reasons[problem.job_ids[i]] = (
+                    f"deadline in {left_s:.0f} s is out of reach: needs {steps / left_s:.4g} steps/s, its "
+                    f"best kind gives {best[i]:.4g}"
+                )
+            else:
+                need[i] = min(steps / left_s, best[i])
+        return need, reasons

@@ -1,0 +1,139 @@
+"""Tables that contradict themselves are smoothed: every entry counts by how well it is known.
+
+Of twenty entries that are each wrong by 30 %, the best looking one is mostly the luckiest one; a policy that
+takes it at its word gives a job many devices for nothing. But how goodput grows with devices is a smooth
+curve, so what an entry is off by shows in how far it lies from its neighbours.
+
+    log G(k devices) = level + slope x + sum_m bend_m max(x - m, 0) + step [several nodes],
+    x = log2 k, m = 1, 1.5, 2, ...
+
+for every job and kind of device; least squares with a prior on slope, bends and step, which few or noisy
+entries hardly move. *Noise* is how far entries scatter about the line between their two neighbours: a median,
+which single outliers do not move. Rows too short to know theirs (of three entries, a knee looks like noise)
+use that of the others, and are taken at their word where there are none. An entry keeps
+MISFIT^2 / (MISFIT^2 + noise^2) of its distance to the curve, MISFIT being that of exact tables: empirical
+Bayes. Entries with less noise than EXACT, which tables of fitted models have, stay as they are, to the bit.
+"""
+
+import numpy as np
+
+from jaxgoodput.cluster.scheduler.policies.shape_choice import ShapeProblem
+
+EXACT = 0.05  # relative noise below which a row is left alone
+MISFIT = 0.02  # relative distance of exact tables from the curve
+# Prior means and deviations, in log goodput: of what the first doubling adds (0.62 = 1.86 times as much), of
+# how that changes with every further half of one, and of what it means to lie on several nodes.
+SLOPE, BEND, STEP = (0.62, 0.20), (-0.05, 0.06), (-0.10, 0.15)
+LEAST = 5  # differences by which a row knows its own noise: one of them may be a knee
+QUARTILE = 0.6745  # of a standard normal number
+
+
+def shrunk(
+    goodput: np.ndarray,
+    devices: np.ndarray,
+    nodes: np.ndarray,
+    kind: np.ndarray,
+    error: np.ndarray | None = None,
+) -> np.ndarray:
+    """[jobs, shapes] goodput with noisy rows drawn towards their smooth curve; the others to the bit.
+
+    goodput: [jobs, shapes] > 0, NaN = not allowed, which stays; devices, nodes, kind: [shapes], kinds counted
+    from 0; error: [jobs, shapes] the relative standard error that is known of an entry, NaN = unknown.
+    """
+    found, log = goodput, np.log(goodput)
+    groups = [np.flatnonzero(kind == k) for k in np.unique(kind)]
+    groups = [g[np.argsort(devices[g], kind="stable")] for g in groups if len(g) > 1]
+    if not groups:
+        return goodput
+    rough = [differences(log[:, g], np.log2(devices[g]), nodes[g] > 1) for g in groups]
+    noise = noise_of(rough)
+    for i, columns in enumerate(groups):
+        variance = np.broadcast_to(noise[:, i, None] ** 2, log[:, columns].shape)
+        if error is not None:
+            known = error[:, columns]
+            variance = np.where(np.isnan(known), variance, known**2)
+        known = ~np.isnan(log[:, columns])
+        noisy = (variance * known).max(1) > EXACT**2
+        noisy &= known.sum(1) > 1
+        if not noisy.any():
+            continue
+        if found is goodput:
+            found = goodput.copy()
+        rows = np.flatnonzero(noisy)
+        curve = smooth(
+            log[np.ix_(rows, columns)],
+            variance[rows],
+            np.log2(devices[columns]),
+            nodes[columns] > 1,
+        )
+        kept = MISFIT**2 / (MISFIT**2 + variance[rows])
+        own = log[np.ix_(rows, columns)]
+        drawn = np.exp(curve + kept * (own - curve))
+        exact = variance[rows] <= EXACT**2
+        found[np.ix_(rows, columns)] = np.where(exact, goodput[np.ix_(rows, columns)], drawn)
+    return found
+
+
+def differences(log: np.ndarray, x: np.ndarray, wide: np.ndarray) -> np.ndarray:
+    """[jobs, triples] what the middle of three entries differs by from the line between the outer two,
+    in standard deviations of an entry; NaN where one is missing.
+
+    log: [jobs, sizes] by increasing x; triples across the border between one and several nodes are left out.
+    """
+    a, b, c = np.arange(len(x) - 2), np.arange(1, len(x) - 1), np.arange(2, len(x))
+    good = (wide[a] == wide[c]) & (x[c] > x[b]) & (x[b] > x[a])
+    a, b, c = a[good], b[good], c[good]
+    part = (x[c] - x[b]) / (x[c] - x[a])
+    rest = log[:, b] - part * log[:, a] - (1 - part) * log[:, c]
+    return rest / np.sqrt(1 + part**2 + (1 - part) ** 2)
+
+
+def noise_of(rough: list[np.ndarray]) -> np.ndarray:
+    """[jobs, groups] relative noise of an entry, from the differences of the row; 0 where nobody knows.
+
+    It is the median distance from their median: curves that all bend alike are not noise. A row of a dozen
+    differences knows its own to a quarter only, so the mean with the median of all counts, unless it is
+    exact; that median alone for a row of fewer than LEAST.
+    """
+    own = np.stack([_scatter(r) for r in rough], 1)
+    if np.isnan(own).all():
+        return np.zeros(own.shape)
+    usual = np.nanmedian(own)
+    mean = np.sqrt((own**2 + usual**2) / 2)
+    return np.where(np.isnan(own), usual, np.where(own > EXACT, mean, own))
+
+
+def _scatter(rough: np.ndarray) -> np.ndarray:
+    """[rows] standard deviation of the differences of a row, NaN where they are too few to tell."""
+    found = np.full(len(rough), np.nan)
+    rows = np.flatnonzero((~np.isnan(rough)).sum(1) >= LEAST)
+    if len(rows):
+        apart = rough[rows] - np.nanmedian(rough[rows], 1)[:, None]
+        found[rows] = np.nanmedian(np.abs(apart), 1) / QUARTILE
+    return found
+
+
+def smooth(log: np.ndarray, variance: np.ndarray, x: np.ndarray, wide: np.ndarray) -> np.ndarray:
+    """[jobs, sizes] the curve through the entries that are there, for every size."""
+    knots = np.arange(1.0, np.floor(x.max()), 0.5)
+    columns = [np.ones_like(x), x, *(np.maximum(x - m, 0.0) for m in knots), wide.astype(float)]
+    prior = [(0.0, 1e4), SLOPE, *[BEND] * len(knots), STEP]
+    basis = np.stack(columns, 1)
+    mean, deviation = np.array(prior).T
+    known = ~np.isnan(log)
+    weight = known / (variance + MISFIT**2)
+    square = (basis[:, :, None] * basis[:, None, :]).reshape(len(x), -1)
+    precision = (weight @ square).reshape(len(log), len(mean), len(mean)) + np.diag(deviation**-2.0)
+    pull = (weight * np.where(known, log, 0.0)) @ basis + mean * deviation**-2.0
+    return np.linalg.solve(precision, pull[:, :, None])[:, :, 0] @ basis.T
+
+
+def shrunk_tables(problem: ShapeProblem) -> np.ndarray:
+    """[jobs, shapes] goodput of a problem with noisy rows smoothed; `shrunk` says how."""
+    error = None
+    if any(view.goodput_error for view in problem.jobs):
+        error = np.array(
+            [[view.goodput_error.get(s, np.nan) for s in problem.shapes] for view in problem.jobs]
+        )
+    nodes = np.array([shape.num_nodes for shape in problem.shapes], np.int64)
+    return shrunk(problem.goodput, problem.devices, nodes, problem.kind, error)

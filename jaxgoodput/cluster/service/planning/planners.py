@@ -1,0 +1,199 @@
+"""The processes that make plans and answer questions, each a follower of the journal (`follow.py`).
+
+One makes the plans. Another answers what is asked, because why a job waits costs as much as dozens of plans,
+and nobody's devices shall wait for that. One that dies is started again.
+"""
+
+import asyncio
+import contextlib
+import json
+import pathlib
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+from absl import logging
+
+from jaxgoodput._serial import decode, encode
+from jaxgoodput.cluster.service.record import commands
+from jaxgoodput.cluster.service.record.book import Book
+from jaxgoodput.cluster.service.record.commands import CommandRefused
+from jaxgoodput.cluster.service.record.events import PlanMade, ReasonsGiven
+
+LOOK_S = 0.25
+AGAIN_S = 1.0  # after which a process that died is started again
+MOST_DEATHS = 10  # in a row, without an answer between them
+PLAN_S = 600.0  # a planner that takes longer hangs
+ANSWER_S = 60.0
+MOST_QUESTIONS = 8  # at once
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyOptions:
+    """How plans are to be made, as it stands on a command line."""
+
+    name: str = "goodput"
+    sharing: str = "{}"
+    """JSON of a `wire.Sharing`."""
+    min_gap_s: float = 5.0
+    max_gap_s: float = 60.0
+    restart_s: float = 10.0
+
+
+class Planners:
+    """Carries plans from a follower into the book, and questions to another one."""
+
+    def __init__(self, book: Book, folder: pathlib.Path, policy: PolicyOptions):
+        self.planned = 0
+        self.last_error = ""
+        self._book = book
+        self._command = [
+            *(
+                sys.executable,
+                "-m",
+                "jaxgoodput.cluster.service.planning.follow",
+                str(folder),
+                policy.name,
+            ),
+            *(policy.sharing, str(policy.min_gap_s), str(policy.max_gap_s), str(policy.restart_s)),
+        ]
+        self._adviser: asyncio.subprocess.Process | None = None
+        self._asked: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._number = 0
+        self._starting = asyncio.Lock()
+        self._reading: asyncio.Task[None] | None = None
+
+    async def run(self) -> None:
+        """Have plans made, for ever. Raises ChildProcessError where no planner lives to answer."""
+        deaths = 0
+        while True:
+            process = await self._start()
+            why = ""
+            try:
+                await self._look(process)
+                async for message in _messages(process, PLAN_S):
+                    if deaths:
+                        deaths, self.last_error = 0, ""
+                    if "failed" in message:
+                        self.last_error = message["failed"]
+                        logging.error("no plan could be made: %s", self.last_error)
+                    elif message:
+                        await self._adopt(message)
+                    await self._look(process)
+            except TimeoutError:
+                why = f"did not answer within {PLAN_S:g} s"
+            finally:
+                await _end(process)
+            deaths += 1
+            self.last_error = f"the planner {why or f'ended with {process.returncode}'}"
+            if deaths >= MOST_DEATHS:
+                raise ChildProcessError(
+                    f"no plan can be made: {deaths} times in a row {self.last_error}, and says above why. "
+                    "Jobs go on with what they have. Start the service again when that is mended."
+                )
+            logging.warning("%s; another one is started", self.last_error)
+            await asyncio.sleep(AGAIN_S)
+
+    async def ask(self, do: str, **fields: Any) -> dict[str, Any]:
+        """The answer to a question, of the adviser. Raises Refused."""
+        if len(self._asked) >= MOST_QUESTIONS:
+            raise CommandRefused(
+                429, "several questions are being answered. Ask again in a few seconds."
+            )
+        async with self._starting:
+            if self._adviser is None or self._adviser.returncode is not None:
+                if self._reading is not None:  # it gives up what the one before was asked
+                    await asyncio.wait([self._reading])
+                self._adviser = await self._start()
+                self._reading = asyncio.create_task(self._hear(self._adviser))
+            adviser = self._adviser
+        self._number += 1
+        number = self._number
+        answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self._asked[number] = answer
+        try:
+            line = {"do": do, "id": number, "now_s": self._book.timeline.now(), **fields}
+            _send(adviser, line)
+            said = await asyncio.wait_for(answer, ANSWER_S)
+        except (TimeoutError, OSError) as error:
+            if isinstance(error, TimeoutError):
+                await _end(adviser)  # it would first work through what nobody waits for any more
+            raise CommandRefused(
+                429,
+                f"this question could not be answered within {ANSWER_S:g} s ({error}). The cluster may be "
+                "too large for it now; ask again when fewer jobs wait.",
+            ) from None
+        finally:
+            self._asked.pop(number, None)
+        if "error" in said:
+            raise CommandRefused(said["status"], said["error"])
+        return said["answer"]
+
+    async def close(self) -> None:
+        """End the adviser."""
+        if self._reading is not None:
+            self._reading.cancel()
+        if self._adviser is not None:
+            await _end(self._adviser)
+
+    async def _start(self) -> asyncio.subprocess.Process:
+        return await asyncio.create_subprocess_exec(
+            *self._command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            limit=2**26,
+        )
+
+    async def _look(self, process: asyncio.subprocess.Process) -> None:
+        """Ask for a plan, a little after the answer before: no two are ever asked for at once."""
+        await asyncio.sleep(LOOK_S)
+        with contextlib.suppress(OSError):  # it has ended, which its reader sees
+            _send(process, {"do": "look", "now_s": self._book.timeline.now()})
+
+    async def _adopt(self, message: dict[str, Any]) -> None:
+        planned = decode(message["planned"], PlanMade, "planned")
+        reasoned = decode(message["reasoned"], ReasonsGiven, "reasoned")
+        base = message["base"]
+        try:
+            await self._book.ask(
+                lambda state: commands.adopt(state, planned, base, reasoned), lambda state, _: ""
+            )
+            self.planned += 1
+            self.last_error = ""
+        except CommandRefused as error:
+            self.last_error = str(error)
+
+    async def _hear(self, process: asyncio.subprocess.Process) -> None:
+        async for message in _messages(process):
+            future = self._asked.get(message["id"])
+            if future is not None and not future.done():
+                future.set_result(message)
+        for future in self._asked.values():
+            if not future.done():
+                future.set_exception(OSError("the process that answers has ended"))
+
+
+def _send(process: asyncio.subprocess.Process, message: dict[str, Any]) -> None:
+    assert process.stdin is not None  # as it was started
+    process.stdin.write(json.dumps(encode(message)).encode() + b"\n")
+
+
+async def _messages(
+    process: asyncio.subprocess.Process, limit_s: float | None = None
+) -> AsyncIterator[dict[str, Any]]:
+    """Its lines until it ends. Raises TimeoutError where the next takes longer than the limit."""
+    assert process.stdout is not None  # as it was started
+    while True:
+        line = await asyncio.wait_for(process.stdout.readline(), limit_s)
+        if not line.endswith(b"\n"):  # it has ended, perhaps in the midst of a line
+            return
+        yield json.loads(line)
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    assert process.stdin is not None  # as it was started
+    process.stdin.close()
+    if process.returncode is None:
+        process.kill()
+        await process.wait()
