@@ -4,7 +4,8 @@ Processes come (`ProcessJoined`), wait with the state that they hold (`Ready`), 
 (`Form`), say that they have what they need (`SetUp`), and are let go all at once (`Go`), as a
 *generation*. It ends when somebody waits to be taken in, is to leave, or has died: all are
 asked to come back (`EndGeneration`), each with its state in memory, and the next one is formed of those
-that did. A process that does not come back, or from which no sign of life comes, is killed (`Kill`), and another is started in its place (`StartProcess`).
+that did. A process that does not come back, or sends no heartbeat, is killed (`Kill`), and another is started
+in its place (`StartProcess`).
 
 Where one copy of the model is cut over several processes, those are a *group*: the processes of ranks 0 to
 k - 1, k to 2 k - 1 and so on. Each holds the part of the state that belongs to its *place* in the group, so

@@ -1,13 +1,10 @@
-"""A run in a job whose processes come and go: what it takes from one generation of them to the next.
+"""Processes of one job that come and go: what a run needs from the agent that watches over them.
 
-A generation is a set of processes that know each other: one JAX world. When it ends, because somebody is to
-join or to leave, or has died, each process keeps its run in host memory (`RunSnapshot`), leaves
-the old world, and enters the next, in which all go on from the run that had come furthest. Nobody restarts, and
-nothing is read from the disk. Updates are the same in all processes, so one that is a step behind loses nothing by taking
-the state of another: samples belong to the state that they went into.
-
-`Membership` is what the run asks of whoever knows the other processes (`launcher.member`). Within a step the
-processes of a generation agree on who takes which micro-batch, and on whether it counts (`Agreement`).
+A generation is a set of processes that know each other: one JAX world. It ends when a process is to join or
+to leave, or has died. Each process then keeps its run in host memory (`RunSnapshot`), leaves the old world and
+enters the next, in which all resume from the run that had come furthest. No process restarts, and nothing
+is read from disk. Updates are the same in all processes, so a process that is a step behind loses nothing by
+taking the state of another: samples belong to the state that they went into.
 """
 
 import io

@@ -1,0 +1,173 @@
+"""Background threads that have an owner: named, stopped and joined, their exceptions delivered.
+
+A `Worker` runs one function on a thread. A `QueueWorker` handles the items that are put to it, in order. Both
+keep the exception that ended them until the owner asks (`raise_error`, `close`), or hand it to `on_error` at
+once. Threads are daemons: a thread that is stuck in a device or on a disk must not keep the process alive.
+`concurrent.futures` does not do this: its threads are joined at exit, and it has no stop flag.
+"""
+
+import queue
+import threading
+from collections.abc import Callable
+from types import TracebackType
+from typing import Generic, TypeVar
+
+Item = TypeVar("Item")
+
+
+class Worker:
+    """A thread that runs `run(worker)` once; `run` returns soon after `worker.is_stopping` turns true.
+
+    `on_error`, if given, is called on the worker's thread with the exception that ended `run`. Otherwise the
+    exception waits for `raise_error` or `close`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        run: Callable[["Worker"], None],
+        *,
+        on_error: Callable[[BaseException], None] | None = None,
+    ):
+        self.error: BaseException | None = None
+        self._run = run
+        self._on_error = on_error
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._body, name=f"jaxgoodput-{name}", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether the owner has asked the worker to end."""
+        return self._stopping.is_set()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the thread still runs."""
+        return self._thread.is_alive()
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the caller is the worker's own thread."""
+        return threading.current_thread() is self._thread
+
+    def wait_stopping(self, timeout_s: float | None = None) -> bool:
+        """Block the worker until it is asked to end, for `timeout_s` at most; True if it was asked."""
+        return self._stopping.wait(timeout_s)
+
+    def stop(self) -> None:
+        """Ask the worker to end, without waiting. Idempotent."""
+        self._stopping.set()
+
+    def join(self, timeout_s: float | None = None) -> bool:
+        """Wait until the thread has ended; False if it still runs after `timeout_s`."""
+        if not self.is_current:
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def raise_error(self) -> None:
+        """Raise the exception that ended the worker, once, unless `on_error` has had it."""
+        error, self.error = self.error, None
+        if error is not None:
+            raise error
+
+    def close(self) -> None:
+        """Stop the worker, wait for it, and raise what it failed with. Idempotent."""
+        self.stop()
+        self.join()
+        self.raise_error()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+        else:  # an exception is already on its way to the owner
+            self.stop()
+            self.join()
+
+    def _body(self) -> None:
+        try:
+            self._run(self)
+        except BaseException as error:  # SystemExit too: the owner would wait for ever
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        if self._on_error is None:
+            self.error = error
+        else:
+            self._on_error(error)
+
+
+class QueueWorker(Worker, Generic[Item]):
+    """A thread that calls `handle(item)` for every item that is put to it, in order.
+
+    If `handle` raises, `on_error` hears of it and the next item is handled. Without `on_error` the worker
+    ends, drops what waits, and raises at the owner's next `put`, `flush` or `close`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        handle: Callable[[Item], object],
+        *,
+        on_error: Callable[[BaseException], None] | None = None,
+    ):
+        self._handle = handle
+        # A function in the queue is called instead of handled; None ends the worker.
+        self._queue: queue.SimpleQueue[tuple[Item] | Callable[[], None] | None] = (
+            queue.SimpleQueue()
+        )
+        super().__init__(name, self._handle_all, on_error=on_error)
+
+    @property
+    def num_waiting(self) -> int:
+        """Items that were put and are not being handled yet."""
+        return self._queue.qsize()
+
+    def put(self, item: Item) -> None:
+        """Have an item handled after those that were put before. Returns at once."""
+        self.raise_error()
+        self._queue.put((item,))
+
+    def call_when_done(self, done: Callable[[], None]) -> None:
+        """Call `done` on the worker's thread once everything put so far has been handled."""
+        self._queue.put(done)
+
+    def flush(self, timeout_s: float | None = None) -> bool:
+        """Wait until everything put so far has been handled; False if the worker ended or the time is up."""
+        self.raise_error()
+        if self.is_current:
+            raise RuntimeError(
+                "flush() was called on the worker's own thread, which would wait for itself"
+            )
+        done = threading.Event()
+        self._queue.put(done.set)
+        waited_s = 0.0
+        while not done.wait(0.05):
+            waited_s += 0.05
+            if not self.is_alive or (timeout_s is not None and waited_s >= timeout_s):
+                break
+        self.raise_error()
+        return done.is_set()
+
+    def stop(self) -> None:
+        """Ask the worker to end once everything put so far has been handled. Idempotent."""
+        super().stop()
+        self._queue.put(None)
+
+    def _handle_all(self, _: Worker) -> None:
+        while (entry := self._queue.get()) is not None:
+            try:
+                entry() if callable(entry) else self._handle(*entry)
+            except BaseException as error:
+                if self._on_error is None:
+                    raise
+                self._on_error(error)
+            del entry  # nothing is kept alive while the queue is empty

@@ -1,0 +1,104 @@
+"""A background thread has an owner: what it fails with arrives there, and it ends when told to."""
+
+import threading
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxgoodput._worker import QueueWorker, Worker
+
+
+def test_a_worker_runs_until_it_is_closed_and_has_its_name():
+    names = []
+
+    def run(worker):
+        names.append(threading.current_thread().name)
+        worker.wait_stopping()
+
+    worker = Worker("test", run)
+    worker.close()
+    worker.close()
+    assert names == ["jaxgoodput-test"] and not worker.is_alive
+
+
+def test_what_ends_a_worker_is_raised_once_where_it_is_owned():
+    def run(worker):
+        raise SystemExit("no disk")
+
+    worker = Worker("test", run)
+    with pytest.raises(SystemExit, match="no disk"):
+        worker.close()
+    worker.close()
+
+
+def test_an_exception_in_the_block_is_not_replaced_by_the_worker_s():
+    def run(worker):
+        raise ValueError("second")
+
+    with pytest.raises(KeyError, match="first"):
+        with Worker("test", run):
+            raise KeyError("first")
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(0, 9), max_size=30), st.booleans())
+def test_every_item_is_handled_in_order_whatever_others_raise(items, flushes):
+    handled, errors = [], []
+
+    def handle(item):
+        handled.append(item)
+        if item % 3 == 0:
+            raise ValueError(item)
+
+    with QueueWorker("test", handle, on_error=errors.append) as worker:
+        for item in items:
+            worker.put(item)
+        if flushes:
+            assert worker.flush() and handled == items
+    assert handled == items
+    assert [error.args[0] for error in errors] == [x for x in items if x % 3 == 0]
+
+
+def test_a_queue_without_on_error_ends_at_the_first_exception_and_says_so():
+    handled = []
+
+    def handle(item):
+        handled.append(item)
+        raise OSError("disk full")
+
+    worker = QueueWorker("test", handle)
+    worker.put(1)
+    worker.put(2)
+    with pytest.raises(OSError, match="disk full"):
+        worker.flush()
+    assert handled == [1] and not worker.flush()
+    worker.close()
+
+
+def test_a_worker_does_not_wait_for_itself():
+    found = []
+
+    def handle(item):
+        worker.stop()
+        found.append(worker.join())
+        worker.flush()
+
+    worker = QueueWorker("test", handle)
+    worker.put(1)
+    worker.join(5.0)
+    assert found == [False]
+    with pytest.raises(RuntimeError, match="wait for itself"):
+        worker.close()
+
+
+def test_what_was_put_before_a_stop_is_handled():
+    handled = []
+    worker = QueueWorker("test", lambda item: (time.sleep(0.01), handled.append(item)))
+    for item in range(5):
+        worker.put(item)
+    done = threading.Event()
+    worker.call_when_done(done.set)
+    worker.close()
+    assert handled == list(range(5)) and done.is_set()
