@@ -78,7 +78,7 @@ def compiling_pays(
 ) -> bool:
     """Return whether other batches may save more of the time left than compiling them takes.
 
-    `sizes` are all micro-batch sizes that may be used, `ready` those that are compiled, and `compile_s` the
+    `sizes` are all micro-batch sizes that may be used, `ready` the compiled ones, and `compile_s` the
     seconds that one size takes. `num_strategies` above 1 says that other strategies may be compiled, too.
     """
     batches = np.multiply.outer(sizes, np.arange(1, limits.max_micro_batches + 1))

@@ -335,7 +335,7 @@ class FeedingTimes:
         return self._seconds.get(global_batch_size, math.nan)
 
     def line(self, current: int, step_s: float) -> Feeding | None:
-        """Return the line through the times; that of the batch `current` counts as `step_s` at most."""
+        """Return the line through the times; the batch `current` counts with `step_s` at most."""
         if math.isfinite(step_s) and current in self._seconds:
             self._seconds[current] = min(self._seconds[current], step_s)
         return feeding_of(dict(self._seconds))
