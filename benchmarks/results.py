@@ -1,4 +1,4 @@
-"""Results of benchmarks: printed as they come, and kept as data from which the documentation draws its tables.
+"""Results of benchmarks: printed as they come, and kept as data for the tables of the documentation.
 
     table = Table("fit", "grid", columns=("priors", "noise", "bad fits"))
     table.add("ours", "0 %", 0)           # printed at once

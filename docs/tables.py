@@ -3,8 +3,8 @@
     python docs/tables.py            # rewrites every block between its markers
     python docs/tables.py --check    # exit code 1 if a block differs from the data
 
-A block begins with `<!-- measured: FILE/TABLE -->`, or `<!-- measured: FILE -->` for all tables of a file with
-their titles and notes, or `<!-- measured: * -->` for all files that the page does not name; it ends with
+A block begins with `<!-- measured: FILE/TABLE -->`, or `<!-- measured: FILE -->` for all tables of a file
+with their titles and notes, or `<!-- measured: * -->` for all files that the page does not name; it ends with
 `<!-- /measured -->`. Benchmarks write the files with `--record`.
 """
 
