@@ -73,7 +73,7 @@ def redrawn(text: str) -> str:
 
 def main() -> int:
     """Rewrite the pages, or check them."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
         "--check", action="store_true", help="write nothing; exit 1 if a page differs"
     )
