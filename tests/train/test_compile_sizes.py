@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from jaxgoodput._jax import listen_for_compilations
 from jaxgoodput.engine.engine import Engine
 from jaxgoodput.goodput.memory import StepBytes
-from jaxgoodput.train.compile_ahead import SizeCompiler, compiling_order
+from jaxgoodput.train.compile_sizes import SizeCompiler, compiling_order
 
 WAIT_S = 30.0  # only a failing test waits this long
 
