@@ -536,8 +536,8 @@ def _run(options, command: list[str], parser: argparse.ArgumentParser) -> int:
 
 
 def _run_elastic(options, command: list[str], parser: argparse.ArgumentParser) -> int:
-    from jaxgoodput.launcher.elastic import Job, run_elastic
-    from jaxgoodput.launcher.hosts import read_host_file
+    from jaxgoodput.launcher.elastic.hosts import read_host_file
+    from jaxgoodput.launcher.elastic.job import Job, run_elastic
     from jaxgoodput.launcher.supervise import UsageError
 
     given = [n for n in ("hosts", "hostfile", "local_hosts") if getattr(options, n) is not None]
@@ -608,7 +608,7 @@ def _agent(options, command: list[str], parser: argparse.ArgumentParser) -> int:
     import socket
 
     from jaxgoodput.clock import SystemClock
-    from jaxgoodput.launcher.agent import AgentSettings, run_agent
+    from jaxgoodput.launcher.elastic.agent import AgentSettings, run_agent
     from jaxgoodput.launcher.supervise import UsageError
 
     if options.secret_stdin:
