@@ -1,84 +1,87 @@
-"""Whether a host is fit to take part: checked before, and watched while it trains.
+"""Whether a host is fit to take part: it is checked before it trains, and its speed is watched afterwards.
 
 The check (`examine`) measures what a process without a device can: products of matrices in numpy, whose
-numbers are looked at too, and the network over the launcher's own messages, signatures among it: to the
-coordinator, and from processes that train already, where there are any, as a state comes. While it
-trains, each process tells what its own part of a step takes before it waits for others, in `Pace`s.
+results are verified, and the network, using the launcher's own signed messages. While it trains, each process
+reports a `Pace`: how long its own part of a step takes before it waits for the others.
 
-What is slow is judged against the others, never against a number, and so that noise excludes nobody: by
-medians of steps, against the median of the others and what they scatter, in several windows in a row
-(`Limits.slow_windows`), and only where the job would be faster without that host (`saved`).
+A host counts as slow only in comparison with the others, never against a fixed number. Noise must not leave
+a healthy host out, so three conditions hold: medians of several steps are compared, with regard to how much
+the others scatter; the host is slow in several windows in a row (`Limits.slow_windows`); and the job would
+be faster without it (`saved`).
 """
 
+import contextlib
 import heapq
 import statistics
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
 from jaxgoodput import _wire as wire
 from jaxgoodput.clock import Clock
 
-SPREADS = 5.0  # over the median of the others, in units of their scatter
-SAVED_AT_LEAST = 0.2  # of a step's time, for a host to be left out
-LENIENT = 4.0  # times FACTOR in a check: it is one reading, beside what a host does as it starts
+SPREADS = 5.0  # distance from the others' median, in units of their scatter
+SAVED_AT_LEAST = 0.2  # share of a step's time that must be saved before a host is left out
+LENIENT = (
+    4.0  # a check is a single reading, taken while the host is busy starting: allow this much more
+)
 _SIZE, _NUM_PRODUCTS = 256, 15
 _NUM_PINGS, _NUM_BYTES = 9, 2**22
 _ANSWER_S = 10.0
 _MOST_PEERS = 3
 
 
-# -- before --------------------------------------------------------------------------------------
+# -- before it trains ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """What a host could do before it took part."""
+    """Result of a host's check."""
 
     product_s: float = 0.0
-    """The fastest of several: what else the host does can only add."""
+    """Time of the fastest matrix product. Other work on the host can only add to it."""
     round_trip_s: float = 0.0
-    """A message to the coordinator and back. Told, not judged: the coordinator is one of the hosts."""
+    """Time of a message to the coordinator and back. It is printed, but does not decide anything."""
     send_s: float = 0.0
-    """A megabyte to the coordinator."""
+    """Time to send a megabyte to the coordinator."""
     fetch_s: float | None = None
-    """A megabyte from a process that trains; the median of those asked. None: none was there to ask."""
+    """Median time to fetch a megabyte from a process that trains; None if there was none to ask."""
     failure: str = ""
-    """Why it cannot take part at all."""
+    """Reason why the host cannot take part at all."""
     unreached: str = ""
-    """Whom it did not reach: the coordinator, or any of those that train, which may have gone just then."""
+    """Peers that it did not reach: the coordinator, or all the training processes that it asked."""
 
     def __str__(self) -> str:
         if not self.send_s:
             return f"it did not reach {self.unreached}"
         parts = [
-            f"a product of matrices {1e3 * self.product_s:.3g} ms",
-            f"to the coordinator {1e3 * self.round_trip_s:.2g} ms and {1 / self.send_s:.3g} MB/s",
+            f"a matrix product took {1e3 * self.product_s:.3g} ms",
+            f"the coordinator answered in {1e3 * self.round_trip_s:.2g} ms and received "
+            f"{1 / self.send_s:.3g} MB/s",
         ]
         if self.fetch_s is not None:
-            parts.append(f"from other hosts {1 / self.fetch_s:.3g} MB/s")
+            parts.append(f"other hosts sent {1 / self.fetch_s:.3g} MB/s")
         return ", ".join(parts)
 
 
 def examine(address: str, peers: Sequence[str], secret: str, clock: Clock) -> Check:
-    """Measure this host against the coordinator at `address` and the processes at `peers`.
+    """Check this host against the coordinator at `address` and the training processes at `peers`.
 
-    Never raises for what a bad host or network does: that is what it is to find out.
+    A bad host or network never raises here: it is a result.
     """
     try:
         product_s = _product_s(clock)
         round_trip_s, send_s = _to_coordinator(address, secret, clock)
     except (ArithmeticError, MemoryError) as error:
         return Check(failure=str(error) or type(error).__name__)
-    except OSError as error:  # it may be busy for once
+    except OSError as error:  # the coordinator may be busy for a moment
         return Check(unreached=f"the coordinator at {address} ({error})")
     fetched, errors = [], []
     for peer in peers[:_MOST_PEERS]:
         try:
             fetched.append(_from_peer(peer, secret, clock))
-        except OSError as error:  # it may just have gone; where all have, that is told
+        except OSError as error:  # a single peer may just have ended
             errors.append(f"{peer} ({error})")
     return Check(
         product_s=product_s,
@@ -90,12 +93,14 @@ def examine(address: str, peers: Sequence[str], secret: str, clock: Clock) -> Ch
 
 
 def _product_s(clock: Clock) -> float:
-    """Seconds of a product on one processor; its numbers are small and whole, so that all sums are exact.
+    """Return the seconds that a matrix product takes on one core, and verify its result.
 
-    Not by BLAS, whose threads wait for each other: hosts that start on one machine differ 60 times by it.
+    The product is `einsum`, not BLAS: BLAS threads wait for each other, so that hosts which start on one
+    machine differ by a factor of 60.
     """
+    # Small whole numbers, whose sums are exact in float32.
     a = (np.arange(_SIZE * _SIZE, dtype=np.int64) * 7919 % 7 - 3).reshape(_SIZE, _SIZE)
-    wanted = a @ (a @ np.ones(_SIZE, np.int64))  # in whole numbers
+    wanted = a @ (a @ np.ones(_SIZE, np.int64))
     x, times = a.astype(np.float32), []
     for _ in range(_NUM_PRODUCTS):
         began_s = clock.now()
@@ -106,9 +111,9 @@ def _product_s(clock: Clock) -> float:
 
 
 def require_right(product: np.ndarray, wanted: np.ndarray) -> None:
-    """Raises ArithmeticError where the sums of a product's rows are not just those that are `wanted`."""
+    """Raise ArithmeticError unless the rows of a product sum up to exactly `wanted`."""
     off = np.abs(product.astype(np.float64).sum(axis=1) - wanted).max()
-    if not off == 0:  # NaN is not
+    if not off == 0:  # also true for NaN
         raise ArithmeticError(
             f"it computes wrong numbers: the sums of a product of whole numbers are off by {off:g}. Have its "
             "memory and processors tested."
@@ -116,9 +121,8 @@ def require_right(product: np.ndarray, wanted: np.ndarray) -> None:
 
 
 def _to_coordinator(address: str, secret: str, clock: Clock) -> tuple[float, float]:
-    """Seconds there and back, and of a megabyte there."""
-    channel = wire.connect(address, secret, timeout_s=_ANSWER_S)
-    try:
+    """Return the seconds of a round trip to the coordinator, and of a megabyte sent to it."""
+    with contextlib.closing(wire.connect(address, secret, timeout_s=_ANSWER_S)) as channel:
         channel.be_patient(_ANSWER_S)
         channel.send({"type": "probe"})
 
@@ -136,27 +140,11 @@ def _to_coordinator(address: str, secret: str, clock: Clock) -> tuple[float, flo
         round_trip_s = min(there_and_back() for _ in range(_NUM_PINGS))
         data = bytes(_NUM_BYTES)
         return round_trip_s, min(there_and_back(data) for _ in range(2)) / (_NUM_BYTES / 1e6)
-    finally:
-        channel.close()
-
-
-def answer(channel: wire.Channel) -> None:
-    """The coordinator's side of a probe, until the other has gone."""
-    try:
-        while (message := channel.receive()) is not None:
-            if "num_bytes" in message:
-                channel.receive_bytes(message)
-            channel.send({"type": "pong"})
-    except OSError:
-        pass  # it has gone in the middle: its own check says so
-    finally:
-        channel.close()
 
 
 def _from_peer(address: str, secret: str, clock: Clock) -> float:
-    """Seconds of a megabyte from a process that serves its state."""
-    channel = wire.connect(address, secret, timeout_s=_ANSWER_S)
-    try:
+    """Return the seconds of a megabyte from a process that serves its state."""
+    with contextlib.closing(wire.connect(address, secret, timeout_s=_ANSWER_S)) as channel:
         channel.be_patient(_ANSWER_S)
         began_s = clock.now()
         channel.send({"type": "probe"})
@@ -165,43 +153,48 @@ def _from_peer(address: str, secret: str, clock: Clock) -> float:
             raise ConnectionError(f"no answer within {_ANSWER_S:g} s")
         channel.receive_bytes(message)
         return (clock.now() - began_s) / (_NUM_BYTES / 1e6)
-    finally:
-        channel.close()
+
+
+def answer(channel: wire.Channel) -> None:
+    """Answer another host's probe as the coordinator, until its connection ends."""
+    # If the connection breaks, the other host's own check reports it.
+    with contextlib.closing(channel), contextlib.suppress(OSError):
+        while (message := channel.receive()) is not None:
+            if "num_bytes" in message:
+                channel.receive_bytes(message)
+            channel.send({"type": "pong"})
 
 
 def give(channel: wire.Channel) -> None:
-    """The side of a process that is asked for a probe. Raises OSError where the other has gone."""
+    """Answer another host's probe as a training process. Raises OSError if the connection has ended."""
     channel.send({"type": "probe"}, bytes(_NUM_BYTES))
 
 
 def unfit(check: Check, others: Collection[Check], factor: float) -> str:
-    """Why a host is better left out for a while: what it was much slower at than the others; empty: nothing.
+    """Return why a host should be left out for a while; empty if it is fit.
 
-    Of two hosts, nobody knows which is the odd one; and a link to the coordinator's own host is no measure
-    for those to others, so that the slower half counts.
+    A host is compared with the slower half of the others, because the coordinator's own host has a much
+    faster link to the coordinator. At least two others are needed: of two hosts, either may be the odd one.
     """
     if check.unreached:
         return (
-            f"it did not reach {check.unreached}. Hosts of a job have to reach "
-            "each other at any port, for the state of the run comes from one of them"
+            f"it did not reach {check.unreached}. The hosts of a job must reach each other on all ports, "
+            "because processes send each other the state of the run"
         )
-    limit = LENIENT * factor
-    for what, own, theirs in (
-        ("a product of matrices", check.product_s, [x.product_s for x in others]),
-        ("a megabyte to the coordinator", check.send_s, [x.send_s for x in others]),
-        (
-            "a megabyte from another host",
-            check.fetch_s,
-            [x.fetch_s for x in others if x.fetch_s is not None],
-        ),
+    for name, what in (
+        ("product_s", "a matrix product"),
+        ("send_s", "a megabyte to the coordinator"),
+        ("fetch_s", "a megabyte from another host"),
     ):
+        own = getattr(check, name)
+        theirs = [seconds for x in others if (seconds := getattr(x, name)) is not None]
         if factor == 0 or own is None or len(theirs) < 2:
             continue
         usual = statistics.median_high(theirs)
-        if own > limit * usual:
+        if own > LENIENT * factor * usual:
             return (
-                f"in its check {what} took {1e3 * own:.3g} ms, and {1e3 * usual:.3g} ms is the median of "
-                f"{len(theirs)} others"
+                f"in its check {what} took {1e3 * own:.3g} ms; the median of {len(theirs)} others is "
+                f"{1e3 * usual:.3g} ms"
             )
     return ""
 
@@ -211,22 +204,22 @@ def unfit(check: Check, others: Collection[Check], factor: float) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Pace:
-    """What a process needed lately, medians over some steps."""
+    """How fast a process was lately: medians over some steps."""
 
     sample_s: float
-    """Of its own for a sample, before it waited for others."""
+    """Time that the process itself needed per sample, without waiting for others."""
     step_s: float
-    """For a step in all, the others and their sum among it."""
+    """Time of a whole step, with waiting and the sum over all processes."""
     part: int
     """Samples that a process takes at once."""
     whole: int
-    """Samples of a batch, all processes."""
+    """Samples of a batch, over all processes."""
     is_leased: bool
-    """Whether a process takes another part when it is done with one; else each gets as many."""
+    """Whether a process takes another part whenever it has finished one; otherwise all get equal shares."""
 
 
 def ratios(paces: Mapping[str, float], hosts: Mapping[str, str]) -> dict[str, float]:
-    """Each process's seconds over the median of those on other hosts.
+    """Return each process's seconds divided by the median of the processes on other hosts.
 
     >>> ratios({"a": 1.0, "b": 1.0, "c": 4.0}, {"a": "a", "b": "b", "c": "c"})["c"]
     4.0
@@ -239,7 +232,7 @@ def ratios(paces: Mapping[str, float], hosts: Mapping[str, str]) -> dict[str, fl
 
 
 def are_slow(paces: Mapping[str, float], hosts: Mapping[str, str], factor: float) -> set[str]:
-    """Who needs more than `factor` times the median of the others, and more than they scatter."""
+    """Return the processes slower than `factor` times the median of the others, and beyond their scatter."""
 
     def is_slow(own: float, theirs: list[float]) -> bool:
         usual = statistics.median(theirs)
@@ -258,10 +251,10 @@ def _of_others(name: str, paces: Mapping[str, float], hosts: Mapping[str, str]) 
 
 
 def saved(paces: Mapping[str, Pace], without: Collection[str], count: int) -> float:
-    """The share of a step's time that `count` of the processes would save `without` these.
+    """Return the share of a step's time that `count` processes would save if these ones left.
 
-    A slow process that takes leases does a little of the work, and holds the others up only where one part of
-    its own takes longer than they need for the batch.
+    A slow process that takes leases does little of the work. It holds the others up only if one part takes
+    it longer than they need for the whole batch.
 
     >>> def made(sample_s, is_leased):
     ...     return Pace(sample_s=sample_s, step_s=4.0, part=1, whole=12, is_leased=is_leased)
@@ -278,9 +271,10 @@ def saved(paces: Mapping[str, Pace], without: Collection[str], count: int) -> fl
 
 
 def _own_s(samples_s: Sequence[float], kind: Pace) -> float:
-    """Until the last of these processes is done with its part of a batch."""
+    """Return the seconds until the last of these processes has finished its part of a batch."""
     if not kind.is_leased:
         return max(samples_s) * kind.whole / len(samples_s)
+    # Simulate the leases: the process that is free first takes the next part.
     free = [(0.0, sample_s) for sample_s in samples_s]
     end_s = 0.0
     for _ in range(-(-kind.whole // kind.part)):
@@ -290,28 +284,19 @@ def _own_s(samples_s: Sequence[float], kind: Pace) -> float:
     return end_s
 
 
-# -- what came of it -------------------------------------------------------------------------------
+# -- what follows ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostDecision:
-    """What was decided about a host; those who train tell it their hooks."""
+    """A decision about a host. Training processes pass it to their hooks as `observe.events.HostJudged`."""
 
     host: str
     decision: str
     """"left out", "taken in again" or "refused"."""
     why: str
     numbers: Mapping[str, float] = field(default_factory=dict)
-    """On which it rests, by name."""
+    """Measurements behind the decision, by name."""
 
     def __str__(self) -> str:
         return f"{self.host} is {self.decision}: {self.why}"
-
-    def to_message(self) -> dict[str, Any]:
-        """For a worker: the fields of `observe.events.HostJudged`."""
-        return {
-            "host": self.host,
-            "decision": self.decision,
-            "why": self.why,
-            "numbers": dict(self.numbers),
-        }

@@ -1,18 +1,20 @@
-"""How agents come to be on the hosts of a job: as processes here, or through a remote shell."""
+"""Starts the agents of a job's hosts, as processes of this machine or through a remote shell."""
 
+import contextlib
 import os
 import shlex
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Protocol
 
-from jaxgoodput.launcher.supervise import UsageError
+from jaxgoodput._worker import Worker, Workers
+from jaxgoodput.launcher.supervise import UsageError, say
 
 SECRET = "JAXGOODPUT_SECRET"
-_END_S = 10.0  # for an agent, which has been told that the job is over
+_END_S = 10.0  # how long an agent may take to end when the job is over
 
 
 class Hosts(Protocol):
@@ -20,65 +22,68 @@ class Hosts(Protocol):
 
     @property
     def names(self) -> Sequence[str]:
-        """Of the hosts."""
+        """Names of the hosts."""
         ...
 
     def start(self, arguments: Sequence[str], on_end: Callable[[str, int], None]) -> None:
-        """Start an agent on each host: `arguments` are those of `jaxgoodput`, less its name.
+        """Start an agent on each host, with these arguments of the `jaxgoodput` command.
 
-        `on_end` is called, from another thread, with the name and exit code of one that has ended.
+        `on_end` is called, from another thread, with the name and exit code of each agent that ends.
         """
         ...
 
     def close(self) -> None:
-        """Wait for all agents to end, and end those that do not."""
+        """Wait for all agents to end, and kill those that do not."""
         ...
 
 
 class LocalAgents:
-    """Agents that are processes of this host: on it, or remote shells to others."""
+    """Agents that are child processes: agents of this host, or remote shells that run agents elsewhere."""
 
     def __init__(self, commands: Mapping[str, Callable[[Sequence[str]], list[str]]], secret: str):
         self._commands = commands
         self._secret = secret
         self._children: dict[str, subprocess.Popen[bytes]] = {}
+        self._watchers = Workers("agent-watcher", lambda error: say(f"watching an agent: {error}"))
         self._is_closing = False
 
     @property
     def names(self) -> Sequence[str]:
-        """Of the hosts."""
+        """Names of the hosts."""
         return tuple(self._commands)
 
     def start(self, arguments: Sequence[str], on_end: Callable[[str, int], None]) -> None:
-        """Start them all. Raises UsageError where one cannot be."""
+        """Start all agents. Raises UsageError if one cannot be started."""
         for name, command in self._commands.items():
             try:
                 child = subprocess.Popen(
                     command(["agent", "--name", name, "--secret-stdin", *arguments]),
                     stdin=subprocess.PIPE,
-                    start_new_session=True,  # a Ctrl-C is for the coordinator, which tells them
+                    start_new_session=True,  # Ctrl-C reaches only the coordinator, which tells the agents
                 )
             except OSError as error:
                 self.close()
                 raise UsageError(f"the agent of {name} cannot be started: {error}") from None
             self._children[name] = child
             assert child.stdin is not None
-            try:
+            with contextlib.suppress(OSError):  # it has ended already, which its watcher reports
                 child.stdin.write(self._secret.encode() + b"\n")
                 child.stdin.flush()
-            except OSError:
-                pass  # it has ended already, which is told
-            threading.Thread(target=self._await, args=(name, child, on_end), daemon=True).start()
+            self._watchers.start(partial(self._watch, name, child, on_end))
 
-    def _await(
-        self, name: str, child: subprocess.Popen[bytes], on_end: Callable[[str, int], None]
+    def _watch(
+        self,
+        name: str,
+        child: subprocess.Popen[bytes],
+        on_end: Callable[[str, int], None],
+        worker: Worker,
     ) -> None:
         code = child.wait()
         if not self._is_closing:
             on_end(name, code)
 
     def close(self) -> None:
-        """Wait for all agents to end, and end those that do not."""
+        """Wait for all agents to end, and kill those that do not."""
         self._is_closing = True
         for child in self._children.values():
             try:
@@ -87,14 +92,13 @@ class LocalAgents:
                 os.kill(child.pid, signal.SIGKILL)
                 child.wait()
             if child.stdin is not None:
-                try:
+                with contextlib.suppress(OSError):  # it did not read what was written last
                     child.stdin.close()
-                except OSError:
-                    pass  # it did not read what was written last
+        self._watchers.join()
 
 
 def local(count: int, secret: str) -> LocalAgents:
-    """Agents on this machine, as if they were hosts; one has this machine's own name."""
+    """Simulate `count` hosts on this machine, each with an agent of its own."""
     names = ["local"] if count == 1 else [f"local{i}" for i in range(count)]
     return LocalAgents({name: _here for name in names}, secret)
 
@@ -104,11 +108,10 @@ def _here(arguments: Sequence[str]) -> list[str]:
 
 
 def remote(names: Sequence[str], secret: str, *, shell: str, python: str) -> LocalAgents:
-    """Agents on other hosts through a remote shell, such as `ssh -o BatchMode=yes`, in this folder.
+    """Run agents on other hosts through a remote shell, such as `ssh -o BatchMode=yes`, in this folder.
 
-    The shell is called as `SHELL HOST COMMAND`, COMMAND being one word for a shell there.
-
-    Raises UsageError for a name that is there twice.
+    The shell is called as `SHELL HOST COMMAND`, where COMMAND is one word for the shell on that host.
+    Raises UsageError for a name that occurs twice.
     """
     twice = sorted({name for name in names if list(names).count(name) > 1})
     if twice:
@@ -125,9 +128,9 @@ def remote(names: Sequence[str], secret: str, *, shell: str, python: str) -> Loc
 
 
 def read_host_file(text: str) -> list[str]:
-    """The hosts of a file, one a line; what is behind a # is left out.
+    """Return the hosts in a host file: one per line, with comments after #.
 
-    Raises UsageError where a line says more, such as how many processes.
+    Raises UsageError for a line with more than a name, such as a number of processes.
 
     >>> read_host_file("a  # the first\\n\\nb\\n")
     ['a', 'b']
@@ -136,7 +139,7 @@ def read_host_file(text: str) -> list[str]:
     for words in lines:
         if len(words) > 1:
             raise UsageError(
-                f"the host file says {' '.join(words)!r}: give one host a line. Every host has as many "
-                "processes: --nproc-per-node N."
+                f"the host file says {' '.join(words)!r}; give one host per line and nothing else. All hosts "
+                "run the same number of processes: --nproc-per-node N."
             )
     return [words[0] for words in lines if words]
