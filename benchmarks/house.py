@@ -3,8 +3,8 @@
     python benchmarks/house.py [--room jaxgoodput/train] [--list] [--draw 50 30]
 
 prints one table for a folder (default: the package). `--list` names every place that counts against a
-figure. `--draw 50 30` shows so many docstrings and messages, drawn with the commit's hash as seed, for a reader
-who has not seen the code.
+figure. `--draw 50 30` shows docstrings and messages, drawn with the commit's hash as seed, for a reader who has
+not seen the code.
 Prose is docstrings and comments without what stands in code marks; complexity is radon's, of functions and
 methods. A *site that asks the kind of run* compares `process_count` with 1, `world`, `feed` or `membership`
 with None, or a family of programs with `isinstance`, outside `train/runs/`.
@@ -246,9 +246,9 @@ def main() -> None:
         ("participles as class names", str(counts["participles"]), "0"),
         ("sites that ask the kind of run", str(counts["asks the kind of run"]), "<= 15"),
     ]
-    width = max(len(name) for name, *_ in rows)
-    for name, value, must in rows:
-        print(f"{name:{width}}  {value:>8}  {must}")
+    print("| what | measured | must |\n|---|---|---|")
+    for row in rows:
+        print(f"| {' | '.join(row)} |")
     if options.list:
         for what, places in found.places.items():
             print(f"\n{what}:")

@@ -5,7 +5,7 @@
 
 A block begins with `<!-- measured: FILE/TABLE -->`, or `<!-- measured: FILE -->` for all tables of a file
 with their titles and notes, or `<!-- measured: * -->` for all files that the page does not name; it ends with
-`<!-- /measured -->`. Benchmarks write the files with `--record`.
+`<!-- /measured -->`. `python benchmarks/record.py NAME` writes the files.
 """
 
 import argparse
@@ -58,7 +58,9 @@ def whole(name: str) -> str:
 
 
 def grid(table: dict[str, Any]) -> str:
-    """A table in markdown."""
+    """A table in markdown, or a text as a block."""
+    if "text" in table:
+        return "```text\n" + "\n".join(table["text"]) + "\n```\n"
     rows = [table["columns"], ["---"] * len(table["columns"]), *table["rows"]]
     return "".join(
         f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |\n" for row in rows

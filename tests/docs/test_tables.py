@@ -6,10 +6,19 @@ import pathlib
 import pytest
 
 TOP = pathlib.Path(__file__).parents[2]
-SPEC = importlib.util.spec_from_file_location("tables_of_docs", TOP / "docs" / "tables.py")
-assert SPEC is not None and SPEC.loader is not None
-tables = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(tables)
+
+
+def script(path: str):
+    """A script of the repository as a module."""
+    spec = importlib.util.spec_from_file_location(f"script_{pathlib.Path(path).stem}", TOP / path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+tables = script("docs/tables.py")
+record = script("benchmarks/record.py")
 
 
 @pytest.mark.parametrize("page", tables.pages(), ids=lambda p: str(p.relative_to(TOP)))
@@ -23,7 +32,8 @@ def test_every_result_says_what_it_is_and_fits_its_columns(path):
     found = tables.load(path.stem)
     assert found["title"] and found["command"] and found["machine"] and found["revision"]
     for table in found["tables"]:
-        assert {len(row) for row in table["rows"]} == {len(table["columns"])}, table["name"]
+        if "text" not in table:
+            assert {len(row) for row in table["rows"]} == {len(table["columns"])}
     assert tables.whole(path.stem).startswith(f"## {found['title']}")
 
 
@@ -39,3 +49,31 @@ def test_a_block_is_replaced_and_the_text_around_it_stays(tmp_path, monkeypatch)
     )
     both = page + "<!-- measured: * -->\n<!-- /measured -->\n"
     assert "## T" not in tables.redrawn(both)  # the page names that file already
+
+
+def test_what_a_benchmark_prints_becomes_tables_and_texts():
+    printed = [
+        "hello",
+        "",
+        "times:",
+        "| a | b |",
+        "|---|---|",
+        "| 1 | 2 |",
+        "| 3 | 4 |",
+        "",
+        "bye",
+        " x",
+    ]
+    assert record.parsed(printed) == [
+        {"name": "1", "title": "", "text": ["hello"]},
+        {"name": "2", "title": "times", "columns": ["a", "b"], "rows": [["1", "2"], ["3", "4"]]},
+        {"name": "3", "title": "", "text": ["bye", " x"]},
+    ]
+
+
+def test_a_benchmark_that_fails_leaves_the_record(tmp_path, monkeypatch):
+    monkeypatch.setattr(record, "MEASURED", tmp_path)
+    monkeypatch.setattr(record, "HERE", tmp_path)
+    (tmp_path / "fails.py").write_text("print('| a |')\nraise SystemExit(3)\n")
+    assert record.record(tmp_path / "fails.py", [], "fails") == 3
+    assert not list(tmp_path.glob("*.json"))
