@@ -22,6 +22,7 @@ from jaxgoodput.goodput.regression import (
     least_squares,
     log_errors,
     starts,
+    with_jacobian,
 )
 
 FLOOR_S = (
@@ -64,12 +65,7 @@ def _residuals(point, table, held, blunt):
     return jnp.concatenate([means.ravel(), penalties])
 
 
-@jax.jit
-def _residuals_and_jacobian(point, table, held, blunt):
-    """Return the value and the Jacobian in one call, `[residuals, 1 + params]`."""
-    value = _residuals(point, table, held, blunt)
-    jacobian = jax.jacfwd(_residuals)(point, table, held, blunt)
-    return jnp.concatenate([value[:, None], jacobian], 1)
+_residuals_and_jacobian = with_jacobian(_residuals)
 
 
 def _pins(rows: Rows, sizes: np.ndarray) -> np.ndarray:

@@ -163,22 +163,24 @@ def _residuals(point, table, prior, settings):
     )
 
 
-@jax.jit
-def _residuals_and_jacobian(point, table, prior, settings):
-    """Return the value and the Jacobian in one call, `[residuals, 1 + params]`."""
-    value = _residuals(point, table, prior, settings)
-    jacobian = jax.jacfwd(_residuals)(point, table, prior, settings)
-    return jnp.concatenate([value[:, None], jacobian], 1)
+def with_jacobian(function: Callable[..., Array]) -> Callable[..., Array]:
+    """Return a compiled function with the value and the Jacobian side by side, `[residuals, 1 + params]`."""
+
+    @jax.jit
+    def both(point, *rest):
+        value = function(point, *rest)
+        return jnp.concatenate([value[:, None], jax.jacfwd(function)(point, *rest)], 1)
+
+    return both
 
 
-@jax.jit
-def _errors_and_jacobian(point, table, has_update):
-    """Return the plain weighted log errors and their Jacobian, `[4 * rows, 1 + params]`."""
+def _errors(point, table, has_update):
+    """Return the plain weighted log errors, `[4 * rows]`."""
+    return (log_errors(parameters(point, has_update), table) * table[:, WEIGHTS]).ravel()
 
-    def errors(point):
-        return (log_errors(parameters(point, has_update), table) * table[:, WEIGHTS]).ravel()
 
-    return jnp.concatenate([errors(point)[:, None], jax.jacfwd(errors)(point)], 1)
+_residuals_and_jacobian = with_jacobian(_residuals)
+_errors_and_jacobian = with_jacobian(_errors)
 
 
 def search_point(perf: PerfParams, rows: Rows) -> np.ndarray:

@@ -190,9 +190,9 @@ def _first_that_fits(
             raise TooLarge(
                 f"a step with {micro} samples per replica needs {need.peak / 2**20:.0f} MiB "
                 f"({need.arguments / 2**20:.0f} of them for state and batch), but only "
-                f"{budget / 2**20:.0f} MiB are available. Raise execution.memory_bytes if that number is wrong, "
-                "allow accumulation, partition the model over devices with Config.strategies (fsdp), or use a "
-                "smaller model or base batch."
+                f"{budget / 2**20:.0f} MiB are available. Raise execution.memory_bytes if that is wrong, "
+                "allow accumulation, partition the model over devices with Config.strategies (fsdp), or "
+                "use a smaller model or base batch."
             )
         start = split(largest_micro=fits)
 
