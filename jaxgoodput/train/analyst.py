@@ -35,7 +35,6 @@ from jaxgoodput.tune.remembered import BatchHistory, ProgramMemory
 from jaxgoodput.tune.timings import (
     FeedingTimes,
     StrategyTimings,
-    SwitchCosts,
     TimingRow,
     TimingTable,
 )
@@ -89,9 +88,8 @@ class Analyst:
             dataset_size=dataset_size,
             schedule=schedule,
         )
-        self._timings = StrategyTimings(num_nodes=1)
+        self._timings = StrategyTimings(1, lambda seconds: book("first_execution", seconds))
         self._feeding = FeedingTimes()
-        self._switches = SwitchCosts(lambda seconds: book("first_execution", seconds))
         self._evidence = Evidence()
         self._cadence = NoiseCadence(config.statistics.every_steps, config.statistics.overhead)
         self._due = VerdictTimer(
@@ -239,8 +237,8 @@ class Analyst:
             )
         elif is_changed:
             key = self._timings.key(ticket.config, measured=ticket.measured)
-            self._switches.add_first_step(key, parts.step_s)
-        self._switches.compare(self._table)
+            self._timings.switches.add_first_step(key, parts.step_s)
+        self._timings.switches.compare(self._table)
 
     def _decide(self, metrics: StepMetrics[float], step: int) -> None:
         """Follow the user's schedule, start compiling other batches, or ask for a verdict, if it is time."""
@@ -418,7 +416,7 @@ class Analyst:
             doubt=(UNKNOWN_DOUBT if math.isnan(doubt) else doubt) * self._due.is_disturbed,
             dwell_steps=PROBE_STEPS if self._trials.is_running else tuning.dwell_steps,
             max_growth=self._history.max_growth(self._current, tuning.max_growth),
-            switch_s=self._switches.median_s,
+            switch_s=self._timings.switches.median_s,
         )
 
     def _home(self, here: StrategyOption) -> StrategyOption | None:

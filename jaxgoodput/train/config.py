@@ -197,7 +197,7 @@ class Saving:
     at_end: bool = True
     """Whether the run is saved once more when training ends."""
     allow_changed_data: bool = False
-    """Whether to resume even if the data set or `batch.base` differs from that of the checkpoint."""
+    """Whether to resume even if the data set or `batch.base` is not the same as in the checkpoint."""
     grace_s: float = 60.0
     """Seconds from a stop signal to the end of the process; a launcher's own `--grace-s` takes precedence."""
     hang_after_s: float = 600.0
@@ -265,10 +265,10 @@ class Config:
     loss: Literal["auto", "global", "separate", "whole"] = "auto"
     """Samples that one call of `loss` sees.
 
-    "global": those of all replicas, in one program that the compiler partitions. "separate": those of one
-    whole copy of the model. "auto": separate if every device holds a whole copy and the model constrains no
-    sharding, else global. "whole": the whole batch, which is never split into micro-batches; use this for
-    losses in which samples see each other.
+    With "global" it sees the samples of all replicas, in one program that the compiler partitions. With
+    "separate" it sees the samples of one whole copy of the model. "auto" chooses separate if every device
+    holds a whole copy and the model constrains no sharding, else global. "whole" passes the whole batch,
+    never split into micro-batches; use this for losses in which samples see each other.
     """
     rule: Rule | None = None
     """Rule for the learning-rate gain; None chooses one that suits the optimizer.
@@ -319,7 +319,7 @@ class Config:
 
     @property
     def compiles_behind(self) -> bool:
-        """Whether other batches are compiled in the background; those of a schedule are compiled before."""
+        """Whether other batches are compiled in the background, and not before training, as for a schedule."""
         return self.execution.background_compile and isinstance(self.policy, str)
 
     def __post_init__(self):

@@ -163,7 +163,7 @@ def _rooflines(found: Analysis, chip: Chip, num_devices: int) -> dict[str, float
 
 
 def by_throughput(found: Sequence[Outlook]) -> list[Outlook]:
-    """Sort predictions, best first: those that fit, by samples per second; on unknown chips by bytes sent."""
+    """Sort predictions: first what fits, then by samples per second, or on unknown chips by bytes sent."""
 
     def order(one: Outlook) -> tuple[Any, ...]:
         sent = sum(one.analysis.traffic.values()) * one.num_micro_batches

@@ -124,7 +124,7 @@ def window_of(
 ) -> Window:
     """Return the window of `results`, at least one step, which took `seconds` of wall time.
 
-    Its configuration is that of the last step. `eta_s` is the time left to the end of the run.
+    Its configuration is the last step's. `eta_s` is the time left to the end of the run.
     """
     latest = results[-1]
     metrics, ticket, here = latest.metrics, latest.ticket, inputs.here
@@ -253,7 +253,7 @@ def _step_end(result: StepResult) -> StepEnd:
 
 
 def _by_name(metrics: StepMetrics[float]) -> dict[str, float]:
-    """Return the numbers of a step by the names that hooks know, without those of `_SAID_ELSEWHERE`."""
+    """Return the numbers of a step by the names that hooks know, without the fields in `_SAID_ELSEWHERE`."""
     own = {f.name: getattr(metrics, f.name) for f in dataclasses.fields(metrics)}
     noise, aux = own.pop("noise"), own.pop("aux")
     found = {name: value for name, value in own.items() if name not in _SAID_ELSEWHERE}
