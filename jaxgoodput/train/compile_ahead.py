@@ -209,6 +209,7 @@ class StrategyCompiler:
         with self._lock:
             seconds, count = (sum(values) for values in zip((0.0, 0), *self._moves, strict=True))
             least = min((s for s, _ in self._moves), default=0.0)
+        # Latency dominates small moves, so no move is expected to be faster than the fastest one so far.
         per_byte = seconds / count if count else 1 / ASSUMED_BYTES_PER_S
         return max(moved * per_byte, least)
 

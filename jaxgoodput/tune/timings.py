@@ -198,7 +198,7 @@ class TimingTable:
         """Return whether `other`, which differs only in `measured`, is the better source for the fit.
 
         Undisturbed steps are better than disturbed ones. Among equals, steps without a noise measurement
-        are better, because they tell what a plain step costs.
+        are better, because they show the cost of a plain step.
         """
         if self.count(other) < MIN_COUNT:
             return False
@@ -215,7 +215,7 @@ class TimingTable:
 
 
 class SwitchCosts:
-    """What changes of the batch cost: the extra time of the first step after each change.
+    """The cost of changing the batch: the extra time of the first step after each change.
 
     `book` is called with every cost, in seconds.
     """
@@ -354,7 +354,7 @@ def feeding_of(times: Mapping[int, float]) -> Feeding | None:
     """Return the line through the seconds of preparing a batch, by global batch size; None without times.
 
     It minimises the squared relative errors, with no negative coefficient. A single size gives a level line,
-    so that it does not speak against a larger batch.
+    which is no argument against a larger batch.
     """
     if not times:
         return None
