@@ -7,12 +7,15 @@ costs them nothing. What a sample is worth is then the mean over groups of param
 their signal.
 """
 
-from typing import TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import numpy as np
 
 from jaxgoodput._pytree import struct
 from jaxgoodput.goodput.perf import Numeric, namespace
+
+# An array `[groups]`; in JSON, a list of numbers.
+PerGroup: TypeAlias = Annotated[Any, tuple[float, ...]]
 
 
 @struct
@@ -36,9 +39,9 @@ class GradGroups:
     Arrays `[groups]`; NaN says unknown.
     """
 
-    sqr: Numeric
+    sqr: PerGroup
     """Squared norm of the group's expected gradient: its share of what training gains."""
-    var: Numeric
+    var: PerGroup
     """Trace of the covariance of the group's gradient, of one base batch."""
 
 

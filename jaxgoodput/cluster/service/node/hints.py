@@ -10,16 +10,9 @@ import numpy as np
 
 from jaxgoodput.goodput.search import BatchConfig
 from jaxgoodput.observe import journal
-from jaxgoodput.observe.forecast import (
-    Record,
-    Regrouping,
-    RunStart,
-    Span,
-    StrategyRecord,
-    learnt_of,
-    limits_of,
-    records_of,
-)
+from jaxgoodput.observe.events import FitStart, Regrouped, Window
+from jaxgoodput.observe.forecast import StrategyRecord, learnt_of, limits_of, records_of
+from jaxgoodput.observe.journal import Record, of_kind
 from jaxgoodput.specs import LARGEST, MOST_COUNTS, Hints, LayoutHints, StepCost
 
 MOST_RESTARTS = 16
@@ -35,21 +28,22 @@ def hints_of(
     if not journal.segments(workdir / journal.FILE_NAME):
         return None
     records = records_of(workdir)
-    start = next((r for r in reversed(records) if isinstance(r, RunStart)), None)
-    if start is None:
+    starts, windows = of_kind(records, FitStart), of_kind(records, Window)
+    if not starts:
         return None
-    spans = [r for r in records if isinstance(r, Span)]
+    start = starts[-1]
     try:
         learnt = learnt_of(workdir, records, start)
     except ValueError:  # not measured enough
         learnt = {}
-    limits = limits_of(start, spans, learnt)
-    batch = start.settings.batch
-    last = spans[-1] if spans else None
+    limits = limits_of(start, windows, learnt)
+    settings = start.known_settings
+    batch = settings.batch
+    last = windows[-1] if windows else None
     layouts = tuple(_layout(one, limits[name].span) for name, one in learnt.items())
     grad = next(iter(learnt.values())).model.grad if learnt else None
     sizes = [one.fit.max_replicas * one.share for one in learnt.values()]
-    fixed = start.settings.policy == "fixed"
+    fixed = settings.policy == "fixed"
     count = _num_devices(records, devices_per_process)
     return Hints(
         generation=generation,
@@ -58,7 +52,7 @@ def hints_of(
         num_devices=count,
         largest=max([1, *sizes, count if _has_trained(records) else 1]),
         progress=0.0 if last is None else last.progress,
-        total=start.settings.base_steps,
+        total=settings.base_steps,
         base_batch_size=batch.base,
         max_global_batch_size=batch.base if fixed else max(batch.max, batch.base),
         min_global_batch_size=None if fixed else batch.min_global,
@@ -90,19 +84,19 @@ def _layout(one: StrategyRecord, span: tuple[int, int]) -> LayoutHints:
 def _num_devices(records: list[Record], each: int) -> int:
     """That the run has now."""
     for record in reversed(records):
-        if isinstance(record, Regrouping):
-            return max(record.num_processes * each, 1)
-        if isinstance(record, RunStart):
-            return max(record.num_devices, 1)
+        if isinstance(record.event, Regrouped):
+            return max(record.event.num_processes * each, 1)
+        if isinstance(record.event, FitStart):
+            return max(record.event.num_devices, 1)
     return 1
 
 
 def _has_trained(records: list[Record]) -> bool:
     """Whether steps were averaged since its processes changed last."""
     for record in reversed(records):
-        if isinstance(record, Span):
+        if isinstance(record.event, Window):
             return True
-        if isinstance(record, Regrouping | RunStart):
+        if isinstance(record.event, Regrouped | FitStart):
             return False
     return False
 
@@ -111,9 +105,9 @@ def _restarts(records: list[Record]) -> list[float]:
     """What changes of its processes took, where the one that tells was there before."""
     return [
         total
-        for record in records
-        if isinstance(record, Regrouping) and record.num_processes_before
-        for total in (_number(sum(record.seconds.values())),)
+        for change in of_kind(records, Regrouped)
+        if change.num_processes_before
+        for total in (_number(sum(change.seconds.values())),)
         if total is not None
     ]
 
