@@ -439,9 +439,9 @@ class Hints:
 
 def _require(
     what: str,
-    numbers: Mapping[str, float | None],
-    low: float = 0,
-    high: float = math.inf,
+    numbers: Mapping[str, int | float | None],
+    low: int | float = 0,
+    high: int | float = math.inf,
 ) -> None:
     """Raise ValueError, naming the field, if a number is not finite or not from `low` to `high`; skip
     None."""

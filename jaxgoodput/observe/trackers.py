@@ -19,18 +19,7 @@ from typing import Any
 
 from jaxgoodput.clock import Clock, SystemClock
 from jaxgoodput.observe import journal
-from jaxgoodput.observe.events import (
-    Checkpoint,
-    EvalEnd,
-    Event,
-    FitEnd,
-    FitStart,
-    HostJudged,
-    Regrouped,
-    Resharded,
-    TuneEnd,
-    Window,
-)
+from jaxgoodput.observe.events import Event, FitEnd, FitStart
 from jaxgoodput.observe.hooks import Hook
 from jaxgoodput.observe.scalars import flat, scalars_of, time_scalars
 
@@ -76,33 +65,11 @@ class Tracker(Hook):
         workdir = pathlib.Path(event.settings["workdir"])
         self.start(Run(workdir=workdir, step=event.step, restart=event.restart, settings=settings))
 
-    def on_window(self, event: Window, /) -> None:
-        """Log the averages of a window."""
-        self._log(event)
-
-    def on_tune_end(self, event: TuneEnd, /) -> None:
-        """Log a verdict."""
-        self._log(event)
-
-    def on_reshard(self, event: Resharded, /) -> None:
-        """Log a move of the state."""
-        self._log(event)
-
-    def on_regrouped(self, event: Regrouped, /) -> None:
-        """Log a change of the processes."""
-        self._log(event)
-
-    def on_host_judged(self, event: HostJudged, /) -> None:
-        """Log a slow host that was excluded or admitted again."""
-        self._log(event)
-
-    def on_eval_end(self, event: EvalEnd, /) -> None:
-        """Log an evaluation."""
-        self._log(event)
-
-    def on_checkpoint(self, event: Checkpoint, /) -> None:
-        """Log the cost of a checkpoint."""
-        self._log(event)
+    def on_record(self, event: Event) -> None:
+        """Log the numbers of any event that the journal records, too."""
+        values = scalars_of(event)
+        if values:
+            self.log(values, event.step)
 
     def on_fit_end(self, event: FitEnd, /) -> None:
         """Log the shares of wall time, and call `finish`."""
@@ -111,11 +78,6 @@ class Tracker(Hook):
                 self.log(time_scalars(event.buckets_s), event.step)
         finally:
             self.finish(event.goes_on or event.reason in ("done", "preempted"))
-
-    def _log(self, event: Event) -> None:
-        values = scalars_of(event)
-        if values:
-            self.log(values, event.step)
 
 
 class Csv(Tracker):
