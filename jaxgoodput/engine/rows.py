@@ -170,14 +170,13 @@ class RowPrograms(GlobalPrograms):
 
     def abstract_slots(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Return the abstract slots of all tables."""
-        return {
-            name: jax.ShapeDtypeStruct(
-                (table.num_slots, table.layout.num_words),
-                jnp.uint32,
-                sharding=self.layout.replicated,
-            )
-            for name, table in self.tables.items()
-        }
+        whole = self.layout.replicated
+
+        def one(table: Table) -> jax.ShapeDtypeStruct:
+            shape = (table.num_slots, table.layout.num_words)
+            return jax.ShapeDtypeStruct(shape, jnp.uint32, sharding=whole)
+
+        return {name: one(table) for name, table in self.tables.items()}
 
     def num_rows(self, shape: SampleShape) -> dict[str, int]:
         """Return how many rows of each table a micro-batch may read: one per id."""
@@ -236,10 +235,7 @@ class RowPrograms(GlobalPrograms):
     def _read(self, slots: Any, lookups: Any) -> dict[str, dict[str, Array]]:
         """Read the fields of a micro-batch's rows from the slots."""
         return jax.lax.optimization_barrier(
-            {
-                name: read_rows(slots[name], lookups[name], table.layout)
-                for name, table in self.tables.items()
-            }
+            {n: read_rows(slots[n], lookups[n], t.layout) for n, t in self.tables.items()}
         )
 
     def _begun(
@@ -272,8 +268,8 @@ class RowPrograms(GlobalPrograms):
     ) -> tuple[TrainState, dict[str, Array], StepMetrics[Array]]:
         """Return the next state, the slots with a batch's rows changed, and metrics."""
         total = jax.lax.optimization_barrier(total)
-        embeddings = _embeddings(rows)
-        before = dataclasses.replace(state, params=WithRows(own=state.params, rows=embeddings))
+        params = WithRows(own=state.params, rows=_embeddings(rows))
+        before = dataclasses.replace(state, params=params)
         after, metrics = pure.update(problem, before, total, measure=measure)
         share = 1.0 / jnp.maximum(total.weight, 1e-30)
         factor = adaptation.gain(after.opt_state)[0]
@@ -284,8 +280,8 @@ class RowPrograms(GlobalPrograms):
             changed = jax.lax.optimization_barrier(changed)
             # A refused update is written outside the slots, which drops it.
             own = lookups[name].slots
-            nowhere = table.num_slots + jnp.arange(len(own), dtype=jnp.int32)
-            places = Lookup(slots=jnp.where(metrics.is_finite, own, nowhere), inverse=())
+            outside = table.num_slots + jnp.arange(len(own), dtype=jnp.int32)
+            places = Lookup(slots=jnp.where(metrics.is_finite, own, outside), inverse=())
             changed_slots[name] = write_rows(slots[name], places, table.layout, changed)
         return dataclasses.replace(after, params=after.params.own), changed_slots, metrics
 
