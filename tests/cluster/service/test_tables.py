@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import services
 import synthetic
+from jaxgoodput.cluster.service.web.schema import Schema
 
 from jaxgoodput.cluster.catalogue import catalogue
 from jaxgoodput.cluster.scheduler.reconcile import PlanError
@@ -22,7 +23,6 @@ from jaxgoodput.cluster.service.record.events import (
 )
 from jaxgoodput.cluster.service.record.journal import ClusterJournal as Events
 from jaxgoodput.cluster.service.record.state import JobEntry, State, step
-from jaxgoodput.cluster.service.web.schema import Schema
 from jaxgoodput.cluster.service.wire import Sharing
 from jaxgoodput.cluster.simulate.simulator import uniform_cluster
 from jaxgoodput.observe import events
