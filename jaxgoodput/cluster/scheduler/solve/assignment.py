@@ -198,7 +198,7 @@ def _solve_what_fits(
     solution = solve(knapsack, relative_gap, time_limit_s, start)
     if solution is not None:
         return solution, ()
-    # Serve as many of the forced jobs as fit; among equally many, those that use the least.
+    # Serve as many of the forced jobs as fit; among equally many, the ones that use the least.
     share = (knapsack.use / np.maximum(knapsack.limit, 1.0)).sum(1)
     among = knapsack.forced[knapsack.job]
     count = knapsack.replace(

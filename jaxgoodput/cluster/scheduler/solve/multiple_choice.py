@@ -199,8 +199,8 @@ class _Core(NamedTuple):
 def _core(knapsack: Knapsack, chosen: np.ndarray | None, dual: _Dual, largest: int) -> _Core:
     """Fix items by reduced cost.
 
-    If more than `largest` items are left open, keep only those of the jobs nearest to indifference between
-    two items, because a better choice is most likely found there.
+    If more than `largest` items are left open, keep only the items of the jobs nearest to indifference
+    between two items, because a better choice is most likely found there.
     """
     num_jobs = len(knapsack.forced)
     objective = -np.inf if chosen is None else _objective(knapsack, chosen)
