@@ -160,6 +160,10 @@ class RowPrograms(GlobalPrograms):
         super().__init__(problem, layout, **kwargs)
         self.tables = problem.tables
 
+    def rehearsals(self, *, accumulate: bool) -> tuple[int, ...]:
+        """Return no batches to rehearse: devices have no room for a second set of slots."""
+        return ()
+
     @cached_property
     def param_groups(self) -> tuple[str, ...]:
         """The names of the groups of parameters whose noise is told apart: each table is two more."""

@@ -363,7 +363,7 @@ def test_a_method_that_is_not_written_is_named(tmp_path, name):
 def test_the_best_by_a_metric_that_is_not_there_is_refused_before_training(tmp_path):
     seen = Recorder()
     settings = config(tmp_path, evaluation__every_base_steps=2.0, saving__best="acc")
-    with pytest.raises(ValueError, match="best is 'acc', .* It has distance, first: name one"):
+    with pytest.raises(ValueError, match="best is 'acc', .* Choose one of distance, first"):
         Evaluated(settings, hooks=[seen]).fit()
     assert not seen.of(StepEnd)
 
@@ -377,7 +377,7 @@ def test_a_workdir_that_is_a_file_is_called_one(tmp_path):
 
 def test_another_optimizer_is_not_called_another_model(tmp_path):
     Mean(config(tmp_path, epochs=1)).fit()
-    with pytest.raises(ValueError, match="of another optimizer: .*FromCheckpoint"):
+    with pytest.raises(ValueError, match="belongs to another optimizer: .*FromCheckpoint"):
         Mean(config(tmp_path), tx=optax.adam(0.1)).fit()
 
 

@@ -12,7 +12,7 @@ from jaxgoodput._serial import pack, unpack
 from jaxgoodput.cluster.published.sia import Sia
 from jaxgoodput.cluster.published.traces import TraceJob
 from jaxgoodput.cluster.scheduler.policies.goodput import Goodput
-from jaxgoodput.cluster.simulate.compare import tenants_table
+from jaxgoodput.cluster.simulate.comparison import tenants_table
 from jaxgoodput.cluster.simulate.conditions.tenants import deal_out, read_tenants, with_budgets
 from jaxgoodput.cluster.simulate.generator import synthetic_applications
 from jaxgoodput.cluster.simulate.model_jobs import ModelTruth

@@ -230,7 +230,10 @@ class ShapeProblem:
                 offered = set(self.shapes)
                 free = capacity(self.cluster)  # `reconcile` has taken out what others keep
                 why = no_shape_reason(
-                    view, free, offered.__contains__, where="neither kept nor reserved"
+                    view,
+                    free,
+                    offered.__contains__,
+                    status="neither held nor reserved",
                 )
                 reasons[id_] = f"waits: {why}"
             elif (least := int(self.devices[self.sizes(row)[0]])) > self._quota(view):
