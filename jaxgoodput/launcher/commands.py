@@ -170,7 +170,7 @@ def _run(options, command: list[str], parser: argparse.ArgumentParser) -> int:
 
 
 def _run_elastic(options, command: list[str], parser: argparse.ArgumentParser) -> int:
-    from jaxgoodput.launcher.elastic import Job, run_elastic
+    from jaxgoodput.launcher.elastic.job import Job, run_elastic
     from jaxgoodput.launcher.supervise import UsageError
 
     _require_consistent(options, parser)
@@ -216,7 +216,7 @@ def _require_consistent(options, parser: argparse.ArgumentParser) -> None:
 
 def _hosts(options) -> tuple[str, ...]:
     """Return the names in --hosts or --hostfile. Raises UsageError if the one given names no host."""
-    from jaxgoodput.launcher.hosts import read_host_file
+    from jaxgoodput.launcher.elastic.hosts import read_host_file
     from jaxgoodput.launcher.supervise import UsageError
 
     if options.hostfile is not None:
@@ -261,7 +261,7 @@ def _agent(options, command: list[str], parser: argparse.ArgumentParser) -> int:
     import socket
 
     from jaxgoodput.clock import SystemClock
-    from jaxgoodput.launcher.agent import AgentSettings, run_agent
+    from jaxgoodput.launcher.elastic.agent import AgentSettings, run_agent
     from jaxgoodput.launcher.supervise import UsageError
 
     if options.secret_stdin:

@@ -145,7 +145,7 @@ def test_who_may_not_be_stopped_is_not():
               jobs[:-1]), jobs[-1])  # fmt: skip
     plan = reconcile(jobs, SIXTEEN, Goodput(), 10.0)
     assert plan.start == ("a",) and len(plan.pause) == 1
-    assert "gives way to what is guaranteed to 'a' (4 devices)" in plan.reasons[plan.pause[0]]
+    assert "gives way to the guarantee of 'a' (4 devices)" in plan.reasons[plan.pause[0]]
 
 
 @pytest.mark.parametrize(
