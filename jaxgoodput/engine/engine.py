@@ -323,23 +323,27 @@ class Engine:
 
         Their micro-batches may be accumulated under any of `plans`, in any order.
         """
+        programs = [partial(self.programs.update)]
+        if self.programs.has_begin:
+            programs.append(partial(self.programs.begin))
         for layout, size in plans:
             there = self.on(layout)
-            for first in (True, False):
-                self.compiled(there.programs.accumulate, there.shape(size), first=first)
+            adds = partial(there.programs.accumulate, there.shape(size))
+            programs += [partial(adds, first=first) for first in (True, False)]
         layouts = dict.fromkeys([self.layout, *(layout for layout, _ in plans)])
-        every = [self.on(layout) for layout in layouts]
-        own = [partial(self.programs.begin)] if self.programs.has_begin else []
-        own.append(partial(self.programs.update))
-        for program in (*own, *(one for engine in every for one in engine.programs.between())):
+        every = [self.on(layout).programs for layout in layouts]
+        for program in (*programs, *itertools.chain(*(one.between() for one in every))):
             self.compiled(program)
         moves = self.engines.moves
         for old, new in itertools.permutations(every, 2):
             # If the masters serve as compute parameters, the state owns them until a batch has moved.
-            for donate in {True, self.problem.compute_dtype is not None or old is not self}:
-                self.compiled(moves.work, old.programs, new.programs, donate=donate)
-            self.compiled(moves.fixed, old.programs, new.programs)
-            self.compiled(moves.sums, old.programs, new.programs)
+            for donate in {
+                True,
+                self.problem.compute_dtype is not None or old is not self.programs,
+            }:
+                self.compiled(moves.work, old, new, donate=donate)
+            self.compiled(moves.fixed, old, new)
+            self.compiled(moves.sums, old, new)
 
     def rehearse(self, size: Size, *, accumulate: bool) -> None:
         """Run the training programs once on throw-away zeros, because a first run is slow.
@@ -625,16 +629,14 @@ class Engine:
             sums = self.programs.in_parts(self.compiled, move_sums(reduced))
         params, scale = move((work.params, work.scale))
         model_state, key, step = fixed((work.model_state, work.key, work.step))
-        moved = Work(
-            layout=self.layout,
-            owns_params=True,
-            params=params,
-            scale=scale,
-            model_state=model_state,
-            key=key,
-            step=step,
-            sums=sums,
-        )
+        values = {
+            "params": params,
+            "scale": scale,
+            "model_state": model_state,
+            "key": key,
+            "step": step,
+        }
+        moved = dataclasses.replace(work, layout=self.layout, owns_params=True, sums=sums, **values)
         self._pace(moved)
         return moved
 

@@ -48,6 +48,7 @@ from jaxgoodput.parallel.strategy import (
 )
 
 T = TypeVar("T")
+Trees = Sequence[PyTree]
 
 # The order in which the partitioner follows shardings: batches first (their rows are cut over DATA_AXIS),
 # then parameters.
@@ -357,49 +358,33 @@ class Programs(abc.ABC):
     # -- how a family computes sums --------------------------------------------------------------
 
     @abc.abstractmethod
-    def _accumulate(
-        self, begun: Sequence[PyTree], inputs: Sequence[PyTree], old: Sums | None
-    ) -> Sums:
+    def _accumulate(self, begun: Trees, inputs: Trees, old: Sums | None) -> Sums:
         """Return the sums with one more micro-batch, in the form of `partial_sums`.
 
         `begun` is in the form of `abstract_work`, `inputs` in the form of `abstract_batch`.
         """
 
     @abc.abstractmethod
-    def _whole(
-        self,
-        begun: Sequence[PyTree],
-        inputs: Sequence[PyTree],
-        old: Sums | None,
-        *,
-        measure: bool,
-    ) -> Sums:
+    def _whole(self, begun: Trees, inputs: Trees, old: Sums | None, *, measure: bool) -> Sums:
         """Return the reduced sums of the whole batch: of `old`, if any, and a last micro-batch."""
 
     def _merged(
         self,
-        begun: Sequence[PyTree],
+        begun: Trees,
         replica: ArrayLike,
         batch: PyTree,
         mask: Array,
         old: Sums | None,
         *,
-        measure: bool = True,
-        blocks: int = 1,
         part: Array | None = None,
-        alone: bool = False,
+        **how: Any,
     ) -> Sums:
         """Return the sums with one more micro-batch, of one replica or of all. See `local_sums`."""
         params, scale, model_state, key, step = begun
         # Every (step, replica, micro-batch) has a random stream of its own.
         count = 0 if old is None else old.calls
         key = jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(key, step), replica), count)
-        how = {
-            "measure": measure,
-            "blocks": blocks,
-            "alone": alone,
-            "swaps": self._swaps_products,
-        }
+        how = {"measure": True, "blocks": 1, "alone": False, "swaps": self._swaps_products} | how
 
         def sums(*arguments: PyTree) -> Sums:
             *values, part = arguments
@@ -566,21 +551,19 @@ class Programs(abc.ABC):
     def _out(self) -> tuple[PyTree, NamedSharding]:
         return _shardings(self.abstract_state()), self.layout.replicated
 
-    def _fused(
-        self, state: TrainState, inputs: Sequence[PyTree], sums: Sums | None, *, measure: bool
-    ) -> Sums:
+    def _fused(self, state: TrainState, inputs: Trees, sums: Sums | None, *, measure: bool) -> Sums:
         """Return the sums of the whole batch, from `sums` so far and the last micro-batch."""
         params = cast(state.params, self.problem.compute_dtype)
         scale = self._scale(state.params, state.opt_state) if measure else ()
         begun = (params, scale, state.model_state, state.key, state.step)
         return self._whole(begun, self._split(inputs)[0], sums, measure=measure)
 
-    def _split(self, inputs: Sequence[PyTree]) -> tuple[Sequence[PyTree], Sequence[Array]]:
+    def _split(self, inputs: Trees) -> tuple[Trees, Sequence[Array]]:
         """Return a fused step's inputs as the batch's own and the control vectors, if any."""
         end = len(inputs) - bool(self.control_size)
         return inputs[:end], inputs[end:]
 
-    def _packed(self, metrics: StepMetrics[Array], inputs: Sequence[PyTree]) -> Array:
+    def _packed(self, metrics: StepMetrics[Array], inputs: Trees) -> Array:
         """Return the metrics as one vector, followed by the sum of all control vectors."""
         control = [jnp.sum(rows, axis=0) for rows in self._split(inputs)[1]]
         return jnp.concatenate([metrics.packed(), *control])
@@ -674,19 +657,10 @@ class GlobalPrograms(Programs):
         """Return the reduced sums: there are no others."""
         return self.reduced_sums()
 
-    def _accumulate(
-        self, begun: Sequence[PyTree], inputs: Sequence[PyTree], old: Sums | None
-    ) -> Sums:
+    def _accumulate(self, begun: Trees, inputs: Trees, old: Sums | None) -> Sums:
         return self._all_rows(begun, inputs, old, measure=True)
 
-    def _whole(
-        self,
-        begun: Sequence[PyTree],
-        inputs: Sequence[PyTree],
-        old: Sums | None,
-        *,
-        measure: bool,
-    ) -> Sums:
+    def _whole(self, begun: Trees, inputs: Trees, old: Sums | None, *, measure: bool) -> Sums:
         alone = old is None
         if not measure or old is not None or self.problem.from_norm_layers:
             return self._all_rows(begun, inputs, old, measure=measure, alone=alone)
@@ -694,33 +668,15 @@ class GlobalPrograms(Programs):
         part = self._part(begun, *inputs)
         return pure.in_two(self.problem, total, part, begun[1], cut=self.layout.strategy.is_cut)
 
-    def _part(self, begun: Sequence[PyTree], batch: PyTree, mask: Array, *number: Array) -> Sums:
+    def _part(self, begun: Trees, batch: PyTree, mask: Array, *number: Array) -> Sums:
         """Return the sums of a part of every replica's rows."""
         some, part = self.row_comparison.choose(batch, mask)
         return self._all_rows(begun, (*some, *number), None, measure=False, part=part, alone=True)
 
-    def _all_rows(
-        self,
-        begun: Sequence[PyTree],
-        inputs: Sequence[PyTree],
-        old: Sums | None,
-        *,
-        measure: bool,
-        part: Array | None = None,
-        alone: bool = False,
-    ) -> Sums:
+    def _all_rows(self, begun: Trees, inputs: Trees, old: Sums | None, **how: Any) -> Sums:
         batch, mask, *number = inputs
-        return self._merged(
-            begun,
-            number[0] if number else 0,
-            batch,
-            mask,
-            old,
-            measure=measure,
-            blocks=self.layout.num_replicas,
-            part=part,
-            alone=alone,
-        )
+        group = number[0] if number else 0
+        return self._merged(begun, group, batch, mask, old, blocks=self.layout.num_replicas, **how)
 
 
 class SeparatePrograms(Programs):
@@ -785,35 +741,20 @@ class SeparatePrograms(Programs):
         numbers = jax.ShapeDtypeStruct((replicas,), jnp.int32, sharding=sharding)
         return *super().abstract_batch(shape), numbers
 
-    def _accumulate(
-        self, begun: Sequence[PyTree], inputs: Sequence[PyTree], old: Sums | None
-    ) -> Sums:
+    def _accumulate(self, begun: Trees, inputs: Trees, old: Sums | None) -> Sums:
         def body(*arguments: PyTree) -> Sums:
             return as_row(self._one_replica(*arguments))
 
         return self._on_replicas(body, begun, inputs, old, out=ROWS)
 
-    def _whole(
-        self,
-        begun: Sequence[PyTree],
-        inputs: Sequence[PyTree],
-        old: Sums | None,
-        *,
-        measure: bool,
-    ) -> Sums:
+    def _whole(self, begun: Trees, inputs: Trees, old: Sums | None, *, measure: bool) -> Sums:
         def body(*arguments: PyTree) -> Sums:
             return self._total(self._one_replica(*arguments, measure=measure))
 
         return self._on_replicas(body, begun, inputs, old, out=WHOLE)
 
     def _on_replicas(
-        self,
-        body: Callable[..., Sums],
-        begun: Sequence[PyTree],
-        inputs: Sequence[PyTree],
-        old: Sums | None,
-        *,
-        out: PartitionSpec,
+        self, body: Callable[..., Sums], begun: Trees, inputs: Trees, old: Sums | None, *, out: Any
     ) -> Sums:
         rows = (*inputs, *(() if old is None else (old,)))
         run = self._manual(body, (WHOLE, *(ROWS for _ in rows)), out)
@@ -821,7 +762,7 @@ class SeparatePrograms(Programs):
 
     def _one_replica(
         self,
-        begun: Sequence[PyTree],
+        begun: Trees,
         batch: PyTree,
         mask: Array,
         numbers: Array,

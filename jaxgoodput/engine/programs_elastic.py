@@ -11,7 +11,6 @@ are added up. If the model is cut, a device's buffer is added to the buffers at 
 
 import abc
 import dataclasses
-from collections.abc import Sequence
 from functools import cached_property, partial
 from typing import Any, ClassVar
 
@@ -31,6 +30,7 @@ from jaxgoodput.engine.programs import (
     Programs,
     SampleShape,
     SeparatePrograms,
+    Trees,
     as_row,
     control_rows,
     first_row,
@@ -139,7 +139,7 @@ class OverGroups(Programs):
         """What one device holds of the sums, abstract."""
 
     @abc.abstractmethod
-    def _compared(self, begun: Sequence[PyTree], inputs: Sequence[PyTree]) -> Sums:
+    def _compared(self, begun: Trees, inputs: Trees) -> Sums:
         """Return the sums of a micro-batch, with the noise of two groups of its rows."""
 
     def measured(self, shape: SampleShape) -> Program:
@@ -206,7 +206,7 @@ class ElasticPrograms(OverGroups, SeparatePrograms):
         """Whether there are several devices: each is a replica, and a group of samples."""
         return self.world.size > 1
 
-    def _compared(self, begun: Sequence[PyTree], inputs: Sequence[PyTree]) -> Sums:
+    def _compared(self, begun: Trees, inputs: Trees) -> Sums:
         batch, mask, numbers = inputs
         total = self._merged(begun, numbers[0], batch, mask, None, measure=False)
         some, part = self.row_comparison.choose(batch, mask)
@@ -263,7 +263,7 @@ class GroupPrograms(OverGroups, GlobalPrograms):
         """Cuts a row for each device of the group."""
         return PartitionSpec(self.layout.mesh.axis_names)
 
-    def _compared(self, begun: Sequence[PyTree], inputs: Sequence[PyTree]) -> Sums:
+    def _compared(self, begun: Trees, inputs: Trees) -> Sums:
         return self._whole(begun, inputs, None, measure=True)
 
     def numbers(self) -> tuple[Array, ...]:

@@ -7,12 +7,15 @@ that are hardly ever read hold nine tenths of the gradient noise, and a larger b
 worth of a sample is therefore a mean over groups of parameters, weighted by their signal.
 """
 
-from typing import TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import numpy as np
 
 from jaxgoodput._pytree import struct
 from jaxgoodput.goodput.perf import Numeric, namespace
+
+# An array `[groups]`; in JSON, a list of numbers.
+PerGroup: TypeAlias = Annotated[Any, tuple[float, ...]]
 
 
 @struct
@@ -36,9 +39,9 @@ class GradGroups:
     Arrays `[groups]`; NaN means unknown.
     """
 
-    sqr: Numeric
+    sqr: PerGroup
     """Squared norm of the group's expected gradient, which is its share of the progress of training."""
-    var: Numeric
+    var: PerGroup
     """Trace of the covariance of the group's gradient of one base batch."""
 
 

@@ -11,7 +11,7 @@ broadcasts. Source: Qiao et al., "Pollux", OSDI 2021, equations 8-11. `update_s`
 published model.
 """
 
-from typing import Any, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +19,9 @@ import numpy as np
 
 from jaxgoodput._pytree import struct
 
-# A number, a numpy array or a JAX array (tracers included) of any one shape that broadcasts.
-Numeric: TypeAlias = Any
+# A number, a numpy array or a JAX array (tracers included) of any one shape that broadcasts. In JSON, a
+# number.
+Numeric: TypeAlias = Annotated[Any, float]
 
 NO_SYNC_S = 1e-8  # synchronisation time of a single replica: Pollux's stand-in for zero
 
