@@ -184,9 +184,7 @@ def update_noise(
     groups = jnp.asarray(sample.num_groups, dtype)
     samples = jnp.asarray(sample.num_samples, dtype)
     biased = jnp.asarray(biased, bool)
-
-    # The unbiased pair, see the head of this module. With a single group the sample is invalid, and `spare`
-    # only avoids a division by zero.
+    # The unbiased pair; a sample of a single group is invalid, and only must not divide by zero.
     spare = jnp.maximum(groups - 1, 1)
     sqr = _with_total((groups * large - small) / spare)
     var = _with_total((small - large) / spare * (samples / base_batch_size))
