@@ -261,7 +261,7 @@ class StrategyCompiler:
         )
 
     def _raise_error(self) -> None:
-        """Raise the error that has ended the thread, if any, on every call."""
+        """Raise the error that ended the thread, if any; it is raised again on every call."""
         if self._worker is not None and self._worker.error is not None:
             raise self._worker.error
 

@@ -113,11 +113,11 @@ class Evidence:
 
     @property
     def before(self) -> Stretch | None:
-        """The stretch before the present one; None before the first change."""
+        """The stretch before the last change of the batch; None before the first change."""
         return self._before
 
     def now(self) -> Stretch | None:
-        """Return the present stretch, within the newer half of the run; None before the first update."""
+        """Return the stretch since the last change, within the newer half of the run; None before any update."""
         if self._config is None:
             return None
         if not self._points:

@@ -312,7 +312,7 @@ class StrategyTimings:
 
 
 class FeedingTimes:
-    """Seconds to prepare a batch, by global batch size."""
+    """The measured seconds to prepare a batch, by global batch size."""
 
     def __init__(self):
         self._seconds: dict[int, float] = {}
