@@ -34,6 +34,7 @@ from jaxgoodput.engine.programs import (
     as_row,
     control_rows,
     first_row,
+    shardings_of,
 )
 from jaxgoodput.engine.state import StepMetrics, Sums, TrainState
 from jaxgoodput.parallel.place import DEVICE_AXIS, GROUP_AXIS
@@ -150,7 +151,7 @@ class OverGroups(Programs):
             total = self._compared(arguments[:5], arguments[5:])
             return dataclasses.replace(total, square=None)  # other groups' sums have none
 
-        return Program(run, (), fixed, jax.tree.map(lambda x: x.sharding, sums))
+        return Program(run, (), fixed, shardings_of(sums))
 
     @abc.abstractmethod
     def pack(self) -> Program:
