@@ -30,7 +30,7 @@ Watching:
   Every                 Calls a function with every n-th `StepEnd`
   Profile               Captures a profile of `steps` steps, from step `start`
   trackers              Trackers: the numbers of a run where somebody keeps those of all runs
-  events                What the loop tells the outside: frozen records for hooks, the dashboard
+  events                Events: frozen records of what happens in a run, for hooks, the dashboard
 Samples:
   Source                Random access to equally shaped samples; subclass it to read a format of your own
   Loader                Hands out every sample in the cursor's order exactly once

@@ -12,14 +12,13 @@ import os
 import platform
 import select
 import sys
-import textwrap
 from collections.abc import Sequence
 from typing import NoReturn, TextIO
 
 import shtab
 
 from jaxgoodput import __version__
-from jaxgoodput._commands import Command, Commands
+from jaxgoodput._commands import Commands
 
 _UNREAD = 141  # the exit code that a shell reports for a program that SIGPIPE ended
 
@@ -138,7 +137,7 @@ def command_parser() -> argparse.ArgumentParser:
             command.name,
             help=command.summary,
             usage=command.usage,
-            description=_described(command),
+            description=command.description,
             epilog=_EPILOG,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
@@ -148,14 +147,6 @@ def command_parser() -> argparse.ArgumentParser:
         for option in command.options:
             option.add_to(own)
     return parser
-
-
-def _described(command: Command) -> str:
-    """Return the description and the examples of a command, wrapped for a terminal."""
-    paragraphs = [textwrap.fill(text, 100) for text in command.description.split("\n\n")]
-    if command.examples:
-        paragraphs.append("\n".join(["examples:", *(f"  {line}" for line in command.examples)]))
-    return "\n\n".join(paragraphs)
 
 
 def _registered(parser: argparse.ArgumentParser) -> Commands:

@@ -1,7 +1,7 @@
 """An HTTP client of the scheduler, for commands and agents. It needs the standard library alone.
 
-If the scheduler does not answer, calls raise `Unreachable`. No job ends because of that: the caller keeps what
-it has and tries again later.
+If the scheduler does not answer, calls raise `Unreachable`. No job ends because of that: the caller keeps
+what it has and tries again later.
 """
 
 import contextlib

@@ -726,7 +726,7 @@ def _attempt(read: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 
 def _require_same_model(folder: pathlib.Path, meta: CheckpointMeta, abstract: TrainState) -> None:
-    """Raise WrongWorkdirError if the leaves of a checkpoint differ from those of a state."""
+    """Raise WrongWorkdirError if a checkpoint and a state have different leaves."""
     mismatch = differences(meta.leaves, describe(abstract))
     if not mismatch:
         return

@@ -55,7 +55,7 @@ def compiling_order(sizes: Sequence[int], first: int) -> tuple[int, ...]:
 
 
 class SizeCompiler:
-    """Compiles sizes on a thread, in one order; `ready` lists those that are done.
+    """Compiles sizes on a thread, in one order; `ready` lists the ones that are done.
 
     Call `near` with the size in use; the first time this must be one that the engine has compiled. Only sizes
     within two changes by a factor `reach` are queued, and more as the size in use moves. `start` begins to
@@ -106,7 +106,7 @@ class SizeCompiler:
             if not self._order:
                 self._check_first(size)
             self._current = size
-            # Sizes that the next change can reach come first, then those that the one after it can.
+            # First the sizes within reach of the next change, then the sizes within reach of two.
             for reach in (self._reach, self._reach**2):
                 low, high = size / reach, size * reach
                 around = [s for s in self._sizes if low <= s <= high]

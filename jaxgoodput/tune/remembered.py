@@ -117,7 +117,7 @@ def lasting(
 
 
 class BatchHistory:
-    """The batches that a run has used and its first noise, and those of earlier runs of the program.
+    """The batches that a run has used and its first noise, together with the memory of earlier runs.
 
     From this follow the memory for the next run, and how far the batch of an earlier run may guide this one.
     """

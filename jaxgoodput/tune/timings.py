@@ -220,14 +220,47 @@ class TimingTable:
             self._last[row.key] = row.last
 
 
+class SwitchCosts:
+    """What changes of the batch cost: the extra time of the first step after each change.
+
+    `book` is called with every cost, in seconds.
+    """
+
+    def __init__(self, book: Callable[[float], None]):
+        self._book = book
+        self._costs_s: deque[float] = deque(maxlen=9)
+        self._first: tuple[TimingKey, float] | None = None  # not compared yet
+
+    def add_first_step(self, key: TimingKey, seconds: float) -> None:
+        """Note the first step after a change, until usual steps of its kind have been timed."""
+        self._first = key, seconds
+
+    def compare(self, table: TimingTable) -> None:
+        """Compare the first step with the usual steps of its kind, if `table` has enough of them."""
+        if self._first is None or table.count(self._first[0]) < MIN_COUNT:
+            return
+        key, seconds = self._first
+        cost_s = max(seconds - table.median_s(key), 0.0)
+        self._costs_s.append(cost_s)
+        self._book(cost_s)
+        self._first = None
+
+    @property
+    def median_s(self) -> float:
+        """The usual cost of a change, in seconds; 0 before the first change."""
+        return statistics.median(self._costs_s) if self._costs_s else 0.0
+
+
 class StrategyTimings:
     """A table of step times and a fit for each strategy, because another layout is another program.
 
-    `add` and `rows` may be called from different threads, everything else from one.
+    `add` and `rows` may be called from different threads, everything else from one. `book` is called with the
+    seconds that each change of the batch has cost.
     """
 
-    def __init__(self, num_nodes: int):
+    def __init__(self, num_nodes: int, book: Callable[[float], None] = lambda seconds: None):
         self.num_nodes = num_nodes
+        self.switches = SwitchCosts(book)
         self.fits: dict[str, PerfFit | None] = {}
         self._tables: dict[str, TimingTable] = {}
         self._lock = threading.Lock()
@@ -289,37 +322,6 @@ class StrategyTimings:
             self.table(strategy).restore(rows)
 
 
-class SwitchCosts:
-    """What changes of the batch cost: the extra time of the first step after each change.
-
-    `book` is called with every cost, in seconds.
-    """
-
-    def __init__(self, book: Callable[[float], None]):
-        self._book = book
-        self._costs_s: deque[float] = deque(maxlen=9)
-        self._first: tuple[TimingKey, float] | None = None  # not compared yet
-
-    def add_first_step(self, key: TimingKey, seconds: float) -> None:
-        """Note the first step after a change, until usual steps of its kind have been timed."""
-        self._first = key, seconds
-
-    def compare(self, table: TimingTable) -> None:
-        """Compare the first step with the usual steps of its kind, if `table` has enough of them."""
-        if self._first is None or table.count(self._first[0]) < MIN_COUNT:
-            return
-        key, seconds = self._first
-        cost_s = max(seconds - table.median_s(key), 0.0)
-        self._costs_s.append(cost_s)
-        self._book(cost_s)
-        self._first = None
-
-    @property
-    def median_s(self) -> float:
-        """The usual cost of a change, in seconds; 0 before the first change."""
-        return statistics.median(self._costs_s) if self._costs_s else 0.0
-
-
 class FeedingTimes:
     """Seconds to prepare a batch, by global batch size."""
 
@@ -335,7 +337,7 @@ class FeedingTimes:
         return self._seconds.get(global_batch_size, math.nan)
 
     def line(self, current: int, step_s: float) -> Feeding | None:
-        """Return the line through the times; that of the batch `current` counts as `step_s` at most."""
+        """Return the line through the times; the batch `current` counts with `step_s` at most."""
         if math.isfinite(step_s) and current in self._seconds:
             self._seconds[current] = min(self._seconds[current], step_s)
         return feeding_of(dict(self._seconds))

@@ -372,7 +372,7 @@ def test_one_leaf_there_may_be_two_here(original, tmp_path):
         ({"v": np.zeros(4)}, "has params/v, which the model has not"),
         ({}, "no leaf of the model is in initial="),
         ("other", "no leaf of the model is in"),
-        (lambda _: "params/v", "says that params/w is params/v .* no such leaf"),
+        (lambda _: "params/v", "maps params/w to params/v, but .* no such leaf"),
         (lambda _: "params/layers/0/kernel", r"params/w is float32\(64, 32\) in .*/12, float32\(4"),
         ("nowhere", "holds no checkpoint"),
     ],

@@ -109,8 +109,8 @@ def slurm_nodes() -> list[str]:
 class Ray:
     """Runs an agent on each node of a Ray cluster, as nodes come and go.
 
-    Each agent runs in an actor that holds the node's devices: Ray's CPUs if `kind` is "cpu", else its GPUs. The
-    actor ends with its node and with this process, and the agent ends with the actor; its jobs save and
+    Each agent runs in an actor that holds the node's devices: Ray's CPUs if `kind` is "cpu", else its GPUs.
+    The actor ends with its node and with this process, and the agent ends with the actor; its jobs save and
     continue elsewhere. Raises ValueError if Ray is not installed, and ConnectionError if no cluster runs.
     """
 

@@ -1,8 +1,8 @@
 """Kubernetes manifests: one JobSet with the scheduler and the agents of all nodes.
 
-The scheduler is a job of one pod, which the others find by its stable name. Each node's agent is a job of its
-own with the devices of a whole machine, so that a lost pod comes back as the same node. The scheduler's folder
-and the workdirs share one volume.
+The scheduler is a job of one pod, which the others find by its stable name. Each node's agent is a job of
+its own with the devices of a whole machine, so that a lost pod comes back as the same node. The scheduler's
+folder and the workdirs share one volume.
 """
 
 import json

@@ -72,9 +72,9 @@ class Submission:
             raise ValueError(f"{said} has no command. Add one, such as `-- python train.py`.")
         if len(self.command) > MOST_WORDS or longest > LONGEST_WORD:
             raise ValueError(
-                f"{said} has a command of {len(self.command)} words, the longest of {longest} characters. The "
-                f"limits are {MOST_WORDS} words and {LONGEST_WORD} characters. Put the rest into a file that "
-                "the script reads."
+                f"{said} has a command of {len(self.command)} words, the longest of {longest} characters. "
+                f"The limits are {MOST_WORDS} words and {LONGEST_WORD} characters. Put the rest into a file "
+                "that the script reads."
             )
         if max(len(self.cwd), len(self.workdir or "")) > LONGEST_PATH:
             raise ValueError(
@@ -180,7 +180,8 @@ class Report:
     def __post_init__(self):
         if self.code is not None and not -(2**31) <= self.code < 2**32:
             raise ValueError(
-                f"job {self.job[:80]!a} is reported to have ended with {self.code}, which is not an exit code."
+                f"job {self.job[:80]!a} is reported to have ended with {self.code}, which is not an exit "
+                "code."
             )
 
 

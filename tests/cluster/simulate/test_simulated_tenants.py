@@ -185,7 +185,7 @@ WRONG = {
     "half a device": (["--tenants", "a:limit=0.5"], "whole numbers"),
     "unknown key": (["--tenants", "a:size=2"], "size=2"),
     "a tree that cannot be": (["--tenants", "p/a"], "below 'p'"),
-    "a guarantee above the limit": (["--tenants", "a:guaranteed=3:limit=2"], "may have 2 at most"),
+    "a guarantee above the limit": (["--tenants", "a:guaranteed=3:limit=2"], "limited to 2"),
     "more than there is": (["--tenants", "a:guaranteed=5"], "more than the 4 devices"),
     "nobody's jobs": (["--tenants", "a:jobs=0"], "nobody has any jobs"),
     "a budget without prices": (["--budgets", "all=3"], "add --prices"),

@@ -68,8 +68,9 @@ def run_node(
 ) -> int:
     """Run a node's agent until it is told to stop, and return its exit code. `client` opens connections.
 
-    After SIGTERM or SIGINT the node's processes save and leave their jobs. If an earlier agent was killed, its
-    processes must end first; raises InUse if they do not, because then another agent of this node runs here.
+    After SIGTERM or SIGINT the node's processes save and leave their jobs. If an earlier agent was killed,
+    its processes must end first; raises InUse if they do not, because then another agent of this node runs
+    here.
     """
     clock = clock or SystemClock()
     part.folder.mkdir(parents=True, exist_ok=True)
@@ -121,7 +122,7 @@ class NodeAgent:
         """Run jobs until `told` is set; return the exit code."""
         ask = Worker("node-ask", self._ask, on_error=self._fail)
         tell = Worker("node-tell", self._tell, on_error=self._fail)
-        # Processes are started on this thread, because the kernel ends them with the thread that started them.
+        # Processes start on this thread, because the kernel ends them with the thread that started them.
         while not told.is_set() and self._replaced is None and not self._has_failed:
             with contextlib.suppress(queue.Empty):
                 work = self._work.get(timeout=LOOK_S)
@@ -239,7 +240,7 @@ class NodeAgent:
                 hints_s = now_s + max(self._part.hints_s, PATIENCE * (now_s - begun_s))
 
     def _tell_reports(self, client: Client, numbers: HintNumbers) -> None:
-        """Report coordinators that listen or have ended, in a request of their own: output must not delay it."""
+        """Report coordinators that listen or have ended, in a request that no output delays."""
         with self._lock:
             reports = self._jobs.reports()
         if not reports:
@@ -290,7 +291,7 @@ class NodeAgent:
             if found is None:
                 continue
             generation, number = numbers.get(task.job, (task.generation, -1))
-            # Right after a change of generation, the journal still holds what was measured under the last one.
+            # Right after a change of generation, the journal still holds measurements of the last one.
             is_new = found.number != number and generation == task.generation
             try:
                 if is_new:

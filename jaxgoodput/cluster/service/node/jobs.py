@@ -1,7 +1,7 @@
 """The processes of jobs on one node, brought step by step to what the service wants.
 
-The coordinator of a job is `jaxgoodput run --nnodes MIN:MAX`. Each of its processes is a `jaxgoodput agent` of
-its own, which the launcher sees as a host. So a job grows and shrinks as hosts join and leave: the other
+The coordinator of a job is `jaxgoodput run --nnodes MIN:MAX`. Each of its processes is a `jaxgoodput agent`
+of its own, which the launcher sees as a host. So a job grows and shrinks as hosts join and leave: the other
 processes keep their state in memory and do not restart. A device passes to another job only once the process
 of the first job has ended.
 """

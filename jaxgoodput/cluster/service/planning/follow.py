@@ -57,7 +57,7 @@ class Planner:
                 self._in_flight_s = None
 
     def look(self, now_s: float) -> dict[str, Any]:
-        """Return a plan if one is due, as the events to write and the generations that it assumes; else {}."""
+        """Return a plan if one is due, as its events and the generations that it assumes; else {}."""
         self.follow()
         state, rules = self.state, self._rules
         if not self._is_due(now_s):

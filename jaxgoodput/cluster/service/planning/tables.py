@@ -3,8 +3,8 @@
 Each layout that a job has measured keeps the number of devices that share one replica, and uses as many
 replicas as there is room for. The table takes, for each shape, the best layout with its best batch.
 
-A job that cannot report, or has not measured enough yet, is assumed to scale linearly, up to twice the largest
-number of devices that it has run on. If the job will report, it grows only after its first steps.
+A job that cannot report, or has not measured enough yet, is assumed to scale linearly, up to twice the
+largest number of devices that it has run on. If the job will report, it grows only after its first steps.
 """
 
 from collections.abc import Mapping, Sequence

@@ -102,8 +102,8 @@ class Book:
     ) -> tuple[int, str]:
         """Decide on a request; return the answer's status and body once its events are on the disk.
 
-        If `request` (an idempotency key) was answered before with the same `body`, that answer is returned and
-        nothing happens. Raises CommandRefused.
+        If `request` (an idempotency key) was answered before with the same `body`, that answer is returned
+        and nothing happens. Raises CommandRefused.
         """
         if self._queue.full():
             raise CommandRefused(

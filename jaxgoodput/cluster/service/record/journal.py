@@ -41,9 +41,9 @@ class CorruptJournalError(Exception):
         self.position = position
         """The position of the first row that cannot be read."""
         super().__init__(
-            f"the journal {path} cannot be read from position {position} on: {why}. Nothing was changed. To keep "
-            f"everything before it, run `jaxgoodput serve --folder {path.parent} --repair`; later events "
-            "are set aside and the service forgets them."
+            f"the journal {path} cannot be read from position {position} on: {why}. Nothing was changed. "
+            f"To keep everything before it, run `jaxgoodput serve --folder {path.parent} --repair`; later "
+            "events are set aside and the service forgets them."
         )
 
 
@@ -132,10 +132,10 @@ class ClusterJournal:
 
         Raises CorruptJournalError at the first event that is damaged or impossible.
         """
-        state, wall = State(), 0.0
+        last = State(), 0.0
         for state, entry in _states(read(self._connection, self.path, 0), self.path):
-            wall = entry.wall
-        return state, wall
+            last = state, entry.wall
+        return last
 
     def close(self) -> None:
         """Close the file."""

@@ -2,8 +2,8 @@
 
     state = step(state, entry)
 
-Nothing here reads a clock, a disk or a socket. So replaying the journal after a crash gives the state that was
-lost, and another process that follows the journal has the same state.
+Nothing here reads a clock, a disk or a socket. So replaying the journal after a crash gives the state that
+was lost, and another process that follows the journal has the same state.
 """
 
 import dataclasses

@@ -48,7 +48,7 @@ class Logs:
             return self._jobs - jobs.keys()
 
     def append(self, job: str, text: str) -> None:
-        """Append lines, with `?` in place of control characters. If the disk refuses, drop them and log it."""
+        """Append lines, with `?` in place of control characters. If the disk refuses, drop them."""
         path, data = self._path(job), _CONTROL.sub("?", text).encode("utf-8", "replace")
         with self._lock:
             self._jobs.add(job)
