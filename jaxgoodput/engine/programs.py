@@ -196,12 +196,12 @@ class Programs(abc.ABC):
 
     @property
     def has_groups(self) -> bool:
-        """Whether every batch tells its noise, because several groups have a part of it."""
+        """Whether every batch gives a noise sample, because several groups have a part of it."""
         return False
 
     @abc.abstractmethod
     def can_measure(self, micro_batch_size: int) -> bool:
-        """Return whether a batch of one micro-batch of this many samples per replica tells its noise."""
+        """Return whether a batch of one micro-batch, of this size per replica, gives a noise sample."""
 
     @property
     def is_paced(self) -> bool:
@@ -250,7 +250,7 @@ class Programs(abc.ABC):
     def rehearsals(self, *, accumulate: bool) -> tuple[int, ...]:
         """Return the batches to rehearse, each as the number of micro-batches before its last one.
 
-        None if several processes would have to run the collectives together.
+        There are none if several processes would have to run the collectives together.
         """
         if self.layout.mesh.is_multi_process:
             return ()
@@ -570,7 +570,7 @@ class Programs(abc.ABC):
 
 
 class RowComparison:
-    """Compares a part of a micro-batch's rows with all of them, which tells the noise of its gradient.
+    """Measures gradient noise in one micro-batch, by comparing a part of its rows with all of them.
 
     `state` and `rows`, a batch of two, are abstract. `couples` says that the samples of a micro-batch must be
     computed together.
@@ -592,7 +592,7 @@ class RowComparison:
         self.couples = couples
 
     def is_possible(self, micro_batch_size: int) -> bool:
-        """Return whether one micro-batch of this many samples per replica tells its noise."""
+        """Return whether one micro-batch, of this many samples per replica, gives a noise sample."""
         if self.problem.from_norm_layers or self._is_apart(micro_batch_size):
             return True
         return self._can_leave_out and self.layout.num_replicas * micro_batch_size > 1

@@ -65,10 +65,10 @@ class OverGroups(Programs):
     @property
     @abc.abstractmethod
     def has_groups(self) -> bool:
-        """Whether every batch tells its noise, because several groups of samples are part of it."""
+        """Whether every batch gives a noise sample, because several groups have a part of it."""
 
     def can_measure(self, micro_batch_size: int) -> bool:
-        """Return whether a batch of one micro-batch tells its noise: by groups, or by rows if alone."""
+        """Return whether a batch of one micro-batch gives a noise sample: by groups, or by rows if alone."""
         return self.has_groups or self.row_comparison.is_possible(micro_batch_size)
 
     def training(self, shape: SampleShape, *, accumulate: bool) -> tuple[partial[Program], ...]:
