@@ -113,7 +113,7 @@ class Engines:
                 if self._engines and not found.programs.can_switch:
                     raise ValueError(
                         f"a job that adds up its gradients over several processes has one layout, here "
-                        f"{next(iter(self._engines)).strategy.name}; got {layout.strategy.name} as well. Pass "
+                        f"{next(iter(self._engines)).strategy.name}; got {layout.strategy.name} too. Pass "
                         "one strategy, or use a single process."
                     )
                 self._engines[layout] = found
