@@ -146,7 +146,7 @@ def forecast(workdir: str | os.PathLike[str], shapes: Sequence[Shape]) -> Foreca
 
 
 def records_of(folder: pathlib.Path) -> list[Record]:
-    """Return the records of a run without those that a restart has undone; damaged lines are skipped.
+    """Return the records of a run, except undone ones; damaged lines are skipped.
 
     Raises FileNotFoundError if there is no folder, or no run has written its journal there.
     """

@@ -326,13 +326,18 @@ def read(
                 records.append(record)
             elif raw.strip():
                 on_torn(where, raw[:200].decode("ascii", errors="replace"))
+    _mark_undone(records)
+    return [record for record in records if keep_undone or not record.undone]
+
+
+def _mark_undone(records: list[Record]) -> None:
+    """Mark what a later run has undone, by resuming from before its step."""
     lowest = math.inf  # step from which a later run resumed
     for place, record in reversed(list(enumerate(records))):
         if record.event.step > lowest:
             records[place] = dataclasses.replace(record, undone=True)
         if isinstance(record.event, FitStart):
             lowest = min(lowest, record.event.step)
-    return [record for record in records if keep_undone or not record.undone]
 
 
 def read_workdir(

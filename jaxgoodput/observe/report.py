@@ -62,7 +62,7 @@ class _Story:
 
     folder: pathlib.Path
     records: Sequence[Record]
-    """All records, including those that a restart has undone."""
+    """All records, also the ones that a restart has undone."""
     torn: Sequence[str]
     """Places of the lines that cannot be read."""
 
@@ -274,15 +274,17 @@ def sparkline(values: Sequence[float], *, width: int = _WIDTH, log: bool = False
     >>> sparkline([1.0, 2.0, 3.0, 4.0])
     '▁▃▆█'
     """
-    points = [math.log(v) if log and v > 0 else (math.nan if log else v) for v in values]
-    if not points:
+    points = np.array(values, float)
+    if log:
+        points = np.log(points, where=points > 0, out=np.full(points.shape, math.nan))
+    if not points.size:
         return ""
-    known = [part[np.isfinite(part)] for part in np.array_split(points, min(len(points), width))]
-    means = [float(part.mean()) for part in known if part.size]
-    low, span = min(means, default=0.0), max(means, default=0.0) - min(means, default=0.0)
-    places = iter((v - low) / span if span else 0.5 for v in means)
-    top = len(_SPARKS) - 1
-    return "".join(_SPARKS[math.floor(next(places) * top + 0.5)] if p.size else " " for p in known)
+    known = [part[np.isfinite(part)] for part in np.array_split(points, min(points.size, width))]
+    means = np.array([part.mean() if part.size else math.nan for part in known])
+    low, high = np.nanmin(means, initial=math.inf), np.nanmax(means, initial=-math.inf)
+    places = (means - low) / (high - low) if high > low else np.where(np.isnan(means), means, 0.5)
+    signs = np.floor(places * (len(_SPARKS) - 1) + 0.5)
+    return "".join(" " if math.isnan(sign) else _SPARKS[int(sign)] for sign in signs)
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[RenderableType]]) -> str:
@@ -568,21 +570,30 @@ def _verdicts(tunes: Sequence[TuneEnd], num_verdicts: int) -> str:
 def _curves(windows: Sequence[Window], evals: Sequence[EvalEnd]) -> str:
     is_bound = bool(windows) and windows[-1].noise_is_lower_bound
     noise = "noise scale >=" if is_bound else "noise scale"
-    curves = {
-        "global batch": [float(w.config.global_batch_size) for w in windows],
-        noise: [w.noise_scale for w in windows],
-        "goodput": [w.goodput_measured for w in windows],
-        "lr gain": [w.gain for w in windows],
-        "loss": [w.metrics.get("loss", math.nan) for w in windows],
-    }
-    for name in dict.fromkeys(name for e in evals for name in e.metrics):
-        curves[f"eval/{name}"] = [e.metrics.get(name, math.nan) for e in evals]
+    points = [
+        {
+            "global batch": float(w.config.global_batch_size),
+            noise: w.noise_scale,
+            "goodput": w.goodput_measured,
+            "lr gain": w.gain,
+            "loss": w.metrics.get("loss", math.nan),
+        }
+        for w in windows
+    ]
+    results = [{f"eval/{name}": value for name, value in e.metrics.items()} for e in evals]
+    curves = _by_name(points) | _by_name(results)
     rows = [
         (name, _curve(values, log=name in ("global batch", noise)))
         for name, values in curves.items()
         if any(map(math.isfinite, values))
     ]
     return _section("Over time", _pairs(rows)) if rows else ""
+
+
+def _by_name(points: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
+    """Return the values of each name over all points; NaN if a point lacks it."""
+    names = dict.fromkeys(name for point in points for name in point)
+    return {name: [point.get(name, math.nan) for point in points] for name in names}
 
 
 def _curve(values: Sequence[float], *, log: bool) -> str:
