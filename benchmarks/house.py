@@ -3,8 +3,8 @@
     python benchmarks/house.py [--room jaxgoodput/train] [--list] [--draw 50 30]
 
 prints one table for a folder (default: the package). `--list` names every place that counts against a
-figure. `--draw 50 30` shows docstrings and messages, drawn with the commit's hash as seed, for readers who have
-not seen the code.
+figure. `--draw 50 30` shows docstrings and messages, drawn with the commit's hash as seed, for readers who
+have not seen the code.
 Prose is docstrings and comments without what stands in code marks; complexity is radon's, of functions and
 methods. A *site that asks the kind of run* compares `process_count` with 1, `world`, `feed` or `membership`
 with None, or a family of programs with `isinstance`, outside `train/runs/`.

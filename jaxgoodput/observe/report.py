@@ -89,7 +89,7 @@ class _Story:
 
     @property
     def num_restarts(self) -> int:
-        """Restarts of the job. If processes joined or left and the others continued, that is none."""
+        """Number of restarts of the job; changes of processes that the others survived do not count."""
         num_continued = sum(end.goes_on for end in of_kind(self.records, FitEnd))
         return max(self.starts[-1].restart - num_continued, 0)
 
@@ -368,6 +368,7 @@ def _spent(story: _Story) -> tuple[dict[str, float], bool]:
     """Return the seconds by time bucket, and whether they are estimated."""
     spent: dict[str, float] = {}
     since: Sequence[Record] = story.kept
+    # The ledger of the last end covers all runs until then; what came later has no ledger yet.
     for place, record in reversed(list(enumerate(story.kept))):
         end = record.event
         if isinstance(end, FitEnd) and end.buckets_s:  # the time of this run and the earlier ones
@@ -445,6 +446,7 @@ def _rows(windows: Sequence[Window]) -> list[_Row]:
     before: Window | None = None
     for window in windows:
         key = (window.config.global_batch_size, _shape(window.config))
+        # Differences of the running count are exact; estimate if there is no earlier window to compare.
         samples = key[0] * window.num_steps
         if before is not None and window.samples >= before.samples:
             samples = window.samples - before.samples
@@ -610,7 +612,10 @@ def _curve(values: Sequence[float], *, log: bool) -> str:
 
 def _incidents(story: _Story) -> str:
     lines: list[str] = []
-    num_continued, furthest = 0, 0  # the step that any run so far has reached
+    num_continued = (
+        0  # changes of processes: the journal numbers them like restarts, readers should not
+    )
+    furthest = 0  # the step that any run so far has reached
     for before, record in itertools.pairwise([story.records[0], *story.records]):
         event = record.event
         pause = seconds(record.wall - before.wall)

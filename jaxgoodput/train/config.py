@@ -319,7 +319,8 @@ class Config:
 
     @property
     def compiles_behind(self) -> bool:
-        """Whether other batches are compiled in the background, and not before training, as for a schedule."""
+        """Whether other batches are compiled in the background, and not before training, as for a
+        schedule."""
         return self.execution.background_compile and isinstance(self.policy, str)
 
     def __post_init__(self):
