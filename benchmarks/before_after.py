@@ -4,8 +4,8 @@
     python benchmarks/before_after.py --before ../older-checkout --only step,decision --pairs 9
 
 A pair measures one checkout and then the other, each in processes of its own, on the same machine and with
-the same environment; the order alternates. The table gives the ratio after / before: median and quartiles over
-the pairs. Step overhead is itself a ratio to the same hand-written loop, so pairs can be compared.
+the same environment; the order alternates. The table gives the ratio after / before: median and quartiles.
+Step overhead is itself a ratio to the same hand-written loop, so pairs can be compared.
 """
 
 import argparse
