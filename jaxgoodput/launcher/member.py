@@ -22,7 +22,13 @@ from jaxgoodput import _jax
 from jaxgoodput import _wire as wire
 from jaxgoodput.clock import Clock, SystemClock
 from jaxgoodput.launcher import fitness
-from jaxgoodput.train.membership import Generation, OwnPart, ReleasedExit, RunSnapshot, SaveHere
+from jaxgoodput.train.runs.membership import (
+    Generation,
+    OwnPart,
+    ReleasedExit,
+    RunSnapshot,
+    SaveHere,
+)
 
 _FETCH_S = 60.0  # for anything at all from whoever holds the state
 _LOST = {"type": "lost"}
@@ -40,7 +46,7 @@ class RendezvousAddress:
 
 
 class JobMembership:
-    """This worker among those of its job; a `train.membership.Membership`."""
+    """This worker among those of its job; a `train.runs.membership.Membership`."""
 
     def __init__(self, where: RendezvousAddress, clock: Clock | None = None):
         self._where = where

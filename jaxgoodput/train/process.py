@@ -25,7 +25,7 @@ from jaxgoodput.clock import Clock
 from jaxgoodput.observe.badput import TimeLedger
 from jaxgoodput.train.config import Config, Saving
 from jaxgoodput.train.control import SAVED, UNSAVED, NotSaved, Preempted, Requests
-from jaxgoodput.train.membership import Membership
+from jaxgoodput.train.runs.membership import Membership
 
 # <malloc.h>
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3

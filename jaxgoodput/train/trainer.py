@@ -1,34 +1,24 @@
 """`Trainer`: a user's task with the motor that trains it."""
 
 import contextlib
-import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn, final
 
 import jax
-from absl import logging
 
 from jaxgoodput.clock import Clock, SystemClock
-from jaxgoodput.embedding.plan import Table
 from jaxgoodput.engine.state import TrainState
+from jaxgoodput.goodput.search import BatchConfig
 from jaxgoodput.observe.badput import TimeLedger
 from jaxgoodput.observe.console import starting
-from jaxgoodput.observe.events import HostJudged, Regrouped
+from jaxgoodput.observe.events import HostJudged
 from jaxgoodput.parallel.place import place, replicas_of_group
 from jaxgoodput.train.checkpoint import Checkpoints
 from jaxgoodput.train.config import Config
-from jaxgoodput.train.control import BatchWish, Control, NotSaved, Preempted, Requests
+from jaxgoodput.train.control import BatchWish, Control, Due, NotSaved, Preempted, Requests
 from jaxgoodput.train.evaluation import Evaluator
-from jaxgoodput.train.loop import Loop, is_of_a_peer
-from jaxgoodput.train.membership import Membership, Regroup, RunSnapshot, SaveHere
-from jaxgoodput.train.prepare import (
-    TaskInputs,
-    evaluator,
-    prepare,
-    rehearse,
-    restored_state,
-    save_kept,
-)
+from jaxgoodput.train.loop import Loop
+from jaxgoodput.train.prepare import prepare
 from jaxgoodput.train.process import (
     LAUNCHED,
     Compilations,
@@ -36,8 +26,12 @@ from jaxgoodput.train.process import (
     StopGuard,
     changed_process,
 )
-from jaxgoodput.train.tables.commits import Opener, peers_of
-from jaxgoodput.train.tables.given import checked_tables
+from jaxgoodput.train.runs.elastic import GenerationStart, fit_generations
+from jaxgoodput.train.runs.membership import Membership, RunSnapshot, SaveHere
+from jaxgoodput.train.start.plans import rehearse
+from jaxgoodput.train.start.problem import TaskInputs, evaluator_of
+from jaxgoodput.train.start.restoring import restored_state, save_kept
+from jaxgoodput.train.tables.commits import Opener
 from jaxgoodput.train.task import Task
 
 
@@ -96,130 +90,15 @@ class Trainer(Task):
         requests = self._requests = Requests()
         membership = LAUNCHED.get(LauncherLink()).membership
         try:
-            # Before anything that takes long: what is asked during compilation is done at step 0.
+            # The guard comes first: a stop that is requested during compilation is obeyed at step 0.
             with changed_process(self.config, requests, self.clock) as guard:
-                given = TaskInputs(self, self.config, self.clock)
+                inputs = TaskInputs(self, self.config, self.clock)
+                fit = _Fit(self, inputs, requests, guard)
                 if membership is None:
-                    return self._fit(requests, guard, TimeLedger(self.clock), given)
-                return self._fit_together(requests, guard, given, membership)
+                    return fit.train(GenerationStart(ledger=TimeLedger(self.clock)))
+                return fit.generations(membership)
         finally:
             self._requests = self._loop = None
-
-    def _fit_together(
-        self, requests: Requests, guard: StopGuard, given: TaskInputs, membership: Membership
-    ) -> TrainState:
-        """Train in one generation of processes after another, until the run is over."""
-        membership.on_regroup(lambda: requests.post(Control(regroup=True)))
-        kept, before, why = None, 0, ""
-        # A batch of just so many samples is cut evenly.
-        even = self.config.policy != "fixed" or not self.config.tuning.fixed_tolerance
-        group_size = membership.group_size
-        num_devices = group_size * jax.local_device_count()
-        replicas = replicas_of_group(self.config.strategies, num_devices)
-        share = max(self.config.batch.base // replicas, 1) if even else None
-        if membership.num_others:
-            rehearse(self.config, given, membership.num_others + 1, group_size)
-        while True:
-            ledger = TimeLedger(self.clock)
-            try:
-                with ledger.bucket("regrouping"):
-                    generation = membership.enter(kept, share)
-            except SaveHere as told:
-                self._save_and_stop(given, told.kept, group_size, requests.signal or "peer")
-            kept = generation.kept
-            requests.forget_regroup()
-            if membership.is_broken():
-                requests.post(Control(regroup=True))
-            regrouped = Regrouped(
-                step=0 if kept is None else kept.step,
-                generation=generation.number,
-                num_processes_before=before,
-                num_processes=generation.process_count,
-                reason=why,
-                seconds=generation.seconds,
-            )
-            before = generation.process_count
-            try:
-                state = self._fit(
-                    requests, guard, ledger, given, membership, kept, regrouped, generation.news
-                )
-                membership.done()
-                return state
-            except Regroup as ended:
-                kept, why = ended.kept, str(ended)
-            except Exception as error:
-                if not is_of_a_peer(error):
-                    raise
-                why, before_it = str(error), 0 if kept is None else kept.step
-                if self._loop is not None and self._loop.step > before_it:
-                    logging.warning("it goes on from what others have, or a checkpoint: %s", why)
-                    kept = None  # steps were done since, and could not be kept
-            self._loop = self._evaluator = None  # of devices that will be gone
-            guard.rest(0 if kept is None else kept.step)
-
-    def _save_and_stop(
-        self, given: TaskInputs, kept: RunSnapshot, group_size: int, signal: str
-    ) -> NoReturn:
-        """All were told to stop while they waited for each other."""
-        # Of a group of several, it was cut over more devices than are here.
-        strategies = self.config.strategies if group_size == 1 else ()
-        config = dataclasses.replace(self.config, strategies=strategies)
-        error = save_kept(config, given, kept)
-        if error is not None:
-            safe = max(Checkpoints(self.config.workdir, keep=self.config.saving).newest() or 0, 0)
-            raise NotSaved(kept.step, safe or None, error)
-        raise Preempted(kept.step, signal)
-
-    def _fit(
-        self,
-        requests: Requests,
-        guard: StopGuard,
-        ledger: TimeLedger,
-        given: TaskInputs,
-        membership: Membership | None = None,
-        kept: RunSnapshot | None = None,
-        regrouped: Regrouped | None = None,
-        news: Sequence[Mapping[str, Any]] = (),
-    ) -> TrainState:
-        """Train with the processes that there are. Raises Regroup where others are to come or go."""
-        with contextlib.ExitStack() as stack:
-            compilations = stack.enter_context(Compilations(ledger).counted())
-            with ledger.bucket("training_prep"):
-                shows = self.config.reporting.progress and jax.process_index() == 0
-                said = starting(lambda: compilations.num, self.clock) if shows else None
-                with said or contextlib.nullcontext():
-                    start = prepare(
-                        self,
-                        self.config,
-                        self.devices,
-                        initial=self.initial,
-                        hooks=self.hooks,
-                        stack=stack,
-                        ledger=ledger,
-                        clock=self.clock,
-                        given=given,
-                        kept=kept,
-                        is_broken=None if membership is None else membership.is_broken,
-                        group_size=None if membership is None else membership.group_size,
-                    )
-                self._evaluator = start.evaluator or self._evaluator
-                loop = self._loop = self._loop_class(
-                    self,
-                    self.config,
-                    start,
-                    requests=requests,
-                    ledger=ledger,
-                    compilations=compilations,
-                    clock=self.clock,
-                    membership=membership,
-                )
-                stack.callback(loop.close)
-                loop.announce(regrouped)
-                for decision in news:
-                    loop.analyst.tell(HostJudged(step=loop.step, **decision))
-                start.where.meet("before the first step")
-            guard.watch(loop)
-            return loop.run()
 
     @final
     def restore(self, step: int | None = None, best: bool = False) -> TrainState:
@@ -233,7 +112,8 @@ class Trainer(Task):
           FileNotFoundError: there is no such checkpoint.
           ValueError: it is damaged, or, as a `WrongWorkdirError`, of another model.
         """
-        return restored_state(self, self.config, self.devices, step=step, best=best)
+        inputs = TaskInputs(self, self.config, self.clock)
+        return restored_state(inputs, self.devices, step=step, best=best)
 
     @final
     def evaluate(self, state: TrainState) -> dict[str, float]:
@@ -244,30 +124,28 @@ class Trainer(Task):
         step of the state: raises ValueError where they are not kept. Where another number of processes has
         saved them, they are first given to those that are here.
         """
-        plans = checked_tables(self.tables(), type(self).__name__)
-        if plans:
-            return self._evaluated_with(plans, state)
+        inputs = TaskInputs(self, self.config, self.clock)
+        if inputs.tables.plans:
+            return self._evaluate_with_tables(inputs, state)
         if self._evaluator is None:
             where = place(self.devices, self.config.strategies)
-            data = self.eval_dataset()
-            self._evaluator = evaluator(self, self.config, where, data, self.clock)
-        summary = self.summarize(self._evaluator(state))
-        return {name: float(value) for name, value in summary.items()}
+            self._evaluator = evaluator_of(inputs, where)
+        return self._summary(self._evaluator, state)
 
-    def _evaluated_with(self, plans: Mapping[str, Table], state: TrainState) -> dict[str, float]:
-        """`evaluate`, with the rows of tables as they were at the state's step."""
+    def _evaluate_with_tables(self, inputs: TaskInputs, state: TrainState) -> dict[str, float]:
         where = place(self.devices, self.config.strategies, spanning=True)
         with contextlib.ExitStack() as stack:
-            peers = peers_of(where)
+            peers = inputs.tables.peers(where)
             if peers is not None:
                 stack.callback(peers.close)
-            opener = Opener(plans, self.config.workdir, where, peers, self.clock)
+            opener = Opener(inputs.tables.plans, self.config.workdir, where, peers, self.clock)
             tables = opener.of_step(int(state.step))
             for table in tables.values():
                 stack.callback(table.close)
-            data = self.eval_dataset()
-            run = evaluator(self, self.config, where, data, self.clock, tables)
-            summary = self.summarize(run(state))
+            return self._summary(evaluator_of(inputs, where, tables), state)
+
+    def _summary(self, evaluator: Evaluator, state: TrainState) -> dict[str, float]:
+        summary = self.summarize(evaluator(state))
         return {name: float(value) for name, value in summary.items()}
 
     @final
@@ -301,7 +179,7 @@ class Trainer(Task):
 
         Left alone, this begins once the noise gives any reason to change the batch.
         """
-        self._running().strategies.start()
+        self._running().start.strategies.start()
 
     @final
     def request_batch(
@@ -319,13 +197,16 @@ class Trainer(Task):
                 f"a batch needs at least one micro-batch of one sample; got micro_batch_size="
                 f"{micro_batch_size}, num_micro_batches={num_micro_batches}."
             )
-        if strategy is not None:
-            self._running().strategies.engine(strategy)  # is there one?
-        wish = BatchWish(
-            micro_batch_size=micro_batch_size,
-            num_micro_batches=num_micro_batches,
-            strategy=strategy,
-        )
+        if strategy is None:
+            wish = BatchWish(micro_batch_size=micro_batch_size, num_micro_batches=num_micro_batches)
+        else:
+            replicas = self._running().start.strategies.engine(strategy).num_replicas
+            wish = BatchConfig(
+                micro_batch_size=micro_batch_size,
+                num_micro_batches=num_micro_batches,
+                num_replicas=replicas,
+                strategy=strategy,
+            )
         self._request(Control(batch=wish))
 
     def _request(self, wish: Control) -> None:
@@ -341,3 +222,92 @@ class Trainer(Task):
 
 def _nothing_runs() -> RuntimeError:
     return RuntimeError("nothing is running: call this from a hook while fit() runs.")
+
+
+class _Fit:
+    """One call of `Trainer.fit`: owns what outlives a generation of processes."""
+
+    def __init__(self, trainer: Trainer, inputs: TaskInputs, requests: Requests, guard: StopGuard):
+        self._trainer = trainer
+        self._inputs = inputs
+        self._requests = requests
+        self._guard = guard
+        self._due = Due(inputs.config)
+
+    def generations(self, membership: Membership) -> TrainState:
+        """Train in one generation of processes after another, until the run is over."""
+        config, group_size = self._inputs.config, membership.group_size
+        # A batch of an exact number of samples is cut evenly.
+        even = config.policy != "fixed" or not config.tuning.fixed_tolerance
+        num_devices = group_size * jax.local_device_count()
+        replicas = replicas_of_group(config.strategies, num_devices)
+        share = max(config.batch.base // replicas, 1) if even else None
+        if membership.num_others:
+            rehearse(self._inputs, membership.num_others + 1, group_size)
+        try:
+            return fit_generations(
+                self, membership, self._requests, self._inputs.clock, share=share
+            )
+        except SaveHere as told:
+            self._save_and_stop(told.kept, group_size)
+
+    def _save_and_stop(self, kept: RunSnapshot, group_size: int) -> NoReturn:
+        """Save and stop, because all processes were told to stop while they waited for each other."""
+        config = self._inputs.config
+        error = save_kept(self._inputs, kept, group_size=group_size)
+        if error is not None:
+            safe = max(Checkpoints(config.workdir, keep=config.saving).newest() or 0, 0)
+            raise NotSaved(kept.step, safe or None, error)
+        raise Preempted(kept.step, self._requests.signal or "peer")
+
+    @property
+    def step(self) -> int | None:
+        """The last step that was dispatched; None before the first loop."""
+        loop = self._trainer._loop
+        return None if loop is None else loop.now.step
+
+    def rest(self, step: int) -> None:
+        """Let go of everything that belongs to a generation; `step` is in memory."""
+        self._trainer._loop = self._trainer._evaluator = None
+        self._guard.rest(step)
+
+    def train(self, start: GenerationStart) -> TrainState:
+        """Train with the processes that there are. Raises Regroup if others are about to join or leave."""
+        trainer, inputs = self._trainer, self._inputs
+        config, clock = inputs.config, inputs.clock
+        ledger = start.ledger
+        with contextlib.ExitStack() as stack:
+            compilations = stack.enter_context(Compilations(ledger).counted())
+            with ledger.bucket("training_prep"):
+                shows = config.reporting.progress and jax.process_index() == 0
+                shown = starting(lambda: compilations.num, clock) if shows else None
+                with shown or contextlib.nullcontext():
+                    ready = prepare(
+                        inputs,
+                        trainer.devices,
+                        initial=trainer.initial,
+                        hooks=trainer.hooks,
+                        requests=self._requests,
+                        stack=stack,
+                        ledger=ledger,
+                        membership=start.membership,
+                        kept=start.kept,
+                    )
+                trainer._evaluator = ready.evaluator or trainer._evaluator
+                loop = trainer._loop = trainer._loop_class(
+                    trainer,
+                    config,
+                    ready,
+                    requests=self._requests,
+                    due=self._due,
+                    ledger=ledger,
+                    compilations=compilations,
+                    clock=clock,
+                )
+                stack.callback(loop.close)
+                loop.announce(start.regrouped)
+                for decision in start.news:
+                    loop.analyst.tell(HostJudged(step=ready.first_step, **decision))
+                ready.where.meet("before the first step")
+            self._guard.watch(loop)
+            return loop.run()

@@ -297,8 +297,8 @@ class First(InStep):
     model_state: Any = None
 
     def run(self):
-        type(self).params = jax.device_get(self.state.params)
-        type(self).model_state = jax.tree.map(host_copy, self.state.model_state)
+        type(self).params = jax.device_get(self.now.state.params)
+        type(self).model_state = jax.tree.map(host_copy, self.now.state.model_state)
         return super().run()
 
 
@@ -513,7 +513,7 @@ def test_hooks_are_shown_the_parameters_as_they_were_and_cannot_change_them(tmp_
 
     class Noting(InStep):
         def _obey(self, result):
-            noted[self.step] = jax.tree.map(host_copy, self.state.averaged)
+            noted[self.now.step] = jax.tree.map(host_copy, self.now.state.averaged)
             return super()._obey(result)
 
     hook = Looker()

@@ -129,6 +129,9 @@ class Opener:
         Where the first one cannot tell, all raise what it raises.
         """
         found: dict[str, Any] = {}
+        failure: Exception | None = None
+        if not self.plans:
+            return found
         if self.where.process_index == 0:
             try:
                 chosen = {
@@ -137,11 +140,12 @@ class Opener:
                 }
                 found = {"commits": chosen}
             except (DamagedError, InUse, OSError, ValueError) as error:
-                if self.where.process_count == 1:
-                    raise
+                failure = error
                 kind = next((k for k in _KINDS if isinstance(error, _KINDS[k])), "value")
                 found = {"kind": kind, "error": str(error)}
         found = json.loads(self.where.told("commits of tables", json.dumps(found))[0])
+        if failure is not None:
+            raise failure
         if "error" in found:
             raise _KINDS[found["kind"]](found["error"])
         return {name: (number, said) for name, (number, said) in found["commits"].items()}

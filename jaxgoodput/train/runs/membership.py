@@ -1,8 +1,8 @@
 """Processes of one job that come and go: what a run needs from the agent that watches over them.
 
 A generation is a set of processes that know each other: one JAX world. It ends when a process is to join or
-to leave, or has died. Each process then keeps its run in host memory (`RunSnapshot`), leaves the old world and
-enters the next, in which all resume from the run that had come furthest. No process restarts, and nothing
+to leave, or has died. Each process then keeps its run in host memory (`RunSnapshot`), leaves the old world
+and enters the next, in which all resume from the run that had come furthest. No process restarts, and nothing
 is read from disk. Updates are the same in all processes, so a process that is a step behind loses nothing by
 taking the state of another: samples belong to the state that they went into.
 """
@@ -157,38 +157,42 @@ class Membership(Protocol):
 class Agreement:
     """What the processes of one generation agree on within a step, through the store that they share.
 
-    Who takes which micro-batch: a *lease* is a number that nobody else gets, and whoever is done asks for the
-    next. Of processes that share one copy of the model one asks, and tells the others.
+    It decides who takes which micro-batch. A *lease* is a number that no other process gets; a process asks
+    for the next one when it is done with the last. One process of each group that shares a copy of the model
+    asks, and tells the others of its group.
 
-    Whether a step counts: where a copy is cut over several processes, its parts have to be of the same step
-    also when some process dies between the sum and the update. So each says that it has the sum, and nobody
-    updates before all have; who cannot wait any longer says no, unless yes was said before. The store keeps
-    one answer.
+    It also decides whether a step counts. If a copy is cut over several processes, its parts must be of the
+    same step even if a process dies between the sum and the update. So each process says that it has the sum,
+    and none updates before all have said so. A process that cannot wait any longer says no, unless the answer
+    was yes before. The store keeps one answer.
+
+    Nothing is written to the store before the first lease or commit.
     """
 
     def __init__(
         self,
-        store: SharedStore,
+        store: SharedStore | None,
         process_index: int,
         process_count: int,
         *,
         group_size: int = 1,
         is_broken: Callable[[], bool] = lambda: False,
     ):
-        self._store = store
+        self._shared_store = store
+        self._process_index = process_index
         self._process_count = process_count
         self._group, self._place = divmod(process_index, group_size)
         self._group_size = group_size
         self._is_broken = is_broken
-        # Another run of this job had steps of these numbers.
-        number = store.count(f"jaxgoodput: runs of process {process_index}")
-        self._run = f"jaxgoodput: run {number}"
+        self._run: str | None = (
+            None  # the prefix of this run's keys; None: nothing was agreed on yet
+        )
         self._leased = (-1, 0)  # a step, and how many leases this process has had in it
 
     def lease(self, step: int) -> int:
-        """The number of the next micro-batch of this step that nobody has taken.
+        """Return the number of the next micro-batch of this step that no process has taken.
 
-        Raises PeerGone where the process that speaks for this one's group has gone.
+        Raises PeerGone if the process that speaks for this one's group has died.
         """
         key = self._key(step)
         if self._group_size == 1:
@@ -206,7 +210,7 @@ class Agreement:
     def commit(self, step: int) -> None:
         """Return when every process has the sum of this step; then all of them update.
 
-        Raises PeerGone where one has not, or may not: then none updates.
+        Raises PeerGone if one has not, or may not have it: then none updates.
         """
         key, answer = f"{self._key(step)}/sums", f"{self._key(step)}/all have it"
         if self._store.count(key) == self._process_count - 1:
@@ -214,16 +218,25 @@ class Agreement:
         try:
             self._store.wait(answer, unless=self._is_broken)
         except PeerGone:
-            self._store.set(answer, "no")  # unless somebody was first
+            self._store.set(answer, "no")  # has no effect if another process answered first
         if self._store.try_get(answer) != "yes":
             raise PeerGone(f"not every process has the sum of step {step + 1}")
 
     def forget(self, step: int) -> None:
-        """Remove what was agreed on for a step that is long over; called by one process."""
-        if step >= _KEEP:
+        """Have process 0 remove what was agreed on for a step that is long over."""
+        if self._run is not None and self._process_index == 0 and step >= _KEEP:
             self._store.forget(self._key(step - _KEEP))
 
+    @property
+    def _store(self) -> SharedStore:
+        assert self._shared_store is not None
+        return self._shared_store
+
     def _key(self, step: int) -> str:
+        if self._run is None:
+            # An earlier run of this job had steps with the same numbers.
+            number = self._store.count(f"jaxgoodput: runs of process {self._process_index}")
+            self._run = f"jaxgoodput: run {number}"
         return f"{self._run}/step {step}"
 
 
