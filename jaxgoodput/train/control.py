@@ -11,11 +11,11 @@ import math
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 import jax
 import numpy as np
 
+from jaxgoodput._jax import PeerGone
 from jaxgoodput.engine.state import TrainState
 from jaxgoodput.goodput.search import BatchConfig
 from jaxgoodput.parallel.place import Place
@@ -203,81 +203,51 @@ class Requests:
         return wish if self.signal is None else dataclasses.replace(wish, stop=True)
 
 
-@runtime_checkable
-class Decisions(Protocol):
-    """How a run decides what to do before its next step: by itself, or with the other processes."""
+@dataclass
+class OwnDecisions:
+    """How a run of one process decides: a request takes effect at its next step.
 
-    @property
-    def is_together(self) -> bool:
-        """Whether other processes act at the same steps as this one."""
-        ...
+    Both kinds of decisions have the same methods.
+    """
+
+    requests: Requests
+    strategies: StrategyCompiler
+    is_together: bool = False
+    """Whether other processes act at the same steps as this one."""
 
     def leave(self) -> None:
-        """Act without the other processes from now on: they may have died, or wait in a step."""
-        ...
+        """Act without other processes from now on: they may have died, or wait in a step."""
 
     def sent(self, batch: BatchConfig) -> np.ndarray | None:
         """Return what this process tells the others along with a step of `batch`."""
-        ...
+        return None
 
     def received(self, result: StepResult | None, in_use: BatchConfig) -> Control:
-        """Return what to do now, by the newest result that every process has (None: there is none yet)."""
-        ...
+        """Return what to do now, by the newest result that every process has; None if there is none."""
+        return self.requests.take()
 
     def can_measure(self, batch: BatchConfig) -> bool:
         """Whether every process has compiled what measures the noise in a step of `batch`."""
-        ...
+        return self.strategies.compiler(batch.strategy).can_measure(batch.micro_batch_size)
 
     def everywhere(self, holds: bool) -> bool:
         """Whether something holds in every process. All processes call this together."""
-        ...
-
-    def meet(self, moment: str) -> None:
-        """Wait for all processes at this moment."""
-        ...
-
-    def is_stop_due(self) -> bool:
-        """Whether the loop must stop waiting for data, because a stop was requested."""
-        ...
-
-
-class OwnDecisions:
-    """One process: a request takes effect at its next step."""
-
-    is_together = False
-
-    def __init__(self, requests: Requests, strategies: StrategyCompiler):
-        self._requests = requests
-        self._strategies = strategies
-
-    def leave(self) -> None:
-        """Do nothing: there are no other processes."""
-
-    def sent(self, batch: BatchConfig) -> None:
-        """Return None: nobody listens."""
-
-    def received(self, result: StepResult | None, in_use: BatchConfig) -> Control:
-        """Return all requests since the last call."""
-        return self._requests.take()
-
-    def can_measure(self, batch: BatchConfig) -> bool:
-        """Whether what measures the noise in a step of `batch` is compiled."""
-        return self._strategies.compiler(batch.strategy).can_measure(batch.micro_batch_size)
-
-    def everywhere(self, holds: bool) -> bool:
-        """Return `holds`."""
         return holds
 
     def meet(self, moment: str) -> None:
-        """Return at once."""
+        """Wait for all processes at this moment."""
 
     def is_stop_due(self) -> bool:
-        """Whether a stop was requested."""
-        return self._requests.signal is not None
+        """Whether the loop must stop waiting for data, because a stop was requested."""
+        return self.requests.signal is not None
+
+    def blames_a_peer(self, error: BaseException) -> bool:
+        """Whether an error looks as if another process has died."""
+        return False
 
 
 class SharedDecisions:
-    """Several processes: requests ride along with a step, and their sum takes effect in all of them."""
+    """How several processes decide: requests ride along with a step, and their sum takes effect in all."""
 
     def __init__(
         self, requests: Requests, strategies: StrategyCompiler, where: Place, first: BatchConfig
@@ -293,7 +263,7 @@ class SharedDecisions:
         self._settled = strategies.settled_everywhere = {}
 
     def leave(self) -> None:
-        """Act without the other processes from now on."""
+        """Act without the other processes from now on: they may have died, or wait in a step."""
         self.is_together = False
 
     def sent(self, batch: BatchConfig) -> np.ndarray:
@@ -338,6 +308,23 @@ class SharedDecisions:
     def is_stop_due(self) -> bool:
         """Whether a requested stop is overdue: otherwise the others hear of it with the next step."""
         return self._requests.is_overdue
+
+    def blames_a_peer(self, error: BaseException) -> bool:
+        """Whether an error looks like a collective that failed because another process has died."""
+        return is_of_a_peer(error)
+
+
+Decisions = OwnDecisions | SharedDecisions
+
+
+def is_of_a_peer(error: BaseException) -> bool:
+    """Whether an error looks like a collective that failed because another process has died."""
+    if isinstance(error, PeerGone):
+        return True
+    if not isinstance(error, jax.errors.JaxRuntimeError | ValueError):
+        return False
+    text = str(error).lower()
+    return any(word in text for word in ("gloo", "nccl", "connection", "heartbeat", "coordination"))
 
 
 class Due:

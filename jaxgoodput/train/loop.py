@@ -222,7 +222,7 @@ class Loop:
         ending, run = self._ending, self.kind
         if not is_saved and not run.decisions.is_together:
             self._saver.save(wait=True)  # a hook failed after the last step
-        if not run.blames_a_peer(error):
+        if not run.decisions.blames_a_peer(error):
             raise error
         ending.stopped_by = ending.stopped_by or self.requests.signal
         if ending.stopped_by is None:

@@ -246,7 +246,13 @@ class _Fit:
             rehearse(self._inputs, membership.num_others + 1, group_size)
         try:
             return fit_generations(
-                self, membership, self._requests, self._inputs.clock, share=share
+                self.train,
+                self._rest,
+                self._last_step,
+                membership,
+                self._requests,
+                self._inputs.clock,
+                share=share,
             )
         except SaveHere as told:
             self._save_and_stop(told.kept, group_size)
@@ -260,13 +266,12 @@ class _Fit:
             raise NotSaved(kept.step, safe or None, error)
         raise Preempted(kept.step, self._requests.signal or "peer")
 
-    @property
-    def step(self) -> int | None:
-        """The last step that was dispatched; None before the first loop."""
+    def _last_step(self) -> int:
+        """Return the last step that was dispatched; 0 before the first loop."""
         loop = self._trainer._loop
-        return None if loop is None else loop.now.step
+        return 0 if loop is None else loop.now.step
 
-    def rest(self, step: int) -> None:
+    def _rest(self, step: int) -> None:
         """Let go of everything that belongs to a generation; `step` is in memory."""
         self._trainer._loop = self._trainer._evaluator = None
         self._guard.rest(step)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import jax
 from absl import logging
@@ -19,47 +20,44 @@ from jaxgoodput.train.prepare import PreparedRun
 SHORT_WAIT_S = 1e-4  # is not booked
 
 
+@dataclass
 class BatchReader:
     """Gets the batches of a run, ready to be dispatched."""
 
-    def __init__(
-        self,
-        start: PreparedRun,
-        config: Config,
-        analyst: Analyst,
-        ledger: TimeLedger,
-        clock: Clock,
-    ):
-        self._start = start
-        self._config = config
-        self._analyst = analyst
-        self._ledger = ledger
-        self._last_batch = LastBatch(start, config, ledger)
-        self._num_retried = 0  # reads, as last told
+    start: PreparedRun
+    config: Config
+    analyst: Analyst
+    ledger: TimeLedger
+    clock: Clock
+    num_retried: int = 0
+    """Reads that were retried, as last told."""
+
+    def __post_init__(self):
+        self._last_batch = LastBatch(self.start, self.config, self.ledger)
 
     def next(self, *, meanwhile: Callable[[], None]) -> StepBatch | None:
         """Return the next batch, whose programs are compiled; None at the end of the data.
 
         `meanwhile` is called now and then while it waits, and may raise.
         """
-        start = self._start
-        batch = start.run.next_batch(start.now, meanwhile=meanwhile)
+        start = self.start
+        batch = start.run.next_batch(start.now, meanwhile)
         if batch is None:
             return None
         if math.isfinite(feeding_s := start.feed.feeding_s):
-            self._analyst.fed(batch.config.global_batch_size, feeding_s)
+            self.analyst.fed(batch.config.global_batch_size, feeding_s)
         if batch.wait_s > SHORT_WAIT_S:
-            self._ledger.add(start.feed.wait_bucket, batch.wait_s)
-        if (num_retried := start.loader.num_retried) > self._num_retried:
-            self._num_retried = num_retried
-            self._analyst.tell(ReadsRetried(step=start.now.step, num_retried=num_retried))
+            self.ledger.add(start.feed.wait_bucket, batch.wait_s)
+        if (num_retried := start.loader.num_retried) > self.num_retried:
+            self.num_retried = num_retried
+            self.analyst.tell(ReadsRetried(step=start.now.step, num_retried=num_retried))
         self._last_batch.compile_now(batch)
         self._last_batch.compile_ahead()
         return batch
 
     def tell_end(self) -> None:
         """Say what was dropped at the end of the data, and warn if they have ended the run too early."""
-        start, now, total = self._start, self._start.now, self._config.base_steps
+        start, now, total = self.start, self.start.now, self.config.base_steps
         if start.total_samples is not None and now.samples < start.total_samples:
             left = start.total_samples - now.samples
             logging.info('the last %d samples were dropped, as last_batch="drop" says', left)
@@ -74,7 +72,7 @@ class BatchReader:
 
     def tell_if_nothing_is_left(self, *, is_complete: bool) -> None:
         """Warn if the checkpoint that the run resumes from is of its end; `is_complete` by `base_steps`."""
-        start, now, config = self._start, self._start.now, self._config
+        start, now, config = self.start, self.start.now, self.config
         left = math.inf if start.total_samples is None else start.total_samples - now.samples
         by_samples = left < (now.batch.global_batch_size if config.last_batch == "drop" else 1)
         if not start.is_chief or not (by_samples or is_complete):
@@ -90,27 +88,24 @@ class BatchReader:
         )
 
 
+@dataclass
 class LastBatch:
     """Compiles what a run's last batch needs, which may be smaller than the others."""
 
-    def __init__(self, start: PreparedRun, config: Config, ledger: TimeLedger):
-        self._now = start.now
-        self._run = start.run
-        self._strategies = start.strategies
-        self._total_samples = start.total_samples
-        self._is_dropped = config.last_batch == "drop"
-        self._ledger = ledger
-        self._compiled_for: BatchConfig | None = None
+    start: PreparedRun
+    config: Config
+    ledger: TimeLedger
+    compiled_for: BatchConfig | None = None
 
     def compile_ahead(self) -> None:
         """Compile in the background what the batch in use leaves at the end, from half of the run on."""
-        now, total = self._now, self._total_samples
-        if total is None or 2 * now.samples < total or self._compiled_for == now.batch:
+        now, total = self.start.now, self.start.total_samples
+        if total is None or 2 * now.samples < total or self.compiled_for == now.batch:
             return
-        self._compiled_for = now.batch
+        self.compiled_for = now.batch
         left = (total - now.samples) % now.batch.global_batch_size
-        if not self._is_dropped:
-            sizes = self._strategies.compiler(now.batch.strategy)
+        if self.config.last_batch != "drop":
+            sizes = self.start.strategies.compiler(now.batch.strategy)
             sizes.compile_soon(self._programs(left))
 
     def compile_now(self, batch: StepBatch) -> None:
@@ -121,15 +116,15 @@ class LastBatch:
         # Parts are padded to the size of others.
         if batch.parts is not None or batch.num_samples == batch.config.global_batch_size:
             return
-        now = self._now
-        with now.paused(), self._ledger.bucket("compilation"), jax.transfer_guard("allow"):
+        now = self.start.now
+        with now.paused(), self.ledger.bucket("compilation"), jax.transfer_guard("allow"):
             for program in self._programs(batch.num_samples):
                 now.engine.compile_program(program)
-            self._run.decisions.meet(f"the last batch, step {now.step}")
+            self.start.run.decisions.meet(f"the last batch, step {now.step}")
 
     def _programs(self, num_samples: int) -> tuple[Callable[[], Program], ...]:
         """Return what a last batch of `num_samples` needs besides the programs of the batch in use."""
-        now = self._now
+        now = self.start.now
         micro, replicas = now.batch.micro_batch_size, now.batch.num_replicas
         if now.engine.layout.strategy.stage > 1:
             return ()  # it is padded to the size of others

@@ -1,5 +1,7 @@
 """`BatchSwitcher`: takes up another batch or strategy between two steps."""
 
+from dataclasses import dataclass
+
 import jax
 from absl import logging
 
@@ -14,29 +16,19 @@ from jaxgoodput.train.config import Config
 from jaxgoodput.train.prepare import PreparedRun
 
 
+@dataclass
 class BatchSwitcher:
     """Changes the batch and the strategy of a run; nothing changes if the new ones do not fit."""
 
-    def __init__(
-        self,
-        start: PreparedRun,
-        config: Config,
-        analyst: Analyst,
-        ledger: TimeLedger,
-        clock: Clock,
-    ):
-        self._now = start.now
-        self._run = start.run
-        self._strategies = start.strategies
-        self._loader = start.loader
-        self._config = config
-        self._analyst = analyst
-        self._ledger = ledger
-        self._clock = clock
+    start: PreparedRun
+    config: Config
+    analyst: Analyst
+    ledger: TimeLedger
+    clock: Clock
 
     def take_up(self, batch: BatchConfig) -> bool:
         """Use this batch from the next step on; False, after a warning, if it cannot be used."""
-        now = self._now
+        now = self.start.now
         with now.paused():
             refusal = self._refusal(batch)
             if refusal is not None:
@@ -56,37 +48,37 @@ class BatchSwitcher:
             if now.engine.spans:
                 self._compile_everywhere(batch)
             now.batch = batch
-            with self._ledger.bucket("compilation"), jax.transfer_guard("allow"):
+            with self.ledger.bucket("compilation"), jax.transfer_guard("allow"):
                 # Compiles on this thread only if nothing is compiled in the background.
-                self._strategies.use(batch)
+                self.start.strategies.use(batch)
         return True
 
     def _refusal(self, batch: BatchConfig) -> str | None:
         """Return why a requested batch cannot be used; None if it can."""
-        if not self._config.batch.allows(batch):
+        if not self.config.batch.allows(batch):
             return "are not what Config.batch allows"
-        if batch.num_micro_batches > 1 and not self._config.accumulates:
+        if batch.num_micro_batches > 1 and not self.config.accumulates:
             return "would be split, which Config does not allow"
-        with self._ledger.bucket("compilation"), jax.transfer_guard("allow"):
-            fits = self._strategies.fits(batch)
-            self._run.decisions.meet(f"a batch, step {self._now.step}")
-        return None if self._run.decisions.everywhere(fits) else "do not fit into memory"
+        with self.ledger.bucket("compilation"), jax.transfer_guard("allow"):
+            fits = self.start.strategies.fits(batch)
+            self.start.run.decisions.meet(f"a batch, step {self.start.now.step}")
+        return None if self.start.run.decisions.everywhere(fits) else "do not fit into memory"
 
     def _switch(self, strategy: str) -> bool:
         """Move the state to the layout of a strategy, in memory, while the loop waits.
 
         If it does not fit into the memory of some process, nothing moves, and False is returned.
         """
-        now, refusal = self._now, None
+        now, refusal = self.start.now, None
         try:
-            with self._ledger.bucket("compilation"), jax.transfer_guard("allow"):
-                self._strategies.require(strategy)
+            with self.ledger.bucket("compilation"), jax.transfer_guard("allow"):
+                self.start.strategies.require(strategy)
                 jax.block_until_ready(now.state)  # steps under way take memory
-                new = self._strategies.engine(strategy).layout
+                new = self.start.strategies.engine(strategy).layout
                 now.engine.engines.require_room(now.engine.layout, new)
         except (MoveDoesNotFit, TooLarge) as error:
             refusal = error
-        if not self._run.decisions.everywhere(refusal is None):
+        if not self.start.run.decisions.everywhere(refusal is None):
             return self._stay(strategy, refusal or "it does not fit in another process")
         try:
             self._move(strategy)
@@ -95,31 +87,34 @@ class BatchSwitcher:
         return True
 
     def _stay(self, strategy: str, why: object) -> bool:
-        logging.warning("training goes on under %s: %s", self._now.batch.strategy, why)
-        self._strategies.leave_out(strategy)
+        logging.warning("training goes on under %s: %s", self.start.now.batch.strategy, why)
+        self.start.strategies.leave_out(strategy)
         return False
 
     def _compile_everywhere(self, batch: BatchConfig) -> None:
         """Have every process compile a batch's steps before one of them waits in a collective."""
-        with self._ledger.bucket("compilation"), jax.transfer_guard("allow"):
-            engine, splits = self._strategies.engine(batch.strategy), batch.num_micro_batches > 1
+        with self.ledger.bucket("compilation"), jax.transfer_guard("allow"):
+            engine, splits = (
+                self.start.strategies.engine(batch.strategy),
+                batch.num_micro_batches > 1,
+            )
             programs = engine.training_programs(batch.micro_batch_size, accumulate=splits)
             shared = engine.shared_programs(accumulate=True) if splits else ()
             for program in (*programs, *shared):
                 engine.compile_program(program)
-            self._run.decisions.meet(f"step {self._now.step}")
+            self.start.run.decisions.meet(f"step {self.start.now.step}")
 
     def _move(self, strategy: str) -> None:
-        now = self._now
-        old, new = now.engine, self._strategies.engine(strategy)
-        with self._ledger.bucket("resharding"), jax.transfer_guard("allow"):
+        now = self.start.now
+        old, new = now.engine, self.start.strategies.engine(strategy)
+        with self.ledger.bucket("resharding"), jax.transfer_guard("allow"):
             jax.block_until_ready(now.state)  # its computation is not part of the price
-            start_s = self._clock.now()
+            start_s = self.clock.now()
             plan = old.plan_move(new.layout)
             now.state = jax.block_until_ready(old.move(now.state, new.layout))
-        seconds = self._clock.now() - start_s
-        self._strategies.switched(seconds, plan.bytes_moved)
-        self._analyst.tell(
+        seconds = self.clock.now() - start_s
+        self.start.strategies.switched(seconds, plan.bytes_moved)
+        self.analyst.tell(
             Resharded(
                 step=now.step,
                 before=now.batch.strategy,
@@ -131,4 +126,4 @@ class BatchSwitcher:
             )
         )
         now.engine = new
-        self._loader.place(new.layout.batch_sharding)
+        self.start.loader.place(new.layout.batch_sharding)

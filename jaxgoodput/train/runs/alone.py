@@ -1,15 +1,14 @@
-"""One process: it asks no other, and the last micro-batch of a batch and its update are one program."""
+"""One process: the last micro-batch of a batch and its update are one program."""
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
 from jaxtyping import Array
 
 from jaxgoodput.data.loader import StepBatch
 from jaxgoodput.engine.state import Sums, TrainState
-from jaxgoodput.train.control import OwnDecisions
+from jaxgoodput.train.control import Decisions
 from jaxgoodput.train.runs.membership import RunSnapshot
 from jaxgoodput.train.runs.state import RunState
 from jaxgoodput.train.tables.feed import Feed
@@ -27,52 +26,44 @@ class Dispatched:
     """Ready when the sums are exchanged, or the clock's reading then; None if nothing tells."""
 
 
-def fused_step(
-    feed: Feed, now: RunState, batch: StepBatch, *, measured: bool, control: np.ndarray | None
-) -> Dispatched:
-    """Start a step whose last micro-batch and update are one program. Donates `now.state`."""
-    engine, work = now.engine, None
-    *some, last = batch.micro_batches
-    for micro in some:
-        work = engine.accumulate(work or engine.begin(now.state), micro.data, micro.mask)
-    step = feed.step_of(engine)
-    state, metrics = step(now.state, work, last.data, last.mask, measure=measured, control=control)
-    return Dispatched(state, metrics)
-
-
+@dataclass
 class Alone:
-    """A run of one process."""
+    """A run of one process. All kinds of run have the same methods."""
 
-    first_copy_s = math.inf
+    feed: Feed
+    decisions: Decisions
+    """How it decides what to do before the next step."""
+    first_copy_s: float = math.inf
+    """Seconds until the first copy of the state to another host; infinite if none is needed."""
 
-    def __init__(self, feed: Feed, decisions: OwnDecisions):
-        self.decisions = decisions
-        self._feed = feed
+    def next_batch(self, now: RunState, meanwhile: Callable[[], None]) -> StepBatch | None:
+        """Return the next batch, or None at the end of the data.
 
-    def next_batch(
-        self, now: RunState, *, meanwhile: Callable[[], None] = lambda: None
-    ) -> StepBatch | None:
-        """Return the next batch of the feed; see `Run.next_batch`."""
-        return self._feed.next(now.batch, meanwhile=meanwhile)
+        `meanwhile` is called now and then while it waits, and may raise.
+        """
+        return self.feed.next(now.batch, meanwhile)
 
     def dispatch(self, now: RunState, batch: StepBatch, *, measured: bool) -> Dispatched:
-        """Start one step; see `Run.dispatch`."""
-        return fused_step(self._feed, now, batch, measured=measured, control=None)
+        """Start one step; `measured` has it measure the gradient noise. Donates `now.state`."""
+        engine, work, control = now.engine, None, self.decisions.sent(batch.config)
+        *some, last = batch.micro_batches
+        for micro in some:
+            work = engine.accumulate(work or engine.begin(now.state), micro.data, micro.mask)
+        step = self.feed.step_of(engine)
+        options = {"measure": measured, "control": control}
+        return Dispatched(*step(now.state, work, last.data, last.mask, **options))
 
     def stepped(self, step: int, *, timed: bool) -> None:
-        """Do nothing: no other process hears of it."""
+        """Take note that `step` was dispatched; `timed` if its time says what a step takes."""
 
     def to_save(self, now: RunState) -> TrainState:
-        """Return the state as it is."""
+        """Return the state as the processes that write checkpoints need it."""
         return now.state
 
     def keep(self, kept: RunSnapshot) -> float:
-        """Return infinity: there is no other host to keep a copy."""
+        """Copy the state to another host; returns the expected seconds between two failures."""
         return math.inf
 
-    def blames_a_peer(self, error: BaseException) -> bool:
-        """Return False: there is no peer."""
-        return False
-
-    def ended_by(self, error: BaseException) -> None:
-        """Return None: an error ends the run."""
+    def ended_by(self, error: BaseException) -> str | None:
+        """Return why an error ends this set of processes but not the run; None if it ends the run."""
+        return None

@@ -7,7 +7,7 @@ Nothing is donated before every process has the sum of a step, so that the state
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import jax
 from absl import logging
@@ -19,94 +19,83 @@ from jaxgoodput.engine.state import TrainState, host_copy
 from jaxgoodput.observe.badput import TimeLedger
 from jaxgoodput.observe.events import Regrouped
 from jaxgoodput.parallel.place import Place
-from jaxgoodput.train.control import Control, Decisions, Requests
+from jaxgoodput.train.control import Control, Decisions, Requests, is_of_a_peer
 from jaxgoodput.train.runs.alone import Dispatched
 from jaxgoodput.train.runs.membership import (
+    Agreement,
     Membership,
     OwnPart,
     Regroup,
     RunSnapshot,
 )
-from jaxgoodput.train.runs.processes import accumulated, agreement_of, is_of_a_peer
+from jaxgoodput.train.runs.processes import accumulated
 from jaxgoodput.train.runs.state import RunState
 from jaxgoodput.train.tables.feed import Feed
 
 FIRST_COPY_S = 2.0  # after a generation's first step, if no other group has the state
 
 
+@dataclass
 class Elastic:
     """A run within one generation. A copy of the model lies in each process, or in each group of them."""
 
-    def __init__(
-        self,
-        feed: Feed,
-        loader: Loader,
-        decisions: Decisions,
-        where: Place,
-        membership: Membership,
-        clock: Clock,
-        *,
-        leases: bool,
-    ):
-        self.decisions = decisions
-        is_only_group = 1 < where.group_size == where.process_count
-        self.first_copy_s = FIRST_COPY_S if is_only_group else math.inf
-        self._feed = feed
-        self._loader = loader
-        self._where = where
-        self._membership = membership
-        self._clock = clock
-        others = where.process_count > 1
-        self._leases = leases and others
-        self._agreement = agreement_of(where)
-        self._commits = where.group_size > 1 and others
-        self._own: OwnPart | None = None  # of the step that was dispatched last
+    feed: Feed
+    decisions: Decisions
+    loader: Loader
+    agreement: Agreement
+    where: Place
+    membership: Membership
+    clock: Clock
+    leases: bool
+    own_part: OwnPart | None = None
+    """This process's part of the step that was dispatched last."""
 
-    def next_batch(
-        self, now: RunState, *, meanwhile: Callable[[], None] = lambda: None
-    ) -> StepBatch | None:
-        """Return the next batch, in parts if they are leased; see `Run.next_batch`."""
-        if self._leases and now.batch.num_micro_batches > 1:
-            return self._loader.next_in_parts(now.batch, lambda: self._agreement.lease(now.step))
-        return self._feed.next(now.batch, meanwhile=meanwhile)
+    @property
+    def first_copy_s(self) -> float:
+        """Seconds until the first copy of the state, which is needed if no other group has it."""
+        is_only_group = 1 < self.where.group_size == self.where.process_count
+        return FIRST_COPY_S if is_only_group else math.inf
+
+    def next_batch(self, now: RunState, meanwhile: Callable[[], None]) -> StepBatch | None:
+        """Return the next batch, in parts if they are leased; None at the end of the data."""
+        others = self.where.process_count > 1
+        if self.leases and others and now.batch.num_micro_batches > 1:
+            return self.loader.next_in_parts(now.batch, lambda: self.agreement.lease(now.step))
+        return self.feed.next(now.batch, meanwhile)
 
     def dispatch(self, now: RunState, batch: StepBatch, *, measured: bool) -> Dispatched:
         """Do one step up to its update; see `Run.dispatch`. Raises PeerGone if not all have its sum."""
-        began_s, engine = self._clock.now(), now.engine
+        began_s, engine = self.clock.now(), now.engine
         control = self.decisions.sent(batch.config)
         work, num_rows = accumulated(now, batch, measured=measured)
         assert work.sums is not None
         jax.block_until_ready(work.sums.weight)
-        own_end_s = self._clock.now()
-        self._own = _own_part(engine, batch, num_rows, own_end_s - began_s)
+        own_end_s = self.clock.now()
+        self.own_part = _own_part(engine, batch, num_rows, own_end_s - began_s)
         # The update donates the state, which would be lost if the sum failed under way.
         total = jax.block_until_ready(engine.reduce(work, control))
-        if self._commits:
-            self._agreement.commit(now.step)
-        reduced_s = self._clock.now()
+        if self.where.group_size > 1 and self.where.process_count > 1:
+            self.agreement.commit(now.step)
+        reduced_s = self.clock.now()
         state, metrics = engine.update(now.state, total, work)
         return Dispatched(state, metrics, own_end_s, reduced_s)
 
     def stepped(self, step: int, *, timed: bool) -> None:
         """Forget what was agreed on for old steps, and tell the job how long this process's part took."""
-        self._agreement.forget(step)
-        if timed and self._own is not None:
-            self._membership.computed(self._own)
+        self.agreement.forget(step)
+        if timed and self.own_part is not None:
+            self.membership.computed(self.own_part)
 
     def to_save(self, now: RunState) -> TrainState:
         """Return the state; on the host if one process of a group writes for all of them."""
-        if now.engine.spans and self._where.writes:
+        if now.engine.spans and self.where.writes:
             return jax.tree.map(host_copy, now.state)
         return now.state
 
     def keep(self, kept: RunSnapshot) -> float:
         """Copy the state to another host; returns the expected seconds between two failures."""
-        self._membership.keep(kept)
-        return self._membership.failure_every_s
-
-    def blames_a_peer(self, error: BaseException) -> bool:
-        """Whether an error looks as if another process has died."""
-        return self._where.process_count > 1 and is_of_a_peer(error)
+        self.membership.keep(kept)
+        return self.membership.failure_every_s
 
     def ended_by(self, error: BaseException) -> str | None:
         """Return why an error ends this generation but not the run; None if it ends the run."""
@@ -145,26 +134,10 @@ class GenerationStart:
     """What was decided about hosts; see `membership.Generation`."""
 
 
-@runtime_checkable
-class GenerationRunner(Protocol):
-    """What trains in one generation; a `Trainer` has one."""
-
-    def train(self, start: GenerationStart) -> TrainState:
-        """Train to the end of the run. Raises Regroup if the generation ends first."""
-        ...
-
-    def rest(self, step: int) -> None:
-        """Let go of everything that belongs to the generation; `step` is in memory."""
-        ...
-
-    @property
-    def step(self) -> int | None:
-        """The last step that the generation dispatched; None if it has not come to its loop."""
-        ...
-
-
 def fit_generations(
-    runner: GenerationRunner,
+    train: Callable[[GenerationStart], TrainState],
+    rest: Callable[[int], None],
+    last_step: Callable[[], int],
     membership: Membership,
     requests: Requests,
     clock: Clock,
@@ -173,8 +146,11 @@ def fit_generations(
 ) -> TrainState:
     """Train in one generation of processes after another, until the run is over.
 
-    The number of groups of each generation divides `share`, unless that is None. Raises what
-    `Membership.enter` and the runner raise.
+    `train` trains in one of them and raises Regroup if it ends first; `last_step` then says which step it
+    dispatched last. `rest` lets go of everything that belongs to a generation. The number of groups of each
+    generation divides `share`, unless that is None.
+
+    Raises what `Membership.enter` and `train` raise.
     """
     membership.on_regroup(lambda: requests.post(Control(regroup=True)))
     kept, before, why = None, 0, ""
@@ -197,7 +173,7 @@ def fit_generations(
         )
         before = generation.process_count
         try:
-            state = runner.train(
+            state = train(
                 GenerationStart(
                     membership=membership,
                     ledger=ledger,
@@ -214,10 +190,10 @@ def fit_generations(
             if not is_of_a_peer(error):
                 raise
             why = str(error)
-            if (runner.step or 0) > first:
+            if last_step() > first:
                 # Steps were done since and could not be kept, so that `kept` is of an earlier one.
                 logging.warning(
                     "training resumes from another process's state, or a checkpoint: %s", why
                 )
                 kept = None
-        runner.rest(0 if kept is None else kept.step)
+        rest(0 if kept is None else kept.step)

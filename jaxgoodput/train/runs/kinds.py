@@ -1,78 +1,30 @@
-"""`Run`: what the loop asks of a kind of run; and the one place that chooses the kind."""
+"""Chooses the kind of a run, once: `run_of`. What is asked of processes before that is here, too."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Sequence
+from typing import Any
 
 from jaxgoodput.clock import Clock
-from jaxgoodput.data.loader import Loader, StepBatch
+from jaxgoodput.data.loader import Loader
 from jaxgoodput.engine import memory
-from jaxgoodput.engine.state import TrainState
 from jaxgoodput.goodput.search import BatchConfig
 from jaxgoodput.parallel.place import Place, place
 from jaxgoodput.parallel.strategy import Strategy
 from jaxgoodput.train.compile_ahead import StrategyCompiler
 from jaxgoodput.train.control import (
     CONTROL_SIZE,
-    Decisions,
     OwnDecisions,
     Requests,
     SharedDecisions,
 )
-from jaxgoodput.train.runs.alone import Alone, Dispatched
+from jaxgoodput.train.runs.alone import Alone
 from jaxgoodput.train.runs.elastic import Elastic
-from jaxgoodput.train.runs.membership import Membership, RunSnapshot
-from jaxgoodput.train.runs.processes import Processes, SpanningProcesses
-from jaxgoodput.train.runs.state import RunState
+from jaxgoodput.train.runs.membership import Membership
+from jaxgoodput.train.runs.processes import Processes, Spanning, agreement_of
 from jaxgoodput.train.tables.feed import Feed
 
-
-@runtime_checkable
-class Run(Protocol):
-    """A kind of run: how its batches come, how a step is made, and what ties its processes together."""
-
-    @property
-    def decisions(self) -> Decisions:
-        """How it decides what to do before the next step."""
-        ...
-
-    @property
-    def first_copy_s(self) -> float:
-        """Seconds until the first copy of the state to another host; infinite if none is needed."""
-        ...
-
-    def next_batch(
-        self, now: RunState, *, meanwhile: Callable[[], None] = lambda: None
-    ) -> StepBatch | None:
-        """Return the next batch, or None at the end of the data.
-
-        `meanwhile` is called now and then while it waits, and may raise.
-        """
-        ...
-
-    def dispatch(self, now: RunState, batch: StepBatch, *, measured: bool) -> Dispatched:
-        """Start one step; `measured` has it measure the gradient noise. Donates `now.state`."""
-        ...
-
-    def stepped(self, step: int, *, timed: bool) -> None:
-        """Take note that `step` was dispatched; `timed` if its time says what a step takes."""
-        ...
-
-    def to_save(self, now: RunState) -> TrainState:
-        """Return the state as the process that writes checkpoints needs it."""
-        ...
-
-    def keep(self, kept: RunSnapshot) -> float:
-        """Copy the state to another host; returns the expected seconds between two failures."""
-        ...
-
-    def blames_a_peer(self, error: BaseException) -> bool:
-        """Whether an error looks as if another process has died."""
-        ...
-
-    def ended_by(self, error: BaseException) -> str | None:
-        """Return why an error ends this set of processes but not the run; None if it ends the run."""
-        ...
+Run = Alone | Processes | Elastic
+"""What the loop talks to. `Alone` says what each method is for."""
 
 
 def run_of(
@@ -88,18 +40,18 @@ def run_of(
     clock: Clock,
 ) -> Run:
     """Return the run of the kind that these processes make; `first` is the batch to begin with."""
-    decisions: OwnDecisions | SharedDecisions
-    if where.process_count == 1:
-        decisions = OwnDecisions(requests, strategies)
-    else:
+    if has_others(where):
         decisions = SharedDecisions(requests, strategies, where, first)
+    else:
+        decisions = OwnDecisions(requests, strategies)
+    agreement = agreement_of(where)
     if membership is not None:
-        return Elastic(feed, loader, decisions, where, membership, clock, leases=leases)
-    if isinstance(decisions, OwnDecisions):
-        return Alone(feed, decisions)
+        return Elastic(feed, decisions, loader, agreement, where, membership, clock, leases)
     if where.spans:
-        return SpanningProcesses(feed, decisions)
-    return Processes(feed, loader, decisions, where, leases=leases)
+        return Spanning(feed, decisions)
+    if has_others(where):
+        return Processes(feed, decisions, loader, agreement, leases)
+    return Alone(feed, decisions)
 
 
 # -- what is asked before there is a run -------------------------------------------------------------

@@ -3,90 +3,51 @@
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 
-from jaxgoodput._jax import PeerGone, shared_store
+from jaxgoodput._jax import shared_store
 from jaxgoodput.clock import Clock
 from jaxgoodput.data.loader import Loader, StepBatch
 from jaxgoodput.engine.engine import Engines
 from jaxgoodput.engine.state import TrainState, Work
 from jaxgoodput.parallel.place import Place, place
 from jaxgoodput.parallel.strategy import Strategy
-from jaxgoodput.train.control import PeerLost, SharedDecisions
-from jaxgoodput.train.runs.alone import Dispatched, fused_step
+from jaxgoodput.train.control import Decisions, PeerLost
+from jaxgoodput.train.runs.alone import Alone, Dispatched
 from jaxgoodput.train.runs.membership import Agreement, RunSnapshot
 from jaxgoodput.train.runs.state import RunState
 from jaxgoodput.train.tables.feed import Feed
 
 
-class SpanningProcesses:
-    """Processes whose layouts span the devices of all: every program is run by all of them together."""
-
-    first_copy_s = math.inf
-
-    def __init__(self, feed: Feed, decisions: SharedDecisions):
-        self.decisions = decisions
-        self._feed = feed
-
-    def next_batch(
-        self, now: RunState, *, meanwhile: Callable[[], None] = lambda: None
-    ) -> StepBatch | None:
-        """Return the next batch of the feed; see `Run.next_batch`."""
-        return self._feed.next(now.batch, meanwhile=meanwhile)
-
-    def dispatch(self, now: RunState, batch: StepBatch, *, measured: bool) -> Dispatched:
-        """Start one step; see `Run.dispatch`."""
-        control = self.decisions.sent(batch.config)
-        return fused_step(self._feed, now, batch, measured=measured, control=control)
-
-    def stepped(self, step: int, *, timed: bool) -> None:
-        """Do nothing: the step itself told the others."""
-
-    def to_save(self, now: RunState) -> TrainState:
-        """Return the state as it is: all processes write it together."""
-        return now.state
-
-    def keep(self, kept: RunSnapshot) -> float:
-        """Return infinity: a fixed set of processes ends with the first that dies."""
-        return math.inf
-
-    def blames_a_peer(self, error: BaseException) -> bool:
-        """Whether an error looks as if another process has died."""
-        return is_of_a_peer(error)
-
-    def ended_by(self, error: BaseException) -> None:
-        """Return None: an error ends the run."""
+class Spanning(Alone):
+    """A run of processes whose layouts span the devices of all: they run every program together."""
 
 
+@dataclass
 class Processes:
-    """Processes with a whole copy of the model each; only sums of gradients cross between them.
+    """A run of processes with a whole copy of the model each; only sums of gradients cross between them.
 
     With `leases`, micro-batches go to whichever process is free.
     """
 
-    first_copy_s = math.inf
+    feed: Feed
+    decisions: Decisions
+    loader: Loader
+    agreement: Agreement
+    leases: bool
+    first_copy_s: float = math.inf
 
-    def __init__(
-        self, feed: Feed, loader: Loader, decisions: SharedDecisions, where: Place, *, leases: bool
-    ):
-        self.decisions = decisions
-        self._feed = feed
-        self._loader = loader
-        self._leases = leases
-        self._agreement = agreement_of(where)
-
-    def next_batch(
-        self, now: RunState, *, meanwhile: Callable[[], None] = lambda: None
-    ) -> StepBatch | None:
-        """Return the next batch, in parts if they are leased; see `Run.next_batch`."""
-        if self._leases and now.batch.num_micro_batches > 1:
-            return self._loader.next_in_parts(now.batch, lambda: self._agreement.lease(now.step))
-        return self._feed.next(now.batch, meanwhile=meanwhile)
+    def next_batch(self, now: RunState, meanwhile: Callable[[], None]) -> StepBatch | None:
+        """Return the next batch, in parts if they are leased; None at the end of the data."""
+        if self.leases and now.batch.num_micro_batches > 1:
+            return self.loader.next_in_parts(now.batch, lambda: self.agreement.lease(now.step))
+        return self.feed.next(now.batch, meanwhile)
 
     def dispatch(self, now: RunState, batch: StepBatch, *, measured: bool) -> Dispatched:
-        """Start one step; see `Run.dispatch`."""
+        """Start one step; `measured` has it measure the gradient noise. Donates `now.state`."""
         control = self.decisions.sent(batch.config)
         work, _ = accumulated(now, batch, measured=measured)
         assert work.sums is not None
@@ -96,22 +57,19 @@ class Processes:
 
     def stepped(self, step: int, *, timed: bool) -> None:
         """Forget the leases of steps that are over."""
-        self._agreement.forget(step)
+        self.agreement.forget(step)
 
     def to_save(self, now: RunState) -> TrainState:
         """Return the state as it is: one process has all of it."""
         return now.state
 
     def keep(self, kept: RunSnapshot) -> float:
-        """Return infinity: a fixed set of processes ends with the first that dies."""
+        """Return infinity without a copy: the run ends with the first process that dies."""
         return math.inf
 
-    def blames_a_peer(self, error: BaseException) -> bool:
-        """Whether an error looks as if another process has died."""
-        return is_of_a_peer(error)
-
-    def ended_by(self, error: BaseException) -> None:
-        """Return None: an error ends the run."""
+    def ended_by(self, error: BaseException) -> str | None:
+        """Return None: the run ends with the first process that dies."""
+        return None
 
 
 # -- what kinds of several processes share -----------------------------------------------------------
@@ -144,16 +102,6 @@ def agreement_of(where: Place) -> Agreement:
         group_size=where.group_size,
         is_broken=where.is_broken,
     )
-
-
-def is_of_a_peer(error: BaseException) -> bool:
-    """Whether an error looks like a collective that failed because another process has died."""
-    if isinstance(error, PeerGone):
-        return True
-    if not isinstance(error, jax.errors.JaxRuntimeError | ValueError):
-        return False
-    text = str(error).lower()
-    return any(word in text for word in ("gloo", "nccl", "connection", "heartbeat", "coordination"))
 
 
 def peer_lost(where: Place, clock: Clock, safe_step: int | None) -> PeerLost:

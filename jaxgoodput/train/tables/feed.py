@@ -10,9 +10,10 @@ their slots. A `PlainFeed` has no tables and passes the loader's batches on.
 import dataclasses
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import jax
 import numpy as np
@@ -35,93 +36,42 @@ from jaxgoodput.train.tables.commits import committed
 
 StepFunction = Callable[..., tuple[TrainState, Array]]
 """From state, work, batch and mask to the next state and the metrics, as `Engine.step`."""
+Commits = tuple[Mapping[str, int], str | None]
+"""The commits by table, and what went wrong."""
 
 
-@runtime_checkable
-class Feed(Protocol):
-    """What a kind of run gets its batches from."""
+@dataclass
+class PlainFeed:
+    """The feed of a run without tables. Both kinds of feed have the same methods."""
 
-    @property
-    def tables(self) -> Mapping[str, TieredTable]:
-        """The open tables by name."""
-        ...
+    loader: Loader
+    tables: Mapping[str, TieredTable] = MappingProxyType({})
+    """The open tables by name."""
+    wait_bucket: str = "data_loading_sync"
+    """The bucket of the time ledger that waiting for a batch goes to."""
+    feeding_s: float = math.nan
+    """Seconds that bringing the rows of a batch takes, beside the steps; NaN if unknown."""
+    is_settled: bool = True
+    """Whether a checkpoint may be written at any moment, from any thread."""
 
-    @property
-    def wait_bucket(self) -> str:
-        """The bucket of the time ledger that waiting for a batch goes to."""
-        ...
-
-    @property
-    def feeding_s(self) -> float:
-        """Seconds that bringing the rows of a batch takes, beside the steps; NaN if unknown."""
-        ...
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether a checkpoint may be written at any moment, from any thread."""
-        ...
-
-    def next(
-        self, config: BatchConfig, *, meanwhile: Callable[[], None] = lambda: None
-    ) -> StepBatch | None:
+    def next(self, config: BatchConfig, meanwhile: Callable[[], None]) -> StepBatch | None:
         """Return the next batch; see `Loader.next`."""
-        ...
+        return self.loader.next(config, meanwhile=meanwhile)
 
     def step_of(self, engine: Engine) -> StepFunction:
         """Return the function that starts the step of the batch handed out last."""
-        ...
-
-    def commit(
-        self, step: int, kept: Callable[[], Collection[int]]
-    ) -> tuple[Mapping[str, int], str | None]:
-        """Commit all tables with a checkpoint of `step`, while those of the steps in `kept()` stay.
-
-        Returns the commits by table, and what went wrong.
-        """
-        ...
-
-    def agrees(self, holds: bool) -> bool:
-        """Whether something holds in every process that has a part of the tables."""
-        ...
-
-    def close(self) -> None:
-        """End the threads. The tables are as the last step left them."""
-        ...
-
-
-class PlainFeed:
-    """The feed of a run without tables."""
-
-    tables: Mapping[str, TieredTable] = MappingProxyType({})
-    wait_bucket = "data_loading_sync"
-    feeding_s = math.nan
-    is_settled = True
-
-    def __init__(self, loader: Loader):
-        self._loader = loader
-
-    def next(
-        self, config: BatchConfig, *, meanwhile: Callable[[], None] = lambda: None
-    ) -> StepBatch | None:
-        """Return the loader's next batch; see `Loader.next`."""
-        return self._loader.next(config, meanwhile=meanwhile)
-
-    def step_of(self, engine: Engine) -> StepFunction:
-        """Return the engine's own step."""
         return engine.step
 
-    def commit(
-        self, step: int, kept: Callable[[], Collection[int]]
-    ) -> tuple[Mapping[str, int], None]:
-        """Return no commits."""
+    def commit(self, step: int, kept: Callable[[], Collection[int]]) -> Commits:
+        """Commit all tables with a checkpoint of `step`, while those of the steps in `kept()` stay."""
         return {}, None
 
     def agrees(self, holds: bool) -> bool:
-        """Return True: there is nothing to agree on."""
+        """Whether something holds in every process that has a part of the tables."""
         return True
 
     def close(self) -> None:
-        """Do nothing: there are no threads."""
+        """End the threads. The tables are as the last step left them."""
 
 
 class _FeedStopped(Exception):
@@ -181,9 +131,7 @@ class TableFeed:
             return math.nan
         return self._pipeline.times.bottleneck_s
 
-    def next(
-        self, config: BatchConfig, *, meanwhile: Callable[[], None] = lambda: None
-    ) -> StepBatch | None:
+    def next(self, config: BatchConfig, meanwhile: Callable[[], None]) -> StepBatch | None:
         """Return the next batch, as `Loader.next` does, once its rows are in their slots.
 
         Raises what `Loader.next` does, and TypeError or ValueError for invalid ids, naming the table.
@@ -227,9 +175,7 @@ class TableFeed:
         self._pipeline.trained(slots)
         return state, metrics
 
-    def commit(
-        self, step: int, kept: Callable[[], Collection[int]]
-    ) -> tuple[Mapping[str, int], str | None]:
+    def commit(self, step: int, kept: Callable[[], Collection[int]]) -> Commits:
         """Commit all tables with a checkpoint of `step`; see `Feed.commit`."""
         try:
             hosts = self._where.process_count
@@ -303,3 +249,6 @@ class TableFeed:
                 whole[rows] = part
             found[name] = whole
         return found
+
+
+Feed = PlainFeed | TableFeed
