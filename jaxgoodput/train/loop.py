@@ -364,7 +364,7 @@ class Loop:
     def _is_measured(self, batch: StepBatch) -> bool:
         """Whether this step measures gradient noise: one step in `every`."""
         if self.now.engine.has_groups or batch.parts is not None or len(batch.micro_batches) > 1:
-            return True  # its micro-batches, or those of other groups, tell the noise anyway
+            return True  # its micro-batches, or other groups, tell the noise anyway
         if batch.num_samples < batch.config.global_batch_size:
             return False  # the run's last batch, for which nothing that measures is compiled
         if not self.kind.decisions.can_measure(batch.config):

@@ -1,4 +1,4 @@
-"""From a user's task to the first step: devices, state, what is compiled first, data, and the kind of run.
+"""Gets a run ready: devices, state, the programs to compile first, data, and the kind of run.
 
 `prepare` reads as a list of what happens, in order. Each phase is a function; `RunSetup` and `Beginning` are
 what earlier phases found.
@@ -73,7 +73,7 @@ class PreparedRun:
     """Everything that the loop needs before its first step."""
 
     now: RunState
-    """Where the run begins; the loop changes it."""
+    """The state, batch and place in the data to begin with; the loop changes it."""
     run: Run
     where: Place
     strategies: StrategyCompiler

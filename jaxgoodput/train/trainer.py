@@ -1,4 +1,4 @@
-"""`Trainer`: a user's task with the motor that trains it."""
+"""`Trainer`: the class that a user subclasses; trains, evaluates and restores a task."""
 
 import contextlib
 from collections.abc import Sequence
@@ -36,12 +36,12 @@ from jaxgoodput.train.task import Task
 
 
 class Trainer(Task):
-    """Subclass it, write `init`, `loss`, `optimizer` and `dataset`, and call `fit()`.
+    """Trains a model. Subclass it, write `init`, `loss`, `optimizer` and `dataset`, and call `fit()`.
 
-    `initial` is what a new run begins with in place of what `init` makes: parameters or `Variables`, whole
-    or in part, the workdir of another run, or `FromCheckpoint`, which renames and leaves out. A run that
-    goes on from a checkpoint of its own does not read it. `devices` defaults to all devices of this process;
-    `clock` and `loop`, the class of the loop, are for tests.
+    `initial` replaces what `init` makes in a new run, whole or in part. It may be parameters, `Variables`,
+    the workdir of another run, or a `FromCheckpoint`, which can rename leaves and leave some out. A run that
+    resumes from its own checkpoint ignores it. `devices` defaults to all devices of this process. `clock` and
+    `loop`, the class of the loop, are for tests.
     """
 
     def __init__(
@@ -66,26 +66,27 @@ class Trainer(Task):
 
     @final
     def fit(self) -> TrainState:
-        """Train, resuming from the workdir where it holds a checkpoint, and return the final state.
+        """Train, and return the final state. If the workdir holds a checkpoint, resume from it.
 
-        Its `params` are those that were trained; `averaged` has their average, where `Config.ema` keeps one.
+        `params` of the state are the trained parameters. If `Config.ema` keeps an average, `averaged` is the
+        average of the parameters.
 
-        On SIGTERM, SIGINT, SIGHUP, `request_stop`, or where no step ends for long (`Saving.hang_after_s`),
-        the last step is saved first, then hooks are told, within `Saving.grace_s`. Where that time is over
-        and something still does not answer, the process ends all the same; an interactive session never. An
-        exception in a hook or in the task's own code saves first as well, as far as the devices still answer,
-        and is raised. A second SIGINT interrupts without saving.
+        SIGTERM, SIGINT, SIGHUP and `request_stop` stop the run, and so does a hang: no step ends for
+        `Saving.hang_after_s`. The run then saves its last step and tells the hooks, within `Saving.grace_s`.
+        After that time the process ends even if something does not answer, unless it is an interactive
+        session. If a hook or the task's own code raises, the run saves too, as far as the devices answer, and
+        raises the exception. A second SIGINT interrupts without saving.
 
         Raises:
-          Preempted: it was asked to stop; the state is saved, or there was no step yet that could be lost. It
-            is a SystemExit with code 143, so that a script that does not catch it ends with that code.
-          NotSaved: asked to stop or done, but the last step could not be saved. A SystemExit with code 75;
-            it names the step that is safe.
+          Preempted: the run was asked to stop. Its state is saved, or there was no step that could be lost. A
+            SystemExit with code 143, so that a script that does not catch it ends with that code.
+          NotSaved: the run was asked to stop or is done, but its last step could not be saved. A SystemExit
+            with code 75, which names the step that is safe.
           Diverged: too many updates in a row were not finite.
           InUse: another run holds the workdir; a RuntimeError.
-          PeerLost: another process of the job has gone.
+          PeerLost: another process of the job has died.
           RuntimeError: a sample could not be read.
-          ValueError, TypeError: a setting, a loss or a data set that cannot work, with the remedy.
+          ValueError, TypeError: a setting, a loss or a data set cannot work; the message names the remedy.
         """
         requests = self._requests = Requests()
         membership = LAUNCHED.get(LauncherLink()).membership
@@ -102,27 +103,29 @@ class Trainer(Task):
 
     @final
     def restore(self, step: int | None = None, best: bool = False) -> TrainState:
-        """The state of the newest checkpoint of the workdir, of `step`'s, or of the best, without training.
+        """Return the state of a checkpoint of the workdir, without training: the newest, `step`, or the best.
 
-        The best is by `Config.saving.best`; where that is None, by the one that the run had. On this
-        trainer's devices, under its strategy that is nearest to the saved one. Nothing is written, so that a
-        run may be going on there.
+        `Config.saving.best` says which is the best; if it is None, the setting of the run that saved. The
+        state lies on this trainer's devices, under its strategy that is nearest to the saved one. Nothing is
+        written, so that a run may train in the workdir meanwhile.
 
         Raises:
           FileNotFoundError: there is no such checkpoint.
-          ValueError: it is damaged, or, as a `WrongWorkdirError`, of another model.
+          ValueError: the checkpoint is damaged. A `WrongWorkdirError`, which is one, if it is of another
+            model.
         """
         inputs = TaskInputs(self, self.config, self.clock)
         return restored_state(inputs, self.devices, step=step, best=best)
 
     @final
     def evaluate(self, state: TrainState) -> dict[str, float]:
-        """`summarize` of `metrics` over the whole `eval_dataset`, every sample once.
+        """Return what `summarize` makes of `metrics` over the whole `eval_dataset`, every sample once.
 
-        Of the average of the parameters where `Config.ema` keeps one; of those that were trained with
-        `evaluate(dataclasses.replace(state, ema=None))`. Rows of tables are those that were saved with the
-        step of the state: raises ValueError where they are not kept. Where another number of processes has
-        saved them, they are first given to those that are here.
+        If the state has an average of the parameters (`Config.ema`), that is evaluated; to evaluate the
+        trained parameters, call `evaluate(dataclasses.replace(state, ema=None))`. Rows of tables are read as
+        they were saved with the step of the state, even if another number of processes has saved them.
+
+        Raises ValueError if rows of that step are not kept.
         """
         inputs = TaskInputs(self, self.config, self.clock)
         if inputs.tables.plans:
@@ -150,7 +153,7 @@ class Trainer(Task):
 
     @final
     def request_stop(self) -> None:
-        """Save and stop at the next step: `fit` then raises `Preempted`. Callable from hooks."""
+        """Save and stop at the next step; `fit` then raises `Preempted`. Callable from hooks."""
         if self._requests is None:
             raise _nothing_runs()
         self._requests.interrupt("request_stop")
@@ -167,9 +170,9 @@ class Trainer(Task):
 
     @final
     def request_state(self) -> None:
-        """Have hooks hear of the parameters before the next step (`on_state`). Callable from hooks.
+        """Give the parameters to the hooks' `on_state` before the next step. Callable from hooks.
 
-        What is asked for after the last step is not done: `fit` returns that state.
+        A request after the last step has no effect: `fit` returns that state.
         """
         self._request(Control(show=True))
 
@@ -177,7 +180,7 @@ class Trainer(Task):
     def compile_sizes(self) -> None:
         """Compile other batch sizes and strategies in the background from now on. Callable from hooks.
 
-        Left alone, this begins once the noise gives any reason to change the batch.
+        By default this starts as soon as the measured noise suggests another batch size.
         """
         self._running().start.strategies.start()
 
@@ -185,12 +188,12 @@ class Trainer(Task):
     def request_batch(
         self, micro_batch_size: int, num_micro_batches: int = 1, *, strategy: str | None = None
     ) -> None:
-        """Use this batch from the next step on, as if a verdict had said so. Callable from hooks.
+        """Use this batch from the next step on, as if the tuner had chosen it. Callable from hooks.
 
-        `strategy` names another one of `Config.strategies` to use it under, such as "fsdp8". What is not
-        ready is compiled in the loop: see `compile_sizes`. A batch that `Config` does not allow, or that
-        does not fit into memory, is not used, and warned of. To have no verdict interfere, set
-        `Config.tuning.warm_up_steps` beyond the end.
+        `strategy` is the name of another strategy of `Config.strategies` to use it under, such as "fsdp8".
+        The loop compiles what is not ready; to compile it in the background, see `compile_sizes`. If `Config`
+        does not allow the batch, or it does not fit into memory, a warning is logged and nothing changes. To
+        keep the tuner from changing the batch again, set `Config.tuning.warm_up_steps` beyond the end.
         """
         if micro_batch_size < 1 or num_micro_batches < 1:
             raise ValueError(

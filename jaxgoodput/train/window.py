@@ -1,4 +1,4 @@
-"""A window: averages over the steps since the last one, and what the model says of them. Pure."""
+"""`window_of`: averages over the steps since the last window, and what the model predicts for them. Pure."""
 
 import math
 import statistics
@@ -39,11 +39,10 @@ def window_of(
     arithmetic: Arithmetic | None = None,
     tokens_per_sample: float = UNKNOWN,
 ) -> Window:
-    """The window of `results`, at least one, that took `seconds` of wall time.
+    """Return the window of `results`, at least one, that took `seconds` of wall time.
 
-    What it says of a configuration is said of that of the last step. `sampled_at` is the step that measured
-    the noise last. The run ends at
-    `total_base_steps`, or, where that is None, at `total_samples`.
+    Its configuration is the one of the last step. `sampled_at` is the step that measured the noise last. The
+    run ends at `total_base_steps`, or at `total_samples` if that is None.
     """
     latest = results[-1]
     metrics, ticket = latest.metrics, latest.ticket
@@ -66,7 +65,7 @@ def window_of(
     expected = UNKNOWN
     if stretch_before is not None:
         then = stretch_before.config.global_batch_size / limits.base
-        # Of the same samples, as the model sees both batches now.
+        # The earlier gain, scaled by what the present model says of both batches.
         expected = stretch_before.gained * worth / float(efficiency(cautious, then))
     tflops = UNKNOWN
     if arithmetic is not None:
@@ -114,18 +113,18 @@ def _eta_s(
     first, last = results[0], results[-1]
     if total_base_steps is None:
         left = total_samples - last.ticket.samples
-        if len(results) == 1:  # steps as long as windows
+        if len(results) == 1:  # a step takes as long as a window
             return max(left, 0.0) * last.parts.step_s / max(last.ticket.num_samples, 1)
         done = last.ticket.samples - first.ticket.samples
     else:
         left = total_base_steps - last.metrics.progress
         done = last.metrics.progress - first.metrics.progress
-    # From step to step: an evaluation after the last of them says nothing of their pace.
+    # Measured from step to step: an evaluation after the last step does not slow them.
     return max(left, 0.0) * (last.ready_s - first.ready_s) / done if done > 0 else UNKNOWN
 
 
 def _means(results: Sequence[StepResult]) -> dict[str, float]:
-    """Means over the steps that were applied; the user's own numbers by their names."""
+    """Return the means over the steps that were applied, with the user's own metrics by name."""
     applied = [r.metrics for r in results if r.metrics.is_finite]
     shown = [{**m.aux, "loss": m.loss, "grad_norm": m.grad_norm} for m in applied]
     names = ["loss", "grad_norm", *results[-1].metrics.aux]

@@ -68,7 +68,7 @@ def place_of(
 
 
 def control_size(where: Place) -> int:
-    """Return the length of the vector that rides along with a step: 0 if there is nobody to tell."""
+    """Return the length of the vector that rides along with a step: 0 if there are no others to tell."""
     return 0 if is_alone(where) else CONTROL_SIZE
 
 

@@ -1,10 +1,10 @@
-"""Processes of one job that come and go: what a run needs from the agent that watches over them.
+"""Processes of one job that come and go: what a run needs from the agent that supervises them.
 
-A generation is a set of processes that know each other: one JAX world. It ends when a process is to join or
-to leave, or has died. Each process then keeps its run in host memory (`RunSnapshot`), leaves the old world
-and enters the next, in which all resume from the run that had come furthest. No process restarts, and nothing
-is read from disk. Updates are the same in all processes, so a process that is a step behind loses nothing by
-taking the state of another: samples belong to the state that they went into.
+A generation is a set of processes that know each other: one JAX world. It ends when a process is about to
+join or leave, or has died. Each process then keeps its run in host memory (`RunSnapshot`), leaves the old
+world and enters the next one. There all processes resume from the run that had come furthest. No process
+restarts, and nothing is read from disk. Updates are the same in all processes, so a process that is a step
+behind loses nothing by taking the state of another: samples belong to the state that used them.
 """
 
 import io
@@ -21,24 +21,24 @@ from jaxgoodput._serial import decode
 from jaxgoodput.engine.saved import HostLeaf, LeafKind
 from jaxgoodput.train.checkpoint import CheckpointMeta
 
-_KEEP = 4  # steps after which nobody asks for anything of a step any more
+_KEEP = 4  # steps after which no process asks for what was agreed on in a step
 
 
 @dataclass(frozen=True)
 class RunSnapshot:
-    """A run between two generations."""
+    """A run in host memory, between two generations."""
 
     leaves: Mapping[str, HostLeaf]
-    """What this process holds of the state's, by path, as `engine.saved.on_host` gives it."""
+    """The parts of the state that this process holds, by path, as `engine.saved.on_host` returns them."""
     meta: CheckpointMeta
 
     @property
     def step(self) -> int:
-        """The last step that is in it."""
+        """The last step that it includes."""
         return self.meta.step
 
     def with_parts_of(self, other: "RunSnapshot") -> "RunSnapshot":
-        """This, and what another process holds of the same state."""
+        """Return this snapshot, completed with what another process holds of the same state."""
         leaves = {
             path: HostLeaf(own.kind, {**own.pieces, **other.leaves[path].pieces})
             for path, own in self.leaves.items()
@@ -46,7 +46,7 @@ class RunSnapshot:
         return RunSnapshot(leaves, self.meta)
 
     def to_bytes(self) -> bytes:
-        """For another process: a line of JSON and the pieces behind each other."""
+        """Return the snapshot as a line of JSON and the bytes of its pieces, for another process."""
         kinds = [
             [path, x.kind.dtype, x.kind.shape, [[start, y.shape] for start, y in x.pieces.items()]]
             for path, x in self.leaves.items()
@@ -60,7 +60,7 @@ class RunSnapshot:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "RunSnapshot":
-        """What `to_bytes` gave. Raises ValueError where it is not."""
+        """Read what `to_bytes` returned. Raises ValueError for anything else."""
         end = data.index(b"\n") + 1
         head = json.loads(data[:end])
         leaves, position = {}, end
@@ -81,76 +81,76 @@ class OwnPart:
 
     seconds: float
     num_samples: int
-    """Of this process, padding among them."""
+    """Samples of this process, with padding."""
     part: int
-    """Samples that a process takes at once."""
+    """Samples that a process takes at a time."""
     whole: int
-    """Samples of the batch, all processes."""
+    """Samples of the batch, over all processes."""
     is_leased: bool
-    """Whether a process takes another part when it is done with one; else each gets as many."""
+    """Whether a process takes another part when it is done with one. Otherwise all get the same number."""
 
 
 @dataclass(frozen=True)
 class Generation:
-    """A set of processes that train together, and this one's place in it."""
+    """A set of processes that train together, and the place of this process in it."""
 
     number: int
     process_index: int
     process_count: int
     kept: RunSnapshot | None
-    """What all of them go on from; None: the newest checkpoint, or nothing."""
+    """The state that all of them resume from; None for the newest checkpoint, or a new run."""
     seconds: Mapping[str, float]
-    """What coming together took here, by part."""
+    """Seconds that each part of coming together took here."""
     news: tuple[Mapping[str, Any], ...] = ()
-    """What was decided about hosts, each the fields of an `observe.events.HostJudged` but for its step."""
+    """Decisions about hosts; each has the fields of an `observe.events.HostJudged` except its step."""
 
 
 @runtime_checkable
 class Membership(Protocol):
-    """This process's place among those of its job."""
+    """The place of this process in its job."""
 
     @property
     def group_size(self) -> int:
-        """Processes that share one copy of the model: they come and go together."""
+        """Number of processes that share one copy of the model, and come and go together."""
         ...
 
     @property
     def num_others(self) -> int:
-        """Processes that train already, and are to wait as little as possible for this one."""
+        """Number of processes that already train, and should wait as little as possible for this one."""
         ...
 
     def enter(self, kept: RunSnapshot | None, share: int | None) -> Generation:
-        """Leave the present generation and wait for the next one, which JAX then knows.
+        """Leave the present generation, wait for the next one, and connect JAX to it.
 
-        The number of its groups divides `share`, unless that is None. Every array, executable and device
-        of before is gone. Raises `ReleasedExit` where this process is not wanted any more, `SaveHere` where
-        all were told to stop.
+        The number of its groups divides `share`, unless that is None. Arrays, executables and devices from
+        before are invalid afterwards. Raises `ReleasedExit` if this process is not needed any more, and
+        `SaveHere` if all processes were told to stop.
         """
         ...
 
     def is_broken(self) -> bool:
-        """Whether the present generation is to end, or has lost one of its processes."""
+        """Whether the present generation is about to end, or has lost a process."""
         ...
 
     def on_regroup(self, ask: Callable[[], None]) -> None:
-        """Have `ask` called, from another thread, when the present generation is to end."""
+        """Call `ask`, from another thread, when the present generation is about to end."""
         ...
 
     def computed(self, own: OwnPart) -> None:
-        """Tell what this process's part of a step took: by that, hosts are found that hold others up."""
+        """Report how long this process's part of a step took, so that stragglers are found."""
         ...
 
     def keep(self, kept: RunSnapshot) -> None:
-        """Keep a copy of this state here and, behind the caller, on a process of another host."""
+        """Keep a copy of this state here and, in the background, on a process of another host."""
         ...
 
     @property
     def failure_every_s(self) -> float:
-        """Seconds between two failures in this job, as far as they are known."""
+        """Expected seconds between two failures in this job, as far as failures are known."""
         ...
 
     def done(self) -> None:
-        """Tell that the run is over: nobody is to be waited for."""
+        """Report that the run is over, so that no process waits for this one."""
         ...
 
 
@@ -241,7 +241,7 @@ class Agreement:
 
 
 class ReleasedExit(SystemExit):
-    """This process is not needed any more; the others go on. Exit code 0."""
+    """Ends a process that is not needed any more, while the others go on. Exit code 0."""
 
     def __init__(self, why: str):
         super().__init__(0)
@@ -249,7 +249,7 @@ class ReleasedExit(SystemExit):
 
 
 class SaveHere(Exception):
-    """All processes were told to stop while they waited, and this one is to save `kept`, all of the run."""
+    """All processes were told to stop between two generations; this one must save `kept`, the whole run."""
 
     def __init__(self, kept: RunSnapshot):
         super().__init__("all processes were told to stop")
@@ -257,7 +257,7 @@ class SaveHere(Exception):
 
 
 class Regroup(Exception):
-    """The generation is over, the run is not: `kept` goes on in the next one."""
+    """The generation is over, the run is not: `kept` is what the next generation resumes from."""
 
     def __init__(self, kept: RunSnapshot, why: str):
         super().__init__(why)

@@ -117,7 +117,7 @@ def peer_lost(where: Place, clock: Clock, safe_step: int | None) -> PeerLost:
 def spanning(
     where: Place, engines: Engines, devices: Sequence[Any] | None, strategies: Sequence[Strategy]
 ) -> Place | None:
-    """Return where a fixed set of processes runs a model that spans them; None if it need not span.
+    """Return the layouts with which a model spans a fixed set of processes; None if it need not.
 
     A loss that runs over the rows of all replicas at once needs one program over all processes.
     """

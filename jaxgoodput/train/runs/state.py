@@ -14,7 +14,7 @@ from jaxgoodput.train.watcher import StepResult
 
 @dataclass
 class RunState:
-    """Where a run is. Only the loop's thread writes it."""
+    """The state of a run and its place in the data. Only the loop's thread writes it."""
 
     state: TrainState
     engine: Engine

@@ -71,7 +71,7 @@ class Restorer:
     """Finds the state that a run resumes from, with the plan of its strategy and its tables.
 
     A checkpoint may turn out to be damaged after a strategy was planned or tables were opened for it; then
-    the next older one is tried. `plan` and `tables` are those that count in the end.
+    the next older one is tried. Afterwards `plan` and `tables` belong to the checkpoint that was read.
     """
 
     def __init__(

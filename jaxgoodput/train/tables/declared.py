@@ -30,7 +30,7 @@ from jaxgoodput.train.tables.feed import Feed, PlainFeed, TableFeed
 from jaxgoodput.train.task import Task
 
 Ids = Callable[[PyTree], dict[str, np.ndarray]]
-"""From a batch on the host to the ids that it reads of each table."""
+"""A function that returns the ids that a batch on the host reads, by table."""
 
 
 class NoTables:

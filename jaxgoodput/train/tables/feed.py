@@ -10,9 +10,8 @@ their slots. A `PlainFeed` has no tables and passes the loader's batches on.
 import dataclasses
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -35,7 +34,7 @@ from jaxgoodput.parallel.place import Place
 from jaxgoodput.train.tables.commits import committed
 
 StepFunction = Callable[..., tuple[TrainState, Array]]
-"""From state, work, batch and mask to the next state and the metrics, as `Engine.step`."""
+"""A function that takes what `Engine.step` takes, and returns the next state and the metrics."""
 Commits = tuple[Mapping[str, int], str | None]
 """The commits by table, and what went wrong."""
 
@@ -45,7 +44,7 @@ class PlainFeed:
     """The feed of a run without tables. Both kinds of feed have the same methods."""
 
     loader: Loader
-    tables: Mapping[str, TieredTable] = MappingProxyType({})
+    tables: Mapping[str, TieredTable] = field(default_factory=dict)
     """The open tables by name."""
     wait_bucket: str = "data_loading_sync"
     """The bucket of the time ledger that waiting for a batch goes to."""
@@ -63,7 +62,7 @@ class PlainFeed:
         return engine.step
 
     def commit(self, step: int, kept: Callable[[], Collection[int]]) -> Commits:
-        """Commit all tables with a checkpoint of `step`, while those of the steps in `kept()` stay."""
+        """Commit all tables with a checkpoint of `step`, while commits of the steps in `kept()` stay."""
         return {}, None
 
     def agrees(self, holds: bool) -> bool:
@@ -119,7 +118,7 @@ class TableFeed:
         self._meanwhile: Callable[[], None] = lambda: None
         self._after: Cursor = loader.cursor
         self._num_taken = 0  # samples that the pipeline took from the loader
-        self._num_given = 0  # samples of those that were handed out
+        self._num_given = 0  # samples in the batches that were handed out
 
     @property
     def feeding_s(self) -> float:
