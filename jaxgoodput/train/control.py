@@ -327,6 +327,26 @@ def is_of_a_peer(error: BaseException) -> bool:
     return any(word in text for word in ("gloo", "nccl", "connection", "heartbeat", "coordination"))
 
 
+@dataclass
+class Interval:
+    """Something that is due every so often, in seconds or base steps; never if `every` is None or 0."""
+
+    every: float | None
+    last: float = math.inf
+    """When it was due last; infinite before `begin`."""
+
+    def begin(self, at: float) -> None:
+        """Count from `at` on, unless it counts from an earlier moment already."""
+        self.last = min(self.last, at)
+
+    def is_due(self, at: float) -> bool:
+        """Whether it is due at `at`; if so, it is next due `every` later."""
+        if not self.every or at - self.last < self.every:
+            return False
+        self.last = at
+        return True
+
+
 class Due:
     """Which checkpoints, copies and evaluations are due by time or progress.
 
@@ -334,22 +354,21 @@ class Due:
     """
 
     def __init__(self, config: Config):
-        self._config = config
-        self._keep_every_s = math.inf
-        self._save_s = self._evaluate_s = self._keep_s = math.nan
-        self._saved = self._evaluated = math.inf
+        saving, evaluation = config.saving, config.evaluation
+        self._saves = Interval(saving.every_s), Interval(saving.every_base_steps)
+        self._evaluations = Interval(evaluation.every_s), Interval(evaluation.every_base_steps)
+        self._copies = Interval(None)
 
     def begin(self, now_s: float, progress: float, *, keep_s: float = math.inf) -> None:
         """Start with the first step of a generation; copies are due every `keep_s` until `kept` says more.
 
-        Timers that run already go on. If the generation goes on from an earlier state, intervals of progress
+        Timers that run already go on. If the generation resumes from an earlier state, intervals of progress
         begin there.
         """
-        if math.isnan(self._save_s):
-            self._save_s = self._evaluate_s = now_s
-        self._keep_s, self._keep_every_s = now_s, keep_s
-        self._saved = min(self._saved, progress)
-        self._evaluated = min(self._evaluated, progress)
+        for by_time, by_progress in (self._saves, self._evaluations):
+            by_time.begin(now_s)
+            by_progress.begin(progress)
+        self._copies = Interval(keep_s, now_s)
 
     def asked(
         self, now_s: float, progress: float | None, *, skipping: bool = False
@@ -359,22 +378,17 @@ class Due:
         No checkpoint is due while updates are being skipped (`skipping`): it would replace one from before
         whatever went wrong.
         """
-        saving, evaluation = self._config.saving, self._config.evaluation
-        keep = not skipping and now_s - self._keep_s >= self._keep_every_s
-        if keep:
-            self._keep_s = now_s
-        save = evaluate = False
-        if saving.every_s and now_s - self._save_s >= saving.every_s and not skipping:
-            self._save_s, save = now_s, True
-        every = saving.every_base_steps
-        if every and progress and progress - self._saved >= every and not skipping:
-            self._saved, save = progress, True
-        if evaluation.every_s and now_s - self._evaluate_s >= evaluation.every_s:
-            self._evaluate_s, evaluate = now_s, True
-        every = evaluation.every_base_steps
-        if every and progress and progress - self._evaluated >= every:
-            self._evaluated, evaluate = progress, True
-        wish = Control(save=save, evaluate=evaluate, keep=keep)
+        moments = now_s, progress or -math.inf
+
+        def is_due(intervals: tuple[Interval, Interval]) -> bool:
+            # Both count from now on if both are due.
+            return any([x.is_due(at) for x, at in zip(intervals, moments, strict=True)])
+
+        wish = Control(
+            save=not skipping and is_due(self._saves),
+            evaluate=is_due(self._evaluations),
+            keep=not skipping and self._copies.is_due(now_s),
+        )
         return None if wish == NOTHING else wish
 
     def kept(self, cost_s: float, failure_every_s: float) -> None:
@@ -383,4 +397,4 @@ class Due:
         `cost_s` is how long a copy takes, `failure_every_s` the time between failures. The interval is the
         root of twice their product (Young 1974).
         """
-        self._keep_every_s = math.sqrt(2 * cost_s * failure_every_s)
+        self._copies.every = math.sqrt(2 * cost_s * failure_every_s)

@@ -65,6 +65,8 @@ class Ending:
     """Why this generation of processes is over; the run is not."""
     error: BaseException | None = None
     """What a hook or the task's own code raised."""
+    reason: str = "interrupted"
+    """What the record says of the end."""
 
     @property
     def is_early(self) -> bool:
@@ -148,43 +150,25 @@ class Loop:
 
     def run(self) -> TrainState:
         """Train to the end. See `Trainer.fit` for what it raises."""
-        first, reason = self.now.step, "interrupted"
-        failure: NotSaved | None = None
-        must_save, ending = False, self._ending
+        first, ending = self.now.step, self._ending
         self._began_s = self.clock.now()
-        copy_s = self.kind.first_copy_s
-        self._due.begin(self._began_s, self.now.progress, keep_s=copy_s)
+        self._due.begin(self._began_s, self.now.progress, keep_s=self.kind.first_copy_s)
         try:
             is_best = self._train_or_note_error(first)
             if ending.regroup is not None:
-                reason = f"{REGROUPED}{ending.regroup}"
-                self.analyst.flush()
-                if ending.error is None:
-                    raise Regroup(self._saver.kept(), ending.regroup)
-                self.kind.decisions.leave()  # a hook has failed here; the others go on
+                self._regroup(ending.regroup)
             must_save = is_best or self._must_save(first)
             if must_save:
                 unsaved = self._saver.save_last(look=ending.error is None)
             else:  # tables are committed with the state that is returned
                 unsaved = self._saver.with_tables()[1]
-            if ending.stopped_by and ending.error is None:
-                self.analyst.tell(Preempt(step=self.now.step, signal=ending.stopped_by))
-            self.analyst.flush()  # the hooks have heard of every step
-            reason = "preempted" if ending.stopped_by else "done"
-            if unsaved is not None:
-                failure = NotSaved(self.now.step, self._saver.safe_step(), unsaved, self.now.state)
-                reason = _named(failure)
-            if ending.error is not None:
-                reason = _named(ending.error)
-            elif self.start.memory is not None:
-                self.start.memory.write(self.analyst.remembered(self.now.step))
-        except Regroup:
-            raise
+            failure = self._tell_hooks(unsaved)
         except Exception as error:
-            reason = _named(error)
+            if not isinstance(error, Regroup):
+                ending.reason = _named(error)
             raise
         finally:
-            self._finish(reason)
+            self._finish(ending.reason)
         if ending.error is not None:
             self._raise_error(ending.error, is_saved=must_save or self.now.step == first)
         if failure is not None:
@@ -193,6 +177,30 @@ class Loop:
         if ending.stopped_by:
             raise Preempted(self.now.step, ending.stopped_by)
         return self.now.state
+
+    def _regroup(self, why: str) -> None:
+        """Hand the state to the next generation, unless a hook has failed here, which ends the run."""
+        self._ending.reason = f"{REGROUPED}{why}"
+        self.analyst.flush()
+        if self._ending.error is None:
+            raise Regroup(self._saver.kept(), why)
+        self.kind.decisions.leave()  # the others go on
+
+    def _tell_hooks(self, unsaved: str | None) -> NotSaved | None:
+        """Tell the hooks how the run has ended; returns the error to raise if the last step is not safe."""
+        ending, failure = self._ending, None
+        if ending.stopped_by and ending.error is None:
+            self.analyst.tell(Preempt(step=self.now.step, signal=ending.stopped_by))
+        self.analyst.flush()  # the hooks have heard of every step
+        ending.reason = "preempted" if ending.stopped_by else "done"
+        if unsaved is not None:
+            failure = NotSaved(self.now.step, self._saver.safe_step(), unsaved, self.now.state)
+            ending.reason = _named(failure)
+        if ending.error is not None:
+            ending.reason = _named(ending.error)
+        elif self.start.memory is not None:
+            self.start.memory.write(self.analyst.remembered(self.now.step))
+        return failure
 
     def _train_or_note_error(self, first: int) -> bool:
         """Train, and note what was raised: the state may still be saved. Returns what `_train` does."""
@@ -271,12 +279,7 @@ class Loop:
 
     def _obey(self, result: StepResult | None) -> bool:
         """Do what was asked for; False to end the loop."""
-        if self.start.is_chief:  # what is due takes effect in all processes
-            progress = None if result is None else result.metrics.progress
-            skipping = result is not None and result.metrics.skipped_in_a_row > 0
-            wish = self._due.asked(self.clock.now(), progress, skipping=skipping)
-            if wish is not None:
-                self.requests.post(wish)
+        self._post_what_is_due(result)
         control = self.kind.decisions.received(result, self.now.batch)
         if control.stop:
             self._ending.stopped_by = self.requests.signal or "peer"
@@ -293,6 +296,16 @@ class Loop:
             self._saver.save()
         self._obey_quietly(control)
         return True
+
+    def _post_what_is_due(self, result: StepResult | None) -> None:
+        """Request the checkpoints, copies and evaluations that are due; process 0 does it for all."""
+        if not self.start.is_chief:
+            return
+        progress = None if result is None else result.metrics.progress
+        skipping = result is not None and result.metrics.skipped_in_a_row > 0
+        wish = self._due.asked(self.clock.now(), progress, skipping=skipping)
+        if wish is not None:
+            self.requests.post(wish)
 
     def _obey_quietly(self, control: Control) -> None:
         """Do what does not end the loop."""

@@ -144,10 +144,9 @@ def prepare(
     setup = _find_devices(inputs, devices, membership)
     checkpoints = _open_workdir(setup, stack)
     data = fingerprint(inputs.dataset, inputs.attempts)
-    peers = inputs.tables.peers(setup.where)
-    if peers is not None:
-        stack.callback(peers.close)
-    opener = Opener(inputs.tables.plans, inputs.config.workdir, setup.where, peers, inputs.clock)
+    opener = stack.enter_context(
+        Opener.connected(inputs.tables.plans, inputs.config.workdir, setup.where, inputs.clock)
+    )
     restorer = Restorer(setup, checkpoints, opener, data, ledger)
     restored = restorer.restore(kept)
     tables = restorer.tables or {}
@@ -169,9 +168,7 @@ def prepare(
     evaluator = _evaluation(setup, beginning, tables, ledger)
     strategies, compile_s = _compile_first(setup, beginning, evaluator, stack, ledger)
     loader = _open_data(setup, beginning, stack)
-    feed = inputs.tables.feed(
-        tables, loader, where=setup.where, config=inputs.config, peers=peers, clock=inputs.clock
-    )
+    feed = inputs.tables.feed(opener, tables, loader, inputs.config)
     stack.callback(feed.close)
     run = run_of(
         setup.where,
@@ -360,17 +357,25 @@ def _compile_first(
     compile_s = ledger.snapshot().get(
         "compilation", 0.0
     )  # before the ledger of earlier runs is added
-    earlier = None if beginning.memory is None else beginning.memory.earlier
     with ledger.bucket("compilation"):
-        if beginning.restored is None and earlier is not None and config.compiles_behind:
-            wanted = [c for c in (batch, plan.start, earlier.batch) if c.strategy == batch.strategy]
-            # At the base batch alone, an earlier run may not have compiled what else it takes.
-            if set(wanted) != {plan.start}:
-                compiler = strategies.compiler(batch.strategy)
-                compiler.compile_first(c.micro_batch_size for c in wanted)
-        if not config.compiles_behind:
+        if config.compiles_behind:
+            _compile_as_earlier(beginning, strategies)
+        else:
             strategies.prepare()
     return strategies, compile_s
+
+
+def _compile_as_earlier(beginning: Beginning, strategies: StrategyCompiler) -> None:
+    """Compile the sizes of an earlier run of this program first, if this run is new."""
+    memory, batch, plan = beginning.memory, beginning.batch, beginning.plan
+    if beginning.restored is not None or memory is None or memory.earlier is None:
+        return
+    batches = (batch, plan.start, memory.earlier.batch)
+    wanted = [x for x in batches if x.strategy == batch.strategy]
+    # If it stayed at the base batch, the earlier run may not have compiled anything else.
+    if set(wanted) != {plan.start}:
+        compiler = strategies.compiler(batch.strategy)
+        compiler.compile_first(x.micro_batch_size for x in wanted)
 
 
 def _open_data(setup: RunSetup, beginning: Beginning, stack: contextlib.ExitStack) -> Loader:

@@ -138,10 +138,9 @@ class Trainer(Task):
     def _evaluate_with_tables(self, inputs: TaskInputs, state: TrainState) -> dict[str, float]:
         where = place(self.devices, self.config.strategies, spanning=True)
         with contextlib.ExitStack() as stack:
-            peers = inputs.tables.peers(where)
-            if peers is not None:
-                stack.callback(peers.close)
-            opener = Opener(inputs.tables.plans, self.config.workdir, where, peers, self.clock)
+            opener = stack.enter_context(
+                Opener.connected(inputs.tables.plans, self.config.workdir, where, self.clock)
+            )
             tables = opener.of_step(int(state.step))
             for table in tables.values():
                 stack.callback(table.close)

@@ -11,7 +11,7 @@ from jaxgoodput.goodput.efficiency import efficiency, noise_scale
 from jaxgoodput.goodput.fit import PerfFit
 from jaxgoodput.goodput.model import GoodputModel
 from jaxgoodput.goodput.perf import Feeding, Placement
-from jaxgoodput.goodput.search import BatchLimits
+from jaxgoodput.goodput.search import BatchConfig, BatchLimits
 from jaxgoodput.observe.events import Window
 from jaxgoodput.train.watcher import StepResult
 from jaxgoodput.tune.evidence import Stretch
@@ -54,14 +54,12 @@ def window_of(
     # At the base batch the efficiency is 1 whatever the noise.
     worth = float(efficiency(cautious, scale)) if known else (1.0 if scale == 1 else UNKNOWN)
     throughput = config.global_batch_size / measured if measured else UNKNOWN
-    predicted_s, predicted = UNKNOWN, UNKNOWN
+    model = None
     if fit is not None:
         model = GoodputModel(
             perf=fit.params, grad=cautious, base_batch_size=limits.base, feeding=feeding
         )
-        at = (placement, config.micro_batch_size, config.num_micro_batches)
-        predicted_s = config.global_batch_size / float(model.throughput(*at))
-        predicted = config.global_batch_size / predicted_s * worth
+    predicted_s = _predicted_s(model, placement, config)
     expected = UNKNOWN
     if stretch_before is not None:
         then = stretch_before.config.global_batch_size / limits.base
@@ -83,7 +81,7 @@ def window_of(
         predicted_step_s=predicted_s,
         predicted_error=UNKNOWN if fit is None else fit.error,
         goodput_measured=throughput * worth,
-        goodput_predicted=predicted,
+        goodput_predicted=config.global_batch_size / predicted_s * worth,
         throughput=throughput,
         efficiency=worth,
         grad=metrics.noise.plain,
@@ -105,6 +103,14 @@ def window_of(
         tokens_per_s=throughput * tokens_per_sample,
         eta_s=_eta_s(results, total_base_steps, total_samples),
     )
+
+
+def _predicted_s(model: GoodputModel | None, placement: Placement, config: BatchConfig) -> float:
+    """Return the seconds that a step takes by the model; NaN without one."""
+    if model is None:
+        return UNKNOWN
+    at = (placement, config.micro_batch_size, config.num_micro_batches)
+    return config.global_batch_size / float(model.throughput(*at))
 
 
 def _eta_s(

@@ -219,7 +219,7 @@ def test_a_run_without_it_goes_on_with_one_that_begins_at_its_parameters(tmp_pat
 
     recorder = Recorder()
     state = Mean(settings, hooks=[recorder], loop=Kept).fit()
-    assert "begins with them" in told[0]
+    assert "begins with the parameters" in told[0]
     engines.assert_same_bits(seen[0].ema, before.params)
     steps = recorder.of(StepEnd)
     assert [s.step for s in steps] == list(range(7, 13))

@@ -412,7 +412,7 @@ def test_a_run_that_goes_on_says_once_that_it_does_not_begin_anew(original, tmp_
     more = deep(tmp_path, initial=str(tmp_path / "gone"), loop=First)
     more.config = config(tmp_path, epochs=3)
     more.fit()
-    assert len([said for said in told if "initial= is for a new workdir" in said]) == 1
+    assert len([said for said in told if "initial= was not read" in said]) == 1
 
 
 class Adapted(jg.Trainer):

@@ -316,7 +316,7 @@ class NoTable(Two):
                 dataclasses.replace(s, strategies=(Strategy(fsdp=2),)), devices=jax.devices()[:2]
             ),
             ValueError,
-            "every device has all slots",
+            "every device holds all slots",
         ),
         (lambda s: Two(dataclasses.replace(s, ema=0.99)), ValueError, "Config.ema=0.99"),
         (

@@ -54,18 +54,21 @@ class Saver:
                 failed = self.start.checkpoints.wait(alone=not decisions.is_together)
                 error = error or failed
         if error is not None:
-            logging.warning(
-                "the checkpoint was not written (%s). %solder checkpoints stay.%s",
-                error,
-                "" if wait else "Training goes on, and ",
-                f" Free some space, or make {self.config.workdir} writable."
-                if not is_of_tables
-                and ("Errno" in error or "os_error_code" in error)  # of Python, of tensorstore
-                else "",
-            )
+            self._warn(error, goes_on=not wait, is_of_tables=is_of_tables)
         seconds = self.clock.now() - start_s
         self.analyst.tell(Checkpoint(step=self.start.now.step, seconds=seconds, error=error))
         return error
+
+    def _warn(self, error: str, *, goes_on: bool, is_of_tables: bool) -> None:
+        """Warn of a checkpoint that was not written, with the remedy unless the error names it itself."""
+        is_of_disk = "Errno" in error or "os_error_code" in error  # of Python, of tensorstore
+        remedy = f" Free some space, or make {self.config.workdir} writable."
+        logging.warning(
+            "the checkpoint was not written (%s). %solder checkpoints stay.%s",
+            error,
+            "Training goes on, and " if goes_on else "",
+            remedy if is_of_disk and not is_of_tables else "",
+        )
 
     def save_last(self, *, look: bool = True) -> str | None:
         """Save the last step and wait until it is safe; returns None, or why it is not.

@@ -94,25 +94,10 @@ def problem_of(task: Task, config: Config, tables: TaskTables | NoTables | None 
             f"optimizer() must return an optax.GradientTransformation; got {type(tx).__name__}. "
             "Write `return optax.adam(1e-3)`, or another one of optax."
         )
-    made = jax.eval_shape(anywhere(saveable(task.init, "init()")), jax.random.key(0))
-    params = made.params if isinstance(made, Variables) else made
+    params = _abstract_params(task)
     mask = task.trainable(params)
-    if mask is not None:
-        require_bools(mask, params)
-    trainable = None if mask is None else task.trainable
-    kept = params if mask is None else split(params, mask)[0]
-    if not jax.tree.leaves(kept):
-        raise ValueError("there is nothing to train: init() has no leaf that trainable() allows.")
-    require_floating(kept)
-    jax.eval_shape(saveable(tx.init, "the state of optimizer()"), kept)
-    try:
-        treatment = treatment_of(tx, kept, config.rule)
-    except NeedsMore as error:
-        raise ValueError(
-            "optimizer() has a link that asks for more than gradients, parameters and the loss: "
-            f"{str(error).rstrip('.')}. A line search (lbfgs) or a Hessian (sophia) cannot be had here; "
-            "leave that link out."
-        ) from error
+    kept = _trained(params, mask)
+    treatment = _treatment(tx, kept, config)
     preconditioned = config.statistics.preconditioned
     preconditioned = treatment.is_adam_like if preconditioned is None else preconditioned
     if config.statistics.from_norm_layers:  # their factors are not parameters of tx
@@ -140,7 +125,7 @@ def problem_of(task: Task, config: Config, tables: TaskTables | NoTables | None 
             seen=as_seen,
         ),
         base_batch_size=config.batch.base,
-        trainable=trainable,
+        trainable=None if mask is None else task.trainable,
         preconditioned=preconditioned,
         from_norm_layers=config.statistics.from_norm_layers,
         has_labels=labels is not None,
@@ -150,6 +135,36 @@ def problem_of(task: Task, config: Config, tables: TaskTables | NoTables | None 
         swaps_products=config.execution.swap_cpu_products,
     )
     return tables.problem(problem)
+
+
+def _abstract_params(task: Task) -> PyTree:
+    """Return what `init` makes, abstract. Raises TypeError for anything that cannot be checkpointed."""
+    made = jax.eval_shape(anywhere(saveable(task.init, "init()")), jax.random.key(0))
+    return made.params if isinstance(made, Variables) else made
+
+
+def _trained(params: PyTree, mask: PyTree | None) -> PyTree:
+    """Return the parameters that train. Raises ValueError or TypeError if they cannot."""
+    if mask is not None:
+        require_bools(mask, params)
+    kept = params if mask is None else split(params, mask)[0]
+    if not jax.tree.leaves(kept):
+        raise ValueError("there is nothing to train: init() has no leaf that trainable() allows.")
+    require_floating(kept)
+    return kept
+
+
+def _treatment(tx: optax.GradientTransformation, kept: PyTree, config: Config) -> Treatment:
+    """Return how the noise and the learning rate of an optimizer are treated, found by probing it."""
+    jax.eval_shape(saveable(tx.init, "the state of optimizer()"), kept)
+    try:
+        return treatment_of(tx, kept, config.rule)
+    except NeedsMore as error:
+        raise ValueError(
+            "optimizer() has a link that asks for more than gradients, parameters and the loss: "
+            f"{str(error).rstrip('.')}. A line search (lbfgs) or a Hessian (sophia) is not supported: leave "
+            "that link out."
+        ) from error
 
 
 def _loss_of(task: Task, tables: TaskTables | NoTables) -> tuple[LossAndState, bool]:

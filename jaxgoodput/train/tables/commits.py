@@ -12,7 +12,7 @@ import contextlib
 import json
 import pathlib
 import socket
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,6 +60,19 @@ class Opener:
     where: Place
     peers: Peers | None
     clock: Clock
+
+    @classmethod
+    @contextlib.contextmanager
+    def connected(
+        cls, plans: Mapping[str, Table], workdir: str, where: Place, clock: Clock
+    ) -> Iterator["Opener"]:
+        """Connect to the other processes that hold the tables while the block lasts; see `peers_of`."""
+        peers = peers_of(where) if plans else None
+        try:
+            yield cls(plans, workdir, where, peers, clock)
+        finally:
+            if peers is not None:
+                peers.close()
 
     def of_checkpoint(self, commits: Mapping[str, int]) -> Tables:
         """Open the tables at the commits of process 0 that a checkpoint names.

@@ -14,10 +14,8 @@ import numpy as np
 import optax
 from jaxtyping import PyTree
 
-from jaxgoodput.clock import Clock
 from jaxgoodput.data.loader import Loader
 from jaxgoodput.data.sources import Source, StreamSource
-from jaxgoodput.embedding.peers import Peers
 from jaxgoodput.embedding.plan import Table
 from jaxgoodput.embedding.table import TieredTable
 from jaxgoodput.engine.rows import WithRows, rows_apart, with_tables
@@ -25,7 +23,7 @@ from jaxgoodput.engine.step import Problem
 from jaxgoodput.parallel.place import Place
 from jaxgoodput.train.config import Config
 from jaxgoodput.train.evaluation import Metrics
-from jaxgoodput.train.tables.commits import Tables, peers_of
+from jaxgoodput.train.tables.commits import Opener, Tables
 from jaxgoodput.train.tables.feed import Feed, PlainFeed, TableFeed
 from jaxgoodput.train.task import Task
 
@@ -38,9 +36,6 @@ class NoTables:
 
     plans: Mapping[str, Table] = MappingProxyType({})
     ids = None
-
-    def peers(self, where: Place) -> None:
-        """Return None: no rows are shared."""
 
     def sample(self, own: PyTree) -> PyTree:
         """Return one abstract sample as the loss gets it."""
@@ -67,16 +62,7 @@ class NoTables:
         """Return the arguments of an `Evaluator` that say how a batch is evaluated."""
         return {"metrics": task.metrics_with_state}
 
-    def feed(
-        self,
-        opened: Tables,
-        loader: Loader,
-        *,
-        where: Place,
-        config: Config,
-        peers: Peers | None,
-        clock: Clock,
-    ) -> Feed:
+    def feed(self, opener: Opener, opened: Tables, loader: Loader, config: Config) -> Feed:
         """Return the feed of the loader's batches."""
         return PlainFeed(loader)
 
@@ -87,10 +73,6 @@ class TaskTables:
 
     plans: Mapping[str, Table]
     ids: Ids
-
-    def peers(self, where: Place) -> Peers | None:
-        """Connect to the other processes that hold the tables; see `peers_of`."""
-        return peers_of(where)
 
     def sample(self, own: PyTree) -> PyTree:
         """Return one abstract sample as the loss gets it, with the places of its rows."""
@@ -185,25 +167,16 @@ class TaskTables:
 
         return metrics
 
-    def feed(
-        self,
-        opened: Tables,
-        loader: Loader,
-        *,
-        where: Place,
-        config: Config,
-        peers: Peers | None,
-        clock: Clock,
-    ) -> Feed:
+    def feed(self, opener: Opener, opened: Tables, loader: Loader, config: Config) -> Feed:
         """Return the feed of the loader's batches and their rows."""
         return TableFeed(
             opened,
             loader,
-            where=where,
-            commit_to=config.workdir,
-            clock=clock,
+            where=opener.where,
+            commit_to=opener.workdir,
+            clock=opener.clock,
             threads=config.execution.prefetch > 0,
-            peers=peers,
+            peers=opener.peers,
             base_batch_size=config.batch.base,
         )
 
