@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from jaxtyping import Array, PyTree
 
 from jaxgoodput.clock import Clock
@@ -19,7 +20,7 @@ from jaxgoodput.engine.step import LossAndState, Problem
 from jaxgoodput.engine.traces import Traces
 from jaxgoodput.optim import adaptive as adaptation
 from jaxgoodput.optim.probe import NeedsMore
-from jaxgoodput.optim.treatment import treatment_of
+from jaxgoodput.optim.treatment import Treatment, treatment_of
 from jaxgoodput.parallel.place import Place
 from jaxgoodput.parallel.strategy import anywhere
 from jaxgoodput.train.checkpoint import saveable
