@@ -299,7 +299,7 @@ class NoTable(Two):
         (
             lambda s: Two(s, data=with_item(lambda x: x.astype(np.float32))),
             TypeError,
-            "Table 'item': ids of dtype float32",
+            "Table 'item': ids have dtype float32",
         ),
         (
             lambda s: Two(s, tiers={"user": (20, 30), "item": (500, 520)}),

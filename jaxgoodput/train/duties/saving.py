@@ -120,7 +120,7 @@ class Saver:
         with jax.transfer_guard("allow"):
             state, meta = self._snapshot()
             leaves = on_host(state)
-        return RunSnapshot(leaves, dataclasses.replace(meta, leaves=describe(state), is_named=True))
+        return RunSnapshot(leaves, dataclasses.replace(meta, leaves=describe(state)))
 
     def safe_step(self) -> int | None:
         """Return the step of the newest checkpoint; None if there is none."""
