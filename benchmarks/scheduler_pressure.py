@@ -31,8 +31,8 @@ from jaxgoodput.cluster.simulate import (
     synthetic_workload,
     uniform_cluster,
 )
-from jaxgoodput.cluster.simulate.job import packed
-from jaxgoodput.cluster.simulate.model_jobs import ModelTruth
+from jaxgoodput.cluster.simulate.jobs.job import packed
+from jaxgoodput.cluster.simulate.jobs.model import ModelTruth
 
 RULES = {"round_s": None, "rounding": False, "growth": None, "restart_s": 30.0}
 TRUTH = ModelTruth(synthetic_applications({"t4": 1.0}))

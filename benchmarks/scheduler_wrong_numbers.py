@@ -31,7 +31,7 @@ from jaxgoodput.cluster.simulate import (
     synthetic_workload,
     uniform_cluster,
 )
-from jaxgoodput.cluster.simulate.model_jobs import ModelTruth
+from jaxgoodput.cluster.simulate.jobs.model import ModelTruth
 
 RESTART_S = 30.0
 

@@ -1,8 +1,8 @@
-"""Policies in simulated time: workloads, what their applications really do, and what came of it.
+"""Simulates scheduling policies on workloads.
 
-`read_scenario` makes a `Scenario` of a workload, `compare` runs policies on it, `table` prints the results.
-Underneath, `simulate` takes the jobs (`TraceJob`s), the cluster, a policy, the truth about the applications
-(measured tables, Gavel's throughputs, goodput models) and the `Settings` of the simulated cluster.
+`read_scenario` reads a workload, `compare` runs policies on it, and `table` prints the results. Underneath, `simulate`
+takes the jobs (`TraceJob`s), the cluster, a policy, the truth about the applications (measured tables, Gavel's
+throughputs, or goodput models) and the `Settings` of the simulation.
 """
 
 from jaxgoodput.cluster.published.traces import (
@@ -16,25 +16,25 @@ from jaxgoodput.cluster.published.traces import (
     read_sia_workload,
 )
 from jaxgoodput.cluster.simulate.compare import compare, table
-from jaxgoodput.cluster.simulate.conditions.faults import Cancellations, Faults, Outages, Slowdowns
-from jaxgoodput.cluster.simulate.conditions.inputs import Inputs
+from jaxgoodput.cluster.simulate.conditions.faults import (
+    Cancellations,
+    Faults,
+    Outages,
+    Slowdowns,
+    read_faults,
+)
+from jaxgoodput.cluster.simulate.conditions.inputs import Inputs, read_inputs
 from jaxgoodput.cluster.simulate.conditions.restarts import RestartCosts, Storage
-from jaxgoodput.cluster.simulate.gavel_jobs import GavelTruth
 from jaxgoodput.cluster.simulate.generator import synthetic_applications, synthetic_workload
-from jaxgoodput.cluster.simulate.job import SimulatedJob, Truth
-from jaxgoodput.cluster.simulate.model_jobs import ModelApplication, ModelTruth
+from jaxgoodput.cluster.simulate.jobs.gavel import GavelTruth
+from jaxgoodput.cluster.simulate.jobs.job import SimulatedJob, Truth
+from jaxgoodput.cluster.simulate.jobs.model import ModelApplication, ModelTruth
+from jaxgoodput.cluster.simulate.jobs.tables import TableTruth
 from jaxgoodput.cluster.simulate.pictures import completion_png, gantt_png
 from jaxgoodput.cluster.simulate.questions import explanation, what_if
 from jaxgoodput.cluster.simulate.records import Interval, JobRecord, Result
-from jaxgoodput.cluster.simulate.scenario import (
-    Scenario,
-    read_cluster,
-    read_costs,
-    read_faults,
-    read_inputs,
-    read_scenario,
-    read_settings,
-)
+from jaxgoodput.cluster.simulate.rules import read_costs, read_settings
+from jaxgoodput.cluster.simulate.scenario import Scenario, read_cluster, read_scenario
 from jaxgoodput.cluster.simulate.settings import (
     Failures,
     Pin,
@@ -53,7 +53,6 @@ from jaxgoodput.cluster.simulate.simulator import (
     simulate,
     uniform_cluster,
 )
-from jaxgoodput.cluster.simulate.table_jobs import TableTruth
 
 __all__ = [
     "Cancellations", "SimulatedDecision", "Failures", "Faults", "GavelTruth", "Inputs", "Interval",

@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 from jaxgoodput._serial import encode, pack
 from jaxgoodput.cluster.catalogue import PolicyEntry
+from jaxgoodput.cluster.simulate.checks import check
 from jaxgoodput.cluster.simulate.records import Result
-from jaxgoodput.cluster.simulate.scenario import Scenario, check
+from jaxgoodput.cluster.simulate.scenario import Scenario
 from jaxgoodput.cluster.simulate.settings import Settings
 from jaxgoodput.cluster.simulate.simulator import Progress, simulate
 

@@ -7,7 +7,8 @@ import pytest
 from jaxgoodput import cli
 from jaxgoodput.cluster.catalogue import catalogue
 from jaxgoodput.cluster.simulate.questions import explanation, read_job, read_moment, what_if
-from jaxgoodput.cluster.simulate.scenario import read_scenario, read_settings
+from jaxgoodput.cluster.simulate.rules import read_settings
+from jaxgoodput.cluster.simulate.scenario import read_scenario
 from jaxgoodput.cluster.simulate.simulator import decision_at, simulate
 
 SHORT = "vision-small-0010"
