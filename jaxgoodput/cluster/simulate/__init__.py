@@ -1,8 +1,8 @@
 """Simulates scheduling policies on workloads.
 
-`read_scenario` reads a workload, `compare` runs policies on it, and `table` prints the results. Underneath, `simulate`
-takes the jobs (`TraceJob`s), the cluster, a policy, the truth about the applications (measured tables, Gavel's
-throughputs, or goodput models) and the `Settings` of the simulation.
+`read_scenario` reads a workload, `compare` runs policies on it, and `table` prints the results. Underneath,
+`simulate` takes the jobs (`TraceJob`s), the cluster, a policy, the truth about the applications (measured
+tables, Gavel's throughputs, or goodput models) and the `Settings` of the simulation.
 """
 
 from jaxgoodput.cluster.published.traces import (

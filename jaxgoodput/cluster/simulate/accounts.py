@@ -1,15 +1,12 @@
 """The device-seconds that tenants have had and deserved while a simulation runs."""
 
-import math
 from collections.abc import Sequence
-
-import numpy as np
 
 from jaxgoodput.cluster.scheduler.fair_share import deserved, faded
 from jaxgoodput.cluster.scheduler.limits import subtrees
 from jaxgoodput.cluster.scheduler.shapes import capacity
 from jaxgoodput.cluster.simulate.jobs.tracked import TrackedJob
-from jaxgoodput.cluster.simulate.records import JobRecord, TenantRecord
+from jaxgoodput.cluster.simulate.records import JobRecord, TenantRecord, array_of
 from jaxgoodput.specs import ClusterSpec, Tenant
 
 
@@ -51,14 +48,13 @@ class TenantAccounts:
         self, tenant: Tenant, subtree: frozenset[str], jobs: Sequence[JobRecord]
     ) -> TenantRecord:
         mine = [job for job in jobs if job.tenant in subtree]
-        jct_s = [job.jct_s for job in mine if not job.cancelled]
-        priced = [job.cost for job in mine if job.cost is not None]
+        has_prices = bool(self._cluster.price_per_hour)
         return TenantRecord(
             name=tenant.name,
             parent=tenant.parent,
             num_jobs=len(mine),
-            average_jct_s=float(np.mean(jct_s)) if jct_s else math.nan,
+            average_jct_s=float(array_of(job.jct_s for job in mine if not job.cancelled).mean()),
             device_s=sum(sum(job.device_s.values()) for job in mine),
             deserved_s=sum(self._deserved_s.get(name, 0.0) for name in sorted(subtree)),
-            cost=sum(priced) if self._cluster.price_per_hour else None,
+            cost=sum(job.cost or 0.0 for job in mine) if has_prices else None,
         )

@@ -8,7 +8,7 @@ from jaxgoodput.cluster.scheduler.limits import limits_of
 from jaxgoodput.cluster.simulate.conditions.faults import FaultScript
 from jaxgoodput.cluster.simulate.scenario import Scenario
 from jaxgoodput.cluster.simulate.settings import Settings
-from jaxgoodput.specs import JobSpec
+from jaxgoodput.specs import ClusterSpec, JobSpec
 
 
 def check(scenario: Scenario, settings: Settings, name: str, entry: PolicyEntry) -> None:
@@ -22,18 +22,23 @@ def check(scenario: Scenario, settings: Settings, name: str, entry: PolicyEntry)
     if not any(sizes.values()):
         raise ValueError("--cluster: no node has a usable device; nothing could run.")
     _check_policy(scenario, sizes, name, entry)
-    top = [tenant for tenant in scenario.cluster.tenants if tenant.parent is None]
-    if sum(tenant.guaranteed for tenant in top) > sum(sizes.values()):
-        raise ValueError(
-            f"--tenants: {' and '.join(f'{t.name!r} ({t.guaranteed})' for t in top if t.guaranteed)} are "
-            f"guaranteed more than the {sum(sizes.values())} devices of the cluster. Guarantee less."
-        )
+    _check_guarantees(scenario.cluster, sum(sizes.values()))
     settings = replace(settings, mode=entry.mode)
     _check_settings(scenario, settings)
     specs = [
         scenario.truth.job(trace, settings, index).spec for index, trace in enumerate(scenario.jobs)
     ]
     _check_sizes(scenario, specs, sizes, name)
+
+
+def _check_guarantees(cluster: ClusterSpec, num_devices: int) -> None:
+    top = [tenant for tenant in cluster.tenants if tenant.parent is None and tenant.guaranteed]
+    if sum(tenant.guaranteed for tenant in top) > num_devices:
+        names = " and ".join(f"{tenant.name!r} ({tenant.guaranteed})" for tenant in top)
+        raise ValueError(
+            f"--tenants: {names} are guaranteed more than the {num_devices} devices of the cluster. "
+            "Guarantee less."
+        )
 
 
 def _check_policy(
@@ -90,16 +95,16 @@ def _check_sizes(
     """Refuse jobs that are larger than the cluster, or than the limits of their tenant."""
     limits = limits_of(scenario.cluster)
     for spec in specs:
-        kinds = spec.kinds or tuple(sizes)
-        most = max(sizes.get(kind, 0) for kind in kinds)
+        own = {kind: sizes.get(kind, 0) for kind in spec.kinds or sizes}
+        most = max(own.values())
         if spec.min_devices > most:
             raise ValueError(
                 f"--policy {name}: job {spec.id!r} needs {spec.min_devices} devices of one kind, "
                 f"but the cluster has {most}; it would wait for ever. Enlarge the cluster, or remove the job."
             )
-        fitting = [kind for kind in kinds if sizes.get(kind, 0) >= spec.min_devices]
+        fitting = [kind for kind, size in own.items() if size >= spec.min_devices]
         for limit in limits:
-            least = min(spec.min_devices * limit.per_device(kind) for kind in fitting)
+            least = spec.min_devices * min(map(limit.per_device, fitting))
             if spec.tenant in limit.tenants and least > limit.left:
                 raise ValueError(
                     f"--policy {name}: job {spec.id!r} needs {spec.min_devices} devices, which is more than "

@@ -1,19 +1,20 @@
 """Synthetic workloads, for simulations without a trace; the same seed gives the same jobs.
 
-The shapes of the distributions follow publications about real clusters (Jeon et al., "Philly", ATC 2019; Hu et al.,
-"Helios", SC 2021). The numbers are our own and describe no particular site.
+The shapes of the distributions follow publications about real clusters (Jeon et al., "Philly", ATC 2019; Hu
+et al., "Helios", SC 2021). The numbers are our own and describe no particular site.
 
-* Arrivals are a Poisson process, given the number of jobs. Around the fourth hour of every day, its rate rises to
-  `peak` times the quiet rate, because queues form in bursts that averages hide.
+* Arrivals are a Poisson process, given the number of jobs. Around the fourth hour of every day, its rate
+  rises to `peak` times the quiet rate, because queues form in bursts that averages hide.
 * A job belongs to one of six families, from small and short to large and long. Most jobs are small; most
   device-hours belong to the few large ones.
-* The work of a job, in base steps, is log-normal around the median of its family. The distribution has a long tail,
-  so the few longest jobs decide p99 and the makespan.
-* The devices and the batch size that a job's user requests are drawn from the settings at which its family reaches
-  50 to 80 % of a perfect speedup; if there are none, one device. Only rigid policies use them.
-* The truth about a job is a `GoodputModel` for every kind of device. Computation is faster on a faster kind (for some
-  families less than proportionally, because they wait for their input); synchronisation is not. The gradient noise
-  grows during the training, so that larger batches, and with them more devices, become worth more.
+* The work of a job, in base steps, is log-normal around the median of its family. The distribution has a
+  long tail, so the few longest jobs decide p99 and the makespan.
+* The devices and the batch size that a job's user requests are drawn from the settings at which its family
+  reaches 50 to 80 % of a perfect speedup; if there are none, one device. Only rigid policies use them.
+* The truth about a job is a `GoodputModel` for every kind of device. Computation is faster on a faster kind
+  (for some families less than proportionally, because they wait for their input); synchronisation is not.
+  The gradient noise grows during the training, so that larger batches, and with them more devices, become
+  worth more.
 """
 
 import math
@@ -103,8 +104,8 @@ def synthetic_workload(
 ) -> tuple[TraceJob, ...]:
     """Return synthetic jobs in order of arrival; `TraceJob.num_steps` is their work in base steps.
 
-    They arrive during `hours`. No job requests more than `largest` devices, on nodes with `per_node`. The jobs do not
-    depend on a cluster. Raises ValueError for impossible numbers.
+    They arrive during `hours`. No job requests more than `largest` devices, on nodes with `per_node`. The
+    jobs do not depend on a cluster. Raises ValueError for impossible numbers.
     """
     for name, value in (("num_jobs", num_jobs), ("largest", largest), ("per_node", per_node)):
         if value < 1:
@@ -191,7 +192,7 @@ def _median_steps(family: Family) -> int:
 
 
 def _asked_for(family: Family, largest: int, per_node: int) -> list[tuple[int, int]]:
-    """Return (devices, batch) pairs whose speedup, half-way through the training, is 50 to 80 % of perfect."""
+    """Return (devices, batch) whose speedup, half-way through the training, is 50 to 80 % of perfect."""
     base, most = family.limits.base, family.limits.max
     middle = GradParams(sqr=1.0, var=math.sqrt(family.noise[0] * family.noise[1]))
     batches = [base * 2**i for i in range((most // base).bit_length())]

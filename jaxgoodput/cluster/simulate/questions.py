@@ -1,7 +1,7 @@
-"""`--explain JOB@TIME` and `--what-if SPEC@TIME`: one decision of a simulation, as tables to read.
+"""Answers `--explain JOB@TIME` and `--what-if SPEC@TIME` with tables about one decision of a simulation.
 
-Both run the workload under one policy up to that time, take the last decision up to then, and ask the
-policy again with one thing changed (`scheduler.explain`, `scheduler.alternatives`).
+Both run the workload under one policy up to that time, take the last decision before it, and ask the policy
+again with one thing changed (`scheduler.explain`, `scheduler.alternatives`).
 """
 
 import math
@@ -31,14 +31,14 @@ from jaxgoodput.cluster.simulate.settings import Settings
 from jaxgoodput.cluster.simulate.simulator import SimulatedDecision, decision_at
 from jaxgoodput.specs import Shape
 
-MOST_ROWS = 24  # of who has the devices; the smallest are counted only
-MOST_NAMED = 3  # jobs beside a shape of the alternatives
+MOST_ROWS = 24  # jobs that are listed with their devices; smaller ones are only counted
+MOST_NAMED = 3  # jobs that are named beside an alternative
 _TIME = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?)(?P<unit>[smhd]?)")
 _SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def read_moment(text: str, option: str) -> tuple[str, float]:
-    """(what, seconds) of `WHAT@TIME`; TIME is a number of seconds, or one with s, m, h or d.
+    """Return (what, seconds) of `WHAT@TIME`; TIME is in seconds, or a number with s, m, h or d.
 
     >>> read_moment("job-3@1.5h", "--explain")
     ('job-3', 5400.0)
@@ -56,9 +56,9 @@ def read_moment(text: str, option: str) -> tuple[str, float]:
 def explanation(
     scenario: Scenario, name: str, named: PolicyEntry, settings: Settings, text: str
 ) -> str:
-    """Why a job had what it had at a time: the reason, what else it could have had, and who had the devices.
+    """Return why a job had its devices at a time: the reason, the alternatives, and who had the devices.
 
-    Raises ValueError for a job or a time that is not there.
+    Raises ValueError if there is no such job or time.
     """
     job, at_s = read_moment(text, "--explain")
     decided, _ = _decided(scenario, name, named, settings, at_s, None)
@@ -104,9 +104,9 @@ def explanation(
 def what_if(
     scenario: Scenario, name: str, named: PolicyEntry, settings: Settings, text: str
 ) -> str:
-    """The plan at a time if one job more were there: who would change, and by how much.
+    """Return what would change at a time if there were one more job.
 
-    Raises ValueError for a job that cannot be.
+    Raises ValueError if the text describes no job.
     """
     what, at_s = read_moment(text, "--what-if")
     trace = read_job(what, at_s)
@@ -140,9 +140,9 @@ def what_if(
 
 
 def read_job(text: str, at_s: float) -> TraceJob:
-    """A job from `APPLICATION[:DEVICES][,NAME=VALUE...]`; names: mode, batch, weight, id.
+    """Return the job of `APPLICATION[:DEVICES][,NAME=VALUE...]` with the names mode, batch, weight and id.
 
-    Raises ValueError where it is something else.
+    Raises ValueError for any other text.
     """
     first, *rest = (part.strip() for part in text.split(","))
     application, _, devices = first.partition(":")
@@ -204,8 +204,7 @@ def _absent(job: str, at_s: float, decided: SimulatedDecision) -> str:
 
 def _had(view: JobView, decided: SimulatedDecision) -> str:
     kinds = {node.name: node.kind for node in decided.cluster.nodes}
-    hours = sum(view.received_s.values()) / 3600
-    past = f"{view.num_restarts} restarts and {hours:.1f} device-hours so far"
+    past = f"{view.num_restarts} restarts and {_hours(view):.1f} device-hours so far"
     if not view.allocation.devices:
         return f"no devices; {past}"
     kind = kinds[next(iter(view.allocation.devices))]
@@ -219,20 +218,17 @@ def _holders(decided: SimulatedDecision, job: str) -> str:
     has = shapes_of(decided.plan, decided.cluster)
     running = [(v, s) for v in decided.jobs if (s := has[v.spec.id]) is not None]
     running.sort(key=lambda pair: (-pair[1].num_devices, pair[0].spec.id))
-    rows = []
-    for view, shape in running[:MOST_ROWS]:
-        mark = "> " if view.spec.id == job else ""
-        hours = sum(view.received_s.values()) / 3600
-        rows.append(
-            (
-                mark + view.spec.id,
-                shape_in_words(shape),
-                _share(speed(view, shape)),
-                f"{view.spec.weight:g}",
-                f"{hours:.1f}",
-                f"{view.num_restarts}",
-            )
+    rows = [
+        (
+            ("> " if view.spec.id == job else "") + view.spec.id,
+            shape_in_words(shape),
+            _share(speed(view, shape)),
+            f"{view.spec.weight:g}",
+            f"{_hours(view):.1f}",
+            f"{view.num_restarts}",
         )
+        for view, shape in running[:MOST_ROWS]
+    ]
     held = sum(shape.num_devices for _, shape in running)
     usable = sum(node.num_usable for node in decided.cluster.nodes if node.state == "up")
     waiting = sum(shape is None for shape in has.values())
@@ -243,6 +239,10 @@ def _holders(decided: SimulatedDecision, job: str) -> str:
     )
     last = f"{held} of {usable} devices are taken; {waiting} jobs wait"
     return "\n".join([plain_table(heads, rows, left=2), *more, last])
+
+
+def _hours(view: JobView) -> float:
+    return sum(view.received_s.values()) / 3600
 
 
 def _named(found: Sequence[Change]) -> str:

@@ -22,8 +22,8 @@ from jaxgoodput.cluster.simulate.settings import (
 )
 
 RULES = ("own", "pollux", "sia", "gavel", "events", "realistic")
-# Bytes of parameters and optimizer state in 32 bits, from the public sizes of the artifacts' models, and from the
-# generator for its families.
+# Bytes of parameters and optimizer state in 32 bits, from the public sizes of the artifacts' models, and
+# from the generator for its families.
 STATE_BYTES: Mapping[str, float] = {
     "cifar10": 9e7, "imagenet": 2.05e8, "yolov3": 5e8, "deepspeech2": 3e8, "bert": 1.3e9, "ncf": 3.8e8,
     **{name: family.state_bytes for name, family in FAMILIES.items()},
@@ -33,9 +33,9 @@ STATE_BYTES: Mapping[str, float] = {
 def read_costs(text: str) -> RestartCosts:
     """Return the restart costs of `WHAT=NUMBER,...`.
 
-    `start`, `resume`, `move`, `shape` and `kind` are in units of the restart seconds, `compile` is in seconds, and
-    `storage` is the bandwidth in GiB/s that restarting jobs share; checkpoints have the sizes of `STATE_BYTES`.
-    Raises ValueError for any other text.
+    `start`, `resume`, `move`, `shape` and `kind` are in units of the restart seconds, `compile` is in
+    seconds, and `storage` is the bandwidth in GiB/s that restarting jobs share; checkpoints have the sizes
+    of `STATE_BYTES`. Raises ValueError for any other text.
 
     >>> read_costs("resume=0.5,compile=60").resume
     0.5
@@ -66,37 +66,43 @@ def read_settings(
     "own": the published settings of the workload's artifact; "events" for synthetic jobs.
     "pollux", "sia", "gavel": the published settings of that artifact.
     "events": the same applications, but decisions follow arrivals and ends, and jobs may be offered any size.
-    "realistic": "events" with noisy measurements, interference and failing nodes, and with restarts that cost what
-      saving and reading the state was measured to cost. The states of Gavel's jobs are unknown, so these need
-      `restart_s`.
+    "realistic": "events" with noisy measurements, interference and failing nodes. Restarts cost what writing
+      and reading the state was measured to cost; Gavel's jobs need `restart_s`, as their states are unknown.
 
     `restart_s` replaces the seconds of a restart. `faults`, `costs` and `inputs` are texts for `read_faults`,
     `read_costs` and `read_inputs`. Raises ValueError for impossible combinations.
     """
-    if restart_s is not None and not (restart_s >= 0 and math.isfinite(restart_s)):
-        raise ValueError(f"--restart-s {restart_s}: must be at least 0 seconds, and finite.")
     settings = _rules(name, origin)
-    if restart_s is not None:
-        settings = replace(settings, restart_s=restart_s, told_restart_s=None)
-    elif name == "realistic":
-        if origin == "gavel":
-            raise ValueError(
-                "--rules realistic: the states of Gavel's jobs are unknown, and so is the cost of their "
-                "restarts. Add --restart-s SECONDS."
-            )
-        settings = replace(settings, restart_s=restart_by_state(STATE_BYTES), told_restart_s=None)
+    is_measured = name == "realistic" and restart_s is None
+    if is_measured or restart_s is not None:
+        seconds = _measured_restart_s(origin) if restart_s is None else _checked(restart_s)
+        settings = replace(settings, restart_s=seconds, told_restart_s=None)
     if faults is not None:
         settings = replace(settings, faults=read_faults(faults))
     if inputs is not None:
         settings = replace(settings, inputs=read_inputs(inputs))
     if costs is not None:
-        read = read_costs(costs)
-        settings = replace(settings, costs=read)
-        if read.storage is not None and name == "realistic" and restart_s is None:
+        settings = replace(settings, costs=read_costs(costs))
+        if is_measured and settings.costs is not None and settings.costs.storage is not None:
             # The storage accounts for writing and reading; what remains is the start of a process.
             told = settings.restart_s
             settings = replace(settings, restart_s=RESTART_BASE_S, told_restart_s=told)
     return replace(settings, seed=seed, declared_progress=declared_progress)
+
+
+def _checked(restart_s: float) -> float:
+    if not (restart_s >= 0 and math.isfinite(restart_s)):
+        raise ValueError(f"--restart-s {restart_s}: must be at least 0 seconds, and finite.")
+    return restart_s
+
+
+def _measured_restart_s(origin: Origin) -> dict[str, float]:
+    if origin == "gavel":
+        raise ValueError(
+            "--rules realistic: the states of Gavel's jobs are unknown, and so is the cost of their "
+            "restarts. Add --restart-s SECONDS."
+        )
+    return restart_by_state(STATE_BYTES)
 
 
 def _rules(name: str, origin: Origin) -> Settings:

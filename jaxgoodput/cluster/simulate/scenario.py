@@ -1,4 +1,4 @@
-"""What to simulate: `--workload`, `--cluster`, `--speed`, `--tenants`, `--prices`, `--budgets` and `--deadlines`.
+"""Reads what to simulate: the workload, the cluster, and who owns, pays for and waits for the jobs.
 
 All texts are read and checked before anything runs; if one is wrong, a ValueError says what was expected. A
 `ClusterSpec` as JSON and the folders of the public artifacts are read from files.
@@ -65,7 +65,8 @@ class Scenario:
 def read_cluster(text: str, *, kind: str = "t4") -> ClusterSpec:
     """Return the cluster of `KIND:NODESxDEVICES[/N],...`, or of a JSON file of a `ClusterSpec`.
 
-    A part without a kind has kind `kind`; `/N` puts N nodes into each rack. Raises ValueError for any other text.
+    A part without a kind has kind `kind`; `/N` puts N nodes into each rack. Raises ValueError for any other
+    text.
 
     >>> [node.name for node in read_cluster("2x4,rtx:1x8").nodes]
     ['t4-000', 't4-001', 'rtx-000']
@@ -152,12 +153,7 @@ def read_scenario(
                 )
         scenario = _published(workload, cluster)
     if prices is not None:
-        found = read_numbers("--prices", prices, example="t4=0.35,a100=3")
-        with naming("--prices"):
-            unknown = sorted(set(found) - {node.kind for node in scenario.cluster.nodes})
-            if unknown:
-                raise ValueError(f"the cluster has no {unknown[0]!r}.")
-            scenario = replace(scenario, cluster=replace(scenario.cluster, price_per_hour=found))
+        scenario = _with_prices(scenario, prices)
     scenario = _with_tenants(scenario, tenants, seed)
     if budgets is not None:
         if not scenario.cluster.price_per_hour:
@@ -172,6 +168,15 @@ def read_scenario(
         due = with_deadlines(jobs, spec, truth, share=share, multiple=multiple, seed=seed)
         scenario = replace(scenario, jobs=due)
     return scenario
+
+
+def _with_prices(scenario: Scenario, text: str) -> Scenario:
+    found = read_numbers("--prices", text, example="t4=0.35,a100=3")
+    with naming("--prices"):
+        unknown = sorted(set(found) - {node.kind for node in scenario.cluster.nodes})
+        if unknown:
+            raise ValueError(f"the cluster has no {unknown[0]!r}.")
+        return replace(scenario, cluster=replace(scenario.cluster, price_per_hour=found))
 
 
 def _with_tenants(scenario: Scenario, text: str | None, seed: int) -> Scenario:

@@ -176,8 +176,8 @@ def restart_by_state(
 def realistic(settings: Settings, **changes) -> Settings:
     """Return the settings on events instead of rounds, with noise, interference and failing nodes.
 
-    Noise, interference and failures are assumptions, not measurements; a node fails about once in 30 days. Restarts
-    stay as they are; `restart_by_state` gives measured ones.
+    Noise, interference and failures are assumptions, not measurements; a node fails about once in 30 days.
+    Restarts stay as they are; `restart_by_state` gives measured ones.
     """
     assumed = {
         "round_s": None,

@@ -1,9 +1,10 @@
 """A cluster in simulated time: discrete events around the same decisions that the service makes.
 
-Jobs advance at the speed that the truth about their applications gives. The policy sees `JobView`s and answers with a
-plan, as in the real service. With `Settings.round_s`, time advances in rounds, as in the simulators of Pollux and Sia:
-every job advances by a round, then the policy is asked. Otherwise time advances from event to event: arrivals, ends,
-failures and first measurements, with the minimum and maximum gap between decisions that the settings give.
+Jobs advance at the speed that the truth about their applications gives. The policy sees `JobView`s and
+answers with a plan, as in the real service. With `Settings.round_s`, time advances in rounds, as in the
+simulators of Pollux and Sia: every job advances by a round, then the policy is asked. Otherwise time
+advances from event to event: arrivals, ends, failures and first measurements, with the minimum and maximum
+gap between decisions that the settings give.
 """
 
 import math
@@ -54,9 +55,9 @@ def simulate(
 ) -> Result:
     """Run a workload to its end, and return what happened to every job.
 
-    `name` is the policy's name in the result (default: its class). `clock` measures how long decisions take. Raises
-    ValueError if the truth does not know a job, and StalledError if the policy leaves jobs waiting and nothing will
-    ever change.
+    `name` is the policy's name in the result (default: its class). `clock` measures how long decisions take.
+    Raises ValueError if the truth does not know a job, and StalledError if the policy leaves jobs waiting
+    and nothing will ever change.
     """
     settings = Settings() if settings is None else settings
     clock = SystemClock() if clock is None else clock
@@ -95,9 +96,9 @@ def decision_at(
 ) -> tuple[SimulatedDecision, JobView | None]:
     """Return the last decision up to a time, and the view of a hypothetical job `added` that arrives then.
 
-    Use this to ask why a policy decided as it did, or what it would do with one more job. The hypothetical job has run
-    for a minute on one device of each kind, so that its table is known. Raises ValueError if no decision was made by
-    then, or if all jobs were done.
+    Use this to ask why a policy decided as it did, or what it would do with one more job. The hypothetical
+    job has run for a minute on one device of each kind, so that its table is known. Raises ValueError if no
+    decision was made by then, or if all jobs were done.
     """
     settings = Settings() if settings is None else settings
     world = _World(jobs, cluster, policy, truth, settings, SystemClock())
@@ -114,8 +115,8 @@ def decision_at(
     if found is None:
         first = min((trace.submit_s for trace in jobs), default=math.inf)
         raise ValueError(
-            f"no decision was made up to {at_s:,.0f} s; the first job arrives at {first:,.0f} s. Name a later "
-            "time."
+            f"no decision was made up to {at_s:,.0f} s; the first job arrives at {first:,.0f} s. Name a "
+            "later time."
         )
     return found, None if added is None else world.newcomer(added, found.now_s)
 

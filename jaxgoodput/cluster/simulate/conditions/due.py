@@ -1,7 +1,8 @@
 """Deadlines for a share of the jobs of a workload: `--deadlines SHARE:MULTIPLE`.
 
-Published workloads have no deadlines, so jobs are drawn at random from the seed. A job is due after MULTIPLE times
-the seconds that it takes alone, on the devices that its user asked for, of the kind that is fastest for it.
+Published workloads have no deadlines, so jobs are drawn at random from the seed. A job is due after MULTIPLE
+times the seconds that it takes alone, on the devices that its user asked for, of the kind that is fastest
+for it.
 """
 
 import math
@@ -28,8 +29,8 @@ def read_deadlines(text: str) -> tuple[float, float]:
             raise ValueError
     except ValueError:
         raise ValueError(
-            f"--deadlines {text!r} is not of the form SHARE:MULTIPLE, such as 0.5:2. SHARE is the share of the "
-            "jobs, at most 1; MULTIPLE, above 0, multiplies the time that a job takes alone."
+            f"--deadlines {text!r} is not of the form SHARE:MULTIPLE, such as 0.5:2. SHARE is the share of "
+            "the jobs, at most 1; MULTIPLE, above 0, multiplies the time that a job takes alone."
         ) from None
     return share, multiple
 

@@ -1,9 +1,9 @@
 """Faults of nodes, racks and jobs. They are drawn from seeds alone, so every policy meets the same ones.
 
-The history of a node or rack follows from the seed and its name, that of a job from the seed and its line in the
-workload. Nodes fail and slow down at moments of the clock. A job crashes after a number of seconds of its own work,
-so its n-th crash comes at the same point of its work under every policy. A job is cancelled at a given time after
-its submission, unless it is done by then.
+The history of a node or rack follows from the seed and its name, that of a job from the seed and its line in
+the workload. Nodes fail and slow down at moments of the clock. A job crashes after a number of seconds of
+its own work, so its n-th crash comes at the same point of its work under every policy. A job is cancelled at
+a given time after its submission, unless it is done by then.
 """
 
 import math
@@ -50,8 +50,8 @@ class Slowdowns:
         check_above_zero("Slowdowns", self, "mean_between_s", "mean_length_s")
         if not 0 < self.speed < 1:
             raise ValueError(
-                f"Slowdowns.speed={self.speed} must be above 0 and below 1: it is the share of the speed that "
-                "remains. Use Outages for a node that stops working."
+                f"Slowdowns.speed={self.speed} must be above 0 and below 1: it is the share of the speed "
+                "that remains. Use Outages for a node that stops working."
             )
 
 
@@ -110,10 +110,10 @@ class Faults:
 def read_faults(text: str) -> Faults:
     """Return the faults of `WHAT=NUMBER[:NUMBER...],...`, with all times in hours.
 
-    `node` and `rack`: hours between failures, and hours of a repair. `slow` (may be repeated): hours between slow
-    periods, their length, and the speed that remains. `crash`: hours of a job's work between crashes. `cancel`: share
-    of the jobs, and hours after the submission. `checkpoint`: hours between checkpoints. Raises ValueError for any
-    other text.
+    `node` and `rack`: hours between failures, and hours of a repair. `slow` (may be repeated): hours between
+    slow periods, their length, and the speed that remains. `crash`: hours of a job's work between crashes.
+    `cancel`: share of the jobs, and hours after the submission. `checkpoint`: hours between checkpoints.
+    Raises ValueError for any other text.
 
     >>> read_faults("node=720:0.5,crash=48").mean_to_crash_s
     172800.0

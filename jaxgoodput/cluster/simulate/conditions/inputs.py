@@ -1,7 +1,7 @@
 """Jobs that wait for their input: a job is no faster than the processors of its nodes prepare samples.
 
-Every device of a job waits for its own samples, and all devices wait for each other. So the speed is set by the
-node that has the fewest processors for each device.
+Every device of a job waits for its own samples, and all devices wait for each other. So the speed is set by
+the node that has the fewest processors for each device.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,11 +22,11 @@ class Inputs:
     cpus_per_node: float | Mapping[str, float]
     """Processors of every node, or by kind of its devices."""
     samples_per_cpu_s: float | Mapping[str, float]
-    """Samples that one processor prepares per second, for all applications or by application; applications that
-    are absent never wait. (Steps, if the truth knows no samples.)"""
+    """Samples (steps, if the truth knows no samples) that one processor prepares per second, for all
+    applications or by application. Applications that are absent never wait."""
     cpus_per_device: Seconds | None = None
-    """Processors that a job requests for each device, for all applications or by application; if a node has too
-    few, all of its jobs get proportionally less. None: a device's even share of the node."""
+    """Processors that a job requests for each device, for all applications or by application. If a node has
+    too few, all of its jobs get proportionally less. None: a device's even share of the node."""
 
     def __post_init__(self):
         for name in ("cpus_per_node", "samples_per_cpu_s", "cpus_per_device"):
@@ -35,17 +35,17 @@ class Inputs:
             for value in values:
                 if value is not None and not value > 0:
                     raise ValueError(
-                        f"Inputs.{name} must be above 0, got {value}; no sample would ever be prepared. Leave "
-                        "Settings.inputs out if jobs do not wait for samples."
+                        f"Inputs.{name} must be above 0, got {value}; no sample would ever be prepared. "
+                        "Leave Settings.inputs out if jobs do not wait for samples."
                     )
 
 
 def read_inputs(text: str) -> Inputs:
     """Return the processors of `cpus=NUMBER,APPLICATION=SAMPLES,...`, optionally with `per-device=NUMBER`.
 
-    `cpus` is the number of a node, `per-device` what a job requests for each device, and APPLICATION=SAMPLES the
-    samples that one processor prepares per second; other applications never wait. Raises ValueError for any other
-    text.
+    `cpus` is the number of a node, `per-device` what a job requests for each device, and APPLICATION=SAMPLES
+    the samples that one processor prepares per second; other applications never wait. Raises ValueError for
+    any other text.
 
     >>> read_inputs("cpus=32,bert=50").samples_per_cpu_s
     {'bert': 50.0}

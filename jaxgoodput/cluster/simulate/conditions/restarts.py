@@ -1,8 +1,8 @@
 """The cost of a change of devices: by kind of change, with compilation, and with storage that jobs share.
 
-A restart first moves the job's checkpoint through the storage: written if the job was running, then read. After
-that it takes the restart seconds of its application, times a factor by kind of change, plus the time of a
-compilation if the job's shape is new to it.
+A restart first moves the job's checkpoint through the storage: written if the job was running, then read.
+After that it takes the restart seconds of its application, times a factor by kind of change, plus the time
+of a compilation if the job's shape is new to it.
 """
 
 import math
@@ -102,20 +102,20 @@ def of_application(values: Seconds, application: str, name: str) -> float:
 
 @dataclass
 class SharedStorage:
-    """The jobs that move checkpoints at the moment. Each gets an even share, which grows when others finish."""
+    """The jobs that are moving checkpoints. Each gets an even share, which grows when others finish."""
 
     bytes_per_s: float
     _left: dict[str, float] = field(default_factory=dict)  # bytes by job
     _now_s: float = 0.0
 
     def join(self, job: str, size_bytes: float, now_s: float) -> None:
-        """Start to move a job's checkpoint."""
+        """Start moving a job's checkpoint."""
         self.leave(job, now_s)
         if size_bytes > 0:
             self._left[job] = size_bytes
 
     def leave(self, job: str, now_s: float) -> None:
-        """Stop to move a job's checkpoint."""
+        """Stop moving a job's checkpoint."""
         self._pass_to(now_s)
         self._left.pop(job, None)
 

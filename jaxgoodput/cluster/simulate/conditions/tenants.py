@@ -18,8 +18,9 @@ _KEYS = ("guaranteed", "limit", "weight", "budget", "jobs")
 def read_tenants(text: str) -> tuple[tuple[Tenant, ...], dict[str, float]]:
     """Return the tenants of `[PARENT/]NAME[:KEY=NUMBER...],...`, and the part of the jobs that each has.
 
-    Keys: `guaranteed` and `limit` in devices, `weight`, `budget` per hour, and `jobs`, the part of the jobs relative
-    to other tenants (default: 1 for a tenant without children, otherwise 0). Raises ValueError for any other text.
+    Keys: `guaranteed` and `limit` in devices, `weight`, `budget` per hour, and `jobs`, the part of the jobs
+    relative to other tenants (default: 1 for a tenant without children, otherwise 0). Raises ValueError for
+    any other text.
 
     >>> tenants, jobs = read_tenants("lab:guaranteed=8,lab/team:guaranteed=4:jobs=3")
     >>> [(t.name, t.parent, t.guaranteed) for t in tenants], jobs

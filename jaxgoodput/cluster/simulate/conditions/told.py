@@ -1,7 +1,8 @@
 """What policies are told about jobs, and how wrong it is.
 
-With `Settings.told_noise`, every entry of a job's goodput table is wrong by its own factor. The factor belongs to the
-job and the shape and never changes: neither measurements of other shapes nor averages over time repair it.
+With `Settings.told_noise`, every entry of a job's goodput table is wrong by its own factor. The factor
+belongs to the job and the shape and never changes: neither measurements of other shapes nor averages over
+time repair it.
 """
 
 import math
@@ -26,8 +27,8 @@ NEWCOMER_S = 60.0  # how long a hypothetical job has run on each kind of device
 def told_factor(deviation: float, seed: int, job: int, shape: Shape) -> float:
     """Return the log-normal factor of a job's entry for a shape; its log has this standard deviation.
 
-    The same arguments give the same factor, in any order of calls. The normal draw behind it does not depend on the
-    deviation.
+    The same arguments give the same factor, in any order of calls. The normal draw behind it does not depend
+    on the deviation.
 
     >>> told_factor(0.0, 0, 3, Shape("t4", 1, 2))
     1.0
@@ -103,7 +104,7 @@ class JobViews:
         now_s: float,
         tenant_received_s: Mapping[str, float],
     ) -> JobView:
-        """Return the view of a hypothetical job that has run a minute on one device of each kind it can use."""
+        """Return the view of a hypothetical job that has run for a minute on each kind of device."""
         work = truth.job(trace, self._settings, index)
         before = work.save()
         for kind in dict.fromkeys(kinds):

@@ -1,8 +1,8 @@
 """How a simulated job learns its speed and chooses its batch size, as AdaptDL does.
 
 A job measures the time of every configuration that it runs, fits a time model for each kind of device, and
-searches 50 global batch sizes, geometrically spaced, for the highest goodput (adaptdl/goodput.py, `optimize`).
-Jobs with the same measurements share fits and searches.
+searches 50 global batch sizes, geometrically spaced, for the highest goodput (adaptdl/goodput.py,
+`optimize`). Jobs with the same measurements share fits and searches.
 """
 
 import math
@@ -28,8 +28,9 @@ def split(
 ) -> tuple[int, int]:
     """Return (samples per device and micro-batch, number of micro-batches) for about that global batch.
 
-    `largest` is the largest micro-batch. `limit` is the largest global batch, which is never exceeded. If there is
-    only one device, it uses two micro-batches above `base`, because its gradient noise needs two gradients.
+    `largest` is the largest micro-batch. `limit` is the largest global batch, which is never exceeded. If
+    there is only one device, it uses two micro-batches above `base`, because its gradient noise needs two
+    gradients.
 
     >>> split(2048, 6, 128, 1024, 4096)
     (342, 1)
@@ -140,7 +141,8 @@ class Learner:
         key = id(perf), placements, batch
         if key not in self._speeds:
             seconds = step_time(perf, found.at, found.micro, found.count)
-            # The key holds the id of `perf`: keeping `perf` stops Python from giving its id to another object.
+            # The key holds the id of `perf`: keeping `perf` stops Python from giving its id to another
+            # object.
             self._speeds[key] = perf, np.where(found.allowed, found.batch / seconds, 0.0)
         worth = efficiency(grad, found.batch / self.application.base_batch)
         return self._speeds[key][1] * worth

@@ -1,7 +1,8 @@
 """Jobs with the speeds of a `GoodputModel`: simulations that need no measured tables.
 
-The truth is a time model for every kind of device, and a gradient noise that grows geometrically with the work
-done. Adaptive jobs use the best batch size of every phase; elastic and rigid jobs keep the one of their trace.
+The truth is a time model for every kind of device, and a gradient noise that grows geometrically with the
+work done. Adaptive jobs use the best batch size of every phase; elastic and rigid jobs keep the one of their
+trace.
 """
 
 import math
@@ -256,7 +257,7 @@ class ModelJob:
             yield from ((s, float(g) * self._noise) for s, g in zip(mine, speeds, strict=True) if g)
 
     def remaining(self) -> float | None:
-        """Return the useful samples left, if settings, a fixed batch or a deadline make the job declare it."""
+        """Return the useful samples left; None unless settings, a fixed batch or a deadline declare it."""
         declared = self._settings.declared_progress or self._batch is not None
         declared |= self.spec.deadline_s is not None
         return self._total - self._done if declared else None

@@ -191,9 +191,9 @@ class TableJob:
     def goodput(self, shapes: tuple[Shape, ...]) -> Mapping[Shape, float]:
         """Return useful samples/s by the job's own models, or true steps/s if its batch is fixed.
 
-        A kind without measurements is projected from the first kind that has some, by the ratio of the samples/s
-        of one device at the largest micro-batch (Sia's bootstrapping). Before the first run, one device of each
-        kind counts as 1, and nothing else is known.
+        A kind without measurements is projected from the first kind that has some, by the ratio of the
+        samples/s of one device at the largest micro-batch (Sia's bootstrapping). Before the first run, one
+        device of each kind counts as 1, and nothing else is known.
         """
         if self.spec.mode != "adaptive":
             key, estimate = shapes, self._true_speeds
@@ -214,25 +214,23 @@ class TableJob:
 
     def _estimate(self, shapes: tuple[Shape, ...]) -> dict[Shape, float]:
         limit = self._limit()
-        by_kind = {
-            kind: tuple(s for s in shapes if s.kind == kind and s.num_devices <= limit)
-            for kind in self._app.steps
-        }
-        if self._grad is None or not self._profiles:
-            return {s: 1.0 for chosen in by_kind.values() for s in chosen if s.num_devices == 1}
         table: dict[Shape, float] = {}
-        for kind, chosen in by_kind.items():
-            if not chosen:
-                continue
-            source = kind if kind in self._profiles else next(iter(self._profiles))
-            places = tuple((shape.num_nodes, shape.num_devices) for shape in chosen)
-            found = self._learners[source].goodput(
-                self._model(source), self._grad, places, self._batch
-            )
-            ratio = 1.0 if source == kind else self._single(kind) / self._single(source)
-            best = found.max(1) * ratio
-            table |= {s: float(g) for s, g in zip(chosen, best, strict=True) if g > 0}
+        for kind in self._app.steps:
+            offered = tuple(s for s in shapes if s.kind == kind and s.num_devices <= limit)
+            if offered:
+                table |= self._expected(kind, offered)
         return table
+
+    def _expected(self, kind: str, offered: tuple[Shape, ...]) -> dict[Shape, float]:
+        """Return the goodput on shapes of a kind, by the model of the kind or of another one."""
+        if self._grad is None or not self._profiles:
+            return {shape: 1.0 for shape in offered if shape.num_devices == 1}
+        source = kind if kind in self._profiles else next(iter(self._profiles))
+        places = tuple((shape.num_nodes, shape.num_devices) for shape in offered)
+        found = self._learners[source].goodput(self._model(source), self._grad, places, self._batch)
+        ratio = 1.0 if source == kind else self._single(kind) / self._single(source)
+        best = found.max(1) * ratio
+        return {s: float(g) for s, g in zip(offered, best, strict=True) if g > 0}
 
     def _single(self, kind: str) -> float:
         """Return the samples/s of one device at its largest micro-batch."""

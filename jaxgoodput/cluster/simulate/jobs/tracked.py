@@ -84,7 +84,7 @@ class Restarts:
             state.after_storage_s = state.left_s
 
     def leave(self, job: "TrackedJob", now_s: float) -> None:
-        """Stop to move a job's checkpoint, if it is on its way."""
+        """Stop moving a job's checkpoint, if it is on its way."""
         if self._traffic is not None:
             self._traffic.leave(job.id, now_s)
 
@@ -152,7 +152,7 @@ class TrackedJob:
         return bool(self.allocation.devices) and self.finish_s is None
 
     def advance(self, seconds: float, speed: float, now_s: float, restarts: Restarts) -> float:
-        """Restart, work and crash for at most `seconds`; return the seconds used, fewer only if it finished."""
+        """Restart, work and crash for at most `seconds`; return the seconds used, fewer if it finished."""
         used, left = 0.0, seconds
         while True:
             delay = self.restart.wait(left)
