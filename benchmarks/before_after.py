@@ -1,10 +1,10 @@
-"""Whether a change made training slower: `step_overhead.py` in two checkouts, turn by turn.
+"""Checks whether a change made training slower: `step_overhead.py` in two checkouts, in turns.
 
     python benchmarks/before_after.py --before ../older-checkout --only cnn:1
 
-Each turn is a process of its own, first of one checkout, then of the other, on the same machine and with the
-same environment. The hand-written loop is the same in both, so all figures are over it; the last column is
-the ratio of the two, within a turn: median and range.
+Each turn runs a process of one checkout, then one of the other, on the same machine and with the same
+environment. The hand-written loop is the same in both, so all figures are relative to it. The last column is
+the ratio of the two within a turn: median and range.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Does the default policy hold where jobs outnumber devices? Asked and measured, beside the published ones.
+"""Compares the default policy with published ones when there are more jobs than devices.
 
     python benchmarks/scheduler_pressure.py [--all] [--worlds NAME ...] [--skip worlds pair gang deadlines]
 

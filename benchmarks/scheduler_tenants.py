@@ -1,4 +1,4 @@
-"""What guarantees, limits and shares cost the jobs: tenants, beside the same jobs without them.
+"""Measures what guarantees, limits and shares of tenants cost, against the same jobs without tenants.
 
     python benchmarks/scheduler_tenants.py [--hours 24] [--seed 0]
 

@@ -73,7 +73,8 @@ def functions(count: int, *, longest: int, seed: int = 0) -> list[np.ndarray]:
     """Return `count` functions of the library without its tests, as bytes of source `uint8 [length]`.
 
     Methods and nested functions count as functions. Half of them have fewer than 260 bytes, one in twenty
-    more than 1,750; they are cut off at `longest`. Their order is random. No more files are parsed than needed.
+    more than 1,750; they are cut off at `longest`. Their order is random. No more files are parsed than
+    needed.
     """
     rng = np.random.default_rng(seed)
     files = standard_library(tests=False)

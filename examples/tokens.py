@@ -89,7 +89,7 @@ def trained(text: bytes, num_merges: int, *, num_words: int = 8000) -> Tokenizer
 
 
 def library(*, folder: str | None, without: str | None, most_bytes: int) -> dict[bool, bytes]:
-    """Return source text by whether it is held out (a twentieth of the files), of one folder or of all others."""
+    """Return source text by whether it is held out (a twentieth of the files); filter by folder."""
     parts: dict[bool, list[bytes]] = {False: [], True: []}
     for name, path in corpora.standard_library(tests=False):
         inside = name.partition("/")[0]
@@ -99,7 +99,7 @@ def library(*, folder: str | None, without: str | None, most_bytes: int) -> dict
 
 
 def windows(tokenizer: Tokenizer, text: bytes, length: int) -> dict[str, np.ndarray]:
-    """Return windows `int32 [windows, length + 1]` of a text, and the number of bytes after their first token.
+    """Return windows `int32 [windows, length + 1]` of a text, and their bytes after the first token.
 
     Windows overlap by one token: the last token of a window is the first of the next.
     """

@@ -1,9 +1,9 @@
 """jaxgoodput run --nnodes 1:2 --local-hosts 2 -- python examples/two_hosts.py --workdir /tmp/two_hosts
 
 Trains the quickstart's network on two hosts, here both on this machine; on two real hosts, use `--hosts a,b`
-instead of `--local-hosts 2`. Expect lines that name two processes, and a test accuracy of 0.97 or more, within
-a minute on two CPU cores. If you end one of the processes during the training (`kill -9`), the other one
-continues from memory and says so, and a new process joins.
+instead of `--local-hosts 2`. Expect lines that name two processes, and a test accuracy of 0.97 or more,
+within a minute on two CPU cores. If you end one of the processes during the training (`kill -9`), the other
+one continues from memory and says so, and a new process joins.
 
 Only the hook, which prints the processes, is about hosts.
 """

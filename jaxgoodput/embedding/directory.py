@@ -143,6 +143,8 @@ class Tier:
                 self._queue_heat = self.heat[queue]
                 if (self.needed[queue] >= now).any():  # too few others: these may be evicted too
                     self.needed[queue] = NEVER
+            # The queue may be old. Skip slots that are empty by now, whose row was read since (its heat is
+            # another), or whose row a batch needs.
             slots, heat = self._queue[:count], self._queue_heat[:count]
             self._queue, self._queue_heat = self._queue[count:], self._queue_heat[count:]
             unread = (self.ids[slots] != NO_ID) & (self.heat[slots] == heat)
@@ -162,6 +164,7 @@ class Tier:
             needed = self.needed[slots]
             order = np.lexsort((-needed, needed >= now))  # rows that are not needed go first
             return slots[order][:count]
+        # Partition before sorting: most slots are not among the coldest.
         most = min(len(slots), max(count, self.num_slots // SHARE_QUEUED))
         heat = self.heat[slots]
         limit = np.partition(heat, most - 1)[most - 1]
@@ -266,6 +269,7 @@ class Directory:
         leaving, evicted, evicted_heats = device.victims(len(missing) - len(free), number)
         targets = np.concatenate([free, leaving])
         device.place(targets, missing, heats, number)
+        # The look-ahead marked only rows that were on the device; mark the ones that have just arrived.
         for later, others in enumerate(self._ahead, number + 1):
             device.needed[targets[_within(missing, others)]] = later
 

@@ -167,6 +167,7 @@ def _arrivals(rng: np.random.Generator, num_jobs: int, hours: float, peak: float
     grid_h = np.linspace(0.0, hours, max(int(hours * 60), 2))
     swell = np.exp(-0.5 * ((grid_h % DAY_H - PEAK_H) / PEAK_WIDTH_H) ** 2)
     rate = 1.0 + (peak - 1.0) * swell
+    # The integral of the rate by the trapezoidal rule, inverted at uniform draws.
     mass = np.concatenate([[0.0], np.cumsum((rate[1:] + rate[:-1]) / 2)])
     return np.sort(np.interp(rng.random(num_jobs), mass / mass[-1], grid_h) * 3600.0)
 

@@ -181,6 +181,7 @@ class _World:
         return relative_speeds(running, self._settings, self._nodes, self._breakdowns)
 
     def _advance(self, seconds: float, speeds: Mapping[str, float]) -> None:
+        # Jobs that arrive within this time count from their arrival, but get devices only at a decision.
         active = [job for job in self.waiting if job.trace.submit_s < self.now_s + seconds]
         if self._cluster.tenants:
             self._tenants.add(active, self._breakdowns.present(), seconds)

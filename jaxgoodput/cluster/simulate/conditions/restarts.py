@@ -122,6 +122,7 @@ class SharedStorage:
     def left_s(self, now_s: float) -> dict[str, float]:
         """Return the seconds until each checkpoint has been moved, if no other job joins."""
         self._pass_to(now_s)
+        # Smallest first: until the smallest has been moved, all jobs share the bandwidth, then one fewer.
         found, passed_s, before = {}, 0.0, 0.0
         waiting = len(self._left)
         for job, size in sorted(self._left.items(), key=lambda item: item[1]):

@@ -26,6 +26,7 @@ def relative_speeds(
     for job_id, left in slow.items():
         speeds[job_id] = left * speeds.get(job_id, 1.0)
     if settings.inputs is not None:
+        # Last, because waiting for input is a limit on the speed and not a factor of it.
         _feed(speeds, running, settings.inputs, nodes)
     return speeds
 

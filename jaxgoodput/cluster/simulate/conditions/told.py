@@ -33,6 +33,7 @@ def told_factor(deviation: float, seed: int, job: int, shape: Shape) -> float:
     >>> told_factor(0.0, 0, 3, Shape("t4", 1, 2))
     1.0
     """
+    # A generator of its own for every entry makes the factor independent of what else was asked before.
     of_kind = zlib.crc32(shape.kind.encode())
     rng = np.random.default_rng(
         [seed, 0x746F6C64, job, of_kind, shape.num_nodes, shape.num_devices]

@@ -173,6 +173,7 @@ class Learner:
         micro, count, total = found.micro[0], found.count[0], found.batch[0]
         times = app.steps[self.kind].times_of_sizes(counts, micro.astype(float))
         seconds = times[:, 0] + (times[:, 0] - times[:, 1]) * (count - 1)
+        # Outside of what was measured, times are NaN, which compares false.
         usable = (seconds > 0) & (total <= app.max_batch)
         if not usable.any():
             return math.inf

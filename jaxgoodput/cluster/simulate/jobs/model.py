@@ -209,6 +209,7 @@ class ModelJob:
 
     def next_stop(self, seconds: float, speed: float = 1.0) -> float | None:
         """Return when the job finishes, if within `seconds`."""
+        # The phases make the speed a step function of the work, so trying is simpler than solving.
         before = self._done, self._largest
         used = self.advance(seconds, speed)
         finished = self.done

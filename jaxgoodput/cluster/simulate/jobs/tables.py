@@ -103,6 +103,7 @@ class TableJob:
         if self._batch is None and self._kind in self._profiles and self._grad is not None:
             perf = self._model(self._kind)
             inputs = (id(perf), self._grad.sqr, self._grad.var)
+            # Searching is expensive, and the result only changes with the model or the noise.
             if inputs != self._chosen:
                 self._chosen = inputs
                 learner = self._learners[self._kind]
@@ -178,6 +179,8 @@ class TableJob:
         runs = self._app.runs
         if self.done or not self._counts:
             return None
+        # Only the end of the whole job matters. As long as it is out of reach even at the highest speed that a
+        # later epoch could have, there is no need to stop at ends of epochs.
         reach = self._rate() * speed * seconds
         if self._progress + FASTER_YET * reach < runs.epoch_ends[-1]:
             return None

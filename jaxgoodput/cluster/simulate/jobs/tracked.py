@@ -97,6 +97,7 @@ class Restarts:
             if job.id in left_s:
                 state = job.restart
                 state.left_s = left_s[job.id] + state.after_storage_s
+                # Counted from the start of the restart, so that the policy learns what it really took.
                 state.total_s = now_s - (job.since_s or 0.0) + state.left_s
                 if job.measured_s < math.inf:
                     job.measured_s = now_s + state.left_s + self._settings.observe_s
@@ -153,6 +154,7 @@ class TrackedJob:
 
     def advance(self, seconds: float, speed: float, now_s: float, restarts: Restarts) -> float:
         """Restart, work and crash for at most `seconds`; return the seconds used, fewer if it finished."""
+        # One pass for each crash: the rest of a restart, then work until the time or the job ends, or it crashes.
         used, left = 0.0, seconds
         while True:
             delay = self.restart.wait(left)
