@@ -90,9 +90,8 @@ class Tier:
         self.num_slots = num_slots
         self.ids = np.full(num_slots, NO_ID, np.int64)
         self.heat = np.full(num_slots, -np.inf)
-        self.needed = np.full(
-            num_slots, NEVER, np.int64
-        )  # newest batch of the look-ahead that reads it
+        # Newest batch of the look-ahead that reads it.
+        self.needed = np.full(num_slots, NEVER, np.int64)
         self.last = np.full(num_slots, NEVER, np.int64)  # newest planned batch that reads it
         self.num_free = num_slots
         self._free = np.arange(num_slots - 1, -1, -1)
@@ -168,9 +167,8 @@ class Tier:
         most = min(len(slots), max(count, self.num_slots // SHARE_QUEUED))
         heat = self.heat[slots]
         limit = np.partition(heat, most - 1)[most - 1]
-        tied = np.flatnonzero(
-            heat == limit
-        )  # argpartition would pick among ties differently on other processors
+        # Argpartition would pick among ties differently on other processors.
+        tied = np.flatnonzero(heat == limit)
         below = np.flatnonzero(heat < limit)
         slots = slots[np.sort(np.concatenate([below, tied[: most - len(below)]]))]
         return slots[np.argsort(self.heat[slots], kind="stable")]

@@ -354,9 +354,8 @@ class Pipeline:
     def _timed(self, stage: str, item: Any) -> Any:
         """Run one batch through a stage and record the time; the last items pass unchanged."""
         start_s = self._clock.now()
-        tables = (
-            self.tables.values() if stage == "pull" else ()
-        )  # the only stage that waits for rows
+        # The only stage that waits for rows.
+        tables = self.tables.values() if stage == "pull" else ()
         waited_s = sum(table.counts.waited_s for table in tables)
         if not isinstance(item, EndOfBatches | StageFailure):
             item = {"pull": self._pull, "load": self._load}[stage](item)

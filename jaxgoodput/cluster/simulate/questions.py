@@ -47,8 +47,8 @@ def read_moment(text: str, option: str) -> tuple[str, float]:
     found = _TIME.fullmatch(time)
     if not what or found is None:
         raise ValueError(
-            f"{option} {text!r}: expected {'JOB' if option == '--explain' else 'SPEC'}@TIME, the time in "
-            "seconds or as 90m, 1.5h or 2d from the start of the workload."
+            f"{option} {text!r}: expected {'JOB' if option == '--explain' else 'SPEC'}@TIME. TIME is "
+            "counted from the start of the workload, in seconds or as 90m, 1.5h or 2d."
         )
     return what, float(found["number"]) * _SECONDS[found["unit"]]
 
@@ -71,7 +71,7 @@ def explanation(
     said = explain(job, decided.jobs, decided.cluster, policy, decided.now_s, plan=plan)
     lines = [
         f"{name} at {_time(at_s)}: {job}, {decided.applications[job]}, {view.spec.mode}, weight "
-        f"{view.spec.weight:g}, came at {_time(view.submitted_s)}; decided at {_time(decided.now_s)}",
+        f"{view.spec.weight:g}, arrived at {_time(view.submitted_s)}; decided at {_time(decided.now_s)}",
         f"had:  {_had(view, decided)}",
         f"gets: {_in_words(has[job])}",
         f"why:  {plan.reasons[job]}",
@@ -79,9 +79,10 @@ def explanation(
     if said.constraint != "none":
         lines.append(f"      {said.message}")
         lines += [f"it would run with: {change}" for change in said.changes]
-    lines += ["", "What it could have had. Speed: of its best shape. Price: what others lose,"]
     lines += [
-        "in jobs at their best; a shape in brackets is given only to a far higher weight.",
+        "",
+        "Alternatives. Speed: relative to the best shape of the job. Price: the speed that other jobs",
+        "would lose, in units of a job at its best; a shape in brackets needs a far higher weight.",
         "",
     ]
     rows = [("now: " + _in_words(has[job]), _share(speed(view, has[job])), "", "")]
@@ -97,7 +98,7 @@ def explanation(
             )
         )
     lines += [plain_table(("shape", "speed", "price", "who would change"), rows), ""]
-    lines += ["Who has the devices.", "", _holders(decided, job)]
+    lines += ["Jobs with devices.", "", _holders(decided, job)]
     return "\n".join(lines)
 
 
@@ -116,12 +117,12 @@ def what_if(
     found = changes(decided.jobs, decided.cluster, decided.plan, plan)
     given = shapes_of(plan, decided.cluster)[trace.id]
     lines = [
-        f"{name} at {_time(at_s)}: if {trace.id!r} ({trace.application}, {view.spec.mode}) came then; "
+        f"{name} at {_time(at_s)}: if {trace.id!r} ({trace.application}, {view.spec.mode}) arrived then; "
         f"decided at {_time(decided.now_s)}",
         f"gets: {_in_words(given)}, {_share(speed(view, given))} of its best speed",
         f"why:  {plan.reasons[trace.id]}",
         f"{len(found)} of {len(decided.jobs)} jobs would change; together they lose {lost(found):.2f} "
-        "jobs at their best",
+        "jobs at their best speed",
     ]
     if found:
         rows = [
@@ -194,12 +195,14 @@ def _absent(job: str, at_s: float, decided: SimulatedDecision) -> str:
         return f"there is no job {job!r} in this workload; there are {', '.join(near)} ..."
     here = ", ".join(view.spec.id for view in decided.jobs[:6])
     if came > at_s:
-        return f"{job!r} comes only at {_time(came)}. Name a later time; there then: {here} ..."
+        return (
+            f"{job!r} arrives only at {_time(came)}. Name a later time. Unfinished then: {here} ..."
+        )
     if came > decided.now_s:
-        return f"{job!r} came at {_time(came)}, and nothing was decided since. Name a later time."
-    return (
-        f"{job!r} was done by {_time(decided.now_s)}. Name an earlier time; there then: {here} ..."
-    )
+        return (
+            f"{job!r} arrived at {_time(came)}, and no decision was made since. Name a later time."
+        )
+    return f"{job!r} was done by {_time(decided.now_s)}. Name an earlier time. Unfinished then: {here} ..."
 
 
 def _had(view: JobView, decided: SimulatedDecision) -> str:
@@ -232,7 +235,7 @@ def _holders(decided: SimulatedDecision, job: str) -> str:
     held = sum(shape.num_devices for _, shape in running)
     usable = sum(node.num_usable for node in decided.cluster.nodes if node.state == "up")
     waiting = sum(shape is None for shape in has.values())
-    heads = ("job", "has", "speed", "weight", "device-hours", "restarts")
+    heads = ("job", "devices", "speed", "weight", "device-hours", "restarts")
     rest = running[MOST_ROWS:]
     more = (
         [f"and {len(rest)} more on {sum(s.num_devices for _, s in rest)} devices"] if rest else []

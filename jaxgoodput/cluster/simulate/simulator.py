@@ -20,7 +20,7 @@ from jaxgoodput.cluster.simulate.conditions.breakdowns import Breakdowns
 from jaxgoodput.cluster.simulate.conditions.speeds import relative_speeds
 from jaxgoodput.cluster.simulate.conditions.told import JobViews
 from jaxgoodput.cluster.simulate.jobs.job import Truth
-from jaxgoodput.cluster.simulate.jobs.tracked import Restarts, TrackedJob, spent
+from jaxgoodput.cluster.simulate.jobs.tracked import RestartModel, TrackedJob, spent
 from jaxgoodput.cluster.simulate.records import Result
 from jaxgoodput.cluster.simulate.settings import Settings
 from jaxgoodput.specs import Allocation, ClusterSpec, Node
@@ -144,7 +144,7 @@ class _World:
         self._settings, self._clock = settings, clock
         self._nodes = {node.name: node for node in cluster.nodes}
         self._breakdowns = Breakdowns(settings, cluster)
-        self._restarts = Restarts(settings)
+        self._restarts = RestartModel(settings)
         self._tenants = TenantAccounts(cluster, settings.usage_half_life_s)
         self._views = JobViews(settings, cluster)
         self._decision_s: list[float] = []  # how long each decision took

@@ -122,4 +122,4 @@ def test_a_job_that_is_gone_or_has_not_come(capsys, scenario):
     assert f"'{SHORT}' was done by" in capsys.readouterr().err
     early = f"{scenario.jobs[0].submit_s + 1:.0f}"
     assert cli.main(["simulate", *SMALL, "--explain", f"{last}@{early}"]) == 2
-    assert "comes only at" in capsys.readouterr().err
+    assert "arrives only at" in capsys.readouterr().err

@@ -48,7 +48,7 @@ class Breakdowns:
 
     def pass_to(self, now_s: float) -> tuple[list[str], bool]:
         """Let time pass; return the nodes that have failed, and whether any node's state has changed."""
-        # Repairs come first: a node that is repaired by now gets its next lifetime before failures are checked.
+        # Repairs come first: a repaired node gets its next lifetime before failures are checked.
         failed: list[str] = []
         repaired = [name for name, until in self._down_until.items() if until <= now_s]
         for name in repaired:

@@ -179,8 +179,8 @@ class TableJob:
         runs = self._app.runs
         if self.done or not self._counts:
             return None
-        # Only the end of the whole job matters. As long as it is out of reach even at the highest speed that a
-        # later epoch could have, there is no need to stop at ends of epochs.
+        # Only the end of the whole job matters. As long as it is out of reach even at the highest speed that
+        # a later epoch could have, there is no need to stop at ends of epochs.
         reach = self._rate() * speed * seconds
         if self._progress + FASTER_YET * reach < runs.epoch_ends[-1]:
             return None

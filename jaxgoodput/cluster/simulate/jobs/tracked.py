@@ -56,7 +56,7 @@ class RestartState:
         return used
 
 
-class Restarts:
+class RestartModel:
     """The cost of restarts in one simulation; owns the storage that restarting jobs share."""
 
     def __init__(self, settings: Settings):
@@ -152,9 +152,9 @@ class TrackedJob:
         """Whether the job has devices."""
         return bool(self.allocation.devices) and self.finish_s is None
 
-    def advance(self, seconds: float, speed: float, now_s: float, restarts: Restarts) -> float:
+    def advance(self, seconds: float, speed: float, now_s: float, restarts: RestartModel) -> float:
         """Restart, work and crash for at most `seconds`; return the seconds used, fewer if it finished."""
-        # One pass for each crash: the rest of a restart, then work until the time or the job ends, or it crashes.
+        # One pass per crash: the rest of a restart, then work until the time or the job ends, or it crashes.
         used, left = 0.0, seconds
         while True:
             delay = self.restart.wait(left)
@@ -180,7 +180,9 @@ class TrackedJob:
             self.finish(now_s + used)
         return used
 
-    def place(self, allocation: Allocation, kind: str, now_s: float, restarts: Restarts) -> bool:
+    def place(
+        self, allocation: Allocation, kind: str, now_s: float, restarts: RestartModel
+    ) -> bool:
         """Give the job these devices; return whether they differ from its current ones, and are not none."""
         if dict(allocation.devices) == dict(self.allocation.devices):
             self.allocation = allocation  # its generation or share group may differ
