@@ -1,4 +1,4 @@
-"""Measures what guarantees, limits and shares of tenants cost, against the same jobs without tenants.
+"""What guarantees, limits and shares cost the jobs: tenants, beside the same jobs without them.
 
     python benchmarks/scheduler_tenants.py [--hours 24] [--seed 0]
 
@@ -23,7 +23,7 @@ from jaxgoodput.cluster.simulate import (
     synthetic_applications,
     uniform_cluster,
 )
-from jaxgoodput.cluster.simulate.compare import tenants_table
+from jaxgoodput.cluster.simulate.comparison import tenants_table
 from jaxgoodput.cluster.simulate.jobs.model import ModelTruth
 from jaxgoodput.specs import Tenant
 

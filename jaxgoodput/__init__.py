@@ -26,11 +26,11 @@ Training:
   Diverged              Too many updates in a row had a loss or gradient that was not finite
   initialize            Join the job that `environ` (default: the process's own) describes
 Watching:
-  Hook                  Override what is of interest; the rest does nothing
+  Hook                  Base class of hooks: override the methods you need; the others do nothing
   Every                 Calls a function with every n-th `StepEnd`
-  Profile               Captures `steps` steps from `start` on, and again whenever the process gets the
+  Profile               Captures a profile of `steps` steps, from step `start`
   trackers              Trackers: the numbers of a run where somebody keeps those of all runs
-  events                What the loop tells the outside: frozen records for hooks, the dashboard
+  events                Events: frozen records of what happens in a run, for hooks, the dashboard
 Samples:
   Source                Random access to equally shaped samples; subclass it to read a format of your own
   Loader                Hands out every sample in the cursor's order exactly once
@@ -99,8 +99,7 @@ _NAMES = {
     "goodput.perf": "PerfParams Placement",
     "goodput.search": "BatchConfig BatchLimits best_batch goodput_table",
     "launcher.worker": "initialize",
-    "observe.hooks": "Every Hook",
-    "observe.profile": "Profile",
+    "observe.hooks": "Every Hook Profile",
     "optim.adaptive": "adaptive gain grad_groups noise_state progress",
     "optim.noise": "NoiseSample value_grad_and_noise",
     "parallel.pipeline": "bubble_fraction pipeline",

@@ -299,17 +299,17 @@ def test_the_old_name_of_the_metadata_is_understood(key):
     [
         (
             {"names": ("embed", "mlp"), "axes": {"mlp": "tensor"}},
-            r"block.*kernel calls a dimension 'embed'.*neither.*axes=\{'embed': 'tensor'\}.*None",
+            r"block.*kernel calls a dimension 'embed'.*neither.*Map it in axes=\{'embed': 'tensor'\}.*None",
         ),
         (
             {"names": ("fsdp", "fsdp")},
-            "block.*kernel, .*each axis can cut one dim.*to None in axes",
+            "block.*kernel, .*each axis can split only one dim.*to None in axes",
         ),
         (
             {"names": (("fsdp", "tensor"), None)},
             r"becomes \[\['fsdp', 'tensor'\], \[\]\].*each dimension be cut over one axis",
         ),
-        ({"stack": "layers"}, r"'layers', which is neither.*axes=\{'layers'"),
+        ({"stack": "layers"}, r"'layers', which is neither.*Map it in axes=\{'layers'"),
     ],
     ids=["unknown", "twice", "two", "stack"],
 )

@@ -854,7 +854,7 @@ class Loop:
         with jax.transfer_guard("allow"):
             state, meta = self._snapshot()
             leaves = on_host(state)
-        return RunSnapshot(leaves, dataclasses.replace(meta, leaves=describe(state), is_named=True))
+        return RunSnapshot(leaves, dataclasses.replace(meta, leaves=describe(state)))
 
     def _keep_copy(self) -> None:
         """Have a copy of this process's part of the state in memory, here and on another host."""

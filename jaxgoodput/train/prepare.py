@@ -1035,7 +1035,7 @@ def _observers(
     """
     record = journal.Journal(config.workdir, clock=clock)
     stack.callback(record.close)
-    hooks: list[Any] = [journal.Recorder(record)]
+    hooks: list[Any] = [record]
     if config.reporting.tensorboard:
         dashboard = Dashboard(config.workdir, clock=clock, ledger=ledger)
         stack.callback(dashboard.close)

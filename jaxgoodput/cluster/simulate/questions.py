@@ -25,7 +25,7 @@ from jaxgoodput.cluster.scheduler.explain import explain
 from jaxgoodput.cluster.scheduler.policy import JobView, Mode
 from jaxgoodput.cluster.scheduler.shapes import shape_in_words
 from jaxgoodput.cluster.simulate.checks import check
-from jaxgoodput.cluster.simulate.compare import plain_table
+from jaxgoodput.cluster.simulate.comparison import plain_table
 from jaxgoodput.cluster.simulate.scenario import Scenario
 from jaxgoodput.cluster.simulate.settings import Settings
 from jaxgoodput.cluster.simulate.simulator import SimulatedDecision, decision_at

@@ -102,7 +102,7 @@ WRONG = {
     "no such mode": (["--what-if", "speech,mode=fast@600"], "expected APPLICATION"),
     "no such application": (["--what-if", "gpt@600"], "'gpt'"),
     "no batch": (["--what-if", "speech,mode=rigid@600"], "global batch size"),
-    "a folder": (["--what-if", "speech@600", "--out", "there"], "printed only"),
+    "a folder": (["--what-if", "speech@600", "--out", "there"], "only printed"),
 }
 
 
