@@ -319,7 +319,7 @@ class Config:
 
     @property
     def compiles_behind(self) -> bool:
-        """Whether other batches are compiled in the background, not before training, as for a schedule."""
+        """Whether other batches are compiled in the background instead of before training."""
         return self.execution.background_compile and isinstance(self.policy, str)
 
     def __post_init__(self):

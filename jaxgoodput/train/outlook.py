@@ -20,7 +20,7 @@ from jaxgoodput.goodput.memory import largest_that_fits
 from jaxgoodput.parallel.partition import suitable
 from jaxgoodput.parallel.strategy import Strategy, candidates
 from jaxgoodput.train.config import Config
-from jaxgoodput.train.prepare import problem_of
+from jaxgoodput.train.start.problem import problem_of
 from jaxgoodput.train.task import Task
 
 
