@@ -3,9 +3,9 @@
     python benchmarks/before_after.py --before ../older-checkout
     python benchmarks/before_after.py --before ../older-checkout --only step,decision --pairs 9
 
-A pair measures one checkout and then the other, each in processes of its own, on the same machine and with the
-same environment; the order alternates. The table gives the ratio after / before: median and quartiles over
-the pairs. Step overhead is itself a ratio to the same hand-written loop, so pairs can be compared.
+A pair measures one checkout and then the other, each in processes of its own, on the same machine and with
+the same environment; the order alternates. The table gives the ratio after / before: median and quartiles.
+Step overhead is itself a ratio to the same hand-written loop, so pairs can be compared.
 """
 
 import argparse
@@ -68,8 +68,8 @@ def move(checkout: pathlib.Path) -> Mapping[str, float]:
     """Milliseconds of a move of the state between two layouts."""
     pair = "fsdp8>tensor8"
     said = run(checkout, "benchmarks/reshard.py", f"--only={pair}", "--mebibytes=100", "--rounds=5")
-    row = next(line for line in said.splitlines() if line.startswith(pair))
-    return {f"move {pair}, 100 MiB, ms": float(row.split()[1])}
+    (row,) = (line.split() for line in said.splitlines() if line.split()[:2] == pair.split(">"))
+    return {f"move {pair}, 100 MiB, ms": float(row[4])}
 
 
 def start(checkout: pathlib.Path) -> Mapping[str, float]:

@@ -73,7 +73,7 @@ def candidates_for(
 ) -> tuple[tuple[Strategy, ...], tuple[LeftOut, ...]]:
     """Return the strategies to compare, and those left out.
 
-    They come from the configuration; if it has none, all are considered that suit the model.
+    They come from the configuration; if it has none, all strategies that suit the model are considered.
     """
     asked = config.strategies or candidates(num_devices)
     resolved = dict.fromkeys(strategy.resolved(num_devices) for strategy in asked)

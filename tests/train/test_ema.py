@@ -263,9 +263,9 @@ def own_average(first):
 @pytest.mark.parametrize(
     "link, words",
     [
-        (optax.ema(0.9), "Config.ema keeps one that does not"),
-        (own_average(jnp.array), "Config.ema keeps one that does not"),
-        (own_average(jnp.zeros_like), "Config.ema keeps one that does not"),
+        (optax.ema(0.9), "Use Config.ema instead"),
+        (own_average(jnp.array), "Use Config.ema instead"),
+        (own_average(jnp.zeros_like), "Use Config.ema instead"),
         (optax.add_decayed_weights(1e-3), None),
         (optax.trace(0.9), None),
     ],
