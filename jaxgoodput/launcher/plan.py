@@ -159,7 +159,10 @@ def _print(trainer: Any, devices: Sequence[Any], options: argparse.Namespace) ->
             budget=budget,
             micro_batch_size=options.micro_batch_size,
         ):
-            (others if isinstance(one, looking.LeftOut) else found).append(one)
+            if isinstance(one, looking.LeftOut):
+                others.append(one)
+            else:
+                found.append(one)
             status.update(f"compiled {len(found)} of {len(kept)}: {one.strategy.name}")
     name = options.topology or f"{len(devices)} x {devices[0].device_kind}"
     title = f"{type(trainer).__name__} on {name}, {budget / GIB:.1f} GiB per device"

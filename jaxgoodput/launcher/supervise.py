@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, BinaryIO, TextIO
+from typing import IO, Any, BinaryIO, TextIO
 
 from jaxgoodput._worker import Worker
 from jaxgoodput.clock import Clock
@@ -386,7 +386,7 @@ class Child:
                 if self.began is None:
                     self.began = self.step
 
-    def _copy_lines(self, source: BinaryIO, sink: BinaryIO, worker: Worker) -> None:
+    def _copy_lines(self, source: IO[bytes], sink: BinaryIO, worker: Worker) -> None:
         prefix = f"[{self._rank}] ".encode()
         with source:
             while line := source.readline(LONGEST_LINE):

@@ -229,12 +229,12 @@ def initialize(environ: Mapping[str, str] | None = None) -> WorkerEnv | None:
 def _join_rendezvous(env: WorkerEnv, address: str) -> None:
     """Become a member of a job on hosts that come and go."""
     from jaxgoodput import _jax
-    from jaxgoodput.launcher.elastic.member import JobMembership, RendezvousAddress
+    from jaxgoodput.launcher.elastic.member import JobMembership
     from jaxgoodput.train.process import LAUNCHED
 
-    assert env.secret is not None and env.member is not None and env.host is not None
+    assert env.secret is not None and env.member is not None
     _jax.share_compilation_cache()
-    member = JobMembership(RendezvousAddress(address, env.secret, env.member, env.host))
+    member = JobMembership(address, env.secret, env.member)
     link = LAUNCHED.get()
     beat_locally = link.beat
 

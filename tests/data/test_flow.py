@@ -192,7 +192,12 @@ def test_a_lookup_joins_each_sample_with_its_row_and_reads_a_row_once(tmp_path):
         ({"k": np.array([1]), "v": np.array([1, 2])}, "sum", ValueError, "Pass one value per key"),
         ({"k": np.array([1])}, "mean", ValueError, "reduce='mean' is not known"),
         ({"key": np.array([1])}, "sum", KeyError, "no column 'k'; it has"),
-        ({"k": np.array([2**63], np.uint64)}, "sum", ValueError, "Keys contain 9223372036854775808"),
+        (
+            {"k": np.array([2**63], np.uint64)},
+            "sum",
+            ValueError,
+            "Keys contain 9223372036854775808",
+        ),
         (
             {"k": np.array([1]), "v": np.array([2**63], np.uint64)},
             "max",

@@ -18,7 +18,7 @@ import queue
 import secrets
 import shutil
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -26,15 +26,8 @@ from typing import Any
 from jaxgoodput import _wire as wire
 from jaxgoodput._worker import Worker
 from jaxgoodput.clock import Clock
+from jaxgoodput.launcher.elastic import events as ev
 from jaxgoodput.launcher.elastic import fitness, messages
-from jaxgoodput.launcher.elastic.events import (
-    EndJob,
-    HostExamined,
-    Kill,
-    Leave,
-    ProcessExited,
-    Refuse,
-)
 from jaxgoodput.launcher.local import keep_freed_pages, shim_command
 from jaxgoodput.launcher.supervise import (
     DONE,
@@ -358,7 +351,7 @@ class Agent:
             case StopSignal(signum):
                 self._leave(signum)
             case (sender, message) if sender is self._channel:  # not from an earlier connection
-                _OBEY[type(message)](self, message)
+                self._obey(message)
 
     def _finish(self, code: int | None) -> None:
         self._is_finished, self._code = True, code
@@ -372,7 +365,7 @@ class Agent:
             self._failed = member, code, child
         if not self._is_over:
             self._workers.start_waiting()
-        self._send(ProcessExited(member, code))
+        self._send(ev.ProcessExited(member, code))
         if self._is_leaving and not self._workers:
             self._finish(SAVED)
 
@@ -383,51 +376,45 @@ class Agent:
         else:
             self._is_leaving = True
             say(f"{self._part.name}: {signal.Signals(signum).name}, leaving the job")
-            self._send(Leave(self._part.name))
+            self._send(ev.Leave(self._part.name))
             self._workers.kill_after_grace()
         if not self._workers:
             self._finish(SAVED)
 
     # -- what the coordinator says ---------------------------------------------------------------
 
-    def _gone(self, _: None) -> None:
-        if not self._is_over:
-            say(f"{self._part.name}: the coordinator at {self._part.address} has gone")
-            self._finish(SAVED if self._is_leaving else None)
-
-    def _accepted(self, _: messages.Accepted) -> None:
-        self.was_accepted = True
-
-    def _refused(self, message: Refuse) -> None:
-        say(f"{self._part.name} was refused: {message.why}")
-        self._finish(USAGE)
-
-    def _check(self, message: messages.CheckHost) -> None:
-        # On a thread of its own: a check takes seconds, and workers must be watched meanwhile.
-        Worker("agent-check", partial(self._examine, message.peers), on_error=self._check_failed)
+    def _obey(self, message: Any) -> None:
+        match message:
+            case None if not self._is_over:
+                say(f"{self._part.name}: the coordinator at {self._part.address} has gone")
+                self._finish(SAVED if self._is_leaving else None)
+            case messages.Accepted():
+                self.was_accepted = True
+            case ev.Refuse(_, why):
+                say(f"{self._part.name} was refused: {why}")
+                self._finish(USAGE)
+            case messages.CheckHost(peers):
+                # On a thread of its own: a check takes seconds, and workers must be watched meanwhile.
+                Worker("check", partial(self._examine, peers), on_error=self._check_failed)
+            case messages.StartWorker(member):
+                self._workers.start(member)
+            case ev.Kill(member):
+                self._workers.kill(member)
+            case messages.StopWorkers():
+                self._workers.send_all(signal.SIGTERM)
+                self._workers.kill_after_grace()
+            case ev.EndJob(code):
+                self._is_over, self._code = True, code
+                if math.isinf(self._workers.kill_s):
+                    self._workers.kill_after_grace()
 
     def _examine(self, peers: Sequence[str], worker: Worker) -> None:
         check = fitness.examine(self._part.address, peers, self._part.secret, self._clock)
-        self._send(HostExamined(self._part.name, check))
+        self._send(ev.HostExamined(self._part.name, check))
 
     def _check_failed(self, error: BaseException) -> None:
         failure = f"its check failed: {type(error).__name__}: {error}"
-        self._send(HostExamined(self._part.name, fitness.Check(failure=failure)))
-
-    def _start(self, message: messages.StartWorker) -> None:
-        self._workers.start(message.member)
-
-    def _kill(self, message: Kill) -> None:
-        self._workers.kill(message.member)
-
-    def _stop(self, _: messages.StopWorkers) -> None:
-        self._workers.send_all(signal.SIGTERM)
-        self._workers.kill_after_grace()
-
-    def _job_ended(self, message: EndJob) -> None:
-        self._is_over, self._code = True, message.code
-        if math.isinf(self._workers.kill_s):
-            self._workers.kill_after_grace()
+        self._send(ev.HostExamined(self._part.name, fitness.Check(failure=failure)))
 
     def _tell_of_failure(self) -> None:
         """Repeat the last failure and the worker's last lines: most users read only the end of a log."""
@@ -441,15 +428,3 @@ class Agent:
     def _send(self, message: Any) -> None:
         with contextlib.suppress(OSError):  # the reader notices that the connection has ended
             self._channel.send(messages.encoded(message))
-
-
-_OBEY: Mapping[type, Callable] = {
-    type(None): Agent._gone,
-    messages.Accepted: Agent._accepted,
-    Refuse: Agent._refused,
-    messages.CheckHost: Agent._check,
-    messages.StartWorker: Agent._start,
-    Kill: Agent._kill,
-    messages.StopWorkers: Agent._stop,
-    EndJob: Agent._job_ended,
-}

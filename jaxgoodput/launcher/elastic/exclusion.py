@@ -6,35 +6,28 @@ the host is checked again when its time is over, or as soon as the others are to
 
 from collections.abc import Mapping
 
+from jaxgoodput.launcher.elastic import events as ev
 from jaxgoodput.launcher.elastic import fitness
-from jaxgoodput.launcher.elastic.events import (
-    Admit,
-    AgentLost,
-    Examine,
-    HostArrived,
-    HostExamined,
-    Refuse,
-)
 from jaxgoodput.launcher.elastic.fitness import HostDecision, Pace
 from jaxgoodput.launcher.elastic.state import Host, KnownProcess, Stage, Turn
 
 
-def arrive(turn: Turn, event: HostArrived) -> None:
+def arrive(turn: Turn, event: ev.HostArrived) -> None:
     """Have a host checked, unless it is left out and its time is not over."""
     host, is_left_out = event.host, turn.state.is_left_out(event.host)
     turn.change(leaving=turn.state.leaving - {host})
     turn.change_host(host, is_here=True, is_asked=not is_left_out)
     if not is_left_out:
-        turn.act(Examine(host))
+        turn.act(ev.Examine(host))
 
 
-def lose_agent(turn: Turn, event: AgentLost) -> None:
+def lose_agent(turn: Turn, event: ev.AgentLost) -> None:
     """Remember that a host's agent is gone."""
     if event.host in turn.state.hosts:
         turn.change_host(event.host, is_here=False, is_asked=False)
 
 
-def examined(turn: Turn, event: HostExamined) -> None:
+def examined(turn: Turn, event: ev.HostExamined) -> None:
     """Let a host take part if it has passed its check, or if the others are too few without it."""
     host, check = event.host, event.check
     known = turn.state.hosts.get(host)
@@ -43,7 +36,7 @@ def examined(turn: Turn, event: HostExamined) -> None:
     if check.failure:
         turn.change(hosts={name: one for name, one in turn.state.hosts.items() if name != host})
         turn.announce(HostDecision(host=host, decision="refused", why=check.failure))
-        turn.act(Refuse(host, check.failure))
+        turn.act(ev.Refuse(host, check.failure))
         return
     others = [
         one.check
@@ -59,7 +52,7 @@ def examined(turn: Turn, event: HostExamined) -> None:
     if known.until_s is not None:
         passed = why or f"it has passed its check: {check}"
         turn.announce(HostDecision(host=host, decision="taken in again", why=passed))
-    turn.act(Admit(host))
+    turn.act(ev.Admit(host))
 
 
 def compare(turn: Turn) -> None:
@@ -121,7 +114,7 @@ def _reconsider(turn: Turn, host: str, until_s: float) -> None:
     if not here:
         if is_needed or turn.now_s >= until_s:
             turn.change_host(host, is_asked=True)
-            turn.act(Examine(host))
+            turn.act(ev.Examine(host))
     elif is_needed and all(turn.state.members[name].waits for name in here):
         # Its processes have not gone yet, and may hold a state that no other process holds: keep them.
         for name in here:

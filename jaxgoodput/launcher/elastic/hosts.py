@@ -8,33 +8,12 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Protocol
 
 from jaxgoodput._worker import Worker, Workers
 from jaxgoodput.launcher.supervise import UsageError, say
 
 SECRET = "JAXGOODPUT_SECRET"
 _END_S = 10.0  # how long an agent may take to end when the job is over
-
-
-class Hosts(Protocol):
-    """Starts agents, and ends them."""
-
-    @property
-    def names(self) -> Sequence[str]:
-        """Names of the hosts."""
-        ...
-
-    def start(self, arguments: Sequence[str], on_end: Callable[[str, int], None]) -> None:
-        """Start an agent on each host, with these arguments of the `jaxgoodput` command.
-
-        `on_end` is called, from another thread, with the name and exit code of each agent that ends.
-        """
-        ...
-
-    def close(self) -> None:
-        """Wait for all agents to end, and kill those that do not."""
-        ...
 
 
 class LocalAgents:
@@ -53,7 +32,11 @@ class LocalAgents:
         return tuple(self._commands)
 
     def start(self, arguments: Sequence[str], on_end: Callable[[str, int], None]) -> None:
-        """Start all agents. Raises UsageError if one cannot be started."""
+        """Start an agent on each host, with these arguments of the `jaxgoodput` command.
+
+        `on_end` is called, from another thread, with the name and exit code of each agent that ends. Raises
+        UsageError if an agent cannot be started.
+        """
         for name, command in self._commands.items():
             try:
                 child = subprocess.Popen(
