@@ -1,30 +1,30 @@
-"""What a plan could have been: a job on other shapes, or one job more, and who would have paid for it.
+"""What a plan could have been: a job on another shape, or one more job, and what that costs other jobs.
 
-Like `explain`, by asking the policy again with one thing changed. A job's *speed* is its goodput over that of
-the best shape in its table, 0 while it waits; the *price* of a shape is the sum of the speeds that others
-lose: 0.5 is half a job at its best.
+Answers are found, as in `explain`, by asking the policy again with one thing changed. A job's *speed* is its
+goodput relative to the best shape in its table, 0 while it waits. The *price* of a shape is the total speed
+that other jobs lose; 0.5 is half a job running at its best.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from jaxgoodput.cluster.scheduler.policy import JobView, Plan, Policy
 from jaxgoodput.cluster.scheduler.reconcile import reconcile
-from jaxgoodput.cluster.scheduler.shapes import shape_of, size_limits
+from jaxgoodput.cluster.scheduler.shapes import shape_of, size_limits, takes
 from jaxgoodput.specs import ClusterSpec, Shape
 
-# By so much a job's weight is raised to see what a shape would cost that the policy would not give it.
+# Factor on a job's weight to learn the price of a shape that the policy would not give it otherwise.
 INSISTING = 1000.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """A job that has something else in one plan than in another."""
+    """A job whose shape differs between two plans."""
 
     job: str
     before: Shape | None
-    """None: it waits."""
+    """Shape in the first plan; None if the job waits."""
     after: Shape | None
     speed_before: float
     speed_after: float
@@ -32,19 +32,23 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True)
 class Alternative:
-    """A job on a shape that it does not have by the plan."""
+    """A shape that a job could have instead of its present one."""
 
     shape: Shape
     speed: float
     given: bool
-    """Whether the policy gives it where the job takes nothing else; otherwise only at a far higher weight."""
+    """Whether the policy gives the shape if the job accepts nothing else; if False, it does so only at a far
+    higher weight."""
     price: float
     others: tuple[Change, ...]
-    """Who would have something else, the one that loses most first."""
+    """Changes for other jobs, the largest loss first."""
 
 
 def speed(view: JobView, shape: Shape | None) -> float:
-    """Goodput on a shape over that on the best one; 0 where it waits, NaN where its table lacks the shape."""
+    """Return a job's goodput on a shape relative to its best one.
+
+    The speed is 0 if `shape` is None (the job waits), NaN if the job's table lacks the shape.
+    """
     if shape is None:
         return 0.0
     best = max(view.goodput.values(), default=0.0)
@@ -52,7 +56,7 @@ def speed(view: JobView, shape: Shape | None) -> float:
 
 
 def shapes_of(plan: Plan, cluster: ClusterSpec) -> dict[str, Shape | None]:
-    """What every job has by a plan."""
+    """Return each job's shape in a plan, by id; None for jobs that wait."""
     kind_of = {node.name: node.kind for node in cluster.nodes}
     return {job: shape_of(given.devices, kind_of) for job, given in plan.allocations.items()}
 
@@ -60,24 +64,24 @@ def shapes_of(plan: Plan, cluster: ClusterSpec) -> dict[str, Shape | None]:
 def changes(
     jobs: Sequence[JobView], cluster: ClusterSpec, before: Plan, after: Plan
 ) -> tuple[Change, ...]:
-    """The jobs of both plans that have another shape, the one that loses most first."""
+    """Return the jobs of both plans whose shape differs, the largest loss of speed first."""
     had, has = shapes_of(before, cluster), shapes_of(after, cluster)
     found = [
         Change(
-            job=view.spec.id,
-            before=had[view.spec.id],
-            after=has[view.spec.id],
-            speed_before=speed(view, had[view.spec.id]),
-            speed_after=speed(view, has[view.spec.id]),
+            job=id_,
+            before=had[id_],
+            after=has[id_],
+            speed_before=speed(view, had[id_]),
+            speed_after=speed(view, has[id_]),
         )
         for view in jobs
-        if view.spec.id in had and view.spec.id in has and had[view.spec.id] != has[view.spec.id]
+        if (id_ := view.spec.id) in had and id_ in has and had[id_] != has[id_]
     ]
     return tuple(sorted(found, key=lambda c: (c.speed_after - c.speed_before, c.job)))
 
 
 def lost(found: Sequence[Change]) -> float:
-    """The sum of the speeds that are lost, less what is gained; what is not known is left out."""
+    """Return the total speed lost minus the speed gained; changes of unknown speed are left out."""
     differences = (c.speed_before - c.speed_after for c in found)
     return float(sum(d for d in differences if d == d))
 
@@ -92,61 +96,79 @@ def alternatives(
     *,
     most: int = 8,
 ) -> tuple[Alternative, ...]:
-    """What a job could have had instead of what `plan`, of these very arguments, gives it.
+    """Return the shapes that a job could have instead of its present one, the fastest first.
 
-    Of every kind the packed sizes that are powers of two, the fastest `most` of them. A shape is left out
-    where no weight would make the policy give it. Costs two plans for each at most. Raises ValueError for
-    a job that is not among `jobs`.
+    `plan` must be what `reconcile` returns for the same arguments. Considered are the `most` fastest packed
+    shapes whose size is a power of two, of every kind. A shape is left out if the policy would not give it at
+    any weight. The search makes at most two plans per shape. Raises ValueError for an unknown job.
     """
-    view = next((v for v in jobs if v.spec.id == job), None)
-    if view is None:
-        raise ValueError(
-            f"there is no job {job!r} among the {len(jobs)} that were given; it may have finished, or its id "
-            "is misspelt"
-        )
-    present = shapes_of(plan, cluster)[job]
+    view = find_job(job, jobs)
     rest = [v for v in jobs if v.spec.id != job]
+
+    def plan_with(changed: JobView) -> Plan:
+        replaced = [changed if v is view else v for v in jobs]
+        return reconcile(replaced, cluster, policy, now_s)
+
     found = []
-    for shape in _candidates(view, present, most):
-        for insisting in (1.0, INSISTING):
-            asked = [_only(v, shape, insisting) if v is view else v for v in jobs]
-            other = reconcile(asked, cluster, policy, now_s)
-            if shapes_of(other, cluster)[job] == shape:
-                differences = changes(rest, cluster, plan, other)
-                found.append(
-                    Alternative(
-                        shape=shape,
-                        speed=speed(view, shape),
-                        given=insisting == 1.0,
-                        price=lost(differences),
-                        others=differences,
-                    )
+    for shape in _candidates(view, shapes_of(plan, cluster)[job], most):
+        insisted = _plan_that_gives(shape, view, cluster, plan_with)
+        if insisted is not None:
+            insisting, other = insisted
+            others = changes(rest, cluster, plan, other)
+            found.append(
+                Alternative(
+                    shape=shape,
+                    speed=speed(view, shape),
+                    given=insisting == 1.0,
+                    price=lost(others),
+                    others=others,
                 )
-                break
+            )
     return tuple(sorted(found, key=lambda a: (-a.speed, a.shape)))
+
+
+def find_job(job: str, jobs: Sequence[JobView]) -> JobView:
+    """Return the job with that id. Raises ValueError if there is none."""
+    for view in jobs:
+        if view.spec.id == job:
+            return view
+    raise ValueError(
+        f"there is no job {job!r} among the {len(jobs)} given jobs; check the id, or whether it has finished"
+    )
 
 
 def with_job(
     view: JobView, jobs: Sequence[JobView], cluster: ClusterSpec, policy: Policy, now_s: float
 ) -> Plan:
-    """The plan if this job were there too. Raises ValueError where one of them has its id already."""
+    """Return the plan with one more job. Raises ValueError if another job has its id."""
     return reconcile([*jobs, view], cluster, policy, now_s)
+
+
+def _plan_that_gives(
+    shape: Shape, view: JobView, cluster: ClusterSpec, plan_with: Callable[[JobView], Plan]
+) -> tuple[float, Plan] | None:
+    """Return the least factor on the job's weight at which it gets a shape, and that plan."""
+    for insisting in (1.0, INSISTING):
+        other = plan_with(_only(view, shape, insisting))
+        if shapes_of(other, cluster)[view.spec.id] == shape:
+            return insisting, other
+    return None
 
 
 def _candidates(view: JobView, present: Shape | None, most: int) -> list[Shape]:
     least, largest = size_limits(view.spec)
     packed: dict[tuple[str, int], Shape] = {}
-    for shape in sorted(view.goodput):
+    for shape in sorted(view.goodput):  # of each size, the fewest nodes come first
         size = shape.num_devices
         rounded = size & (size - 1) == 0 or least == largest
-        if rounded and least <= size <= largest and view.goodput[shape] > 0:
-            packed.setdefault((shape.kind, size), shape)  # sorted: on the fewest nodes
-    allowed = [s for s in packed.values() if view.spec.kinds is None or s.kind in view.spec.kinds]
-    return sorted((s for s in allowed if s != present), key=lambda s: -view.goodput[s])[:most]
+        if rounded and takes(view.spec, shape) and view.goodput[shape] > 0:
+            packed.setdefault((shape.kind, size), shape)
+    others = (s for s in packed.values() if s != present)
+    return sorted(others, key=lambda s: -view.goodput[s])[:most]
 
 
 def _only(view: JobView, shape: Shape, insisting: float) -> JobView:
-    """The job, if it took nothing but one shape."""
+    """Return the job as if it accepted only one shape, with its weight multiplied by `insisting`."""
     size = shape.num_devices
     changed: Mapping[str, object] = {
         "min_devices": size,

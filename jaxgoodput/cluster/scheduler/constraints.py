@@ -1,7 +1,7 @@
-"""What must hold whatever a policy says: who stays, who cannot run, which devices are spoken for.
+"""What a policy may not change: which jobs keep their devices, which cannot run, which devices are reserved.
 
-Policies then see a smaller problem: without the jobs that stay and without the devices that these hold, so
-that no policy needs to know about minimum run times, reservations or draining nodes.
+Policies are then given a smaller problem, without these jobs and without the devices they hold, so no policy
+needs to know about minimum run times, reservations or draining nodes.
 """
 
 import dataclasses
@@ -9,75 +9,64 @@ import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from jaxgoodput.cluster.scheduler.costs import cost, within_budget
-from jaxgoodput.cluster.scheduler.limits import Use, together
+from jaxgoodput.cluster.scheduler.limits import Use, devices_by_kind, together
 from jaxgoodput.cluster.scheduler.policy import JobView
 from jaxgoodput.cluster.scheduler.shapes import (
     capacity,
     domain_of,
     no_shape_reason,
     shape_in_words,
-    size_limits,
+    takes,
 )
-from jaxgoodput.specs import Allocation, ClusterSpec, JobSpec, Node, Shape
+from jaxgoodput.specs import Allocation, ClusterSpec, JobSpec, Node, Reservation, Shape
 
-Devices = dict[str, set[int]]  # node name -> local indices
+Devices = dict[str, set[int]]
+"""Local device indices by node name."""
+Device = tuple[str, int]
+"""Node name and local index."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Constraints:
-    """What a policy may not change, and the jobs with what may be believed of them."""
+    """The jobs after input checks, and what a policy may not change about them."""
 
     views: Mapping[str, JobView]
-    """By job id, with what is left of each allocation, and usable tables only."""
+    """Checked jobs by id: lost allocations removed, unusable table entries left out."""
     held: Mapping[str, str]
-    """Job id -> why it stays where it is."""
+    """Jobs that keep their devices, each with the reason."""
     refused: Mapping[str, str]
-    """Job id -> why it cannot run."""
+    """Jobs that cannot run, each with the reason."""
     remarks: Mapping[str, str]
-    """Job id -> what else its user should know."""
+    """Warnings for users, by job id."""
     reserved: Mapping[str | None, Devices]
-    """Tenant (None: nobody) -> devices that are only his now."""
+    """Devices reserved at present, by tenant; None = reserved for no tenant."""
 
 
 def constraints_of(jobs: Sequence[JobView], cluster: ClusterSpec, now_s: float) -> Constraints:
-    """What holds at present for these jobs on this cluster.
+    """Check the jobs and find what a policy may not change at `now_s`.
 
-    Raises ValueError where two jobs have one id, or hold one device without sharing it.
+    Raises ValueError if two jobs have one id, or hold one device without sharing it.
     """
     nodes = {node.name: node for node in cluster.nodes}
-    views: dict[str, JobView] = {}
-    remarks: dict[str, list[str]] = {}
-    spent: dict[str, str] = {}
     empty = _EmptyCluster(cluster)
+    views: dict[str, JobView] = {}
+    remarks: dict[str, str] = {}
+    spent: dict[str, str] = {}
     for view in jobs:
-        if view.spec.id in views:
-            raise ValueError(
-                f"two jobs have the id {view.spec.id!r}; a job is known by its id, so ids must differ"
-            )
-        lost = _lost(view.allocation, nodes)
-        if lost is not None:
-            remarks.setdefault(view.spec.id, []).append(f"it lost its devices: {lost}")
-            generation = view.allocation.generation
-            view = dataclasses.replace(
-                view, allocation=Allocation(generation=generation), since_s=None
-            )
-        cleaned, wrong = _usable_entries(view)
-        if wrong is not None:
-            remarks.setdefault(view.spec.id, []).append(wrong)
-        purse = within_budget(
-            cleaned, cluster.price_per_hour, functools.partial(empty.could_run, cleaned.spec)
-        )
-        if late := _deadline(purse.view, now_s):
-            remarks.setdefault(view.spec.id, []).append(late)
-        if purse.remark:
-            remarks.setdefault(view.spec.id, []).append(purse.remark)
-        if purse.spent:
-            spent[view.spec.id] = purse.spent
-        views[view.spec.id] = purse.view
+        id_ = view.spec.id
+        if id_ in views:
+            raise ValueError(f"two jobs have the id {id_!r}; give every job an id of its own")
+        checked = _checked(view, cluster, nodes, empty, now_s)
+        views[id_] = checked.view
+        if checked.remarks:
+            remarks[id_] = "; ".join(checked.remarks)
+        if checked.spent:
+            spent[id_] = checked.spent
     _check_disjoint(views.values())
     held = _held({id_: v for id_, v in views.items() if id_ not in spent}, nodes, now_s)
     refused = spent | {
@@ -89,15 +78,15 @@ def constraints_of(jobs: Sequence[JobView], cluster: ClusterSpec, now_s: float) 
         views=views,
         held=held,
         refused=refused,
-        remarks={id_: "; ".join(said) for id_, said in remarks.items()},
+        remarks=remarks,
         reserved=_reserved(views, held, cluster, now_s),
     )
 
 
 def withhold(cluster: ClusterSpec, taken: Mapping[str, Iterable[int]], used: Use) -> ClusterSpec:
-    """The cluster without these devices, without reservations, and with what is left of the quotas.
+    """Return the cluster without the `taken` devices and reservations, and with reduced quotas.
 
-    used: what counts as the tenants' already.
+    `used` is what already counts against the tenants' quotas and limits.
     """
     nodes = tuple(
         dataclasses.replace(n, withheld=tuple(sorted({*n.withheld, *taken[n.name]})))
@@ -111,47 +100,77 @@ def withhold(cluster: ClusterSpec, taken: Mapping[str, Iterable[int]], used: Use
 
 
 def add_devices(into: Devices, more: Mapping[str, Iterable[int]]):
-    """Adds devices to a set of devices, in place."""
+    """Add devices to `into`, in place."""
     for name, local in more.items():
         into.setdefault(name, set()).update(local)
 
 
+class _CheckedJob(NamedTuple):
+    view: JobView
+    remarks: list[str]
+    spent: str | None  # says that the budget is spent
+
+
+def _checked(
+    view: JobView,
+    cluster: ClusterSpec,
+    nodes: Mapping[str, Node],
+    empty: "_EmptyCluster",
+    now_s: float,
+) -> _CheckedJob:
+    lost = _lost(view.allocation, nodes)
+    if lost is not None:
+        allocation = Allocation(generation=view.allocation.generation)
+        view = dataclasses.replace(view, allocation=allocation, since_s=None)
+    view, wrong = _usable_entries(view)
+    could_run = functools.partial(empty.could_run, view.spec)
+    purse = within_budget(view, cluster.price_per_hour, could_run)
+    said = (
+        lost and f"it lost its devices: {lost}",
+        wrong,
+        _deadline(purse.view, now_s),
+        purse.remark,
+    )
+    return _CheckedJob(purse.view, [remark for remark in said if remark], purse.spent)
+
+
 def _lost(allocation: Allocation, nodes: Mapping[str, Node]) -> str | None:
-    """Why an allocation cannot go on."""
+    """Explain why an allocation is no longer valid; None if it is."""
     for name, local in allocation.devices.items():
         node = nodes.get(name)
         if node is None:
-            return f"node {name} is gone"
+            return f"node {name} has left the cluster"
         if node.state == "down":
             return f"node {name} is down"
-        if max(local) >= node.num_devices or (node.withheld and set(local) & set(node.withheld)):
-            return f"devices of node {name} are withdrawn"
+        if max(local) >= node.num_devices or not set(local).isdisjoint(node.withheld):
+            return f"some of them are no longer offered by node {name}"
     return None
 
 
 def _usable_entries(view: JobView) -> tuple[JobView, str | None]:
-    """The view with the numbers only that can be, and what was wrong with the others."""
+    """Return the job without impossible numbers, and a message about what was wrong."""
     said = []
     left = view.remaining
     if left is not None and not (left >= 0 and math.isfinite(left)):
         view = dataclasses.replace(view, remaining=None)
         said.append(
-            f"the work that it says is left, {left}, is no number of at least 0 and is not used"
+            f"its declared remaining work, {left}, is no number of at least 0 and is not used"
         )
     values = np.fromiter(view.goodput.values(), dtype=float, count=len(view.goodput))
     good = np.isfinite(values) & (values > 0)
-    if good.all():
-        return view, "; ".join(said) or None
-    table = {s: v for (s, v), ok in zip(view.goodput.items(), good, strict=True) if ok}
-    shape, value = next((s, v) for s, v in view.goodput.items() if s not in table)
-    said.append(
-        f"{int((~good).sum())} of {len(good)} entries of its goodput table are not positive numbers and are "
-        f"not used, the first being {value} on {shape_in_words(shape)}"
-    )
-    return dataclasses.replace(view, goodput=table), "; ".join(said)
+    if not good.all():
+        table = {s: v for (s, v), ok in zip(view.goodput.items(), good, strict=True) if ok}
+        shape, value = next((s, v) for s, v in view.goodput.items() if s not in table)
+        view = dataclasses.replace(view, goodput=table)
+        said.append(
+            f"{int((~good).sum())} of {len(good)} entries of its goodput table are not positive numbers and "
+            f"are not used, the first being {value} on {shape_in_words(shape)}"
+        )
+    return view, "; ".join(said) or None
 
 
 def _deadline(view: JobView, now_s: float) -> str | None:
+    """Warn that a deadline has passed, or cannot be met on any shape; None if neither is known."""
     deadline = view.spec.deadline_s
     if deadline is None:
         return None
@@ -168,42 +187,50 @@ def _deadline(view: JobView, now_s: float) -> str | None:
 
 
 def _check_disjoint(views: Iterable[JobView]):
-    owner: dict[tuple[str, int], JobView] = {}
+    owner: dict[Device, JobView] = {}
     for view in views:
         group = view.allocation.share_group
-        for name, local in view.allocation.devices.items():
-            for i in local:
-                other = owner.setdefault((name, i), view)
-                if other is not view and (group is None or other.allocation.share_group != group):
-                    raise ValueError(
-                        f"jobs {other.spec.id!r} and {view.spec.id!r} both hold device {i} of node {name!r} "
-                        "without being of one share group; their allocations cannot both be true"
-                    )
+        for name, i in _devices_of(view.allocation):
+            other = owner.setdefault((name, i), view)
+            if other is not view and (group is None or other.allocation.share_group != group):
+                raise ValueError(
+                    f"jobs {other.spec.id!r} and {view.spec.id!r} both hold device {i} of node {name!r} but "
+                    "are not in one share group; correct the allocation of one of them"
+                )
+
+
+def _devices_of(allocation: Allocation) -> list[Device]:
+    return [(name, i) for name, local in allocation.devices.items() for i in local]
 
 
 def _held(views: Mapping[str, JobView], nodes: Mapping[str, Node], now_s: float) -> dict[str, str]:
-    held: dict[str, str] = {}
-    for id_, view in views.items():
-        if not view.allocation.devices:
-            continue
-        draining = [n for n in view.allocation.devices if nodes[n].state == "draining"]
-        if not view.spec.preemptible:
-            held[id_] = "it may not be preempted"
-        elif view.since_s is not None and now_s < view.since_s + view.spec.min_run_s:
-            left = view.since_s + view.spec.min_run_s - now_s
-            held[id_] = f"its minimum run time has {left:.0f} s left"
-        elif draining:
-            held[id_] = f"node {draining[0]} is draining and keeps what runs on it"
+    """Return why each job that must keep its devices does so."""
+    running = {id_: view for id_, view in views.items() if view.allocation.devices}
+    held = {
+        id_: why
+        for id_, view in running.items()
+        if (why := _why_held(view, nodes, now_s)) is not None
+    }
     by_group = {views[id_].allocation.share_group: id_ for id_ in held}
-    for id_, view in views.items():
+    for id_, view in running.items():
         group = view.allocation.share_group
-        if group is not None and view.allocation.devices and group in by_group and id_ not in held:
+        if group is not None and group in by_group and id_ not in held:
             held[id_] = f"it shares its devices with {by_group[group]}, which stays"
     return held
 
 
+def _why_held(view: JobView, nodes: Mapping[str, Node], now_s: float) -> str | None:
+    if not view.spec.preemptible:
+        return "it may not be preempted"
+    if view.since_s is not None and now_s < view.since_s + view.spec.min_run_s:
+        left = view.since_s + view.spec.min_run_s - now_s
+        return f"its minimum run time has {left:.0f} s left"
+    draining = [name for name in view.allocation.devices if nodes[name].state == "draining"]
+    return f"node {draining[0]} is draining and keeps what runs on it" if draining else None
+
+
 class _EmptyCluster:
-    """What the cluster has room for while nothing runs there, for quick refusals."""
+    """What the cluster has room for while nothing runs on it, to refuse impossible jobs quickly."""
 
     def __init__(self, cluster: ClusterSpec):
         self._nodes = [node for node in cluster.nodes if node.state == "up"]
@@ -214,20 +241,19 @@ class _EmptyCluster:
             self._most_on_a_node[node.kind] = most
 
     def refusal(self, view: JobView) -> str | None:
-        """Why the job could not run even if it were alone; None = it could."""
+        """Explain why the job could not run even if it were alone; None if it could."""
         for shape in view.goodput:
             if self.could_run(view.spec, shape):
                 return None
         return no_shape_reason(view, self._devices, self._has_room)
 
     def could_run(self, spec: JobSpec, shape: Shape) -> bool:
-        """Whether the job could have that shape if it were alone."""
-        least, most = size_limits(spec)
+        """Return whether the job could have that shape if it were alone."""
+        in_domain = spec.level is None or shape.num_nodes == 1
         return (
-            least <= shape.num_devices <= most
-            and (spec.kinds is None or shape.kind in spec.kinds)
+            takes(spec, shape)
             and self._has_room(shape)
-            and (spec.level is None or shape.num_nodes == 1 or self._one_domain(shape, spec.level))
+            and (in_domain or self._one_domain(shape, spec.level or ""))
         )
 
     def _has_room(self, shape: Shape) -> bool:
@@ -248,64 +274,64 @@ class _EmptyCluster:
 def _reserved(
     views: Mapping[str, JobView], held: Mapping[str, str], cluster: ClusterSpec, now_s: float
 ) -> dict[str | None, Devices]:
-    """Which devices the reservations in force mean.
-
-    First those that the tenant uses, then free ones, then others'; never one of a job that stays.
-    """
-    tenant_of: dict[tuple[str, int], str] = {}
-    stays: set[tuple[str, int]] = set()
+    """Choose the devices of each active reservation, by tenant, without devices of jobs that stay."""
     active = [r for r in cluster.reservations if r.start_s <= now_s < r.end_s]
     if not active:
         return {}
-    for id_, view in views.items():
-        for name, local in view.allocation.devices.items():
-            tenant_of |= {(name, i): view.spec.tenant for i in local}
-            if id_ in held:
-                stays |= {(name, i) for i in local}
+    tenant_of = {d: v.spec.tenant for v in views.values() for d in _devices_of(v.allocation)}
+    stays = {device for id_ in held for device in _devices_of(views[id_].allocation)}
     nodes = {node.name: node for node in cluster.nodes}
     reserved: dict[str | None, Devices] = {}
-    spoken_for: set[tuple[str, int]] = set()
+    spoken_for: set[Device] = set()
     for reservation in active:
         node = nodes[reservation.node]
-        candidates = [
-            (node.name, i)
-            for i in range(node.num_devices)
-            if i not in node.withheld and (node.name, i) not in spoken_for
-        ]
-
-        def rank(device: tuple[str, int], tenant: str | None = reservation.tenant) -> int:
-            user = tenant_of.get(device)
-            return 0 if user is not None and user == tenant else 1 if user is None else 2
-
-        chosen = sorted(candidates, key=lambda d: (rank(d), d))[: reservation.num_devices]
-        spoken_for |= set(chosen)
-        # A device of a job that stays is the reservation's as soon as that job ends.
+        chosen = _devices_to_reserve(reservation, node, tenant_of, spoken_for)
+        spoken_for.update(chosen)
+        # The reservation gets a device of a job that stays as soon as that job ends.
         usable = {i for name, i in chosen if (name, i) not in stays}
         add_devices(reserved.setdefault(reservation.tenant, {}), {node.name: usable})
     return reserved
 
 
+def _devices_to_reserve(
+    reservation: Reservation,
+    node: Node,
+    tenant_of: Mapping[Device, str],
+    spoken_for: set[Device],
+) -> list[Device]:
+    """Choose devices that the tenant uses already, then free ones, then devices of other tenants."""
+
+    def rank(device: Device) -> tuple[int, Device]:
+        user = tenant_of.get(device)
+        return (1 if user is None else 0 if user == reservation.tenant else 2), device
+
+    offered = ((node.name, i) for i in range(node.num_devices) if i not in node.withheld)
+    candidates = [device for device in offered if device not in spoken_for]
+    return sorted(candidates, key=rank)[: reservation.num_devices]
+
+
 def next_change_s(
     jobs: Sequence[JobView], cluster: ClusterSpec, held: Mapping[str, str], now_s: float
 ) -> float:
-    """When constraints next change by themselves.
+    """Return when the constraints next change without an event; infinity if they never do.
 
-    A minimum run time ends, a reservation starts or ends, a running job's budget is spent.
+    Such a change is the end of a held job's minimum run time, the start or end of a reservation, or the
+    moment at which a running job's budget is spent.
     """
     kind_of = {node.name: node.kind for node in cluster.nodes}
     times = [t for r in cluster.reservations for t in (r.start_s, r.end_s)]
     times += [
         v.since_s + v.spec.min_run_s for v in jobs if v.spec.id in held and v.since_s is not None
     ]
-    for view in jobs:
-        if view.spec.budget is not None and view.allocation.devices:
-            per_s: dict[str, float] = {}
-            for name, local in view.allocation.devices.items():
-                if name in kind_of:
-                    kind = kind_of[name]
-                    per_s[kind] = per_s.get(kind, 0.0) + len(local)
-            rate = cost(per_s, cluster.price_per_hour)
-            if rate > 0.0:
-                left = view.spec.budget - cost(view.received_s, cluster.price_per_hour)
-                times.append(now_s + left / rate)
+    times += [_budget_end_s(view, cluster.price_per_hour, kind_of, now_s) for view in jobs]
     return min((t for t in times if t > now_s), default=math.inf)
+
+
+def _budget_end_s(
+    view: JobView, price_per_hour: Mapping[str, float], kind_of: Mapping[str, str], now_s: float
+) -> float:
+    if view.spec.budget is None or not view.allocation.devices:
+        return math.inf
+    rate = cost(devices_by_kind(view.allocation, kind_of), price_per_hour)
+    left = view.spec.budget - cost(view.received_s, price_per_hour)
+    return now_s + left / rate if rate > 0.0 else math.inf

@@ -1,8 +1,8 @@
-"""What a job has cost, and what it can still pay for: its budget against the prices of devices.
+"""What a job has cost so far, and which shapes its remaining budget still allows.
 
-A device-second costs its kind's price per hour over 3,600; kinds without a price cost nothing. Shapes on
-which the work that a job declares would cost more than what is left are not offered while a cheaper one is;
-so one that cannot afford any keeps its cheapest, until nothing is left.
+A device-second costs its kind's price per hour / 3,600; kinds without a price are free. A shape is not
+offered if finishing the declared work on it would exceed the budget and a cheaper shape exists. A job that
+cannot afford any shape keeps its cheapest one until the budget is spent.
 """
 
 import dataclasses
@@ -13,22 +13,22 @@ from jaxgoodput.cluster.scheduler.policy import JobView
 from jaxgoodput.cluster.scheduler.shapes import shape_in_words
 from jaxgoodput.specs import Shape
 
-CHEAPER = 1e-9  # prices closer than this, relatively, are the same
+CHEAPER = 1e-9  # prices closer than this, relatively, count as equal
 
 
 class Purse(NamedTuple):
-    """A job within its budget."""
+    """A job restricted to its budget."""
 
     view: JobView
-    """With the shapes only that it is offered."""
+    """The job, with only those shapes in its table that it can pay for."""
     spent: str | None
-    """That its budget is spent, in words; None: it is not."""
+    """Message that the budget is spent; None if it is not."""
     remark: str | None
-    """What else its user should know."""
+    """Warning for the job's user."""
 
 
-def cost(received_s: Mapping[str, float], price_per_hour: Mapping[str, float]) -> float:
-    """What device-seconds by kind cost.
+def cost(received_s: Mapping[str, float | int], price_per_hour: Mapping[str, float]) -> float:
+    """Return the cost of device-seconds by kind.
 
     >>> cost({"t4": 7200.0}, {"t4": 0.5})
     1.0
@@ -40,7 +40,7 @@ def cost(received_s: Mapping[str, float], price_per_hour: Mapping[str, float]) -
 def cost_to_finish(
     view: JobView, shape: Shape, price_per_hour: Mapping[str, float]
 ) -> float | None:
-    """What the work that it says is left costs on a shape; None where it says nothing."""
+    """Return the cost of a job's remaining work on a shape; None if it declares no work."""
     if view.remaining is None:
         return None
     seconds = view.remaining / view.goodput[shape]
@@ -50,38 +50,48 @@ def cost_to_finish(
 def within_budget(
     view: JobView, price_per_hour: Mapping[str, float], could_run: Callable[[Shape], bool]
 ) -> Purse:
-    """The job with what it can pay for. `could_run`: whether it could have a shape if it were alone."""
+    """Restrict a job to the shapes that it can pay for.
+
+    `could_run` says whether the job could have a shape if it were alone in the cluster.
+    """
     budget = view.spec.budget
     if budget is None:
         return Purse(view, None, None)
-    kinds = {shape.kind for shape in view.goodput}
-    unpriced = sorted(kinds - set(price_per_hour))
-    remark = None
-    if unpriced:
-        what = "limits nothing" if len(unpriced) == len(kinds) else "does not count all kinds"
-        remark = f"its budget of {budget:g} {what}: nobody knows what {', '.join(unpriced)} cost"
+    remark = _unpriced(view, price_per_hour)
     spent = cost(view.received_s, price_per_hour)
-    is_free = not any(price_per_hour.get(kind, 0.0) > 0.0 for kind in kinds)
+    is_free = not any(price_per_hour.get(shape.kind, 0.0) > 0.0 for shape in view.goodput)
     if spent >= budget and not is_free:
         return Purse(view, f"its budget of {budget:g} is spent ({spent:.2f} so far)", None)
-    if view.remaining is None or not view.is_measured:  # goodput in no unit says nothing of time
+    if view.remaining is None or not view.is_measured:  # without samples/s the time is unknown
         return Purse(view, None, remark)
-    wanted = {
+    costs = {
         shape: cost_to_finish(view, shape, price_per_hour) or 0.0
         for shape in view.goodput
         if could_run(shape)
     }
-    if not wanted:
+    if not costs:
         return Purse(view, None, remark)
-    cheapest = min(wanted, key=lambda shape: (wanted[shape], shape))
-    left, least = budget - spent, wanted[cheapest]
+    cheapest = min(costs, key=lambda shape: (costs[shape], shape))
+    left, least = budget - spent, costs[cheapest]
     most = max(left, least * (1.0 + CHEAPER))
-    offered = {s: v for s, v in view.goodput.items() if wanted.get(s, 0.0) <= most}
+    offered = {s: v for s, v in view.goodput.items() if costs.get(s, 0.0) <= most}
     if len(offered) < len(view.goodput):
         view = dataclasses.replace(view, goodput=offered)
     if least > left:
         remark = (
-            f"its budget lacks {least - left:.2f}: its work costs {least:.2f} where it is cheapest, "
-            f"on {shape_in_words(cheapest)}, and {left:.2f} of {budget:g} are left"
+            f"its budget is {least - left:.2f} short: finishing costs at least {least:.2f} (on "
+            f"{shape_in_words(cheapest)}), and {left:.2f} of {budget:g} are left"
         )
     return Purse(view, None, remark)
+
+
+def _unpriced(view: JobView, price_per_hour: Mapping[str, float]) -> str | None:
+    kinds = {shape.kind for shape in view.goodput}
+    unpriced = sorted(kinds - set(price_per_hour))
+    if not unpriced:
+        return None
+    what = "limits nothing" if len(unpriced) == len(kinds) else "does not count all kinds"
+    return (
+        f"its budget of {view.spec.budget:g} {what}: the cluster has no price for "
+        f"{', '.join(unpriced)}"
+    )

@@ -1,14 +1,15 @@
-"""Why a job waits, and what would change it: answers found by asking the policy again with one thing changed.
+"""Explain why a job waits and what would change it, by asking the policy again with one thing changed.
 
-Nothing is guessed from the policy's inner workings, so the answers hold for any policy: "2 more h200" means
-that the plan was made with two more and the job was in it.
+The answers make no assumption about how a policy works, so they hold for any policy: "2 more h200" means that
+a plan was made with two more h200 and the job ran in it.
 """
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
+from jaxgoodput.cluster.scheduler.alternatives import find_job
 from jaxgoodput.cluster.scheduler.constraints import constraints_of
 from jaxgoodput.cluster.scheduler.costs import cost
 from jaxgoodput.cluster.scheduler.limits import subtrees
@@ -23,23 +24,23 @@ from jaxgoodput.cluster.scheduler.shapes import (
     shapes,
     size_limits,
 )
-from jaxgoodput.specs import ClusterSpec, JobSpec, Node
+from jaxgoodput.specs import ClusterSpec, Node, Tenant
 
 Constraint = Literal[
     "none",  # it runs
     "refused",  # it could not run even alone
-    "budget",  # the job's own: it is spent
+    "budget",  # its own budget is spent
     "quota",
     "tenant limit",
     "tenant budget",
     "guarantee",  # of other tenants
     "reservation",
     "level",
-    "minimum run time",  # of others, or others that may not be preempted
+    "minimum run time",  # of other jobs, or other jobs that may not be preempted
     "minimum size",
     "capacity",
     "price of switching",
-    "utility",  # the devices do more for others
+    "utility",  # the devices do more for other jobs
 ]
 
 
@@ -47,9 +48,9 @@ Constraint = Literal[
 class Explanation:
     """Why a job has what it has.
 
-    `changes` are in words, the binding one first; each was tried and made the job run. `devices` is how
-    many more of a kind would (added as whole nodes of that kind and a rest on one node); several entries
-    are alternatives.
+    Each entry of `changes` was tried and let the job run; the binding constraint's change comes first.
+    `devices` gives, by kind, how many more devices would be enough (added as whole nodes, the rest on one
+    node); several entries are alternatives.
     """
 
     job: str
@@ -68,35 +69,30 @@ def explain(
     *,
     plan: Plan | None = None,
 ) -> Explanation:
-    """What keeps a job from running, and what would let it run.
+    """Explain what keeps a job from running and what would let it run.
 
-    `plan` is what `reconcile` said for these very arguments; left out, it is made again. Costs a few dozen
-    plans. Raises ValueError for a job that is not among `jobs`.
+    `plan` must be what `reconcile` returns for the same arguments; if it is None, it is made here. Makes a
+    few dozen plans. Raises ValueError for an unknown job.
     """
-    if job not in {view.spec.id for view in jobs}:
-        raise ValueError(
-            f"there is no job {job!r} among the {len(jobs)} that were given; it may have finished, or its id "
-            "is misspelt"
-        )
+    find_job(job, jobs)
     plan = plan or reconcile(jobs, cluster, policy, now_s)
     question = _Question(job, jobs, cluster, policy, now_s)
     if plan.allocations[job].devices:
         return Explanation(job=job, constraint="none", message=plan.reasons[job])
     if job in constraints_of(jobs, cluster, now_s).refused:
-        changes = _changes_for_refused(question)
         spent = question.view.spec.budget is not None and question.with_spec(budget=None)
         return Explanation(
             job=job,
             constraint="budget" if spent else "refused",
             message=plan.reasons[job],
-            changes=changes,
+            changes=_changes_for_refused(question),
         )
     return _explain_waiting(question, plan)
 
 
 @dataclass(frozen=True)
 class _Question:
-    """Would the job run if ...?"""
+    """Answers whether the job would run if something were different."""
 
     job: str
     jobs: Sequence[JobView]
@@ -106,36 +102,63 @@ class _Question:
 
     @property
     def view(self) -> JobView:
-        return next(view for view in self.jobs if view.spec.id == self.job)
+        return find_job(self.job, self.jobs)
+
+    @property
+    def most_devices(self) -> int:
+        """How many more devices, quota or limit to try at most."""
+        return 4 * sum(node.num_devices for node in self.cluster.nodes)
 
     def with_cluster(self, **changes) -> bool:
-        cluster = dataclasses.replace(self.cluster, **changes)
-        return self._runs(self.jobs, cluster)
+        """Return whether the job runs on a changed cluster."""
+        return self._runs(self.jobs, dataclasses.replace(self.cluster, **changes))
+
+    def with_tenants(self, name: str | None, **changes) -> bool:
+        """Return whether the job runs if one tenant is changed, or all of them if `name` is None."""
+        tenants = tuple(
+            dataclasses.replace(t, **changes) if name in (None, t.name) else t
+            for t in self.cluster.tenants
+        )
+        return self.with_cluster(tenants=tenants)
 
     def with_spec(self, **changes) -> bool:
+        """Return whether the job runs with a changed spec."""
+
         def change(view: JobView) -> JobView:
             if view.spec.id != self.job:
                 return view
-            return dataclasses.replace(view, spec=_replace_spec(view.spec, changes))
+            return dataclasses.replace(view, spec=dataclasses.replace(view.spec, **changes))
 
-        return self._runs([change(view) for view in self.jobs], self.cluster)
+        return self.with_jobs(change)
 
     def with_jobs(self, change: Callable[[JobView], JobView]) -> bool:
+        """Return whether the job runs after `change` is applied to every job."""
         return self._runs([change(view) for view in self.jobs], self.cluster)
+
+    def with_devices(self, kind: str, count: int) -> bool:
+        """Return whether the job runs with `count` more devices of a kind, as `more_nodes` adds them."""
+        return self.with_cluster(
+            nodes=(*self.cluster.nodes, *more_nodes(self.cluster, kind, count))
+        )
 
     def _runs(self, jobs: Sequence[JobView], cluster: ClusterSpec) -> bool:
         plan = reconcile(jobs, cluster, self.policy, self.now_s)
         return bool(plan.allocations[self.job].devices)
 
-    def with_devices(self, kind: str, count: int) -> bool:
-        """With more devices: as many whole nodes as that makes, and the rest on one node."""
-        return self.with_cluster(
-            nodes=(*self.cluster.nodes, *more_nodes(self.cluster, kind, count))
-        )
+
+class _Reason(NamedTuple):
+    """A constraint without which the job would run."""
+
+    constraint: Constraint
+    message: str
+    change: str  # what would let the job run; "" if nothing was found
 
 
 def more_nodes(cluster: ClusterSpec, kind: str, count: int) -> tuple[Node, ...]:
-    """New nodes with `count` devices of a kind: whole ones and a rest, in a topology domain of their own."""
+    """Return new nodes with `count` devices of a kind, in a topology domain of their own.
+
+    All are whole nodes, except the last one if `count` is not a multiple of the node size.
+    """
     size = node_size(cluster).get(kind) or count
     sizes = [size] * (count // size) + [count % size] * (count % size > 0)
     levels = {level for node in cluster.nodes for level in node.labels}
@@ -154,151 +177,140 @@ def more_nodes(cluster: ClusterSpec, kind: str, count: int) -> tuple[Node, ...]:
     )
 
 
-def _replace_spec(spec: JobSpec, changes: Mapping[str, object]) -> JobSpec:
-    return dataclasses.replace(spec, **changes)  # pyright: ignore[reportArgumentType]
-
-
 def _explain_waiting(question: _Question, plan: Plan) -> Explanation:
-    view, cluster = question.view, question.cluster
-    spec = view.spec
-    reasons: list[tuple[Constraint, str, str]] = []  # constraint, what it is, what would change it
-    if spec.tenant in cluster.quota:
-        quota = {t: n for t, n in cluster.quota.items() if t != spec.tenant}
-        if question.with_cluster(quota=quota):
-            limit = cluster.quota[spec.tenant]
-            more = _least(
-                lambda n: question.with_cluster(quota={**cluster.quota, spec.tenant: limit + n}),
-                4 * sum(node.num_devices for node in cluster.nodes),
-            )
-            change = f"a quota of {limit + more} for {spec.tenant!r}" if more else "no quota"
-            reasons.append(
-                ("quota", f"the quota of tenant {spec.tenant!r} is {limit} devices", change)
-            )
-    reasons += _tenants_limits(question)
-    if cluster.reservations and question.with_cluster(reservations=()):
-        reasons.append(
-            (
-                "reservation",
-                "devices are reserved for others",
-                f"the end of the reservation of {_reservations(question)}",
-            )
-        )
-    if spec.level is not None and question.with_spec(level=None):
-        reasons.append(
-            (
-                "level",
-                f"no domain of level {spec.level!r} has room for the whole job",
-                f"no requirement of one {spec.level!r}",
-            )
-        )
-    if question.with_jobs(lambda v: v if v.spec.id == spec.id else _movable(v)):
-        reasons.append(
-            (
-                "minimum run time",
-                "jobs that may not be preempted yet, or at all, hold the devices",
-                "the end of their minimum run time, or letting them be preempted",
-            )
-        )
-    if smaller := _smaller_minimum(question):
-        reasons.append(
-            (
-                "minimum size",
-                f"fewer than its {spec.min_devices} devices are to be had",
-                f"min_devices={smaller}",
-            )
-        )
+    reasons = [
+        *_quota(question),
+        *_tenant_limits(question),
+        *_guarantees(question),
+        *_reservation(question),
+        *_level(question),
+        *_minimum_run_time(question),
+        *_minimum_size(question),
+    ]
     devices = _more_devices(question)
-    if _has_room(question, plan):
-        reasons += _for_want_of_merit(question)
-    elif devices:
-        taken = sorted(devices)
-        reasons.append(
-            (
-                "capacity",
-                f"all devices of kind {', '.join(taken)} that it could use are taken",
-                _either(devices),
-            )
-        )
+    either = " or ".join(f"{devices[kind]} more {kind}" for kind in sorted(devices))
+    if devices and not _has_room(question, plan):
+        said = f"all devices of kind {', '.join(sorted(devices))} that it could use are taken"
+        reasons.append(_Reason("capacity", said, either))
     else:
-        reasons += _for_want_of_merit(question)
-    constraint, message, _ = reasons[0]
-    changes = [change for _, _, change in reasons]
-    if devices and constraint != "capacity" and _either(devices) not in changes:
-        changes.append(_either(devices))
+        reasons += [*_price_of_switching(question), _utility(question)]
+    changes = [reason.change for reason in reasons if reason.change]
+    if devices and reasons[0].constraint != "capacity" and either not in changes:
+        changes.append(either)
     return Explanation(
-        job=spec.id,
-        constraint=constraint,
-        message=f"waits: {message}",
-        changes=tuple(change for change in changes if change),
+        job=question.job,
+        constraint=reasons[0].constraint,
+        message=f"waits: {reasons[0].message}",
+        changes=tuple(changes),
         devices=devices,
     )
 
 
-def _tenants_limits(question: _Question) -> list[tuple[Constraint, str, str]]:
-    """What of the job's tenant, of those above it, or of others' guarantees keeps it from running."""
-    cluster = question.cluster
-    below = subtrees(cluster)
-    found: list[tuple[Constraint, str, str]] = []
-
-    def runs(name: str | None, **changes) -> bool:
-        """With another limit of one tenant, or of all."""
-        tenants = tuple(
-            dataclasses.replace(t, **changes) if name in (None, t.name) else t
-            for t in cluster.tenants
-        )
-        return question.with_cluster(tenants=tenants)
-
-    everything = 4 * sum(node.num_devices for node in cluster.nodes)
-    for tenant in cluster.tenants:
-        name, limit, budget = tenant.name, tenant.limit, tenant.budget_per_hour
-        if question.view.spec.tenant not in below[name]:
-            continue
-        if limit is not None and runs(name, limit=None):
-            more = _least(lambda n, at=limit, name=name: runs(name, limit=at + n), everything)
-            change = f"a limit of {limit + more} for {name!r}" if more else "no limit"
-            found.append(("tenant limit", f"{name!r} may have {limit} devices at most", change))
-        if budget is not None and runs(name, budget_per_hour=None):
-            step = max(cluster.price_per_hour.values(), default=1.0)
-            more = _least(
-                lambda n, at=budget, name=name, step=step: runs(
-                    name, budget_per_hour=at + n * step
-                ),
-                everything,
-            )
-            change = f"{budget + more * step:g} per hour for {name!r}" if more else "no budget"
-            found.append(("tenant budget", f"{name!r} may spend {budget:g} per hour", change))
-    if any(tenant.guaranteed for tenant in cluster.tenants) and runs(None, guaranteed=0):
-        others = [
-            f"{t.name!r} ({t.guaranteed})"
-            for t in cluster.tenants
-            if t.guaranteed and question.view.spec.tenant not in below[t.name]
-        ]
-        if others:
-            said = f"the devices are guaranteed to others, {' and '.join(others)}"
-            found.append(("guarantee", said, "lower guarantees of others"))
-    return found
+def _quota(question: _Question) -> list[_Reason]:
+    quota, tenant = question.cluster.quota, question.view.spec.tenant
+    others = {t: n for t, n in quota.items() if t != tenant}
+    if tenant not in quota or not question.with_cluster(quota=others):
+        return []
+    limit = quota[tenant]
+    more = _least(
+        lambda n: question.with_cluster(quota={**quota, tenant: limit + n}), question.most_devices
+    )
+    change = f"a quota of {limit + more} for {tenant!r}" if more else "no quota"
+    return [_Reason("quota", f"the quota of tenant {tenant!r} is {limit} devices", change)]
 
 
-def _either(devices: Mapping[str, int]) -> str:
-    return " or ".join(f"{devices[kind]} more {kind}" for kind in sorted(devices))
-
-
-def _reservations(question: _Question) -> str:
-    active = [
-        r
-        for r in question.cluster.reservations
-        if r.start_s <= question.now_s < r.end_s and r.tenant != question.view.spec.tenant
+def _tenant_limits(question: _Question) -> list[_Reason]:
+    """Find limits and budgets of the job's tenant, and of tenants above it, that keep the job waiting."""
+    below = subtrees(question.cluster)
+    above = [t for t in question.cluster.tenants if question.view.spec.tenant in below[t.name]]
+    return [
+        reason
+        for tenant in above
+        for reason in (*_tenant_limit(question, tenant), *_tenant_budget(question, tenant))
     ]
-    return ", ".join(f"{r.num_devices} devices on {r.node} at {r.end_s:.0f} s" for r in active)
 
 
-def _movable(view: JobView) -> JobView:
-    spec = dataclasses.replace(view.spec, preemptible=True, min_run_s=0.0)
-    return dataclasses.replace(view, spec=spec)
+def _tenant_limit(question: _Question, tenant: Tenant) -> list[_Reason]:
+    name, limit = tenant.name, tenant.limit
+    if limit is None or not question.with_tenants(name, limit=None):
+        return []
+    more = _least(lambda n: question.with_tenants(name, limit=limit + n), question.most_devices)
+    change = f"a limit of {limit + more} for {name!r}" if more else "no limit"
+    return [_Reason("tenant limit", f"{name!r} may have at most {limit} devices", change)]
+
+
+def _tenant_budget(question: _Question, tenant: Tenant) -> list[_Reason]:
+    name, budget = tenant.name, tenant.budget_per_hour
+    if budget is None or not question.with_tenants(name, budget_per_hour=None):
+        return []
+    step = max(question.cluster.price_per_hour.values(), default=1.0)
+    more = _least(
+        lambda n: question.with_tenants(name, budget_per_hour=budget + n * step),
+        question.most_devices,
+    )
+    change = f"{budget + more * step:g} per hour for {name!r}" if more else "no budget"
+    return [_Reason("tenant budget", f"{name!r} may spend {budget:g} per hour", change)]
+
+
+def _guarantees(question: _Question) -> list[_Reason]:
+    below = subtrees(question.cluster)
+    guarantors = [t for t in question.cluster.tenants if t.guaranteed]
+    if not guarantors or not question.with_tenants(None, guaranteed=0):
+        return []
+    others = [t for t in guarantors if question.view.spec.tenant not in below[t.name]]
+    if not others:
+        return []
+    names = " and ".join(f"{t.name!r} ({t.guaranteed})" for t in others)
+    said = f"the devices are guaranteed to other tenants, {names}"
+    return [_Reason("guarantee", said, "lower guarantees of other tenants")]
+
+
+def _reservation(question: _Question) -> list[_Reason]:
+    reservations = question.cluster.reservations
+    if not reservations or not question.with_cluster(reservations=()):
+        return []
+    tenant, now_s = question.view.spec.tenant, question.now_s
+    active = ", ".join(
+        f"{r.num_devices} devices on {r.node} at {r.end_s:.0f} s"
+        for r in reservations
+        if r.start_s <= now_s < r.end_s and r.tenant != tenant
+    )
+    change = f"the end of the reservation of {active}"
+    return [_Reason("reservation", "devices are reserved for others", change)]
+
+
+def _level(question: _Question) -> list[_Reason]:
+    level = question.view.spec.level
+    if level is None or not question.with_spec(level=None):
+        return []
+    said = f"no domain of level {level!r} has room for the whole job"
+    return [_Reason("level", said, f"no requirement of one {level!r}")]
+
+
+def _minimum_run_time(question: _Question) -> list[_Reason]:
+    def movable(view: JobView) -> JobView:
+        if view.spec.id == question.job:
+            return view
+        spec = dataclasses.replace(view.spec, preemptible=True, min_run_s=0.0)
+        return dataclasses.replace(view, spec=spec)
+
+    if not question.with_jobs(movable):
+        return []
+    said = "jobs that may not be preempted, at all or yet, hold the devices"
+    change = "the end of their minimum run time, or making them preemptible"
+    return [_Reason("minimum run time", said, change)]
+
+
+def _minimum_size(question: _Question) -> list[_Reason]:
+    smaller = _smaller_minimum(question)
+    if smaller is None:
+        return []
+    said = f"fewer than its minimum of {question.view.spec.min_devices} devices are available"
+    return [_Reason("minimum size", said, f"min_devices={smaller}")]
 
 
 def _smaller_minimum(question: _Question) -> int | None:
-    """The largest smaller power of two as a minimum with which the job runs."""
+    """Return the largest power of two below the job's minimum with which it runs; None if there is none."""
     spec = question.view.spec
     if spec.mode == "rigid" or spec.min_devices == 1:
         return None
@@ -311,32 +323,31 @@ def _smaller_minimum(question: _Question) -> int | None:
 
 
 def _more_devices(question: _Question) -> dict[str, int]:
-    """For each kind that the job can use, the fewest more devices with which it runs."""
+    """Return the fewest additional devices with which the job runs, for each kind that it can use."""
     spec = question.view.spec
+    sizes = node_size(question.cluster)
     wanted = sum(size_limits(view.spec)[0] for view in question.jobs)
+    kinds = {shape.kind for shape in question.view.goodput} & sizes.keys()
     found: dict[str, int] = {}
-    for kind in sorted({shape.kind for shape in question.view.goodput}):
-        if spec.kinds is not None and kind not in spec.kinds:
-            continue
-        size = node_size(question.cluster).get(kind)
-        if size is None:
-            continue
-        count = _least(
-            lambda n, kind=kind: question.with_devices(kind, n), size * (wanted // size + 2)
-        )
+    for kind in sorted(kinds if spec.kinds is None else kinds.intersection(spec.kinds)):
+        most = sizes[kind] * (wanted // sizes[kind] + 2)
+        count = _least(lambda n, kind=kind: question.with_devices(kind, n), most)
         if count:
             found[kind] = count
     return found
 
 
 def _least(runs: Callable[[int], bool], most: int) -> int | None:
-    """The least number that `runs`, from 1 to `most` (if it goes on running beyond its first one)."""
+    """Return the least number from 1 to `most` for which `runs` is true; None if there is none.
+
+    The search (doubling, then bisection) assumes that `runs` stays true for larger numbers.
+    """
     high = 1
     while not runs(high):
         if high >= most:
             return None
         high = min(2 * high, most)
-    low = high // 2  # does not run
+    low = high // 2  # known not to run
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if runs(middle) else (middle, high)
@@ -344,7 +355,7 @@ def _least(runs: Callable[[int], bool], most: int) -> int | None:
 
 
 def _has_room(question: _Question, plan: Plan) -> bool:
-    """Whether the job would fit beside all that run by the plan."""
+    """Return whether the job would fit beside all jobs that run in the plan."""
     cluster = question.cluster
     kind_of = {node.name: node.kind for node in cluster.nodes}
     offered = shapes(cluster, question.jobs)
@@ -352,63 +363,58 @@ def _has_room(question: _Question, plan: Plan) -> bool:
     rows = capacity_rows(cluster, offered)
     left = rows.limits.copy()
     column = {shape: i for i, shape in enumerate(offered)}
-    groups: set[str] = set()
-    for allocation in plan.allocations.values():
+    # Jobs of a share group run on the same devices, which count once.
+    once = {
+        (given.share_group, "" if given.share_group else id_): given
+        for id_, given in plan.allocations.items()
+    }
+    for allocation in once.values():
         shape = shape_of(allocation.devices, kind_of)
-        if shape is None or (allocation.share_group or "") in groups:
-            continue
-        if allocation.share_group is not None:
-            groups.add(allocation.share_group)
         if shape in column:
             left = left - rows.matrix[:, column[shape]]
-        else:
+        elif shape is not None:
             left = left - shape.num_devices * (rows.matrix.max(axis=1) > 0)
     fits = (rows.matrix <= left[:, None]).all(axis=0)
     return bool((fits & (matrix[0] > 0)).any())
 
 
-def _for_want_of_merit(question: _Question) -> list[tuple[Constraint, str, str]]:
-    found: list[tuple[Constraint, str, str]] = []
-    if question.with_jobs(lambda v: dataclasses.replace(v, restart_s=0.0)):
-        found.append(
-            (
-                "price of switching",
-                "making room would cost more in restarts than the job gains",
-                "cheaper restarts, or time",
-            )
-        )
+def _price_of_switching(question: _Question) -> list[_Reason]:
+    if not question.with_jobs(lambda v: dataclasses.replace(v, restart_s=0.0)):
+        return []
+    said = "making room would cost more in restarts than the job gains"
+    return [_Reason("price of switching", said, "cheaper restarts, or waiting longer")]
+
+
+def _utility(question: _Question) -> _Reason:
     weight = question.view.spec.weight
     factors = [2.0**power for power in range(1, 11)]
     helps = next((f for f in factors if question.with_spec(weight=weight * f)), None)
-    found.append(
-        (
-            "utility",
-            f"{type(question.policy).__name__} finds the devices of more use to others",
-            f"a weight of {weight * helps:g} instead of {weight:g}" if helps else "",
-        )
-    )
-    return found
+    change = f"a weight of {weight * helps:g} instead of {weight:g}" if helps else ""
+    said = f"{type(question.policy).__name__} finds the devices of more use to others"
+    return _Reason("utility", said, change)
 
 
 def _changes_for_refused(question: _Question) -> tuple[str, ...]:
-    """What would let a job run that could not run even alone."""
-    spec = question.view.spec
-    changes: list[str] = []
-    if spec.budget is not None and question.with_spec(budget=None):
-        spent = cost(question.view.received_s, question.cluster.price_per_hour)
-        changes.append(f"a budget above {spent:.2f}")
-    if spec.kinds is not None and question.with_spec(kinds=None):
-        changes.append("allowing other kinds of devices")
-    if spec.level is not None and question.with_spec(level=None):
-        changes.append(f"no requirement of one {spec.level!r}")
+    """Return changes that would let a job run that could not run even alone."""
+    spec, cluster = question.view.spec, question.cluster
+    spent = cost(question.view.received_s, cluster.price_per_hour)
+    without = {  # a requirement of the job, and what to say if it runs without it
+        "budget": f"a budget above {spent:.2f}",
+        "kinds": "allowing other kinds of devices",
+        "level": f"no requirement of one {spec.level!r}",
+    }
+    changes = [
+        said
+        for name, said in without.items()
+        if getattr(spec, name) is not None and question.with_spec(**{name: None})
+    ]
     if smaller := _smaller_minimum(question):
         changes.append(f"min_devices={smaller}")
-    down = [node for node in question.cluster.nodes if node.state == "down"]
-    if down:
-        up = tuple(dataclasses.replace(node, state="up") for node in question.cluster.nodes)
-        if question.with_cluster(nodes=up):
-            counts: dict[str, int] = {}
-            for node in down:
-                counts[node.kind] = counts.get(node.kind, 0) + node.num_devices
-            changes.append(f"the return of nodes that are down ({devices_in_words(counts)})")
+    up = tuple(dataclasses.replace(node, state="up") for node in cluster.nodes)
+    counts: dict[str, int] = {}
+    for node in cluster.nodes:
+        if node.state == "down":
+            counts[node.kind] = counts.get(node.kind, 0) + node.num_devices
+    if counts and question.with_cluster(nodes=up):
+        changes.append(f"the return of nodes that are down ({devices_in_words(counts)})")
     return tuple(changes)

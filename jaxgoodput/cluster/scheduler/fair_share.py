@@ -1,9 +1,9 @@
-"""How much of the cluster each tenant deserves, and how much it had of late.
+"""How much of the cluster each tenant deserves, and how much it had recently.
 
-Of what its parent deserves (the whole cluster at the top), every tenant that wants devices deserves what it
-is guaranteed, and of the rest its weight's part, but no more than its limit. What it had fades: a device-
-second counts half as much after a half-life, so that who was away is not paid back for ever, and who has just
-had a lot waits a while. (As Slurm's and KAI-Scheduler's shares over time; the tree as Kueue's cohorts.)
+Shares are computed from the top of the tenant tree downwards. Each tenant that wants devices deserves its
+guarantee plus a part of the rest by weight, up to its limit. Past use fades: a device-second counts half as
+much after one half-life. So a tenant that was away is not paid back for ever, and a tenant that has just had
+much waits a while. (Shares over time as in Slurm and KAI-Scheduler; the tree as Kueue's cohorts.)
 """
 
 import math
@@ -16,9 +16,10 @@ from jaxgoodput.specs import ClusterSpec, Tenant
 
 
 def deserved(cluster: ClusterSpec, active: Iterable[str], num_devices: float) -> dict[str, float]:
-    """Devices that each active tenant deserves of `num_devices`; active: names of `JobSpec.tenant`.
+    """Return the part of `num_devices` that each active tenant deserves, in devices.
 
-    A tenant with jobs of its own and others below it shares what it deserves with these, as one of weight 1.
+    `active` names the tenants that have jobs. If a tenant has both jobs of its own and active tenants below
+    it, its own jobs share as one more tenant of weight 1.
 
     >>> from jaxgoodput.specs import Node
     >>> nodes = (Node(name="n", kind="t4", num_devices=8),)
@@ -28,30 +29,30 @@ def deserved(cluster: ClusterSpec, active: Iterable[str], num_devices: float) ->
     """
     found: dict[str, float] = {}
     wanting = set(active)
-    known = {tenant.name for tenant in cluster.tenants}
     below = subtrees(cluster)
-    others = [Tenant(name=name) for name in sorted(wanting - known)]
+    # Tenants that the cluster does not define compete at the top of the tree, without limits.
+    unknown = [Tenant(name=name) for name in sorted(wanting - below.keys())]
+
+    def active_below(parent: str | None) -> list[Tenant]:
+        return [t for t in cluster.tenants if t.parent == parent and below[t.name] & wanting]
 
     def most(tenant: Tenant) -> float:
-        """Devices that it may have and its active tenants can take."""
+        """Return the most devices that a tenant may have and its active tenants can use."""
         own = math.inf if tenant.limit is None else float(tenant.limit)
-        inner = [t for t in cluster.tenants if t.parent == tenant.name and below[t.name] & wanting]
+        inner = active_below(tenant.name)
         if tenant.name in wanting or not inner:
             return own
         return min(own, sum(map(most, inner)))
 
     def share_out(parent: str | None, devices: float) -> None:
-        ones = [t for t in cluster.tenants if t.parent == parent and below[t.name] & wanting]
+        ones = active_below(parent)
         if parent is None:
-            ones += others
+            ones += unknown
         elif parent in wanting:
-            if not ones:
-                found[parent] = devices
-                return
             ones.append(Tenant(name=parent))
         limits = [math.inf if one.name == parent else most(one) for one in ones]
         for one, its in zip(ones, _shares(ones, limits, devices), strict=True):
-            if one.name == parent or one.name not in known:
+            if one.name == parent or one.name not in below:
                 found[one.name] = its
             else:
                 share_out(one.name, its)
@@ -61,7 +62,7 @@ def deserved(cluster: ClusterSpec, active: Iterable[str], num_devices: float) ->
 
 
 def _shares(tenants: list[Tenant], limits: list[float], devices: float) -> list[float]:
-    """What each deserves: guarantee and a part of the rest by weight, no more than its limit."""
+    """Return the devices of each tenant: its guarantee and a part of the rest by weight, up to its limit."""
     if not tenants:
         return []
     most = np.array(limits, np.float64)
@@ -69,25 +70,26 @@ def _shares(tenants: list[Tenant], limits: list[float], devices: float) -> list[
     sure *= min(1.0, devices / max(sure.sum(), 1e-9))
     weight = np.array([tenant.weight for tenant in tenants], np.float64)
     its, open_ = sure.copy(), np.ones(len(tenants), bool)
-    while True:  # who would have more than its limit has that; the others share what is left
+    # Tenants that would exceed their limit get the limit; the others share what that leaves.
+    while open_.any():
         rest = devices - its[~open_].sum() - sure[open_].sum()
         part = sure + weight / max(weight[open_].sum(), 1e-300) * rest
         over = open_ & (part > most)
         if not over.any():
             its[open_] = part[open_]
-            return [float(one) for one in its]
+            break
         its[over] = most[over]
         open_ &= ~over
-        if not open_.any():
-            return [float(one) for one in its]
+    return its.tolist()
 
 
 def faded(
     had: Mapping[str, float], running: Mapping[str, float], seconds: float, half_life_s: float
 ) -> dict[str, float]:
-    """Device-seconds that each tenant had of late, so many seconds later.
+    """Return each tenant's faded device-seconds after `seconds` more have passed.
 
-    had: as of before; running: devices that each had all the while, whose seconds fade as they pass.
+    `had` holds the faded device-seconds before, `running` the devices that each tenant used throughout. The
+    new device-seconds fade as they pass, too. Raises ValueError for a half-life of 0 or negative seconds.
 
     >>> faded({"a": 100.0}, {}, 60.0, 60.0)
     {'a': 50.0}
@@ -113,10 +115,11 @@ def factors(
     most: float = 8.0,
     assumed_s: float = 900.0,
 ) -> dict[str, float]:
-    """By tenant, what the weight of its jobs is multiplied by: (deserved / had share)^power, 1/most ... most.
+    """Return the factor on the weights of each tenant's jobs: (deserved share / recent share)^power.
 
-    had_s: device-seconds of late by tenant (`faded`). As long as these are few, every tenant is taken to have
-    had `assumed_s` of what it deserves beside them.
+    Factors are clipped to 1/most ... most. `had_s` holds recent device-seconds by tenant (`faded`). Each
+    tenant is credited with `assumed_s` of what it deserves in addition, so factors stay near 1 while little
+    is known.
     """
     due = deserved(cluster, active, num_devices)
     total_s = sum(had_s.get(name, 0.0) for name in due)

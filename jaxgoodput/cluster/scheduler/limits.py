@@ -1,37 +1,40 @@
-"""What some tenants' jobs may have together: quotas, and limits and budgets of whole subtrees, as one list.
+"""Limits on what the jobs of some tenants use together: quotas, and limits and budgets of whole subtrees.
 
-A limit counts devices, or what these cost in an hour; both grow with devices, so policies keep them as rows
-of their problems. What jobs have about which a policy is not asked is taken off before.
+A limit counts devices, or their price per hour. Both grow with devices, so policies add each limit as one
+linear row to their problem. Devices of jobs that the policy is not asked about are subtracted first.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from jaxgoodput.specs import Allocation, ClusterSpec
 
-Use = Mapping[str, Mapping[str, int]]  # devices by tenant and kind
+Use = Mapping[str, Mapping[str, int]]
+"""Number of devices by tenant and kind."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limit:
-    """The most that the jobs of some tenants have together, of what is not spoken for."""
+    """The most that the jobs of some tenants may use together."""
 
     tenants: frozenset[str]
-    """Whose jobs count."""
+    """Tenants that share the limit."""
     left: float
+    """Unused part of the limit."""
     said: str
-    """Whose limit it is and how much, in words."""
+    """Owner and size of the limit, in words."""
     price: Mapping[str, float] | None = None
-    """What a device of each kind counts; None = 1."""
+    """Units per device of each kind; None = 1, the limit counts devices."""
 
     def per_device(self, kind: str) -> float:
-        """What a device of a kind counts."""
+        """Return the units that one device of a kind counts."""
         return 1.0 if self.price is None else self.price.get(kind, 0.0)
 
     def used(self, use: Use) -> float:
-        """What devices by tenant and kind count against it."""
+        """Return the units that the devices in `use` count against this limit."""
         return float(
             sum(
                 self.per_device(kind) * count
@@ -42,7 +45,7 @@ class Limit:
 
 
 def limits_of(cluster: ClusterSpec) -> tuple[Limit, ...]:
-    """All limits of a cluster: its quotas by name, then those of its tenants.
+    """Return all limits of a cluster: its quotas sorted by tenant, then each tenant's limit and budget.
 
     >>> from jaxgoodput.specs import Node, Tenant
     >>> nodes = (Node(name="n", kind="t4", num_devices=8),)
@@ -51,28 +54,36 @@ def limits_of(cluster: ClusterSpec) -> tuple[Limit, ...]:
     >>> sorted(limit.tenants), limit.left
     (['lab', 'team'], 4.0)
     """
-    found = [
-        Limit(tenants=frozenset({t}), left=float(n), said=f"the quota of tenant {t!r}, {n} devices")
-        for t, n in sorted(cluster.quota.items())
-    ]
+    found = [quota_limit(tenant, most) for tenant, most in sorted(cluster.quota.items())]
     below = subtrees(cluster) if cluster.tenants else {}
     for tenant in cluster.tenants:
-        limits = [
-            (tenant.limit, "devices", None),
-            (tenant.budget_per_hour, "per hour", dict(cluster.price_per_hour)),
-        ]
-        for most, unit, price in limits:
+        for most, said, price in (
+            (tenant.limit, "the limit of tenant {!r}, {:g} devices", None),
+            (
+                tenant.budget_per_hour,
+                "the budget of tenant {!r}, {:g} per hour",
+                dict(cluster.price_per_hour),
+            ),
+        ):
             if most is not None:
-                what = "limit" if price is None else "budget"
-                said = f"the {what} of tenant {tenant.name!r}, {most:g} {unit}"
-                limit = Limit(tenants=below[tenant.name], left=float(most), said=said, price=price)
-                left = max(most - limit.used(cluster.in_use), 0.0)
-                found.append(Limit(tenants=limit.tenants, left=left, said=said, price=price))
+                limit = Limit(
+                    tenants=below[tenant.name],
+                    left=float(most),
+                    said=said.format(tenant.name, most),
+                    price=price,
+                )
+                found.append(replace(limit, left=max(most - limit.used(cluster.in_use), 0.0)))
     return tuple(found)
 
 
+def quota_limit(tenant: str, most: int) -> Limit:
+    """Return the limit that a quota of `most` devices sets."""
+    said = f"the quota of tenant {tenant!r}, {most} devices"
+    return Limit(tenants=frozenset({tenant}), left=float(most), said=said)
+
+
 def subtrees(cluster: ClusterSpec) -> dict[str, frozenset[str]]:
-    """Each tenant with all tenants below it."""
+    """Return, by tenant, the names of the tenant itself and of all tenants below it."""
     parent = {tenant.name: tenant.parent for tenant in cluster.tenants}
     found: dict[str, set[str]] = {name: {name} for name in parent}
     for name in parent:
@@ -86,23 +97,34 @@ def subtrees(cluster: ClusterSpec) -> dict[str, frozenset[str]]:
 def use_by_tenant(
     allocations: Mapping[str, Allocation], tenants: Mapping[str, str], kind_of: Mapping[str, str]
 ) -> dict[str, dict[str, int]]:
-    """Devices by tenant and kind; tenants: by job id. A share group counts once, for its first job."""
+    """Return the number of allocated devices by tenant and kind.
+
+    `tenants` is by job id, `kind_of` by node name. Jobs of one share group use the same devices, which are
+    counted once, for the job whose id sorts first.
+    """
     seen: set[str] = set()
     used: dict[str, dict[str, int]] = {}
     for id_ in sorted(allocations):
-        group = allocations[id_].share_group
-        if group not in seen:
+        allocation = allocations[id_]
+        if allocation.share_group not in seen:
             its = used.setdefault(tenants[id_], {})
-            for name, local in allocations[id_].devices.items():
-                kind = kind_of.get(name, "")
-                its[kind] = its.get(kind, 0) + len(local)
-        if group is not None:
-            seen.add(group)
+            for kind, count in devices_by_kind(allocation, kind_of).items():
+                its[kind] = its.get(kind, 0) + count
+        if allocation.share_group is not None:
+            seen.add(allocation.share_group)
     return used
 
 
+def devices_by_kind(allocation: Allocation, kind_of: Mapping[str, str]) -> dict[str, int]:
+    """Return the number of devices of each kind in an allocation; unknown nodes count as kind ""."""
+    counts: defaultdict[str, int] = defaultdict(int)
+    for name, local in allocation.devices.items():
+        counts[kind_of.get(name, "")] += len(local)
+    return dict(counts)
+
+
 def together(uses: Iterable[Use]) -> dict[str, dict[str, int]]:
-    """The sum of devices by tenant and kind."""
+    """Return the sum of several uses."""
     total: dict[str, dict[str, int]] = {}
     for use in uses:
         for tenant, by_kind in use.items():
@@ -113,12 +135,12 @@ def together(uses: Iterable[Use]) -> dict[str, dict[str, int]]:
 
 
 def counts(limits: Sequence[Limit], tenants: Sequence[str]) -> np.ndarray:
-    """[limits, jobs] bool: whether a job of that tenant counts."""
+    """Return [limits, jobs] bool: whether a job counts against a limit. `tenants` has one entry per job."""
     rows = [[name in limit.tenants for name in tenants] for limit in limits]
     return np.array(rows, bool).reshape(len(limits), len(tenants))
 
 
 def per_device(limits: Sequence[Limit], kinds: Sequence[str]) -> np.ndarray:
-    """[limits, kinds] what a device of each kind counts."""
+    """Return [limits, kinds]: the units that one device of each kind counts."""
     rows = [[limit.per_device(kind) for kind in kinds] for limit in limits]
     return np.array(rows, np.float64).reshape(len(limits), len(kinds))

@@ -1,7 +1,7 @@
-"""What a policy may know and what it answers; `reconcile` is the one path for service and simulator.
+"""What a policy is told about jobs, what it answers, and the plan that `reconcile` makes of the answer.
 
-A policy is stateless: everything that it remembers is in its input (attained service, deficits, the
-present allocation and since when), so that a restart of the scheduler loses nothing.
+A policy keeps no state. Everything it needs to remember is in its input (service received so far, the present
+allocation and when it began), so a restart of the scheduler loses nothing.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,53 +20,52 @@ class JobView:
 
     spec: JobSpec
     allocation: Allocation = field(default_factory=Allocation)
-    """What it has at present."""
+    """Devices that the job has at present."""
     goodput: Mapping[Shape, float] = field(default_factory=dict)
     """Useful samples (or any unit of the job's own) per second on each shape, packed on as few nodes as the
-    shape says. A shape that is missing is unknown or not allowed. For an elastic or rigid job the batch is
-    fixed, so this is its throughput."""
+    shape says. A missing shape is unknown or not allowed. For an elastic or rigid job the batch is fixed, so
+    this is its throughput."""
     goodput_error: Mapping[Shape, float] = field(default_factory=dict)
-    """Relative standard error of an entry of `goodput`, independent of those of the others: 0.1 is about
-    10 %. A shape that is missing has an unknown one, and a policy judges it by how rough the table is."""
+    """Relative standard error of each entry of `goodput`; 0.1 is about 10 %. Errors are independent. If a
+    shape is missing, a policy estimates its error from the roughness of the table."""
     submitted_s: float = 0.0
     since_s: float | None = None
-    """When the present allocation began; None = not running."""
+    """Start of the present allocation; None if the job is not running."""
     restoring_until_s: float | None = None
-    """While it restarts, it is not worth moving again."""
+    """Expected end of a restart in progress. Until then the job is not worth moving again."""
     num_restarts: int = 0
     restart_s: float = 30.0
-    """Seconds that the next change costs: as told, until its restarts have shown what they take
-    (`estimated_restart_s`)."""
+    """Estimated seconds that the next change costs (see `estimated_restart_s`)."""
     received_s: Mapping[str, float] = field(default_factory=dict)
-    """Device-seconds that it has had, by kind."""
+    """Device-seconds used so far, by kind."""
     fraction_received_s: Mapping[str, float] = field(default_factory=dict)
-    """Seconds that it has run, by kind."""
+    """Seconds run so far, by kind."""
     largest_profiled: int = 0
-    """The largest size, in devices, that its model has seen."""
+    """Largest number of devices on which the job was measured; 0 = never."""
     remaining: float | None = None
-    """Work left, in units of goodput x seconds; None = not declared."""
+    """Remaining work in units of goodput x seconds; None if not declared."""
     rigid_shape_hint: int | None = None
-    """Devices that its user would have picked."""
+    """Number of devices that the user would have picked."""
     shared_goodput: Mapping[tuple[str, Shape], float] = field(default_factory=dict)
-    """What it does while it shares its devices with another job: (id of the other, shape) -> as goodput."""
+    """Goodput while sharing devices with another job, by (id of the other job, shape)."""
     fractions_since_s: float | None = None
-    """When `fraction_received_s` began to count; None = `submitted_s`."""
+    """Start of the period that `fraction_received_s` covers; None = `submitted_s`."""
     tenant_received_s: Mapping[str, float] = field(default_factory=dict)
-    """Device-seconds that every tenant had of late (`fair_share.faded`), the same for all jobs of a
-    decision; who is absent had none."""
+    """Recent device-seconds of every tenant (`fair_share.faded`); missing tenants had none. All jobs of one
+    decision carry the same mapping."""
 
     @property
     def is_measured(self) -> bool:
-        """Whether its goodput is in samples/s; that of an adaptive job that has not run is in no unit."""
+        """Whether goodput is in samples/s. An adaptive job that has not run knows only ratios."""
         return self.largest_profiled > 0 or self.spec.mode != "adaptive"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """What a policy answers: allocations of the jobs that run, and why, for every job.
+    """A policy's answer: allocations of the jobs that run, and a reason for every job.
 
-    `objective` and `bound` are of its optimisation problem where it has one (bound - objective is the
-    optimality gap).
+    If the policy solves an optimisation problem, `objective` is the value of its solution and `bound` the
+    best possible value; bound - objective is the optimality gap.
     """
 
     allocations: Mapping[str, Allocation]
@@ -76,37 +75,40 @@ class Decision:
 
 
 class SolverError(Exception):
-    """A solver found no decision; `reconcile` then keeps the previous plan, and says so."""
+    """A solver found no decision; `reconcile` then keeps the previous plan and says so."""
 
 
 class SolverTimeout(SolverError):
-    """No decision was found in time."""
+    """A solver found no decision within its time limit."""
 
 
 @runtime_checkable
 class Policy(Protocol):
-    """Implementations are frozen dataclasses with `__call__`; equal inputs give equal decisions."""
+    """A rule that allocates devices. Equal inputs must give equal decisions.
+
+    Implementations are frozen dataclasses with `__call__`.
+    """
 
     def __call__(self, jobs: Sequence[JobView], cluster: ClusterSpec, now_s: float, /) -> Decision:
-        """Who gets which devices. Raises SolverError where it finds nothing (in time)."""
+        """Decide which job gets which devices. Raises SolverError if no decision is found in time."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What to do now: an allocation for every job (empty = none), and how they differ from the present."""
+    """What to do now: an allocation for every job (empty = none), and what changes."""
 
     allocations: Mapping[str, Allocation]
     start: tuple[str, ...]
     resize: tuple[str, ...]
-    """Jobs that get other devices than before, or another number of them."""
+    """Running jobs that get other devices, or another number of devices."""
     pause: tuple[str, ...]
     reasons: Mapping[str, str]
-    """Why, for every job id."""
+    """Reason for each job's allocation, by job id."""
     next_solve_s: float
-    """When to ask again at the latest; an event asks sooner."""
+    """Latest time of the next decision; an event may bring it forward."""
     solved_s: float | None = None
-    """When the policy was last asked."""
+    """Time of the policy's last decision."""
     objective: float | None = None
-    """What the policy's last answer is worth; `bound` is the most that any could be."""
+    """Value of the policy's last decision; `bound` is the best possible value."""
     bound: float | None = None

@@ -1,7 +1,7 @@
-"""From jobs, cluster and policy to a plan: pure, deterministic, one for the service and the simulator.
+"""Turn jobs, a cluster and a policy into a plan; the service and the simulator both call `reconcile`.
 
-What a policy may not change (see `constraints_of`) is taken out of its problem first and put back afterwards;
-what it answers is checked before it is believed.
+The function is pure and deterministic. What a policy may not change (`constraints_of`) is taken out of its
+problem first and put back afterwards. The policy's answer is checked before it is used.
 """
 
 import dataclasses
@@ -17,15 +17,20 @@ from jaxgoodput.cluster.scheduler.constraints import (
     next_change_s,
     withhold,
 )
-from jaxgoodput.cluster.scheduler.limits import limits_of, together, use_by_tenant
+from jaxgoodput.cluster.scheduler.limits import (
+    devices_by_kind,
+    limits_of,
+    together,
+    use_by_tenant,
+)
 from jaxgoodput.cluster.scheduler.placement.placement import allocation_of
 from jaxgoodput.cluster.scheduler.policy import Decision, JobView, Plan, Policy, SolverError
 from jaxgoodput.cluster.scheduler.shapes import devices_in_words, domain_of, size_limits
-from jaxgoodput.specs import Allocation, ClusterSpec
+from jaxgoodput.specs import Allocation, ClusterSpec, JobSpec, Node
 
 
 class PlanError(Exception):
-    """A policy's answer cannot be carried out: a defect of the policy, which the message names."""
+    """A policy's answer cannot be carried out; a defect of the policy, which the message names."""
 
 
 def reconcile(
@@ -38,30 +43,30 @@ def reconcile(
     min_gap_s: float = 5.0,
     max_gap_s: float = 60.0,
 ) -> Plan:
-    """What every job gets now, and why.
+    """Decide what every job gets now, with a reason for every job.
 
-    The plan has an allocation (empty = none) and a reason for every job. Jobs that could not run even alone
-    are named and left out; jobs on nodes that are down lose their devices; jobs that may not be preempted,
-    are within their minimum run time or run on draining nodes keep theirs. Reserved devices go to the
-    tenant's jobs that run on them or are waiting, before all others are served.
+    Jobs that could not run even alone are refused. Jobs on nodes that are down lose their devices. Jobs that
+    may not be preempted, are within their minimum run time, or run on draining nodes keep theirs. A tenant's
+    reserved devices are offered first to its jobs that run on them or wait.
 
-    Where `last` was solved less than `min_gap_s` ago, nothing changes but what was lost or is refused. A
-    policy that raises SolverError changes nothing either. `next_solve_s` is at most `max_gap_s` from now;
-    what changes by itself (the end of a minimum run time, a reservation) brings it forward.
+    If `last` was solved less than `min_gap_s` ago, jobs keep what they have, except lost or refused
+    allocations. The same holds if the policy raises SolverError. `next_solve_s` is at most `max_gap_s` from
+    now; changes that are known in advance (the end of a minimum run time, a reservation) bring it forward.
 
-    Raises PlanError where the policy's answer is impossible, ValueError where the jobs contradict one
-    another.
+    Raises PlanError if the policy's answer is impossible, ValueError if the jobs contradict each other.
     """
     if not 0 <= min_gap_s <= max_gap_s:
         raise ValueError(
-            f"min_gap_s={min_gap_s} and max_gap_s={max_gap_s}; needed is 0 <= min_gap_s <= max_gap_s"
+            f"min_gap_s={min_gap_s} and max_gap_s={max_gap_s}; choose 0 <= min_gap_s <= max_gap_s"
         )
     fixed = constraints_of(jobs, cluster, now_s)
     if last is not None and last.solved_s is not None and now_s < last.solved_s + min_gap_s:
-        result = _unchanged(
-            fixed, f"decided {now_s - last.solved_s:.1f} s ago; the next look is soon"
+        why = (
+            f"unchanged: the last decision was {now_s - last.solved_s:.1f} s ago, "
+            "and the next one follows shortly"
         )
-        result.objective, result.bound = last.objective, last.bound
+        kept = {id_: v.allocation for id_, v in fixed.views.items() if id_ not in fixed.refused}
+        result = _Result(kept, dict.fromkeys(kept, why), last.objective, last.bound)
         return _plan(jobs, fixed, result, last.solved_s, last.solved_s + min_gap_s)
     result = _solve(fixed, cluster, policy, now_s)
     change_s = next_change_s(jobs, cluster, fixed.held, now_s)
@@ -71,24 +76,24 @@ def reconcile(
 
 @dataclasses.dataclass
 class _Result:
-    """Answers as they come together, over the pools of devices."""
+    """Answers of the policy, collected over several calls on disjoint devices."""
 
     allocations: dict[str, Allocation]
     reasons: dict[str, str]
     objective: float | None = None
     bound: float | None = None
 
-
-def _unchanged(fixed: Constraints, why: str) -> _Result:
-    allocations = {
-        id_: view.allocation for id_, view in fixed.views.items() if id_ not in fixed.refused
-    }
-    return _Result(allocations, {id_: why for id_ in allocations})
+    def add(self, objective: float | None, bound: float | None):
+        """Add the objective and bound of one call, as far as the policy reports them."""
+        if objective is not None:
+            self.objective = (self.objective or 0.0) + objective
+        if bound is not None:
+            self.bound = (self.bound or 0.0) + bound
 
 
 def _solve(fixed: Constraints, cluster: ClusterSpec, policy: Policy, now_s: float) -> _Result:
     result = _Result({}, {})
-    taken: Devices = {}  # by jobs that stay
+    taken: Devices = {}  # by held jobs and reservations
     tenants = {id_: view.spec.tenant for id_, view in fixed.views.items()}
     for id_, why in fixed.held.items():
         result.allocations[id_] = fixed.views[id_].allocation
@@ -97,21 +102,21 @@ def _solve(fixed: Constraints, cluster: ClusterSpec, policy: Policy, now_s: floa
     kind_of = {node.name: node.kind for node in cluster.nodes}
     used = use_by_tenant(result.allocations, tenants, kind_of)
     free = [id_ for id_ in fixed.views if id_ not in fixed.held and id_ not in fixed.refused]
+    # First each tenant's own jobs on its reserved devices; then all others on the rest.
     for tenant in sorted(t for t in fixed.reserved if t is not None):
         own = fixed.reserved[tenant]
         pool = [
             id_
             for id_ in free
-            if fixed.views[id_].spec.tenant == tenant and _within(fixed.views[id_].allocation, own)
+            if tenants[id_] == tenant and _within(fixed.views[id_].allocation, own)
         ]
         if not pool:
             continue
         others = {n.name: set(range(n.num_devices)) - own.get(n.name, set()) for n in cluster.nodes}
         _ask(policy, pool, fixed, withhold(cluster, others, used), now_s, result)
-        placed = [id_ for id_ in pool if result.allocations[id_].devices]
-        more = {id_: result.allocations[id_] for id_ in placed}
-        used = together((used, use_by_tenant(more, tenants, kind_of)))
-        free = [id_ for id_ in free if id_ not in set(placed)]
+        placed = {id_: given for id_ in pool if (given := result.allocations[id_]).devices}
+        used = together((used, use_by_tenant(placed, tenants, kind_of)))
+        free = [id_ for id_ in free if id_ not in placed]
     for own in fixed.reserved.values():
         add_devices(taken, own)
     if free:
@@ -120,7 +125,7 @@ def _solve(fixed: Constraints, cluster: ClusterSpec, policy: Policy, now_s: floa
 
 
 def _within(allocation: Allocation, devices: Devices) -> bool:
-    """Whether it lies on these devices only; a job without any may go anywhere."""
+    """Return whether an allocation lies on these devices only; an empty one does."""
     return all(set(local) <= devices.get(name, set()) for name, local in allocation.devices.items())
 
 
@@ -132,111 +137,122 @@ def _ask(
     now_s: float,
     result: _Result,
 ):
-    """Adds the policy's answer for some jobs on some devices to the result."""
+    """Add the policy's answer for some jobs on some devices to the result."""
     views = [fixed.views[id_] for id_ in ids]
+    name = type(policy).__name__
     try:
         decision = policy(views, cluster, now_s)
     except (SolverError, np.linalg.LinAlgError) as error:
-        offered = {
-            n.name: set(range(n.num_devices)) - set(n.withheld)
-            for n in cluster.nodes
-            if n.state == "up"
-        }
-        for view in views:
-            stays = _within(view.allocation, offered)
-            result.allocations[view.spec.id] = view.allocation if stays else Allocation()
-            result.reasons[view.spec.id] = (
-                f"{'unchanged' if stays else 'its devices are reserved for others'}: "
-                f"{type(policy).__name__} found no decision ({error})"
-            )
+        _keep_all(views, cluster, f"{name} found no decision ({error})", result)
         return
-    check_decision(decision, views, cluster, type(policy).__name__)
+    check_decision(decision, views, cluster, name)
     kind_of = {node.name: node.kind for node in cluster.nodes}
     for view in views:
         id_ = view.spec.id
-        result.allocations[id_] = decision.allocations.get(id_, Allocation())
+        given = decision.allocations.get(id_, Allocation())
+        result.allocations[id_] = given
         result.reasons[id_] = decision.reasons.get(id_) or _default_reason(
-            view, result.allocations[id_], kind_of, type(policy).__name__
+            view, given, kind_of, name
         )
-    if decision.objective is not None:
-        result.objective = (result.objective or 0.0) + decision.objective
-    if decision.bound is not None:
-        result.bound = (result.bound or 0.0) + decision.bound
+    result.add(decision.objective, decision.bound)
+
+
+def _keep_all(views: Sequence[JobView], cluster: ClusterSpec, why: str, result: _Result):
+    """Leave every job as it is, unless its devices are no longer offered."""
+    offered = {
+        n.name: set(range(n.num_devices)) - set(n.withheld)
+        for n in cluster.nodes
+        if n.state == "up"
+    }
+    for view in views:
+        stays = _within(view.allocation, offered)
+        result.allocations[view.spec.id] = view.allocation if stays else Allocation()
+        what = "unchanged" if stays else "its devices are reserved for others"
+        result.reasons[view.spec.id] = f"{what}: {why}"
 
 
 def _default_reason(
     view: JobView, given: Allocation, kind_of: Mapping[str, str], policy: str
 ) -> str:
-    if given.devices:
-        counts: dict[str, int] = {}
-        for name, local in given.devices.items():
-            counts[kind_of[name]] = counts.get(kind_of[name], 0) + len(local)
-        same = given.devices == view.allocation.devices
-        return f"{'keeps' if same else 'gets'} {devices_in_words(counts)} by {policy}"
-    return f"waits: {policy} gives the devices to others"
+    if not given.devices:
+        return f"waits: {policy} gives the devices to others"
+    same = given.devices == view.allocation.devices
+    said = devices_in_words(devices_by_kind(given, kind_of))
+    return f"{'keeps' if same else 'gets'} {said} by {policy}"
 
 
 def check_decision(decision: Decision, views: Sequence[JobView], cluster: ClusterSpec, policy: str):
-    """Raises PlanError where a decision cannot be carried out, naming the policy, the job and the rule."""
+    """Raise PlanError if a decision cannot be carried out, naming the policy, the job and the rule."""
     nodes = {node.name: node for node in cluster.nodes}
-    known = {view.spec.id: view for view in views}
+    spec_of = {view.spec.id: view.spec for view in views}
     owner: dict[tuple[str, int], str] = {}
-
-    def wrong(id_: str, what: str):
-        raise PlanError(
-            f"policy {policy} gives job {id_!r} {what}. This is a defect of the policy; the present plan "
-            "stands."
-        )
-
     for id_ in sorted(decision.allocations):
         allocation = decision.allocations[id_]
-        if id_ not in known:
-            wrong(id_, "devices, but was not asked about it")
-        spec = known[id_].spec
-        if not allocation.devices:
-            continue
-        for name, local in allocation.devices.items():
-            node = nodes.get(name)
-            if node is None:
-                wrong(id_, f"devices of node {name!r}, which does not exist")
-                continue
-            if node.state != "up":
-                wrong(id_, f"devices of node {name!r}, which is {node.state}")
-            if max(local) >= node.num_devices or (
-                node.withheld and set(local) & set(node.withheld)
-            ):
-                wrong(
-                    id_,
-                    f"devices {list(local)} of node {name!r}, not all of which may be given away",
-                )
-            if spec.kinds is not None and node.kind not in spec.kinds:
-                wrong(id_, f"devices of kind {node.kind!r}, but it allows only {list(spec.kinds)}")
-            for i in local:
-                other = owner.setdefault((name, i), id_)
-                group = allocation.share_group
-                if other != id_ and (
-                    group is None or decision.allocations[other].share_group != group
-                ):
-                    wrong(id_, f"device {i} of node {name!r}, which it also gives to {other!r}")
-        least, most = size_limits(spec)
-        if not least <= allocation.num_devices <= most:
-            takes = (
-                f"is rigid and takes {least}"
-                if spec.mode == "rigid"
-                else f"takes {least} to {most}"
-            )
-            wrong(id_, f"{allocation.num_devices} devices, but it {takes}")
-        if spec.level is not None and len(allocation.devices) > 1:
-            domains = {domain_of(nodes[name], spec.level) for name in allocation.devices}
-            if len(domains) > 1:
-                wrong(id_, f"nodes of several domains of level {spec.level!r}: {sorted(domains)}")
-    tenants = {id_: known[id_].spec.tenant for id_ in decision.allocations}
+        if id_ not in spec_of:
+            raise _defect(policy, id_, "devices, but was not asked about it")
+        wrong = (
+            _wrong_devices(spec_of[id_], allocation, nodes)
+            or _wrong_sharing(id_, decision, owner)
+            or _wrong_size(spec_of[id_], allocation, nodes)
+        )
+        if wrong:
+            raise _defect(policy, id_, wrong)
+    tenants = {id_: spec_of[id_].tenant for id_ in decision.allocations}
     kind_of = {node.name: node.kind for node in cluster.nodes}
     use = use_by_tenant(decision.allocations, tenants, kind_of)
     for limit in limits_of(cluster):
         if limit.used(use) > limit.left + 1e-6:
-            last = max(id_ for id_, whose in tenants.items() if whose in limit.tenants)
-            wrong(last, f"more than {limit.said}")
+            last = max(id_ for id_, tenant in tenants.items() if tenant in limit.tenants)
+            raise _defect(policy, last, f"more than {limit.said}")
+
+
+def _defect(policy: str, id_: str, what: str) -> PlanError:
+    return PlanError(
+        f"policy {policy} gives job {id_!r} {what}. The present plan stays in force; report this defect of "
+        "the policy, or choose another policy."
+    )
+
+
+def _wrong_devices(spec: JobSpec, allocation: Allocation, nodes: Mapping[str, Node]) -> str | None:
+    for name, local in allocation.devices.items():
+        node = nodes.get(name)
+        if node is None:
+            return f"devices of node {name!r}, which does not exist"
+        if node.state != "up":
+            return f"devices of node {name!r}, which is {node.state}"
+        if max(local) >= node.num_devices or not set(local).isdisjoint(node.withheld):
+            return f"devices {list(local)} of node {name!r}, not all of which may be given away"
+        if spec.kinds is not None and node.kind not in spec.kinds:
+            return f"devices of kind {node.kind!r}, but it allows only {list(spec.kinds)}"
+    return None
+
+
+def _wrong_sharing(id_: str, decision: Decision, owner: dict[tuple[str, int], str]) -> str | None:
+    """Enter the job's devices into `owner`; report one that a job of no common share group has already."""
+    group = decision.allocations[id_].share_group
+    for name, local in decision.allocations[id_].devices.items():
+        for i in local:
+            other = owner.setdefault((name, i), id_)
+            shared = group is not None and decision.allocations[other].share_group == group
+            if other != id_ and not shared:
+                return f"device {i} of node {name!r}, which it also gives to {other!r}"
+    return None
+
+
+def _wrong_size(spec: JobSpec, allocation: Allocation, nodes: Mapping[str, Node]) -> str | None:
+    if not allocation.devices:
+        return None
+    least, most = size_limits(spec)
+    if not least <= allocation.num_devices <= most:
+        takes = (
+            f"is rigid and takes {least}" if spec.mode == "rigid" else f"takes {least} to {most}"
+        )
+        return f"{allocation.num_devices} devices, but it {takes}"
+    if spec.level is not None:
+        domains = {domain_of(nodes[name], spec.level) for name in allocation.devices}
+        if len(domains) > 1:
+            return f"nodes of several domains of level {spec.level!r}: {sorted(domains)}"
+    return None
 
 
 def _plan(
@@ -248,9 +264,7 @@ def _plan(
 ) -> Plan:
     allocations: dict[str, Allocation] = {}
     reasons: dict[str, str] = {}
-    start: list[str] = []
-    resize: list[str] = []
-    pause: list[str] = []
+    moved: dict[str, list[str]] = {"start": [], "resize": [], "pause": []}
     for view in jobs:
         id_ = view.spec.id
         given = result.allocations.get(id_, Allocation())
@@ -259,15 +273,14 @@ def _plan(
         )
         said = f"refused: {fixed.refused[id_]}" if id_ in fixed.refused else result.reasons[id_]
         reasons[id_] = f"{said}; {fixed.remarks[id_]}" if id_ in fixed.remarks else said
-        if given.devices == view.allocation.devices:
-            continue
-        moved = pause if not given.devices else resize if view.allocation.devices else start
-        moved.append(id_)
+        if given.devices != view.allocation.devices:
+            was = "resize" if view.allocation.devices else "start"
+            moved[was if given.devices else "pause"].append(id_)
     return Plan(
         allocations=allocations,
-        start=tuple(start),
-        resize=tuple(resize),
-        pause=tuple(pause),
+        start=tuple(moved["start"]),
+        resize=tuple(moved["resize"]),
+        pause=tuple(moved["pause"]),
         reasons=reasons,
         next_solve_s=next_solve_s,
         solved_s=solved_s,

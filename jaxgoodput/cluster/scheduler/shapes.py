@@ -1,14 +1,15 @@
-"""The shapes that a cluster offers, which of them a job may take, and when a set of them surely fits.
+"""Shapes that a cluster offers, which of them a job may take, and which combinations fit on the nodes.
 
-A shape lies on one node (1, 2, 4, ... devices) or is made of whole nodes. With these sizes allocation and
-placement decouple: whatever satisfies `capacity_rows` can be placed without splitting a job over more nodes
-than it needs. Proof: place the largest first; before a size s is placed, everything on a node has a size
-that is a multiple of s, so a node with n usable devices still has floor(n/s) - (what is placed)/s slots of
-size s, wherever the others went. A node whose size is no power of two behaves as the power-of-two nodes of
-its binary expansion (6 = 4 + 2).
+A shape lies on one node (1, 2, 4, ... devices) or is made of whole nodes. These sizes separate allocation
+from placement: any choice that satisfies `capacity_rows` can be placed without spreading a job over more
+nodes than it needs. Proof: place the largest first. Before a job of size s is placed, everything on a node
+has a size that is a multiple of s, so a node with n usable devices still has floor(n/s) - (devices placed)/s
+slots of size s, wherever earlier jobs went. A node whose size is not a power of two behaves like the
+power-of-two nodes of its binary expansion (6 = 4 + 2).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -19,23 +20,24 @@ from jaxgoodput.specs import ClusterSpec, JobSpec, Node, Shape
 
 
 class CapacityRows(NamedTuple):
-    """`matrix @ (number of jobs with each shape) <= limits`: satisfied exactly when everything can be placed.
+    """Linear capacity constraints: `matrix @ (number of jobs with each shape) <= limits`.
 
-    One row per kind where all nodes are full and of one power-of-two size; more where they are not.
-    Exact for the sizes of `shapes`; only necessary where a rigid job's own size (such as 3) is among them.
+    Shapes can be placed together exactly if they satisfy all rows. A kind has one row if all its nodes are
+    full and of one power-of-two size, otherwise several. If a rigid job's own size (such as 3) is among the
+    shapes, the rows are necessary but no longer sufficient.
     """
 
     matrix: Float[np.ndarray, "rows shapes"]
     limits: Float[np.ndarray, " rows"]
-    """Devices that each row has."""
+    """Devices available to each row."""
     kinds: tuple[str, ...]
-    """The kind of device that each row is of."""
+    """Device kind of each row."""
 
 
 def capacity(cluster: ClusterSpec) -> dict[str, int]:
-    """Devices of each kind that anybody may be given: of nodes that are up, without those withheld.
+    """Return the devices of each kind that may be allocated: on nodes that are up, and not withheld.
 
-    A draining node's devices belong to the jobs that already run there, so they are not counted.
+    Devices of draining nodes are not counted; they belong to the jobs that already run there.
     """
     total: dict[str, int] = {}
     for node in cluster.nodes:
@@ -44,7 +46,10 @@ def capacity(cluster: ClusterSpec) -> dict[str, int]:
 
 
 def node_size(cluster: ClusterSpec) -> dict[str, int]:
-    """Devices of a whole node of each kind: the largest that is not down, counting withheld devices too."""
+    """Return the devices of a whole node of each kind: the largest node that is not down.
+
+    Withheld devices count, so a node with one bad device does not change the size.
+    """
     size: dict[str, int] = {}
     for node in cluster.nodes:
         if node.state != "down":
@@ -53,13 +58,22 @@ def node_size(cluster: ClusterSpec) -> dict[str, int]:
 
 
 def whole_nodes(cluster: ClusterSpec) -> dict[str, list[Node]]:
-    """The nodes of each kind that shapes of several nodes are made of: up, full size, none withheld."""
+    """Return, by kind, the nodes that shapes of several nodes may use: up, full size, nothing withheld."""
     size = node_size(cluster)
     whole: dict[str, list[Node]] = {kind: [] for kind in size}
     for node in cluster.nodes:
         if node.state == "up" and node.num_usable == size[node.kind]:
             whole[node.kind].append(node)
     return whole
+
+
+def _usable_by_kind(cluster: ClusterSpec) -> dict[str, list[int]]:
+    """Return the number of usable devices of each node that is up, by kind."""
+    usable: dict[str, list[int]] = {}
+    for node in cluster.nodes:
+        if node.state == "up":
+            usable.setdefault(node.kind, []).append(node.num_usable)
+    return usable
 
 
 def shapes(
@@ -69,49 +83,43 @@ def shapes(
     dense_nodes: int = 8,
     all_up_to_devices: int = 64,
 ) -> tuple[Shape, ...]:
-    """What can be offered: per kind 1, 2, 4, ... devices of one node, and k whole nodes of R devices, sorted.
+    """Return the shapes to choose from, sorted: per kind 1, 2, 4, ... devices of one node, and k whole nodes.
 
-    Every k is offered in a cluster of at most `all_up_to_devices` devices; beyond, k = 1 ... `dense_nodes`
-    and then powers of two and 1.5 times these, because a job gains nothing from the choice between 40 and
-    41 nodes. Where `jobs` are given, sizes that none of them can use are left out; sizes that a rigid job
-    insists on, and those in which one runs at present, are added.
+    A cluster of at most `all_up_to_devices` devices offers every k. A larger one offers k = 1 ...
+    `dense_nodes`, then powers of two and 1.5 times these, because 40 or 41 nodes make no difference to a job.
+    If `jobs` are given, sizes too large for all of them are left out. Sizes that a rigid job insists on, and
+    sizes of several nodes in which a job runs at present, are added.
     """
-    nodes_of: dict[str, list[Node]] = {}
-    for node in cluster.nodes:
-        if node.state == "up":
-            nodes_of.setdefault(node.kind, []).append(node)
-    size = node_size(cluster)
-    whole = whole_nodes(cluster)
+    size, whole = node_size(cluster), whole_nodes(cluster)
     every = sum(capacity(cluster).values()) <= all_up_to_devices
-    largest = max((size_limits(view.spec)[1] for view in jobs), default=None)
     rigid = {v.spec.num_devices for v in jobs if v.spec.mode == "rigid" and v.spec.num_devices}
     present = {v.allocation.num_devices for v in jobs if v.allocation.num_nodes > 1}
     found: set[Shape] = set()
-    for kind, nodes in nodes_of.items():
-        per_node, most = size[kind], max(node.num_usable for node in nodes)
-        if most == 0:
-            continue
-        found |= {Shape(kind, 1, 1 << power) for power in range(most.bit_length())}
+    for kind, usable in _usable_by_kind(cluster).items():
         count = len(whole[kind])
         ks = range(1, count + 1) if every else _sparse(count, dense_nodes)
-        found |= {Shape(kind, k, k * per_node) for k in ks}
-        for num_devices in rigid | present:
-            num_nodes = -(-num_devices // per_node)
-            if num_nodes == 1 and num_devices <= most:
-                found.add(Shape(kind, 1, num_devices))
-            elif num_nodes > 1 and num_devices <= sum(node.num_usable for node in nodes):
-                found.add(Shape(kind, num_nodes, num_devices))
+        found |= _shapes_of_kind(kind, size[kind], usable, ks, rigid | present)
+    largest = max((size_limits(view.spec)[1] for view in jobs), default=None)
     return tuple(sorted(s for s in found if largest is None or s.num_devices <= largest))
 
 
-def size_limits(spec: JobSpec) -> tuple[int, int]:
-    """The fewest and the most devices that a job runs on."""
-    if spec.mode == "rigid" and spec.num_devices is not None:
-        return spec.num_devices, spec.num_devices
-    return spec.min_devices, spec.max_devices
+def _shapes_of_kind(
+    kind: str, per_node: int, usable: list[int], ks: Iterable[int], more_sizes: set[int]
+) -> set[Shape]:
+    most = max(usable)
+    if most == 0:
+        return set()
+    found = {Shape(kind, 1, 1 << power) for power in range(most.bit_length())}
+    found |= {Shape(kind, k, k * per_node) for k in ks}
+    for num_devices in more_sizes:
+        num_nodes = -(-num_devices // per_node)
+        if num_devices <= (most if num_nodes == 1 else sum(usable)):
+            found.add(Shape(kind, num_nodes, num_devices))
+    return found
 
 
 def _sparse(count: int, dense: int) -> list[int]:
+    """Return numbers of nodes up to `count`: all up to `dense`, then powers of two and 1.5 times these."""
     ks = list(range(1, min(count, dense) + 1))
     power = 1
     while power <= count:
@@ -120,13 +128,26 @@ def _sparse(count: int, dense: int) -> list[int]:
     return sorted(set(ks))
 
 
+def size_limits(spec: JobSpec) -> tuple[int, int]:
+    """Return the fewest and the most devices that a job runs on."""
+    if spec.mode == "rigid" and spec.num_devices is not None:
+        return spec.num_devices, spec.num_devices
+    return spec.min_devices, spec.max_devices
+
+
+def takes(spec: JobSpec, shape: Shape) -> bool:
+    """Return whether a job's own limits on size and kind permit a shape."""
+    least, most = size_limits(spec)
+    return least <= shape.num_devices <= most and (spec.kinds is None or shape.kind in spec.kinds)
+
+
 def allowed(
     jobs: Sequence[JobView], shapes: Sequence[Shape], cluster: ClusterSpec | None = None
 ) -> Bool[np.ndarray, "jobs shapes"]:
-    """Which shapes each job's own limits permit: sizes, kinds, and (given the cluster) the topology level.
+    """Return which shapes each job's own limits permit: sizes, kinds and, given the cluster, topology level.
 
-    A job that must stay within one domain of a level may take a shape of several nodes only where one domain
-    holds that many whole nodes. What is free at the moment plays no part.
+    A job that must stay within one domain of a level may take a shape of several nodes only if some domain
+    has that many whole nodes. Which devices are free at the moment plays no part.
     """
     num_devices = np.array([shape.num_devices for shape in shapes], dtype=np.int64)
     limits = np.array([size_limits(view.spec) for view in jobs], dtype=np.int64).reshape(-1, 2)
@@ -135,14 +156,14 @@ def allowed(
         if view.spec.kinds is not None:
             mask[row] &= np.array([s.kind in view.spec.kinds for s in shapes], dtype=bool)
     if cluster is not None:
-        for level in sorted({v.spec.level for v in jobs if v.spec.level is not None}):
-            fits = _fits_a_domain(shapes, cluster, level)
-            mask[[view.spec.level == level for view in jobs]] &= fits
+        wanted = [view.spec.level for view in jobs]
+        for level in sorted({one for one in wanted if one is not None}):
+            mask[[one == level for one in wanted]] &= _fits_a_domain(shapes, cluster, level)
     return mask
 
 
 def domain_of(node: Node, level: str) -> str:
-    """The node's topology domain at a level; a node without that label is a domain of its own."""
+    """Return the node's topology domain at a level; a node without that label is a domain of its own."""
     label = node.labels.get(level)
     return f"node {node.name}" if label is None else f"label {label}"
 
@@ -150,24 +171,23 @@ def domain_of(node: Node, level: str) -> str:
 def _fits_a_domain(
     shapes: Sequence[Shape], cluster: ClusterSpec, level: str
 ) -> Bool[np.ndarray, " shapes"]:
-    counts: dict[tuple[str, str], int] = {}
-    for kind, nodes in whole_nodes(cluster).items():
-        for node in nodes:
-            key = (kind, domain_of(node, level))
-            counts[key] = counts.get(key, 0) + 1
-    most: dict[str, int] = {}
-    for (kind, _), count in counts.items():
-        most[kind] = max(most.get(kind, 0), count)
+    most = {
+        kind: max(Counter(domain_of(node, level) for node in nodes).values(), default=0)
+        for kind, nodes in whole_nodes(cluster).items()
+    }
     return np.array([s.num_nodes == 1 or s.num_nodes <= most.get(s.kind, 0) for s in shapes], bool)
 
 
 def goodput_matrix(
     jobs: Sequence[JobView], shapes: Sequence[Shape], cluster: ClusterSpec | None = None
 ) -> Float[np.ndarray, "jobs shapes"]:
-    """Goodput [jobs, shapes] in each job's own units, 0 = unknown, not allowed or no positive number."""
+    """Return the goodput of each job on each shape, in the job's own units.
+
+    An entry is 0 if it is unknown, not allowed, or not a positive number.
+    """
     matrix = np.zeros((len(jobs), len(shapes)))
     column: dict[Shape, int] = {shape: i for i, shape in enumerate(shapes)}
-    # Tables of different jobs mostly share their Shape objects: known by identity, a look-up hashes no
+    # Tables of different jobs mostly share their Shape objects. Looking these up by identity avoids hashing
     # strings (300,000 of them for 5,000 jobs). The jobs keep the objects alive, so ids stay unique.
     by_identity: dict[int, int] = {}
     for row, view in enumerate(jobs):
@@ -177,10 +197,10 @@ def goodput_matrix(
             for key, shape in zip(ids, view.goodput, strict=True):
                 by_identity[key] = column.get(shape, -1)
             columns = [by_identity[key] for key in ids]
-        where = np.array(columns, dtype=np.int64)
+        at = np.array(columns, dtype=np.int64)
         values = np.fromiter(view.goodput.values(), dtype=float, count=len(columns))
-        known = where >= 0
-        matrix[row, where[known]] = values[known]
+        known = at >= 0
+        matrix[row, at[known]] = values[known]
     good = allowed(jobs, shapes, cluster) & np.isfinite(matrix) & (matrix > 0)
     matrix[~good] = 0.0
     return matrix
@@ -191,35 +211,34 @@ def no_shape_reason(
     devices: Mapping[str, int],
     has_room: Callable[[Shape], bool],
     *,
-    where: str = "in service",
+    status: str = "in service",
 ) -> str:
-    """Why a job has no shape at all: the first of its own limits that leaves none.
+    """Explain why a job has no shape at all: the first of its own limits that rules out every shape.
 
-    devices: by kind, those that `where` says. `has_room` says of a shape whether the cluster has room for
-    it, whatever its topology.
+    `devices` counts the devices of each kind that have this `status`. `has_room` tells whether the cluster
+    has room for a shape, whatever its topology.
     """
     spec = view.spec
     least, most = size_limits(spec)
     usable = {k: n for k, n in devices.items() if spec.kinds is None or k in spec.kinds}
     if spec.kinds is not None and not usable:
         return f"it allows only devices of kind {list(spec.kinds)}, and the cluster has {sorted(devices)}"
-    said = devices_in_words(usable) or "none"
+    said = f"{devices_in_words(usable) or 'none'} {status}"
     if least > max(usable.values(), default=0):
-        return f"it needs at least {least} devices of one kind, and {where} are {said}"
+        return f"it needs at least {least} devices of one kind, and the cluster has {said}"
     if not view.goodput:
         return "its goodput table has no usable entry, so no shape is known to be of use to it"
-    if spec.level is not None and any(
-        s.kind in usable and least <= s.num_devices <= most and has_room(s) for s in view.goodput
-    ):
+    fits = any(s.kind in usable and takes(spec, s) and has_room(s) for s in view.goodput)
+    if spec.level is not None and fits:
         return f"no domain of level {spec.level!r} is large enough for its {least} devices"
     return (
-        f"its goodput table has no entry between {least} and {most} devices that the cluster has room for "
-        f"({said} {where})"
+        f"its goodput table has no entry between {least} and {most} devices that fits the cluster, which "
+        f"has {said}"
     )
 
 
 def shape_in_words(shape: Shape) -> str:
-    """A shape in words.
+    """Return a shape in words.
 
     >>> shape_in_words(Shape("h200", 2, 16))
     '16 h200 on 2 nodes'
@@ -229,7 +248,7 @@ def shape_in_words(shape: Shape) -> str:
 
 
 def devices_in_words(devices: Mapping[str, int]) -> str:
-    """Numbers of devices by kind, in words.
+    """Return numbers of devices by kind, in words.
 
     >>> devices_in_words({"h200": 8, "a100": 16})
     '16 a100, 8 h200'
@@ -238,54 +257,38 @@ def devices_in_words(devices: Mapping[str, int]) -> str:
 
 
 def capacity_rows(cluster: ClusterSpec, shapes: Sequence[Shape]) -> CapacityRows:
-    """The rows that make a choice of shapes placeable (the claim at the top of this file).
+    """Return the rows that make a choice of shapes placeable (proof at the top of this file).
 
-    For a kind and a size s: the slots of size s that the chosen shapes fill are at most sum_k floor(n_k/s),
-    n_k the usable devices of node k. A row whose limit equals that of s = 1 says nothing new and is left
-    out.
+    One row for each kind and each power of two s: the slots of size s that the chosen shapes fill are at most
+    sum_k floor(n_k/s), where node k has n_k usable devices. A row is left out if its limit equals the limit
+    for s = 1, which already implies it.
     """
-    whole = whole_nodes(cluster)
-    per_node = node_size(cluster)
-    rows: list[Float[np.ndarray, " shapes"]] = []
-    limits: list[float] = []
-    kinds: list[str] = []
-    usable: dict[str, list[int]] = {kind: [] for kind in per_node}
-    for node in cluster.nodes:
-        if node.state == "up":
-            usable[node.kind].append(node.num_usable)
-    for kind, counts in usable.items():
-        of_kind = [(i, s) for i, s in enumerate(shapes) if s.kind == kind]
-        if not of_kind:
+    whole, usable = whole_nodes(cluster), _usable_by_kind(cluster)
+    num_devices = np.array([shape.num_devices for shape in shapes], np.int64)
+    rows: list[tuple[np.ndarray, int, str]] = []  # devices that each shape uses, limit, kind
+    for kind, size in node_size(cluster).items():
+        of_kind = np.array([shape.kind == kind for shape in shapes], bool)
+        if not of_kind.any():
             continue
-        free = np.array(counts, dtype=np.int64)
+        used = np.where(of_kind, num_devices, 0)
+        full, rest = np.divmod(used, size)
+        free = np.array(usable.get(kind, ()), dtype=np.int64)
         total = int(free.sum())
-        size, power = per_node[kind], 1
-        while power <= size:
+        for power in (1 << exponent for exponent in range(size.bit_length())):
             limit = int((free // power).sum()) * power
             if power == 1 or limit < total:
-                row = np.zeros(len(shapes))
-                for i, shape in of_kind:
-                    full, rest = divmod(shape.num_devices, size)
-                    row[i] = full * (size // power * power) + rest // power * power
-                rows.append(row)
-                limits.append(limit)
-                kinds.append(kind)
-            power *= 2
+                rows.append((full * (size // power * power) + rest // power * power, limit, kind))
         limit = len(whole[kind]) * size
-        if limit < total and size.bit_count() > 1:  # otherwise it was the last power
-            row = np.zeros(len(shapes))
-            for i, shape in of_kind:
-                row[i] = shape.num_devices // size * size
-            if row.any():
-                rows.append(row)
-                limits.append(limit)
-                kinds.append(kind)
-    matrix = np.array(rows) if rows else np.zeros((0, len(shapes)))
-    return CapacityRows(matrix, np.array(limits, dtype=float), tuple(kinds))
+        # Whole nodes need a row of their own if their size is not itself a power of two.
+        if limit < total and size.bit_count() > 1 and (full > 0).any():
+            rows.append((full * size, limit, kind))
+    matrix = np.array([row for row, _, _ in rows], float).reshape(len(rows), len(shapes))
+    limits = np.array([limit for _, limit, _ in rows], dtype=float)
+    return CapacityRows(matrix, limits, tuple(kind for _, _, kind in rows))
 
 
 def shape_of(devices: Mapping[str, Sequence[int]], kind_of: Mapping[str, str]) -> Shape | None:
-    """The shape of devices by node; None where there are none, or of an unknown node or several kinds."""
+    """Return the shape of devices given by node; None if they have no kind in common, or there are none."""
     kinds = {kind_of.get(name) for name in devices}
     if len(kinds) != 1 or None in kinds:
         return None

@@ -50,7 +50,7 @@ def test_only_what_can_be_paid_is_offered(budget, spent, remaining):
     else:
         assert offered and {wanted[s] for s in offered} == {min(wanted.values())}
         lacks = min(wanted.values()) - left
-        assert f"lacks {lacks:.2f}" in fixed.remarks["j"]
+        assert f"{lacks:.2f} short" in fixed.remarks["j"]
 
 
 @pytest.mark.parametrize("spec", [{}, {"preemptible": False}, {"min_run_s": 1e6}])
@@ -79,7 +79,7 @@ def test_a_budget_without_prices_is_remarked():
     assert "its budget of 1 limits nothing" in plan.reasons["j"]
     some = dataclasses.replace(TWO, price_per_hour={"a": 1.0})
     plan = reconcile([view(1.0, some)], some, Goodput(), 0.0)
-    assert "nobody knows what b cost" in plan.reasons["j"]
+    assert "the cluster has no price for b" in plan.reasons["j"]
 
 
 def test_a_budget_is_a_number():
