@@ -173,8 +173,7 @@ class HostWorkers:
         events: "queue.SimpleQueue[Any]",
         clock: Clock,
     ):
-        self.kill_s = math.inf
-        """Time at which all workers that are left will be killed."""
+        self._kill_s = math.inf  # when all workers that are left will be killed
         self._command = command
         self._part = part
         self._events = events
@@ -241,8 +240,8 @@ class HostWorkers:
             child.send(signum)
 
     def kill_after_grace(self) -> None:
-        """Kill the workers that are left when the grace period is over."""
-        self.kill_s = self._clock.now() + self._part.grace_s
+        """Kill the workers that are left when the grace period is over; an earlier deadline stays."""
+        self._kill_s = min(self._kill_s, self._clock.now() + self._part.grace_s)
 
     def look_after(self) -> float | None:
         """Kill workers that are stopped or overdue; return the seconds until the next look, None: never."""
@@ -250,10 +249,10 @@ class HostWorkers:
         if now_s >= self._look_s:
             self._kill_stopped()
             self._look_s = now_s + max(self._part.silent_s / _LOOKS, 0.1)
-        if now_s >= self.kill_s:
+        if now_s >= self._kill_s:
             self.send_all(signal.SIGKILL)
-            self.kill_s = math.inf
-        next_s = min(self.kill_s, self._look_s if self._running else math.inf)
+            self._kill_s = math.inf
+        next_s = min(self._kill_s, self._look_s if self._running else math.inf)
         return None if math.isinf(next_s) else max(next_s - self._clock.now(), 0.0)
 
     def _kill_stopped(self) -> None:
@@ -405,8 +404,7 @@ class Agent:
                 self._workers.kill_after_grace()
             case ev.EndJob(code):
                 self._is_over, self._code = True, code
-                if math.isinf(self._workers.kill_s):
-                    self._workers.kill_after_grace()
+                self._workers.kill_after_grace()
 
     def _examine(self, peers: Sequence[str], worker: Worker) -> None:
         check = fitness.examine(self._part.address, peers, self._part.secret, self._clock)

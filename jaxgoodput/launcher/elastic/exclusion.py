@@ -38,11 +38,7 @@ def examined(turn: Turn, event: ev.HostExamined) -> None:
         turn.announce(HostDecision(host=host, decision="refused", why=check.failure))
         turn.act(ev.Refuse(host, check.failure))
         return
-    others = [
-        one.check
-        for name, one in turn.state.hosts.items()
-        if name != host and one.check is not None and one.is_here and one.until_s is None
-    ]
+    others = _checks_of_others(turn, host)
     why = fitness.unfit(check, others, turn.state.limits.exclude_slow)
     turn.change_host(host, check=check, is_asked=False)
     if why and turn.state.suffices_without(host):
@@ -55,33 +51,38 @@ def examined(turn: Turn, event: ev.HostExamined) -> None:
     turn.act(ev.Admit(host))
 
 
+def _checks_of_others(turn: Turn, host: str) -> list[fitness.Check]:
+    others = [one for name, one in turn.state.hosts.items() if name != host]
+    return [x.check for x in others if x.check is not None and x.is_here and x.until_s is None]
+
+
 def compare(turn: Turn) -> None:
     """Leave out a host that holds the others up, once all processes have reported their speed."""
-    state, limits = turn.state, turn.state.limits
+    state, factor = turn.state, turn.state.limits.exclude_slow
     here = {name: state.members[name] for name in state.present_ranks}
     paces = {name: member.pace for name, member in here.items() if member.pace is not None}
-    if state.stage is not Stage.TRAINING or len(paces) < len(here) or not limits.exclude_slow:
+    # Processes of a group wait for each other, so none has a time of its own.
+    if not factor or state.limits.group_size > 1:
         return
-    if limits.group_size > 1:
-        return  # processes of a group wait for each other, so none has a time of its own
+    if state.stage is not Stage.TRAINING or len(paces) < len(here):
+        return
     hosts = {name: member.host for name, member in here.items()}
     samples_s = {name: pace.sample_s for name, pace in paces.items()}
-    slow = fitness.are_slow(samples_s, hosts, limits.exclude_slow)
+    slow = fitness.are_slow(samples_s, hosts, factor)
     for name, member in here.items():
         turn.change_process(name, pace=None, num_slow=member.num_slow + 1 if name in slow else 0)
     times = fitness.ratios(samples_s, hosts)
     for name in sorted(slow, key=lambda name: -times[name]):
         saved = _share_saved(turn, name, here, paces)
-        if saved is None:
-            continue
-        why = (
-            f"in {turn.state.members[name].num_slow} windows in a row it was much slower than the others, "
-            f"in the last one {times[name]:.3g} times their median ({1e3 * samples_s[name]:.3g} ms per "
-            f"sample); without it a step takes {saved:.0%} less time"
-        )
-        numbers = {"slow_ratio": times[name], "saved": saved, "sample_s": samples_s[name]}
-        _leave_out(turn, hosts[name], why, numbers)
-        return  # if two hosts are slow, the other one follows in a later window
+        if saved is not None:
+            why = (
+                f"in {turn.state.members[name].num_slow} windows in a row it was much slower than the "
+                f"others, in the last one {times[name]:.3g} times their median "
+                f"({1e3 * samples_s[name]:.3g} ms per sample); without it a step takes {saved:.0%} less time"
+            )
+            numbers = {"slow_ratio": times[name], "saved": saved, "sample_s": samples_s[name]}
+            _leave_out(turn, hosts[name], why, numbers)
+            return  # if two hosts are slow, the other one follows in a later window
 
 
 def _share_saved(

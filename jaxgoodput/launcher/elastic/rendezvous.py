@@ -196,16 +196,15 @@ def _give_up_killed(turn: Turn) -> None:
 def _kill_slow_starters(turn: Turn) -> None:
     """Kill processes that take too long to get ready; less patiently after the run is over."""
     state, limits = turn.state, turn.state.limits
-    is_over = state.stage is Stage.OVER
-    if is_over and not state.generation:
-        return
-    limit_s = limits.silent_s if is_over else limits.starting_s
+    since_s, limit_s, reason = 0.0, limits.starting_s, ""
+    if state.stage is Stage.OVER:
+        if not state.generation:
+            return
+        since_s, limit_s, reason = state.since_s, limits.silent_s, ", and the run is over"
     for name, member in state.members.items():
-        since_s = max(member.joined_s, state.since_s) if is_over else member.joined_s
-        is_starting = name not in state.ranks and member.holds is None
-        if is_starting and member.killed_s is None and turn.now_s - since_s >= limit_s:
-            why = f"it did not get ready to train within {limit_s:g} s"
-            _kill(turn, name, f"{why}, and the run is over" if is_over else why)
+        is_starting = name not in state.ranks and member.holds is None and member.killed_s is None
+        if is_starting and turn.now_s - max(member.joined_s, since_s) >= limit_s:
+            _kill(turn, name, f"it did not get ready to train within {limit_s:g} s{reason}")
 
 
 def _kill_silent(turn: Turn) -> None:
@@ -253,13 +252,17 @@ def _may_go(state: Rendezvous, name: str) -> bool:
     if not member.waits:
         return False
     if state.stage is Stage.OVER:
-        if state.savers:  # the saving process may still fetch a part from it
-            return name not in state.savers or state.savers[0] not in state.members
-        # While others train, it is open which process will have to save.
-        return not (state.is_told and member.held_step >= 0 and _has_training(state))
+        return _may_go_at_the_end(state, name)
     if not member.leaves or (state.stage is Stage.FORMING and name in state.ranks):
         return False
     return state.stage is Stage.TRAINING or member.held_step <= _newest_staying(state, member.place)
+
+
+def _may_go_at_the_end(state: Rendezvous, name: str) -> bool:
+    if state.savers:  # the saving process may still fetch a part from it
+        return name not in state.savers or state.savers[0] not in state.members
+    # While others train, it is open which process will have to save.
+    return not (state.is_told and state.members[name].held_step >= 0 and _has_training(state))
 
 
 def _newest_staying(state: Rendezvous, place: int | None) -> int:
@@ -343,14 +346,18 @@ def _some_start(state: Rendezvous) -> bool:
 def _placed(state: Rendezvous, names: Sequence[str], count: int) -> tuple[str, ...]:
     """Rank `count` of these processes. A process keeps its place in a group if that place is free."""
     size = state.limits.group_size
-    by_place = [[n for n in names if state.members[n].place == place] for place in range(size)]
-    kept = [of_place[: count // size] for of_place in by_place]
-    free = iter([name for name in names if not any(name in of_place for of_place in kept)])
-    return tuple(
-        kept[place][group] if group < len(kept[place]) else next(free)
-        for group in range(count // size)
-        for place in range(size)
-    )
+    ranks: list[str | None] = [None] * count
+    others = []
+    for name in names:
+        place = state.members[name].place
+        free = range(count if place is None else place, count, size)
+        rank = next((rank for rank in free if ranks[rank] is None), None)
+        if rank is None:
+            others.append(name)
+        else:
+            ranks[rank] = name
+    rest = iter(others)
+    return tuple(next(rest) if name is None else name for name in ranks)
 
 
 def _go_if_set(turn: Turn) -> None:
@@ -382,12 +389,10 @@ def _end_job(turn: Turn) -> None:
             code = SAVED if is_stopped else state.code
             turn.act(ev.EndJob(code, "all processes have ended"))
         return
-    living = sum(not member.leaves for member in state.members.values())
-    spare = any(host.is_here and host.until_s is not None for host in state.hosts.values())
     why = ""
     if state.num_fruitless >= MOST_FRUITLESS:
         why = f"{state.num_fruitless} processes have failed without a finished step in between"
-    elif state.num_failures > limits.max_restarts and living < limits.needed and not spare:
+    elif state.num_failures > limits.max_restarts and not _can_recover(state):
         why = (
             f"{state.num_failures} processes have failed, and only {limits.max_restarts} may be replaced "
             "(--max-restarts)"
@@ -395,6 +400,13 @@ def _end_job(turn: Turn) -> None:
     if why:
         turn.change(stage=Stage.OVER)
         turn.act(ev.EndJob(state.code, why))
+
+
+def _can_recover(state: Rendezvous) -> bool:
+    """Return whether enough processes live, or a host that is left out may bring more."""
+    living = sum(not member.leaves for member in state.members.values())
+    spare = any(host.is_here and host.until_s is not None for host in state.hosts.values())
+    return living >= state.limits.needed or spare
 
 
 _RULES = (
