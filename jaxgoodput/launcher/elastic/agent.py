@@ -109,15 +109,7 @@ def run_agent(command: Sequence[str], part: AgentSettings, *, clock: Clock) -> i
     On SIGTERM, SIGINT or SIGHUP this host leaves the job, which goes on without it; its workers exit after
     their current step. Raises UsageError if the command cannot be started.
     """
-    host, colon, port = part.address.rpartition(":")
-    if not (host and colon and port.isdigit()):
-        raise UsageError(
-            f"--rdzv-endpoint {part.address} is no address. Give HOST:PORT, which `jaxgoodput run` prints "
-            "when it starts."
-        )
-    shimmed = shim_command(command)
-    if shutil.which(shimmed[0]) is None:
-        raise UsageError(f"there is no program {shimmed[0]!r} on {part.name}.")
+    program = _checked(command, part)
     instance = secrets.token_hex(8)
     events: queue.SimpleQueue[Any] = queue.SimpleQueue()
     deadline_s = clock.now() + part.reconnect_s
@@ -125,18 +117,19 @@ def run_agent(command: Sequence[str], part: AgentSettings, *, clock: Clock) -> i
         while True:
             try:
                 channel = _connected(part, instance, facts_of(command))
-                agent = Agent(channel, shimmed, part, events, clock)
+            except wire.WrongSecret as error:
+                say(f"{part.name}: {error}")
+                return USAGE
+            except OSError as error:
+                why = str(error)
+            else:
+                agent = Agent(channel, program, part, events, clock)
                 code = agent.run()
                 if code is not None:
                     return code
                 why = "it has gone"
                 if agent.was_accepted:
                     deadline_s = clock.now() + part.reconnect_s
-            except wire.WrongSecret as error:
-                say(f"{part.name}: {error}")
-                return USAGE
-            except OSError as error:
-                why = str(error)
             if clock.now() >= deadline_s:
                 say(
                     f"{part.name}: no coordinator answers at {part.address} ({why}), after trying for "
@@ -147,6 +140,20 @@ def run_agent(command: Sequence[str], part: AgentSettings, *, clock: Clock) -> i
             with contextlib.suppress(queue.Empty):
                 if isinstance(events.get(timeout=_RETRY_S), StopSignal):
                     return SAVED  # no worker of the job runs here
+
+
+def _checked(command: Sequence[str], part: AgentSettings) -> list[str]:
+    """Return the command that starts a worker; raise UsageError before anything has started."""
+    host, colon, port = part.address.rpartition(":")
+    if not (host and colon and port.isdigit()):
+        raise UsageError(
+            f"--rdzv-endpoint {part.address} is no address. Give HOST:PORT, which `jaxgoodput run` prints "
+            "when it starts."
+        )
+    shimmed = shim_command(command)
+    if shutil.which(shimmed[0]) is None:
+        raise UsageError(f"there is no program {shimmed[0]!r} on {part.name}.")
+    return shimmed
 
 
 def _connected(part: AgentSettings, instance: str, facts: Mapping[str, str]) -> wire.Channel:

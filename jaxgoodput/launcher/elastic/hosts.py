@@ -66,7 +66,7 @@ class LocalAgents:
             on_end(name, code)
 
     def close(self) -> None:
-        """Wait for all agents to end, and kill those that do not."""
+        """Wait for all agents to end, and kill any that do not."""
         self._is_closing = True
         for child in self._children.values():
             try:

@@ -2,7 +2,7 @@
 
 A worker has one connection to the coordinator. A thread of its own reads it, so that a worker which waits in
 a collective still hears that its generation is over. The state of a run goes directly from worker to worker:
-those that hold the newest state serve it while others fetch it.
+holders of the newest state serve it while others fetch it.
 """
 
 import contextlib

@@ -305,7 +305,7 @@ class Turn:
         self.act(ev.Again(self.state.generation, others))
 
     def end_run(self) -> None:
-        """Take in no process any more, and release those that wait. Earlier failures no longer count."""
+        """Take in no process any more, and release the ones that wait. Earlier failures no longer count."""
         if self.state.stage is not Stage.OVER:
             self.enter(Stage.OVER, code=DONE)
 
