@@ -391,7 +391,7 @@ def _end_job(turn: Turn) -> None:
         return
     why = ""
     if state.num_fruitless >= MOST_FRUITLESS:
-        why = f"{state.num_fruitless} processes have failed without a finished step in between"
+        why = f"{state.num_fruitless} processes in a row have failed without a finished step in between"
     elif state.num_failures > limits.max_restarts and not _can_recover(state):
         why = (
             f"{state.num_failures} processes have failed, and only {limits.max_restarts} may be replaced "
