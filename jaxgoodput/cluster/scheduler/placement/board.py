@@ -55,8 +55,7 @@ def chunks(shape: Shape, node_size: int) -> list[int]:
 
 
 class Board:
-    """The nodes of one kind while they are being filled. The devices of a node are the bits of one
-    integer."""
+    """The nodes of one kind while they are being filled; devices are bits of one integer per node."""
 
     def __init__(self, nodes: Sequence[Node], *, one_multi_node_job_per_node: bool = False):
         self.nodes = nodes
@@ -115,8 +114,7 @@ class Board:
         return True
 
     def fit(self, request: Request) -> bool:
-        """Give the request free devices on the fewest nodes, preferring full ones; False if there is no
-        room."""
+        """Give the request free devices on the fewest nodes, the fullest first; False if none fit."""
         sizes = chunks(request.shape, self.node_size)
         if len(sizes) == 1:
             nodes = self._fullest(sizes[0], request)
@@ -133,8 +131,7 @@ class Board:
         )
 
     def _fullest(self, size: int, request: Request) -> list[int] | None:
-        """Return the node with the least room that is enough; of equal ones the request's own, or the
-        first."""
+        """Return the fullest node that has room; of equal ones the request's own, or else the first."""
         room = np.where(self.free >= size, self.free, _NO_ROOM)
         best = int(room.argmin())
         if self.free[best] < size:
@@ -256,9 +253,7 @@ class Board:
         count = {key: self.held[key][node].bit_count() for key in on}
         if self.mask[node].bit_count() + sum(count.values()) < size:
             return None
-        must: set[str] = set()
-        if several and self._exclusive:  # only one job of several nodes may use a node's network
-            must = {key for key in on if len(self.held[key]) > 1}
+        must = self._networked_on(node) if several and self._exclusive else set()
         smaller = {k for k in on if self.requests[k].shape.num_devices < request.shape.num_devices}
         if not must <= smaller:
             return None
@@ -270,6 +265,10 @@ class Board:
         price, keys = found
         price += sum(self.requests[k].price for k in sorted(must - gone))
         return _Eviction(price, [node], {*keys, *must})
+
+    def _networked_on(self, node: int) -> set[str]:
+        """Return the requests of several nodes on a node, whose network only one job may use."""
+        return {key for key in self.on[node] if len(self.held[key]) > 1}
 
     def fill(self, pending: Iterable[Request], *, move: bool) -> list[Request]:
         """Place as many requests as fit, largest first, and return the rest.
