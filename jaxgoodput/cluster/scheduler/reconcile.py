@@ -103,21 +103,25 @@ class _Round:
         used = self.use(fixed.held)
         free = [id_ for id_ in fixed.views if id_ not in fixed.held and id_ not in fixed.refused]
         for tenant in sorted(t for t in fixed.reserved if t is not None):
-            own = fixed.reserved[tenant]
-            pool = [id_ for id_ in free if self.may_use(id_, tenant, own)]
-            if pool:
-                others = {
-                    node.name: set(range(node.num_devices)) - own.get(node.name, set())
-                    for node in self.cluster.nodes
-                }
-                self.ask(pool, withhold(self.cluster, others, used))
-                placed = {id_ for id_ in pool if self.allocations[id_].devices}
-                used = together((used, self.use(placed)))
-                free = [id_ for id_ in free if id_ not in placed]
+            placed = self.ask_reserved(tenant, free, used)
+            used = together((used, self.use(placed)))
+            free = [id_ for id_ in free if id_ not in placed]
         for own in fixed.reserved.values():
             add_devices(taken, own)
         if free:
             self.ask(free, withhold(self.cluster, taken, used))
+
+    def ask_reserved(self, tenant: str, free: Sequence[str], used: Use) -> list[str]:
+        """Ask about a tenant's jobs on its reserved devices; return the jobs that get some."""
+        own = self.fixed.reserved[tenant]
+        pool = [id_ for id_ in free if self.may_use(id_, tenant, own)]
+        if pool:
+            others = {
+                node.name: set(range(node.num_devices)) - own.get(node.name, set())
+                for node in self.cluster.nodes
+            }
+            self.ask(pool, withhold(self.cluster, others, used))
+        return [id_ for id_ in pool if self.allocations[id_].devices]
 
     def may_use(self, id_: str, tenant: str, devices: Devices) -> bool:
         """Return whether a job belongs to the tenant and runs on these reserved devices, or waits."""

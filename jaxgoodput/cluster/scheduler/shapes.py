@@ -92,8 +92,7 @@ def shapes(
     """
     size, whole = node_size(cluster), whole_nodes(cluster)
     every = sum(capacity(cluster).values()) <= all_up_to_devices
-    own_sizes = {v.allocation.num_devices for v in jobs if v.allocation.num_nodes > 1}
-    own_sizes |= {v.spec.num_devices or 0 for v in jobs if v.spec.mode == "rigid"} - {0}
+    own_sizes = _own_sizes(jobs)
     found: set[Shape] = set()
     for kind, usable in _usable_by_kind(cluster).items():
         count = len(whole[kind])
@@ -101,6 +100,12 @@ def shapes(
         found |= _shapes_of_kind(kind, size[kind], usable, ks, own_sizes)
     largest = max((size_limits(view.spec)[1] for view in jobs), default=None)
     return tuple(sorted(s for s in found if largest is None or s.num_devices <= largest))
+
+
+def _own_sizes(jobs: Sequence[JobView]) -> set[int]:
+    """Return sizes on which rigid jobs insist, and sizes of several nodes in which jobs run at present."""
+    rigid = {v.spec.num_devices for v in jobs if v.spec.mode == "rigid" and v.spec.num_devices}
+    return rigid | {v.allocation.num_devices for v in jobs if v.allocation.num_nodes > 1}
 
 
 def _shapes_of_kind(

@@ -254,7 +254,7 @@ class Board:
         if self.mask[node].bit_count() + sum(count.values()) < size:
             return None
         must = self._networked_on(node) if several and self._exclusive else set()
-        smaller = {k for k in on if self.requests[k].shape.num_devices < request.shape.num_devices}
+        smaller = self._smaller_on(node, request)
         if not must <= smaller:
             return None
         need = size - int(self.free[node]) - sum(count[key] for key in gone & on | must)
@@ -265,6 +265,10 @@ class Board:
         price, keys = found
         price += sum(self.requests[k].price for k in sorted(must - gone))
         return _Eviction(price, [node], {*keys, *must})
+
+    def _smaller_on(self, node: int, request: Request) -> set[str]:
+        limit = request.shape.num_devices
+        return {key for key in self.on[node] if self.requests[key].shape.num_devices < limit}
 
     def _networked_on(self, node: int) -> set[str]:
         """Return the requests of several nodes on a node, whose network only one job may use."""
