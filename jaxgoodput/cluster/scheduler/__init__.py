@@ -1,15 +1,15 @@
 """Policies that allocate devices to jobs, and `reconcile`, which the service and the simulator both call.
 
-A policy is a function from `JobView`s and a `ClusterSpec` to a `Decision`. `reconcile` keeps from it what it may
-not change, checks its answer, and turns it into a `Plan`. Use `ShapeProblem` to write a policy that chooses
-shapes. A `FractionPolicy` instead says how much of its time a job should have on each kind of device;
-`RoundScheduler` makes a policy of it. `catalogue` lists all policies by name.
+A policy is a function from `JobView`s and a `ClusterSpec` to a `Decision`. `reconcile` keeps from it what it
+may not change, checks its answer, and turns it into a `Plan`. Use `ShapeProblem` to write a policy that
+chooses shapes. A `FractionPolicy` instead says how much of its time a job should have on each kind of
+device; `RoundScheduler` makes a policy of it. `catalogue` lists all policies by name.
 """
 
 from jaxgoodput._lazy import lazy_names
 
-# These functions share their names with modules. They are bound at once, because importing such a module later
-# would put the module in the function's place.
+# These functions share their names with modules. They are bound at once, because importing such a module
+# later would put the module in the function's place.
 from jaxgoodput.cluster.scheduler.alternatives import alternatives as alternatives
 from jaxgoodput.cluster.scheduler.explain import explain as explain
 from jaxgoodput.cluster.scheduler.reconcile import reconcile as reconcile
