@@ -1,8 +1,10 @@
 """What the code looks like from outside: its prose, its classes and functions, and who asks what.
 
-    python benchmarks/house.py [--room jaxgoodput/train] [--list]
+    python benchmarks/house.py [--room jaxgoodput/train] [--list] [--draw 50 30]
 
-prints one table for a folder (default: the package). `--list` names every place that counts against a figure.
+prints one table for a folder (default: the package). `--list` names every place that counts against a
+figure. `--draw 50 30` shows docstrings and messages, drawn with the commit's hash as seed, for readers
+who have not seen the code.
 Prose is docstrings and comments without what stands in code marks; complexity is radon's, of functions and
 methods. A *site that asks the kind of run* compares `process_count` with 1, `world`, `feed` or `membership`
 with None, or a family of programs with `isinstance`, outside `train/runs/`.
@@ -13,12 +15,15 @@ import ast
 import collections
 import io
 import pathlib
+import random
 import re
+import subprocess
 import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from radon.complexity import cc_visit
+from radon.visitors import Function
 
 ROOT = pathlib.Path(__file__).parents[1] / "jaxgoodput"
 PREPOSITIONS = frozenset(
@@ -127,13 +132,14 @@ def count(folder: pathlib.Path) -> Found:
                 if node.name in PARTICIPLES:
                     found.add("participles", f"{where}:{node.lineno} {node.name}")
         for block in cc_visit(source):
-            for one in getattr(block, "methods", [block]):
-                found.counts["functions"] += 1
-                size = one.endline - one.lineno + 1
-                if one.complexity > 10:
-                    found.add("complex", f"{where}:{one.lineno} {one.name}: {one.complexity}")
-                if size > 80:
-                    found.add("long", f"{where}:{one.lineno} {one.name}: {size} lines")
+            if not isinstance(block, Function):  # a class, whose methods come by themselves
+                continue
+            found.counts["functions"] += 1
+            size = block.endline - block.lineno + 1
+            if block.complexity > 10:
+                found.add("complex", f"{where}:{block.lineno} {block.name}: {block.complexity}")
+            if size > 80:
+                found.add("long", f"{where}:{block.lineno} {block.name}: {size} lines")
     for name, places in classes.items():
         if len(places) > 1:
             found.add("names of several classes", f"{name}: {', '.join(places)}")
@@ -156,6 +162,52 @@ def _count_words(found: Found, where: str, prose: list[str]) -> None:
                 found.add(name, f"{where} ...{around}...")
 
 
+def texts(folder: pathlib.Path) -> tuple[list[str], list[str]]:
+    """Docstrings with the names that they explain, and messages of errors and logs."""
+    explained, messages = [], []
+    for path in sorted(folder.rglob("*.py")):
+        where = path.relative_to(ROOT.parent)
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                if text := ast.get_docstring(node):
+                    kind = "class" if isinstance(node, ast.ClassDef) else "def"
+                    given = "" if kind == "class" else f"({ast.unparse(node.args)})"  # type: ignore
+                    explained.append(f"{where}: {kind} {node.name}{given}\n{text}")
+            elif isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+                messages += [
+                    f"{where}:{node.lineno} {_shown(a)}" for a in node.exc.args[:1] if _shown(a)
+                ]
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                if node.func.attr in ("warning", "error", "info") and node.args:
+                    if said := _shown(node.args[0]):
+                        messages.append(f"{where}:{node.lineno} {said}")
+    return explained, messages
+
+
+def _shown(node: ast.expr) -> str:
+    """A literal or formatted string with its values as their expressions; "" for anything else."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    if isinstance(node, ast.JoinedStr):
+        return "".join(
+            part.value if isinstance(part, ast.Constant) else f"{{{ast.unparse(part.value)}}}"  # type: ignore
+            for part in node.values
+        )
+    return ""
+
+
+def draw(folder: pathlib.Path, num_docstrings: int, num_messages: int) -> None:
+    """Print a random choice of docstrings and messages; the commit's hash is the seed."""
+    said = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    rng = random.Random(said.stdout.strip())
+    explained, messages = texts(folder)
+    chosen = rng.sample(explained, num_docstrings) + rng.sample(messages, num_messages)
+    for number, text in enumerate(chosen, start=1):
+        print(f"--- {number}\n{text}\n")
+
+
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(
@@ -163,7 +215,11 @@ def main() -> None:
     )
     parser.add_argument("--room", type=pathlib.Path, default=ROOT)
     parser.add_argument("--list", action="store_true", help="name the places")
+    parser.add_argument("--draw", type=int, nargs=2, metavar=("DOCSTRINGS", "MESSAGES"))
     options = parser.parse_args()
+    if options.draw:
+        draw(options.room.resolve(), *options.draw)
+        return
     found = count(options.room.resolve())
     counts, words = found.counts, max(found.counts["words"], 1)
     functions = max(counts["functions"], 1)
@@ -192,9 +248,9 @@ def main() -> None:
         ("participles as class names", str(counts["participles"]), "0"),
         ("sites that ask the kind of run", str(counts["asks the kind of run"]), "<= 15"),
     ]
-    width = max(len(name) for name, *_ in rows)
-    for name, value, must in rows:
-        print(f"{name:{width}}  {value:>8}  {must}")
+    print("| what | measured | must |\n|---|---|---|")
+    for row in rows:
+        print(f"| {' | '.join(row)} |")
     if options.list:
         for what, places in found.places.items():
             print(f"\n{what}:")

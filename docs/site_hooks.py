@@ -25,6 +25,7 @@ TOP = pathlib.Path(__file__).resolve().parents[1]
 
 FROM_TOP = {
     "README.md": "index.md",
+    "ARCHITECTURE.md": "architecture.md",
     "BUILD_NOTES.md": "build-notes.md",
     "CONTRIBUTING.md": "contributing.md",
 }
@@ -33,8 +34,9 @@ LINK = re.compile(r"\]\((?!https?:|#|mailto:)([^)#\s]+)(#[^)\s]*)?\)")
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages that are no files of docs/."""
-    for name in ("BUILD_NOTES.md", "CONTRIBUTING.md"):
-        page = FROM_TOP[name]
+    for name, page in FROM_TOP.items():
+        if name == "README.md":
+            continue  # docs/index.md stands for it
         text = relinked((TOP / name).read_text(), TOP, page)
         files.append(File.generated(config, page, content=text))
     for page, text in reference():

@@ -35,7 +35,7 @@ from jaxgoodput.observe import events as events
 from jaxgoodput.observe import trackers as trackers
 from jaxgoodput.observe.hooks import Every as Every
 from jaxgoodput.observe.hooks import Hook as Hook
-from jaxgoodput.observe.profile import Profile as Profile
+from jaxgoodput.observe.hooks import Profile as Profile
 from jaxgoodput.optim import learning_rate as _learning_rate
 from jaxgoodput.optim.adaptive import adaptive as adaptive
 from jaxgoodput.optim.adaptive import gain as gain

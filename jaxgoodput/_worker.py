@@ -105,6 +105,47 @@ class Worker:
             self._on_error(error)
 
 
+class Workers:
+    """Short-lived workers with one owner, such as one per network connection.
+
+    `on_error` is called with the exception of each worker that fails, on its thread. Workers that have ended
+    are forgotten.
+    """
+
+    def __init__(self, name: str, on_error: Callable[[BaseException], None]):
+        self._name = name
+        self._on_error = on_error
+        self._lock = threading.Lock()
+        self._running: set[Worker] = set()
+
+    def start(self, run: Callable[[Worker], None]) -> None:
+        """Run a function on a thread of its own."""
+
+        def body(worker: Worker) -> None:
+            try:
+                run(worker)
+            except BaseException as error:
+                self._on_error(error)
+            finally:
+                with self._lock:
+                    self._running.discard(worker)
+
+        with self._lock:  # so that the worker is in the set before it can leave it
+            self._running.add(Worker(self._name, body))
+
+    def stop(self) -> None:
+        """Ask all workers to end, without waiting."""
+        with self._lock:
+            for worker in self._running:
+                worker.stop()
+
+    def join(self, timeout_s: float | None = None) -> bool:
+        """Wait for each worker, for `timeout_s` at most; False if one still runs."""
+        with self._lock:
+            running = list(self._running)
+        return all([worker.join(timeout_s) for worker in running])
+
+
 class QueueWorker(Worker, Generic[Item]):
     """A thread that calls `handle(item)` for every item that is put to it, in order.
 

@@ -54,11 +54,11 @@ def test_what_is_said_of_the_version_elsewhere_is_the_same():
         (["report", "--jsn", "/tmp"], "usage: jaxgoodput report WORKDIR.*did you mean --json"),
         (
             ["plan", "x.py", "--devices", "8", "--lr", "3"],
-            "your own program comes behind --: .* --lr",
+            "options of your own program go after --: .* --lr",
         ),
         (
             ["simulate", "goodput"],
-            "unrecognized arguments: goodput; jaxgoodput simulate --help says",
+            "unrecognized arguments: goodput; jaxgoodput simulate --help lists",
         ),
         (["reprot", "/tmp"], "there is no command 'reprot'; did you mean report"),
         (["banana"], "there is no command 'banana'; There are run, "),
@@ -78,3 +78,10 @@ def test_a_reader_that_has_gone_ends_a_command_quietly():
     done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True)
     os.close(write)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_without_entry_points_the_command_says_what_to_do(monkeypatch, capsys):
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda **_: ())
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["report", "/tmp"])
+    assert ended.value.code == 2 and "pip install -e ." in capsys.readouterr().err

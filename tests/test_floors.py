@@ -9,7 +9,18 @@ import jaxgoodput
 
 ROOT = pathlib.Path(jaxgoodput.__file__).parent
 FLOORS = (
-    {"_pytree", "_serial", "_disk", "_hash", "_lazy", "_wire", "_worker", "text", "clock"},
+    {
+        "_commands",
+        "_disk",
+        "_hash",
+        "_lazy",
+        "_pytree",
+        "_serial",
+        "_wire",
+        "_worker",
+        "text",
+        "clock",
+    },
     {"goodput", "_jax"},  # private JAX calls; waits on the clock
     {"optim", "data", "parallel", "embedding", "specs"},
     {"engine", "tune", "cluster.client"},  # tune knows numbers only; engine knows arrays only

@@ -1,5 +1,6 @@
 """A background thread has an owner: what it fails with arrives there, and it ends when told to."""
 
+import functools
 import threading
 import time
 
@@ -7,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxgoodput._worker import QueueWorker, Worker
+from jaxgoodput._worker import QueueWorker, Worker, Workers
 
 
 def test_a_worker_runs_until_it_is_closed_and_has_its_name():
@@ -102,3 +103,23 @@ def test_what_was_put_before_a_stop_is_handled():
     worker.call_when_done(done.set)
     worker.close()
     assert handled == list(range(5)) and done.is_set()
+
+
+def test_workers_are_forgotten_when_they_end_and_their_errors_are_delivered():
+    errors, may_end = [], threading.Event()
+
+    def run(worker, number):
+        assert may_end.wait(20)
+        if number % 2:
+            raise ValueError(number)
+
+    workers = Workers("test", errors.append)
+    for number in range(20):
+        workers.start(functools.partial(run, number=number))
+    assert not workers.join(0.0)
+    may_end.set()
+    assert workers.join(20)
+    assert sorted(error.args[0] for error in errors) == list(range(1, 20, 2))
+    workers.start(lambda worker: print(worker.wait_stopping()))
+    workers.stop()
+    assert workers.join(20) and not workers._running

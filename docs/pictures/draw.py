@@ -1,10 +1,12 @@
 """python docs/pictures/draw.py
 
-Draws the pictures of docs/concepts.md from the package's own model of goodput. Needs matplotlib (the extra
-`plots`). Nothing is measured here: the numbers of the made-up job are written below.
+Draws the pictures of docs/concepts.md from the package's own model of goodput (the numbers of the made-up job
+are written below), and the README's picture from docs/measured/. Needs matplotlib (the extra `plots`).
 """
 
+import json
 import pathlib
+import re
 
 import matplotlib
 import numpy as np
@@ -82,6 +84,31 @@ def gain() -> Figure:
     return figure
 
 
+def time_to_target() -> Figure:
+    """Seconds until the recommender reaches its target, by batch; a bar for each side, with its range."""
+    data = json.loads((FOLDER.parent / "measured" / "time-to-target.json").read_text())
+    (table,) = (table for table in data["tables"] if table["name"] == "recommender")
+    sides = {}
+    for name, seconds, *_ in table["rows"]:
+        if found := re.fullmatch(r"([\d.]+) \(([\d.]+)\.\.([\d.]+)\)", seconds):
+            sides[name] = tuple(map(float, found.groups()))
+    figure, ax = plt.subplots(figsize=(8, 3), layout="constrained")
+    for place, (name, (median, least, most)) in enumerate(reversed(sides.items())):
+        is_ours = name.startswith("adaptive")
+        label = (
+            "jaxgoodput, begins with 512" if is_ours else name.replace("fixed", "fixed batch of")
+        )
+        ax.barh(place, median, color="tab:green" if is_ours else "0.75")
+        ax.plot([least, most], [place, place], color="0.3", linewidth=1)
+        ax.text(most + 0.4, place, f"{median:.1f} s", va="center")
+        ax.text(-0.4, place, label.removesuffix(" (best)"), va="center", ha="right")
+    ax.set_yticks([])
+    ax.set_xlabel("seconds to the target (AUC 0.92): median and range of 5 seeds")
+    for side in ("top", "right", "left"):
+        ax.spines[side].set_visible(False)
+    return figure
+
+
 if __name__ == "__main__":
-    for draw in (goodput, gain):
+    for draw in (goodput, gain, time_to_target):
         draw().savefig(FOLDER / f"{draw.__name__}.png", dpi=110)

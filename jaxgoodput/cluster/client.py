@@ -1,7 +1,7 @@
-"""Speaks HTTP to the scheduler, for commands and agents, with the standard library alone.
+"""An HTTP client of the scheduler, for commands and agents. It needs the standard library alone.
 
-A scheduler that is gone is an `Unreachable`, which no job ends of: whoever asks goes on with what it has and
-asks again later.
+If the scheduler does not answer, calls raise `Unreachable`. No job ends because of that: the caller keeps
+what it has and tries again later.
 """
 
 import contextlib
@@ -22,11 +22,11 @@ _PREFIX = "/v1"
 
 
 class Unreachable(OSError):
-    """The scheduler does not answer, or something else answers in its place."""
+    """The scheduler does not answer, or another program answers in its place."""
 
 
 class RequestRefused(Exception):
-    """The scheduler understood, and refuses; the message says why."""
+    """The scheduler understood the request and refused it. The message says why."""
 
     def __init__(self, status: int, message: str):
         self.status = status
@@ -34,7 +34,7 @@ class RequestRefused(Exception):
 
 
 class Client:
-    """One connection to a scheduler, kept between calls; for one thread at a time."""
+    """A connection to a scheduler that is kept open between calls. Not thread-safe."""
 
     def __init__(
         self, url: str, token: str, *, timeout_s: float = 30.0, ca: pathlib.Path | None = None
@@ -43,7 +43,7 @@ class Client:
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/"):
             raise ValueError(
                 f"--scheduler {url}: expected http://HOST:PORT or https://HOST:PORT, as `jaxgoodput serve` "
-                "says it."
+                "prints it."
             )
         self.url = url.rstrip("/")
         self._host, self._port = parts.hostname, parts.port
@@ -64,17 +64,18 @@ class Client:
         wait_s: float = 0.0,
         **query: Any,
     ) -> T:
-        """What the scheduler answers to `method /v1/path...`, as a `type_`.
+        """Send `method /v1/path...` and return the answer as a `type_`.
 
-        `changes`: the request is given an id of its own, so that sending it again where the connection broke
-        does nothing twice. `wait_s`: for how long the answer may wait for a change. Raises Unreachable and
-        Refused.
+        Set `changes` for a request that changes something: it then carries an idempotency key, so that it can
+        be sent again after a broken connection without being carried out twice. `wait_s` is the time for
+        which the scheduler may hold the answer back until something changes. Raises Unreachable and
+        RequestRefused.
         """
         query = {name: value for name, value in query.items() if value is not None}
         if wait_s:
             query["wait_s"] = wait_s
-        where = "/".join([_PREFIX, *(quote(part, safe="") for part in path)])
-        where += f"?{urlencode(query)}" if query else ""
+        target = "/".join([_PREFIX, *(quote(part, safe="") for part in path)])
+        target += f"?{urlencode(query)}" if query else ""
         headers = {"Authorization": f"Bearer {self._token}", "Accept": "application/json"}
         data = None
         if body is not None:
@@ -83,23 +84,25 @@ class Client:
         if changes:
             headers["Idempotency-Key"] = secrets.token_hex(16)
         may_repeat = method == "GET" or changes
-        status, text = self._send(method, where, data, headers, wait_s, may_repeat)
+        status, text = self._send(method, target, data, headers, wait_s, may_repeat)
         try:
             answer = json.loads(text)
         except ValueError:
-            raise Unreachable(f"{self.url} answers {status}, and not as a scheduler does") from None
+            raise Unreachable(
+                f"{self.url} answers {status}, but not as a scheduler does. Check the URL."
+            ) from None
         if status >= 400:
             why = answer.get("error", "") if isinstance(answer, dict) else ""
-            raise RequestRefused(status, why or f"{self.url} refuses with {status}")
+            raise RequestRefused(status, why or f"{self.url} refuses with status {status}")
         try:
             return decode(answer, type_, type_.__name__)
         except ValueError as error:
             raise Unreachable(
-                f"{self.url} answers what this program cannot read ({error}). Is it another version?"
+                f"{self.url} answers what this program cannot read ({error}). Does it run another version?"
             ) from None
 
     def close(self) -> None:
-        """Let go of the connection; the next call makes another one."""
+        """Close the connection. The next call opens a new one."""
         if self._connection is not None:
             with contextlib.suppress(OSError):
                 self._connection.close()
@@ -108,7 +111,7 @@ class Client:
     def _send(
         self,
         method: str,
-        where: str,
+        target: str,
         data: bytes | None,
         headers: dict[str, str],
         wait_s: float,
@@ -118,15 +121,15 @@ class Client:
             was_kept = self._connection is not None
             try:
                 connection = self._connected(self._timeout_s + wait_s)
-                connection.request(method, where, data, headers)
+                connection.request(method, target, data, headers)
                 response = connection.getresponse()
                 text = response.read()
-                if connection.sock is None:  # the answer said that no other one comes over it
+                if connection.sock is None:  # the answer announced the end of the connection
                     self._connection = None
                 return response.status, text
             except (OSError, http.client.HTTPException) as error:
                 self.close()
-                # A connection that was kept may have been closed since; the request has then not been read.
+                # The scheduler may have closed an idle connection; it has not read the request then.
                 if attempt == 2 or not was_kept or not may_repeat:
                     raise Unreachable(f"no scheduler answers at {self.url}: {error}") from None
         raise AssertionError("the second attempt returns or raises")
@@ -147,13 +150,14 @@ class Client:
 
 
 def read_token(path: pathlib.Path) -> str:
-    """The token in a file. Raises ValueError where there is none."""
+    """Return the token in a file. Raises ValueError if the file cannot be read or holds no token."""
     try:
         token = path.read_text().strip()
     except OSError as error:
         raise ValueError(
-            f"the token cannot be read: {error}. Give --token-file; `jaxgoodput serve` says where its own is."
+            f"the token cannot be read: {error}. Give --token-file; `jaxgoodput serve` prints where its own "
+            "token is."
         ) from None
     if not token or not token.isascii() or not token.isprintable():
-        raise ValueError(f"{path} holds no token: one line of printable letters is expected.")
+        raise ValueError(f"{path} holds no token. Expected one line of printable ASCII characters.")
     return token

@@ -1,8 +1,8 @@
-"""Whose rows are whose when several hosts hold one table, and what moves when there are others.
+"""Moves rows between the folders of hosts when a table is to be held by other hosts.
 
-Host `h` of a table has the folder `host-00000h` with the rows that `owners` gives it. A change of hosts
-copies those rows whose owner changes, one in N, and commits at the hosts that take them; the ones that gave
-them keep what they have, which nobody asks them for any more. So a change that is cut off can be made again.
+Host `h` has the folder `host-00000h` with the rows that `owners` assigns to it. `resize` copies the rows
+whose owner changes and commits them at their new owners. The old owners keep their copies, which are never
+read again, so that an interrupted `resize` can simply be repeated.
 """
 
 import contextlib
@@ -14,21 +14,21 @@ from typing import Any
 from jaxgoodput.embedding.hashing import owners
 from jaxgoodput.embedding.store import RowStore
 
-AT_ONCE = 2**16
+COPIED_AT_ONCE = 2**16
 
 
 @dataclass(frozen=True)
 class MoveReport:
-    """What a change of hosts has moved."""
+    """The result of `resize`."""
 
     num_rows: int
-    """Of the whole table, as far as rows are stored."""
+    """Rows of the whole table that are stored."""
     num_moved: int
-    """Copied from one host to another."""
+    """Rows that were copied from one host to another."""
 
 
 def host_folder(folder: str | pathlib.Path, host: int) -> pathlib.Path:
-    """Where a host's rows are."""
+    """Return the folder of one host's rows."""
     return pathlib.Path(folder) / f"host-{host:06d}"
 
 
@@ -42,16 +42,17 @@ def resize(
     about: Mapping[str, Any] | None = None,
     **store: Any,
 ) -> MoveReport:
-    """Give each row that `old` hosts have to its owner among `new`; rows are copied bit for bit.
+    """Give every row of the hosts `old` to its owner among `new`. Rows are copied bit for bit.
 
-    Every host's newest commit counts, or the one that `at` names; hosts of `new` alone begin with nothing
-    then. All must be of one save: what was written down with them has to be the same. It is found again with
-    the commits that this makes, unless those are to say something else, `about`. No commit is forgotten.
+    Use this before a saved table is opened by another set of hosts. Rows come from each host's newest commit,
+    or from the commit that `at` names; hosts only in `new` then start empty. All commits must belong to the
+    same save. The new commits carry the metadata `about`, or that of the old ones. No commit is deleted.
+    `store` is passed to `RowStore`.
 
     Raises:
       FileNotFoundError: a host of `old` has no folder, or no commit.
-      ValueError: the commits are of different saves, or a host of `new` holds another table.
-      InUse, Damaged: as `RowStore` does.
+      ValueError: the commits belong to different saves, or a host of `new` holds another table.
+      InUse, DamagedError: see `RowStore`.
     """
     with contextlib.ExitStack() as stack:
 
@@ -63,53 +64,58 @@ def resize(
         for host in old:
             if not (host_folder(folder, host) / "commits").is_dir():
                 raise FileNotFoundError(
-                    f"{host_folder(folder, host)} is not there, and its rows are needed. Give `old` the "
+                    f"{host_folder(folder, host)} is missing, and its rows are needed. Set `old` to the "
                     f"hosts that the table was saved by; it is {list(old)}."
                 )
         stores = {host: opened(host) for host in sorted({*old, *new})}
-        said = _of_one_save({host: stores[host] for host in old})
+        shared = _shared_about({host: stores[host] for host in old})
         for host in {*new} - {*old}:
-            _check_same_table(stores[host], said)
-        num_rows = num_moved = 0
-        for host in old:
-            ids = stores[host].ids()
-            ids = ids[owners(ids, old) == host]  # not what it gave away before
-            num_rows += len(ids)
-            to = owners(ids, new)
-            for other in set(new) - {host}:
-                leaving = ids[to == other]
-                num_moved += len(leaving)
-                for start in range(0, len(leaving), AT_ONCE):
-                    some = leaving[start : start + AT_ONCE]
-                    stores[other].put(some, stores[host].get(some).rows)
+            _check_same_table(stores[host], shared)
+        counts = [_copy_rows(host, old, new, stores) for host in old]
         if about is not None:
-            said = {**said, "with": dict(about)}
+            shared = {**shared, "with": dict(about)}
         for host in new:
-            stores[host].commit(said, keep=stores[host].commits())
-        return MoveReport(num_rows, num_moved)
+            stores[host].commit(shared, keep=stores[host].commits())
+        return MoveReport(sum(n for n, _ in counts), sum(n for _, n in counts))
 
 
-def _of_one_save(stores: dict[int, RowStore]) -> Any:
-    """What was written down with the newest commits of all."""
+def _copy_rows(
+    host: int, old: Sequence[int], new: Sequence[int], stores: Mapping[int, RowStore]
+) -> tuple[int, int]:
+    """Copy the rows that leave a host to their new owners; return how many it owned, and how many left."""
+    ids = stores[host].ids()
+    ids = ids[owners(ids, old) == host]  # without copies of rows that it gave away earlier
+    owner, num_moved = owners(ids, new), 0
+    for other in set(new) - {host}:
+        leaving = ids[owner == other]
+        num_moved += len(leaving)
+        for start in range(0, len(leaving), COPIED_AT_ONCE):
+            some = leaving[start : start + COPIED_AT_ONCE]
+            stores[other].put(some, stores[host].get(some).rows)
+    return len(ids), num_moved
+
+
+def _shared_about(stores: dict[int, RowStore]) -> Any:
+    """Return the metadata that the newest commits of all stores share."""
     found = {}
     for host, store in stores.items():
         if store.newest is None:
             raise FileNotFoundError(
-                f"{store.folder} has no commit, so that its rows are not known. Save the table on every host "
-                "before its hosts change."
+                f"{store.folder} has no commit, so its rows are unknown. Save the table on every host "
+                "before you change its hosts."
             )
         found[host] = store.newest.about
     first, *others = found.values()
     if any(other != first for other in others):
         raise ValueError(
-            f"The newest commits are of different saves: {found}. Open each host's table at the commit of "
-            "the same one, and save it, before the hosts change."
+            f"The newest commits belong to different saves: {found}. Open each host's table at the commit "
+            "of the same save, and save it, before you change the hosts."
         )
     return first
 
 
 def _check_same_table(store: RowStore, about: Any) -> None:
-    """Raises ValueError where a store holds another table, whatever save of it was the last."""
+    """Raise ValueError if a store holds another table. Any save of the same table is fine."""
     commits = store.commits()
     if not commits:
         return
@@ -119,6 +125,6 @@ def _check_same_table(store: RowStore, about: Any) -> None:
     )
     if there != wanted:
         raise ValueError(
-            f"{store.folder} holds another table, made with {there}, and the rows that it would get are of "
-            f"one made with {wanted}. Move that folder away, or give its host no rows."
+            f"{store.folder} holds another table, made with {there}, and the rows to be copied there belong "
+            f"to one made with {wanted}. Move that folder away, or leave its host out of `new`."
         )

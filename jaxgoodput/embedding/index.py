@@ -1,8 +1,8 @@
-"""Where each id's row is: a number of 32 bits per id, looked up and changed for many ids at once.
+"""A 32-bit number for each id, looked up and changed for many ids at once.
 
-Two of a kind. `HashIndex` takes any ids: open addressing with linear probing, 12 bytes a cell, whole arrays
-of ids probing together. `DirectIndex` is an array over all ids that there may be: 4 bytes for each, whether
-it is there or not, of which memory that was never written to takes none.
+There are two kinds. `HashIndex` takes any ids: open addressing with linear probing, 12 bytes a cell, where
+whole arrays of ids probe together. `DirectIndex` is an array over all possible ids: 4 bytes for each, except
+that memory pages that were never written to take no memory.
 """
 
 from typing import Protocol, runtime_checkable
@@ -13,88 +13,87 @@ from jaxtyping import Int64, UInt32
 from jaxgoodput._hash import mixed
 
 MISSING = np.uint32(2**32 - 1)
-EMPTY, REMOVED = -1, -2  # ids are not negative
-FULLEST = (
-    0.6  # of a hash index, cells of removed ids counted: at 0.6 an id is found after 1.8 cells
+EMPTY, REMOVED = -1, -2  # in cells; ids are not negative
+MAX_LOAD = (
+    0.6  # share of cells in use, removed ids included; a lookup then probes 1.8 cells on average
 )
-SMALLEST = 1024
+MIN_CELLS = 1024
 DIRECT_LIMIT = 2**28  # ids for which an array over all of them is 1 GiB
 
 
 @runtime_checkable
 class Index(Protocol):
-    """Numbers below 2^32 - 1 by id. Of an id that is in one call twice, the last number stays."""
+    """Numbers below 2^32 - 1 by id. If an id occurs twice in one call, the last number stays."""
 
     def get(self, ids: Int64[np.ndarray, " n"]) -> UInt32[np.ndarray, " n"]:
-        """The numbers of ids, `MISSING` for those that have none."""
-        ...
+        """Return the number of each id, `MISSING` if it has none."""
 
     def put(
         self, ids: Int64[np.ndarray, " n"], numbers: UInt32[np.ndarray, " n"]
     ) -> UInt32[np.ndarray, " n"]:
-        """Give ids their numbers; returns those that they had."""
-        ...
+        """Set the number of each id, and return the numbers that they had before."""
 
     def remove(self, ids: Int64[np.ndarray, " n"]) -> None:
-        """Forget ids that are there."""
-        ...
+        """Remove ids, all of which must be present."""
 
 
 def index_for(num_ids: int | None, num_rows: int | None = None) -> Index:
-    """The smaller index for ids below `num_ids` (None: any) of which at most `num_rows` are there at once."""
+    """Return the smaller kind of index for ids below `num_ids`, at most `num_rows` of them at once.
+
+    None means any id, and any number of rows.
+    """
     if num_ids is None or num_ids > DIRECT_LIMIT:
         return HashIndex()
-    if num_rows is not None and num_rows * 12 / FULLEST * 2 < num_ids * 4:
+    if num_rows is not None and num_rows * 12 / MAX_LOAD * 2 < num_ids * 4:
         return HashIndex()
     return DirectIndex(num_ids)
 
 
 class DirectIndex:
-    """An array over all ids that there may be."""
+    """An index that is an array over all possible ids; see `Index`."""
 
     def __init__(self, num_ids: int):
-        self._next = np.zeros(
-            num_ids, np.uint32
-        )  # number + 1: what was never written to is missing
+        # Number + 1, so that untouched memory is "missing".
+        self._next = np.zeros(num_ids, np.uint32)
 
     def get(self, ids: Int64[np.ndarray, " n"]) -> UInt32[np.ndarray, " n"]:
-        """The numbers of ids; 0 - 1 is `MISSING`."""
+        """Return the number of each id; 0 - 1 wraps to `MISSING`."""
         return self._next.take(ids) - np.uint32(1)
 
     def put(
         self, ids: Int64[np.ndarray, " n"], numbers: UInt32[np.ndarray, " n"]
     ) -> UInt32[np.ndarray, " n"]:
-        """Give ids their numbers; returns those that they had."""
+        """Set the number of each id, and return the numbers that they had before."""
         old = self.get(ids)
         self._next[ids] = numbers + np.uint32(1)
         return old
 
     def remove(self, ids: Int64[np.ndarray, " n"]) -> None:
-        """Forget ids that are there."""
+        """Remove ids, all of which must be present."""
         self._next[ids] = 0
 
 
 class HashIndex:
-    """Open addressing; grows to twice as many cells as it fills."""
+    """An index that is a hash table; see `Index`. It grows before `MAX_LOAD` of its cells are in use."""
 
     def __init__(self):
-        self._clear(SMALLEST)
+        self._clear(MIN_CELLS)
 
     def _clear(self, num_cells: int) -> None:
         self._ids = np.full(num_cells, EMPTY, np.int64)
         self._numbers = np.zeros(num_cells, np.uint32)
         self._size = 0
-        self._num_used = 0  # of the cells, by ids that are there or were removed
+        self._num_used = 0  # cells of present and of removed ids
 
     def get(self, ids: Int64[np.ndarray, " n"]) -> UInt32[np.ndarray, " n"]:
-        """The numbers of ids, `MISSING` for those that have none."""
+        """Return the number of each id, `MISSING` if it has none."""
         cells = self._cells_of(ids)
         return np.where(cells < 0, MISSING, self._numbers[cells])
 
     def put(
         self, ids: Int64[np.ndarray, " n"], numbers: UInt32[np.ndarray, " n"]
     ) -> UInt32[np.ndarray, " n"]:
-        """Give ids their numbers; returns those that they had."""
+        """Set the number of each id, and return the numbers that they had before."""
         cells = self._cells_of(ids)
         is_new = cells < 0
         old = np.where(is_new, MISSING, self._numbers[cells])
@@ -102,31 +101,31 @@ class HashIndex:
         if len(fresh):
             if self._make_room(len(fresh)):
                 cells = self._cells_of(ids)
-            cells[fresh] = self._claimed(ids[fresh])
+            cells[fresh] = self._claim(ids[fresh])
         self._numbers[cells] = numbers
         return old
 
     def remove(self, ids: Int64[np.ndarray, " n"]) -> None:
-        """Forget ids that are there."""
+        """Remove ids, all of which must be present."""
         self._ids[self._cells_of(ids)] = REMOVED
         self._size -= len(ids)
 
     def _cells_of(self, ids: np.ndarray) -> np.ndarray:
-        """Where each id is; -1 where it is not there."""
+        """Return the cell of each id, -1 if it is not present."""
         last = len(self._ids) - 1
         cells = (mixed(ids) & np.uint64(last)).astype(np.int64)
         there = self._ids.take(cells)
-        going_on = np.flatnonzero((there != ids) & (there != EMPTY))
+        probing = np.flatnonzero((there != ids) & (there != EMPTY))
         cells[there == EMPTY] = -1
-        while len(going_on):
-            cells[going_on] = (cells[going_on] + 1) & last
-            there = self._ids.take(cells[going_on])
-            cells[going_on[there == EMPTY]] = -1
-            going_on = going_on[(there != ids[going_on]) & (there != EMPTY)]
+        while len(probing):
+            cells[probing] = (cells[probing] + 1) & last
+            there = self._ids.take(cells[probing])
+            cells[probing[there == EMPTY]] = -1
+            probing = probing[(there != ids[probing]) & (there != EMPTY)]
         return cells
 
-    def _claimed(self, ids: np.ndarray) -> np.ndarray:
-        """A cell for each of `ids`, which are not there. Of several that want one cell the last has it."""
+    def _claim(self, ids: np.ndarray) -> np.ndarray:
+        """Give a cell to each of `ids`, none of which is present, and return the cells."""
         last = len(self._ids) - 1
         cells = (mixed(ids) & np.uint64(last)).astype(np.int64)
         waiting = np.arange(len(ids))
@@ -134,6 +133,7 @@ class HashIndex:
             wanted = cells[waiting]
             there = self._ids.take(wanted)
             free = there < 0
+            # All write at once. If several want one cell, the last write wins and the others probe on.
             self._ids[wanted[free]] = ids[waiting[free]]
             lost = self._ids.take(wanted) != ids[waiting]
             self._num_used += int(np.count_nonzero((there == EMPTY) & ~lost))
@@ -143,15 +143,15 @@ class HashIndex:
         return cells
 
     def _make_room(self, num_more: int) -> bool:
-        """Whether all that are there had to move."""
-        if self._num_used + num_more <= FULLEST * len(self._ids):
+        """Grow if `num_more` ids do not fit; return whether ids had to move."""
+        if self._num_used + num_more <= MAX_LOAD * len(self._ids):
             return False
-        num_cells = SMALLEST
-        # Room for as many again, so that removed ids do not have it done anew with every call.
-        while FULLEST * num_cells < 1.5 * (self._size + num_more):
+        num_cells = MIN_CELLS
+        # Half as much again, so that cells of removed ids do not cause a rebuild at every call.
+        while MAX_LOAD * num_cells < 1.5 * (self._size + num_more):
             num_cells *= 2
         there = np.flatnonzero(self._ids >= 0)
         ids, numbers = self._ids[there], self._numbers[there]
         self._clear(num_cells)
-        self._numbers[self._claimed(ids)] = numbers
+        self._numbers[self._claim(ids)] = numbers
         return True

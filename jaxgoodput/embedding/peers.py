@@ -1,11 +1,12 @@
-"""Processes that hold one table together: each row in RAM or on the disk is one process's, its owner's.
+"""Exchange between processes that share tables. A row in RAM or on the disk belongs to its owner.
 
-All of them plan the same batches, so that the device slots of all hold the same rows; what one of them alone
-knows, such as a row that it owns, it tells the others in a round that all come to. A round is named by its
-table, what it is for and the number of its batch. Any thread may come to one: nothing waits for a device.
+All processes plan the same batches, so their device slots hold the same rows. What only one of them knows,
+such as a row that it owns, it sends to the others in a *round* that all of them join. A round is identified
+by a lane (table and purpose) and a batch number. Any thread may join a round; none waits for a device.
 """
 
 import collections
+import functools
 import socket
 import threading
 import zlib
@@ -17,18 +18,19 @@ import numpy as np
 from jaxtyping import Float64, Int32, Int64, UInt32
 
 from jaxgoodput import _wire
+from jaxgoodput._worker import Worker
 from jaxgoodput.embedding.hashing import owners
 
-CONNECT_S = 60.0  # until all processes of a job are there
+CONNECT_S = 60.0  # until all processes of a job have connected
 
 
 class Peers:
-    """The channels between this process, `rank`, and the others; close it.
+    """Connections from this process, `rank`, to the others that share its tables. Close it.
 
-    `addresses`: of the listeners of all, by rank; `listener` is this one's. All share `secret`.
+    `addresses` are the listeners of all processes by rank; `listener` is this one's. All share `secret`.
 
-    Raises (when it is made):
-      ConnectionError: one of them does not come, or has another secret.
+    Raises (by the constructor):
+      ConnectionError: a process does not connect in time, or has another secret.
     """
 
     def __init__(
@@ -36,31 +38,30 @@ class Peers:
     ) -> None:
         self.rank, self.count = rank, len(addresses)
         self._changed = threading.Condition()
+        # Round -> rank -> what that process sent, and the checksum of what it sent it for.
         self._heard: dict[tuple[Any, ...], dict[int, tuple[np.ndarray, int]]] = (
             collections.defaultdict(dict)
         )
-        self._gone: set[int] = set()
+        self._lost: set[int] = set()  # ranks whose connection has ended
         self._generation = 0
         self._stopped: str | None = None
         self._channels: dict[int, _wire.Channel] = {}
-        self._threads: list[threading.Thread] = []
+        self._workers: list[Worker] = []
         try:
             self._connect(addresses, secret, listener)
         except OSError as error:
             self.close()
             raise ConnectionError(
-                f"process {rank} could not reach those that hold its tables with it, at "
+                f"process {rank} could not reach the processes that share its tables, at "
                 f"{', '.join(addresses)}: {error}. They need to reach each other on any port."
             ) from error
-        self._threads = [
-            threading.Thread(target=self._hear, args=(other,), name=f"peer {other}", daemon=True)
+        self._workers = [
+            Worker(f"peer {other}", functools.partial(self._hear, other=other))
             for other in self._channels
         ]
-        for thread in self._threads:
-            thread.start()
 
     def _connect(self, addresses: Sequence[str], secret: str, listener: socket.socket) -> None:
-        """Those of lower rank are called, those of higher rank call."""
+        """Call the processes of lower rank, and accept calls from the ones of higher rank."""
         for other in range(self.rank):
             channel = _wire.connect(addresses[other], secret, timeout_s=CONNECT_S)
             self._channels[other] = channel
@@ -77,13 +78,13 @@ class Peers:
     def gather(
         self, lane: str, number: int, own: np.ndarray, *, about: Sequence[np.ndarray] = ()
     ) -> list[np.ndarray]:
-        """What every process gives for this round, by rank; waits for all.
+        """Send `own` in a round, wait for all processes, and return what each sent, by rank.
 
-        `about`: what it is given for, which has to be the same in all; its sum goes along.
+        `about` holds the arrays that all processes must agree on, such as ids; their checksum is compared.
 
         Raises:
-          ConnectionError: one of them has gone.
-          RuntimeError: `stop` was called, or another gives rows of another shape or for something else.
+          ConnectionError: the connection to a process has ended.
+          RuntimeError: `stop` was called, or a process sent another shape or was asked about other ids.
         """
         with self._changed:
             self._raise_if_stopped()
@@ -96,37 +97,42 @@ class Peers:
             try:
                 channel.send(head, blob)
             except OSError as error:
-                raise _gone(other) from error
-        with self._changed:
-            self._changed.wait_for(
-                lambda: (
-                    len(self._heard[round_]) == len(self._channels)
-                    or self._stopped
-                    or self._gone - self._heard[round_].keys()
-                )
-            )
-            self._raise_if_stopped()
-            found = self._heard.pop(round_)
-            for other in self._gone - found.keys():
-                raise _gone(other)
+                raise _lost_error(other) from error
+        found = self._wait(round_)
         for other, (data, others) in found.items():
             if (data.dtype, data.shape[1:], others) != (own.dtype, own.shape[1:], total):
                 raise RuntimeError(
-                    f"In round {number} of {lane!r} process {other} gives {data.dtype}{list(data.shape)} for "
+                    f"In round {number} of {lane!r} process {other} sent {data.dtype}{list(data.shape)} for "
                     f"{others:08x}, and process {self.rank} {own.dtype}{list(own.shape)} for {total:08x}: "
-                    "they have planned differently, and no row can be trusted. Look whether all have the "
-                    "same versions and data, and start the job again; it goes on from its last checkpoint."
+                    "they planned differently, so no row can be trusted. Check that all have the same "
+                    "versions and data, and start the job again; it resumes from its last checkpoint."
                 )
         return [own if rank == self.rank else found[rank][0] for rank in range(self.count)]
 
+    def _wait(self, round_: tuple[Any, ...]) -> dict[int, tuple[np.ndarray, int]]:
+        """Wait until all others have sent their part of a round, and return it by rank."""
+        with self._changed:
+            heard = self._heard[round_]
+            self._changed.wait_for(
+                lambda: (
+                    len(heard) == len(self._channels) or self._stopped or self._lost - heard.keys()
+                )
+            )
+            self._raise_if_stopped()
+            # A process may have sent its part and ended afterwards, so only missing parts are an error.
+            found = self._heard.pop(round_)
+            for other in self._lost - found.keys():
+                raise _lost_error(other)
+            return found
+
     def stop(self, why: str) -> None:
-        """Have those that wait in rounds give up, until `begin`."""
+        """Make all rounds raise RuntimeError, also the ones that are waiting, until `begin`."""
         with self._changed:
             self._stopped = why
             self._changed.notify_all()
 
     def begin(self) -> None:
-        """Forget all rounds: the processes, each in its own time, begin anew."""
+        """Start a new generation of rounds, and forget the old ones. Each process does so in its own time."""
         with self._changed:
             self._stopped = None
             self._generation += 1
@@ -134,39 +140,41 @@ class Peers:
                 del self._heard[old]
 
     def close(self) -> None:
-        """End the connections and the threads."""
+        """End the connections and their threads."""
         self.stop("the connections were closed")
         for channel in self._channels.values():
             channel.close()
-        for thread in self._threads:
-            thread.join()
+        for worker in self._workers:
+            worker.close()
 
-    def _hear(self, other: int) -> None:
+    def _hear(self, _: Worker, other: int) -> None:
+        """Receive what one process sends, until its connection ends."""
         channel = self._channels[other]
         try:
             while (message := channel.receive()) is not None:
                 generation, lane, number = message["round"]
                 data = np.frombuffer(channel.receive_bytes(message), np.dtype(message["dtype"]))
                 with self._changed:
+                    # Processes begin a generation at different times: keep what is early, drop what is late.
                     if generation >= self._generation:
-                        given = data.reshape(message["shape"]), int(message["about"])
-                        self._heard[generation, lane, number][other] = given
+                        sent = data.reshape(message["shape"]), int(message["about"])
+                        self._heard[generation, lane, number][other] = sent
                         self._changed.notify_all()
         except (ConnectionError, ValueError):
-            pass  # it is gone, whatever it said last
+            pass  # the connection has ended, perhaps in the middle of a message
         with self._changed:
-            self._gone.add(other)
+            self._lost.add(other)
             self._changed.notify_all()
 
     def _raise_if_stopped(self) -> None:
         if self._stopped:
-            raise RuntimeError(f"No process is asked any more: {self._stopped}.")
+            raise RuntimeError(f"The exchange between processes has stopped: {self._stopped}.")
 
 
-def _gone(other: int) -> ConnectionError:
+def _lost_error(other: int) -> ConnectionError:
     return ConnectionError(
-        f"process {other}, which holds a part of the tables, has gone. See its output; the job goes on from "
-        "its last checkpoint when it is started again."
+        f"the connection to process {other}, which holds a part of the tables, has ended. See its output; "
+        "the job resumes from its last checkpoint when it is started again."
     )
 
 
@@ -176,14 +184,14 @@ class Share:
 
     peers: Peers
     name: str
-    """Of the table, the same in all processes."""
+    """Name of the table, the same in all processes."""
 
     def owner(self, ids: Int64[np.ndarray, " n"]) -> Int32[np.ndarray, " n"]:
-        """The rank of the process that owns each row."""
+        """Return the rank of the process that owns each row."""
         return owners(ids, range(self.peers.count))
 
     def owned(self, ids: Int64[np.ndarray, " n"]) -> np.ndarray:
-        """Which rows are this process's."""
+        """Return whether this process owns each row."""
         return self.owner(ids) == self.peers.rank
 
     def most(
@@ -193,7 +201,7 @@ class Share:
         values: Float64[np.ndarray, " n"],
         ids: Int64[np.ndarray, " n"],
     ) -> Float64[np.ndarray, " n"]:
-        """The largest that any process has, of each of the ids, which are the same in all."""
+        """Return the largest value over all processes for each of `ids`, which must be the same in all."""
         lane = f"{self.name}: {what}"
         return np.max(self.peers.gather(lane, number, values, about=[ids]), axis=0)
 
@@ -204,14 +212,15 @@ class Share:
         slots: Int32[np.ndarray, " n"],
         own: UInt32[np.ndarray, "own words"],
     ) -> UInt32[np.ndarray, "n words"]:
-        """The rows of ids that all processes name, from their owners; `own`: those of this one, in order.
+        """Return the rows of ids that all processes name, each from its owner.
 
-        `slots`: where they come to, the same in all.
+        `own` holds the rows that this process owns, in order. `slots` are their targets on the device; ids
+        and slots must be the same in all processes.
         """
         owner = self.owner(ids)
         rows = np.empty((len(ids), own.shape[1]), np.uint32)
-        given = self.peers.gather(f"{self.name}: rows", number, own, about=[ids, slots])
-        for rank, some in enumerate(given):
+        sent = self.peers.gather(f"{self.name}: rows", number, own, about=[ids, slots])
+        for rank, some in enumerate(sent):
             rows[owner == rank] = some
         return rows
 
@@ -221,18 +230,18 @@ class Share:
         ids: Int64[np.ndarray, " n"],
         answer: Callable[[Int64[np.ndarray, " m"]], UInt32[np.ndarray, "m words"]],
     ) -> UInt32[np.ndarray, "n words"]:
-        """The rows of ids that this process asks for, while the others ask for theirs.
+        """Return the rows of this process's `ids`, while the other processes ask for theirs.
 
-        `answer`: the rows of those that this process owns.
+        `answer` returns rows that this process owns, for itself and the others.
         """
         wanted = self.peers.gather(f"{self.name}: asked", number, ids)
         mine = [some[self.owned(some)] for some in wanted]
         answers = self.peers.gather(f"{self.name}: answer", number, answer(np.concatenate(mine)))
         owner = self.owner(ids)
         rows = np.empty((len(ids), answers[0].shape[1]), np.uint32)
-        for rank, given in enumerate(answers):
-            # What it answers comes by who has asked.
+        for rank, sent in enumerate(answers):
+            # An answer holds the rows for all processes that asked, in order of their rank.
             before = sum(int(np.sum(self.owner(w) == rank)) for w in wanted[: self.peers.rank])
             here = owner == rank
-            rows[here] = given[before : before + int(here.sum())]
+            rows[here] = sent[before : before + int(here.sum())]
         return rows

@@ -1,11 +1,12 @@
-"""Batches whose rows are on the device when they are handed out, prepared by threads ahead of the training.
+"""Prepares batches ahead of the training, so that their rows are on the device when they are handed out.
 
-Four stages, each with the next batch but one while the others have theirs: *read and plan*; *pull* rows out
-of RAM; *load* from the disk, write to it, and send to the device; *train*, which is the caller's thread. A
-fifth thread has what leaves the device arrive in RAM. Without threads the same is done in the same order, and
-every row has the same bits.
+There are four stages, which work on successive batches at the same time: *plan* reads a batch and plans its
+moves; *pull* takes rows out of RAM; *load* reads and writes the disk and sends rows to the device; *train*
+is the caller's thread. A fifth thread writes back to RAM what was evicted from the device. Without threads,
+the same is done in the same order, and every row has the same bits.
 """
 
+import functools
 import math
 import statistics
 import threading
@@ -17,13 +18,14 @@ from typing import Any, Generic, TypeVar
 from jax.sharding import Sharding
 from jaxtyping import Array
 
+from jaxgoodput._worker import Worker
 from jaxgoodput.clock import Clock, SystemClock
 from jaxgoodput.embedding.table import EvictedRows, Lookup, TieredTable
 
 T = TypeVar("T")
 STAGES = ("plan", "pull", "load", "train", "write back")
-MEANWHILE_S = 0.1  # between two calls while a batch is waited for
-NEWEST = 32  # batches by which a stage is judged: the first ones are slow
+MEANWHILE_S = 0.1  # between two calls of `meanwhile`
+NEWEST = 32  # batches that a stage is judged by; the first ones are slow
 
 
 @dataclass(frozen=True)
@@ -33,34 +35,38 @@ class PlacedBatch:
     number: int
     batch: Any
     slots: dict[str, Array]
-    """Of every table; a step that gets them donated gives others back, to `Pipeline.trained`."""
+    """Device rows of each table. A step may donate them; give the new ones to `Pipeline.trained`."""
     lookups: dict[str, Lookup]
 
 
 @dataclass(frozen=True)
 class StageFailure:
-    """What ended a stage."""
+    """An item of a stage queue: the exception that ended the stage before."""
 
     error: BaseException
 
 
+class EndOfBatches:
+    """An item of a stage queue: there are no more batches."""
+
+
 @dataclass
 class Times:
-    """How long the stages were at work, s, and how long the caller waited for them."""
+    """How long each stage has worked, in seconds, and how long the caller has waited for batches."""
 
     busy_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
     newest_s: dict[str, deque[float]] = field(
         default_factory=lambda: {stage: deque(maxlen=NEWEST) for stage in STAGES}
     )
-    """Of each stage, what the newest batches took."""
+    """Seconds for each of the newest batches, by stage."""
     stalled_s: float = 0.0
     num_batches: int = 0
 
     @property
     def bottleneck_s(self) -> float:
-        """What a batch takes in the slowest stage but the training, undisturbed; NaN: too few to tell.
+        """Seconds per batch of the slowest stage except training; NaN until there are enough batches.
 
-        A lower quartile: threads of a busy host wait for each other and for its cores.
+        This is a lower quartile, because threads of a busy host delay each other.
         """
         newest = [tuple(self.newest_s[stage]) for stage in STAGES if stage != "train"]
         if min(map(len, newest)) < NEWEST:
@@ -68,13 +74,13 @@ class Times:
         return max(statistics.quantiles(seconds, n=4)[0] for seconds in newest)
 
     def add(self, stage: str, seconds: float) -> None:
-        """Book one batch of a stage."""
+        """Record one batch of a stage."""
         self.busy_s[stage] += seconds
         self.newest_s[stage].append(seconds)
 
 
 class StageQueue(Generic[T]):
-    """A queue between two threads that ends for both when either is over."""
+    """A bounded queue between two threads; closing it wakes both."""
 
     def __init__(self, size: int):
         self._size = size
@@ -83,7 +89,7 @@ class StageQueue(Generic[T]):
         self._is_closed = False
 
     def put(self, item: T) -> bool:
-        """Wait for room; False: nobody takes anything any more."""
+        """Wait for room and add an item; False if the queue was closed."""
         with self._changed:
             self._changed.wait_for(lambda: len(self._items) < self._size or self._is_closed)
             if not self._is_closed:
@@ -92,7 +98,7 @@ class StageQueue(Generic[T]):
             return not self._is_closed
 
     def get(self, meanwhile: Callable[[], None] = lambda: None) -> T | None:
-        """Wait for an item; None: it was closed. `meanwhile` is called now and then, and may raise."""
+        """Wait for an item; None if the queue was closed. `meanwhile` is called repeatedly, and may raise."""
         with self._changed:
             while not self._changed.wait_for(lambda: self._items or self._is_closed, MEANWHILE_S):
                 meanwhile()
@@ -101,31 +107,31 @@ class StageQueue(Generic[T]):
             return item
 
     def close(self) -> None:
-        """Drop what is in it; both sides hear of it."""
+        """Drop all items, and wake both sides."""
         with self._changed:
             self._is_closed = True
             self._items.clear()
             self._changed.notify_all()
 
 
-class EndOfBatches:
-    """There are no more batches."""
-
-
 class Pipeline:
-    """Iterates over `PlacedBatch` batches; each has to be given back to `trained` before the next.
+    """Iterates over `PlacedBatch`es; each has to be given back to `trained` before the next is asked for.
 
-    `ids(batch)` names the ids that a batch reads of every table, in any shape. `look_ahead`: batches behind
-    the planned one whose rows are not evicted; with 2 * `depth` + 3 of them hardly any batch waits for rows
-    that one under way evicts, as long as there are slots for all. `depth`: batches that may wait between two
-    stages; 0: no threads. `batches` are read ahead of the training by as many as both say: where training is
-    resumed goes by the batches that were handed out, not by those that were read. `room_for_all`: lookups are
-    as long as a batch has ids, so that their shape says nothing of how many of those differ. `lies(batch)`:
-    how a batch lies on the devices, where not all beside the slots. `meanwhile` is called now and then while
-    a batch is waited for, and may raise: nothing has changed then.
+    If a stage fails, for example on bad ids, the error is raised when its batch would have been handed out.
+    The batches before it are handed out and can be trained.
 
-    An error of a stage, such as bad ids, is raised where its batch would have been handed out: the batches
-    before it are, and train.
+    Args:
+      tables: tables by name.
+      batches: batches, which are read ahead of the training by about `look_ahead` + 3 * `depth`. To resume,
+        continue after the last batch that was handed out, not the last that was read.
+      ids: returns the ids that a batch reads, by table, in any shape.
+      look_ahead: number of batches after the planned one whose rows are not evicted. With 2 * `depth` + 3,
+        batches hardly ever wait for rows that were just evicted, as long as there are enough slots.
+      depth: number of batches that may wait between two stages; 0 = no threads.
+      room_for_all: whether lookups are as long as a batch has ids, so that their shape does not depend on how
+        many of the ids differ.
+      lies: returns how a batch is sharded; None = like the slots.
+      meanwhile: called repeatedly while a batch is awaited. It may raise; nothing has changed then.
     """
 
     def __init__(
@@ -142,85 +148,85 @@ class Pipeline:
         clock: Clock | None = None,
     ):
         if look_ahead < 0 or depth < 0:
-            raise ValueError(f"look_ahead={look_ahead}, depth={depth}: give 0 or more.")
+            raise ValueError(f"look_ahead={look_ahead} and depth={depth} must be at least 0.")
         self.tables = dict(tables)
         self.times = Times()
         self._clock = clock or SystemClock()
         self._ids, self._look_ahead = ids, look_ahead
         self._room_for_all, self._lies, self._meanwhile = room_for_all, lies, meanwhile
         self._plans = self._planned(iter(batches))
-        self._waiting: PlacedBatch | None = None
+        self._waiting: PlacedBatch | None = None  # handed out, not given back
         self._handed_out_s = 0.0
         self._over: EndOfBatches | StageFailure | None = None
-        self._write_back_failure: BaseException | None = None
-        self._leaving: dict[str, EvictedRows] = {}  # what is not yet anybody's to write back
+        self._leaving: dict[str, EvictedRows] = {}  # evicted, but not passed on to be written back
         self._is_closed = False
-        self._planned_ahead = StageQueue[Any](depth)
-        self._pulled = StageQueue[Any](depth)
+        planned, pulled = StageQueue[Any](depth), StageQueue[Any](depth)
         self._loaded = StageQueue[Any](depth)
         self._evicted = StageQueue[Any](depth + 1)
-        self._threads: list[threading.Thread] = []
+        self._queues = (planned, pulled, self._loaded)
+        self._workers: list[Worker] = []
+        self._write_back_worker: Worker | None = None
+        self._write_back_error: BaseException | None = None
         if depth:
-            self._start("plan", self._plan_all)
-            self._start("pull", lambda: self._work("pull", self._planned_ahead, self._pulled))
-            self._start("load", lambda: self._work("load", self._pulled, self._loaded))
-            self._start("write back", self._write_back_all)
-
-    def _start(self, name: str, run: Callable[[], None]) -> None:
-        thread = threading.Thread(target=run, name=f"table {name}", daemon=True)
-        thread.start()
-        self._threads.append(thread)
+            for name, stage in (
+                ("plan", functools.partial(self._plan_all, target=planned)),
+                ("pull", functools.partial(self._run_stage, "pull", planned, pulled)),
+                ("load", functools.partial(self._run_stage, "load", pulled, self._loaded)),
+            ):
+                self._workers.append(Worker(f"table {name}", stage))
+            self._write_back_worker = Worker(
+                "table write back", self._write_back_all, on_error=self._write_back_failed
+            )
 
     def __enter__(self) -> "Pipeline":
-        """The pipeline."""
+        """Return the pipeline."""
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
-        """End the threads. The tables are as the last trained batch left them, and may be used again.
+        """End the threads. The tables are as the last trained batch left them, and can be used again.
 
-        Waits for `batches` where they are being read.
+        If a batch is being read, this waits for it. Idempotent.
         """
         if self._is_closed:
-            return  # the tables may be another pipeline's by now
+            return  # the tables may be in use by another pipeline
         if self._over is None:
             self._over = EndOfBatches()
-        for channel in (self._planned_ahead, self._pulled, self._loaded):
-            channel.close()
-        if self._threads:
-            self._evicted.put(EndOfBatches())  # what was evicted arrives first
-            self._threads[-1].join()
+        for queue in self._queues:
+            queue.close()
+        # Evicted rows arrive first, since the end of the batches is behind them in the queue.
+        if self._write_back_worker is not None:
+            self._evicted.put(EndOfBatches())
+            self._write_back_worker.join()
         for table in self.tables.values():
-            table.stop(
-                "the pipeline was closed"
-            )  # for whoever waits for rows of batches that are not trained
-        for thread in self._threads:
-            thread.join()
-        self._threads = []
-        if self._write_back_failure is None:
+            table.stop("the pipeline was closed")  # wakes `pull` if it waits for an untrained batch
+        for worker in self._workers:
+            worker.join()
+        # If rows could not be written back, the tables stay stopped: they have lost rows.
+        if self._write_back_error is None:
             self._write_back(self._leaving)
             for table in self.tables.values():
                 table.settle()
         self._is_closed = True
 
     def __iter__(self) -> Iterator[PlacedBatch]:
-        """The batches, from the one behind the last."""
+        """Return the pipeline: it continues after the last batch that was handed out."""
         return self
 
     def __next__(self) -> PlacedBatch:
-        """The next batch, once its rows are in their slots."""
+        """Return the next batch once its rows are in their slots."""
         if self._waiting is not None:
             raise RuntimeError(
-                f"Batch {self._waiting.number} was not given back. Call `trained(slots)` with what its step "
-                "made of `placed.slots` before asking for the next."
+                f"Batch {self._waiting.number} was not given back. Call `trained(slots)` with the slots that "
+                "its step returned before you ask for the next batch."
             )
         start_s = self._clock.now()
         loaded = self._next_loaded()
         self.times.stalled_s += self._clock.now() - start_s
-        if self._write_back_failure is not None:
-            raise self._write_back_failure
+        if self._write_back_error is not None:
+            raise self._write_back_error
         if isinstance(loaded, EndOfBatches):
             raise StopIteration
         if isinstance(loaded, StageFailure):
@@ -229,11 +235,11 @@ class Pipeline:
         try:
             for name, part in loaded[1].items():
                 lookups[name], self._leaving[name] = self.tables[name].place(part)
-            if self._threads:
+            if self._workers:
                 self._evicted.put(self._leaving)
             else:
                 self._write_back(self._leaving)
-        except BaseException as error:  # Ctrl-C, too: `close` writes back what has left
+        except BaseException as error:  # also Ctrl-C: `close` then writes back what was evicted
             self._over = StageFailure(error)
             raise
         self._leaving = {}
@@ -244,10 +250,10 @@ class Pipeline:
         return self._waiting
 
     def trained(self, slots: Mapping[str, Array]) -> None:
-        """Take the slots that a step gave back for those that it was given."""
+        """Give back a batch: `slots` are the device rows that its step returned, by table."""
         if self._waiting is None:
             raise RuntimeError(
-                "No batch was handed out: call `next` first, and this once for each."
+                "No batch was handed out. Call `next` first, and `trained` once for each batch."
             )
         for name, table in self.tables.items():
             table.slots = slots[name]
@@ -260,13 +266,11 @@ class Pipeline:
         if self._over is not None:
             return self._over
         found: Any
-        if self._threads:
+        if self._workers:
             found = self._loaded.get(self._meanwhile)
         else:
             try:
-                found = self._timed(
-                    "load", self._load, self._timed("pull", self._pull, self._next())
-                )
+                found = self._timed("load", self._timed("pull", self._next()))
             except BaseException as error:
                 found = StageFailure(error)
         if isinstance(found, EndOfBatches | StageFailure):
@@ -274,30 +278,25 @@ class Pipeline:
         return found
 
     def _next(self) -> Any:
-        """The next batch with its plans."""
+        """Return the next batch with its plans."""
         start_s = self._clock.now()
         found = next(self._plans, EndOfBatches())
         self.times.add("plan", self._clock.now() - start_s)
         return found
 
     def _planned(self, batches: Iterator[Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
-        """Batches with a plan and the places of their ids by table, planned when those behind are known."""
+        """Yield batches with a plan and inverse indices by table. A plan waits for its look-ahead."""
         window: deque[tuple[Any, dict[str, Any]]] = deque()
+        announced: Iterator[tuple[Any, dict[str, Any]]] | None = self._announced(batches)
         failure: Exception | None = None
-        is_over, end = False, EndOfBatches()
         while True:
-            while not is_over and len(window) <= self._look_ahead:
+            while announced is not None and len(window) <= self._look_ahead:
                 try:
-                    if (batch := next(batches, end)) is end:
-                        is_over = True
-                        break
-                    found = self._unique(batch)
-                except Exception as error:  # raised behind the batches before it
-                    failure, is_over = error, True
-                else:
-                    for name, (unique, _) in found.items():
-                        self.tables[name].directory.look_ahead(unique)
-                    window.append((batch, {name: inverse for name, (_, inverse) in found.items()}))
+                    window.append(next(announced))
+                except StopIteration:
+                    announced = None
+                except Exception as error:  # raised after the batches before it
+                    failure, announced = error, None
             if not window:
                 if failure is not None:
                     raise failure
@@ -308,12 +307,23 @@ class Pipeline:
                 {name: (self.tables[name].directory.plan(), x) for name, x in inverses.items()},
             )
 
+    def _announced(self, batches: Iterator[Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
+        """Yield batches with inverse indices by table, after their ids were given to the look-ahead.
+
+        A StopIteration that the caller's `ids` raises is an error, as in every generator, and not the end.
+        """
+        for batch in batches:
+            found = self._unique(batch)
+            for name, (unique, _) in found.items():
+                self.tables[name].directory.look_ahead(unique)
+            yield batch, {name: inverse for name, (_, inverse) in found.items()}
+
     def _unique(self, batch: Any) -> dict[str, tuple[Any, Any]]:
         ids = self._ids(batch)
         if ids.keys() != self.tables.keys():
             raise ValueError(
-                f"ids(batch) names the tables {sorted(ids)}, and the pipeline has {sorted(self.tables)}. "
-                "Name the ids of each."
+                f"ids(batch) returned ids for the tables {sorted(ids)}, but the pipeline has "
+                f"{sorted(self.tables)}. Return ids for each of them."
             )
         found = {}
         for name, table in self.tables.items():
@@ -324,16 +334,12 @@ class Pipeline:
         return found
 
     def _pull(self, item: Any) -> Any:
-        if isinstance(item, EndOfBatches | StageFailure):
-            return item
         batch, plans = item
         return batch, {
             n: self.tables[n].pull(plan, inverse) for n, (plan, inverse) in plans.items()
         }
 
     def _load(self, item: Any) -> Any:
-        if isinstance(item, EndOfBatches | StageFailure):
-            return item
         batch, pulled = item
         lies = self._lies(batch)
         return batch, {
@@ -345,43 +351,46 @@ class Pipeline:
         for name, part in evicted.items():
             self.tables[name].write_back(part)
 
-    def _timed(self, stage: str, run: Callable[[Any], Any], item: Any) -> Any:
+    def _timed(self, stage: str, item: Any) -> Any:
+        """Run one batch through a stage and record the time; the last items pass unchanged."""
         start_s = self._clock.now()
-        tables = self.tables.values() if stage == "pull" else ()  # the others wait for no rows
+        # The only stage that waits for rows.
+        tables = self.tables.values() if stage == "pull" else ()
         waited_s = sum(table.counts.waited_s for table in tables)
-        found = run(item)
+        if not isinstance(item, EndOfBatches | StageFailure):
+            item = {"pull": self._pull, "load": self._load}[stage](item)
         waited_s -= sum(table.counts.waited_s for table in tables)
         self.times.add(stage, self._clock.now() - start_s + min(waited_s, 0.0))
-        return found
+        return item
 
-    def _plan_all(self) -> None:
+    def _plan_all(self, _: Worker, *, target: StageQueue[Any]) -> None:
         while True:
             try:
                 item = self._next()
-            except BaseException as error:  # SystemExit, too: the caller waits to hear of it
+            except BaseException as error:  # also SystemExit: the caller is waiting for an item
                 item = StageFailure(error)
-            if not self._planned_ahead.put(item) or isinstance(item, EndOfBatches | StageFailure):
+            if not target.put(item) or isinstance(item, EndOfBatches | StageFailure):
                 return
 
-    def _work(self, stage: str, source: StageQueue[Any], target: StageQueue[Any]) -> None:
-        run = {"pull": self._pull, "load": self._load}[stage]
+    def _run_stage(
+        self, stage: str, source: StageQueue[Any], target: StageQueue[Any], _: Worker
+    ) -> None:
         while (item := source.get()) is not None:
             try:
-                item = self._timed(stage, run, item)
+                item = self._timed(stage, item)
             except BaseException as error:
                 item = StageFailure(error)
             if not target.put(item) or isinstance(item, EndOfBatches | StageFailure):
                 return
 
-    def _write_back_all(self) -> None:
+    def _write_back_all(self, _: Worker) -> None:
         while (item := self._evicted.get()) is not None and not isinstance(item, EndOfBatches):
             start_s = self._clock.now()
-            try:
-                self._write_back(item)
-            except BaseException as error:
-                self._write_back_failure = error
-                for table in self.tables.values():
-                    table.stop(f"rows that left the device could not be fetched ({error})")
-                self._evicted.close()
-                return
+            self._write_back(item)
             self.times.add("write back", self._clock.now() - start_s)
+
+    def _write_back_failed(self, error: BaseException) -> None:
+        self._write_back_error = error
+        for table in self.tables.values():
+            table.stop(f"rows that left the device could not be fetched ({error})")
+        self._evicted.close()

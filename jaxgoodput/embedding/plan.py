@@ -1,5 +1,6 @@
-"""`Table`: a table of rows as it is written down, before anything is opened or lies on a device."""
+"""`Table`: the declaration of a table of rows. It opens no file and touches no device."""
 
+import dataclasses
 import pathlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,50 +16,50 @@ from jaxgoodput.embedding.table import TieredTable
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """What `TieredTable` is made with; opens nothing. See there for what each of them means."""
+    """The arguments of a `TieredTable`, for a task that declares its tables before anything is opened."""
 
     folder: str
-    """Where the rows are that fit nowhere else, and all that are saved: a folder in it for each host."""
+    """Folder of the rows on disk, with a subfolder for each host. Saved tables are here."""
     dim: int
-    """Numbers of an embedding."""
+    """Elements of an embedding."""
     optimizer: RowOptimizer
-    """How rows learn: tuned at the base batch size."""
+    """Update rule of the rows, tuned at the base batch size."""
     device_rows: int
-    """Slots on the device: as many as a batch reads different rows, at least."""
+    """Slots on the device: at least the number of different rows that one batch reads."""
     ram_rows: int = 0
-    """In RAM: `device_rows` at least, unless the device has room for all."""
+    """Rows in RAM: at least `device_rows`, unless all rows fit on the device."""
     num_rows: int | None = None
-    """Ids are below it; None: any 63-bit numbers, of 32 bits in a Trainer's batches without x64."""
+    """Limit of ids. None: any 63-bit number (31-bit in a Trainer's batches unless x64 is enabled)."""
     dtype: str = "float32"
-    """Of embeddings: "float32" or "bfloat16"."""
+    """Dtype of the embeddings, "float32" or "bfloat16"."""
     scale: float = 0.01
-    """A row that nobody has read is uniform in -scale to scale, by its id."""
+    """Bound of initial values: a row starts uniform in -scale to scale, as a hash of its id."""
     seed: int = 0
-    """Of those."""
+    """Seed of the initial values."""
     half_life: float = 1000.0
-    """Batches after which a read counts for half as much for which rows stay."""
+    """Batches after which a read counts half as much in the choice of the rows that stay on the device."""
     store: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of `RowStore`, such as `segment_bytes`."""
 
     @property
     def num_slots(self) -> int:
-        """Of the device: no more than there are rows."""
+        """Slots that the device needs: no more than there are rows."""
         return self.device_rows if self.num_rows is None else min(self.device_rows, self.num_rows)
 
     @property
     def layout(self) -> RowLayout:
-        """Of a row."""
+        """Layout of a row."""
         return RowLayout((Field(EMBEDDING, self.dim, self.dtype), *self.optimizer.fields(self.dim)))
 
     def folder_of(self, host: int = 0) -> pathlib.Path:
-        """Where the rows are that a host owns.
+        """Return the folder of the rows that a host owns.
 
-        Raises ValueError where there is a table that was made with this folder itself.
+        Raises ValueError if a table was opened directly in `folder`.
         """
         if (pathlib.Path(self.folder) / "commits").is_dir():
             raise ValueError(
-                f"{self.folder} holds a table that was opened by its folder alone, and those of a Trainer "
-                f"lie in folders by host. Move all that is in it to {host_folder(self.folder, 0)}."
+                f"{self.folder} holds a table that was opened without a Trainer. A Trainer keeps its tables "
+                f"in a subfolder for each host. Move all files into {host_folder(self.folder, 0)}."
             )
         return host_folder(self.folder, host)
 
@@ -70,21 +71,15 @@ class Table:
         clock: Clock | None = None,
         share: Share | None = None,
     ) -> TieredTable:
-        """The table, as it was at the commit `at`, or this process's share of one that several hold.
+        """Open the table at the commit `at` (None: the newest), or this process's share of it.
 
         Raises what `TieredTable` and `folder_of` raise.
         """
+        given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        del given["folder"], given["store"]
         return TieredTable(
             self.folder_of(0 if share is None else share.peers.rank),
-            dim=self.dim,
-            optimizer=self.optimizer,
-            device_rows=self.device_rows,
-            ram_rows=self.ram_rows,
-            num_rows=self.num_rows,
-            dtype=self.dtype,
-            scale=self.scale,
-            seed=self.seed,
-            half_life=self.half_life,
+            **given,
             device=device,
             clock=clock,
             at=at,

@@ -1,7 +1,7 @@
-"""What a row is: an embedding and what its optimizer keeps of it, as 32-bit words.
+"""The layout of a row: an embedding and its optimizer state, as 32-bit words.
 
-All tiers hold the same words, so a row that goes down to the disk and comes back has the same bits, counts
-and bfloat16 numbers included.
+All tiers hold the same words, so a row that goes to the disk and comes back has the same bits, including
+integer counts and bfloat16 values.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ DTYPES = ("float32", "bfloat16")
 
 @dataclass(frozen=True)
 class Field:
-    """A part of every row: `width` numbers of one type."""
+    """A part of every row: `width` values of one dtype."""
 
     name: str
     width: int
@@ -27,23 +27,23 @@ class Field:
 
     @property
     def num_words(self) -> int:
-        """32-bit words that it takes; two bfloat16 numbers share one."""
+        """32-bit words of the field; two bfloat16 values share one."""
         return -(-self.width * jnp.dtype(self.dtype).itemsize // 4)
 
 
 @dataclass(frozen=True)
 class RowLayout:
-    """Where the fields of a row are."""
+    """The fields of a row, in order."""
 
     fields: tuple[Field, ...]
 
     @property
     def num_words(self) -> int:
-        """Of a row: an even number, since the disk counts in 64 bits."""
+        """32-bit words of a row, rounded up to an even number because the store counts in 64 bits."""
         return -(-sum(field.num_words for field in self.fields) // 2) * 2
 
     def unpack(self, words: Array) -> dict[str, Array]:
-        """The fields of rows `uint32 [n, num_words]`, each `[n, width]`; inside a jit."""
+        """Return the fields of rows `uint32 [n, num_words]`, each `[n, width]`. Use this inside jit."""
         found, at = {}, 0
         for field in self.fields:
             part = words[:, at : at + field.num_words]
@@ -53,7 +53,7 @@ class RowLayout:
         return found
 
     def pack(self, fields: Mapping[str, Array]) -> Array:
-        """What `unpack` reads."""
+        """Return rows `uint32 [n, num_words]` from their fields: the inverse of `unpack`."""
         parts = []
         for field in self.fields:
             numbers = fields[field.name].astype(field.dtype)
@@ -65,7 +65,7 @@ class RowLayout:
         return jnp.pad(words, ((0, 0), (0, self.num_words - words.shape[1])))
 
     def unpack_host(self, words: UInt32[np.ndarray, "n words"]) -> dict[str, np.ndarray]:
-        """`unpack` on the host."""
+        """Return what `unpack` does, on the host."""
         found, at = {}, 0
         for field in self.fields:
             part = np.ascontiguousarray(words[:, at : at + field.num_words])
@@ -74,7 +74,7 @@ class RowLayout:
         return found
 
     def pack_host(self, fields: Mapping[str, Any], num_rows: int) -> UInt32[np.ndarray, "n words"]:
-        """`pack` on the host; a number stands for a whole field."""
+        """Return what `pack` does, on the host. A scalar fills a whole field."""
         words = np.zeros((num_rows, self.num_words), np.uint32)
         at = 0
         for field in self.fields:
@@ -87,7 +87,9 @@ class RowLayout:
 
 
 def padded_size(count: int, *, least: int = 64) -> int:
-    """The size that `count` rows are padded to: 64, 96, 128, 192, 256, ... so that few programs are compiled.
+    """Return the size that `count` rows are padded to: 64, 96, 128, 192, 256, ...
+
+    There are few such sizes, so few programs are compiled.
 
     >>> [padded_size(n) for n in (0, 64, 65, 97, 1000)]
     [64, 64, 96, 128, 1024]

@@ -1,9 +1,9 @@
-"""A training step that reads rows of tables and changes those alone: pure functions, for a jit of one's own.
+"""A training step that reads rows of tables and updates only these rows. The functions are pure.
 
     step = jax.jit(row_step(loss, tables, tx), donate_argnums=(0, 1, 2))
     slots, params, opt_state, value = step(placed.slots, params, opt_state, placed.lookups, placed.batch)
 
-`loss(params, rows, batch)` gets the embeddings of every table in the shape of its ids, and one axis more.
+`loss(params, rows, batch)` gets the embeddings of each table with the shape of its ids plus one axis.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,19 +24,19 @@ Lookups = Mapping[str, Lookup]
 
 @runtime_checkable
 class HasRows(Protocol):
-    """What a step needs to know of a table; a `TieredTable` is one."""
+    """The properties of a table that a step needs; `TieredTable` has them."""
 
     layout: RowLayout
     optimizer: RowOptimizer
 
 
 def read_rows(slots: Array, lookup: Lookup, layout: RowLayout) -> dict[str, Array]:
-    """The fields of the rows that a batch reads, one of each."""
+    """Return the fields of the different rows that a batch reads."""
     return layout.unpack(slots.at[lookup.slots].get(mode="clip"))
 
 
 def write_rows(slots: Array, lookup: Lookup, layout: RowLayout, fields: dict[str, Array]) -> Array:
-    """Slots with those rows as they are now."""
+    """Return slots in which the rows that a batch reads have new values."""
     return slots.at[lookup.slots].set(layout.pack(fields), mode="drop", unique_indices=True)
 
 
@@ -47,9 +47,11 @@ def row_step(
     *,
     factor: float = 1.0,
 ) -> Callable[..., tuple[dict[str, Array], PyTree, PyTree, Array]]:
-    """`step(slots, params, opt_state, lookups, batch) -> (slots, params, opt_state, loss)`.
+    """Return a training step for tables and parameters; use this to train tables without a Trainer.
 
-    `tx` is for the parameters; rows have their table's optimizer, whose learning rate `factor` multiplies.
+    The result is `step(slots, params, opt_state, lookups, batch) -> (slots, params, opt_state, loss)`, for
+    you to jit. `tx` updates the parameters. Rows use their table's optimizer; `factor` multiplies its
+    learning rate.
     """
 
     def step(slots: Slots, params: PyTree, opt_state: PyTree, lookups: Lookups, batch: Any):
@@ -58,14 +60,15 @@ def row_step(
         )
         embeddings = {n: fields[EMBEDDING].astype(jnp.float32) for n, fields in rows.items()}
 
-        def of(params: PyTree, embeddings: dict[str, Array]) -> Array:
+        def loss_of(params: PyTree, embeddings: dict[str, Array]) -> Array:
             read = {n: embeddings[n][lookups[n].inverse] for n in tables}
             return loss(params, jax.lax.optimization_barrier(read), batch)
 
-        # The barriers keep the compiler from fusing what is before with what is behind, whose rounding would
-        # then depend on how many rows there are: with them a row has the bits that a dense table gives it.
+        # The barriers stop the compiler from fusing the row arithmetic with its neighbours. Fused, its
+        # rounding would depend on the number of rows. With them, a row has the same bits as in a dense
+        # table.
         value, (grads, row_grads) = jax.lax.optimization_barrier(
-            jax.value_and_grad(of, (0, 1))(params, embeddings)
+            jax.value_and_grad(loss_of, (0, 1))(params, embeddings)
         )
         updates, opt_state = tx.update(grads, opt_state, params)
         after = {}

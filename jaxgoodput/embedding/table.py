@@ -1,12 +1,12 @@
 """A table whose rows are on the device while they are read, and otherwise in RAM or on a disk.
 
-A batch goes through the table in steps, each of which another thread may do: `plan` decides what moves;
-`pull` takes rows out of RAM; `load` takes rows from the disk, makes new ones, writes those that RAM has no
-room for, and sends the rows to the device; `place` puts them into their slots, and takes out those that
-leave; `write_back` has these arrive in RAM. Plans are made in order, and every step is done for batch after
-batch, so that the only thing that one batch can have to wait for is a row that another has just evicted.
+A batch passes through the table in steps, each of which may run on another thread: `directory.plan` decides
+what moves; `pull` takes rows out of RAM; `load` reads rows from the disk, creates new ones, writes the rows
+that RAM has no room for, and sends the batch's rows to the device; `place` puts them into their slots and
+evicts others; `write_back` puts the evicted rows into RAM. Every step takes the batches in order, so a batch
+can only ever wait for a row that an earlier batch has just evicted.
 
-What the table says and saves is as of the last batch that was placed, however far the others are.
+What the table reads and saves is its state after the last batch that was placed, however far ahead plans are.
 """
 
 import contextlib
@@ -24,45 +24,45 @@ from jaxtyping import Array, Float32, Int, Int64, UInt32
 
 from jaxgoodput._pytree import struct
 from jaxgoodput.clock import Clock, SystemClock
-from jaxgoodput.embedding.directory import NOBODY, Directory, SlotPlan
+from jaxgoodput.embedding.directory import NO_ID, Directory, SlotPlan
 from jaxgoodput.embedding.hashing import initial_values
 from jaxgoodput.embedding.optimizers import RowOptimizer
 from jaxgoodput.embedding.peers import Share
 from jaxgoodput.embedding.rows import DTYPES, EMBEDDING, Field, RowLayout, padded_size
 from jaxgoodput.embedding.store import RowStore
 
-FETCHED_AT_ONCE = 2**16  # rows that are copied from the device in one piece
+FETCHED_AT_ONCE = 2**16  # rows copied from the device in one piece
 FORMAT = 1
 
 
 @struct
 class Lookup:
-    """Where the rows of a batch are: what a step reads them by."""
+    """The device slots of a batch's rows: a step uses it to read and write them."""
 
     slots: Any
-    """`int32 [padded]`: of each different id; behind them, places that no slot has."""
+    """`int32 [padded]`: the slot of each different id, then padding that is no slot."""
     inverse: Any
-    """`int32` in the shape of the ids: which of those each id is."""
+    """`int32` with the shape of the ids: the index into `slots` of each id."""
     is_often: Any = ()
-    """`bool [padded]`: which of those so large a share of the batches reads as `TieredTable.often` says."""
+    """`bool [padded]`: whether a large share of the batches reads the row (see `TieredTable.often`)."""
 
 
 @dataclass(frozen=True)
 class PulledPlan:
-    """A plan with what was taken out of RAM for it."""
+    """A plan, and the rows that `pull` took out of RAM for it."""
 
     plan: SlotPlan
     inverse: np.ndarray
     rows: UInt32[np.ndarray, "missing words"]
-    """Of the missing ids; those that were not in RAM are still to be filled in."""
+    """Rows of the missing ids; the ones that were not in RAM are still zero."""
     dumped: Int64[np.ndarray, " dumped"]
-    """Ids whose rows RAM has no room for, without those that the disk has as they are."""
+    """Ids whose rows have to be written to the disk, without rows that did not change."""
     dumped_rows: UInt32[np.ndarray, "dumped words"]
 
 
 @dataclass(frozen=True)
 class LoadedPlan:
-    """A plan with all rows that it needs on the device, though not in their slots."""
+    """A plan whose rows are all on the device, but not in their slots yet."""
 
     plan: SlotPlan
     lookup: Lookup
@@ -73,7 +73,7 @@ class LoadedPlan:
 
 @dataclass(frozen=True)
 class EvictedRows:
-    """Rows that left the device; `rows` is there when the device has come so far."""
+    """Rows that `place` took out of their slots; the array may not be computed yet."""
 
     plan: SlotPlan
     rows: Array | None
@@ -82,7 +82,7 @@ class EvictedRows:
 
 @dataclass
 class Counts:
-    """Where the rows of all batches were found, since the table was opened."""
+    """In which tier the rows of all batches were found since the table was opened."""
 
     batches: int = 0
     on_device: int = 0
@@ -91,25 +91,94 @@ class Counts:
     new: int = 0
     dumped: int = 0
     waits: int = 0
-    """Batches that had to wait for a row that another had just evicted."""
+    """Batches that waited for a row that another batch had just evicted."""
     waited_s: float = 0.0
 
 
-class TieredTable:
-    """Rows by id, `dim` numbers each, of which any number may be there; a context manager.
+class TierRows:
+    """Which row each slot of a tier holds after the last placed batch, and whether the disk has it too.
 
-    `num_rows`: ids are below it; None: any 63-bit numbers. `device_rows` slots on the device hold the rows
-    of a batch and the warmest others, `ram_rows` more are in RAM, `folder` has the rest. A row that nobody
-    has read takes no place anywhere: it begins as a hash of its id. `half_life`: batches after which a read
-    counts for half as much when it is decided which rows stay. `device`: where the slots are, or, as a
-    sharding, all devices that have a copy of them. `share`: of several processes that train with one table
-    and name the same ids in every batch, RAM and `folder` of each have the rows that it owns; slots are the
-    same in all.
+    The directory is different: it is ahead, at the last planned batch.
+    """
+
+    def __init__(self, num_slots: int):
+        self.ids = np.full(num_slots, NO_ID, np.int64)
+        self.dirty = np.zeros(num_slots, bool)
+
+    def find(self, ids: Int64[np.ndarray, " n"]) -> tuple[np.ndarray, np.ndarray]:
+        """Return whether each id is here, and the slots of the ids that are."""
+        slots = np.flatnonzero(self.ids != NO_ID)
+        order = slots[np.argsort(self.ids[slots], kind="stable")]
+        if not len(order):
+            return np.zeros(len(ids), bool), order
+        at = np.minimum(np.searchsorted(self.ids[order], ids), len(order) - 1)
+        here = self.ids[order[at]] == ids
+        return here, order[at[here]]
+
+
+class Arrivals:
+    """The newest batch whose evicted rows have arrived in RAM; threads can wait for a batch. Thread-safe."""
+
+    def __init__(self):
+        self.newest = -1
+        self._changed = threading.Condition()
+        self._stopped: str | None = None
+
+    def arrived(self, number: int) -> None:
+        """Record that a batch's evicted rows are in RAM."""
+        with self._changed:
+            self.newest = number
+            self._changed.notify_all()
+
+    def stop(self, why: str | None) -> None:
+        """Make all waits raise RuntimeError, also the current ones; None allows waiting again."""
+        with self._changed:
+            self._stopped = why
+            self._changed.notify_all()
+
+    def wait(self, number: int, clock: Clock) -> float | None:
+        """Wait for a batch; return the seconds that this took, None if it was there already."""
+        with self._changed:
+            waited_s = None
+            if self.newest < number and not self._stopped:
+                start_s = clock.now()
+                self._changed.wait_for(lambda: self.newest >= number or self._stopped)
+                waited_s = clock.now() - start_s
+            if self._stopped:
+                raise RuntimeError(f"No more rows will arrive: {self._stopped}.")
+            return waited_s
+
+
+class TieredTable:
+    """A table of rows by id that may be larger than the device, and larger than RAM. A context manager.
+
+    `device_rows` slots on the device hold the rows of the current batches and the most frequently read
+    others. `ram_rows` more are in RAM, and the rest is in `folder`. A row that was never read takes no space
+    anywhere: it starts as a hash of its id.
+
+    Args:
+      folder: folder of the rows on disk.
+      dim: elements of an embedding.
+      optimizer: update rule of the rows.
+      device_rows: slots on the device.
+      ram_rows: rows in RAM, at least `device_rows`, unless the device has room for all rows.
+      num_rows: limit of ids; None = any 63-bit number.
+      dtype: "float32" or "bfloat16", of the embeddings.
+      scale: a row starts uniform in -scale to scale.
+      seed: seed of the initial values.
+      half_life: batches after which a read counts half as much in the choice of the rows that stay.
+      device: the device of the slots, or a sharding over all devices that hold a copy of them.
+      clock: measures waits.
+      at: commit to open; None = the newest.
+      checks_rows: whether to verify every row on the disk now.
+      share: this process's part, if several processes train with the table and name the same ids in every
+        batch. RAM and `folder` of each process then hold the rows that it owns; slots are the same in all.
+      store: further arguments of `RowStore`.
 
     Raises:
-      ValueError: sizes that cannot work, or a folder that holds another table.
-      InUse: another process has the folder.
-      Damaged: the folder is not what was written; the message names the file and the commit before it.
+      ValueError: sizes are inconsistent, or the folder holds another table.
+      InUse: another process holds the folder.
+      DamagedError: a file in the folder is damaged. The message names the file and the last whole commit.
     """
 
     def __init__(
@@ -136,15 +205,15 @@ class TieredTable:
             device_rows, ram_rows = num_rows, 0  # nothing ever leaves the device
         elif ram_rows < device_rows:
             raise ValueError(
-                f"ram_rows={ram_rows} is less than device_rows={device_rows}: a batch may evict all rows of "
-                "the device at once, and RAM has to take them. Give ram_rows at least as many."
+                f"ram_rows={ram_rows} is less than device_rows={device_rows}, but one batch may evict all "
+                "rows of the device to RAM. Set ram_rows to at least device_rows."
             )
         if dim < 1 or device_rows < 1 or dtype not in DTYPES:
             raise ValueError(
-                f"dim={dim}, device_rows={device_rows}, dtype={dtype!r}: a table has at least one number in "
-                f"a row and one slot, and rows of {' or '.join(DTYPES)}."
+                f"dim={dim} and device_rows={device_rows} must be at least 1, and dtype={dtype!r} must be "
+                f"{' or '.join(map(repr, DTYPES))}."
             )
-        self.dim, self.dtype, self.num_rows = dim, dtype, num_rows
+        self.dim, self.num_rows = dim, num_rows
         self.optimizer = optimizer
         self.layout = RowLayout((Field(EMBEDDING, dim, dtype), *optimizer.fields(dim)))
         self.device_rows, self.ram_rows = device_rows, ram_rows
@@ -163,64 +232,49 @@ class TieredTable:
         )
         words = self.layout.num_words
         self.store = RowStore(
-            folder,
-            row_bytes=4 * words,
-            num_ids=num_rows,
-            at=at,
-            checks_rows=checks_rows,
-            **store,
+            folder, row_bytes=4 * words, num_ids=num_rows, at=at, checks_rows=checks_rows, **store
         )
         with contextlib.ExitStack() as undo:
             undo.callback(self.store.close)
             self._check_same_table()
             self.slots: Array = jnp.zeros((device_rows, words), jnp.uint32, device=self._sharding)
-            """The device's rows, `uint32 [slots, words]`; a step that changes them gives them back."""
-            self._ram = np.zeros(
-                (ram_rows, words), np.uint32
-            )  # takes memory where it is written to
+            """Device rows, `uint32 [slots, words]`. A step that updates them returns new ones."""
+            self._ram = np.zeros((ram_rows, words), np.uint32)  # untouched pages take no memory
             undo.pop_all()
-        # As of the last batch placed, unlike the directory, which is ahead.
-        self._device_ids = np.full(device_rows, NOBODY, np.int64)
-        self._device_dirty = np.zeros(device_rows, bool)
-        self._ram_ids = np.full(ram_rows, NOBODY, np.int64)
-        self._ram_dirty = np.zeros(ram_rows, bool)
+        self._on_device, self._in_ram = TierRows(device_rows), TierRows(ram_rows)
         self._placed = -1
-        self._written = -1  # the last batch whose evicted rows are in RAM
-        self._arrived = threading.Condition()
-        self._stopped: str | None = None
+        self._arrivals = Arrivals()
 
     def __enter__(self) -> "TieredTable":
-        """The table."""
+        """Return the table."""
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
-        """Let go of the folder. What was not saved is gone."""
+        """Release the folder. Changes that were not saved are lost."""
         self.stop("the table was closed")
         self.store.close()
 
     def stop(self, why: str) -> None:
-        """Have those that wait for rows give up."""
-        with self._arrived:
-            self._stopped = why
-            self._arrived.notify_all()
+        """Wake all threads that wait for rows; they raise RuntimeError."""
+        self._arrivals.stop(why)
 
     def settle(self) -> None:
-        """Go on from the last batch that was placed, whatever was planned behind it."""
-        with self._arrived:
-            self._stopped = None
-            if self._written < self._placed:
-                self._stopped = (
-                    f"those that left the device for batch {self._placed} were not written back. Open the "
-                    "table again; it is as it was saved last"
-                )
-        self.directory = self.directory.settled(self._device_ids, self._ram_ids, self._placed)
+        """Forget all plans after the last placed batch, so that planning can start again from there."""
+        lost = self._arrivals.newest < self._placed
+        self._arrivals.stop(
+            f"the rows that left the device for batch {self._placed} were not written back. Open the table "
+            "again; it is as it was saved last"
+            if lost
+            else None
+        )
+        self.directory = self.directory.settled(self._on_device.ids, self._in_ram.ids, self._placed)
 
     @property
     def often(self) -> float:
-        """The share of batches by which a row that is in so many counts as read often."""
+        """The share of batches above which `Lookup.is_often` is true for a row that they read."""
         return self.directory.often
 
     @often.setter
@@ -229,17 +283,17 @@ class TieredTable:
 
     @property
     def about(self) -> dict[str, Any]:
-        """What a commit says of the table, and has to be the same when it is opened again."""
+        """The properties that a commit stores, and that must be the same when the table is opened again."""
         fields = [[f.name, f.width, f.dtype] for f in self.layout.fields]
         return {"format": FORMAT, "fields": fields, "seed": self._seed, "scale": self._scale}
 
     @property
     def saved(self) -> Mapping[str, Any]:
-        """What was written down with the commit that the table was opened with, or has made since."""
+        """The metadata of the commit that was opened, or of the last `save` since."""
         return self.store.newest.about.get("with", {}) if self.store.newest else {}
 
     def commits(self) -> dict[int, Mapping[str, Any]]:
-        """What was written down with every commit that lies there, by number."""
+        """Return the metadata of every readable commit by number, newest first."""
         return {n: about.get("with", {}) for n, about in self.store.commits().items()}
 
     def _check_same_table(self) -> None:
@@ -248,48 +302,51 @@ class TieredTable:
         there = {name: self.store.newest.about.get(name) for name in self.about}
         if there != self.about:
             raise ValueError(
-                f"{self.store.folder} holds a table that was made with {there}, and it was opened as one "
-                f"with {self.about}. Open it with the same dim, optimizer, dtype, seed and scale, or use "
-                "another folder."
+                f"{self.store.folder} holds a table that was made with {there}, but it was opened with "
+                f"{self.about}. Open it with the same dim, optimizer, dtype, seed and scale, or use another "
+                "folder."
             )
 
     # -- the steps of a batch ------------------------------------------------------------------------
 
     def checked(self, ids: Any) -> np.ndarray:
-        """Ids as int64; raises TypeError or ValueError, saying where, for what are not ids of this table."""
+        """Return ids as int64. Raises TypeError or ValueError if one is not an id of this table."""
         ids = np.asarray(ids)
         if ids.dtype.kind not in "iu":
             raise TypeError(
-                f"ids of dtype {ids.dtype} are not ids: pass integers, 0 to num_rows - 1. Hash or enumerate "
-                "whatever else names a row."
+                f"ids have dtype {ids.dtype}, but must be integers from 0 to num_rows - 1. Hash or enumerate "
+                "other kinds of key."
             )
         limit = self.num_rows if self.num_rows is not None else 2**63 - 2
         if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= limit):
             first = np.flatnonzero((ids.ravel() < 0) | (ids.ravel() >= limit))[0]
             place = tuple(map(int, np.unravel_index(first, ids.shape)))
             raise ValueError(
-                f"id {ids.ravel()[first]} at {place} of the batch is outside of 0 to {limit - 1}. Nothing "
-                "was changed; give the table more rows, or map ids to those that it has."
+                f"id {ids.ravel()[first]} at {place} of the batch is not in 0 to {limit - 1}. Nothing was "
+                "changed. Give the table more rows, or map the ids to smaller ones."
             )
         return ids.astype(np.int64)
 
     def unique(self, ids: Any) -> tuple[Int64[np.ndarray, " unique"], np.ndarray]:
-        """The different ids of a batch, ascending, and which of them each id is."""
+        """Return the different ids of a batch in ascending order, and the index of each id among them."""
         ids = self.checked(ids)
         found, inverse = np.unique(ids, return_inverse=True)
         if len(found) > self.device_rows:
             raise ValueError(
-                f"A batch reads {len(found)} different rows, and the table has device_rows="
-                f"{self.device_rows} slots. Give it more, or make batches smaller."
+                f"A batch reads {len(found)} different rows, but the table has only device_rows="
+                f"{self.device_rows} slots. Increase device_rows, or make batches smaller."
             )
         return found, inverse.reshape(ids.shape).astype(np.int32)
 
     def pull(self, plan: SlotPlan, inverse: np.ndarray) -> PulledPlan:
-        """Take rows out of RAM; waits for those that are on their way there."""
-        self._wait(plan.waits_for)
+        """Take a plan's rows out of RAM, after waiting for rows that are still on their way there."""
+        waited_s = self._arrivals.wait(plan.waits_for, self._clock)
+        if waited_s is not None:
+            self.counts.waits += 1
+            self.counts.waited_s += waited_s
         rows = np.zeros((len(plan.missing), self.layout.num_words), np.uint32)
         rows[plan.in_ram] = self._ram[plan.from_ram]
-        dirty = self._ram_dirty[plan.dumped_slots]
+        dirty = self._in_ram.dirty[plan.dumped_slots]
         return PulledPlan(
             plan, inverse, rows, plan.dumped[dirty], self._ram[plan.dumped_slots[dirty]]
         )
@@ -297,29 +354,16 @@ class TieredTable:
     def load(
         self, pulled: PulledPlan, *, room_for_all: bool = False, batch: Sharding | None = None
     ) -> LoadedPlan:
-        """Write rows to the disk, fetch others or make them, and send all that the batch needs.
+        """Write dumped rows to the disk, read or create missing ones, and send the batch's to the device.
 
-        `room_for_all`: the lookup is as long as the batch has ids, however many of them differ. `batch`: how
-        a batch lies, and so the places of its ids; None: where the slots are.
+        `room_for_all` makes the lookup as long as the batch has ids, however many differ. `batch` is the
+        sharding of the batch, and so of `Lookup.inverse`; None = like the slots.
         """
-        plan, rows = pulled.plan, pulled.rows
+        plan = pulled.plan
         if len(pulled.dumped):
             self.store.put(pulled.dumped, pulled.dumped_rows.view(np.uint64))
-        mine = np.ones(len(rows), bool) if self._share is None else self._share.owned(plan.missing)
-        wanted = np.flatnonzero(mine & ~plan.in_ram)
-        found = 0
-        if len(wanted):
-            rows[wanted], is_there = self._from_disk(plan.missing[wanted])
-            found = int(is_there.sum())
-        if self._share is not None and len(rows):
-            rows = self._share.rows(plan.number, plan.missing, plan.targets, rows[mine])
-        counts = self.counts
-        counts.batches += 1
-        counts.on_device += len(plan.slots) - len(plan.missing)
-        counts.in_ram += len(plan.from_ram)
-        counts.on_disk += found
-        counts.new += len(wanted) - found
-        counts.dumped += len(pulled.dumped)
+        rows = self._completed(pulled)
+        # Arrays are padded to few sizes, so that few programs are compiled.
         size = padded_size(max(len(plan.missing), len(plan.evicted)))
         put = partial(_put, sharding=self._sharding)
         most = min(pulled.inverse.size, self.device_rows)
@@ -341,8 +385,28 @@ class TieredTable:
             put(self._padded(plan.evicted_slots, size)) if len(plan.evicted) else None,
         )
 
+    def _completed(self, pulled: PulledPlan) -> UInt32[np.ndarray, "missing words"]:
+        """Return all missing rows: from RAM, from the disk, new, or from their owners. Counts each."""
+        plan, rows, share = pulled.plan, pulled.rows, self._share
+        mine = np.ones(len(rows), bool) if share is None else share.owned(plan.missing)
+        wanted = np.flatnonzero(mine & ~plan.in_ram)
+        found = 0
+        if len(wanted):
+            rows[wanted], is_there = self._from_disk(plan.missing[wanted])
+            found = int(is_there.sum())
+        if share is not None and len(rows):
+            rows = share.rows(plan.number, plan.missing, plan.targets, rows[mine])
+        counts = self.counts
+        counts.batches += 1
+        counts.on_device += len(plan.slots) - len(plan.missing)
+        counts.in_ram += len(plan.from_ram)
+        counts.on_disk += found
+        counts.new += len(wanted) - found
+        counts.dumped += len(pulled.dumped)
+        return rows
+
     def place(self, loaded: LoadedPlan) -> tuple[Lookup, EvictedRows]:
-        """Put a batch's rows into their slots; returns where they are, and what has left for them."""
+        """Put a batch's rows into their slots; return the lookup, and the rows that were evicted for them."""
         plan, evicted = loaded.plan, None
         if loaded.evicted_slots is not None:
             self.slots, evicted = _swapped(
@@ -350,49 +414,33 @@ class TieredTable:
             )
         elif loaded.rows is not None:
             self.slots = _filled(self.slots, loaded.targets, loaded.rows)
-        is_dirty = self._device_dirty[plan.evicted_slots]
-        self._device_ids[plan.targets] = plan.missing
-        self._device_dirty[plan.slots] = True
-        self._ram_ids[plan.from_ram] = NOBODY
+        # Read before it is overwritten: evicted rows leave the slots that the missing ones take.
+        is_dirty = self._on_device.dirty[plan.evicted_slots]
+        self._on_device.ids[plan.targets] = plan.missing
+        self._on_device.dirty[plan.slots] = True
+        self._in_ram.ids[plan.from_ram] = NO_ID
         self._placed = plan.number
         return loaded.lookup, EvictedRows(plan, evicted, is_dirty)
 
     def write_back(self, evicted: EvictedRows) -> None:
-        """Have rows that left the device arrive in RAM."""
+        """Fetch rows that were evicted from the device, and put them into RAM."""
         plan = evicted.plan
         if evicted.rows is not None:
             targets = plan.evicted_targets
             rows, kept = np.asarray(evicted.rows)[: len(plan.evicted)], plan.is_kept
             self._ram[targets] = rows if kept.all() else rows[kept]
-            self._ram_ids[targets] = plan.evicted[kept]
-            self._ram_dirty[targets] = evicted.is_dirty[kept]
-        with self._arrived:
-            self._written = plan.number
-            self._arrived.notify_all()
-
-    def _wait(self, number: int) -> None:
-        with self._arrived:
-            if self._written >= number or self._stopped:
-                self._raise_if_stopped()
-                return
-            start_s = self._clock.now()
-            self._arrived.wait_for(lambda: self._written >= number or self._stopped)
-            self.counts.waits += 1
-            self.counts.waited_s += self._clock.now() - start_s
-            self._raise_if_stopped()
-
-    def _raise_if_stopped(self) -> None:
-        if self._stopped:
-            raise RuntimeError(f"No rows will come any more: {self._stopped}.")
+            self._in_ram.ids[targets] = plan.evicted[kept]
+            self._in_ram.dirty[targets] = evicted.is_dirty[kept]
+        self._arrivals.arrived(plan.number)
 
     def _padded(self, slots: np.ndarray, size: int) -> np.ndarray:
-        """Slots, and behind them numbers that no slot has, each once."""
+        """Return slots, then different numbers that are no slots."""
         padded = np.arange(self.device_rows, self.device_rows + size, dtype=np.int32)
         padded[: len(slots)] = slots
         return padded
 
     def _from_disk(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The rows of ids that are neither on the device nor in RAM, and which of them were on the disk."""
+        """Return rows that are in no other tier, new ones if need be, and whether each was on the disk."""
         got = self.store.get(ids)
         if got.found.all():
             return got.rows.view(np.uint32), got.found
@@ -402,7 +450,7 @@ class TieredTable:
         return rows, got.found
 
     def initial(self, ids: Int64[np.ndarray, " n"]) -> UInt32[np.ndarray, "n words"]:
-        """The rows that ids begin with."""
+        """Return the rows that ids start with."""
         values = initial_values(ids, self.dim, seed=self._seed, scale=self._scale)
         fields = {EMBEDDING: values, **self.optimizer.begin()}
         return self.layout.pack_host(fields, len(ids))
@@ -410,45 +458,45 @@ class TieredTable:
     # -- what the table holds ------------------------------------------------------------------------
 
     def read(self, ids: Int[np.ndarray, " n"]) -> Float32[np.ndarray, "n dim"]:
-        """The embeddings of ids, wherever they are; nothing moves. Called between batches, like `save`."""
+        """Return the embeddings of ids, whatever tier they are in; nothing moves. Call it between batches."""
         fields = self.layout.unpack_host(self.rows(ids))
         return fields[EMBEDDING].astype(np.float32)
 
     def rows(self, ids: Int[np.ndarray, " n"]) -> UInt32[np.ndarray, "n words"]:
-        """Whole rows of ids, as of the last batch that was placed and trained.
+        """Return whole rows, including optimizer state, after the last batch that was placed and trained.
 
-        Processes that share the table come here together, each with ids of its own.
+        Processes that share the table must call this together; each may pass other ids.
         """
         ids = self.checked(ids)
-        self._wait(self._placed)
+        self._arrivals.wait(self._placed, self._clock)
         different, inverse = np.unique(ids, return_inverse=True)
         rows = np.empty((len(different), self.layout.num_words), np.uint32)
-        here, slots = _held(self._device_ids, different)
+        here, slots = self._on_device.find(different)
         rows[here] = self._fetched(slots)
         if self._share is None:
-            rows[~here] = self._kept(different[~here])
+            rows[~here] = self._below_device(different[~here])
         else:
             self._num_asked += 1
-            rows[~here] = self._share.asked(self._num_asked, different[~here], self._kept)
+            rows[~here] = self._share.asked(self._num_asked, different[~here], self._below_device)
         return rows[inverse]
 
-    def _kept(self, ids: Int64[np.ndarray, " n"]) -> UInt32[np.ndarray, "n words"]:
-        """Rows of ids that are not on the device."""
+    def _below_device(self, ids: Int64[np.ndarray, " n"]) -> UInt32[np.ndarray, "n words"]:
+        """Return rows that are not on the device."""
         rows = np.empty((len(ids), self.layout.num_words), np.uint32)
-        here, slots = _held(self._ram_ids, ids)
+        here, slots = self._in_ram.find(ids)
         rows[here] = self._ram[slots]
         rows[~here] = self._from_disk(ids[~here])[0]
         return rows
 
     def _fetched(self, slots: np.ndarray) -> UInt32[np.ndarray, "n words"]:
-        """Copies of the device's rows."""
+        """Return copies of device rows."""
         if self.slots.is_deleted():
             raise RuntimeError(
-                "The device's rows are gone: a step that was given them has failed, or its result was not "
-                "given to `trained`. Open the table again; it is as it was saved last."
+                "The device's rows are lost: a step that they were donated to has failed, or its result was "
+                "not given to `trained`. Open the table again; it is as it was saved last."
             )
         parts = [np.empty((0, self.layout.num_words), np.uint32)]
-        copy = self.slots.addressable_data(0)  # of several processes, each asks for other rows
+        copy = self.slots.addressable_data(0)  # a local copy: processes may ask for different rows
         for start in range(0, len(slots), FETCHED_AT_ONCE):
             some = slots[start : start + FETCHED_AT_ONCE].astype(np.int32)
             wanted = self._padded(some, padded_size(len(some)))
@@ -457,50 +505,37 @@ class TieredTable:
         return np.concatenate(parts)
 
     def save(self, about: Mapping[str, Any] | None = None, *, keep: Collection[int] = ()) -> int:
-        """Put every row that has changed on the disk for good, and commit; returns the commit's number.
+        """Write every row that has changed to the disk, commit, and return the commit's number.
 
-        Of the commits before, those of `keep` stay beside the newest ones.
-        `about` is found as `saved` when the table is opened again. Call it between batches: the rows are
-        as of the last one that was trained. Batches that are already on their way go on.
+        Call it between batches: rows are saved as the last trained batch left them, and batches that are
+        being prepared continue. `about` is metadata, which `saved` returns when the table is opened again.
+        Commits that `keep` names stay beside the newest ones.
         """
-        self._wait(self._placed)
-        for holders, dirty, take in (
-            (self._ram_ids, self._ram_dirty, self._ram.__getitem__),
-            (self._device_ids, self._device_dirty, self._fetched),
-        ):
-            slots = np.flatnonzero(dirty & (holders != NOBODY))
+        self._arrivals.wait(self._placed, self._clock)
+        for tier, take in ((self._in_ram, self._ram.__getitem__), (self._on_device, self._fetched)):
+            # The device slots of all processes hold the same rows, but only its owner saves a row.
+            slots = np.flatnonzero(tier.dirty & (tier.ids != NO_ID))
             mine = slots
             if self._share is not None:
-                mine = slots[self._share.owned(holders[slots])]
+                mine = slots[self._share.owned(tier.ids[slots])]
             for start in range(0, len(mine), FETCHED_AT_ONCE):
                 some = mine[start : start + FETCHED_AT_ONCE]
-                self.store.put(holders[some], take(some).view(np.uint64))
-            dirty[slots] = False
+                self.store.put(tier.ids[some], take(some).view(np.uint64))
+            tier.dirty[slots] = False
         return self.store.commit({**self.about, "with": dict(about or {})}, keep=keep)
 
 
 def _put(x: np.ndarray, *, sharding: Sharding) -> Array:
-    """An array that every process has whole, on its devices."""
+    """Send an array, which every process has whole, to its devices."""
     if sharding.is_fully_addressable:
         return jax.device_put(x, sharding)
-    with jax.transfer_guard("allow"):  # it is meant
+    with jax.transfer_guard("allow"):  # this transfer is intended
         return jax.make_array_from_callback(x.shape, sharding, x.__getitem__)
-
-
-def _held(holders: np.ndarray, ids: Int64[np.ndarray, " n"]) -> tuple[np.ndarray, np.ndarray]:
-    """Which of ids some slot holds, and the slots of those."""
-    slots = np.flatnonzero(holders != NOBODY)
-    order = slots[np.argsort(holders[slots], kind="stable")]
-    if not len(order):
-        return np.zeros(len(ids), bool), order
-    at = np.minimum(np.searchsorted(holders[order], ids), len(order) - 1)
-    here = holders[order[at]] == ids
-    return here, order[at[here]]
 
 
 @partial(jax.jit, donate_argnums=0)
 def _swapped(slots: Array, evicted: Array, targets: Array, rows: Array) -> tuple[Array, Array]:
-    """Slots with other rows in some of them, and the rows that leave."""
+    """Return slots with new rows in some of them, and the rows that were evicted."""
     leaving = slots.at[evicted].get(mode="clip")
     return slots.at[targets].set(rows, mode="drop", unique_indices=True), leaving
 

@@ -1,8 +1,8 @@
-"""Programs and moves, each compiled once, by whichever thread needs it first.
+"""Programs and moves between layouts, each compiled once, by the first thread that needs it.
 
-What is compiled is named by a builder and its arguments, `compiled(programs.step, shape,
-measure=False)`: a method that an editor can open. It is built only where it was not compiled before, so
-that the door is open on the hot path too.
+An executable is named by a builder and its arguments, as in `compiled(programs.step, shape, measure=False)`:
+a method that an editor can open. The builder runs only if nothing was compiled under that name, so the hot
+path may use the same call.
 """
 
 import functools
@@ -11,11 +11,10 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any, ParamSpec, Protocol, TypeVar
 
-import jax
 from jaxtyping import PyTree
 
 from jaxgoodput.engine.analysis import matrix_flops
-from jaxgoodput.engine.programs import Program, Programs
+from jaxgoodput.engine.programs import Program, Programs, shardings_of
 from jaxgoodput.parallel.move import Move
 from jaxgoodput.parallel.once import Once
 
@@ -24,17 +23,17 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class Compilable(Protocol[T_co]):
-    """A program, or a move between layouts, that is still to be compiled."""
+    """A program, or a move between layouts, that can be compiled."""
 
     def compile(self) -> T_co:
-        """The executable, compiled on this thread."""
+        """Compile the executable on this thread."""
         ...
 
 
 class ProgramCache:
-    """What was compiled, by (builder, arguments). Safe from any thread.
+    """Executables by (builder, arguments). Thread-safe.
 
-    A second thread that asks for the same waits for the first; one that asks for another does not.
+    A second thread that asks for the same executable waits for the first; others do not wait.
     """
 
     def __init__(self):
@@ -45,16 +44,16 @@ class ProgramCache:
     def __call__(
         self, build: Callable[P, Compilable[T_co]], *args: P.args, **kwargs: P.kwargs
     ) -> T_co:
-        """The executable of what `build` builds, compiled on this thread where nobody has done so yet.
+        """Return the executable of what `build` builds; the first call compiles it on its own thread.
 
-        Where compiling raises, nothing is kept.
+        If compiling raises, nothing is kept.
         """
         key = _key(build, args, kwargs)
 
         def make() -> T_co:
             program = build(*args, **kwargs)
             made = program.compile()
-            if isinstance(program, Program):  # traced to be compiled: here it costs nothing more
+            if isinstance(program, Program):  # it is traced already, so counting is cheap
                 self._flops[key] = matrix_flops(program.traced.jaxpr.jaxpr)
             return made
 
@@ -63,15 +62,15 @@ class ProgramCache:
     def peek(
         self, build: Callable[P, Compilable[T_co]], *args: P.args, **kwargs: P.kwargs
     ) -> T_co | None:
-        """What is compiled already; None before."""
+        """Return the executable if it was compiled; None otherwise."""
         return self._once.peek(_key(build, args, kwargs))
 
     def flops(self, program: functools.partial[Program]) -> float | None:
-        """Of the matrix products of a program, on all of its devices; None where it is not compiled."""
+        """Return a program's matrix-product operations on all its devices; None if it was not compiled."""
         return self._flops.get(_key(program, (), {}))
 
     def digest(self, program: functools.partial[Program]) -> str:
-        """A hash of what the compiler is asked for. Compiles it, so that it is not traced a second time."""
+        """Return a hash of the lowered program. Compiles it too, so that it is traced only once."""
         key = _key(program, (), {})
 
         def make() -> str:
@@ -85,14 +84,14 @@ class ProgramCache:
 
 
 def _key(build: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
-    if isinstance(build, functools.partial):  # a call that is not made yet
+    if isinstance(build, functools.partial):  # the call may be wrapped
         args, kwargs, build = (*build.args, *args), {**build.keywords, **kwargs}, build.func
     return build, args, frozenset(kwargs.items())
 
 
 @dataclass(frozen=True)
 class LayoutMove:
-    """Values on one layout, abstract, and where they go."""
+    """Abstract values on one layout, and the shardings that they move to."""
 
     tree: PyTree
     shardings: PyTree
@@ -101,7 +100,7 @@ class LayoutMove:
     programs: Once
 
     def compile(self) -> Move:
-        """The move, planned and compiled."""
+        """Plan and compile the move."""
         return Move.compile(
             self.tree,
             self.shardings,
@@ -115,30 +114,29 @@ class LayoutMove:
 class Moves:
     """Builders of the moves between two layouts of one problem.
 
-    A bf16 compute copy moves without its fp32 master; a state moves whole.
+    A batch moves its bf16 compute parameters without their fp32 masters; a state moves whole.
     """
 
     memory_bytes: int | None
-    """The most that a device may hold of what is moved; None: the device's own limit."""
+    """Most that a device may hold of the moved values; None: the device's own limit."""
     programs: Once = field(default_factory=Once)
-    """Shared by the moves: equal groups of leaves run the same one."""
+    """Programs shared by the moves: equal groups of leaves run the same one."""
 
     def state(self, old: Programs, new: Programs) -> LayoutMove:
-        """A whole training state; the source is deleted."""
+        """Build the move of a whole training state; deletes the source."""
         return self._move(old.abstract_state(), new.abstract_state(), donate=True)
 
     def work(self, old: Programs, new: Programs, *, donate: bool) -> LayoutMove:
-        """(params, scale) of a batch; the source stays where it belongs to the state."""
+        """Build the move of a batch's (params, scale). Without `donate` the source stays."""
         return self._move(old.abstract_work[:2], new.abstract_work[:2], donate=donate)
 
     def fixed(self, old: Programs, new: Programs) -> LayoutMove:
-        """(model state, key, step) of a batch; the source stays."""
+        """Build the move of a batch's (model state, key, step); the source stays."""
         return self._move(old.abstract_work[2:], new.abstract_work[2:], donate=False)
 
     def sums(self, old: Programs, new: Programs) -> LayoutMove:
-        """The reduced sums of a batch; the source is deleted."""
+        """Build the move of a batch's reduced sums; deletes the source."""
         return self._move(old.reduced_sums(), new.reduced_sums(), donate=True)
 
     def _move(self, old: PyTree, new: PyTree, *, donate: bool) -> LayoutMove:
-        shardings = jax.tree.map(lambda x: x.sharding, new)
-        return LayoutMove(old, shardings, donate, self.memory_bytes, self.programs)
+        return LayoutMove(old, shardings_of(new), donate, self.memory_bytes, self.programs)

@@ -1,16 +1,19 @@
 """The programs of an engine: for each, a pure function, what it donates, and abstract arguments.
 
-`accumulate` adds a micro-batch; `step` is the fused step of one micro-batch, which measures the noise or does
-not; `step_after` fuses the last of several micro-batches with the update. These are made for
-micro-batches of one shape. Without a shape: `init`, `begin`, `zeros` (a throw-away state), `reduce`,
-`spread` (reduced sums back in partial form) and `update`.
+`accumulate` adds a micro-batch; `step` is the fused step of one micro-batch, with or without a noise sample;
+`step_after` fuses the last of several micro-batches with the update. These are made for micro-batches of one
+shape. Independent of a shape are `init`, `begin`, `zeros` (a throw-away state), `reduce`, `spread` (reduced
+sums back in partial form) and `update`.
 
 A loss runs in one of two ways. *separate* (`SeparatePrograms`): every replica holds the whole model and
-computes a gradient of its own, so that `accumulate` needs no collective and a batch of one micro-batch has
-a noise group per replica. *global* (`GlobalPrograms`): the loss of all rows of a micro-batch under plain
-`jit` with the mesh set; the compiler cuts it as parameters and the model's own constraints say, and a
-micro-batch is one noise group; a step of one that is to measure takes the gradient of a part of its rows
-besides. The update sees whole values in both.
+computes its own gradient, so `accumulate` needs no collective, and in a batch of one micro-batch every
+replica is a noise group. *global* (`GlobalPrograms`): the loss of all rows of a micro-batch runs under plain
+`jit` with the mesh set. The compiler partitions it as the parameters and the model's own constraints say. A
+micro-batch is then one noise group; to measure noise, a step also takes the gradient of a part of its rows.
+The update sees whole values in both.
+
+`Engines` chooses the family once for each layout. An engine then asks its programs what differs between
+families: what to compile, how to reduce, what to hand to a program besides the batch.
 """
 
 import abc
@@ -18,7 +21,7 @@ import dataclasses
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -45,14 +48,16 @@ from jaxgoodput.parallel.strategy import (
 )
 
 T = TypeVar("T")
+Trees = Sequence[PyTree]
 
-# The order in which the partitioner follows shardings: batches, then these. (Rows are cut over DATA_AXIS.)
+# The order in which the partitioner follows shardings: batches first (their rows are cut over DATA_AXIS),
+# then parameters.
 PRIORITIES = {axis: 1 for axis in MODEL_AXES} | {FSDP_AXIS: 2}
 ROWS = PartitionSpec(DATA_AXIS)
 WHOLE = PartitionSpec()
-# Rows of a replica that are compared with its others: so many, but no more than every fourth and no fewer
-# than every sixteenth. Two groups of any sizes tell the noise equally well where gradients are normal, and a
-# few rows cost little; fewer than these would be ruled by single wild samples.
+# How many rows of a replica are compared with the others: about 16, at most every fourth, at least every
+# sixteenth. If gradients are normal, two groups of any sizes estimate the noise equally well, and a few rows
+# cost little; with fewer than these, single outliers would dominate.
 PART_ROWS, STRIDES = 16, (4, 16)
 
 
@@ -67,25 +72,25 @@ class SampleShape:
     micro_batch_size: int
     """Samples per replica."""
     structure: Hashable
-    """Of one sample."""
+    """Tree structure of one sample."""
     leaves: tuple[tuple[tuple[int, ...], np.dtype], ...]
     """Shape and type of each leaf of one sample."""
 
     @classmethod
     def of(cls, sample: PyTree, *, micro_batch_size: int) -> "SampleShape":
-        """Of a sample without a batch axis, arrays or abstract."""
+        """Return the shape of micro-batches of `sample`, which is an array tree without a batch axis."""
         leaves, structure = jax.tree.flatten(sample)
         return cls(micro_batch_size, structure, tuple((tuple(x.shape), x.dtype) for x in leaves))
 
     @classmethod
     def of_batch(cls, batch: PyTree, *, micro_batch_size: int) -> "SampleShape":
-        """Of a batch, whose leaves have a leading axis."""
+        """Return the shape of the micro-batches of `batch`, whose leaves have a leading axis."""
         leaves, structure = jax.tree.flatten(batch)
         found = tuple((tuple(x.shape[1:]), x.dtype) for x in leaves)
         return cls(micro_batch_size, structure, found)
 
     def batch(self, num_samples: int) -> PyTree:
-        """An abstract batch of so many samples, anywhere."""
+        """Return an abstract batch of `num_samples` samples, without shardings."""
         made = [jax.ShapeDtypeStruct((num_samples, *shape), dtype) for shape, dtype in self.leaves]
         return jax.tree.unflatten(self.structure, made)
 
@@ -95,13 +100,13 @@ class Program:
     """What `jax.jit` needs to know to compile an executable ahead."""
 
     function: Callable[..., PyTree]
-    """Pure."""
+    """Pure function to compile."""
     donate: tuple[int, ...]
-    """Positions of arguments that it takes over."""
+    """Positions of the arguments that the program takes over."""
     arguments: tuple[PyTree, ...]
-    """Abstract, with shardings."""
+    """Abstract arguments, with shardings."""
     out: PyTree
-    """Shardings, a prefix of the results."""
+    """Shardings of the results; may be a prefix of their tree."""
 
     @cached_property
     def traced(self) -> jax.stages.Traced:
@@ -110,11 +115,11 @@ class Program:
         return jitted.trace(*self.arguments)
 
     def lower(self, platform: str | None = None) -> jax.stages.Lowered:
-        """The program for the compiler, which is to follow the batch before it follows the parameters.
+        """Lower the program so that the compiler follows the batch before it follows the parameters.
 
-        Otherwise it may compute all samples on every device's part of the features, and sum activations,
-        where it should gather a layer: 5 times the bytes, for a transformer on fsdp 8. `platform`, such as
-        "cuda", is another than the devices': such a program can be looked at, but not compiled.
+        Otherwise every device may compute all samples on its part of the features and sum activations,
+        instead of gathering a layer: 5 times the bytes, for a transformer on fsdp 8. `platform`, such as
+        "cuda", lowers for other devices than the layout's; such a program can be inspected, but not compiled.
         """
         platforms = None if platform is None else (platform,)
         lowered = self.traced.lower(lowering_platforms=platforms)
@@ -122,18 +127,27 @@ class Program:
         return lowered
 
     def compile(self) -> jax.stages.Compiled:
-        """The executable, compiled on this thread."""
+        """Compile the executable on this thread."""
         return self.lower().compile()
 
 
-class Programs(abc.ABC):
-    """The programs of one problem on one layout; holds no executables and no device values.
+# Compiles a program, or returns the executable if there is one: `ProgramCache`.
+Compile = Callable[[Callable[[], Program]], Callable[..., Any]]
 
-    `state` is the problem's abstract state. `shape` is that of the micro-batches which what has no shape
-    of its own is made for. `control_size` numbers of each device are added up and ride behind the metrics
-    of every fused step (0: one process decides alone). `traces` knows what functions of this very problem
-    came to before.
+
+class Programs(abc.ABC):
+    """The programs of one problem on one layout. Holds no executables and no device values.
+
+    `state` is the problem's abstract state. `shape` is any micro-batch shape of the run: programs without a
+    shape of their own are traced with one sample of it. `control_size` numbers of each process are summed
+    along with every step (0: one process decides alone). `couples` says that the samples of a micro-batch
+    must be computed together. `traces` holds what this problem's functions were traced to before.
     """
+
+    can_switch: ClassVar[bool] = True
+    """Whether a state may move between several layouts of the job."""
+    is_fused: ClassVar[bool] = True
+    """Whether `step` and `step_after` may be used: nothing can fail between reducing and updating."""
 
     def __init__(
         self,
@@ -143,6 +157,7 @@ class Programs(abc.ABC):
         state: TrainState,
         shape: SampleShape,
         control_size: int = 0,
+        couples: bool = False,
         traces: Traces | None = None,
     ):
         self.problem = problem
@@ -153,13 +168,9 @@ class Programs(abc.ABC):
         self.param_specs = rules.param_specs(layout, state.params, pure.own_specs(problem))
         self._kept, _ = split(state.params, problem.mask(state.params))
         self._traces = traces
-        # For shapes alone: one sample fills no pipeline.
+        # Used to work out shapes alone: one sample fills no pipeline.
         self._uncut_problem = problem
-        self._couples = False  # whether samples of a micro-batch may not be computed apart
-
-    @abc.abstractmethod
-    def can_measure(self, micro_batch_size: int) -> bool:
-        """Whether a batch of one micro-batch of so many samples per replica tells its noise."""
+        self._couples = couples
 
     @property
     def has_begin(self) -> bool:
@@ -168,18 +179,117 @@ class Programs(abc.ABC):
 
     @property
     def aux_names(self) -> tuple[str, ...]:
-        """Names of the user's own numbers, which tell apart what a step's metrics pack."""
+        """Names of the user's own numbers among a step's metrics, in packing order."""
         return tuple(self._local_sums.aux)
 
     @cached_property
     def param_groups(self) -> tuple[str, ...]:
-        """The names of the groups of parameters whose noise is told apart."""
+        """Names of the parameter groups whose noise is measured separately."""
         return leaf_groups(self._kept)[0]
 
-    # -- values and where they lie ---------------------------------------------------------------
+    # -- what an engine asks of its family -------------------------------------------------------
+
+    @property
+    def num_groups(self) -> int:
+        """Groups of devices that each hold a copy of everything, and whose sums are added up."""
+        return 1
+
+    @property
+    def has_groups(self) -> bool:
+        """Whether every batch gives a noise sample, because several groups have a part of it."""
+        return False
+
+    @abc.abstractmethod
+    def can_measure(self, micro_batch_size: int) -> bool:
+        """Return whether a batch of one micro-batch, of this size per replica, gives a noise sample."""
+
+    @property
+    def is_paced(self) -> bool:
+        """Whether a program must end before the next one starts.
+
+        XLA:CPU runs out of threads and hangs if many executables with collectives wait at once.
+        """
+        return False
+
+    def training(self, shape: SampleShape, *, accumulate: bool) -> tuple[partial[Program], ...]:
+        """Return the programs without which this micro-batch shape cannot be used."""
+        step = partial(self.step, shape, measure=False)
+        if not accumulate:
+            return (step,)
+        adds = [partial(self.accumulate, shape, first=first) for first in (True, False)]
+        return (step, *adds, partial(self.step_after, shape))
+
+    def last(self, shape: SampleShape, *, alone: bool) -> partial[Program]:
+        """Return the program of a last micro-batch with a shape of its own: `alone`, or after others."""
+        if alone:
+            return partial(self.step, shape, measure=False)
+        return partial(self.step_after, shape)
+
+    def measuring(self, shape: SampleShape) -> tuple[partial[Program], ...]:
+        """Return the programs that measure the noise of a batch of one micro-batch.
+
+        Batches of several micro-batches need none: each micro-batch is a noise group.
+        """
+        if not self.can_measure(shape.micro_batch_size):
+            return ()
+        return (partial(self.step, shape, measure=True),)
+
+    def ahead(self, shape: SampleShape, *, accumulate: bool) -> tuple[partial[Program], ...]:
+        """Return the programs of this shape that are compiled before the first step."""
+        return (*self.training(shape, accumulate=accumulate), *self.measuring(shape))
+
+    def shared(self, *, accumulate: bool) -> tuple[partial[Program], ...]:
+        """Return the programs that all micro-batch shapes have in common."""
+        return (partial(self.begin),) if self.has_begin and accumulate else ()
+
+    def adding(self, shape: SampleShape, *, first: bool, measure: bool) -> partial[Program]:
+        """Return the program that adds a micro-batch. `measure` wants noise from a batch's only one."""
+        del measure  # the fused step does it
+        return partial(self.accumulate, shape, first=first)
+
+    def rehearsals(self, *, accumulate: bool) -> tuple[int, ...]:
+        """Return the batches to rehearse, each as the number of micro-batches before its last one.
+
+        There are none if several processes would have to run the collectives together.
+        """
+        if self.layout.mesh.is_multi_process:
+            return ()
+        return (0, 2) if accumulate else (0,)
+
+    def between(self) -> tuple[partial[Program], ...]:
+        """Return the programs that bring sums into reduced form and back."""
+        return ()
+
+    def reduced(self, compiled: Compile, sums: Sums, control: np.ndarray | None = None) -> Any:
+        """Return the sums of all replicas, as `update` takes them; `sums` stay intact.
+
+        `control` is this process's control vector; only groups reduce it along with the sums.
+        """
+        del compiled, control
+        return sums
+
+    def in_parts(self, compiled: Compile, sums: Sums) -> Sums:
+        """Return reduced sums in the form in which `accumulate` goes on from them."""
+        del compiled
+        return sums
+
+    def update_inputs(self, total: Any, sums: Sums) -> tuple[Any, ...]:
+        """Return what `update` takes besides the state: what `reduced` returned, and more of `sums`."""
+        del sums
+        return (total,)
+
+    def numbers(self) -> tuple[Array, ...]:
+        """Return what each program of a batch takes to tell random streams apart, on the devices."""
+        return ()
+
+    def control_rows(self, control: np.ndarray | None) -> tuple[Array, ...]:
+        """Return the control vectors as arguments of a fused step: none if one process decides alone."""
+        return (control_rows(self.layout, self.control_size, control),) if self.control_size else ()
+
+    # -- abstract values and their shardings -----------------------------------------------------
 
     def abstract_state(self) -> TrainState:
-        """The state's shapes and types, with this layout's shardings."""
+        """Return the state's shapes and types, with this layout's shardings."""
         return self.param_specs.placed(self.state)
 
     @cached_property
@@ -191,38 +301,33 @@ class Programs(abc.ABC):
         return params, self.param_specs.placed(scale), state.model_state, state.key, state.step
 
     def abstract_batch(self, shape: SampleShape) -> tuple[PyTree, ...]:
-        """(batch, mask) of one micro-batch on every replica, and what else `inputs` of it are."""
+        """Return (batch, mask) of one micro-batch on every replica, then what `numbers` returns."""
         sharding = self.layout.batch_sharding
         rows = self.layout.num_replicas * shape.micro_batch_size
         mask = jax.ShapeDtypeStruct((rows,), jnp.float32, sharding=sharding)
-        return self.placed(shape.batch(rows), sharding), mask
+        return _placed(shape.batch(rows), sharding), mask
 
     def abstract_control(self) -> tuple[PyTree, ...]:
-        """The control vectors of all devices `[devices, control_size]`; nothing where there are none."""
-        if not self.control_size:
-            return ()
+        """Return the control vectors `[devices, control_size]`; () if one process decides alone."""
+        return (self._abstract_control(),) if self.control_size else ()
+
+    def _abstract_control(self) -> jax.ShapeDtypeStruct:
         shape = self.layout.num_devices, self.control_size
-        return (jax.ShapeDtypeStruct(shape, jnp.float32, sharding=self.layout.row_per_device),)
+        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=self.layout.row_per_device)
 
     def reduced_sums(self) -> Sums:
-        """The sums of a whole batch, abstract, with this layout's shardings."""
+        """Return the sums of a whole batch, abstract, with this layout's shardings."""
         sums = self._local_sums
-        whole = self.placed(sums, self.layout.replicated)
+        whole = _placed(sums, self.layout.replicated)
         return whole.with_grads(self.param_specs.placed(sums.grads))
 
     @abc.abstractmethod
     def partial_sums(self) -> Sums:
-        """Sums as `accumulate` returns them, abstract, with shardings."""
-
-    def placed(self, tree: PyTree, sharding: NamedSharding) -> PyTree:
-        """Abstract values with a sharding."""
-        return jax.tree.map(
-            lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), tree
-        )
+        """Return the sums that `accumulate` returns, abstract, with shardings."""
 
     @cached_property
     def _local_sums(self) -> Sums:
-        """The sums of one sample as whole values, abstract, without shardings."""
+        """Sums of one sample as whole values, abstract, without shardings."""
         problem = self._uncut_problem
         params, scale, model_state, key, step = jax.tree.map(
             lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype), self.abstract_work
@@ -243,62 +348,43 @@ class Programs(abc.ABC):
 
     @property
     def _swaps_products(self) -> bool:
-        """Whether gradients of matrices are computed as XLA:CPU does it fast (`gradients.py`).
-
-        Where the compiler cuts them, it is left alone.
-        """
-        return self._may_swap_products and self.layout.num_devices == 1
+        """Whether matrix gradients become products that XLA:CPU computes fast (`gradients.py`)."""
+        return self.problem.swaps_products and self._is_on_cpu
 
     @property
-    def _may_swap_products(self) -> bool:
-        on_cpu = self.layout.mesh.devices.flat[0].platform == "cpu"
-        return self.problem.swaps_products and on_cpu
+    def _is_on_cpu(self) -> bool:
+        return self.layout.mesh.devices.flat[0].platform == "cpu"
 
-    # -- what the two ways differ in -------------------------------------------------------------
+    # -- how a family computes sums --------------------------------------------------------------
 
     @abc.abstractmethod
-    def _accumulate(
-        self, begun: Sequence[PyTree], inputs: Sequence[PyTree], old: Sums | None
-    ) -> Sums:
-        """Sums with one more micro-batch, as `partial_sums`; arguments are as in `abstract_work` and
-        `abstract_batch`.
+    def _accumulate(self, begun: Trees, inputs: Trees, old: Sums | None) -> Sums:
+        """Return the sums with one more micro-batch, in the form of `partial_sums`.
+
+        `begun` is in the form of `abstract_work`, `inputs` in the form of `abstract_batch`.
         """
 
     @abc.abstractmethod
-    def _whole(
-        self,
-        begun: Sequence[PyTree],
-        inputs: Sequence[PyTree],
-        old: Sums | None,
-        *,
-        measure: bool,
-    ) -> Sums:
-        """The reduced sums of the whole batch: `old`, if any, and a last micro-batch."""
+    def _whole(self, begun: Trees, inputs: Trees, old: Sums | None, *, measure: bool) -> Sums:
+        """Return the reduced sums of the whole batch: of `old`, if any, and a last micro-batch."""
 
     def _merged(
         self,
-        begun: Sequence[PyTree],
+        begun: Trees,
         replica: ArrayLike,
         batch: PyTree,
         mask: Array,
         old: Sums | None,
         *,
-        measure: bool = True,
-        blocks: int = 1,
         part: Array | None = None,
-        alone: bool = False,
+        **how: Any,
     ) -> Sums:
-        """The sums after one more micro-batch, of one replica or of all; `alone` as in `local_sums`."""
+        """Return the sums with one more micro-batch, of one replica or of all. See `local_sums`."""
         params, scale, model_state, key, step = begun
-        # One stream of random numbers per (step, replica, micro-batch).
+        # Every (step, replica, micro-batch) has a random stream of its own.
         count = 0 if old is None else old.calls
         key = jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(key, step), replica), count)
-        how = {
-            "measure": measure,
-            "blocks": blocks,
-            "alone": alone,
-            "swaps": self._swaps_products,
-        }
+        how = {"measure": True, "blocks": 1, "alone": False, "swaps": self._swaps_products} | how
 
         def sums(*arguments: PyTree) -> Sums:
             *values, part = arguments
@@ -309,45 +395,22 @@ class Programs(abc.ABC):
         new = self._traced(name, sums, params, scale, before, batch, mask, key, part)
         return new if old is None else old.merged(new)
 
-    def can_compare_rows(self, micro_batch_size: int) -> bool:
-        """Whether the rows of one micro-batch tell its noise: some of them beside all."""
-        if self.problem.from_norm_layers or self._is_cut_in_rows(micro_batch_size):
-            return True
-        return self._can_leave_out and self.layout.num_replicas * micro_batch_size > 1
-
     @cached_property
-    def _can_leave_out(self) -> bool:
-        rows = self.shape.batch(2)
-        return pure.loss_kind(self._uncut_problem, self.state, rows, 2) == "sample"
-
-    def _is_cut_in_rows(self, micro_batch_size: int) -> bool:
-        """Whether a part of the rows is computed by itself, which costs least."""
-        if self.layout.strategy.stage > 1:  # a pipeline needs rows for all its stages
-            return False
-        # A model with mutable state (BatchNorm) computes other things of other rows.
-        coupled = self._couples or jax.tree.leaves(self.state.model_state)
-        whole = coupled and self._can_leave_out
-        return micro_batch_size > 1 and not whole
-
-    def _some_of(self, batch: PyTree, mask: Array) -> tuple[tuple[PyTree, Array], Array | None]:
-        """A part of the rows, the same of every replica: apart, or all of them and which of them count."""
-        replicas = self.layout.num_replicas
-        rows = len(mask) // replicas
-        if not self._is_cut_in_rows(rows):
-            return (batch, mask), (jnp.arange(len(mask)) % 2 == 0).astype(mask.dtype)
-        stride = min(max(rows // PART_ROWS, STRIDES[0]), STRIDES[1])
-
-        def some(x: Array) -> Array:  # a stride, because rows may come in some order
-            part = x.reshape(replicas, rows, *x.shape[1:])[:, ::stride]
-            return part.reshape(-1, *x.shape[1:])
-
-        return jax.tree.map(some, (batch, mask)), None
+    def row_comparison(self) -> "RowComparison":
+        """How a part of a micro-batch's rows is compared with all of them, to measure its noise."""
+        return RowComparison(
+            self._uncut_problem,
+            self.layout,
+            state=self.state,
+            rows=self.shape.batch(2),
+            couples=self._couples,
+        )
 
     def _manual(
         self, function: Callable[..., PyTree], in_specs: PyTree, out_specs: PyTree
     ) -> Callable[..., PyTree]:
-        """`function` of what each device holds, its collectives written out."""
-        # Gradients stay local, and users' scans need no `pcast`.
+        """Return `function` applied to what each device holds, with its collectives written out."""
+        # check_vma=False: gradients stay local, and scans in the user's model need no `pcast`.
         return jax.shard_map(
             function,
             mesh=self.layout.mesh,
@@ -357,7 +420,7 @@ class Programs(abc.ABC):
         )
 
     def _traced(self, name: Hashable, function: Callable[..., T], *arguments: PyTree) -> T:
-        """`function(*arguments)`, in a trace; `name` says which, among those of this problem and layout."""
+        """Call `function` inside a trace, or replay what it was traced to under `name` before."""
         if self._traces is None:
             return function(*arguments)
         where = self.layout.strategy, self.layout.mesh.abstract_mesh
@@ -366,12 +429,12 @@ class Programs(abc.ABC):
     # -- programs without a shape ----------------------------------------------------------------
 
     def init(self, given: tuple[str, ...] = ()) -> Program:
-        """A fresh state, from a key and the leaves that are `given`, taken over. See `init_state`."""
+        """Build the program from a key and the leaves named in `given`, which it takes over, to a state."""
         key = jax.eval_shape(lambda: jax.random.key(0))
         key = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=self.layout.replicated)
         state = self.abstract_state()
         leaves = rules.leaves_by_name(state.variables)
-        # Its own constraints hold, whether or not it computes the loss with several devices.
+        # The model's own constraints hold in `init`, however the loss runs.
         make = in_mesh(self.problem.init, self.layout.mesh.abstract_mesh, self.layout.strategy)
         problem = dataclasses.replace(self.problem, init=make)
 
@@ -379,44 +442,47 @@ class Programs(abc.ABC):
             return pure.init_state(problem, key, dict(zip(given, values, strict=True)))
 
         arguments = (key, *(leaves[name] for name in given))
-        return Program(run, tuple(range(1, len(arguments))), arguments, _shardings(state))
+        return Program(run, tuple(range(1, len(arguments))), arguments, shardings_of(state))
 
     def average(self) -> Program:
-        """The average of parameters, from those that it begins with."""
+        """Build the program from parameters to an average that starts at them."""
         state = self.abstract_state()
         run = partial(pure.first_average, self.problem)
-        return Program(run, (), (state.params,), _shardings(state.ema))
+        return Program(run, (), (state.params,), shardings_of(state.ema))
 
     def zeros(self) -> Program:
-        """A throw-away state."""
+        """Build the program that makes a throw-away state of zeros."""
 
         def zero(s: jax.ShapeDtypeStruct) -> Array:
             if jnp.issubdtype(s.dtype, jax.dtypes.prng_key):
                 return jnp.broadcast_to(jax.random.key(0), s.shape)
             return jnp.zeros(s.shape, s.dtype)
 
-        out = _shardings(self.abstract_state())
+        out = shardings_of(self.abstract_state())
         return Program(lambda: jax.tree.map(zero, self.state), (), (), out)
 
     def begin(self) -> Program:
-        """(params, scale) of a batch, from (params, opt_state); () for the masters themselves."""
+        """Build the program from (params, opt_state) to a batch's (params, scale).
+
+        Its params are () if the batch computes with the master parameters.
+        """
         state, (params, scale, *_) = self.abstract_state(), self.abstract_work
         out = (() if self.problem.compute_dtype is None else params, scale)
-        return Program(self._begin, (), (state.params, state.opt_state), _shardings(out))
+        return Program(self._begin, (), (state.params, state.opt_state), shardings_of(out))
 
     def update(self) -> Program:
-        """(state, packed metrics), from (state, reduced sums); donates the state."""
+        """Build the program from (state, reduced sums) to (state, packed metrics); donates the state."""
         state = self.abstract_state()
 
         def run(state: TrainState, total: Sums) -> tuple[TrainState, Array]:
             state, metrics = self._update(state, total, measure=True)
             return state, metrics.packed()
 
-        out = (_shardings(state), self.layout.replicated)
+        out = (shardings_of(state), self.layout.replicated)
         return Program(run, (0,), (state, self.reduced_sums()), out)
 
     def _begin(self, params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
-        # Nothing for the masters themselves: an output would be a copy of them.
+        # The masters themselves are not returned: an output would be a copy of them.
         dtype = self.problem.compute_dtype
         scale = self._traced("scale", self._scale, params, opt_state)
         return () if dtype is None else cast(params, dtype), scale
@@ -436,9 +502,10 @@ class Programs(abc.ABC):
     # -- programs for micro-batches of a shape ---------------------------------------------------
 
     def accumulate(self, shape: SampleShape, *, first: bool) -> Program:
-        """Sums with one more micro-batch, as `partial_sums`; the old ones are donated.
+        """Build the program that adds a micro-batch to sums in the form of `partial_sums`.
 
-        From what `abstract_work` and `abstract_batch` say and, but for the `first`, the old sums.
+        It takes values in the form of `abstract_work` and `abstract_batch`, then, unless it is for the
+        `first` micro-batch, the sums so far, which it donates.
         """
         sums, fixed = self.partial_sums(), (*self.abstract_work, *self.abstract_batch(shape))
 
@@ -447,12 +514,13 @@ class Programs(abc.ABC):
             return self._accumulate(arguments[:5], arguments[5 : len(fixed)], old)
 
         if first:
-            return Program(run, (), fixed, _shardings(sums))
-        return Program(run, (len(fixed),), (*fixed, sums), _shardings(sums))
+            return Program(run, (), fixed, shardings_of(sums))
+        return Program(run, (len(fixed),), (*fixed, sums), shardings_of(sums))
 
     def step(self, shape: SampleShape, *, measure: bool) -> Program:
-        """A whole step of one micro-batch, from (state, batch, mask, and control) to (state, packed
-        metrics); donates the state. One that does not measure the noise saves a pass over the gradient.
+        """Build the step of one micro-batch: (state, batch, mask, control) to (state, packed metrics).
+
+        Donates the state. Without `measure` it takes no noise sample and saves a pass over the gradient.
         """
 
         def run(state: TrainState, *inputs: PyTree):
@@ -465,8 +533,9 @@ class Programs(abc.ABC):
         return Program(run, (0,), (state, *inputs), self._out())
 
     def step_after(self, shape: SampleShape) -> Program:
-        """The last of several micro-batches and the update, from (state, sums so far, batch, mask, and
-        control) to (state, packed metrics); donates the state.
+        """Build the last micro-batch after others, fused with the update; donates the state.
+
+        It goes from (state, sums so far, batch, mask, control) to (state, packed metrics).
         """
 
         def run(state: TrainState, sums: Sums, *inputs: PyTree):
@@ -474,33 +543,86 @@ class Programs(abc.ABC):
             state, metrics = self._update(state, total, measure=True)
             return state, self._packed(metrics, inputs)
 
-        # The sums are not donated: no output has their shape.
         inputs = (*self.abstract_batch(shape), *self.abstract_control())
-        return Program(
-            run, (0,), (self.abstract_state(), self.partial_sums(), *inputs), self._out()
-        )
+        arguments = (self.abstract_state(), self.partial_sums(), *inputs)
+        # The sums are not donated: no output has their shape.
+        return Program(run, (0,), arguments, self._out())
 
     def _out(self) -> tuple[PyTree, NamedSharding]:
-        return _shardings(self.abstract_state()), self.layout.replicated
+        return shardings_of(self.abstract_state()), self.layout.replicated
 
-    def _fused(
-        self, state: TrainState, inputs: Sequence[PyTree], sums: Sums | None, *, measure: bool
-    ) -> Sums:
-        """The whole batch, of `sums` so far and the last micro-batch."""
+    def _fused(self, state: TrainState, inputs: Trees, sums: Sums | None, *, measure: bool) -> Sums:
+        """Return the sums of the whole batch, from `sums` so far and the last micro-batch."""
         params = cast(state.params, self.problem.compute_dtype)
         scale = self._scale(state.params, state.opt_state) if measure else ()
         begun = (params, scale, state.model_state, state.key, state.step)
         return self._whole(begun, self._split(inputs)[0], sums, measure=measure)
 
-    def _split(self, inputs: Sequence[PyTree]) -> tuple[Sequence[PyTree], Sequence[Array]]:
-        """What belongs to the batch, and the control vectors, if any."""
+    def _split(self, inputs: Trees) -> tuple[Trees, Sequence[Array]]:
+        """Return a fused step's inputs as the batch's own and the control vectors, if any."""
         end = len(inputs) - bool(self.control_size)
         return inputs[:end], inputs[end:]
 
-    def _packed(self, metrics: StepMetrics[Array], inputs: Sequence[PyTree]) -> Array:
-        """The metrics, and behind them the sum of all control vectors."""
+    def _packed(self, metrics: StepMetrics[Array], inputs: Trees) -> Array:
+        """Return the metrics as one vector, followed by the sum of all control vectors."""
         control = [jnp.sum(rows, axis=0) for rows in self._split(inputs)[1]]
         return jnp.concatenate([metrics.packed(), *control])
+
+
+class RowComparison:
+    """Measures gradient noise in one micro-batch, by comparing a part of its rows with all of them.
+
+    `state` and `rows`, a batch of two, are abstract. `couples` says that the samples of a micro-batch must be
+    computed together.
+    """
+
+    def __init__(
+        self,
+        problem: pure.Problem,
+        layout: Layout,
+        *,
+        state: TrainState,
+        rows: PyTree,
+        couples: bool,
+    ):
+        self.problem = problem
+        self.layout = layout
+        self.state = state
+        self.rows = rows
+        self.couples = couples
+
+    def is_possible(self, micro_batch_size: int) -> bool:
+        """Return whether one micro-batch, of this many samples per replica, gives a noise sample."""
+        if self.problem.from_norm_layers or self._is_apart(micro_batch_size):
+            return True
+        return self._can_leave_out and self.layout.num_replicas * micro_batch_size > 1
+
+    def choose(self, batch: PyTree, mask: Array) -> tuple[tuple[PyTree, Array], Array | None]:
+        """Return a part of every replica's rows on its own, or all rows and a mask of the part."""
+        replicas = self.layout.num_replicas
+        rows = len(mask) // replicas
+        if not self._is_apart(rows):
+            return (batch, mask), (jnp.arange(len(mask)) % 2 == 0).astype(mask.dtype)
+        stride = min(max(rows // PART_ROWS, STRIDES[0]), STRIDES[1])
+
+        def some(x: Array) -> Array:  # a stride and not the first rows, because they may be sorted
+            part = x.reshape(replicas, rows, *x.shape[1:])[:, ::stride]
+            return part.reshape(-1, *x.shape[1:])
+
+        return jax.tree.map(some, (batch, mask)), None
+
+    @cached_property
+    def _can_leave_out(self) -> bool:
+        return pure.loss_kind(self.problem, self.state, self.rows, 2) == "sample"
+
+    def _is_apart(self, micro_batch_size: int) -> bool:
+        """Return whether the part may be computed on its own, which costs least."""
+        if self.layout.strategy.stage > 1:  # a pipeline needs rows for all its stages
+            return False
+        # In a model with mutable state, such as BatchNorm, results depend on which rows come together.
+        coupled = self.couples or jax.tree.leaves(self.state.model_state)
+        whole = coupled and self._can_leave_out
+        return micro_batch_size > 1 and not whole
 
 
 class GlobalPrograms(Programs):
@@ -508,39 +630,37 @@ class GlobalPrograms(Programs):
 
     The loss is traced with the layout's mesh set and the strategy's logical names known, so that
     constraints inside the model hold under every layout. Sums are reduced from the first micro-batch on.
-    Where the loss `couples` samples, all rows are computed together for the noise, too.
+    If the loss couples samples, measuring noise computes all rows together, too.
     """
 
-    def __init__(
-        self, problem: pure.Problem, layout: Layout, *, couples: bool = False, **kwargs: Any
-    ):
+    def __init__(self, problem: pure.Problem, layout: Layout, **kwargs: Any):
         loss = in_mesh(problem.loss_and_state, layout.mesh.abstract_mesh, layout.strategy)
         super().__init__(dataclasses.replace(problem, loss_and_state=loss), layout, **kwargs)
-        self._couples = couples
         uncut = in_mesh(problem.loss_and_state, UNCUT, layout.strategy)
         self._uncut_problem = dataclasses.replace(problem, loss_and_state=uncut)
 
     def can_measure(self, micro_batch_size: int) -> bool:
-        """Whether there are two rows to compare, and the loss can leave some out where it has to."""
-        return self.can_compare_rows(micro_batch_size)
+        """Return whether there are two rows to compare, and the loss can leave some out if it must."""
+        return self.row_comparison.is_possible(micro_batch_size)
+
+    @property
+    def is_paced(self) -> bool:
+        """Whether a program must end before the next one starts: on several CPU devices."""
+        return self._is_on_cpu and self.layout.num_devices > 1
+
+    @property
+    def _swaps_products(self) -> bool:
+        # A product that the compiler partitions is left as it is.
+        return super()._swaps_products and self.layout.num_devices == 1
 
     def partial_sums(self) -> Sums:
-        """The reduced sums: there are no others."""
+        """Return the reduced sums: there are no others."""
         return self.reduced_sums()
 
-    def _accumulate(
-        self, begun: Sequence[PyTree], inputs: Sequence[PyTree], old: Sums | None
-    ) -> Sums:
+    def _accumulate(self, begun: Trees, inputs: Trees, old: Sums | None) -> Sums:
         return self._all_rows(begun, inputs, old, measure=True)
 
-    def _whole(
-        self,
-        begun: Sequence[PyTree],
-        inputs: Sequence[PyTree],
-        old: Sums | None,
-        *,
-        measure: bool,
-    ) -> Sums:
+    def _whole(self, begun: Trees, inputs: Trees, old: Sums | None, *, measure: bool) -> Sums:
         alone = old is None
         if not measure or old is not None or self.problem.from_norm_layers:
             return self._all_rows(begun, inputs, old, measure=measure, alone=alone)
@@ -548,51 +668,52 @@ class GlobalPrograms(Programs):
         part = self._part(begun, *inputs)
         return pure.in_two(self.problem, total, part, begun[1], cut=self.layout.strategy.is_cut)
 
-    def _part(self, begun: Sequence[PyTree], batch: PyTree, mask: Array, *number: Array) -> Sums:
-        """The sums of a part of the rows, the same of every replica."""
-        some, part = self._some_of(batch, mask)
+    def _part(self, begun: Trees, batch: PyTree, mask: Array, *number: Array) -> Sums:
+        """Return the sums of a part of every replica's rows."""
+        some, part = self.row_comparison.choose(batch, mask)
         return self._all_rows(begun, (*some, *number), None, measure=False, part=part, alone=True)
 
-    def _all_rows(
-        self,
-        begun: Sequence[PyTree],
-        inputs: Sequence[PyTree],
-        old: Sums | None,
-        *,
-        measure: bool,
-        part: Array | None = None,
-        alone: bool = False,
-    ) -> Sums:
-        batch, mask = inputs
-        return self._merged(
-            begun,
-            0,
-            batch,
-            mask,
-            old,
-            measure=measure,
-            blocks=self.layout.num_replicas,
-            part=part,
-            alone=alone,
-        )
+    def _all_rows(self, begun: Trees, inputs: Trees, old: Sums | None, **how: Any) -> Sums:
+        batch, mask, *number = inputs
+        group = number[0] if number else 0
+        return self._merged(begun, group, batch, mask, old, blocks=self.layout.num_replicas, **how)
 
 
 class SeparatePrograms(Programs):
     """A gradient for each replica, under pure data parallelism: manual over the copies of the model.
 
-    Sums have a leading axis over the replicas until they are reduced (`spread` is the way back).
+    Sums have a leading axis over the replicas until they are reduced; `spread` is the way back.
     """
 
     def can_measure(self, micro_batch_size: int) -> bool:
-        """Whether there are several replicas, each a group."""
+        """Return whether there are several replicas, each a noise group."""
         return self.layout.num_replicas > 1
 
+    def between(self) -> tuple[partial[Program], ...]:
+        """Return the programs that bring sums into reduced form and back."""
+        return partial(self.reduce), partial(self.spread)
+
+    def reduced(self, compiled: Compile, sums: Sums, control: np.ndarray | None = None) -> Any:
+        """Return the sums of all replicas; `sums` stay intact."""
+        return compiled(self.reduce)(sums)
+
+    def in_parts(self, compiled: Compile, sums: Sums) -> Sums:
+        """Return reduced sums with a leading axis over the replicas."""
+        return compiled(self.spread)(sums)
+
+    def numbers(self) -> tuple[Array, ...]:
+        """Return each replica's number among the replicas of all processes, `[replicas]`."""
+        first = self._group * self.layout.num_replicas
+        numbers = np.arange(first, first + self.layout.num_replicas, dtype=np.int32)
+        return (self.layout.put(numbers, self.layout.batch_sharding),)
+
     @property
-    def _swaps_products(self) -> bool:
-        return self._may_swap_products  # every device computes products of its own
+    def _group(self) -> int:
+        """Number of this process's group of devices."""
+        return 0
 
     def partial_sums(self) -> Sums:
-        """A row for each replica."""
+        """Return the sums with a row for each replica."""
         replicas, sharding = self.layout.num_replicas, self.layout.batch_sharding
         return jax.tree.map(
             lambda s: jax.ShapeDtypeStruct((replicas, *s.shape), s.dtype, sharding=sharding),
@@ -600,55 +721,40 @@ class SeparatePrograms(Programs):
         )
 
     def reduce(self) -> Program:
-        """The sums of the whole batch, from those of the replicas; nothing is donated."""
-        run = self._manual(lambda sums: self._total(_first_row(sums)), (ROWS,), WHOLE)
-        return Program(run, (), (self.partial_sums(),), _shardings(self.reduced_sums()))
+        """Build the program from the sums of the replicas to those of the batch; donates nothing."""
+        run = self._manual(lambda sums: self._total(first_row(sums)), (ROWS,), WHOLE)
+        return Program(run, (), (self.partial_sums(),), shardings_of(self.reduced_sums()))
 
     def spread(self) -> Program:
-        """Reduced sums in partial form, so that a batch goes on from them."""
+        """Build the program from reduced sums to parts of them, from which a batch goes on."""
 
         def body(sums: Sums) -> Sums:
             replica = jax.lax.axis_index(DATA_AXIS)
-            return _as_row(sums.part_of(replica, self.layout.num_replicas))
+            return as_row(sums.part_of(replica, self.layout.num_replicas))
 
         run = self._manual(body, (WHOLE,), ROWS)
-        return Program(run, (), (self.reduced_sums(),), _shardings(self.partial_sums()))
+        return Program(run, (), (self.reduced_sums(),), shardings_of(self.partial_sums()))
 
     def abstract_batch(self, shape: SampleShape) -> tuple[PyTree, ...]:
-        """(batch, mask, the number of each replica among those of all processes)."""
+        """Return (batch, mask, the number of each replica among those of all processes)."""
         replicas, sharding = self.layout.num_replicas, self.layout.batch_sharding
         numbers = jax.ShapeDtypeStruct((replicas,), jnp.int32, sharding=sharding)
         return *super().abstract_batch(shape), numbers
 
-    def _accumulate(
-        self, begun: Sequence[PyTree], inputs: Sequence[PyTree], old: Sums | None
-    ) -> Sums:
+    def _accumulate(self, begun: Trees, inputs: Trees, old: Sums | None) -> Sums:
         def body(*arguments: PyTree) -> Sums:
-            return _as_row(self._one_replica(*arguments))
+            return as_row(self._one_replica(*arguments))
 
         return self._on_replicas(body, begun, inputs, old, out=ROWS)
 
-    def _whole(
-        self,
-        begun: Sequence[PyTree],
-        inputs: Sequence[PyTree],
-        old: Sums | None,
-        *,
-        measure: bool,
-    ) -> Sums:
+    def _whole(self, begun: Trees, inputs: Trees, old: Sums | None, *, measure: bool) -> Sums:
         def body(*arguments: PyTree) -> Sums:
             return self._total(self._one_replica(*arguments, measure=measure))
 
         return self._on_replicas(body, begun, inputs, old, out=WHOLE)
 
     def _on_replicas(
-        self,
-        body: Callable[..., Sums],
-        begun: Sequence[PyTree],
-        inputs: Sequence[PyTree],
-        old: Sums | None,
-        *,
-        out: PartitionSpec,
+        self, body: Callable[..., Sums], begun: Trees, inputs: Trees, old: Sums | None, *, out: Any
     ) -> Sums:
         rows = (*inputs, *(() if old is None else (old,)))
         run = self._manual(body, (WHOLE, *(ROWS for _ in rows)), out)
@@ -656,18 +762,18 @@ class SeparatePrograms(Programs):
 
     def _one_replica(
         self,
-        begun: Sequence[PyTree],
+        begun: Trees,
         batch: PyTree,
         mask: Array,
         numbers: Array,
         *old: Sums,
         measure: bool = True,
     ) -> Sums:
-        before = _first_row(old[0]) if old else None
+        before = first_row(old[0]) if old else None
         return self._merged(begun, numbers[0], batch, mask, before, measure=measure)
 
     def _total(self, sums: Sums) -> Sums:
-        """The whole batch, from one replica's sums; the collectives of a step."""
+        """Return the sums of the whole batch from one replica's: a step's only collectives."""
 
         def add_others(tree: PyTree) -> PyTree:
             return jax.lax.psum(tree, DATA_AXIS) if self.layout.num_replicas > 1 else tree
@@ -676,7 +782,7 @@ class SeparatePrograms(Programs):
 
 
 def has_constraints(problem: pure.Problem, state: TrainState, shape: SampleShape) -> bool:
-    """Whether the loss constrains how anything in it is cut; `state` is abstract."""
+    """Return whether the loss holds sharding constraints. `state` is abstract."""
     loss = anywhere(problem.loss_and_state)
     key = jax.eval_shape(lambda: jax.random.key(0))
     batch = shape.batch(shape.micro_batch_size)
@@ -697,13 +803,30 @@ def has_constraints(problem: pure.Problem, state: TrainState, shape: SampleShape
     return holds(traced.jaxpr)
 
 
-def _shardings(tree: PyTree) -> PyTree:
+def control_rows(layout: Layout, size: int, control: np.ndarray | None) -> Array:
+    """Return a row per device: this process's vector on its first device, zeros on the others."""
+    devices = list(layout.mesh.devices.flat)
+    rows = np.zeros((len(devices), size), np.float32)
+    if control is not None:
+        mine = jax.process_index(devices[0].client)
+        rows[[d.process_index for d in devices].index(mine)] = control
+    return layout.put(rows, layout.row_per_device)
+
+
+def _placed(tree: PyTree, sharding: NamedSharding) -> PyTree:
+    return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), tree)
+
+
+def shardings_of(tree: PyTree) -> PyTree:
+    """Return the shardings of a tree's leaves."""
     return jax.tree.map(lambda x: x.sharding, tree)
 
 
-def _first_row(sums: Sums) -> Sums:
-    return jax.tree.map(lambda x: x[0], sums)
+def first_row(tree: PyTree) -> PyTree:
+    """Return a tree of `[1, ...]` arrays without their leading axis."""
+    return jax.tree.map(lambda x: x[0], tree)
 
 
-def _as_row(sums: Sums) -> Sums:
-    return jax.tree.map(lambda x: jnp.asarray(x)[None], sums)
+def as_row(tree: PyTree) -> PyTree:
+    """Return a tree of arrays with a leading axis of length 1."""
+    return jax.tree.map(lambda x: jnp.asarray(x)[None], tree)

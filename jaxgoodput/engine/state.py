@@ -1,8 +1,9 @@
-"""The values that a training step is made of: losses, state, a step in the making, and what it reports.
+"""The values that a training step is made of: loss, state, a batch in progress, and what a step reports.
 
-`TrainState` is what a checkpoint holds. `Sums` is one replica's contribution to a batch and `Work` a
-batch half done: accumulating more micro-batches, on however many replicas, only ever adds `Sums`.
-A state and a batch are handed on, not shared: whoever takes one over frees what belonged to it, and the
+`TrainState` is what a checkpoint holds. `Sums` is one replica's contribution to a batch, and `Work` a partly
+accumulated batch: accumulating more micro-batches, on any number of replicas, only adds `Sums`.
+
+A state and a batch are handed on, not shared. The function that takes one over frees its buffers, and the
 old value is refused from then on (`TrainState.require_alive`, `Work.require_unused`).
 """
 
@@ -21,92 +22,92 @@ from jaxgoodput._pytree import static, struct
 from jaxgoodput.optim.adaptive import NoiseReadout, Number
 from jaxgoodput.parallel.strategy import Layout
 
-Leaf = Any  # an array; or a shape, a sharding, a flag, where the tree holds those
+Leaf = Any  # an array; or a shape, sharding or flag in trees of those
 
 
 @struct
 class Loss:
-    """What a user's loss may return where its weight is not the number of samples.
+    """Loss of a micro-batch with its weight, for losses whose weight is not the number of samples.
 
-    A language model's weight is its tokens: the gradient is that of `sum(sum) / sum(weight)` over the
-    whole batch, however it is split.
+    For a language model, the weight is the number of tokens. Training minimises `sum(sum) / sum(weight)` over
+    the whole batch, however it is split.
     """
 
     sum: Leaf = dataclasses.field(kw_only=False)
-    """Per sample, shape `[batch]` (exact for padded batches), or a scalar over the whole micro-batch."""
+    """Loss per sample, `[batch]` (exact for padded batches), or a scalar for the whole micro-batch."""
     weight: Leaf = dataclasses.field(kw_only=False)
-    """Of the same shape."""
+    """Weights, of the same shape."""
     aux: Mapping[str, Leaf] = dataclasses.field(default_factory=dict, kw_only=False)
-    """Further numbers to report: scalars, or per sample `[batch]`; they are averaged over samples."""
+    """Further numbers to report, scalars or per sample `[batch]`; they are averaged over samples."""
 
     @classmethod
     def of(cls, sum: Leaf, weight: Leaf, **aux: Leaf) -> "Loss":
-        """A loss with its weight and further numbers by name."""
+        """Return a loss with its weight, and further numbers by name."""
         return cls(sum=sum, weight=weight, aux=aux)
 
 
 @struct
 class Variables:
-    """What `Trainer.init` returns for a model with mutable state, or with partitioning of its own."""
+    """What `Trainer.init` returns for a model with mutable state or its own partitioning."""
 
     params: PyTree
     """Parameters, in master precision."""
     model_state: PyTree
-    """BatchNorm statistics and other mutable collections; () where there are none."""
+    """BatchNorm statistics and other mutable collections; () if there are none."""
     specs: tuple[tuple[str, PartitionSpec], ...] = static(default=())
-    """By a parameter's path such as `layers/0/kernel`: which dimension is cut over "fsdp", which over
-    "tensor". A rule of the strategy goes before it."""
+    """Pairs of a parameter's path, such as `layers/0/kernel`, and the axes that cut its dimensions. A rule of
+    the strategy overrides them."""
 
 
 @struct
 class RefusedUpdates:
-    """Updates refused: loss, gradient, update or model state was not finite, or the batch had no weight."""
+    """Counts of refused updates: something was not finite, or the batch had no weight."""
 
     skipped: Leaf
-    """int32, since training began."""
+    """Refused updates since training began, int32."""
     in_a_row: Leaf
-    """int32, ending with the latest update."""
+    """Refused updates in a row up to the latest one, int32."""
 
 
 @struct
 class TrainState:
-    """Everything that training needs to go on, as device values."""
+    """Everything that training needs to continue, as device values."""
 
     params: PyTree
     """Trainable and frozen parameters, in master precision."""
     opt_state: PyTree
-    """Of `adaptive(tx, rule)`: the user's own, noise statistics, progress, gain."""
+    """State of `adaptive(tx, rule)`: the user's optimizer, noise statistics, progress, gain."""
     model_state: PyTree
-    """Mutable collections; () where there are none."""
+    """Mutable collections; () if there are none."""
     step: Leaf
-    """int32, updates attempted."""
+    """Updates attempted, int32."""
     key: Leaf
-    """The root of every random number of the run."""
+    """Root key of every random number of the run."""
     guard: RefusedUpdates
-    """Updates that were refused."""
+    """Counts of refused updates."""
     ema: PyTree = None
-    """Average of the trainable parameters over progress, float32 at least; None where there is none."""
+    """Average of the trainable parameters over progress, at least float32; None if none is kept."""
 
     @property
     def averaged(self) -> PyTree:
-        """All parameters, the average in place of those that it is of: what an evaluation uses.
+        """Parameters for an evaluation: the average of the trainable ones, and the frozen ones.
 
-        Where no average is kept, `params`. The model state is that of training in both cases: batch
-        statistics belong to the parameters that were trained.
+        These are `params` if no average is kept. Use the training model state with both: batch statistics
+        are not averaged.
         """
         return self.params if self.ema is None else combine(self.ema, self.params)
 
     @property
     def variables(self) -> Variables:
-        """What was trained, in the form in which `init` may return it."""
+        """Trained variables, in the form that `init` may return."""
         return Variables(params=self.params, model_state=self.model_state)
 
     def require_alive(self) -> None:
-        """Raise ValueError for a state that was donated."""
+        """Raise ValueError if the state was donated."""
         if self.step.is_deleted():
             raise ValueError(
-                "this state was donated already, to a step, an update or a move. Go on with the state that "
-                "came out of it."
+                "this state was donated already, to a step, an update or a move. Continue with the state "
+                "that it returned."
             )
 
 
@@ -114,44 +115,43 @@ class TrainState:
 class Sums:
     """One replica's part of a batch.
 
-    Where replicas compute separate gradients they have a leading axis over the replicas until they are
-    reduced; of a global loss they are reduced from the start, and cut like the parameters. Which fields add
-    up, and how, is known here alone.
+    If replicas compute separate gradients, fields have a leading axis over the replicas until they are
+    reduced. Sums of a global loss are reduced from the start, and cut like the parameters. No other code
+    knows which fields add up, and how.
     """
 
     grads: PyTree
-    """Sum over samples of the loss gradient, float32, trainable leaves."""
+    """Sum of the loss gradient over samples, float32, of trainable leaves."""
     loss: Leaf
     """Sum of losses."""
     weight: Leaf
     """Sum of loss weights."""
     samples: Leaf
-    """Real samples; padding does not count."""
+    """Number of real samples, without padding."""
     groups: Leaf
-    """Micro-batches with any weight; samples, where noise comes from normalisation layers."""
+    """Micro-batches with any weight; or samples, if noise comes from normalisation layers."""
     norms: Leaf
-    """[leaves]: sum over micro-batches of |gradient sum|^2 / weight; of samples, on normalisation layers."""
+    """Sum of |gradient sum|^2 / weight over `groups`, `[leaves]`."""
     factors: Mapping[int, Leaf]
-    """Gradient sums of the factors on normalisation layers, by their features; {} where they have none."""
+    """Gradient sums of the factors on normalisation layers, by number of features; {} without factors."""
     calls: Leaf
-    """int32, micro-batches so far: numbers the streams of random keys."""
+    """Micro-batches so far, int32; each has its own stream of random numbers."""
     aux: Mapping[str, Leaf]
-    """Sums over samples."""
+    """Sums of the user's own numbers over samples."""
     model_state: PyTree
-    """After the latest micro-batch."""
+    """Model state after the latest micro-batch."""
     square: Leaf | None = None
-    """[leaves]: |gradient sum|^2 as `norms` are measured, where it came along with them; else None."""
+    """|gradient sum|^2 in the coordinates of `norms`, `[leaves]`; None if it is not known yet."""
 
     def merged(self, later: "Sums") -> "Sums":
-        """Two micro-batches of one replica as one; the later went on from the model state of this."""
+        """Add a `later` micro-batch of this replica, which continued from the model state of this one."""
         summed = jax.tree.map(jnp.add, self._added(), later._added())
         return Sums(**summed, calls=self.calls + later.calls, model_state=later.model_state)
 
     def exchanged(self) -> dict[str, PyTree]:
-        """What must be added up over replicas: one tree of floats, model state weighted by samples.
+        """Return what replicas must add up: one tree of floats, with model state weighted by samples.
 
-        Leaves of the model state that are not floating (counters, keys) advance alike on every replica
-        and are not exchanged.
+        Other leaves of the model state (counters, keys) are the same on every replica and not exchanged.
         """
         floats = [
             jnp.where(self.samples > 0, x.astype(jnp.float32) * self.samples, 0.0)
@@ -164,34 +164,33 @@ class Sums:
     def of_exchanged(
         cls, total: Mapping[str, PyTree], *, calls: Leaf, model_state: PyTree
     ) -> "Sums":
-        """The whole batch, of every replica's `exchanged` added up; `model_state` is any replica's own."""
+        """Return the batch's sums from the total of `exchanged` trees, and any replica's `model_state`."""
         fields = {name: value for name, value in total.items() if name != "floats"}
         floats, samples = iter(total["floats"]), total["samples"]
 
         def mean(x: Array) -> Array:
             if not jnp.issubdtype(x.dtype, jnp.floating):
                 return x
-            # Where everything was padding, nothing has changed it.
-            return jnp.where(samples > 0, next(floats) / jnp.maximum(samples, 1.0), x).astype(
-                x.dtype
-            )
+            # A batch of padding alone does not change it.
+            average = next(floats) / jnp.maximum(samples, 1.0)
+            return jnp.where(samples > 0, average, x).astype(x.dtype)
 
         return cls(**fields, calls=calls, model_state=jax.tree.map(mean, model_state))
 
     def reduced(
         self, add_grads: Callable[[PyTree], PyTree], add_others: Callable[[PyTree], PyTree]
     ) -> "Sums":
-        """The whole batch, where the functions add up gradients and all else over the replicas."""
+        """Return the sums of the whole batch; the functions add up gradients, and all else, over replicas."""
         tree = self.exchanged()
         grads = add_grads(tree.pop("grads"))
         total = {**add_others(tree), "grads": grads}
         return Sums.of_exchanged(total, calls=self.calls, model_state=self.model_state)
 
     def part_of(self, replica: Array, num_replicas: int) -> "Sums":
-        """One replica's part of reduced sums, so that the parts add up to them.
+        """Split reduced sums into parts, one per replica, that add up to them again; return one part.
 
-        The first holds them. Every replica goes on from the model state with its share of the weight, in
-        whole samples, and with new streams of random numbers.
+        The first replica holds them. Every replica continues from the model state, with an equal share of
+        the samples so that it keeps its weight, and with new streams of random numbers.
         """
         share = jnp.floor(self.samples / num_replicas)
         share += replica < self.samples - share * num_replicas
@@ -200,56 +199,56 @@ class Sums:
         return Sums(**added, calls=self.calls, model_state=self.model_state)
 
     def with_grads(self, grads: PyTree) -> "Sums":
-        """The same with other gradients."""
+        """Return these sums with other gradients."""
         return dataclasses.replace(self, grads=grads)
 
     def _added(self) -> dict[str, PyTree]:
-        """What is the sum of its parts."""
+        """Return the fields that are sums over micro-batches."""
         names = ("grads", "loss", "weight", "samples", "groups", "norms", "factors", "aux")
         return {name: getattr(self, name) for name in names}
 
 
 @struct
 class Work:
-    """A batch half done, on one layout: `begin` makes it, `accumulate` adds to it, `apply` consumes it."""
+    """Partly accumulated batch on one layout. `begin` makes it, `accumulate` adds to it, `apply` frees it."""
 
     layout: Layout = static()
-    """Where it lies."""
+    """Layout on which it lies."""
     owns_params: bool = static()
-    """False: parameters are the state's own, which must outlive the batch."""
+    """Whether its parameters are freed with it; otherwise they belong to the state."""
     params: PyTree
-    """Compute precision; the master itself where both are the same."""
+    """Parameters in compute precision; the state's own if that is the same."""
     scale: PyTree
-    """The optimizer's preconditioner, () where noise is measured without one."""
+    """Preconditioner of the optimizer; () if noise is measured without it."""
     model_state: PyTree
-    """Of the state that it began from."""
+    """Model state at the beginning of the batch."""
     key: Leaf
-    """The state's."""
+    """Root key of the state."""
     step: Leaf
-    """The state's."""
+    """Step count of the state."""
     sums: Sums | None
-    """None until the first micro-batch."""
+    """Sums so far; None before the first micro-batch."""
 
     def require_unused(self) -> None:
-        """Raise ValueError where anything of it is gone."""
+        """Raise ValueError if any of its buffers was freed."""
         if any(leaf.is_deleted() for leaf in jax.tree.leaves(self)):
             raise ValueError(
-                "this Work was consumed already: accumulate(), step() and apply() take it over, and so do "
-                "they and move() the state that it began from. Go on with the Work that accumulate() "
+                "this Work was consumed already: accumulate(), step() and apply() take it over, and they and "
+                "move() take over the state that it began from. Continue with the Work that accumulate() "
                 "returned, or begin() a new one from the latest state."
             )
 
     def consume(self) -> None:
-        """Free what belongs to the batch alone; executables that read it hold on until they are done."""
+        """Free the buffers that belong to the batch alone; running executables keep them until they end."""
         delete(self.sums)
         if self.owns_params:
             delete((self.params, self.scale))
 
 
 def host_copy(x: Array, dtype: DTypeLike | None = None) -> Any:
-    """An array, whole, as a NumPy array (in another type) that nobody can write to; keys as keys.
+    """Copy a whole array to a read-only NumPy array, of type `dtype` if given; keys stay keys.
 
-    Of one that spans processes, all of those come here together.
+    If the array spans processes, all of them must call it.
     """
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         data = host_copy(jax.random.key_data(x))
@@ -258,7 +257,7 @@ def host_copy(x: Array, dtype: DTypeLike | None = None) -> Any:
         assert isinstance(x.sharding, NamedSharding)
         whole = NamedSharding(x.sharding.mesh, PartitionSpec())
         x = jax.jit(_same, out_shardings=whole)(x).addressable_data(0)
-    host = np.array(x, dtype)  # a copy: on CPU, the host would see the buffer itself
+    host = np.array(x, dtype)  # a copy: on CPU, NumPy would share the buffer
     host.flags.writeable = False
     return host
 
@@ -268,7 +267,7 @@ def _same(x: Array) -> Array:
 
 
 def delete(tree: PyTree) -> None:
-    """Free what is not freed yet."""
+    """Free the leaves that are not freed yet."""
     for leaf in jax.tree.leaves(tree):
         if not leaf.is_deleted():
             leaf.delete()
@@ -276,35 +275,35 @@ def delete(tree: PyTree) -> None:
 
 @struct
 class StepMetrics(Generic[Number]):
-    """What a step reports: arrays inside its program, Python numbers once it is read."""
+    """What a step reports: arrays inside its program, Python numbers after reading."""
 
     loss: Number
-    """Per unit of weight, of the whole batch."""
+    """Loss of the whole batch, per unit of weight."""
     weight: Number
-    """Of the whole batch; minus infinity where a sample's is negative."""
+    """Loss weight of the whole batch; minus infinity if a sample's is negative."""
     grad_norm: Number
-    """Of the averaged gradient of the whole batch."""
+    """Norm of the averaged gradient of the whole batch."""
     is_finite: Number
-    """Whether loss, gradient, update and model state were, so that it was applied; a bool once read."""
+    """Whether loss, gradient, update and model state were finite, so that the update was applied."""
     num_skipped: Number
-    """Updates refused since training began; an int once read, like all counts."""
+    """Updates refused since training began."""
     skipped_in_a_row: Number
-    """Of them, those that end with this update."""
+    """Updates refused in a row, up to this one."""
     num_samples: Number
     """Real samples of the batch."""
     num_groups: Number
-    """Gradient groups of the batch: micro-batches on replicas, with any weight; or samples."""
+    """Noise groups of the batch: micro-batches on replicas with any weight, or samples."""
     progress: Number
     """Base steps done."""
     gain: Number
-    """The factor that the update was multiplied by, mean over label groups."""
+    """Factor that the update was multiplied by, mean over label groups."""
     noise: NoiseReadout[Number]
-    """Gradient noise, as it is known after this step."""
+    """Estimate of the gradient noise after this step."""
     aux: Mapping[str, Number]
-    """The user's own numbers, averaged over samples."""
+    """User's own numbers, averaged over samples."""
 
     def packed(self) -> Float[Array, " numbers"]:
-        """All numbers as one vector: what leaves the step's program."""
+        """Return all numbers as one vector, which leaves the step's program."""
         return jnp.concatenate(
             [jnp.ravel(x).astype(jnp.float32) for x in map(jnp.asarray, jax.tree.leaves(self))]
         )
@@ -313,7 +312,7 @@ class StepMetrics(Generic[Number]):
     def unpacked(
         vector: np.ndarray, aux_names: Sequence[str], num_groups: int
     ) -> tuple["StepMetrics[float]", np.ndarray]:
-        """What `packed` packed, as Python numbers and arrays `[groups]`; and the rest of the vector."""
+        """Return what `packed` packed, as numbers and arrays `[groups]`, and the rest of the vector."""
         kinds = dataclasses.replace(_KINDS, aux=dict.fromkeys(aux_names, float))
         leaves, structure = jax.tree.flatten(kinds)
         values, at = [], 0
@@ -328,43 +327,31 @@ class StepMetrics(Generic[Number]):
 
 
 _KINDS = StepMetrics[type](
-    loss=float,
-    weight=float,
-    grad_norm=float,
+    **dict.fromkeys(("loss", "weight", "grad_norm", "progress", "gain"), float),
+    **dict.fromkeys(("num_skipped", "skipped_in_a_row", "num_samples", "num_groups"), int),
     is_finite=bool,
-    num_skipped=int,
-    skipped_in_a_row=int,
-    num_samples=int,
-    num_groups=int,
-    progress=float,
-    gain=float,
     noise=NoiseReadout(
-        sqr=float,
-        var=float,
-        group_sqr=np.ndarray,
-        group_var=np.ndarray,
-        seen_groups=float,
-        num_samples=float,
-        newest_samples=float,
+        **dict.fromkeys(("group_sqr", "group_var"), np.ndarray),
+        **dict.fromkeys(("sqr", "var", "seen_groups", "num_samples", "newest_samples"), float),
     ),
     aux={},
 )
 
 
 def split(tree: PyTree, mask: PyTree) -> tuple[PyTree, PyTree]:
-    """`tree` twice: the leaves where `mask` holds, and the others; None elsewhere."""
+    """Return the leaves of `tree` that `mask` selects, and the others, with None elsewhere."""
     kept = jax.tree.map(lambda m, x: x if m else None, mask, tree)
     rest = jax.tree.map(lambda m, x: None if m else x, mask, tree)
     return kept, rest
 
 
 def combine(kept: PyTree, rest: PyTree) -> PyTree:
-    """The tree that `split` took apart."""
+    """Return the tree that `split` took apart."""
     return jax.tree.map(lambda a, b: b if a is None else a, kept, rest, is_leaf=lambda x: x is None)
 
 
 def cast(tree: PyTree, dtype: DTypeLike | None) -> PyTree:
-    """Floating leaves in `dtype`; other leaves, and all of them where `dtype` is None, unchanged."""
+    """Return a tree with floating leaves in `dtype`, and all others unchanged; None changes nothing."""
     if dtype is None:
         return tree
     return jax.tree.map(

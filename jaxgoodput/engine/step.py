@@ -1,9 +1,9 @@
 """A training step as pure functions: the sums of one micro-batch, and the update.
 
-Nothing here knows of devices or meshes. `local_sums` runs on one replica, or on all rows at once; sums
-of micro-batches and of replicas are added (`Sums` knows how); `update` turns the total into the next
-state. Gradient accumulation, uneven counts of micro-batches and padding are all the same addition with
-other weights.
+Nothing here knows of devices or meshes. `local_sums` runs on one replica, or on all rows at once; sums of
+micro-batches and of replicas are added (`Sums` knows how); `update` turns the total into the next state.
+Gradient accumulation, uneven numbers of micro-batches and padding are all the same addition with other
+weights.
 
 Noise moments of n groups (micro-batches on replicas) with shares p_i of the loss weight:
 L = sum p_i |g_i|^2 and T = |g|^2 give `trace = M (L - T) / (n - 1)` per sample and
@@ -45,61 +45,62 @@ from jaxgoodput.optim.preconditioner import MomentConstants
 from jaxgoodput.parallel.partition import path_name
 from jaxgoodput.parallel.strategy import anywhere
 
-# (params, model state, batch, key) -> (what `loss_kind` allows, new model state)
 T = TypeVar("T")
 Pick = Callable[[PyTree, float], PyTree]
+# (params, model state, batch, key) -> (what `loss_kind` allows, new model state)
 LossAndState = Callable[..., tuple[Array | Loss, PyTree]]
-# Elements of a leaf whose update is worked out twice, to see what it is before anything is applied.
+# Leaves of up to this many elements have their update computed twice, to check it before it is applied.
 SMALL = 2**14
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What is trained: the user's functions and how their gradient is measured."""
+    """What is trained: the user's functions, and how the noise of their gradient is measured."""
 
     init: Callable[[Array], PyTree]
-    """From a key to the parameters, or to `Variables`."""
+    """Function from a key to the parameters, or to `Variables`."""
     loss_and_state: LossAndState
-    """From parameters, model state, a batch and a key to per-sample losses `[batch]`, a `Loss` or a scalar
-    mean, and the new model state."""
+    """Function from parameters, model state, a batch and a key to the loss and the new model state. The loss
+    is per sample `[batch]`, a `Loss` or a scalar mean."""
     tx: optax.GradientTransformationExtraArgs
-    """An `adaptive(...)`."""
+    """Optimizer, an `adaptive(...)`."""
     base_batch_size: int
-    """The batch that the learning rate was tuned for."""
+    """Batch size that the learning rate was tuned for."""
     takes_mask: bool = False
-    """Whether `loss_and_state` takes `mask=` too: 1 for real samples, 0 for padding, `[batch]`."""
+    """Whether `loss_and_state` also takes `mask=`, `[batch]`: 1 for real samples, 0 for padding."""
     trainable: Callable[[PyTree], PyTree] | None = None
-    """From parameters to a tree of bool; None: all train."""
+    """Function from parameters to a tree of bool; None: all of them train."""
     preconditioned: bool = False
     """Whether noise is measured in the coordinates of the optimizer's preconditioner."""
     moments: MomentConstants = MomentConstants()
-    """Of the preconditioner; `probe.moment_constants(tx, params)` finds them."""
+    """Constants of the preconditioner; `probe.moment_constants(tx, params)` finds them."""
     from_norm_layers: bool = False
-    """Whether noise is measured on normalisation layers alone, sample by sample."""
+    """Whether noise is measured sample by sample, on normalisation layers alone."""
     has_labels: bool = False
-    """Whether learning rates go by labels."""
+    """Whether learning rates differ by label."""
     compute_dtype: DTypeLike | None = None
-    """What floating parameters are cast to for computing; None: they are not."""
+    """Type that floating parameters are cast to for computing; None: their own."""
     ema: float | None = None
-    """Share of the parameters' average that is kept per base step; None: there is no average."""
+    """Fraction of the parameters' average that is kept per base step; None: no average."""
     swaps_products: bool = False
-    """Whether, on CPU, gradients of matrices are computed as XLA does it fast there (`gradients.py`)."""
+    """Whether, on CPU, matrix gradients become products that XLA computes fast there (`gradients.py`)."""
 
     def mask(self, params: PyTree) -> PyTree:
-        """Which leaves train."""
+        """Return a tree of bool: which leaves train."""
         if self.trainable is None:
             return jax.tree.map(lambda _: True, params)
         return self.trainable(params)
 
     def apart(self, norms_of: Callable[[Pick], T]) -> T:
-        """Norms of every leaf, or of every part of one whose noise is apart, from `norms_of(pick)`.
+        """Return the norms of every leaf, or of every part of a leaf whose noise is measured separately.
 
-        `pick(tree, fill)` is the part that they are to be of, and `fill` elsewhere.
+        `norms_of(pick)` computes the norms of one part; `pick(tree, fill)` keeps that part of the leaves and
+        puts `fill` elsewhere.
         """
         return norms_of(lambda tree, fill: tree)
 
     def preconditioner(self, opt_state: PyTree, kept: PyTree) -> PyTree | None:
-        """What the optimizer divides gradients by; None where noise is measured without."""
+        """Return what the optimizer divides gradients by; None if noise is measured without it."""
         if not self.preconditioned:
             return None
         return noise.preconditioner(opt_state, kept, b2=self.moments.b2, eps=self.moments.eps)
@@ -108,10 +109,10 @@ class Problem:
 def init_state(
     problem: Problem, key: Array, given: Mapping[str, Array] = MappingProxyType({})
 ) -> TrainState:
-    """The state before the first step. Buffers are never shared between leaves.
+    """Make the state before the first step. Leaves never share buffers.
 
-    `given` are leaves by their names in `Variables`, such as "params/layers/0/kernel", in place of those that
-    `init` makes; the compiler leaves out what made those.
+    `given` replaces leaves of `init` by their names in `Variables`, such as "params/layers/0/kernel"; the
+    compiler then drops the code that made them.
     """
     init_key, run_key = jax.random.split(key)
     made = problem.init(init_key)
@@ -132,22 +133,22 @@ def init_state(
 
 
 def first_average(problem: Problem, params: PyTree) -> PyTree:
-    """A copy of the trainable parameters, float32 at least; None where no average is kept."""
+    """Return a copy of the trainable parameters, at least float32; None if no average is kept."""
     if problem.ema is None:
         return None
     kept, _ = split(params, problem.mask(params))
-    # In bfloat16 an average would not move: its steps are a thousandth of what it is.
+    # In bfloat16 an average would not move: its steps are a thousandth of its value.
     return jax.tree.map(
         lambda x: jnp.array(x, jnp.promote_types(x.dtype, jnp.float32), copy=True), kept
     )
 
 
 def _averaged(problem: Problem, ema: PyTree, kept: PyTree, before: PyTree, after: PyTree) -> PyTree:
-    """The average after an update to `kept`, which took the optimizer state from `before` to `after`.
+    """Return the average after an update to `kept`, which took the optimizer from `before` to `after`.
 
-    A stretch of progress p keeps d^p of what was there. Weights are those of exp(t log d) over the progress
-    t, divided by their sum, 1 - d^t: the initial parameters have none, and an average of d per base step
-    means the same at every batch (Adam's bias correction, in progress).
+    Progress p keeps d^p of the old average. The weights exp(t log d) over the progress t are divided by their
+    sum, 1 - d^t, so the initial parameters have no weight, and d per base step means the same for every batch
+    size (Adam's bias correction, in units of progress).
     """
     if problem.ema is None:
         return None
@@ -157,7 +158,7 @@ def _averaged(problem: Problem, ema: PyTree, kept: PyTree, before: PyTree, after
 
 
 def own_specs(problem: Problem) -> tuple[tuple[str, PartitionSpec], ...]:
-    """How the model's own metadata cuts its parameters, by their paths."""
+    """Return the model's own partitioning metadata: specs by the paths of its parameters."""
     made = jax.eval_shape(anywhere(problem.init), jax.random.key(0))
     return made.specs if isinstance(made, Variables) else ()
 
@@ -165,7 +166,7 @@ def own_specs(problem: Problem) -> tuple[tuple[str, PartitionSpec], ...]:
 def loss_kind(
     problem: Problem, state: TrainState, batch: PyTree, num_samples: int
 ) -> Literal["sample", "mean"]:
-    """'sample' where the loss can be weighted sample by sample, 'mean' where it cannot.
+    """Return "sample" if the loss can be weighted sample by sample, "mean" if it cannot.
 
     State and batch are abstract. Raises TypeError for a loss of any other shape.
     """
@@ -183,32 +184,31 @@ def loss_kind(
             "cross-entropy, not a count of hits."
         )
     if isinstance(out, Loss):
-        total, weight = jnp.shape(out.sum), jnp.shape(out.weight)
-        if total == weight == (num_samples,):
-            return "sample"
-        if total == weight == ():
-            return "mean"
-        raise TypeError(
+        shapes = jnp.shape(out.sum), jnp.shape(out.weight)
+        wrong = (
             f"Loss.sum and Loss.weight must both have shape ({num_samples},) (one value per sample) "
-            f"or both be scalars; got {total} and {weight}."
+            f"or both be scalars; got {shapes[0]} and {shapes[1]}."
         )
-    if not hasattr(out, "shape"):
+    elif hasattr(out, "shape"):
+        shapes = (out.shape,)
+        wrong = (
+            f"loss returned shape {out.shape} for a micro-batch of {num_samples} samples. Return one loss "
+            f"per sample, shape ({num_samples},), summed over every other axis; or a scalar mean."
+        )
+    else:
         raise TypeError(
             f"loss must return per-sample losses [batch], Loss(sum, weight, aux), or a scalar mean; "
             f"got {type(out).__name__}. Wrap auxiliary numbers as Loss.of(sum, weight, name=value)."
         )
-    if out.shape == (num_samples,):
+    if set(shapes) == {(num_samples,)}:
         return "sample"
-    if out.shape == ():
+    if set(shapes) == {()}:
         return "mean"
-    raise TypeError(
-        f"loss returned shape {out.shape} for a micro-batch of {num_samples} samples. Return one loss "
-        f"per sample, shape ({num_samples},), summed over every other axis; or a scalar mean."
-    )
+    raise TypeError(wrong)
 
 
 def require_dependence(problem: Problem, state: TrainState, batch: PyTree) -> None:
-    """Raises TypeError for a loss that does not depend on the parameters; all abstract."""
+    """Raise TypeError if the loss does not depend on the parameters. State and batch are abstract."""
     key = jax.eval_shape(lambda: jax.random.key(0))
     jaxpr = jax.make_jaxpr(problem.loss_and_state)(
         state.params, state.model_state, batch, key
@@ -218,19 +218,19 @@ def require_dependence(problem: Problem, state: TrainState, batch: PyTree) -> No
         read = [x for x in one.invars if isinstance(x, Var)]
         if any(x in found for x in read):
             found.update(one.outvars)
-            if one.effects:  # what it writes to
+            if one.effects:  # it may write to its inputs
                 found.update(read)
-    # The sum of a `Loss` comes first, too.
+    # The first output is the loss, or the sum of a `Loss`.
     loss = jaxpr.outvars[0]
     if not (isinstance(loss, Var) and loss in found):
         raise TypeError(
-            "the loss does not depend on the parameters, so there is nothing to learn. Return what was "
+            "the loss does not depend on the parameters, so there is nothing to learn. Return a loss that is "
             "computed from them."
         )
 
 
 def _weighted(out: Array | Loss, mask: Array) -> tuple[Array, Array, dict[str, Array]]:
-    """Sum of losses, sum of weights, and sums of the auxiliary numbers, padding left out."""
+    """Return the sums of losses, weights and auxiliary numbers, without padding."""
     samples = jnp.sum(mask)
 
     def total(value: ArrayLike) -> Array:
@@ -247,19 +247,18 @@ def _weighted(out: Array | Loss, mask: Array) -> tuple[Array, Array, dict[str, A
     if isinstance(out, Loss):
         aux = {name: total(value) for name, value in out.aux.items()}
         negative = jnp.any(jnp.where(mask > 0, jnp.asarray(out.weight), 0.0) < 0)
-        # What no sum of others makes up for: the update is refused, and says why.
+        # Minus infinity stays in every sum, so the update is refused and reports why.
         return whole(out.sum), jnp.where(negative, -jnp.inf, whole(out.weight)), aux
     return total(out), samples, {}
 
 
 def _without_padding(batch: PyTree, mask: Array, blocks: int) -> PyTree:
-    """The batch with a real sample in place of padding, which may hold anything.
+    """Return the batch with a real sample in place of padding, which may hold anything.
 
-    Leaving a padded loss out of the sum is not enough: its gradient is 0 times whatever the padding
-    makes of the backward pass, and 0 * inf is not 0. The sample is one of the same block of rows (those
-    of a replica), so that nothing is sent; a block of padding alone stays as it is, which is a real
-    sample where the loader made it, but for zeros in place of what is not finite. Where there is no real
-    sample at all, what comes of it counts for nothing (`local_sums`).
+    Leaving a padded loss out of the sum is not enough: its gradient is 0 times the result of a backward pass
+    through the padding, and 0 * inf is not 0. The sample comes from the same block of rows (one replica's),
+    so nothing is sent. A block of padding alone stays as it is, with zeros for numbers that are not finite;
+    the loader fills it with a real sample. Without any real sample, `local_sums` ignores the gradient.
     """
     rows = mask.reshape(blocks, -1) > 0
     real, is_empty = jnp.argmax(rows, axis=1), ~rows.any(axis=1)
@@ -292,14 +291,13 @@ def local_sums(
     alone: bool = False,
     swaps: bool = False,
 ) -> Sums:
-    """One micro-batch, of one replica or of all: gradient sum, loss sum, weight, and |gradient|^2.
+    """Compute the sums of one micro-batch, of one replica or of all replicas.
 
-    `params` are in compute precision, `mask` is 1 for real samples and 0 for padding, `[batch]`; rows
-    come from `blocks` replicas. `measure=False` leaves the noise moment at 0 and saves one pass over the
-    gradient. Of all rows, which are computed together, only those of `part` (`[batch]`, 1 or 0) count.
-    `alone` says that nothing will be added to these sums: the gradient of a micro-batch without weight,
-    which may then be anything, is refused with the whole update. `swaps` computes those of matrices as
-    XLA:CPU does it fast (`gradients.py`).
+    `params` are in compute precision; `mask` is `[batch]`, 1 for real samples and 0 for padding. Rows come
+    from `blocks` replicas. `measure=False` leaves the noise moment at 0 and saves a pass over the gradient.
+    If `part` is given (`[batch]`, 1 or 0), all rows are computed together, but only this part counts.
+    `alone` says that nothing will be added to these sums: if they have no weight, their gradient may be
+    anything, and the whole update is refused. `swaps` rewrites matrix gradients (`gradients.py`).
     """
     kept, rest = split(params, problem.mask(params))
     batch = _without_padding(batch, mask, blocks)
@@ -322,7 +320,7 @@ def local_sums(
             lambda rows: problem.loss_and_state(params, model_state, rows, key), batch
         )
     differentiated = swapped_value_and_grad if swaps else partial(jax.value_and_grad, has_aux=True)
-    if problem.from_norm_layers and measure:
+    if factors and measure:
         (total, others), (grads, by_sample) = differentiated(objective, argnums=(0, 1))(
             kept, factors
         )
@@ -332,23 +330,16 @@ def local_sums(
     weight, aux, new_state = others
     weight = jax.lax.stop_gradient(weight)
     grads = cast(grads, jnp.float32)
-    if not alone:  # a choice that XLA:CPU writes out, and that slows down every sum over it
-        # A micro-batch of padding alone may have made anything of it.
+    if not alone:
+        # The gradient of a micro-batch of padding alone may be anything. `alone` spares this choice, because
+        # XLA:CPU writes it to memory, which slows down every sum over the gradient.
         grads = jax.tree.map(lambda g: jnp.where(weight > 0, g, 0), grads)
     total = jnp.where(weight > 0, total, 0.0)
-    norms = jnp.zeros((len(jax.tree.leaves(kept)),), jnp.float32)
-    groups = (weight > 0).astype(jnp.float32)
     if problem.from_norm_layers:
-        # Samples weigh alike here; the sum of the batch's is what the weights make of it.
-        groups = jnp.sum(mask)
-        by_sample = jax.tree.map(lambda g: jnp.where(mask[:, None] > 0, g, 0), by_sample)
-        squares = jnp.sum(norm_layers.sum_of_squares(by_sample)) if factors else 0.0
-        each = jnp.where(weight > 0, weight / jnp.maximum(groups, 1), 1.0)
-        norms = jnp.broadcast_to(squares / each / norms.size, norms.shape)
-    elif measure:
-        preconditioner = None if isinstance(scale, tuple) and not scale else scale
-        norms = noise.squared_norms(grads, preconditioner)
-        norms = jnp.where(weight > 0, norms / jnp.where(weight > 0, weight, 1.0), 0.0)
+        groups, norms, by_sample = _moments_by_sample(by_sample, weight, mask, like=grads)
+    else:
+        groups = (weight > 0).astype(jnp.float32)
+        norms = _moments(grads, scale, weight, measure=measure)
     samples = jnp.sum(mask)
     return Sums(
         grads=grads,
@@ -364,21 +355,48 @@ def local_sums(
     )
 
 
-def in_two(problem: Problem, total: Sums, part: Sums, scale: PyTree, *, cut: bool) -> Sums:
-    """The sums of one micro-batch with the noise moment of two groups: a part of its rows, and the others.
+def _moments(grads: PyTree, scale: PyTree, weight: Array, *, measure: bool) -> Array:
+    """Return |gradient sum|^2 / weight of every leaf, `[leaves]`; zeros unless `measure`."""
+    if not measure:
+        return jnp.zeros((len(jax.tree.leaves(grads)),), jnp.float32)
+    norms = noise.squared_norms(grads, None if _is_none(scale) else scale)
+    return jnp.where(weight > 0, norms / jnp.where(weight > 0, weight, 1.0), 0.0)
 
-    `scale` is the optimizer's preconditioner, () for none; `cut` says that leaves are cut over devices.
+
+def _moments_by_sample(
+    by_sample: norm_layers.Factors, weight: Array, mask: Array, *, like: PyTree
+) -> tuple[Array, Array, norm_layers.Factors]:
+    """Return the number of groups, their moments, and per-sample gradients without padding.
+
+    Every sample is a group. All samples count alike; the moments of the batch are scaled by its weights.
     """
-    has_none = isinstance(scale, tuple) and not scale
+    groups = jnp.sum(mask)
+    by_sample = jax.tree.map(lambda g: jnp.where(mask[:, None] > 0, g, 0), by_sample)
+    squares = jnp.sum(norm_layers.sum_of_squares(by_sample))
+    each = jnp.where(weight > 0, weight / jnp.maximum(groups, 1), 1.0)
+    num_leaves = len(jax.tree.leaves(like))
+    return groups, jnp.broadcast_to(squares / each / num_leaves, (num_leaves,)), by_sample
+
+
+def _is_none(scale: PyTree) -> bool:
+    """Return whether `scale` is (), which stands for no preconditioner."""
+    return isinstance(scale, tuple) and not scale
+
+
+def in_two(problem: Problem, total: Sums, part: Sums, scale: PyTree, *, cut: bool) -> Sums:
+    """Return `total` with the noise moment of two groups: a part of its rows, and the other rows.
+
+    `scale` is the optimizer's preconditioner, () for none. `cut` says that leaves are cut over devices.
+    """
 
     def products_of(pick: Pick) -> tuple[Array, Array, Array]:
-        preconditioner = None if has_none else pick(scale, 1.0)
+        preconditioner = None if _is_none(scale) else pick(scale, 1.0)
         return noise.products_of_two(
             pick(part.grads, 0.0), pick(total.grads, 0.0), preconditioner, cut=cut
         )
 
     products = problem.apart(products_of)
-    # The gradient of a part without weight may be anything.
+    # If the part has no weight, its gradient may be anything.
     first, both = (jnp.where(part.weight > 0, x, 0) for x in products[:2])
     whole = products[2]
     groups_of_rows = (
@@ -387,16 +405,16 @@ def in_two(problem: Problem, total: Sums, part: Sums, scale: PyTree, *, cut: boo
     )
     norms, groups = jnp.zeros_like(whole), jnp.zeros_like(total.groups)
     for square, weight in groups_of_rows:
-        some = weight > 1e-6 * total.weight  # the difference of two sums is hardly ever 0
+        some = weight > 1e-6 * total.weight  # the difference of two sums is rarely exactly 0
         norms += jnp.where(some, square / jnp.where(some, weight, 1.0), 0.0)
         groups += some.astype(groups.dtype)
     return dataclasses.replace(total, norms=norms, groups=groups, square=whole)
 
 
 def _advance(old: PyTree, new: PyTree, samples: Array) -> PyTree:
-    """The new model state; floating leaves only where the micro-batch held any real sample.
+    """Return the new model state, with old floats if the micro-batch held no real sample.
 
-    Others (counters, keys) move on with every micro-batch, so that they stay alike on all replicas.
+    Other leaves (counters, keys) advance with every micro-batch, so they stay the same on all replicas.
     """
     return jax.tree.map(
         lambda a, b: jnp.where(samples > 0, b, a) if jnp.issubdtype(b.dtype, jnp.floating) else b,
@@ -406,7 +424,7 @@ def _advance(old: PyTree, new: PyTree, samples: Array) -> PyTree:
 
 
 def _stays_finite(old: PyTree, new: PyTree) -> Array:
-    """Whether all floating numbers are that were before: a running minimum may begin at infinity."""
+    """Return whether all floats that were finite still are. A running minimum may begin at infinity."""
     pairs = zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True)
     lost = [
         (jnp.isfinite(a) & ~jnp.isfinite(b)).any()
@@ -419,11 +437,12 @@ def _stays_finite(old: PyTree, new: PyTree) -> Array:
 def _is_update_finite(
     problem: Problem, state: TrainState, total: Sums, loss: Array, share: Array
 ) -> Array:
-    """Whether the updates of all small leaves are, which a schedule that turns NaN spoils like all others.
+    """Return whether the updates of all small leaves are finite, before any update is applied.
 
-    Worked out beforehand: an update that is looked at while it is applied has to be written out (twice the
-    CPU time of the recommender's steps). Large leaves get a constant here, so that nothing reads theirs:
-    1, because a norm of all that is 0 would be divided by. Where all are large, the smallest stands for them.
+    A schedule that turns NaN spoils all leaves alike, so small ones suffice. Checking an update while it is
+    applied would write it to memory (twice the CPU time of the recommender's steps). Large leaves get a
+    constant gradient here, so their own is not read: 1, because optimizers may divide by a norm. If all
+    leaves are large, the smallest is checked.
     """
     kept, _ = split(state.params, problem.mask(state.params))
     small = max(SMALL, min(g.size for g in jax.tree.leaves(total.grads)))
@@ -435,6 +454,37 @@ def _is_update_finite(
     return jnp.all(jnp.stack(is_finite))
 
 
+def _noise_sample(
+    problem: Problem, state: TrainState, kept: PyTree, total: Sums, weight: Array
+) -> noise.NoiseSample:
+    """Return the noise moments of the batch's groups, and of the whole batch."""
+    scale = problem.preconditioner(state.opt_state, kept)
+    if problem.from_norm_layers:
+        # There is one noise scale for all leaves: each gets the same part of it.
+        squares = sum(jnp.sum(jnp.square(x)) for x in total.factors.values())
+        large = jnp.broadcast_to(squares / total.norms.size, total.norms.shape)
+    elif scale is not None and total.square is not None:
+        large = total.square  # known already, which saves a pass over memory
+    else:
+        large = problem.apart(
+            lambda pick: noise.squared_norms(
+                pick(total.grads, 0.0), None if scale is None else pick(scale, 1.0)
+            )
+        )
+    large = large / weight**2
+    sample = noise.NoiseSample(
+        small_sqr=total.norms / weight,
+        large_sqr=large,
+        num_groups=total.groups,
+        num_samples=total.samples,
+    )
+    if scale is None:
+        return sample
+    # Before the preconditioner has settled, moments have other units and would linger in the average.
+    settled = noise.is_settled(state.opt_state)
+    return dataclasses.replace(sample, num_groups=jnp.where(settled, sample.num_groups, 0))
+
+
 def update(
     problem: Problem,
     state: TrainState,
@@ -442,51 +492,19 @@ def update(
     *,
     measure: bool,
 ) -> tuple[TrainState, StepMetrics[Array]]:
-    """The next state from the sums of a whole batch, and what to report.
+    """Return the next state from the sums of a whole batch, and what to report.
 
-    A loss, gradient, update or model state that is not finite, or a batch without weight, leaves
-    parameters, their average, optimizer and model state as they were; only the step count, the guard and
-    the samples gone by move on. `measure` takes a noise sample from the groups of this batch.
+    If the loss, gradient, update or model state is not finite, or the batch has no weight, then parameters,
+    their average, optimizer and model state stay as they were; only the step count, the refusals and the
+    samples seen advance. `measure` takes a noise sample from the groups of this batch.
     """
     kept, rest = split(state.params, problem.mask(state.params))
     weight = jnp.maximum(total.weight, 1e-30)
     loss = total.loss / weight
-    norms = noise.squared_norms(total.grads) / weight**2
-    norm_sqr = jnp.sum(norms)
+    norm_sqr = jnp.sum(noise.squared_norms(total.grads) / weight**2)
     finite = jnp.isfinite(loss) & jnp.isfinite(norm_sqr) & (total.weight > 0)
-
-    sample = None
-    if measure:
-        scale = problem.preconditioner(state.opt_state, kept)
-        if problem.from_norm_layers:
-            # One noise scale for all: every leaf is given the same part of it.
-            squares = [jnp.sum(jnp.square(x)) for x in total.factors.values()]
-            large = jnp.broadcast_to(sum(squares) / norms.size, norms.shape) / weight**2
-        elif scale is not None:
-            known = total.square  # a pass of its own over memory takes long
-            if known is None:
-                known = problem.apart(
-                    lambda pick: noise.squared_norms(pick(total.grads, 0.0), pick(scale, 1.0))
-                )
-            large = known
-            large = large / weight**2
-        else:
-            large = problem.apart(lambda pick: noise.squared_norms(pick(total.grads, 0.0)))
-            large = large / weight**2
-        sample = noise.NoiseSample(
-            small_sqr=total.norms / weight,
-            large_sqr=large,
-            num_groups=total.groups,
-            num_samples=total.samples,
-        )
-        if scale is not None:
-            # Before, it is in other units, and would stay in the average for long.
-            settled = noise.is_settled(state.opt_state)
-            sample = dataclasses.replace(
-                sample, num_groups=jnp.where(settled, sample.num_groups, 0)
-            )
-
-    # Times the reciprocal: XLA fuses a product into both of its uses, and writes a quotient out.
+    sample = _noise_sample(problem, state, kept, total, weight) if measure else None
+    # Times the reciprocal: XLA fuses a product into both of its uses, but writes a quotient to memory.
     share = 1.0 / weight
     finite &= _stays_finite(state.model_state, total.model_state)
     finite &= _is_update_finite(problem, state, total, loss, share)
@@ -505,7 +523,7 @@ def update(
         return moved, opt_state, total.model_state, ema
 
     def skip(grads: PyTree) -> tuple[PyTree, PyTree, PyTree, PyTree]:
-        # The run's samples go by all the same, and so do schedules that are called with them.
+        # The samples count all the same, so schedules that depend on them advance.
         opt_state = adaptation.passed_over(state.opt_state, total.samples / problem.base_batch_size)
         return kept, opt_state, state.model_state, state.ema
 
@@ -524,19 +542,25 @@ def update(
         ),
         ema=ema,
     )
+    return new_state, _metrics(new_state, total, loss, norm_sqr, finite)
+
+
+def _metrics(
+    state: TrainState, total: Sums, loss: Array, norm_sqr: Array, finite: Array
+) -> StepMetrics[Array]:
+    """Return what to report of a batch, after the update to `state`."""
     samples = jnp.maximum(total.samples, 1.0)
-    metrics = StepMetrics(
+    return StepMetrics(
         loss=loss,
         weight=total.weight,
         grad_norm=jnp.sqrt(norm_sqr),
         is_finite=finite,
-        num_skipped=new_state.guard.skipped,
-        skipped_in_a_row=new_state.guard.in_a_row,
+        num_skipped=state.guard.skipped,
+        skipped_in_a_row=state.guard.in_a_row,
         num_samples=total.samples,
         num_groups=total.groups,
-        progress=adaptation.progress(new_state.opt_state),
-        gain=adaptation.gain(new_state.opt_state).mean(),
-        noise=adaptation.readout(new_state.opt_state),
+        progress=adaptation.progress(state.opt_state),
+        gain=adaptation.gain(state.opt_state).mean(),
+        noise=adaptation.readout(state.opt_state),
         aux={name: value / samples for name, value in total.aux.items()},
     )
-    return new_state, metrics

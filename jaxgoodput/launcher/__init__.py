@@ -1,1 +1,1 @@
-"""One job in several processes."""
+"""Runs one job as several processes, on one host or many."""

@@ -1,12 +1,13 @@
-"""One job as several processes of this host: start, watch, pass signals on, leave nobody behind.
+"""One job as several processes of this host: starts them, watches them, and passes signals on.
 
     python train.py ...      ->   rank 0 .. N-1: python -m jaxgoodput.launcher train.py ...
 
-The coordination service lives here and not in a worker, so that no worker's death takes it along.
-Each worker leads a process group of its own: all of it goes when the worker goes.
+JAX's coordination service lives in this process, not in a worker, so that it survives the death of any
+worker. Each worker leads a process group of its own. When the worker ends, its whole group is killed.
 """
 
 import contextlib
+import dataclasses
 import importlib.util
 import os
 import shutil
@@ -31,23 +32,25 @@ _SHIM = ("-m", "jaxgoodput.launcher")
 _FLAGS = frozenset("-b -B -d -E -I -O -OO -P -q -s -S -u -v".split())
 _FLAGS_WITH_VALUE = frozenset(("-W", "-X"))
 
-# Numbers of bytes: blocks to keep, what may lie free, what to fetch at once.
+# glibc settings in bytes: largest block to keep, most free memory to keep, least to fetch at once.
 _KEEP_FREED_PAGES = {
     "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
     "MALLOC_TRIM_THRESHOLD_": str((1 << 31) - 1),
     "MALLOC_TOP_PAD_": str(1 << 26),
 }
-LONGEST_PAUSE_S = 60.0  # before a job that crashed is started again
-_OLDEST_GLIBC = (2, 36)  # older ones were not tried; some refuse to keep blocks above 32 MiB
+LONGEST_PAUSE_S = 60.0  # before a crashed job is restarted
+_OLDEST_GLIBC = (2, 36)  # older versions are untested; some refuse to keep blocks above 32 MiB
 
 
 def keep_freed_pages(environ: Mapping[str, str]) -> dict[str, str]:
-    """Variables that make a CPU worker's next step find the memory that its last step freed.
+    """Return variables with which a CPU worker's next step reuses the memory that its last step freed.
 
-    XLA:CPU allocates a step's temporaries anew each time, and glibc gives large blocks back to the
-    kernel at once: on the recommender 12,600 page faults and half of the CPU time of each step. The
-    price is a resident size that stays at its peak. None of them where steps run on an accelerator,
-    where the C library is another, and where `environ` has decided about malloc already.
+    XLA:CPU allocates a step's temporaries anew each time, and glibc returns large blocks to the kernel at
+    once. On the recommender example that cost 12,600 page faults and half of the CPU time of each step. The
+    price is a resident size that stays at its peak.
+
+    Returns no variables if steps run on an accelerator, if the C library is not glibc, or if `environ`
+    already contains malloc settings.
     """
     platforms = environ.get("JAX_PLATFORMS")
     plugins = any(importlib.util.find_spec(name) for name in ("jax_plugins", "libtpu"))
@@ -56,7 +59,7 @@ def keep_freed_pages(environ: Mapping[str, str]) -> dict[str, str]:
     is_decided = "glibc.malloc" in tunables or not _KEEP_FREED_PAGES.keys().isdisjoint(environ)
     if is_decided or not on_cpu or _glibc() < _OLDEST_GLIBC:
         return {}
-    # An arena that is not the first keeps no block above 64 MiB.
+    # One arena only: any other than the first keeps no block above 64 MiB.
     return {"MALLOC_ARENA_MAX": environ.get("MALLOC_ARENA_MAX", "1"), **_KEEP_FREED_PAGES}
 
 
@@ -69,9 +72,9 @@ def _glibc() -> tuple[int, ...]:
 
 
 def shim_command(command: Sequence[str]) -> list[str]:
-    """`command` with its Python script or module run through the worker shim.
+    """Return `command` with its Python script or module run through the worker shim.
 
-    A bare `python` or a bare script becomes this interpreter; any other program stays as it is, and
+    A bare `python`, or a bare script, runs with this interpreter. Any other program stays as it is, and
     its own Python code joins the job with `jaxgoodput.initialize()`.
 
     >>> shim_command(["/opt/python3", "-u", "train.py", "--workdir=w"])
@@ -88,12 +91,8 @@ def shim_command(command: Sequence[str]) -> list[str]:
     if not program.startswith("python") or program.removeprefix("python").strip("0123456789."):
         return list(command)
     interpreter = command[0] if os.path.dirname(command[0]) else sys.executable
-    position = 1
-    while position < len(command) and (
-        command[position] in _FLAGS or command[position][:2] in _FLAGS_WITH_VALUE
-    ):
-        position += 2 if command[position] in _FLAGS_WITH_VALUE else 1
-    options, rest = list(command[1:position]), list(command[position:])
+    num_options = _count_options(command[1:])
+    options, rest = command[1 : num_options + 1], command[num_options + 1 :]
     if not rest or (rest[0].startswith("-") and rest[0] != "-m"):
         given = " ".join(command)
         raise UsageError(
@@ -101,6 +100,17 @@ def shim_command(command: Sequence[str]) -> list[str]:
             "`jaxgoodput run ... -- python train.py`, or `python -m MODULE`."
         )
     return [interpreter, *options, *_SHIM, *rest]
+
+
+def _count_options(words: Sequence[str]) -> int:
+    """Return how many of the words behind `python` are options of the interpreter."""
+    position = 0
+    while position < len(words):
+        word = words[position]
+        if word not in _FLAGS and word[:2] not in _FLAGS_WITH_VALUE:
+            break
+        position += 2 if word in _FLAGS_WITH_VALUE else 1
+    return position
 
 
 def run_local(
@@ -113,42 +123,37 @@ def run_local(
     crash_grace_s: float = 5.0,
     clock: Clock | None = None,
 ) -> int:
-    """Run `command` as one job of `num_processes` workers on this host; its exit code.
+    """Run `command` as one job of `num_processes` workers on this host; return its exit code.
 
-    Every line of a worker appears here behind its rank, `[0] ...`. SIGTERM, SIGINT and SIGHUP are
-    passed on to all workers, which then have `grace_s` to save and leave; a second SIGINT kills. When a
-    worker fails, the others get `crash_grace_s` to see it, as long again after SIGTERM, and are
-    then killed. When this process is killed, its workers die with it.
+    Output, signals, failures and hangs are handled as `supervise` says. The exit code is 0 if all workers are
+    done, 143 if all are done or saved, otherwise the code of the first worker that failed.
 
-    The code is 0 if all workers are done, 143 if all are done or saved, otherwise that of the first
-    to fail. A job that ends without having been told to is started again, at most `max_restarts`
-    times: at once after 143 (saved, wants a restart), after a crash when a pause is over that doubles
-    each time, and not after 2 (wrong usage). Two crashes in a row at which it came no further than
-    before end it: a script without a `Trainer` never tells how far it came.
+    A job that ends without a signal is restarted, at most `max_restarts` times: at once after 143 (saved,
+    wants a restart); after a crash, with pauses that double; never after 2 (wrong usage). It is given up
+    after two crashes in a row without progress between them. A script without a `Trainer` reports no
+    progress.
 
-    On a GPU machine process r uses the devices [r * devices_per_process, (r + 1) *
-    devices_per_process) (default 1); on CPU that many virtual ones. `JAX_PLATFORMS` chooses, as
-    ever. On CPU the workers keep the memory that steps free (`keep_freed_pages`).
+    On a machine with GPUs, process r uses the devices [r * devices_per_process, (r + 1) *
+    devices_per_process), by default one device. On CPU, each process has that many virtual devices.
+    `JAX_PLATFORMS` chooses the platform, as usual. On CPU the workers keep the memory that steps free
+    (`keep_freed_pages`).
 
     Raises:
-        UsageError: a number is below its least value, or the command cannot be started.
+        UsageError: a number is too small, or the command cannot be started.
     """
-    if num_processes < 1:
-        raise UsageError(f"{num_processes} processes: a job has at least one.")
+    _require_a_process(num_processes)
     if devices_per_process is not None and devices_per_process < 1:
-        raise UsageError(f"{devices_per_process} devices per process: each has at least one.")
+        raise UsageError(
+            f"{devices_per_process} devices per process are too few: each process has at least one."
+        )
     if max_restarts < 0:
-        raise UsageError(f"max_restarts={max_restarts}: give 0 or more.")
+        raise UsageError(f"max_restarts={max_restarts} is negative. Give 0 or more.")
     command = shim_command(command)
     if shutil.which(command[0]) is None:
         raise UsageError(f"there is no program {command[0]!r}.")
-    # Only here: no command line that is wrong should wait for JAX to be imported.
+    # Imported only here, so that errors in a command line are reported without waiting for JAX.
     from jaxgoodput import _jax
 
-    everything = num_processes == 1 and devices_per_process is None
-    devices = devices_per_process or 1
-    inherited = inherited_environ()
-    inherited |= keep_freed_pages(inherited)
     restarts = Restarts(max_restarts)
     while True:
         with contextlib.ExitStack() as stack:
@@ -158,28 +163,18 @@ def run_local(
                 service = _jax.start_coordination_service(num_processes)
                 stack.callback(service.shutdown)
                 coordinator = service.address
-            environs = [
-                {
-                    **inherited,
-                    "PYTHONUNBUFFERED": "1",  # lines appear when they are written
-                    **WorkerEnv(
-                        num_processes=num_processes,
-                        process_id=rank,
-                        coordinator=coordinator,
-                        job_id=f"local-{os.getpid()}",
-                        devices_per_process=devices_per_process,
-                        local_device_ids=None
-                        if everything
-                        else tuple(range(rank * devices, (rank + 1) * devices)),
-                        restart=restarts.num,
-                        grace_s=grace_s,
-                    ).to_environ(),
-                }
-                for rank in range(num_processes)
-            ]
+            env = WorkerEnv(
+                num_processes=num_processes,
+                process_id=0,
+                coordinator=coordinator,
+                job_id=f"local-{os.getpid()}",
+                devices_per_process=devices_per_process,
+                restart=restarts.num,
+                grace_s=grace_s,
+            )
             end = supervise(
                 [command] * num_processes,
-                environs,
+                _environs(env),
                 prefix_output=True,
                 grace_s=grace_s,
                 crash_grace_s=crash_grace_s,
@@ -190,35 +185,67 @@ def run_local(
             return end.code
 
 
+def _require_a_process(num_processes: int) -> None:
+    if num_processes < 1:
+        raise UsageError(f"{num_processes} processes are too few: a job has at least one.")
+
+
+def _environs(env: WorkerEnv) -> list[dict[str, str]]:
+    """Return the environment of each worker; `env` describes rank 0."""
+    inherited = inherited_environ()
+    inherited |= keep_freed_pages(inherited)
+    count = env.devices_per_process or 1
+    has_all = env.num_processes == 1 and env.devices_per_process is None
+    return [
+        {
+            **inherited,
+            "PYTHONUNBUFFERED": "1",  # lines appear when they are written
+            **dataclasses.replace(
+                env,
+                process_id=rank,
+                local_device_ids=None
+                if has_all
+                else tuple(range(rank * count, (rank + 1) * count)),
+            ).to_environ(),
+        }
+        for rank in range(env.num_processes)
+    ]
+
+
 class Restarts:
-    """Decides whether a job that has ended is started again, and when; remembers how it went so far."""
+    """Decides whether and when a job that has ended is restarted, from how its earlier attempts went."""
 
     def __init__(self, most: int):
         self.num = 0
+        """Number of restarts so far."""
         self._most = most
         self._num_crashes = 0
-        self._num_fruitless = 0  # crashes in a row
-        self._furthest: int | None = None
+        self._num_fruitless = 0  # consecutive crashes without progress
+        self._furthest: int | None = None  # last step of any attempt
 
     def pause_s(self, end: ProcessesEnd) -> float | None:
-        """How long to wait before the next start; None: there is none."""
+        """Return how many seconds to wait before the next attempt; None: do not restart the job."""
         if end.told or end.code in (DONE, USAGE) or self.num >= self._most:
             return None
         self.num += 1
-        before = end.began if self._furthest is None else self._furthest
-        has_progressed = end.step is not None and before is not None and end.step > before
-        if has_progressed:
-            self._furthest = end.step
+        has_progressed = self._has_progressed(end)
         if end.code == SAVED:
             return 0.0
         self._num_crashes += 1
         self._num_fruitless = 0 if has_progressed else self._num_fruitless + 1
         if self._num_fruitless == 2:
-            say("it has crashed twice without coming any further, and is not started again")
+            say("the job has crashed twice without progress, and is not restarted")
             return None
         pause_s = min(2.0 ** (self._num_crashes - 1), LONGEST_PAUSE_S)
-        say(f"starting again in {pause_s:g} s, for the {self.num}. time of {self._most} at most")
+        say(f"restarting the job in {pause_s:g} s (restart {self.num} of at most {self._most})")
         return pause_s
+
+    def _has_progressed(self, end: ProcessesEnd) -> bool:
+        before = end.began if self._furthest is None else self._furthest
+        if end.step is None or before is None or end.step <= before:
+            return False
+        self._furthest = end.step
+        return True
 
 
 def run_coordinated(
@@ -230,17 +257,17 @@ def run_coordinated(
     grace_s: float = 60.0,
     clock: Clock | None = None,
 ) -> int:
-    """Serve a job of `num_processes` workers at `host:port` while `command` runs them.
+    """Serve a job of `num_processes` workers at `host:port` while `command` runs them; return its exit code.
 
-    `command` (such as `srun python -m jaxgoodput.launcher train.py`) finds the address and
-    the number in its environment; `host` is how the workers reach this one (default: its name);
-    ranks come from whoever starts them. Signals and the exit code pass through as in `run_local`.
+    Use this if another program, such as `srun python -m jaxgoodput.launcher train.py`, starts the workers and
+    gives them their ranks. `command` finds the address and the number of processes in its environment; `host`
+    is the name under which the workers reach this host (default: its own name). Signals and the exit code
+    pass through as in `run_local`.
 
     Raises:
         UsageError: the number of processes, the port or the command is wrong.
     """
-    if num_processes < 1:
-        raise UsageError(f"{num_processes} processes: a job has at least one.")
+    _require_a_process(num_processes)
     if not command or shutil.which(command[0]) is None:
         raise UsageError(f"there is no program {command[0] if command else ''!r} to run.")
     from jaxgoodput import _jax

@@ -1,4 +1,4 @@
-"""Watches a set of child processes to their common end: signals passed on, grace, nobody left."""
+"""Runs a set of child processes to their common end: passes signals on and leaves none behind."""
 
 import collections
 import contextlib
@@ -11,22 +11,24 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, BinaryIO, TextIO
 
+from jaxgoodput._worker import Worker
 from jaxgoodput.clock import Clock
 from jaxgoodput.launcher.worker import pipe_name
 
-# Exit codes of every command and worker; NOT_SAVED: the last step could not be (EX_TEMPFAIL).
+# Exit codes of every command and worker. NOT_SAVED (EX_TEMPFAIL): the last step could not be saved.
 DONE, FAILED, USAGE, NOT_SAVED, SAVED = 0, 1, 2, 75, 143
 
 _OUTPUT_DRAIN_S = 5.0
-_LAST_LINES = 15  # of a process that failed, once more at the end
-LONGEST_LINE = 2**18  # bytes; longer ones come in parts, and none is held as a whole
-_STILL_S = 600.0  # a worker that beat, and then does not for so long, has stopped running Python
+_LAST_LINES = 15  # of a failed process, repeated at the end
+LONGEST_LINE = 2**18  # bytes; longer lines are passed on in parts, so that memory stays bounded
+_STILL_S = 600.0  # a worker that has sent heartbeats, and then sends none for this long, hangs
 
 
 class UsageError(ValueError):
-    """What was asked for cannot be started: exit code 2."""
+    """The command line asks for something that cannot be started; exit code 2."""
 
 
 @dataclass(frozen=True)
@@ -34,14 +36,14 @@ class ProcessesEnd:
     """How a set of processes ended."""
 
     code: int  # of the whole set, see `exit_code`
-    told: bool  # a signal had asked it to stop
-    began: int | None = None  # the step that a worker had done when it was heard of first
-    step: int | None = None  # the last one that any of them had done
+    told: bool  # whether a signal had asked the set to stop
+    began: int | None = None  # first step that a worker reported
+    step: int | None = None  # last step that any worker reported
 
 
 @dataclass(frozen=True)
 class ChildExit:
-    """A child has ended with this code; -n: by signal n."""
+    """A child process has ended with an exit code; -n means killed by signal n."""
 
     rank: int | str
     code: int
@@ -49,15 +51,15 @@ class ChildExit:
 
 @dataclass(frozen=True)
 class StopSignal:
-    """This process was told to stop."""
+    """This process has received a signal to stop."""
 
     signum: int
 
 
 def exit_code(codes: Sequence[int]) -> int:
-    """The exit code of a set from its processes', in the order of their ends; -n means signal n.
+    """Return the exit code of a set of processes, whose codes are given in the order of their ends.
 
-    0 if all are done; 143 if all are done or saved; otherwise the first bad one.
+    0 if all are done, 143 if all are done or saved, otherwise the first other code. -n means signal n.
 
     >>> exit_code([0, 143, 0]), exit_code([143, -9, 1])
     (143, 137)
@@ -77,18 +79,20 @@ def supervise(
     clock: Clock,
     still_s: float = _STILL_S,
 ) -> ProcessesEnd:
-    """Run all commands at once, command i with `environs[i]`, and wait for all of them.
+    """Run all commands at once, command i with `environs[i]`, and wait until all have ended.
 
-    With `prefix_output` each line of process i appears here behind `[i] `; without it the processes
-    write where this one writes. SIGTERM, SIGINT and SIGHUP are passed on to all once (a second SIGINT
-    kills), and those that have not gone `grace_s` later are killed. When one fails, the others have
-    `crash_grace_s` to see it, as long again after SIGTERM, and are then killed; when one has saved
-    and gone (143), the others have `grace_s` each. A process that trains tells on JAXGOODPUT_BEATS
-    that it runs, and is killed where it does not for `still_s`. At the end it is said who failed first,
-    and how. Should this process be killed, a process that watches JAXGOODPUT_LIFELINE
-    (`worker.initialize`) dies too.
+    * Output: with `prefix_output`, each line of process i appears here as `[i] line`. Otherwise the
+      processes write directly to this process's output.
+    * Signals: SIGTERM, SIGINT and SIGHUP are passed on to all processes once. Processes that still run
+      `grace_s` later are killed; a second SIGINT kills at once.
+    * Failures: when a process fails, the others get `crash_grace_s` to notice it, then SIGTERM, then as long
+      again, then SIGKILL. When a process has saved and exited (143), the others get `grace_s` each.
+    * Hangs: a training process sends heartbeats through the pipe JAXGOODPUT_BEATS, and is killed if it sends
+      none for `still_s`.
+    * If this process itself is killed, processes that watch the pipe JAXGOODPUT_LIFELINE
+      (`worker.initialize`) die too.
 
-    Call it in the main thread: elsewhere signals cannot be received, and are not.
+    Call it in the main thread: signals cannot be received in any other.
 
     Raises:
         OSError: a command cannot be started; none is left running.
@@ -106,11 +110,11 @@ def supervise(
                 processes.append(
                     Child(rank, command, child, lifeline, prefix_output, events, clock)
                 )
-        return _wait(processes, events, grace_s, crash_grace_s, clock, still_s)
+        return ProcessSet(processes, grace_s, crash_grace_s, clock, still_s).wait(events)
 
 
 def told_within(seconds: float) -> bool:
-    """Wait so long, or until a signal says to stop: True then."""
+    """Wait for a signal to stop; return False if none has come after `seconds`."""
     events: queue.SimpleQueue[ChildExit | StopSignal] = queue.SimpleQueue()
     with signals_to(events):
         try:
@@ -120,83 +124,126 @@ def told_within(seconds: float) -> bool:
         return True
 
 
-def _wait(
-    processes: Sequence["Child"],
-    events: "queue.SimpleQueue[ChildExit | StopSignal]",
-    grace_s: float,
-    crash_grace_s: float,
-    clock: Clock,
-    still_s: float,
-) -> ProcessesEnd:
-    began_s = clock.now()
-    failed: list[tuple[ChildExit, float]] = []  # in the order of their ends, and when
-    codes: list[int] = []
-    running: dict[int | str, Child] = dict(enumerate(processes))
-    told = False
-    plan: list[tuple[float, signal.Signals]] = []  # what happens to those left, and when
+class ProcessSet:
+    """Child processes until the last one has ended."""
 
-    def send(signum: int) -> None:
-        for process in running.values():
+    def __init__(
+        self,
+        processes: Sequence["Child"],
+        grace_s: float,
+        crash_grace_s: float,
+        clock: Clock,
+        still_s: float,
+    ):
+        self._processes = processes
+        self._grace_s = grace_s
+        self._crash_grace_s = crash_grace_s
+        self._clock = clock
+        self._still_s = still_s
+        self._began_s = clock.now()
+        self._running: dict[int | str, Child] = dict(enumerate(processes))
+        self._codes: list[int] = []  # in the order of their ends
+        self._failed: list[
+            tuple[ChildExit, float]
+        ] = []  # likewise, with the seconds since the start
+        self._told = False
+        self._plan: list[
+            tuple[float, signal.Signals]
+        ] = []  # next signals to all that are left, and when
+
+    def wait(self, events: "queue.SimpleQueue[ChildExit | StopSignal]") -> ProcessesEnd:
+        """Handle events until all processes have ended."""
+        while self._running:
+            try:
+                event = events.get(timeout=self._seconds_to_wait())
+            except queue.Empty:
+                self._kill_hanging()
+                self._follow_plan()
+                continue
+            if isinstance(event, StopSignal):
+                self._stop(event.signum)
+            else:
+                self._ended(event)
+        self._sum_up()
+        steps = [p.step for p in self._processes if p.step is not None]
+        began = [p.began for p in self._processes if p.began is not None]
+        return ProcessesEnd(
+            exit_code(self._codes),
+            self._told,
+            max(began, default=None),
+            max(steps, default=None),
+        )
+
+    def _seconds_to_wait(self) -> float:
+        due_s = [at_s for at_s, _ in self._plan[:1]]
+        beats_s = [p.beat_s for p in self._running.values() if p.beat_s is not None]
+        due_s += [beat_s + self._still_s for beat_s in beats_s]
+        return max(min(due_s) - self._clock.now(), 0.0) if due_s else 1.0
+
+    def _kill_hanging(self) -> None:
+        now_s = self._clock.now()
+        for rank, process in self._running.items():
+            if process.beat_s is not None and now_s - process.beat_s >= self._still_s:
+                say(
+                    f"SIGKILL to process {rank}, which has sent no heartbeat for {self._still_s:g} s"
+                )
+                process.beat_s = None
+                process.send(signal.SIGKILL)
+
+    def _follow_plan(self) -> None:
+        if self._plan and self._clock.now() >= self._plan[0][0]:
+            (_, signum), *self._plan = self._plan
+            say(f"{signum.name} to process {self._ranks()}, which has not ended by itself")
+            self._send(signum)
+
+    def _stop(self, signum: int) -> None:
+        if not self._told:
+            self._told = True
+            self._send(signum)
+            self._plan = [(self._clock.now() + self._grace_s, signal.SIGKILL)]
+        elif signum == signal.SIGINT:
+            self._send(signal.SIGKILL)
+
+    def _ended(self, event: ChildExit) -> None:
+        is_first_failure = exit_code(self._codes) in (DONE, SAVED)
+        del self._running[event.rank]
+        self._codes.append(event.code)
+        code = exit_code([event.code])
+        if code == SAVED and not self._plan:
+            self._end_soon(self._grace_s)
+        elif code not in (DONE, SAVED):
+            self._failed.append((event, self._clock.now() - self._began_s))
+            if is_first_failure:
+                say(f"process {event.rank} ended with {code}; still running: {self._ranks()}")
+                self._end_soon(self._crash_grace_s)
+
+    def _end_soon(self, grace_s: float) -> None:
+        """Plan SIGTERM after one grace period and SIGKILL after two, or earlier if planned already."""
+        now_s = self._clock.now()
+        kills_s = [at_s for at_s, signum in self._plan if signum == signal.SIGKILL]
+        kill_s = min([now_s + 2 * grace_s, *kills_s])
+        self._plan = [(min(now_s + grace_s, kill_s), signal.SIGTERM), (kill_s, signal.SIGKILL)]
+
+    def _sum_up(self) -> None:
+        """Say which process failed first and how, and repeat the last lines of all that failed."""
+        for place, (end, after_s) in enumerate(self._failed):
+            process = self._processes[int(end.rank)]
+            step = "" if process.step is None else f", step {process.step} done"
+            order = "failed first" if place == 0 else "failed then"
+            say(f"process {end.rank} {order}: {how_it_ended(end.code)} after {after_s:.1f} s{step}")
+            for line in process.last_lines:
+                say(f"    [{end.rank}] {line}")
+
+    def _send(self, signum: int) -> None:
+        for process in self._running.values():
             process.send(signum)
 
-    while running:
-        try:
-            due_s = [at_s for at_s, _ in plan[:1]]
-            due_s += [p.beat_s + still_s for p in running.values() if p.beat_s is not None]
-            event = events.get(timeout=max(min(due_s) - clock.now(), 0.0) if due_s else 1.0)
-        except queue.Empty:
-            now_s = clock.now()
-            for rank, process in running.items():
-                if process.beat_s is not None and now_s - process.beat_s >= still_s:
-                    say(f"SIGKILL to process {rank}, which has stood still for {still_s:g} s")
-                    process.beat_s = None
-                    process.send(signal.SIGKILL)
-            if not plan or now_s < plan[0][0]:
-                continue
-            (_, signum), *plan = plan
-            say(f"{signum.name} to process {_ranks(running)}, which has not ended by itself")
-            send(signum)
-            continue
-        now_s = clock.now()
-        if isinstance(event, StopSignal):
-            if not told:
-                told = True
-                send(event.signum)
-                plan = [(now_s + grace_s, signal.SIGKILL)]
-            elif event.signum == signal.SIGINT:
-                send(signal.SIGKILL)
-            continue
-        del running[event.rank]
-        codes.append(event.code)
-        code = exit_code([event.code])
-        if code not in (DONE, SAVED):
-            failed.append((event, now_s - began_s))
-        if code == DONE:
-            continue
-        if code != SAVED and exit_code(codes[:-1]) in (DONE, SAVED):
-            say(f"process {event.rank} ended with {code}; still running: {_ranks(running)}")
-            plan = _earlier(plan, now_s, crash_grace_s)
-        elif code == SAVED and not plan:
-            plan = _earlier(plan, now_s, grace_s)
-    _sum_up(failed, processes)
-    steps = [p.step for p in processes if p.step is not None]
-    began = [p.began for p in processes if p.began is not None]
-    return ProcessesEnd(exit_code(codes), told, max(began, default=None), max(steps, default=None))
-
-
-def _sum_up(failed: Sequence[tuple[ChildExit, float]], processes: Sequence["Child"]) -> None:
-    """Who failed first and how, and the last lines of all that failed."""
-    for place, (end, after_s) in enumerate(failed):
-        process = processes[int(end.rank)]
-        step = "" if process.step is None else f", step {process.step} done"
-        order = "failed first" if place == 0 else "failed then"
-        say(f"process {end.rank} {order}: {how_it_ended(end.code)} after {after_s:.1f} s{step}")
-        for line in process.last_lines:
-            say(f"    [{end.rank}] {line}")
+    def _ranks(self) -> str:
+        return ", ".join(map(str, self._running)) or "none"
 
 
 def how_it_ended(code: int) -> str:
-    """An exit code in words; -n: by signal n.
+    """Describe an exit code; -n means signal n.
 
     >>> how_it_ended(1), how_it_ended(-9)
     ('exit code 1', 'killed by SIGKILL')
@@ -206,30 +253,18 @@ def how_it_ended(code: int) -> str:
     return "its last step could not be saved (75)" if code == NOT_SAVED else f"exit code {code}"
 
 
-def _earlier(
-    plan: list[tuple[float, signal.Signals]], now_s: float, grace_s: float
-) -> list[tuple[float, signal.Signals]]:
-    """SIGTERM after one grace, SIGKILL after two; never later than planned already."""
-    kill_s = min([now_s + 2 * grace_s, *(at for at, signum in plan if signum == signal.SIGKILL)])
-    return [(min(now_s + grace_s, kill_s), signal.SIGTERM), (kill_s, signal.SIGKILL)]
-
-
-def _ranks(running: Mapping[int | str, object]) -> str:
-    return ", ".join(map(str, running)) or "none"
-
-
 def say(message: str) -> None:
-    """A line of the launcher's own, among those of its processes."""
+    """Print a line of the launcher itself, marked so that it stands out from its processes' lines."""
     print(f"jaxgoodput: {message}", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
 def signals_to(events: "queue.SimpleQueue[Any]") -> Iterator[None]:
-    """Have SIGTERM, SIGINT and SIGHUP put on a queue as `StopSignal`, where this is the main thread."""
+    """Put SIGTERM, SIGINT and SIGHUP on a queue as `StopSignal`s. Does nothing outside the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    # SimpleQueue.put is reentrant: the one thing a handler can do safely.
+    # A signal handler may run in the middle of any code. SimpleQueue.put is reentrant, so it is safe there.
     kinds = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # nohup
         kinds.remove(signal.SIGHUP)
@@ -241,23 +276,25 @@ def signals_to(events: "queue.SimpleQueue[Any]") -> Iterator[None]:
             signal.signal(kind, handler)
 
 
-def _stopped_at(pid: int) -> int | None:
-    """How often a process that is stopped was given the processor before; None where it is not stopped."""
+def _switches_while_stopped(pid: int) -> int | None:
+    """Return how many context switches a stopped process has had; None if it is not stopped (SIGSTOP)."""
     try:
         text = pathlib.Path(f"/proc/{pid}/status").read_text()
     except OSError:
         return None
     fields = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
     switches = [fields.get(f"{kind}_ctxt_switches") for kind in ("voluntary", "nonvoluntary")]
-    if fields["State"].split()[0] != "T" or None in switches:  # some sandboxes do not count
+    if (
+        fields["State"].split()[0] != "T" or None in switches
+    ):  # some sandboxes do not count switches
         return None
     return sum(int(number) for number in switches if number is not None)
 
 
 class Child:
-    """One child, leader of a process group of its own, with the threads that read and await it.
+    """A child process that leads its own process group, with threads that read its output and await its end.
 
-    `rank` is what its lines are marked with, and who `ChildExit` says has ended.
+    `rank` marks its lines, and names it in the `ChildExit` that `events` receives.
     """
 
     def __init__(
@@ -272,9 +309,9 @@ class Child:
     ):
         pipe = subprocess.PIPE if prefix_output else None
         self.last_lines: collections.deque[str] = collections.deque(maxlen=_LAST_LINES)
-        self.began: int | None = None  # the first step that it told of
-        self.step: int | None = None  # the last one
-        self.beat_s: float | None = None
+        self.began: int | None = None  # first step that it reported
+        self.step: int | None = None  # last step that it reported
+        self.beat_s: float | None = None  # time of its last heartbeat; None if it does not train
         beats, beaten = os.pipe()
         try:
             self._child = subprocess.Popen(
@@ -291,73 +328,35 @@ class Child:
             raise
         finally:
             os.close(beaten)
-        threading.Thread(target=self._hear, args=(os.fdopen(beats), clock), daemon=True).start()
+        self._rank = rank
         self._clock = clock
-        self._stopped: tuple[int | None, float] = (
-            None,
-            0.0,
-        )  # what was seen when it was looked for, since when
+        # Context switches when the process was last seen stopped, and since when it has not run since.
+        self._stopped: tuple[int | None, float] = (None, 0.0)
         self._lock = threading.Lock()
         self._reaped = False
-        self._readers = []
+        self._workers = [self._start("beats", partial(self._hear, os.fdopen(beats)))]
         if prefix_output:
             assert self._child.stdout is not None and self._child.stderr is not None
-            self._start(self._copy_lines, rank, self._child.stdout, sys.stdout.buffer)
-            self._start(self._copy_lines, rank, self._child.stderr, sys.stderr.buffer)
-        threading.Thread(target=self._await, args=(rank, events), daemon=True).start()
+            for source, sink in (
+                (self._child.stdout, sys.stdout.buffer),
+                (self._child.stderr, sys.stderr.buffer),
+            ):
+                self._workers.append(self._start("output", partial(self._copy_lines, source, sink)))
+        self._waiter = self._start("child", partial(self._await, events))
 
     def stopped_s(self) -> float:
-        """Seconds for which it has stood still by SIGSTOP, as far as calls of this saw it; 0: it does not.
+        """Return for how many seconds the process has been stopped by SIGSTOP; 0 if it is not stopped.
 
-        One that is let on now and then is not stopped. Only Linux tells.
+        Only as long as calls of this method have observed it. A process that is continued now and then does
+        not count as stopped. Works on Linux only.
         """
-        seen = _stopped_at(self._child.pid)
+        seen = _switches_while_stopped(self._child.pid)
         if seen is None or seen != self._stopped[0]:
             self._stopped = seen, self._clock.now()
         return 0.0 if seen is None else self._clock.now() - self._stopped[1]
 
-    def _start(self, target, *args) -> None:
-        thread = threading.Thread(target=target, args=args, daemon=True)
-        thread.start()
-        self._readers.append(thread)
-
-    def _hear(self, beats: TextIO, clock: Clock) -> None:
-        with beats:
-            for line in beats:
-                if line == "\n":  # it trains no more
-                    self.beat_s = None
-                    continue
-                self.step, self.beat_s = int(line), clock.now()
-                if self.began is None:
-                    self.began = self.step
-
-    def _copy_lines(self, rank: int | str, source: BinaryIO, sink: BinaryIO) -> None:
-        prefix = f"[{rank}] ".encode()
-        with source:
-            while line := source.readline(LONGEST_LINE):
-                self.last_lines.append(line.decode(errors="replace").rstrip())
-                try:
-                    sink.write(prefix + line.removesuffix(b"\n") + b"\n")
-                    sink.flush()
-                except (OSError, ValueError):
-                    # Nobody reads this process's output any more. Read on all the same: a worker
-                    # whose pipe is full stands still.
-                    continue
-
-    def _await(self, rank: int | str, events: "queue.SimpleQueue[Any]") -> None:
-        # Before the process is reaped nobody else can have its number: its group, children that it
-        # left behind included, can be killed without harm to strangers.
-        os.waitid(os.P_PID, self._child.pid, os.WEXITED | os.WNOWAIT)
-        with self._lock:
-            self._signal_group(signal.SIGKILL)
-            code = self._child.wait()
-            self._reaped = True
-        for reader in self._readers:
-            reader.join(_OUTPUT_DRAIN_S)
-        events.put(ChildExit(rank, code))
-
     def send(self, signum: int) -> None:
-        """Send a signal to the process; SIGKILL to its children too."""
+        """Send a signal to the process; SIGKILL goes to its children too."""
         with self._lock:
             if self._reaped:
                 return
@@ -366,11 +365,51 @@ class Child:
             else:
                 os.kill(self._child.pid, signum)  # Popen.send_signal would reap
 
+    def finish(self) -> None:
+        """Kill the process and its children if they still run."""
+        self.send(signal.SIGKILL)
+
+    def _start(self, name: str, run) -> Worker:
+        return Worker(
+            f"{name}-{self._rank}",
+            run,
+            on_error=lambda error: say(f"watching process {self._rank} failed: {error!r}"),
+        )
+
+    def _hear(self, beats: TextIO, worker: Worker) -> None:
+        with beats:
+            for line in beats:
+                if line == "\n":  # it trains no more
+                    self.beat_s = None
+                    continue
+                self.step, self.beat_s = int(line), self._clock.now()
+                if self.began is None:
+                    self.began = self.step
+
+    def _copy_lines(self, source: BinaryIO, sink: BinaryIO, worker: Worker) -> None:
+        prefix = f"[{self._rank}] ".encode()
+        with source:
+            while line := source.readline(LONGEST_LINE):
+                self.last_lines.append(line.decode(errors="replace").rstrip())
+                # If this process's own output is closed, read on all the same: a worker whose pipe is full
+                # would hang.
+                with contextlib.suppress(OSError, ValueError):
+                    sink.write(prefix + line.removesuffix(b"\n") + b"\n")
+                    sink.flush()
+
+    def _await(self, events: "queue.SimpleQueue[Any]", worker: Worker) -> None:
+        # Until the process is reaped, no other process can get its number. So its group, with any children
+        # that it has left behind, can be killed without hitting a stranger.
+        os.waitid(os.P_PID, self._child.pid, os.WEXITED | os.WNOWAIT)
+        with self._lock:
+            self._signal_group(signal.SIGKILL)
+            code = self._child.wait()
+            self._reaped = True
+        for reader in self._workers:
+            reader.join(_OUTPUT_DRAIN_S)
+        events.put(ChildExit(self._rank, code))
+
     def _signal_group(self, signum: int) -> None:
         # A process may have moved to another group, and left this one empty.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._child.pid, signum)
-
-    def finish(self) -> None:
-        """Leave nothing behind, whatever went wrong."""
-        self.send(signal.SIGKILL)

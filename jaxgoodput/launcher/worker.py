@@ -1,10 +1,10 @@
-"""What one worker of a job is told, and its start: the package's only reader of the environment.
+"""How a worker learns its place in a job, and joins it. Only this package reads the environment.
 
     python -m jaxgoodput.launcher train.py --workdir /tmp/run
     python -m jaxgoodput.launcher -m my.trainer --workdir /tmp/run
 
-joins the job that the environment describes and runs the script in this process as `__main__`; with
-no such variables it only runs the script. So a script needs no line of its own to be distributed.
+joins the job that the environment describes, then runs the script in this process as `__main__`. If no such
+variable is set, it only runs the script. So a script needs no code of its own to be distributed.
 """
 
 import contextlib
@@ -13,9 +13,11 @@ import os
 import runpy
 import signal
 import sys
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from jaxgoodput._worker import Worker
 
 _PREFIX = "JAXGOODPUT_"
 _USAGE = "usage: python -m jaxgoodput.launcher (SCRIPT | -m MODULE) [ARGS ...]"
@@ -23,30 +25,44 @@ _USAGE = "usage: python -m jaxgoodput.launcher (SCRIPT | -m MODULE) [ARGS ...]"
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerEnv:
-    """A worker's place in its job, as written in its environment.
+    """A worker's place in its job, as its environment variables describe it (`_VARIABLES`).
 
     Raises:
         ValueError: a number is out of range; the message names the variable.
     """
 
-    num_processes: int  # JAXGOODPUT_NUM_PROCESSES, else JAX_NUM_PROCESSES, else SLURM_NTASKS
-    process_id: int  # JAXGOODPUT_PROCESS_ID, else JAX_PROCESS_ID, else SLURM_PROCID
-    coordinator: str | None = None  # JAXGOODPUT_COORDINATOR, else JAX_COORDINATOR_ADDRESS
-    job_id: str | None = None  # JAXGOODPUT_JOB_ID, else SLURM_JOB_ID
-    devices_per_process: int | None = None  # JAXGOODPUT_DEVICES_PER_PROCESS: virtual, on CPU
-    local_device_ids: tuple[int, ...] | None = None  # JAX_LOCAL_DEVICE_IDS: GPUs it may use
-    restart: int = 0  # JAXGOODPUT_RESTART: how often the launcher started this job again
-    lifeline: str | None = None  # JAXGOODPUT_LIFELINE: see `pipe_name`
-    beats: str | None = None  # JAXGOODPUT_BEATS: a pipe for the number of the last step
-    grace_s: float | None = None  # JAXGOODPUT_GRACE_S: from a stop signal to SIGKILL
-    rendezvous: str | None = None  # JAXGOODPUT_RENDEZVOUS: where processes come and go
-    secret: str | None = None  # JAXGOODPUT_SECRET: of the job
-    member: str | None = None  # JAXGOODPUT_MEMBER: this process's name
-    host: str | None = None  # JAXGOODPUT_HOST: the name of its agent
+    num_processes: int
+    process_id: int
+    """Rank of this process, from 0."""
+    coordinator: str | None = None
+    """Address of JAX's coordination service, HOST:PORT."""
+    job_id: str | None = None
+    devices_per_process: int | None = None
+    """Number of virtual devices on CPU."""
+    local_device_ids: tuple[int, ...] | None = None
+    """GPUs that the process may use; None: all."""
+    restart: int = 0
+    """Number of times that the launcher has restarted this job."""
+    lifeline: str | None = None
+    """Pipe that closes when the launcher dies; see `pipe_name`."""
+    beats: str | None = None
+    """Pipe for heartbeats, each the number of the last step."""
+    grace_s: float | None = None
+    """Time between a stop signal and SIGKILL."""
+    rendezvous: str | None = None
+    """Address of the coordinator of a job on hosts that come and go."""
+    secret: str | None = None
+    """Secret of that job."""
+    member: str | None = None
+    """Name of this process in that job."""
+    host: str | None = None
+    """Name of this process's host in that job."""
 
     def __post_init__(self):
         if self.num_processes < 1:
-            raise ValueError(f"NUM_PROCESSES={self.num_processes}: a job has at least one process.")
+            raise ValueError(
+                f"NUM_PROCESSES={self.num_processes} is too small: a job has at least one process."
+            )
         if not 0 <= self.process_id < self.num_processes:
             raise ValueError(
                 f"PROCESS_ID={self.process_id} is not in [0, {self.num_processes}), the range that "
@@ -60,122 +76,121 @@ class WorkerEnv:
             )
         if self.devices_per_process is not None and self.devices_per_process < 1:
             raise ValueError(
-                f"DEVICES_PER_PROCESS={self.devices_per_process}: a process has at least 1 device."
+                f"DEVICES_PER_PROCESS={self.devices_per_process} is too small: "
+                "a process has at least 1 device."
             )
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> "WorkerEnv | None":
-        """The worker that `environ` describes, or None where it describes none.
+        """Return the worker that `environ` describes; None if it describes none.
 
-        JAXGOODPUT_* come first, then JAX_*, then, where a coordinator is named or Slurm has
-        started several tasks, SLURM_*.
+        JAXGOODPUT_* variables come first, then JAX_*. SLURM_* variables count only if a coordinator is named,
+        or if Slurm has started several tasks.
 
         Raises:
-            ValueError: a variable is missing or is not a number.
+            ValueError: a variable is missing, or is not a number.
         """
-        coordinator = _first(environ, "JAXGOODPUT_COORDINATOR", "JAX_COORDINATOR_ADDRESS")
+        needed = ("num_processes", "process_id")
+        found = {name: _value(environ, name) for name in ("coordinator", *needed)}
         # Only srun sets SLURM_STEP_NUM_TASKS: a script inside sbatch or salloc is one process.
         tasks = environ.get("SLURM_STEP_NUM_TASKS", "1")
-        slurm = coordinator is not None or tasks != "1"
-        count_names = ["JAXGOODPUT_NUM_PROCESSES", "JAX_NUM_PROCESSES"]
-        id_names = ["JAXGOODPUT_PROCESS_ID", "JAX_PROCESS_ID"]
-        if slurm and "SLURM_PROCID" in environ:
-            count_names += ["SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"]
-            id_names += ["SLURM_PROCID"]
-        count = _number(environ, *count_names)
-        process_id = _number(environ, *id_names)
-        if coordinator is None and count is None and process_id is None:
+        uses_slurm = found["coordinator"] is not None or tasks != "1"
+        slurm = _SLURM_RANKS if uses_slurm and "SLURM_PROCID" in environ else {}
+        for name, others in slurm.items():
+            found[name] = _value(environ, name, others)
+        if all(value is None for value in found.values()):
             return None
-        for value, names in ((count, count_names), (process_id, id_names)):
-            if value is None:
+        for name in needed:
+            if found[name] is None:
+                first, *others = (*_VARIABLES[name][1], *slurm.get(name, ()))
                 raise ValueError(
-                    f"the environment describes a worker, but {names[0]} is not set (nor one of "
-                    f"{', '.join(names[1:])}). Set it, or unset the other JAXGOODPUT_* and JAX_* "
+                    f"the environment describes a worker, but {first} is not set (nor one of "
+                    f"{', '.join(others)}). Set it, or unset the other JAXGOODPUT_* and JAX_* "
                     "variables to run one process alone."
                 )
-        assert count is not None and process_id is not None
-        ids = environ.get("JAX_LOCAL_DEVICE_IDS")
-        return cls(
-            num_processes=count,
-            process_id=process_id,
-            coordinator=coordinator,
-            job_id=_first(environ, "JAXGOODPUT_JOB_ID", "SLURM_JOB_ID"),
-            devices_per_process=_number(environ, "JAXGOODPUT_DEVICES_PER_PROCESS"),
-            local_device_ids=tuple(_integer("JAX_LOCAL_DEVICE_IDS", i) for i in ids.split(","))
-            if ids
-            else None,
-            restart=_number(environ, "JAXGOODPUT_RESTART", "SLURM_RESTART_COUNT") or 0,
-            lifeline=_first(environ, "JAXGOODPUT_LIFELINE"),
-            beats=_first(environ, "JAXGOODPUT_BEATS"),
-            grace_s=_seconds(environ, "JAXGOODPUT_GRACE_S"),
-            rendezvous=_first(environ, "JAXGOODPUT_RENDEZVOUS"),
-            secret=_first(environ, "JAXGOODPUT_SECRET"),
-            member=_first(environ, "JAXGOODPUT_MEMBER"),
-            host=_first(environ, "JAXGOODPUT_HOST"),
-        )
+        found |= {name: _value(environ, name) for name in _VARIABLES if name not in found}
+        return cls(**{name: value for name, value in found.items() if value is not None})
 
     def to_environ(self) -> dict[str, str]:
-        """The variables that `from_environ` reads this worker from."""
-        values = {
-            "JAXGOODPUT_COORDINATOR": self.coordinator,
-            "JAXGOODPUT_NUM_PROCESSES": self.num_processes,
-            "JAXGOODPUT_PROCESS_ID": self.process_id,
-            "JAXGOODPUT_JOB_ID": self.job_id,
-            "JAXGOODPUT_DEVICES_PER_PROCESS": self.devices_per_process,
-            "JAXGOODPUT_RESTART": self.restart,
-            "JAXGOODPUT_LIFELINE": self.lifeline,
-            "JAXGOODPUT_BEATS": self.beats,
-            "JAXGOODPUT_GRACE_S": self.grace_s,
-            "JAXGOODPUT_RENDEZVOUS": self.rendezvous,
-            "JAXGOODPUT_SECRET": self.secret,
-            "JAXGOODPUT_MEMBER": self.member,
-            "JAXGOODPUT_HOST": self.host,
-            "JAX_LOCAL_DEVICE_IDS": None
-            if self.local_device_ids is None
-            else ",".join(map(str, self.local_device_ids)),
+        """Return the variables from which `from_environ` reads this worker."""
+        values = {variables[0]: getattr(self, name) for name, (_, variables) in _VARIABLES.items()}
+        return {
+            variable: ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+            for variable, value in values.items()
+            if value is not None
         }
-        return {name: str(value) for name, value in values.items() if value is not None}
 
 
-def _first(environ: Mapping[str, str], *names: str) -> str | None:
-    return next((environ[name] for name in names if environ.get(name)), None)
+def _text(variable: str, text: str) -> str:
+    return text
 
 
-def _number(environ: Mapping[str, str], *names: str) -> int | None:
-    return next((_integer(name, environ[name]) for name in names if environ.get(name)), None)
-
-
-def _integer(name: str, text: str) -> int:
+def _integer(variable: str, text: str) -> int:
     try:
         return int(text)
     except ValueError:
-        raise ValueError(f"{name}={text!r} is not a whole number.") from None
+        raise ValueError(f"{variable}={text!r} is not a whole number.") from None
 
 
-def _seconds(environ: Mapping[str, str], name: str) -> float | None:
+def _integers(variable: str, text: str) -> tuple[int, ...]:
+    return tuple(_integer(variable, word) for word in text.split(","))
+
+
+def _seconds(variable: str, text: str) -> float:
     try:
-        return float(environ[name]) if environ.get(name) else None
+        return float(text)
     except ValueError:
-        raise ValueError(f"{name}={environ[name]!r} is not a number of seconds.") from None
+        raise ValueError(f"{variable}={text!r} is not a number of seconds.") from None
+
+
+# How each field of `WorkerEnv` is read, and from which variables: the first one that is set counts.
+_VARIABLES: Mapping[str, tuple[Callable[[str, str], Any], tuple[str, ...]]] = {
+    "num_processes": (_integer, ("JAXGOODPUT_NUM_PROCESSES", "JAX_NUM_PROCESSES")),
+    "process_id": (_integer, ("JAXGOODPUT_PROCESS_ID", "JAX_PROCESS_ID")),
+    "coordinator": (_text, ("JAXGOODPUT_COORDINATOR", "JAX_COORDINATOR_ADDRESS")),
+    "job_id": (_text, ("JAXGOODPUT_JOB_ID", "SLURM_JOB_ID")),
+    "devices_per_process": (_integer, ("JAXGOODPUT_DEVICES_PER_PROCESS",)),
+    "local_device_ids": (_integers, ("JAX_LOCAL_DEVICE_IDS",)),
+    "restart": (_integer, ("JAXGOODPUT_RESTART", "SLURM_RESTART_COUNT")),
+    "lifeline": (_text, ("JAXGOODPUT_LIFELINE",)),
+    "beats": (_text, ("JAXGOODPUT_BEATS",)),
+    "grace_s": (_seconds, ("JAXGOODPUT_GRACE_S",)),
+    "rendezvous": (_text, ("JAXGOODPUT_RENDEZVOUS",)),
+    "secret": (_text, ("JAXGOODPUT_SECRET",)),
+    "member": (_text, ("JAXGOODPUT_MEMBER",)),
+    "host": (_text, ("JAXGOODPUT_HOST",)),
+}
+_SLURM_RANKS: Mapping[str, tuple[str, ...]] = {
+    "num_processes": ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
+    "process_id": ("SLURM_PROCID",),
+}
+
+
+def _value(environ: Mapping[str, str], name: str, others: tuple[str, ...] = ()) -> Any:
+    read, variables = _VARIABLES[name]
+    for variable in (*variables, *others):
+        if environ.get(variable):
+            return read(variable, environ[variable])
+    return None
 
 
 def inherited_environ() -> dict[str, str]:
-    """This process's environment without the variables of a job it may itself belong to."""
+    """Return this process's environment without the variables of a job that it may belong to itself."""
     ours = {"JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"}
     return {k: v for k, v in os.environ.items() if not k.startswith(_PREFIX) and k not in ours}
 
 
 def initialize(environ: Mapping[str, str] | None = None) -> WorkerEnv | None:
-    """Join the job that `environ` (default: the process's own) describes; None where there is none.
+    """Join the job that `environ` describes (default: this process's environment); None if there is no job.
 
     Sets the number of virtual devices on CPU and the visible GPUs, makes the persistent compilation
-    cache work for all processes, and connects. Call it before JAX is asked for a device. Once more
-    (a script that calls it, started by the launcher, which did) it changes nothing.
+    cache work for all processes, and connects them. Call it before JAX is asked for a device. A second call
+    does nothing, so a script may call it even if the launcher already has.
 
     Raises:
         ValueError: a variable is missing or wrong.
         RuntimeError: JAX has used its devices already.
-        ConnectionError: nobody answers at the coordinator's address.
+        ConnectionError: the coordinator does not answer.
     """
     env = WorkerEnv.from_environ(os.environ if environ is None else environ)
     if env is None:
@@ -185,15 +200,16 @@ def initialize(environ: Mapping[str, str] | None = None) -> WorkerEnv | None:
     from jaxgoodput import _jax
     from jaxgoodput.train.process import LAUNCHED, LauncherLink
 
-    if env.coordinator is not None and _jax.connected_to() == env.coordinator:
-        return env
-    if env.rendezvous is not None and LAUNCHED.get(LauncherLink()).membership is not None:
+    has_joined = LAUNCHED.get(LauncherLink()).membership is not None
+    if (env.rendezvous is not None and has_joined) or (
+        env.coordinator is not None and _jax.connected_to() == env.coordinator
+    ):
         return env
     if env.lifeline is not None:
         _die_with_the_launcher(env.lifeline)
     beats = None if env.beats is None else _inherited(env.beats)
-    told = LauncherLink(grace_s=env.grace_s)
-    LAUNCHED.set(told if beats is None else dataclasses.replace(told, beat=_beat_into(beats)))
+    link = LauncherLink(grace_s=env.grace_s)
+    LAUNCHED.set(link if beats is None else dataclasses.replace(link, beat=_beat_into(beats)))
 
     if env.devices_per_process is not None:
         jax.config.update("jax_num_cpu_devices", env.devices_per_process)
@@ -202,15 +218,7 @@ def initialize(environ: Mapping[str, str] | None = None) -> WorkerEnv | None:
         jax.config.update("jax_cuda_visible_devices", visible)
         jax.config.update("jax_rocm_visible_devices", visible)
     if env.rendezvous is not None:
-        from jaxgoodput.launcher.member import JobMembership, RendezvousAddress
-
-        assert env.secret is not None and env.member is not None and env.host is not None
-        _jax.share_compilation_cache()
-        member = JobMembership(RendezvousAddress(env.rendezvous, env.secret, env.member, env.host))
-        told = LAUNCHED.get()
-        LAUNCHED.set(
-            dataclasses.replace(told, beat=_both(told.beat, member.beat), membership=member)
-        )
+        _join_rendezvous(env, env.rendezvous)
     if env.num_processes > 1:
         assert env.coordinator is not None
         _jax.share_compilation_cache()
@@ -218,17 +226,36 @@ def initialize(environ: Mapping[str, str] | None = None) -> WorkerEnv | None:
     return env
 
 
-def pipe_name(fd: int) -> str:
-    """A name for the pipe `fd` that only a process which has inherited it can use.
+def _join_rendezvous(env: WorkerEnv, address: str) -> None:
+    """Become a member of a job on hosts that come and go."""
+    from jaxgoodput import _jax
+    from jaxgoodput.launcher.elastic.member import JobMembership, RendezvousAddress
+    from jaxgoodput.train.process import LAUNCHED
 
-    The number alone could mean another pipe in a process that was started over detours (srun, ssh).
+    assert env.secret is not None and env.member is not None and env.host is not None
+    _jax.share_compilation_cache()
+    member = JobMembership(RendezvousAddress(address, env.secret, env.member, env.host))
+    link = LAUNCHED.get()
+    beat_locally = link.beat
+
+    def beat(step: int | None) -> None:
+        beat_locally(step)
+        member.beat(step)
+
+    LAUNCHED.set(dataclasses.replace(link, beat=beat, membership=member))
+
+
+def pipe_name(fd: int) -> str:
+    """Return a name for the pipe `fd` that only a process which has inherited the pipe can use.
+
+    The number alone could denote another file in a process that was started indirectly (srun, ssh).
     """
     status = os.fstat(fd)
     return f"{fd}:{status.st_dev}:{status.st_ino}"
 
 
 def _inherited(name: str) -> int | None:
-    """The pipe of this name; None where something between the launcher and this process has closed it."""
+    """Return the pipe of this name; None if a program between the launcher and this process has closed it."""
     fd = _integer("JAXGOODPUT_LIFELINE or JAXGOODPUT_BEATS", name.split(":")[0])
     try:
         if pipe_name(fd) != name:
@@ -243,61 +270,48 @@ def _beat_into(fd: int) -> Callable[[int | None], None]:
     os.set_blocking(fd, False)
 
     def beat(step: int | None) -> None:
-        # A launcher that does not read for a while misses nothing: the next one says more.
+        # If the launcher does not read for a while, heartbeats are dropped: a later one says as much.
         with contextlib.suppress(BlockingIOError, BrokenPipeError):
             os.write(fd, b"\n" if step is None else b"%d\n" % step)
 
     return beat
 
 
-def _both(
-    first: Callable[[int | None], None], second: Callable[[int | None], None]
-) -> Callable[[int | None], None]:
-    def beat(step: int | None) -> None:
-        first(step)
-        second(step)
-
-    return beat
-
-
 def _die_with_the_launcher(lifeline: str) -> None:
-    """Kill this process's group when the pipe `lifeline` closes: no orphans, however it died.
+    """Kill this process's group when the pipe `lifeline` closes, so that no worker outlives its launcher.
 
-    The launcher holds its writing end, and never writes.
+    The launcher holds the other end of the pipe, and never writes to it.
     """
     fd = _inherited(lifeline)
     if fd is None:
         return
 
-    def wait():
+    def wait(_: Worker) -> None:
         while os.read(fd, 1):
             pass
-        # The launcher gives each worker a process group of its own; never kill anyone else's.
+        # The launcher gives each worker a process group of its own. Never kill another program's group.
         if os.getpgrp() == os.getpid():
             os.killpg(0, signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    threading.Thread(target=wait, name="jaxgoodput-lifeline", daemon=True).start()
+    Worker("lifeline", wait)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Join the job, then run the script or module named in `arguments` as `__main__`."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    is_module = bool(arguments) and arguments[0] == "-m"
+    is_module = arguments[:1] == ["-m"]
     if is_module:
         arguments = arguments[1:]
     if not arguments or (arguments[0].startswith("-") and arguments[0] != "-"):
-        print(_USAGE, file=sys.stderr)
-        raise SystemExit(2)
+        _exit_wrong_usage(_USAGE)
     target = arguments[0]
     if not is_module and not os.path.exists(target):
-        print(f"jaxgoodput: there is no script {target!r}.\n{_USAGE}", file=sys.stderr)
-        raise SystemExit(2)
+        _exit_wrong_usage(f"jaxgoodput: there is no script {target!r}.\n{_USAGE}")
     try:
         initialize()
     except ValueError as error:
-        print(f"jaxgoodput: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+        _exit_wrong_usage(f"jaxgoodput: {error}")
     sys.argv[:] = arguments
     # `python SCRIPT` looks for imports beside the script, `python -m` in the working directory.
     sys.path[0] = os.getcwd() if is_module else os.path.dirname(os.path.realpath(target))
@@ -305,3 +319,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         runpy.run_module(target, run_name="__main__", alter_sys=True)
     else:
         runpy.run_path(target, run_name="__main__")
+
+
+def _exit_wrong_usage(message: str) -> NoReturn:
+    print(message, file=sys.stderr)
+    raise SystemExit(2)

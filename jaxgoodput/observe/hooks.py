@@ -1,17 +1,20 @@
-"""Hooks: plain objects whose methods are called when something happens.
+"""Hooks: objects whose methods are called when something happens, and the thread that calls them.
 
-They run on a thread of their own, in order, behind the loop and never in its way or that of a decision. An
-exception in a hook stops training with a checkpoint, at the loop's next step; it is never swallowed.
+Hooks run on a thread of their own, in order, so that a slow hook delays neither the training loop nor the
+tuner. An exception in a hook is never swallowed: training saves a checkpoint and stops at its next step.
 """
 
-import queue
+import pathlib
+import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import jax
 from absl import logging
 
-from jaxgoodput.clock import Clock
+from jaxgoodput._worker import QueueWorker
+from jaxgoodput.clock import Clock, SystemClock
 from jaxgoodput.observe.events import (
     Checkpoint,
     EvalEnd,
@@ -29,56 +32,59 @@ from jaxgoodput.observe.events import (
     Window,
 )
 
-MOST_BEHIND = 256  # events; training waits for hooks that are further behind
+MOST_BEHIND = 256  # events that hooks may be behind before training waits for them
 
 
 class Hook:
-    """Override what is of interest; the rest does nothing."""
+    """Base class of hooks: override the methods you need; the others do nothing.
+
+    Any object with some of these methods is a hook, too. All are called on one thread, in order.
+    """
 
     def on_event(self, event: Event, /) -> None:
-        """Anything happened; called before the event's own method."""
+        """Handle any event. Called before the event's own method."""
 
     def on_fit_start(self, event: FitStart, /) -> None:
-        """Training begins or resumes."""
+        """Handle the start of training, or of a resumed run."""
 
     def on_step_end(self, event: StepEnd, /) -> None:
-        """An update is done. `event.metrics` are floats on the host."""
+        """Handle a finished update. `event.metrics` are floats on the host."""
 
     def on_window(self, event: Window, /) -> None:
-        """Averages over the latest stretch are known."""
+        """Handle the averages of the latest `tuning.window_steps` steps."""
 
     def on_tune_end(self, event: TuneEnd, /) -> None:
-        """The tuner reached a verdict."""
+        """Handle a verdict of the tuner."""
 
     def on_batch_size_change(self, event: TuneEnd, /) -> None:
-        """The verdict changes the batch."""
+        """Handle a verdict that changes the batch."""
 
     def on_reshard(self, event: Resharded, /) -> None:
-        """The state lies on the devices in another way."""
+        """Handle a change of the layout of the state on the devices."""
 
     def on_regrouped(self, event: Regrouped, /) -> None:
-        """Processes have come or gone."""
+        """Handle processes that joined or left."""
 
     def on_host_judged(self, event: HostJudged, /) -> None:
-        """A host was left out, taken in again, or refused."""
+        """Handle a host that was excluded, admitted again, or refused."""
 
     def on_eval_end(self, event: EvalEnd, /) -> None:
-        """An evaluation is done."""
+        """Handle the result of an evaluation."""
 
     def on_state(self, event: StateShown, /) -> None:
-        """The parameters as they are now, after `Trainer.request_state`."""
+        """Handle the current parameters, which `Trainer.request_state` asked for."""
 
     def on_checkpoint(self, event: Checkpoint, /) -> None:
-        """A checkpoint was handed to the writer, or failed."""
+        """Handle a checkpoint that was handed to the writer, or that failed."""
 
     def on_reads_retried(self, event: ReadsRetried, /) -> None:
-        """Reads of samples failed and were repeated; the samples of this step were there at last."""
+        """Handle reads of samples that failed at first and succeeded when repeated."""
 
     def on_preempt(self, event: Preempt, /) -> None:
-        """A stop was asked for, and the state has been saved: the `Checkpoint` before says whether it was."""
+        """Handle a requested stop. The `Checkpoint` event before it says whether the state was saved."""
 
     def on_fit_end(self, event: FitEnd, /) -> None:
-        """Training is over."""
+        """Handle the end of training."""
 
 
 class Every(Hook):
@@ -91,13 +97,99 @@ class Every(Hook):
         self._steps = steps
 
     def on_step_end(self, event: StepEnd, /) -> None:
-        """Call the function where the step's number is a multiple."""
+        """Call the function if the step's number is a multiple of `steps`."""
         if event.step % self._steps == 0:
             self._function(event)
 
 
+class Profile(Hook):
+    """Captures a profile of `steps` steps, from step `start` and whenever the process gets the signal `on`.
+
+        MyTrainer(config, hooks=[jg.Profile(start=100, on=signal.SIGUSR2)]).fit()
+
+    Use this to see what the devices and the host do during a step. The profile is written to
+    `workdir/tensorboard/plugins/profile`, for TensorBoard's profiler (`pip install xprof`) and Perfetto.
+    Only the process that reports is profiled. Steps are labelled with their numbers; because hooks run behind
+    the loop, the capture begins and ends a few steps late. A run that resumes after `start` is not captured
+    again. Only one profile can be taken at a time; a second one is skipped with a warning.
+
+    If `on` is given, create the hook in the main thread. After the run, the signal goes to its previous
+    handler again. `clock` must be the Trainer's, if that is not the system's.
+    """
+
+    def __init__(
+        self,
+        *,
+        start: int | None = None,
+        steps: int = 5,
+        on: signal.Signals | None = None,
+        clock: Clock | None = None,
+    ):
+        if steps < 1 or (start is not None and start < 0):
+            raise ValueError(
+                f"start={start}, steps={steps}: start must be 0 or more, and steps 1 or more."
+            )
+        self._start, self._steps, self._clock = start, steps, clock or SystemClock()
+        self._is_requested = False
+        self._since_s: float | None = None  # start of the current capture
+        self._num_captured = 0
+        self._folder = pathlib.Path()
+        self._is_over, self._previous_handler = False, None
+        if on is not None:
+            self._previous_handler = signal.signal(on, self._request)
+
+    def on_fit_start(self, event: FitStart, /) -> None:
+        """Choose the folder, and drop `start` if the run has already passed it."""
+        self._is_over = False
+        if self._start is not None and event.step > self._start:
+            self._start = None
+        self._folder = pathlib.Path(event.settings["workdir"]) / "tensorboard"
+
+    def on_step_end(self, event: StepEnd, /) -> None:
+        """Begin a capture that is due, or end one that has enough steps."""
+        if self._since_s is None:
+            is_due = self._start is not None and event.step >= self._start
+            if is_due or self._is_requested:
+                self._start, self._is_requested = None if is_due else self._start, False
+                self._begin(event.step)
+        elif event.at_s > self._since_s:  # earlier steps ended before the capture began
+            self._num_captured += 1
+            if self._num_captured >= self._steps:
+                self._end()
+
+    def on_fit_end(self, event: FitEnd, /) -> None:
+        """End a capture that is still going on."""
+        self._is_over = True
+        self._end()
+
+    def _request(self, signum: int, frame: Any) -> None:
+        if not self._is_over:
+            self._is_requested = True
+        elif callable(self._previous_handler):
+            # Hooks run on another thread, and only the main thread may restore a handler: forward instead.
+            self._previous_handler(signum, frame)
+
+    def _begin(self, step: int) -> None:
+        try:
+            jax.profiler.start_trace(str(self._folder))
+        except RuntimeError as error:  # another profile is being taken
+            logging.warning("no profile is captured from step %d on: %s", step, error)
+        else:
+            self._since_s, self._num_captured = self._clock.now(), 0
+
+    def _end(self) -> None:
+        if self._since_s is not None:
+            self._since_s = None
+            jax.profiler.stop_trace()
+            logging.info("the profile was written to %s", self._folder / "plugins" / "profile")
+
+
 def hear(hooks: Sequence[Any], kind: type[Event]) -> bool:
-    """Whether any hook does something about events of this kind: the methods of `Hook` itself do nothing."""
+    """Return whether any hook handles events of this kind; the methods of `Hook` itself do nothing.
+
+    Use it to skip making events that no hook would use.
+    """
+    # Bound methods differ from object to object: compare the functions behind them.
     idle = (None, Hook.on_event, getattr(Hook, kind.hook, None))
     names = ("on_event", kind.hook, *_for_record(kind))
     methods = [getattr(hook, name, None) for hook in hooks for name in names]
@@ -105,7 +197,7 @@ def hear(hooks: Sequence[Any], kind: type[Event]) -> bool:
 
 
 def call(hooks: Iterable[Any], event: Event) -> None:
-    """Tell every hook that has a method for it about `event`."""
+    """Call every method of `hooks` that handles `event`."""
     names = ["on_event", *_for_record(type(event)), event.hook]
     if isinstance(event, TuneEnd) and event.switched:
         names.append("on_batch_size_change")
@@ -117,12 +209,16 @@ def call(hooks: Iterable[Any], event: Event) -> None:
 
 
 def _for_record(kind: type[Event]) -> tuple[str, ...]:
-    # The journal's own method: what it does not write need not be made for it.
+    # The journal has a method of its own, so that `hear` can tell which kinds it does not need.
     return ("on_record",) if kind.journaled else ()
 
 
 class Teller:
-    """A thread that calls hooks. What one of them raises goes to `on_error`, and the others go on."""
+    """A thread that calls hooks. If a hook raises, `on_error` is called, and the next event is handled.
+
+    `is_awaited` is true while training waits for the hooks; `book` receives the seconds that this took, under
+    the name of a time bucket.
+    """
 
     def __init__(
         self,
@@ -136,59 +232,47 @@ class Teller:
         self._hooks = hooks
         self._is_stopping = is_stopping
         self._clock = clock
-        self._on_error = on_error
         self._book = book
-        self._in_hook: Any = None  # told of an event last
-        self._is_slow = False  # whether training has had to wait
-        self.is_awaited = False  # whether it does now
-        self._queue: queue.SimpleQueue[Event | threading.Event | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="jaxgoodput-hooks", daemon=True)
-        self._thread.start()
+        self._current: Any = None  # the hook that was called last
+        self._has_warned = False
+        self.is_awaited = False
+        self._worker: QueueWorker[Event] = QueueWorker(
+            "hooks", lambda event: call(self._each(), event), on_error=on_error
+        )
 
     def tell(self, event: Event) -> None:
-        """Have the hooks hear of an event, after everything that came before it."""
-        self._queue.put(event)
+        """Have the hooks handle an event, after everything that came before it."""
+        self._worker.put(event)
 
     def tell_when_done(self, done: threading.Event) -> None:
-        """Set `done` when the hooks have heard of everything until now."""
-        self._queue.put(done)
+        """Set `done` when the hooks have handled everything so far."""
+        self._worker.call_when_done(done.set)
 
     def hold_up(self) -> None:
-        """Wait where hooks are far behind, but not once a stop was asked for."""
-        if self._queue.qsize() < MOST_BEHIND:
+        """Wait while the hooks are far behind, but not after a stop was requested."""
+        if self._worker.num_waiting < MOST_BEHIND:
             return
-        if not self._is_slow:
-            self._is_slow = True
+        if not self._has_warned:
+            self._has_warned = True
             logging.warning(
-                "hooks are %d events behind, and training waits for them. At work is %s: have it do less, or "
-                "less often (jg.Every).",
+                "hooks are %d events behind, and training waits for them. The slow one is %s: let it do "
+                "less, or call it less often (jg.Every).",
                 MOST_BEHIND,
-                type(self._in_hook).__qualname__,
+                type(self._current).__qualname__,
             )
         start_s = self._clock.now()
         self.is_awaited = True
-        while self._queue.qsize() >= MOST_BEHIND and not self._is_stopping():
-            self._thread.join(0.01)
+        while self._worker.num_waiting >= MOST_BEHIND and not self._is_stopping():
+            self._worker.join(0.01)
         self.is_awaited = False
         self._book("hooks_behind", self._clock.now() - start_s)
 
     def close(self) -> None:
-        """Tell what was handed in, and end the thread."""
-        self._queue.put(None)
-        self._thread.join()
-
-    def _run(self) -> None:
-        while (item := self._queue.get()) is not None:
-            if isinstance(item, threading.Event):
-                item.set()
-                continue
-            try:
-                call(self._each(), item)
-            except BaseException as error:
-                self._on_error(error)
+        """Handle the events that are waiting, and end the thread."""
+        self._worker.close()
 
     def _each(self) -> Iterator[Any]:
-        """The hooks, one after the other; notes which of them is at work."""
+        """Yield the hooks one after the other, noting which one is running."""
         for hook in self._hooks:
-            self._in_hook = hook
+            self._current = hook
             yield hook

@@ -1,4 +1,4 @@
-"""Values by key, each made once, by whichever thread needs it first."""
+"""Values by key, each made once, by the first thread that needs it."""
 
 import threading
 from collections.abc import Callable, Hashable
@@ -8,9 +8,9 @@ T = TypeVar("T")
 
 
 class Once:
-    """What was made, by key. Safe from any thread.
+    """Values that were made, by key. Thread-safe.
 
-    A second thread that asks for the same waits for the first; one that asks for another does not.
+    A second thread that asks for the same key waits for the first; other keys do not wait.
     """
 
     def __init__(self):
@@ -19,9 +19,9 @@ class Once:
         self._lock = threading.Lock()
 
     def __call__(self, key: Hashable, make: Callable[[], T]) -> T:
-        """The value of `key`, made on this thread where nobody has done so yet.
+        """Return the value of `key`; the first call makes it on its own thread.
 
-        Where making it raises, nothing is kept.
+        If making it raises, nothing is kept, and the next call tries again.
         """
         with self._lock:
             if key in self._made:
@@ -37,7 +37,7 @@ class Once:
         return value
 
     def peek(self, key: Hashable) -> Any:
-        """What is there already; None before."""
+        """Return the value of `key` if it was made; None otherwise."""
         with self._lock:
             return self._made.get(key)
 

@@ -1,12 +1,13 @@
 """A strategy is a plan for placing a model; on real devices it becomes a layout.
 
-Six degrees. `data` copies of the model, each cut into `fsdp` parts that are put together only while they
-are used (ZeRO-3), each part cut again over `tensor` devices that compute it together. `context` cuts
-sequences and no parameter; `expert` cuts the experts of a mixture, and rows besides; `stage` cuts a stack
-of layers into the stages of a pipeline (`pipeline.py`). Every (fsdp, expert, data) triple is a
-*replica*: it computes micro-batches of its own. The plan is hashable, JSON-able and free of devices; `on`
-is the one place where a mesh is made. Its mesh has all six axes, so that a model's own constraints may
-name any of them: an axis of degree 1 cuts nothing.
+A strategy has six degrees. There are `data` copies of the model. Each is cut into `fsdp` parts that are put
+together only while they are used (ZeRO-3), and each part again over `tensor` devices that compute it
+together. `context` cuts sequences and no parameter; `expert` cuts the experts of a mixture, and rows as
+well; `stage` cuts a stack of layers into the stages of a pipeline (`pipeline.py`). Every (fsdp, expert,
+data) triple is a *replica*: it computes its own micro-batches.
+
+The plan is hashable, JSON-able and free of devices; `on` is the one place where a mesh is made. The mesh has
+all six axes, so a model's own constraints may name any of them: an axis of degree 1 cuts nothing.
 """
 
 import math
@@ -25,18 +26,18 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 DATA_AXIS, FSDP_AXIS, TENSOR_AXIS = "data", "fsdp", "tensor"
 CONTEXT_AXIS, EXPERT_AXIS, STAGE_AXIS = "context", "expert", "stage"
-# The copies vary fastest: a device that holds a part under one strategy then holds a part of that
-# part, or all of it, under most others, and need not receive it (benchmarks/reshard.py has the bytes).
+# The copies vary fastest. A device that holds a part under one strategy then holds some or all of that part
+# under most others, and need not receive it (benchmarks/reshard.py has the bytes).
 MESH_AXES = (STAGE_AXIS, FSDP_AXIS, EXPERT_AXIS, CONTEXT_AXIS, TENSOR_AXIS, DATA_AXIS)
 REPLICA_AXES = (FSDP_AXIS, EXPERT_AXIS, DATA_AXIS)
-# Those that a parameter may be cut over.
+# Axes that a parameter may be cut over.
 MODEL_AXES = (FSDP_AXIS, TENSOR_AXIS, EXPERT_AXIS, STAGE_AXIS)
-# Over several hosts what sends most varies fastest instead: it stays within a host.
+# Over several hosts, the axis with the most traffic varies fastest instead, so it stays within a host.
 BY_TRAFFIC = (DATA_AXIS, STAGE_AXIS, FSDP_AXIS, EXPERT_AXIS, CONTEXT_AXIS, TENSOR_AXIS)
 WHAT_IS_LEFT = -1
 
-# A mesh of all axes, over nothing: constraints mean something in it, and cut nothing. (Axes of jax 0.11 would
-# be explicit by default, and constraints assertions.)
+# A mesh of all axes with one device each: constraints are valid in it, and cut nothing. (In jax 0.11, axes
+# would be explicit by default, and constraints would be assertions.)
 UNCUT = AbstractMesh((1,) * len(MESH_AXES), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 P = ParamSpec("P")
@@ -44,47 +45,31 @@ T = TypeVar("T")
 Rule = tuple[str, PartitionSpec]
 Activation = tuple[str, str | tuple[str, ...] | None]
 
-# What logical names of activations stand for, as flax, T5X and MaxText call them.
-DEFAULT_ACTIVATIONS: tuple[Activation, ...] = (
-    *((name, REPLICA_AXES) for name in ("batch", "activation_batch")),
-    *(
-        (name, CONTEXT_AXIS)
-        for name in ("length", "activation_length", "activation_norm_length", "sequence")
-    ),
-    *(
-        (name, TENSOR_AXIS)
-        for name in (
-            *("heads", "activation_heads", "q_heads", "kv_heads", "activation_kv_heads"),
-            *("mlp", "activation_mlp", "vocab", "activation_vocab", "joined_kv"),
-        )
-    ),
-    *((name, EXPERT_AXIS) for name in ("exp", "expert", "activation_exp")),
-    *((name, STAGE_AXIS) for name in ("stage", "activation_stage")),
-    *(
-        (name, None)
-        for name in (
-            *(
-                "embed",
-                "activation_embed",
-                "kv",
-                "activation_kv",
-                "kv_length",
-                "activation_kv_length",
-            ),
-            *("relpos_buckets", "abspos_buckets", "layers", "stack", "norm"),
-        )
-    ),
+# The axes that logical names of activations stand for, by the names that flax, T5X and MaxText use.
+DEFAULT_ACTIVATIONS: tuple[Activation, ...] = tuple(
+    (name, axes)
+    for axes, names in (
+        (REPLICA_AXES, "batch activation_batch"),
+        (CONTEXT_AXIS, "length activation_length activation_norm_length sequence"),
+        (TENSOR_AXIS, "heads activation_heads q_heads kv_heads activation_kv_heads"),
+        (TENSOR_AXIS, "mlp activation_mlp vocab activation_vocab joined_kv"),
+        (EXPERT_AXIS, "exp expert activation_exp"),
+        (STAGE_AXIS, "stage activation_stage"),
+        (None, "embed activation_embed kv activation_kv kv_length activation_kv_length"),
+        (None, "relpos_buckets abspos_buckets layers stack norm"),
+    )
+    for name in names.split()
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Strategy:
-    """How a model is copied and cut over devices. One degree may be -1: what is left of the devices.
+    """How a model is copied and cut over devices. One degree may be -1: the rest of the devices.
 
-    `rules` are (regex, PartitionSpec): the first whose regex is found in a parameter's path, such as
-    `layers/0/mlp/kernel`, says which dimension is cut over which of "fsdp", "tensor", "expert", "stage",
-    or a tuple of them. Parameters without a rule follow the model's own partitioning metadata, or the
-    defaults of `partition.py`. A spec holds for every degree: an axis of degree 1 cuts nothing.
+    `rules` are (regex, PartitionSpec). The first whose regex is found in a parameter's path, such as
+    `layers/0/mlp/kernel`, says which dimension is cut over "fsdp", "tensor", "expert", "stage", or a tuple
+    of them. Parameters without a rule follow the model's own partitioning metadata, or the defaults of
+    `partition.py`. A spec holds for every degree: an axis of degree 1 cuts nothing.
 
     >>> Strategy(data=2, fsdp=4).num_replicas
     8
@@ -95,24 +80,43 @@ class Strategy:
     data: int = 1
     """Copies of the model."""
     fsdp: int = 1
-    """Parts of a copy, each whole only while it is used; every part computes samples of its own."""
+    """Parts of a copy, gathered only while they are used; every part computes its own samples."""
     tensor: int = 1
     """Devices that compute a part together."""
     context: int = 1
     """Parts of a sequence; parameters are whole in each."""
     expert: int = 1
-    """Parts of the experts; every part computes samples of its own."""
+    """Parts of the experts; every part computes its own samples."""
     stage: int = 1
-    """Parts of a stack of layers, each computed by devices of its own (`pipeline`)."""
+    """Parts of a stack of layers, each on its own devices (`pipeline`)."""
     rules: Sequence[Rule] = ()
-    """(regex, PartitionSpec), the first that is found in a parameter's path."""
+    """(regex, PartitionSpec) pairs; the first whose regex is found in a parameter's path counts."""
     activations: Sequence[Activation] = ()
-    """(logical name, mesh axis, tuple of axes or None), before `DEFAULT_ACTIVATIONS`."""
+    """(logical name, mesh axis, tuple of axes or None) pairs, ahead of `DEFAULT_ACTIVATIONS`."""
     title: str = ""
-    """The name, instead of one made of the degrees: for two strategies that differ in rules only."""
+    """Name to use instead of the degrees, to tell strategies apart that differ only in their rules."""
 
     def __post_init__(self):
         """Refuse degrees that no mesh can have, and rules that cannot be followed."""
+        self._check_degrees()
+        for pattern, spec in self.rules:
+            _check_rule(pattern, spec)
+        for logical, entry in self.activations:
+            _check_activation(logical, entry)
+        if self.title and not re.fullmatch(r"[A-Za-z0-9_.-]+", self.title):
+            raise ValueError(
+                f"Strategy.title is {self.title!r}; it names files and charts and may have letters, digits "
+                "and _ . - only. Shorten it, or leave it empty for a name made of the degrees."
+            )
+        # Lists, and plain tuples for specs, are accepted; the plan itself must be hashable.
+        rules = tuple((pattern, PartitionSpec(*spec)) for pattern, spec in self.rules)
+        object.__setattr__(self, "rules", rules)
+        activations = tuple(
+            (n, tuple(a) if isinstance(a, list) else a) for n, a in self.activations
+        )
+        object.__setattr__(self, "activations", activations)
+
+    def _check_degrees(self) -> None:
         for axis, degree in self.degrees.items():
             if degree < 1 and degree != WHAT_IS_LEFT:
                 what = "number of copies" if axis == DATA_AXIS else "number of parts"
@@ -123,48 +127,18 @@ class Strategy:
         if list(self.degrees.values()).count(WHAT_IS_LEFT) > 1:
             raise ValueError(
                 f"only one degree of a Strategy can be -1, what is left of the devices; got "
-                f"{self._computed_name}. "
-                "Give the others a number; 1 cuts nothing."
+                f"{self._computed_name}. Give the others a number; 1 cuts nothing."
             )
-        for pattern, spec in self.rules:
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                raise ValueError(
-                    f"the rule ({pattern!r}, {spec}) does not start with a regular expression: {error}. "
-                    "It is searched for in paths such as 'layers/0/mlp/kernel'."
-                ) from error
-            check_axes(spec, f"the rule ({pattern!r}, {spec})")
-        for logical, entry in self.activations:
-            axes = axes_of(entry)
-            if not logical or not set(axes) <= set(MESH_AXES) or len(set(axes)) < len(axes):
-                raise ValueError(
-                    f"Strategy.activations gives {logical!r} the axes {entry!r}; they must be None, one of "
-                    f"{', '.join(MESH_AXES)}, or a tuple of those, each once. Correct the axes, or leave "
-                    "the name to DEFAULT_ACTIVATIONS."
-                )
-        if self.title and not re.fullmatch(r"[A-Za-z0-9_.-]+", self.title):
-            raise ValueError(
-                f"Strategy.title is {self.title!r}; it names files and charts and may have letters, digits "
-                "and _ . - only. Shorten it, or leave it empty for a name made of the degrees."
-            )
-        # A list, or a plain tuple for a spec, is understood; the plan itself must be hashable.
-        rules = tuple((pattern, PartitionSpec(*spec)) for pattern, spec in self.rules)
-        object.__setattr__(self, "rules", rules)
-        activations = tuple(
-            (n, tuple(a) if isinstance(a, list) else a) for n, a in self.activations
-        )
-        object.__setattr__(self, "activations", activations)
 
     @property
     def degrees(self) -> dict[str, int]:
-        """Axis name -> degree, in the order of names."""
+        """Degree by axis name, in the order in which names list them."""
         axes = (DATA_AXIS, FSDP_AXIS, TENSOR_AXIS, CONTEXT_AXIS, EXPERT_AXIS, STAGE_AXIS)
         return {axis: getattr(self, axis) for axis in axes}
 
     @property
     def logical_rules(self) -> tuple[Activation, ...]:
-        """What `flax.linen.logical_axis_rules` takes: the strategy's own activations, then the defaults.
+        """Rules for `flax.linen.logical_axis_rules`: the strategy's own activations, then the defaults.
 
         flax takes the first rule of a name whose axes are free. Axes of degree 1 stay in: they cut nothing.
         """
@@ -172,12 +146,12 @@ class Strategy:
 
     @property
     def is_cut(self) -> bool:
-        """Whether a device holds only a part of the model."""
+        """Whether each device holds only a part of the model."""
         return self.num_devices > self.data
 
     @property
     def name(self) -> str:
-        """Short, for tables and charts: the title, or the degrees other than 1.
+        """Short name for tables and charts: the title, or the degrees other than 1.
 
         >>> Strategy(fsdp=4, tensor=2).name, Strategy(stage=4, data=2).name, Strategy().name
         ('fsdp4.tensor2', 'data2.stage4', 'single')
@@ -191,12 +165,12 @@ class Strategy:
 
     @property
     def num_devices(self) -> int:
-        """Devices that the plan needs; a degree of -1 must be resolved first."""
+        """Devices that the plan needs. Raises ValueError if a degree is still -1."""
         return math.prod(self._known().values())
 
     @property
     def num_replicas(self) -> int:
-        """Computers of micro-batches of their own: data x fsdp x expert."""
+        """Replicas, each of which computes its own micro-batches: data x fsdp x expert."""
         known = self._known()
         return math.prod(known[axis] for axis in REPLICA_AXES)
 
@@ -209,9 +183,13 @@ class Strategy:
         return self.degrees
 
     def resolved(self, num_devices: int) -> "Strategy":
-        """The same plan without -1, for exactly so many devices; ValueError where it needs others."""
+        """Return the plan for exactly `num_devices`, with a number in place of -1.
+
+        Raises ValueError if it needs another number of devices.
+        """
         open_axes = [axis for axis, degree in self.degrees.items() if degree == WHAT_IS_LEFT]
-        taken = math.prod(degree for degree in self.degrees.values() if degree != WHAT_IS_LEFT)
+        # The product of the known degrees, times -1 if one is open.
+        taken = abs(math.prod(self.degrees.values()))
         if open_axes and num_devices > 0 and num_devices % taken == 0:
             return replace(self, **{open_axes[0]: num_devices // taken})
         if not open_axes and num_devices == taken:
@@ -219,25 +197,23 @@ class Strategy:
         needs = f"a multiple of {taken}" if open_axes else f"{taken}"
         remedy = "Pass exactly that many"
         if num_devices > 0:
-            simple = all(degree == 1 for axis, degree in self.degrees.items() if axis != DATA_AXIS)
-            other = (
-                f"Strategy(data={num_devices})" if simple else f"one of candidates({num_devices})"
-            )
-            remedy += f", or use {other}"
+            is_plain = not open_axes and taken == self.data
+            others = "Strategy(data={})" if is_plain else "one of candidates({})"
+            remedy += f", or use {others.format(num_devices)}"
         raise ValueError(
             f"Strategy({self.name}) needs {needs} devices; got {num_devices}. {remedy}."
         )
 
     def on(self, devices: Sequence[Any]) -> "Layout":
-        """The plan on `devices`, whose number must be `num_devices`.
+        """Put the plan on `devices`, as many as it needs (`num_devices`).
 
-        Their order is kept where they belong to one process. Devices of several hosts are laid out so that
-        what sends most stays within a host, TPUs so that it stays among neighbours (`device_grid`).
+        Devices of one process keep their order. Devices of several hosts are laid out so that the axis with
+        the most traffic stays within a host; on TPUs it stays among neighbours (`device_grid`).
         """
         strategy = self.resolved(len(devices))
         grid, axes = device_grid(strategy, devices), MESH_AXES
         if len({getattr(d, "process_index", 0) for d in devices}) > 1:
-            # One program moves a state between two layouts, if both have the devices in one order.
+            # A single program can move a state between two layouts if both have the same device order.
             axes = BY_TRAFFIC
             grid = grid.transpose([MESH_AXES.index(axis) for axis in axes])
         mesh = Mesh(grid, axes, axis_types=(AxisType.Auto,) * len(axes))
@@ -245,13 +221,14 @@ class Strategy:
 
 
 def device_grid(strategy: Strategy, devices: Sequence[Any]) -> np.ndarray:
-    """`devices` as an array of the axes of `MESH_AXES`, each where its traffic is cheap.
+    """Arrange `devices` along the axes of `MESH_AXES`, so that traffic is cheap.
 
-    One process without TPUs: their order. Several: by slice and process, then `BY_TRAFFIC`. TPUs: by their
-    torus, with "data" over slices; ValueError where that does not go.
+    One process without TPUs keeps its order. Several processes are sorted by slice and process, then
+    `BY_TRAFFIC`. TPUs are arranged by their torus, with "data" over slices. Raises ValueError if slices
+    cannot hold whole copies.
     """
     hosts = [(getattr(d, "slice_index", 0) or 0, getattr(d, "process_index", 0)) for d in devices]
-    is_tpu = bool(devices) and getattr(devices[0], "platform", "") == "tpu"
+    is_tpu = any(getattr(d, "platform", "") == "tpu" for d in devices[:1])
     if not is_tpu and len(set(hosts)) == 1:
         return _array(devices).reshape([strategy.degrees[axis] for axis in MESH_AXES])
     shape = [strategy.degrees[axis] for axis in BY_TRAFFIC]
@@ -259,16 +236,21 @@ def device_grid(strategy: Strategy, devices: Sequence[Any]) -> np.ndarray:
     grid = _array(ordered).reshape(shape)
     if is_tpu:
         slices = [index for index, _ in hosts]
-        num_slices = len(set(slices))
-        if strategy.data % num_slices or len({slices.count(index) for index in slices}) > 1:
-            raise ValueError(
-                f"Strategy({strategy.name}) has data={strategy.data} copies on {num_slices} slices of TPUs; "
-                "slices must be of one size and each must hold whole copies, for only copies send little "
-                f"enough for the network between slices. Make data a multiple of {num_slices}, or use one "
-                "slice."
-            )
-        grid = _on_torus(shape, num_slices, ordered, grid)
+        _require_whole_copies(strategy, slices)
+        grid = _on_torus(shape, len(set(slices)), ordered, grid)
     return grid.transpose([BY_TRAFFIC.index(axis) for axis in MESH_AXES])
+
+
+def _require_whole_copies(strategy: Strategy, slices: Sequence[int]) -> None:
+    """Raise ValueError unless every slice of TPUs (given by device) holds the same whole copies."""
+    num_slices = len(set(slices))
+    if strategy.data % num_slices or len({slices.count(index) for index in slices}) > 1:
+        raise ValueError(
+            f"Strategy({strategy.name}) has data={strategy.data} copies on {num_slices} slices of TPUs; "
+            "slices must be of one size and each must hold whole copies, because only copies send little "
+            f"enough for the network between slices. Make data a multiple of {num_slices}, or use one "
+            "slice."
+        )
 
 
 def _array(devices: Sequence[Any]) -> np.ndarray:
@@ -280,7 +262,10 @@ def _array(devices: Sequence[Any]) -> np.ndarray:
 def _on_torus(
     shape: Sequence[int], num_slices: int, devices: Sequence[Any], otherwise: np.ndarray
 ) -> np.ndarray:
-    """TPUs by their coordinates; `otherwise` where they are no full box, such as part of a slice."""
+    """Arrange TPUs by their coordinates; return `otherwise` if they form no full box.
+
+    A part of a slice may not. `shape` is in the order of `BY_TRAFFIC`.
+    """
     within = [shape[0] // num_slices, *shape[1:]]
     across = [num_slices, *(1 for _ in shape[1:])]
     try:
@@ -291,7 +276,7 @@ def _on_torus(
         )
     except (AssertionError, NotImplementedError, ValueError) as error:
         logging.warning(
-            "the %d TPUs are laid out by host, not by their torus, which may send more: %s",
+            "the %d TPUs are laid out by host, not by their torus, so steps may send more between them: %s",
             len(devices),
             str(error) or type(error).__name__,
         )
@@ -299,7 +284,7 @@ def _on_torus(
 
 
 def axes_of(entry: Any) -> tuple[Any, ...]:
-    """The mesh axes of one entry of a PartitionSpec.
+    """Return the mesh axes of one entry of a PartitionSpec.
 
     >>> axes_of(None), axes_of("fsdp"), axes_of(("fsdp", "tensor"))
     ((), ('fsdp',), ('fsdp', 'tensor'))
@@ -307,8 +292,29 @@ def axes_of(entry: Any) -> tuple[Any, ...]:
     return () if entry is None else tuple(entry) if isinstance(entry, tuple | list) else (entry,)
 
 
+def _check_rule(pattern: str, spec: Iterable[Any]) -> None:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(
+            f"the rule ({pattern!r}, {spec}) does not start with a regular expression: {error}. "
+            "It is searched for in paths such as 'layers/0/mlp/kernel'."
+        ) from error
+    check_axes(spec, f"the rule ({pattern!r}, {spec})")
+
+
+def _check_activation(logical: str, entry: Any) -> None:
+    axes = axes_of(entry)
+    if not logical or not set(axes) <= set(MESH_AXES) or len(set(axes)) < len(axes):
+        raise ValueError(
+            f"Strategy.activations gives {logical!r} the axes {entry!r}; they must be None, one of "
+            f"{', '.join(MESH_AXES)}, or a tuple of those, each once. Correct the axes, or leave "
+            "the name to DEFAULT_ACTIVATIONS."
+        )
+
+
 def check_axes(spec: Iterable[Any], source: str) -> None:
-    """Raise ValueError, beginning with `source`, where a spec cannot be followed by parameters."""
+    """Raise ValueError, starting with `source`, if parameters cannot be cut by a spec."""
     cut = [axis for entry in spec for axis in axes_of(entry)]
     if any(axis not in MODEL_AXES for axis in cut) or len(set(cut)) < len(cut):
         raise ValueError(
@@ -327,9 +333,9 @@ def candidates(
     max_stage: int = 1,
     rules: Sequence[Rule] = (),
 ) -> tuple[Strategy, ...]:
-    """Every strategy that uses all of `num_devices`; plain data parallelism first.
+    """Return every strategy that uses all of `num_devices`, plain data parallelism first.
 
-    Not every one of them suits every model: `partition.suitable` tells which do.
+    Not all of them suit a given model: `partition.suitable` tells which do.
 
     >>> [s.name for s in candidates(4)]
     ['data4', 'data2.fsdp2', 'fsdp4', 'data2.tensor2', 'fsdp2.tensor2', 'tensor4']
@@ -367,16 +373,16 @@ def _divisors(number: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Layout:
-    """A strategy on real devices; passed to whoever needs a mesh, never kept globally."""
+    """A strategy on real devices. Pass it to the code that needs a mesh; it is never kept globally."""
 
     strategy: Strategy
-    """Without -1."""
+    """Plan without a degree of -1."""
     mesh: Mesh
-    """Of the axes of `MESH_AXES`."""
+    """Mesh of all axes in `MESH_AXES`."""
 
     @cached_property
     def num_replicas(self) -> int:
-        """Copies of the model that compute micro-batches of their own."""
+        """Replicas, each of which computes its own micro-batches."""
         return self.strategy.num_replicas
 
     @property
@@ -386,26 +392,33 @@ class Layout:
 
     @property
     def replicated(self) -> NamedSharding:
-        """Every device holds the whole value: scalars, model state."""
+        """Sharding of scalars and model state: every device holds the whole value."""
         return NamedSharding(self.mesh, PartitionSpec())
 
     @property
     def batch_sharding(self) -> NamedSharding:
-        """The leading axis is cut over the replicas: batches, and sums per replica."""
+        """Sharding of batches, and of sums per replica: the leading axis is cut over the replicas."""
         return NamedSharding(self.mesh, PartitionSpec(REPLICA_AXES))
 
     @property
     def row_per_device(self) -> NamedSharding:
-        """The leading axis is cut over all devices."""
+        """Sharding whose leading axis is cut over all devices."""
         return NamedSharding(self.mesh, PartitionSpec(self.mesh.axis_names))
 
     def sharding(self, spec: PartitionSpec) -> NamedSharding:
-        """A partition on this mesh."""
+        """Return a sharding on this mesh."""
         return NamedSharding(self.mesh, spec)
+
+    def put(self, value: np.ndarray, sharding: NamedSharding) -> jax.Array:
+        """Put a value on the devices, of which every process knows at least its own part."""
+        if sharding.is_fully_addressable:
+            return jax.device_put(value, sharding)
+        with jax.transfer_guard("allow"):  # this transfer is intended
+            return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
 
 
 def in_mesh(function: Callable[P, T], mesh: AbstractMesh, strategy: Strategy) -> Callable[P, T]:
-    """A function of the model, traced with `mesh` set and the strategy's logical names known to flax."""
+    """Wrap a model function so that it runs with `mesh` set, and flax knows the logical names."""
 
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
         with jax.sharding.use_abstract_mesh(mesh), logical_axis_rules(strategy.logical_rules):
@@ -415,5 +428,5 @@ def in_mesh(function: Callable[P, T], mesh: AbstractMesh, strategy: Strategy) ->
 
 
 def anywhere(function: Callable[P, T]) -> Callable[P, T]:
-    """A function of the model for looking at, traced under a mesh of all axes that cuts nothing."""
+    """Wrap a model function for inspection: it runs under a mesh of all axes that cuts nothing."""
     return in_mesh(function, UNCUT, Strategy())

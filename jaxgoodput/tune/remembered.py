@@ -1,8 +1,8 @@
-"""What a run leaves to the next one of the same program: step times, its last batch, its first noise.
+"""The memory that a run leaves to the next run of its program: step times, last batch and first noise.
 
-One JSON file beside the compilation cache, under a key that the caller makes of all that step times and
-noise depend on. A file that cannot be read is named and left out, one that cannot be written is named:
-training never depends on it. Of two runs that write at once the later one stays, whole.
+This memory is one JSON file beside the compilation cache. The caller derives its name from everything that
+step times and noise depend on. Training never depends on the file: if it cannot be read or written, a warning
+says so. If two runs write at once, the later one replaces the file as a whole.
 """
 
 import dataclasses
@@ -18,71 +18,73 @@ from absl import logging
 from jaxgoodput import _serial
 from jaxgoodput.goodput.efficiency import GradGroups
 from jaxgoodput.goodput.search import BatchConfig
+from jaxgoodput.optim.noise import MIN_SAMPLES
 from jaxgoodput.tune.timings import MIN_COUNT, TimingRow
 from jaxgoodput.tune.verdict import PROBE_STEPS
 
 FOLDER = "jaxgoodput-runs"
-# Base steps: noise that is first known later says nothing about a fresh run's first steps.
+# Base steps after which noise is too late to tell anything about a fresh run's first steps.
 BEGINNING = 100.0
-# The share of a run for which an earlier one's batch may be held against the noise: where noise grows all the
-# time, that batch is far too large for a run's beginning.
+# Share of a run in which the batch of an earlier run may overrule the measured noise. It is small because the
+# noise may grow during a run, and the last batch is then far too large for the beginning.
 EARLY = 0.1
-# Step times kept of a configuration: as many as a trial takes, so that a run's own soon outnumber them.
+# Number of step times to keep for each configuration: as many as a trial takes, so that a run's own times
+# soon outnumber them.
 KEEP = PROBE_STEPS
 
 
 @dataclass(frozen=True, kw_only=True)
 class FirstNoise:
-    """The cautious moments of the gradient, by group of parameters, when they were first known."""
+    """The first cautious moments of the gradient that a run knew, by group of parameters."""
 
     progress: float
-    """Base steps done by then."""
+    """Base steps done at that time."""
     sqr: tuple[float, ...]
-    """As in `GradGroups`."""
+    """Squared norms of the mean gradient, as in `GradGroups`."""
     var: tuple[float, ...]
-    """As in `GradGroups`."""
+    """Noise of the gradient, as in `GradGroups`."""
 
     @property
     def grad(self) -> GradGroups:
-        """As decisions want them."""
+        """The moments in the form that decisions use."""
         return GradGroups(sqr=np.array(self.sqr), var=np.array(self.var))
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramMemory:
-    """What is kept of the runs of one program."""
+    """The memory that the runs of one program share."""
 
     version: ClassVar[int] = 2
     timings: Mapping[str, tuple[TimingRow, ...]]
-    """Undisturbed step times by strategy; steps are counted back from the end of the last run."""
+    """Undisturbed step times by strategy, with steps counted back from the end of the last run."""
     batch: BatchConfig
-    """In use at the end, and not on trial: a later run begins with it."""
+    """Last batch that was not on trial; a later run begins with it."""
     since_samples: int
-    """Samples gone by when it was taken up; until as many have, a later run takes no smaller one early on."""
+    """Samples trained on before that batch was chosen; until then, a later run tries no smaller one."""
     noise: FirstNoise | None
-    """None: it was not known in the first `BEGINNING` base steps."""
+    """First known noise; None if it was not known within `BEGINNING` base steps."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """The file of one program, and what earlier runs left in it."""
+    """The memory file of one program, and its content when this run began."""
 
     path: pathlib.Path
     earlier: ProgramMemory | None
 
     @classmethod
     def at(cls, path: pathlib.Path) -> "Memory":
-        """Read what is there; a file that is none of this version's is named in a warning and left out."""
+        """Read a memory file. A file that this version cannot read is ignored, with a warning."""
         try:
             return cls(path, _serial.loads(path.read_text(), ProgramMemory))
         except FileNotFoundError:
             pass
         except (OSError, ValueError) as error:
-            logging.warning("what earlier runs left in %s is not used: %s", path, error)
+            logging.warning("ignoring the memory of earlier runs in %s: %s", path, error)
         return cls(path, None)
 
     def write(self, found: ProgramMemory) -> None:
-        """Put `found` in its place at once; where that fails, a warning says so."""
+        """Replace the file with `found`, atomically; if that fails, log a warning."""
         beside = self.path.with_name(f".{uuid.uuid4().hex}")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -93,8 +95,8 @@ class Memory:
                 beside.unlink(missing_ok=True)
         except OSError as error:
             logging.warning(
-                "nothing is left to later runs in %s (%s). Free some space, or make it writable; "
-                "Tuning.remember=False leaves it alone.",
+                "cannot save step times for later runs in %s (%s). Free some space, make the folder "
+                "writable, or set Tuning.remember=False.",
                 self.path,
                 error,
             )
@@ -103,7 +105,7 @@ class Memory:
 def lasting(
     timings: Mapping[str, Sequence[TimingRow]], now: int
 ) -> dict[str, tuple[TimingRow, ...]]:
-    """The undisturbed times of what was timed often enough by step `now`, the latest of each."""
+    """Return the latest undisturbed times of every configuration that was timed often enough."""
     return {
         strategy: tuple(
             dataclasses.replace(row, last=row.last - now, clean=row.clean[-KEEP:], busy=())
@@ -112,3 +114,80 @@ def lasting(
         )
         for strategy, rows in timings.items()
     }
+
+
+class BatchHistory:
+    """The batches that a run has used and its first noise, together with the memory of earlier runs.
+
+    From this follow the memory for the next run, and how far the batch of an earlier run may guide this one.
+    """
+
+    def __init__(self, start: BatchConfig):
+        # Every batch with the samples trained on before it was chosen, without failed trials; empty if the
+        # run began in another process.
+        self._chosen: list[tuple[int, BatchConfig]] = [(0, start)]
+        self._noise: FirstNoise | None = None
+        self._settled: tuple[int, BatchConfig] | None = None  # last batch of an earlier run
+
+    def resume(self) -> None:
+        """Forget the start, because the run began in another process."""
+        self._chosen = []
+
+    def recall(self, earlier: ProgramMemory, current: BatchConfig) -> None:
+        """Continue with the memory of earlier runs."""
+        self._noise = earlier.noise
+        self._settled = earlier.since_samples, earlier.batch
+        if current.global_batch_size == earlier.batch.global_batch_size:
+            self._chosen = [(earlier.since_samples, current)]
+
+    def add(self, config: BatchConfig, since_samples: int) -> None:
+        """Note that `config` is in use, after `since_samples` samples of the run."""
+        before = [chosen for _, chosen in self._chosen[-2:-1]]
+        if before == [config]:  # back again: the batch in between was a trial
+            self._chosen.pop()
+        else:
+            self._chosen.append((since_samples, config))
+
+    def add_noise(self, progress: float, grad: GradGroups, newest_samples: float) -> None:
+        """Note the noise of a step if it is the first that is known, near the beginning of the run."""
+        latest = BEGINNING if self._noise is None else self._noise.progress
+        if progress < latest and newest_samples >= MIN_SAMPLES:
+            sqr, var = (tuple(np.asarray(x).tolist()) for x in (grad.sqr, grad.var))
+            self._noise = FirstNoise(progress=progress, sqr=sqr, var=var)
+
+    def memory(
+        self,
+        timings: Mapping[str, Sequence[TimingRow]],
+        step: int,
+        current: BatchConfig,
+        *,
+        is_trial: bool,
+    ) -> ProgramMemory:
+        """Return the memory for the next run, at the last step; a batch on trial is left out."""
+        since, batch = self._settled or (0, current)
+        chosen = self._chosen[:-1] if is_trial and len(self._chosen) > 1 else self._chosen
+        if chosen:
+            since, batch = chosen[-1]
+        return ProgramMemory(
+            timings=lasting(timings, step), batch=batch, since_samples=since, noise=self._noise
+        )
+
+    def max_growth(self, current: BatchConfig, usual: float) -> float:
+        """Return the factor by which one change may grow the batch.
+
+        It is the usual one, or larger if an earlier run settled on a larger batch, which is known to work.
+        """
+        if self._settled is None or self._settled[1].strategy != current.strategy:
+            return usual
+        return max(usual, self._settled[1].global_batch_size / current.global_batch_size)
+
+    def floor(self, current: BatchConfig, samples: int, share_done: float) -> int:
+        """Return the smallest global batch to consider now.
+
+        Early in the run this is the batch of an earlier run, until that run had reached it, whatever the
+        noise says: over a whole run a larger batch loses less than over its first samples.
+        """
+        since, batch = self._settled or (0, current)
+        is_early = samples < since and share_done < EARLY
+        stays = current.global_batch_size >= batch.global_batch_size
+        return batch.global_batch_size if is_early and stays else 1

@@ -1,9 +1,9 @@
-"""Which strategy next, and why: pure functions beside the choice of the batch under one strategy.
+"""Chooses the next strategy and gives the reason, once the batch under the present one is settled. Pure.
 
-Every strategy has step times and a fit of its own. One that was never timed is tried for a few real
-steps, once, where the time left can repay two moves of the state and steps that may be slower. One that
-was timed is taken where its best measured batch beats the present one by `min_gain`, and the move pays for
-itself within the horizon. A trial stays unless the strategy before it was faster.
+Every strategy has its own step times and its own fit. A strategy that was never timed gets one trial of a few
+real steps, if the time left can repay two moves of the state and steps that may be slower. A strategy that
+was timed is chosen if its best measured batch beats the present one by `min_gain` and the move pays for
+itself within the horizon. A trial succeeds unless the strategy before it was faster.
 """
 
 import math
@@ -17,69 +17,89 @@ from jaxgoodput.tune.verdict import PROBE_STEPS, Situation, StrategyOption, Verd
 def best_of(
     there: StrategyOption, grad: Grad, *, largest: int, accumulate: bool
 ) -> tuple[BatchConfig, float] | None:
-    """The best configuration of timed sizes, and its useful samples/s; None where there is none."""
-    found = None
-    for size in sorted(there.timed):
-        for count in range(1, (there.limits.max_micro_batches if accumulate else 1) + 1):
-            config = replace(there.config, micro_batch_size=size, num_micro_batches=count)
-            if (
-                not there.limits.smallest
-                <= config.global_batch_size
-                <= min(there.limits.max, largest)
-            ):
-                continue
-            worth = there.goodput(config, grad)
-            if math.isfinite(worth) and (found is None or worth > found[1]):
-                found = config, worth
-    return found
+    """Return the best configuration of timed sizes and its useful samples/s; None if there is none."""
+    best = None
+    counts = range(1, (there.limits.max_micro_batches if accumulate else 1) + 1)
+    options = [
+        replace(there.config, micro_batch_size=size, num_micro_batches=count)
+        for size in sorted(there.timed)
+        for count in counts
+    ]
+    for config in options:
+        if (
+            there.limits.smallest <= config.global_batch_size <= min(there.limits.max, largest)
+            and math.isfinite(worth := there.goodput(config, grad))
+            and (best is None or worth > best[1])
+        ):
+            best = config, worth
+    return best
 
 
 def choose_strategy(situation: Situation, verdict: Verdict) -> Verdict:
-    """`verdict`, which keeps the present batch, or one that changes the strategy instead.
+    """Return a verdict to change the strategy, or `verdict`, which keeps the present batch.
 
-    The price of a switch is in the reason.
+    The reason names the cost of the switch.
     """
-    grad, caution, here = situation.grad, situation.caution, situation.current
-    now = situation.here.goodput(here, grad)
-    largest = max(int(here.global_batch_size * caution.max_growth), here.global_batch_size)
-    if situation.bar is not None:
-        largest = min(largest, situation.bar.global_batch_size - 1)
+    refused = ""
+    if (best := _fastest(situation)) is not None:
+        found = _judge_switch(situation, *best)
+        if isinstance(found, Verdict):
+            return found
+        refused = found
+    trial = _untried(situation)
+    return trial or replace(verdict, reason=verdict.reason + refused)
+
+
+def _fastest(situation: Situation) -> tuple[BatchConfig, float, float] | None:
+    """Return the best timed configuration of another strategy, its goodput and the seconds to switch."""
     best: tuple[BatchConfig, float, float] | None = None
     for there in situation.others:
-        found = best_of(there, grad, largest=largest, accumulate=situation.accumulate)
+        found = best_of(
+            there, situation.grad, largest=situation.largest, accumulate=situation.accumulate
+        )
         if found is not None and (best is None or found[1] > best[1]):
             best = (*found, there.switch_s)
-    refused = ""
-    if best is not None and now > 0:
-        config, goodput, switch_s = best
-        gain = goodput / now
-        payback_s = switch_s / (1 - 1 / gain) if gain > 1 else math.inf
-        what = f"{here.strategy} -> {_named(config)}"
-        price = f"the switch costs {switch_s:.2f} s"
-        if gain >= 1 + caution.min_gain and payback_s <= min(caution.horizon_s, situation.left_s):
-            reason = (
-                f"change: {what} gains {gain - 1:.1%} goodput ({price}, earned back in "
-                f"{payback_s:.1f} s)"
-            )
-            return situation.change(config, reason, goodput, gain)
-        refused = f"; {what} would gain {gain - 1:.1%} ({price})"
+    return best
+
+
+def _judge_switch(
+    situation: Situation, config: BatchConfig, goodput: float, switch_s: float
+) -> Verdict | str:
+    """Return the verdict to switch, or else the words that say why not."""
+    here, caution = situation.current, situation.caution
+    now = situation.here.goodput(here, situation.grad)
+    if not now > 0:
+        return ""
+    gain = goodput / now
+    payback_s = switch_s / (1 - 1 / gain) if gain > 1 else math.inf
+    what = f"{here.strategy} -> {_named(config)}"
+    price = f"the switch costs {switch_s:.2f} s"
+    if gain >= 1 + caution.min_gain and payback_s <= min(caution.horizon_s, situation.left_s):
+        price += f", earned back in {payback_s:.1f} s"
+        reason = f"change: {what} gains {gain - 1:.1%} goodput ({price})"
+        return situation.change(config, reason, goodput, gain)
+    return f"; {what} would gain {gain - 1:.1%} goodput ({price})"
+
+
+def _untried(situation: Situation) -> Verdict | None:
+    """Return the verdict to try a strategy that was never timed, if the trial can be repaid."""
+    bar = situation.bar
     for there in situation.others:
-        price_s = 2 * there.switch_s + PROBE_STEPS * situation.step_s
-        bar = situation.bar
         if bar is not None and there.config.global_batch_size >= bar.global_batch_size:
             continue
-        # Worth a try if a gain just large enough to be taken would repay it.
-        if there.fit is None and situation.left_s * caution.min_gain > price_s:
+        price_s = 2 * there.switch_s + PROBE_STEPS * situation.step_s
+        # Worth a trial if a gain just large enough to justify a change would repay it.
+        if there.fit is None and situation.left_s * situation.caution.min_gain > price_s:
             return situation.change(
                 there.config,
-                f"probe: {_named(there.config)} was never timed; a few steps tell, for "
+                f"probe: {_named(there.config)} was never timed; a few steps will show how fast it is, for "
                 f"{price_s:.2f} s with both moves",
             )
-    return replace(verdict, reason=verdict.reason + refused)
+    return None
 
 
 def judge_trial(situation: Situation) -> Verdict:
-    """Whether a strategy on trial stays, against `home`, the one before it."""
+    """Return the verdict on a strategy on trial: it stays if it beats `home`, the one before it."""
     home, current = situation.home, situation.current
     assert home is not None
     trial = situation.here.goodput(current, situation.grad)
@@ -87,14 +107,14 @@ def judge_trial(situation: Situation) -> Verdict:
     gain = trial / before
     if math.isfinite(gain) and gain > 1:
         reason = (
-            f"keep: {_named(current)}, which was tried, gains {gain - 1:.1%} goodput over "
+            f"keep: {_named(current)} was tried and gains {gain - 1:.1%} goodput over "
             f"{_named(home.config)}"
         )
         return situation.keep(reason, trial, gain)
     measured = f"has {gain:.1%} of its goodput" if math.isfinite(gain) else "could not be timed"
     return situation.change(
         home.config,
-        f"return: to {_named(home.config)}; {_named(current)}, which was tried, {measured}",
+        f"return: to {_named(home.config)}, because {_named(current)} was tried and {measured}",
         before,
     )
 

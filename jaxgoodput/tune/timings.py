@@ -1,17 +1,19 @@
-"""Step times by readiness: how long each configuration takes, compilation excluded, old ones fading.
+"""Step times: how long each configuration takes, without compilation and with old measurements fading out.
 
-Seconds come from completion to completion (`interval`), so they include synchronisation and what a step
-waited for its batch, and exclude the time during which the device had nothing to do because the loop was
-elsewhere. The table keeps
-the latest times of every (placement, configuration, measured) and reports medians, so one slow step
-does not move it; its weight halves every `half_life_steps` after it was last used. Steps beside a
-background compilation are kept apart and count only until there are others.
+A step's time runs from the completion of the step before to its own (`interval`). It includes synchronisation
+and the wait for the batch, but not time in which the device was idle because the loop was busy elsewhere.
+
+`TimingTable` keeps the latest times of every configuration and reports medians, so that one slow step does
+not matter. The weight of a configuration halves every `half_life_steps` after its last use. Steps that ran
+beside a background compilation are stored separately and count only until there are undisturbed ones.
 """
 
 import dataclasses
+import math
 import statistics
+import threading
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,25 +23,25 @@ from jaxgoodput.goodput.perf import Feeding, PerfParams, Placement, step_time
 from jaxgoodput.goodput.search import BatchConfig
 from jaxgoodput.tune.verdict import StrategyOption
 
-KEEP = 48  # latest steps behind a median
-MIN_COUNT = 3  # fewer say nothing
-BUSY_WEIGHT = 0.1  # of a median of disturbed steps
+KEEP = 48  # number of latest steps that a median is taken over
+MIN_COUNT = 3  # fewer steps make no median
+BUSY_WEIGHT = 0.1  # weight of a median of disturbed steps
 
 
 @dataclass(frozen=True)
 class TimingKey:
-    """What a step time is a property of."""
+    """The properties that a step's time depends on."""
 
     num_nodes: int
     num_replicas: int
     micro_batch_size: int
     num_micro_batches: int
-    measured: bool  # with noise statistics
+    measured: bool  # whether the step also measures the gradient noise
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Seconds of one step; the parts are NaN where they were not seen apart."""
+    """Seconds of one step and of its parts; a part that was not measured on its own is NaN."""
 
     step_s: float
     accumulate_s: float = float("nan")  # all micro-batches of the step
@@ -49,20 +51,20 @@ class Parts:
 
 @dataclass(frozen=True, kw_only=True)
 class TimingRow:
-    """What the table holds of one configuration."""
+    """The entries of a `TimingTable` for one configuration, as saved in a checkpoint."""
 
     key: TimingKey
-    """Which one."""
+    """The configuration."""
     last: int
-    """The step at which it was used last."""
+    """Step at which the configuration was last used."""
     clean: tuple[Parts, ...]
-    """Its latest undisturbed steps."""
+    """Latest undisturbed steps."""
     busy: tuple[Parts, ...]
-    """Its latest steps beside a compilation."""
+    """Latest steps that ran beside a compilation."""
 
 
 def interval(previous_ready_s: float | None, began_s: float, ready_s: float) -> float:
-    """Seconds that a step took: from the later of its begin and the end of the step before.
+    """Return the seconds that a step took, from its begin or the end of the step before, whichever is later.
 
     >>> interval(10.0, 9.0, 10.5)  # queued behind the previous step
     0.5
@@ -73,95 +75,93 @@ def interval(previous_ready_s: float | None, began_s: float, ready_s: float) -> 
     return ready_s - start
 
 
+def key_of(num_nodes: int, config: BatchConfig, *, measured: bool) -> TimingKey:
+    """Return the key of a configuration's times, with or without a noise measurement."""
+    return TimingKey(
+        num_nodes=num_nodes,
+        num_replicas=config.num_replicas,
+        micro_batch_size=config.micro_batch_size,
+        num_micro_batches=config.num_micro_batches,
+        measured=measured,
+    )
+
+
 class TimingTable:
-    """Recent step times by configuration. Used by one thread; `rows` ride in a checkpoint."""
+    """Recent step times by configuration. Not thread-safe; `rows` are saved in checkpoints."""
 
     def __init__(self, *, half_life_steps: float = 2000.0):
         self._half_life_steps = half_life_steps
-        self._clean: dict[TimingKey, deque[Parts]] = {}
-        self._busy: dict[TimingKey, deque[Parts]] = {}
-        self._last: dict[TimingKey, int] = {}
+        self._rows: dict[TimingKey, TimingRow] = {}
 
     def add(self, key: TimingKey, parts: Parts, step: int, *, busy: bool = False) -> None:
-        """Record one step; `busy` where something else competed for the processors."""
-        rows = self._busy if busy else self._clean
-        rows.setdefault(key, deque(maxlen=KEEP)).append(parts)
-        self._last[key] = step
+        """Record one step; `busy` says that a compilation competed for the processors."""
+        row = self._rows.get(key) or TimingRow(key=key, last=step, clean=(), busy=())
+        kind = "busy" if busy else "clean"
+        latest = (*getattr(row, kind), parts)[-KEEP:]
+        self._rows[key] = dataclasses.replace(row, last=step, **{kind: latest})
 
     def _parts(self, key: TimingKey) -> Sequence[Parts]:
-        clean = self._clean.get(key, ())
-        return clean if len(clean) >= MIN_COUNT else self._busy.get(key, clean)
+        """Return the undisturbed steps if there are enough, else the disturbed ones."""
+        row = self._rows.get(key)
+        if row is None:
+            return ()
+        return row.clean if len(row.clean) >= MIN_COUNT or not row.busy else row.busy
 
     def median_s(self, key: TimingKey) -> float:
-        """Median step seconds; NaN where there are none."""
+        """Return the median seconds of a step; NaN if none was recorded."""
         rows = self._parts(key)
-        return statistics.median(p.step_s for p in rows) if rows else float("nan")
+        return statistics.median(p.step_s for p in rows) if rows else math.nan
 
     def count(self, key: TimingKey) -> int:
-        """Steps behind the median."""
+        """Return how many steps the median is taken over."""
         return len(self._parts(key))
 
     def timed_sizes(self, num_nodes: int, num_replicas: int, *, clean: bool) -> set[int]:
-        """Micro-batch sizes whose step time is known on this placement; `clean`: undisturbed."""
-        rows = [*self._clean.items(), *(() if clean else self._busy.items())]
+        """Return the micro-batch sizes whose step time is known on a placement.
+
+        `clean` counts undisturbed steps only.
+        """
         return {
             key.micro_batch_size
-            for key, parts in rows
+            for key, row in self._rows.items()
             if (key.num_nodes, key.num_replicas) == (num_nodes, num_replicas)
-            and len(parts) >= MIN_COUNT
+            and max(len(row.clean), 0 if clean else len(row.busy)) >= MIN_COUNT
         }
 
     def disturbance(self) -> float:
-        """By how much steps beside a compilation took longer, 0.5 is half as long again; NaN unknown."""
+        """Return how much longer steps take beside a compilation: 0.5 is half as long again, NaN unknown."""
         ratios = [
-            _median(p.step_s for p in busy) / _median(p.step_s for p in clean)
-            for key, busy in self._busy.items()
-            if len(busy) >= MIN_COUNT and len(clean := self._clean.get(key, ())) >= MIN_COUNT
+            _median(p.step_s for p in row.busy) / _median(p.step_s for p in row.clean)
+            for row in self._rows.values()
+            if min(len(row.busy), len(row.clean)) >= MIN_COUNT
         ]
-        return statistics.median(ratios) - 1 if ratios else float("nan")
+        return statistics.median(ratios) - 1 if ratios else math.nan
 
     def step_s(self, num_nodes: int, config: BatchConfig) -> float:
-        """Median seconds of a configuration, whichever kind of step was seen more; NaN if none."""
-        keys = [
-            TimingKey(
-                num_nodes, config.num_replicas, config.micro_batch_size, config.num_micro_batches, m
-            )
-            for m in (False, True)
-        ]
-        key = max(keys, key=self.count)
-        return self.median_s(key)
+        """Return the median seconds of a configuration's steps; NaN if none was recorded.
+
+        Uses the kind of step, with or without a noise measurement, that was seen more often.
+        """
+        keys = [key_of(num_nodes, config, measured=m) for m in (False, True)]
+        return self.median_s(max(keys, key=self.count))
 
     def timings(self, step: int) -> StepTimings | None:
-        """Medians as the fit wants them; None before any configuration has `MIN_COUNT` steps.
+        """Return the medians as input of the fit; None before any configuration has `MIN_COUNT` steps.
 
-        The fit's rows are steps of one micro-batch. Where a configuration has k > 1, its step is
-        brought down by k - 1 micro-batches: measured apart, or from another k of the same size, or,
-        where there is neither, taken as a k-th of the step each (synchronisation and update then
-        count as computing until another k is seen).
+        A row of the fit is a step of one micro-batch. A step of k > 1 micro-batches is shortened by the time
+        of k - 1 of them. That time was measured on its own, or follows from a step with another k.
+        Failing both, each micro-batch is taken to be a k-th of the step, so that synchronisation and update
+        count as computing until another k is seen.
         """
-        shapes: dict[tuple[int, int, int], list[_Row]] = {}
-        for key, last in self._last.items():
-            parts = self._parts(key)
+        shapes: dict[tuple[int, int, int], list[_Medians]] = {}
+        for key, row in self._rows.items():
             other = dataclasses.replace(key, measured=not key.measured)
-            if len(parts) < MIN_COUNT or self._says_more(other, key):
+            if self.count(key) < MIN_COUNT or self._says_more(other, key):
                 continue
-            fade = 0.5 ** ((step - last) / self._half_life_steps)
-            if parts is self._busy.get(key):
-                fade *= BUSY_WEIGHT
-            row = _Row(
-                num_micro_batches=key.num_micro_batches,
-                step_s=_median(p.step_s for p in parts),
-                accumulate_s=_median(p.accumulate_s / key.num_micro_batches for p in parts),
-                reduce_s=_median(p.reduce_s for p in parts),
-                update_s=_median(p.update_s for p in parts),
-                weight=len(parts) / KEEP * fade,
-            )
             shape = (key.num_nodes, key.num_replicas, key.micro_batch_size)
-            shapes.setdefault(shape, []).append(row)
-        if not shapes:
-            return None
+            shapes.setdefault(shape, []).append(self._medians(key, step - row.last))
         rows = [(*shape, *_one_micro_batch(seen)) for shape, seen in shapes.items()]
-        # A clock too coarse for the step says 0, which is no time.
+        # If the clock is too coarse for the step, it says 0, which must not be taken for a time.
         rows = [row for row in rows if row[3] > 0 or row[6] > 0]
         if not rows:
             return None
@@ -179,73 +179,118 @@ class TimingTable:
             weight=values[4],
         )
 
-    def _says_more(self, other: TimingKey, key: TimingKey) -> bool:
-        """Whether `other`, which differs in the statistics, goes before `key`.
+    def _medians(self, key: TimingKey, age_steps: int) -> "_Medians":
+        """Return the medians of a configuration that was last used `age_steps` ago."""
+        parts = self._parts(key)
+        fade = 0.5 ** (age_steps / self._half_life_steps)
+        if parts is self._rows[key].busy:
+            fade *= BUSY_WEIGHT
+        return _Medians(
+            num_micro_batches=key.num_micro_batches,
+            step_s=_median(p.step_s for p in parts),
+            accumulate_s=_median(p.accumulate_s / key.num_micro_batches for p in parts),
+            reduce_s=_median(p.reduce_s for p in parts),
+            update_s=_median(p.update_s for p in parts),
+            weight=len(parts) / KEEP * fade,
+        )
 
-        What was not disturbed does; among equals, steps without statistics say what a step costs.
+    def _says_more(self, other: TimingKey, key: TimingKey) -> bool:
+        """Return whether `other`, which differs only in `measured`, is the better source for the fit.
+
+        Undisturbed steps are better than disturbed ones. Among equals, steps without a noise measurement
+        are better, because they show the cost of a plain step.
         """
         if self.count(other) < MIN_COUNT:
             return False
-        clean, others = (len(self._clean.get(k, ())) >= MIN_COUNT for k in (key, other))
+        clean, others = (len(self._rows[k].clean) >= MIN_COUNT for k in (key, other))
         return others > clean or (others == clean and key.measured)
 
     def rows(self) -> tuple[TimingRow, ...]:
-        """The whole table, for a checkpoint."""
-        return tuple(
-            TimingRow(
-                key=key,
-                last=last,
-                clean=tuple(self._clean.get(key, ())),
-                busy=tuple(self._busy.get(key, ())),
-            )
-            for key, last in self._last.items()
-        )
+        """Return the whole table, for a checkpoint."""
+        return tuple(self._rows.values())
 
     def restore(self, rows: Iterable[TimingRow]) -> None:
-        """Take over what `rows` gave."""
-        for row in rows:
-            for target, parts in ((self._clean, row.clean), (self._busy, row.busy)):
-                if parts:
-                    target[row.key] = deque(parts, maxlen=KEEP)
-            self._last[row.key] = row.last
+        """Take over the rows of a checkpoint."""
+        self._rows |= {row.key: row for row in rows}
+
+
+class SwitchCosts:
+    """The cost of changing the batch: the extra time of the first step after each change.
+
+    `book` is called with every cost, in seconds.
+    """
+
+    def __init__(self, book: Callable[[float], None]):
+        self._book = book
+        self._costs_s: deque[float] = deque(maxlen=9)
+        self._first: tuple[TimingKey, float] | None = None  # not compared yet
+
+    def add_first_step(self, key: TimingKey, seconds: float) -> None:
+        """Note the first step after a change, until usual steps of its kind have been timed."""
+        self._first = key, seconds
+
+    def compare(self, table: TimingTable) -> None:
+        """Compare the first step with the usual steps of its kind, if `table` has enough of them."""
+        if self._first is None or table.count(self._first[0]) < MIN_COUNT:
+            return
+        key, seconds = self._first
+        cost_s = max(seconds - table.median_s(key), 0.0)
+        self._costs_s.append(cost_s)
+        self._book(cost_s)
+        self._first = None
+
+    @property
+    def median_s(self) -> float:
+        """The usual cost of a change, in seconds; 0 before the first change."""
+        return statistics.median(self._costs_s) if self._costs_s else 0.0
 
 
 class StrategyTimings:
-    """A table of step times and a fit for each strategy: another layout is another program.
+    """A table of step times and a fit for each strategy, because another layout is another program.
 
-    Used by one thread; `rows` ride in a checkpoint.
+    `add` and `rows` may be called from different threads, everything else from one. `book` is called with the
+    seconds that each change of the batch has cost.
     """
 
-    def __init__(self, num_nodes: int):
+    def __init__(self, num_nodes: int, book: Callable[[float], None] = lambda seconds: None):
         self.num_nodes = num_nodes
-        self._tables: dict[str, TimingTable] = {}
+        self.switches = SwitchCosts(book)
         self.fits: dict[str, PerfFit | None] = {}
+        self._tables: dict[str, TimingTable] = {}
+        self._lock = threading.Lock()
 
     def table(self, strategy: str) -> TimingTable:
-        """The step times of a strategy."""
+        """Return the step times of a strategy."""
         return self._tables.setdefault(strategy, TimingTable())
 
+    def add(
+        self, config: BatchConfig, parts: Parts, step: int, *, measured: bool, busy: bool
+    ) -> None:
+        """Record one step of a configuration: see `TimingTable.add`."""
+        with self._lock:
+            self.table(config.strategy).add(
+                self.key(config, measured=measured), parts, step, busy=busy
+            )
+
+    def step_s(self, config: BatchConfig) -> float:
+        """Return the median seconds of a configuration's steps; NaN if none was recorded."""
+        return self.table(config.strategy).step_s(self.num_nodes, config)
+
     def key(self, config: BatchConfig, *, measured: bool) -> TimingKey:
-        """Under which the times of a configuration are kept."""
-        return TimingKey(
-            num_nodes=self.num_nodes,
-            num_replicas=config.num_replicas,
-            micro_batch_size=config.micro_batch_size,
-            num_micro_batches=config.num_micro_batches,
-            measured=measured,
-        )
+        """Return the key of a configuration's times, with or without a noise measurement."""
+        return key_of(self.num_nodes, config, measured=measured)
 
     def placement(self, config: BatchConfig) -> Placement:
-        """Where a configuration runs, as the model sees it."""
+        """Return the nodes and replicas that a configuration runs on."""
         return Placement(num_nodes=self.num_nodes, num_replicas=config.num_replicas)
 
     def timed(self, config: BatchConfig, *, clean: bool) -> set[int]:
-        """Micro-batch sizes of the configuration's strategy that were timed; `clean`: undisturbed."""
+        """Return the timed micro-batch sizes of the configuration's strategy; `clean`: undisturbed only."""
         table = self.table(config.strategy)
         return table.timed_sizes(self.num_nodes, config.num_replicas, clean=clean)
 
     def known(self, there: StrategyOption) -> StrategyOption:
-        """Another strategy with what is known of it; its fit is as of when it was left."""
+        """Return the option `there` with its step times, and the fit from when it was last used."""
         strategy = there.config.strategy
         fit, timings = self.fits.get(strategy), self.table(strategy).timings(0)
         timed = self.timed(there.config, clean=True) & set(there.ready)
@@ -255,23 +300,45 @@ class StrategyTimings:
         return dataclasses.replace(there, timed=timed, fit=fit, residuals=residuals)
 
     def rows(self) -> dict[str, tuple[TimingRow, ...]]:
-        """The whole tables by strategy, for a checkpoint."""
-        # Of a copy: a save may come while a strategy is seen for the first time.
-        return {name: table.rows() for name, table in list(self._tables.items())}
+        """Return the whole tables by strategy, for a checkpoint."""
+        with self._lock:
+            # A copy, because the other thread may add a table at the same time.
+            return {name: table.rows() for name, table in list(self._tables.items())}
 
     def restore(self, saved: Mapping[str, Sequence[TimingRow]]) -> None:
-        """Take over what `rows` gave. Fits are made again from the timings."""
+        """Take over the rows of a checkpoint. The fits are not saved; they are made again from the rows."""
         for strategy, rows in saved.items():
             self.table(strategy).restore(rows)
+
+
+class FeedingTimes:
+    """The measured seconds to prepare a batch, by global batch size."""
+
+    def __init__(self):
+        self._seconds: dict[int, float] = {}
+
+    def add(self, global_batch_size: int, seconds: float) -> None:
+        """Record the time of the newest batch of a size. Any thread may call this."""
+        self._seconds[global_batch_size] = seconds
+
+    def of(self, global_batch_size: int) -> float:
+        """Return the newest time of a batch size; NaN if none was recorded."""
+        return self._seconds.get(global_batch_size, math.nan)
+
+    def line(self, current: int, step_s: float) -> Feeding | None:
+        """Return the line through the times; the batch `current` counts with `step_s` at most."""
+        if math.isfinite(step_s) and current in self._seconds:
+            self._seconds[current] = min(self._seconds[current], step_s)
+        return feeding_of(dict(self._seconds))
 
 
 def residuals_of(
     perf: PerfParams, placement: Placement, timings: StepTimings, timed: Collection[int]
 ) -> tuple[tuple[int, float], ...]:
-    """(micro-batch size, measured / modelled step time) of the `timed` sizes, in order of size.
+    """Return (micro-batch size, measured / modelled step time) of the `timed` sizes, in order of size.
 
-    Caches and the allocator bend the model's straight line; where a size was timed undisturbed, that
-    goes before what the model makes of it.
+    The model is a straight line, but caches and the allocator bend it. These ratios correct it, so that a
+    size that was timed without disturbance counts with its measured time.
     """
     here = (timings.num_nodes == placement.num_nodes) & (
         timings.num_replicas == placement.num_replicas
@@ -284,10 +351,10 @@ def residuals_of(
 
 
 def feeding_of(times: Mapping[int, float]) -> Feeding | None:
-    """The line through what preparing batches took, by global batch size; None: nothing was prepared.
+    """Return the line through the seconds of preparing a batch, by global batch size; None without times.
 
-    Least squares of relative distances, neither part negative. One size says nothing against a larger batch:
-    the line is level until there is another.
+    It minimises the squared relative errors, with no negative coefficient. A single size gives a level line,
+    which is no argument against a larger batch.
     """
     if not times:
         return None
@@ -303,37 +370,36 @@ def feeding_of(times: Mapping[int, float]) -> Feeding | None:
 
 
 @dataclass(frozen=True)
-class _Row:
-    """Medians of one configuration."""
+class _Medians:
+    """The median times of one configuration."""
 
     num_micro_batches: int
     step_s: float
-    accumulate_s: float  # one micro-batch
+    accumulate_s: float  # of one micro-batch
     reduce_s: float
     update_s: float
     weight: float
 
 
-def _one_micro_batch(rows: Sequence[_Row]) -> tuple[float, float, float, float, float]:
-    """(accumulate, reduce, update, step of one micro-batch, weight) of one micro-batch size."""
+def _one_micro_batch(rows: Sequence[_Medians]) -> tuple[float, float, float, float, float]:
+    """Return (accumulate, reduce, update, step of one micro-batch, weight) of one micro-batch size."""
     rows = sorted(rows, key=lambda r: r.num_micro_batches)
     least, most = rows[0], rows[-1]
     accumulate = _median(r.accumulate_s for r in rows)
-    more = least.num_micro_batches - 1
-    if accumulate != accumulate and len(rows) > 1:
+    if math.isnan(accumulate) and len(rows) > 1:
         slope = (most.step_s - least.step_s) / (most.num_micro_batches - least.num_micro_batches)
-        # Noise can make the larger count look faster; a micro-batch is never free.
+        # Noise can make the larger count look faster, but a micro-batch is never free.
         accumulate = max(slope, 0.1 * most.step_s / most.num_micro_batches)
-    step = least.step_s - more * accumulate if more else least.step_s
-    if accumulate != accumulate and more:
-        accumulate, step = least.step_s / least.num_micro_batches, float("nan")
-    if step <= 0:
-        step = float("nan")
+    step, more = least.step_s, least.num_micro_batches - 1
+    if more and math.isnan(accumulate):
+        accumulate, step = least.step_s / least.num_micro_batches, math.nan
+    elif more:
+        step -= more * accumulate
     return (
         accumulate,
         _median(r.reduce_s for r in rows),
         _median(r.update_s for r in rows),
-        step,
+        step if step > 0 else math.nan,
         sum(r.weight for r in rows),
     )
 

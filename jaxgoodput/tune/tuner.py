@@ -1,17 +1,17 @@
-"""The tuner's thread: fits the model and reaches verdicts, while steps go on being counted.
+"""The tuner's thread: it fits the model and reaches verdicts while training goes on.
 
-One situation at a time; one that comes while another is being judged is dropped, because a newer one
-will follow. The fit's own functions are compiled before the first.
+It handles one situation at a time. A situation that arrives while another is being judged is dropped, because
+a newer one will follow.
 """
 
 import dataclasses
-import queue
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
+from jaxgoodput._worker import QueueWorker
 from jaxgoodput.goodput.fit import StepTimings, fit_perf_params
 from jaxgoodput.tune.batch import tune
 from jaxgoodput.tune.timings import residuals_of
@@ -20,20 +20,20 @@ from jaxgoodput.tune.verdict import Situation, Verdict
 
 @dataclass(frozen=True, kw_only=True)
 class TunerAnswer:
-    """A verdict, and the situation that it is made of, with its fit."""
+    """A verdict, and the situation that it was reached in, with the new fit."""
 
     situation: Situation
     verdict: Verdict
 
 
 def answer(situation: Situation) -> TunerAnswer:
-    """The fit and the verdict; pure."""
+    """Fit the model to the situation and return the verdict. Pure."""
     situation = fitted(situation)
     return TunerAnswer(situation=situation, verdict=tune(situation))
 
 
 def fitted(situation: Situation) -> Situation:
-    """The situation with the present strategy fitted to its step times, from where the last fit ended."""
+    """Return the situation with a new fit of the present strategy, which starts from the last one."""
     here, timings = situation.here, situation.timings
     if timings is None:
         return situation
@@ -44,7 +44,7 @@ def fitted(situation: Situation) -> Situation:
 
 
 class Tuner:
-    """A thread that answers; `answer` is there for tests that know the fit."""
+    """A thread that answers situations; `answer` lets tests supply a known fit."""
 
     def __init__(
         self,
@@ -54,51 +54,40 @@ class Tuner:
         answer: Callable[[Situation], TunerAnswer] = answer,
     ):
         self._on_answer = on_answer
-        self._on_error = on_error
         self._answer = answer
-        self._situations: queue.Queue[Situation | None] = queue.Queue(maxsize=1)
-        self._busy = threading.Event()
-        self._busy.set()
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="jaxgoodput-tuner", daemon=True)
-        self._thread.start()
+        self._idle = threading.Event()
+        self._worker: QueueWorker[Situation | None] = QueueWorker(
+            "tuner", self._handle, on_error=on_error
+        )
+        self._worker.put(None)  # warm up
 
     @property
     def is_busy(self) -> bool:
         """Whether a situation would be dropped now."""
-        return self._busy.is_set()
+        return not self._idle.is_set()
 
     def ask(self, situation: Situation) -> bool:
-        """Have a verdict reached; False where another one is still being reached."""
+        """Ask for a verdict; return False if the tuner is busy with another situation."""
         if self.is_busy:
             return False
-        self._busy.set()
-        self._situations.put(situation)
+        self._idle.clear()
+        self._worker.put(situation)
         return True
 
     def close(self) -> None:
-        """End after the situation in hand."""
-        self._closing.set()
-        if not self._thread.is_alive():
-            return
-        self._situations.put(None)
-        self._thread.join()
+        """End the thread after the situation in hand."""
+        self._worker.close()
 
-    def _run(self) -> None:
-        try:
+    def _handle(self, situation: Situation | None) -> None:
+        if situation is None:
             _warm_up()
-            while not self._closing.is_set():
-                self._busy.clear()
-                situation = self._situations.get()
-                if situation is None:
-                    return
-                self._on_answer(self._answer(situation))
-        except BaseException as error:
-            self._on_error(error)
+        else:
+            self._on_answer(self._answer(situation))
+        self._idle.set()
 
 
 def _warm_up() -> None:
-    """Compile what a fit of a few rows needs."""
+    """Compile the functions that a fit of a few rows needs, so that the first verdict does not wait."""
     rows = np.arange(1, 4)
     unknown = np.full(3, np.nan)
     fit_perf_params(

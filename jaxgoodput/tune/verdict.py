@@ -1,4 +1,4 @@
-"""What a verdict is, and all that it is made of: values, no rules."""
+"""The tuner's input (`Situation`) and its decision (`Verdict`): values without rules."""
 
 import math
 from collections.abc import Collection
@@ -11,70 +11,70 @@ from jaxgoodput.goodput.perf import Feeding, Placement
 from jaxgoodput.goodput.search import BatchConfig, BatchLimits
 from jaxgoodput.tune.evidence import Bar, Stretch
 
-PROBE_STEPS = 8  # at a size, or under a strategy, that is being tried
+PROBE_STEPS = 8  # length of a trial of a new size or strategy
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """A decision about the batch and the strategy, and why."""
+    """A decision about the batch and the strategy, and the reason for it."""
 
     config: BatchConfig
-    """What to use from now on."""
+    """The batch and strategy to use from now on."""
     goodput: float
     """Predicted useful samples/s; NaN while the model is unknown."""
     gain: float
-    """Predicted goodput over that of keeping the present configuration."""
+    """Predicted goodput, relative to keeping the present configuration."""
     reason: str
-    """In words, with the numbers that decided."""
+    """A sentence for the user, with the numbers that decided."""
     statistics_every: int = 1
     """Steps between two measurements of the gradient noise."""
     denied: bool = False
-    """Whether the loss denies the present batch, however much the model hopes of it."""
+    """Whether the measured loss overruled the model and rejected the present batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Caution:
-    """How willing the tuner is to change things."""
+    """Limits that keep the tuner from changing the configuration too eagerly."""
 
     min_gain: float = 0.05
-    """A change must promise this much more goodput."""
+    """Smallest predicted gain, as a share, that justifies a change."""
     doubt: float = 0.0
-    """What the step times may hide: a change must promise at least as much gain."""
+    """Possible error of the step times, as a share; a change must promise at least this much gain."""
     dwell_steps: int = 20
-    """Steps between two changes."""
+    """Minimum number of steps between two changes."""
     max_growth: float = 4.0
-    """The global batch grows at most by this factor in one change."""
+    """Largest factor by which one change may grow the global batch."""
     switch_s: float = 0.0
-    """What a change of the batch costs, seconds of training."""
+    """Cost of a batch change, in seconds of training."""
     horizon_s: float = 60.0
-    """Within which a change must have paid for itself."""
+    """Time within which a change must pay for itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyOption:
-    """A strategy that can be used without compiling, and what is known of it; the present one is one too."""
+    """A strategy that can be used without compiling, with its measurements; the present one is one too."""
 
     config: BatchConfig
-    """Under this strategy: the present batch, or the one nearest to it."""
+    """The present batch under this strategy, or the nearest one that it allows."""
     limits: BatchLimits
-    """What data, devices and memory allow under it."""
+    """Batches that data, devices and memory allow under it."""
     placement: Placement
-    """Where it runs, as the model sees it."""
+    """Nodes and replicas that it runs on."""
     ready: Collection[int] = ()
-    """Micro-batch sizes that are compiled."""
+    """Compiled micro-batch sizes."""
     timed: Collection[int] = ()
     """Micro-batch sizes whose step time was measured."""
     fit: PerfFit | None = None
-    """Of its step times; None: never timed."""
+    """Model fitted to its step times; None if it was never timed."""
     residuals: tuple[tuple[int, float], ...] = ()
-    """(micro-batch size, measured / modelled step time) of the sizes timed undisturbed."""
+    """(micro-batch size, measured / modelled step time) of every size timed without disturbance."""
     switch_s: float = 0.0
-    """What moving the state there takes."""
+    """Seconds that moving the state to this strategy takes."""
     feeding: Feeding | None = None
-    """What prepares a batch beside the step."""
+    """Time to prepare a batch, which overlaps with the step; None if it was not measured."""
 
     def model(self, grad: Grad) -> GoodputModel:
-        """Goodput under this strategy; it must have a fit."""
+        """Return the goodput model of this strategy, which must have a fit."""
         assert self.fit is not None
         return GoodputModel(
             perf=self.fit.params,
@@ -85,7 +85,7 @@ class StrategyOption:
         )
 
     def goodput(self, config: BatchConfig, grad: Grad) -> float:
-        """Useful samples/s of a configuration of this strategy; NaN where it was never timed."""
+        """Return the useful samples/s of a configuration; NaN if the strategy was never timed."""
         if self.fit is None:
             return math.nan
         at = (self.placement, config.micro_batch_size, config.num_micro_batches)
@@ -97,61 +97,73 @@ class Situation:
     """Everything that a verdict depends on."""
 
     here: StrategyOption
-    """The strategy and the batch in use. Its fit is that of the last verdict until `fitted`."""
+    """The strategy and batch in use; until the model is fitted again, with the fit of the last verdict."""
     grad: Grad
-    """The cautious noise estimate; NaN: unknown."""
+    """Cautious estimate of the gradient noise; NaN if unknown."""
     steps_since_change: int
     """Steps since the configuration last changed."""
     caution: Caution = Caution()
-    """How much a change must bring."""
+    """Conditions that a change must meet."""
     home: StrategyOption | None = None
-    """Where the present configuration is on trial: what was in use before, and is returned to."""
+    """During a trial, the configuration in use before it, which is restored if the trial fails."""
     others: tuple[StrategyOption, ...] = ()
-    """Other strategies; those that had their trial only where they were timed."""
+    """Other strategies, without the ones whose trial gave no step times."""
     step: int = 0
-    """The step at which it was so."""
+    """Step at which this was recorded."""
     timings: StepTimings | None = None
     """Step times under the present strategy."""
     clean: Collection[int] = ()
-    """Sizes of the present strategy that were timed undisturbed."""
+    """Sizes of the present strategy that were timed without disturbance."""
     disturbed: bool = False
     """Whether a compilation competes with the steps."""
     accumulate: bool = True
-    """Whether several micro-batches per update are allowed."""
+    """Whether an update may use several micro-batches."""
     statistics_every: int = 1
-    """Steps between two measurements of the noise, as they are now to be."""
+    """Steps between two noise measurements from now on."""
     noise_is_lower_bound: bool = False
-    """Whether the signal is below its own standard error: the noise may be any larger."""
+    """Whether the signal is below its own standard error, so that the noise scale may be any larger."""
     adapt: bool = True
-    """False: the batch is fixed, only the model is of interest."""
+    """Whether the batch may change; if False, only the model is fitted."""
     scheduled: int | None = None
-    """The global batch that the user's own schedule wants now; None: there is no schedule."""
+    """Global batch that the user's schedule asks for now; None without a schedule."""
     stretch: Stretch | None = None
-    """What the loss says of the present batch."""
+    """Loss decrease measured at the present batch."""
     stretch_before: Stretch | None = None
-    """What it says of the batch before."""
+    """Loss decrease measured at the batch before."""
     bar: Bar | None = None
-    """A batch that it has denied."""
+    """A batch that the loss has rejected."""
     floor: int = 1
-    """The smallest global batch to be considered, because an earlier run had come to it by now."""
+    """Smallest global batch to consider, because an earlier run had reached it by this point."""
     left_s: float = math.nan
-    """Seconds to the end of training at the present batch; NaN: unknown."""
+    """Seconds to the end of training at the present batch; NaN if unknown."""
     step_s: float = math.nan
-    """Seconds of a present step."""
+    """Seconds of one step of the present configuration."""
 
     @property
     def current(self) -> BatchConfig:
         """The configuration in use."""
         return self.here.config
 
+    @property
+    def incumbent(self) -> BatchConfig:
+        """The configuration that others are compared with: the one before the trial, if one is running."""
+        return self.current if self.home is None else self.home.config
+
+    @property
+    def largest(self) -> int:
+        """The largest global batch that one change may lead to: limited by growth and by the bar."""
+        now = self.current.global_batch_size
+        grown = max(int(now * self.caution.max_growth), now)
+        return grown if self.bar is None else min(grown, max(self.bar.global_batch_size - 1, 1))
+
     def keep(self, reason: str, goodput: float = math.nan, gain: float = 1.0) -> Verdict:
-        """The verdict that nothing changes."""
+        """Return the verdict that nothing changes."""
         return self.change(self.current, reason, goodput, gain)
 
     def change(
         self, config: BatchConfig, reason: str, goodput: float = math.nan, gain: float = 1.0
     ) -> Verdict:
-        """The verdict that `config` is used."""
+        """Return the verdict that `config` is used from now on."""
         return Verdict(
             config=config,
             goodput=goodput,

@@ -104,9 +104,9 @@ def test_commits_of_different_saves_and_missing_hosts_are_named(tmp_path):
     put(tmp_path, [0, 1], np.arange(100), 1)
     with RowStore(host_folder(tmp_path, 1), **SMALL) as store:
         store.commit({"seed": 0, "with": {"step": 2}})
-    with pytest.raises(ValueError, match="of different saves.*'step': 1.*'step': 2"):
+    with pytest.raises(ValueError, match="to different saves.*'step': 1.*'step': 2"):
         resize(tmp_path, [0, 1], [0], **SMALL)
-    with pytest.raises(FileNotFoundError, match="host-000002 is not there"):
+    with pytest.raises(FileNotFoundError, match="host-000002 is missing"):
         resize(tmp_path, [0, 1, 2], [0], **SMALL)
     with RowStore(host_folder(tmp_path, 3), **SMALL):
         pass

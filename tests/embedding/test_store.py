@@ -19,9 +19,10 @@ from hypothesis import strategies as st
 
 from jaxgoodput._disk import DamagedError, InUse
 from jaxgoodput.embedding import index
-from jaxgoodput.embedding import store as store_module
-from jaxgoodput.embedding.segment import Segment, SegmentWriter
 from jaxgoodput.embedding.store import RowStore, manifests, to_compact
+from jaxgoodput.embedding.store import folder as folder_module
+from jaxgoodput.embedding.store.compaction import Compactor
+from jaxgoodput.embedding.store.segment import Segment, SegmentWriter
 
 WORDS = 4
 SMALL: dict[str, Any] = {
@@ -265,7 +266,7 @@ def test_a_row_that_is_damaged_while_the_store_is_open_is_never_served(two_commi
             file.seek(8 * WORDS * 50 + 3)
             file.write(b"\xff")
         with pytest.raises(
-            DamagedError, match=r"00000002\.rows has a row, that of id 150, number 50"
+            DamagedError, match=r"00000002\.rows has a damaged row: id 150, at position 50"
         ):
             store.get(np.arange(300))
         assert store.get(np.arange(100)).found.all()
@@ -324,7 +325,7 @@ def test_a_store_that_was_closed_takes_nothing(tmp_path):
     store.close()
     there = sorted(tmp_path.glob("**/*"))
     for write in (lambda: store.put(np.arange(3), rows_of(range(3))), store.commit, store.compact):
-        with pytest.raises(RuntimeError, match="was closed, and may be another process's"):
+        with pytest.raises(RuntimeError, match="was closed, and may belong to another process"):
             write()
     store.close()
     assert sorted(tmp_path.glob("**/*")) == there
@@ -337,9 +338,9 @@ def test_a_manifest_that_commit_has_just_deleted_is_not_said_to_be_damaged(
     shutil.copytree(two_commits, folder)
     with RowStore(folder, compacts=False, **SMALL) as store:
         listed = manifests(folder) | {9: folder / "commits/00000009.json"}
-        monkeypatch.setattr(store_module, "manifests", lambda _: listed)
+        monkeypatch.setattr(folder_module, "manifests", lambda _: listed)
         (folder / "00000077.rows").write_bytes(b"")
-        store._delete_unnamed()
+        store._folder.delete_unused()
     assert not caplog.records and not (folder / "00000077.rows").exists()
 
 
@@ -424,7 +425,7 @@ def test_a_compaction_that_finds_no_room_waits_for_the_next_commit(tmp_path, mon
 
     with RowStore(tmp_path, **SMALL) as store:
         with monkeypatch.context() as patch:
-            patch.setattr(RowStore, "_rewrite", refuses)
+            patch.setattr(Compactor, "_rewrite", refuses)
             for version in range(4):
                 store.put(ids, rows_of(ids, version))
             assert tried.wait(60.0)
@@ -464,7 +465,7 @@ def test_a_segment_that_cannot_be_begun_leaves_nothing_behind(tmp_path, monkeypa
             with pytest.raises(OSError, match="Cannot allocate"):
                 store.put(np.arange(5), rows_of(np.arange(5)))
         assert opened == closed and len(opened) == 1
-        assert not list(tmp_path.glob("*.rows")) and not store._in_use
+        assert not list(tmp_path.glob("*.rows")) and not store._folder._pinned
         store.put(np.arange(5), rows_of(np.arange(5)))
         check(store, dict.fromkeys(range(5), 0))
 
@@ -479,7 +480,7 @@ def test_where_the_first_rows_of_a_segment_are_refused_commits_go_on(tmp_path, m
         store.put(ids, rows_of(ids))
         store.commit()
         with monkeypatch.context() as patch:
-            patch.setattr(SegmentWriter, "_take_space", refuses)
+            patch.setattr(SegmentWriter, "_allocate", refuses)
             with pytest.raises(OSError, match="takes no more rows"):
                 store.put(ids, rows_of(ids, 1))
             assert store.commit() == 2

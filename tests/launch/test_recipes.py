@@ -18,7 +18,7 @@ import yaml
 from processes import LIMIT_S, Job
 
 from jaxgoodput.cli import command_parser
-from jaxgoodput.launcher.hosts import SECRET
+from jaxgoodput.launcher.elastic.hosts import SECRET
 
 LAUNCH = pathlib.Path(__file__).resolve().parents[2] / "launch"
 RECIPES = sorted(path for path in LAUNCH.iterdir() if path.is_file())

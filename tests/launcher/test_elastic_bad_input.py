@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -132,7 +133,7 @@ def test_a_host_without_a_way_to_it_is_named_and_the_others_train(folder):
     with start_on("far,near", "1:2", script="short.py") as job:
         end = job.wait()
     assert end.code == 0 and "done here" in end.out
-    assert "far has not come: its agent has ended with 255" in end.err
+    assert "far did not join: its agent has ended with exit code 255" in end.err
     assert "ssh: connect to host far port 22: No route to host" in end.err
 
 
@@ -146,7 +147,7 @@ def test_a_host_without_a_way_to_it_is_named_and_the_others_train(folder):
 def test_a_job_that_cannot_have_its_hosts_ends(hosts, nodes, why):
     with start_on(hosts, nodes) as job:
         end = job.wait()
-    assert end.code == 255 and f"the job ends with 255: {why}" in end.err, end
+    assert end.code == 255 and f"the job ends with exit code 255: {why}" in end.err, end
 
 
 def test_another_script_on_a_host_is_refused_with_both_named(folder):
@@ -192,8 +193,8 @@ def test_a_failure_that_ends_the_job_has_its_last_lines_at_the_end(folder):
     with start("run", "--nnodes", "1", script="wrong.py") as job:
         end = job.wait()
     assert end.code == 1
-    _, ends, rest = end.err.partition("the job ends with 1: it has failed 3 times")
-    assert ends and "failed last on local: exit code 1" in end.err
+    _, ends, rest = end.err.partition("the job ends with exit code 1: 3 processes have failed")
+    assert ends and re.search(r"the last failure on local was local\.\d: exit code 1", end.err)
     assert "]     raise" in end.err or "] ValueError: no such thing" in end.err
     last = [line for line in end.err.splitlines() if line.startswith("jaxgoodput: ")][-1]
     assert last.endswith("] ValueError: no such thing")

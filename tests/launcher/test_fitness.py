@@ -9,12 +9,14 @@ import pytest
 
 from jaxgoodput import _wire as wire
 from jaxgoodput.clock import SystemClock
-from jaxgoodput.launcher import fitness
-from jaxgoodput.launcher import rendezvous as rv
-from jaxgoodput.launcher.fitness import Check, Pace
+from jaxgoodput.launcher.elastic import events as ev
+from jaxgoodput.launcher.elastic import fitness
+from jaxgoodput.launcher.elastic import rendezvous as rv
+from jaxgoodput.launcher.elastic.fitness import Check, Pace
+from jaxgoodput.launcher.elastic.state import Limits, Rendezvous, Stage
 
 SEEDS = [0, 1, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(2, 30))]
-LIMITS = rv.Limits(least=1, most=16)
+LIMITS = Limits(least=1, most=16)
 SECRET = "of these tests"
 
 
@@ -24,14 +26,14 @@ class Job:
     def __init__(self, num_hosts):
         self.names = [f"h{i}" for i in range(num_hosts)]
         events = [
-            *(rv.ProcessJoined(name, name) for name in self.names),
-            *(rv.Ready(name, 0, -1) for name in self.names),
-            *(rv.SetUp(name, 1) for name in self.names),
+            *(ev.ProcessJoined(name, name) for name in self.names),
+            *(ev.Ready(name, 0, -1) for name in self.names),
+            *(ev.SetUp(name, 1) for name in self.names),
         ]
-        self.machine = rv.Rendezvous(limits=LIMITS)
+        self.machine = Rendezvous(limits=LIMITS)
         for event in events:
             self.machine, _ = rv.step(self.machine, event, 100.0)
-        assert self.machine.stage is rv.Stage.TRAINING
+        assert self.machine.stage is Stage.TRAINING
 
     def window(self, seconds):
         """The steps' seconds per sample, [hosts, steps]; who is left out after that."""
@@ -45,8 +47,8 @@ class Job:
                 whole=whole,
                 is_leased=False,
             )
-            self.machine, actions = rv.step(self.machine, rv.Beat(name, 1, 1, pace), 100.0)
-            found += [a.decision.host for a in actions if isinstance(a, rv.Tell)]
+            self.machine, actions = rv.step(self.machine, ev.Beat(name, 1, 1, pace), 100.0)
+            found += [a.decision.host for a in actions if isinstance(a, ev.Tell)]
         return found
 
 

@@ -7,10 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxgoodput.launcher import rendezvous as rv
-from jaxgoodput.launcher.fitness import Check, Pace
+from jaxgoodput.launcher.elastic import events as ev
+from jaxgoodput.launcher.elastic import rendezvous as rv
+from jaxgoodput.launcher.elastic.fitness import Check, Pace
+from jaxgoodput.launcher.elastic.state import Limits, Rendezvous, Stage
 
-FAST = rv.Limits(
+FAST = Limits(
     least=1,
     most=4,
     max_restarts=1000,
@@ -45,7 +47,7 @@ class World:
     def __init__(self, limits, seed):
         self.rng = random.Random(seed)
         self.now_s = 0.0
-        self.machine = rv.Rendezvous(limits=limits)
+        self.machine = Rendezvous(limits=limits)
         self.processes = {}
         self.hosts = set()
         self.count = 0
@@ -70,7 +72,7 @@ class World:
         machine = self.machine
         assert machine.generation >= before.generation
         for action in actions:
-            if isinstance(action, rv.Form):
+            if isinstance(action, ev.Form):
                 assert (
                     action.generation == before.generation + 1
                     or machine.generation > before.generation
@@ -81,13 +83,13 @@ class World:
                 # What any process has done that lives, the next generation goes on from.
                 assert action.holds == self.newest()
                 self.steps = min(self.steps, max(action.holds, 0))
-            if isinstance(action, rv.Tell) and action.decision.decision == "left out":
+            if isinstance(action, ev.Tell) and action.decision.decision == "left out":
                 left = [m for m in machine.members.values() if not m.leaves]
                 assert len(left) >= machine.limits.least, "others suffice without who is left out"
                 assert all(m.host != action.decision.host for m in left)
-            if isinstance(action, rv.Admit):
-                assert not rv.is_left_out(machine, action.host)
-            if isinstance(action, rv.Go):
+            if isinstance(action, ev.Admit):
+                assert not machine.is_left_out(action.host)
+            if isinstance(action, ev.Go):
                 assert all(name in machine.members for name in machine.ranks)
 
     def newest(self):
@@ -101,16 +103,16 @@ class World:
 
     def act(self, action):
         match action:
-            case rv.EndGeneration(members, generation):
+            case ev.EndGeneration(members, generation):
                 for name in members:
                     process = self.processes[name]
                     process.regroup |= process.generation == generation
-            case rv.Form(_, ranks):
+            case ev.Form(_, ranks):
                 for name in ranks:
                     process = self.processes.get(name)
                     if process is not None and process.state == "waiting":
                         process.state, process.form = "formed", action
-            case rv.Go(generation):
+            case ev.Go(generation):
                 for name in self.machine.ranks:
                     process = self.processes.get(name)
                     if process is not None and process.state == "set":
@@ -118,50 +120,50 @@ class World:
                         process.step = max(process.form.holds, 0)
                         process.regroup = False
                         if name not in self.stopped:  # as a process does when it begins
-                            self.happen(rv.Beat(name, generation, process.step))
-            case rv.Again(generation, members):
+                            self.happen(ev.Beat(name, generation, process.step))
+            case ev.Again(generation, members):
                 for name in members:
                     process = self.processes.get(name)
                     if process is not None and process.state in ("formed", "set"):
                         process.state = "rejoining"
-            case rv.Kill(name, _):
+            case ev.Kill(name, _):
                 process = self.processes.get(name)
                 if process is not None:
                     self.end(process, -9)
-            case rv.StartProcess(host, after_s):
+            case ev.StartProcess(host, after_s):
                 if host in self.hosts:
                     self.starts.append((self.now_s + after_s, host))
-            case rv.Examine(host):
+            case ev.Examine(host):
                 self.checks.append((self.now_s + self.rng.uniform(0.1, 1.0), host))
-            case rv.Admit(host):
+            case ev.Admit(host):
                 self.starts = [one for one in self.starts if one[1] != host]
                 self.start(host)
-            case rv.Release(members):
+            case ev.Release(members):
                 for name in members:
                     if name in self.processes:
                         self.end(self.processes[name], 0)
-            case rv.EndJob(code, _):
+            case ev.EndJob(code, _):
                 self.ended = code
 
     def start(self, host):
-        if host not in self.hosts or rv.is_left_out(self.machine, host):
+        if host not in self.hosts or self.machine.is_left_out(host):
             return
         self.count += 1
         process = Process(f"{host}.{self.count}", host, self.now_s + self.rng.uniform(0.5, 3))
         self.processes[process.name] = process
-        self.happen(rv.ProcessJoined(process.name, host))
+        self.happen(ev.ProcessJoined(process.name, host))
 
     def end(self, process, code):
         if process.state == "dead":
             return
         process.state = "dead"
         self.stopped.discard(process.name)
-        self.happen(rv.ProcessExited(process.name, code))
+        self.happen(ev.ProcessExited(process.name, code))
 
     def add_host(self):
         host = f"h{len(self.hosts) + len(self.gone_hosts)}"
         self.hosts.add(host)
-        self.happen(rv.HostArrived(host))
+        self.happen(ev.HostArrived(host))
 
     def living(self):
         return [p for p in self.processes.values() if p.state != "dead"]
@@ -177,7 +179,7 @@ class World:
                 self.checks.remove((at_s, host))
                 seconds = 1e-3 * self.slow.get(host, 1.0) * self.rng.uniform(1.0, 1.5)
                 self.happen(
-                    rv.HostExamined(
+                    ev.HostExamined(
                         host, Check(product_s=seconds, round_trip_s=seconds, send_s=1e-3)
                     )
                 )
@@ -201,14 +203,14 @@ class World:
                     process.state = "set"
                     process.step = max(form.holds, -1)
                     process.place = place
-                    self.happen(rv.SetUp(process.name, process.form.generation))
+                    self.happen(ev.SetUp(process.name, process.form.generation))
         self.train()
-        self.happen(rv.Tick())
+        self.happen(ev.Tick())
 
     def wait(self, process):
         process.state = "waiting"
         generation, step = process.generation, process.step
-        self.happen(rv.Ready(process.name, generation, step, place=process.place))
+        self.happen(ev.Ready(process.name, generation, step, place=process.place))
 
     def train(self):
         training = [p for p in self.living() if p.state == "training"]
@@ -230,7 +232,7 @@ class World:
                         whole=12,
                         is_leased=False,
                     )
-                    self.happen(rv.Beat(process.name, generation, process.step, pace))
+                    self.happen(ev.Beat(process.name, generation, process.step, pace))
                 steps = {p.step for p in ranks}
                 assert len(steps) == 1, "all are at one step"
                 assert ranks[0].step == self.steps + 1, "no step is left out, none is done twice"
@@ -270,15 +272,15 @@ def live(seed, least, num_hosts, group_size):
             host = rng.choice(sorted(world.hosts))
             world.hosts.discard(host)
             world.gone_hosts.add(host)
-            world.happen(rv.Leave(host))
+            world.happen(ev.Leave(host))
         elif fault < 0.21 and world.hosts:
             world.slow = {rng.choice(sorted(world.hosts)): rng.choice([3.0, 10.0])}
         elif fault < 0.23:
             generation = world.machine.generation
             for process in living:  # late, and of a generation that is over
-                world.happen(rv.Ready(process.name, process.generation - 1, 99999))
-                world.happen(rv.Ready(process.name, process.generation + 1, 99999))
-                world.happen(rv.SetUp(process.name, generation - 1))
+                world.happen(ev.Ready(process.name, process.generation - 1, 99999))
+                world.happen(ev.Ready(process.name, process.generation + 1, 99999))
+                world.happen(ev.SetUp(process.name, generation - 1))
     world.slow = {}
     ends_s = [one.until_s - world.now_s for one in world.machine.hosts.values() if one.until_s]
     for _ in range(80 + round(max(ends_s, default=0))):
@@ -288,14 +290,12 @@ def live(seed, least, num_hosts, group_size):
     for _ in range(5):
         world.advance(1.0)
     machine = world.machine
-    assert not any(rv.is_left_out(machine, host) for host in world.hosts), (
-        "who is left out comes back"
-    )
+    assert not any(machine.is_left_out(host) for host in world.hosts), "who is left out comes back"
     hosts = {member.host for member in machine.members.values() if not member.leaves}
     assert hosts == world.hosts, "what has failed is replaced, what has left is not"
     usable = min(len(hosts), limits.most) // group_size * group_size
     if usable >= least:
-        assert machine.stage is rv.Stage.TRAINING and world.steps > before, world.log[-10:]
+        assert machine.stage is Stage.TRAINING and world.steps > before, world.log[-10:]
         here = sum(name in machine.members for name in machine.ranks)
         assert here == usable, "everybody takes part who can"
         assert not world.stopped & set(machine.ranks), "who stands still was killed"
@@ -303,9 +303,9 @@ def live(seed, least, num_hosts, group_size):
 
 
 def joined(limits, *names, now_s=0.0):
-    machine = rv.Rendezvous(limits=limits)
+    machine = Rendezvous(limits=limits)
     for name in names:
-        machine, _ = rv.step(machine, rv.ProcessJoined(name, name), now_s)
+        machine, _ = rv.step(machine, ev.ProcessJoined(name, name), now_s)
     return machine
 
 
@@ -319,67 +319,67 @@ def run(machine, *events, now_s=100.0):
 
 def trained(limits, *names, now_s=100.0):
     machine = joined(limits, *names, now_s=now_s)
-    machine, _ = run(machine, *(rv.Ready(n, 0, -1) for n in names), now_s=now_s)
-    machine, actions = run(machine, *(rv.SetUp(n, 1) for n in names), now_s=now_s)
-    assert actions == [rv.Go(1)]
+    machine, _ = run(machine, *(ev.Ready(n, 0, -1) for n in names), now_s=now_s)
+    machine, actions = run(machine, *(ev.SetUp(n, 1) for n in names), now_s=now_s)
+    assert actions == [ev.Go(1)]
     return machine
 
 
 def test_the_first_generation_waits_for_those_that_start_but_not_for_ever():
     machine = joined(FAST, "a", "b")
-    machine, actions = run(machine, rv.Ready("a", 0, -1), now_s=0.5)
+    machine, actions = run(machine, ev.Ready("a", 0, -1), now_s=0.5)
     assert actions == []
-    machine, actions = run(machine, rv.Tick(), now_s=1.5)
-    assert actions == [rv.Form(1, ("a",), (), -1)]
+    machine, actions = run(machine, ev.Tick(), now_s=1.5)
+    assert actions == [ev.Form(1, ("a",), (), -1)]
 
 
 def test_the_newest_state_wins_and_late_messages_change_nothing():
     machine = trained(FAST, "a", "b", "c")
-    machine, actions = run(machine, rv.ProcessExited("a", -9))
-    assert rv.EndGeneration(("b", "c"), 1) in actions
-    machine, actions = run(machine, rv.Ready("b", 1, 7), rv.SetUp("b", 1), rv.Ready("c", 0, 99))
-    assert not [a for a in actions if isinstance(a, rv.Form)]
-    machine, actions = run(machine, rv.Ready("c", 1, 8))
-    assert actions == [rv.Form(2, ("b", "c"), ("c",), 8)]
+    machine, actions = run(machine, ev.ProcessExited("a", -9))
+    assert ev.EndGeneration(("b", "c"), 1) in actions
+    machine, actions = run(machine, ev.Ready("b", 1, 7), ev.SetUp("b", 1), ev.Ready("c", 0, 99))
+    assert not [a for a in actions if isinstance(a, ev.Form)]
+    machine, actions = run(machine, ev.Ready("c", 1, 8))
+    assert actions == [ev.Form(2, ("b", "c"), ("c",), 8)]
 
 
 def test_a_death_while_a_generation_forms_has_the_others_wait_anew():
     machine = trained(FAST, "a", "b", "c")
-    machine, _ = run(machine, rv.ProcessExited("a", -9), rv.Ready("b", 1, 7), rv.Ready("c", 1, 7))
-    machine, actions = run(machine, rv.SetUp("b", 2), rv.ProcessExited("c", -11))
-    assert rv.Again(2, ("b",)) in actions
-    machine, actions = run(machine, rv.Ready("b", 1, 7))
-    assert rv.Form(3, ("b",), ("b",), 7) in actions
+    machine, _ = run(machine, ev.ProcessExited("a", -9), ev.Ready("b", 1, 7), ev.Ready("c", 1, 7))
+    machine, actions = run(machine, ev.SetUp("b", 2), ev.ProcessExited("c", -11))
+    assert ev.Again(2, ("b",)) in actions
+    machine, actions = run(machine, ev.Ready("b", 1, 7))
+    assert ev.Form(3, ("b",), ("b",), 7) in actions
 
 
 def test_silence_is_found_out_and_a_host_that_is_cut_off_is_not_waited_for():
     machine = trained(FAST, "a", "b")
-    machine, _ = run(machine, rv.Beat("a", 1, 3), rv.Beat("b", 1, 3))
-    machine, _ = run(machine, rv.Beat("a", 1, 9), now_s=104.0)
-    machine, actions = run(machine, rv.Tick(), now_s=105.5)
-    assert [a.member for a in actions if isinstance(a, rv.Kill)] == ["b"]
-    machine, actions = run(machine, rv.Beat("a", 1, 9), rv.Tick(), now_s=108.0)
-    assert "b" not in machine.members and rv.EndGeneration(("a",), 1) in actions
+    machine, _ = run(machine, ev.Beat("a", 1, 3), ev.Beat("b", 1, 3))
+    machine, _ = run(machine, ev.Beat("a", 1, 9), now_s=104.0)
+    machine, actions = run(machine, ev.Tick(), now_s=105.5)
+    assert [a.member for a in actions if isinstance(a, ev.Kill)] == ["b"]
+    machine, actions = run(machine, ev.Beat("a", 1, 9), ev.Tick(), now_s=108.0)
+    assert "b" not in machine.members and ev.EndGeneration(("a",), 1) in actions
 
 
 def test_below_the_minimum_it_waits_and_goes_on_when_somebody_comes():
     limits = dataclasses.replace(FAST, least=2)
     machine = trained(limits, "a", "b")
-    machine, _ = run(machine, rv.ProcessExited("b", -9), rv.Ready("a", 1, 5))
-    machine, actions = run(machine, rv.Tick(), now_s=500.0)
-    assert actions == [] and machine.stage is rv.Stage.GATHERING
-    machine, _ = run(machine, rv.ProcessJoined("c", "b"), now_s=501.0)
-    machine, actions = run(machine, rv.Ready("c", 0, -1), now_s=502.0)
-    assert actions == [rv.Form(2, ("a", "c"), ("a",), 5)]
+    machine, _ = run(machine, ev.ProcessExited("b", -9), ev.Ready("a", 1, 5))
+    machine, actions = run(machine, ev.Tick(), now_s=500.0)
+    assert actions == [] and machine.stage is Stage.GATHERING
+    machine, _ = run(machine, ev.ProcessJoined("c", "b"), now_s=501.0)
+    machine, actions = run(machine, ev.Ready("c", 0, -1), now_s=502.0)
+    assert actions == [ev.Form(2, ("a", "c"), ("a",), 5)]
 
 
 def test_a_number_of_processes_that_cannot_share_the_batch_is_not_used():
     limits = dataclasses.replace(FAST, most=8)
     machine = joined(limits, *"abcde", now_s=100.0)
-    machine, actions = run(machine, *(rv.Ready(n, 0, -1, 12) for n in "abcde"))
-    assert [len(a.ranks) for a in actions if isinstance(a, rv.Form)] == [4]
-    machine, _ = run(machine, *(rv.SetUp(n, 1) for n in "abcd"))
-    machine, actions = run(machine, rv.Tick(), now_s=900.0)
+    machine, actions = run(machine, *(ev.Ready(n, 0, -1, 12) for n in "abcde"))
+    assert [len(a.ranks) for a in actions if isinstance(a, ev.Form)] == [4]
+    machine, _ = run(machine, *(ev.SetUp(n, 1) for n in "abcd"))
+    machine, actions = run(machine, ev.Tick(), now_s=900.0)
     assert actions == [], "a fifth that cannot take part changes nothing"
 
 
@@ -387,51 +387,53 @@ def test_a_script_that_always_fails_ends_the_job():
     machine = joined(FAST, "a")
     codes, number = [], 0
     for _ in range(10):
-        machine, actions = run(machine, rv.ProcessExited("a" if not number else f"a{number}", 1))
-        codes += [a.code for a in actions if isinstance(a, rv.EndJob)]
+        machine, actions = run(machine, ev.ProcessExited("a" if not number else f"a{number}", 1))
+        codes += [a.code for a in actions if isinstance(a, ev.EndJob)]
         if codes:
             break
-        assert [a.host for a in actions if isinstance(a, rv.StartProcess)] == ["a"]
+        assert [a.host for a in actions if isinstance(a, ev.StartProcess)] == ["a"]
         number += 1
-        machine, _ = run(machine, rv.ProcessJoined(f"a{number}", "a"))
+        machine, _ = run(machine, ev.ProcessJoined(f"a{number}", "a"))
     assert codes == [1] and number < 5
 
 
 def test_done_is_done_for_those_who_wait_too():
     machine = trained(FAST, "a", "b")
-    machine, actions = run(machine, rv.ProcessJoined("c", "c"), rv.Ready("c", 0, -1), rv.Done("a"))
-    assert actions == [rv.Release(("c",))]
     machine, actions = run(
-        machine, rv.ProcessExited("c", 0), rv.ProcessExited("a", 0), rv.ProcessExited("b", 0)
+        machine, ev.ProcessJoined("c", "c"), ev.Ready("c", 0, -1), ev.ProcessDone("a")
     )
-    assert actions == [rv.EndJob(0, "all processes have ended")]
+    assert actions == [ev.Release(("c",))]
+    machine, actions = run(
+        machine, ev.ProcessExited("c", 0), ev.ProcessExited("a", 0), ev.ProcessExited("b", 0)
+    )
+    assert actions == [ev.EndJob(0, "all processes have ended")]
 
 
 def test_who_stands_still_while_it_starts_does_not_hold_up_the_end():
     machine = trained(FAST, "a")
-    machine, _ = run(machine, rv.ProcessJoined("c", "c"), rv.Done("a"))
-    machine, actions = run(machine, rv.ProcessExited("a", 0))
+    machine, _ = run(machine, ev.ProcessJoined("c", "c"), ev.ProcessDone("a"))
+    machine, actions = run(machine, ev.ProcessExited("a", 0))
     assert machine.members and not actions
-    machine, actions = run(machine, rv.Tick(), now_s=100.5 + FAST.silent_s)
+    machine, actions = run(machine, ev.Tick(), now_s=100.5 + FAST.silent_s)
     assert [a.member for a in actions] == ["c"] and "the run is over" in actions[0].why
-    machine, actions = run(machine, rv.ProcessExited("c", -9))
-    assert actions == [rv.EndJob(0, "all processes have ended")]
+    machine, actions = run(machine, ev.ProcessExited("c", -9))
+    assert actions == [ev.EndJob(0, "all processes have ended")]
 
 
 @pytest.mark.parametrize("least, most", [(0, 1), (3, 2)])
 def test_limits_that_no_job_can_keep_are_refused(least, most):
     with pytest.raises(ValueError, match="MIN <= MAX"):
-        rv.Limits(least=least, most=most)
+        Limits(least=least, most=most)
 
 
 def test_told_to_stop_while_they_wait_the_one_that_came_furthest_saves():
     limits = dataclasses.replace(FAST, least=3)
     machine = trained(limits, "a", "b", "c")
-    machine, _ = run(machine, rv.ProcessExited("a", -9), rv.Ready("b", 1, 7), rv.Ready("c", 1, 8))
-    machine, actions = run(machine, rv.Stop())
-    assert actions == [rv.Save(("c",), 8), rv.Release(("b",))]
-    machine, actions = run(machine, rv.ProcessExited("b", 0), rv.ProcessExited("c", 143))
-    assert actions == [rv.EndJob(143, "all processes have ended")]
+    machine, _ = run(machine, ev.ProcessExited("a", -9), ev.Ready("b", 1, 7), ev.Ready("c", 1, 8))
+    machine, actions = run(machine, ev.Stop())
+    assert actions == [ev.Save(("c",), 8), ev.Release(("b",))]
+    machine, actions = run(machine, ev.ProcessExited("b", 0), ev.ProcessExited("c", 143))
+    assert actions == [ev.EndJob(143, "all processes have ended")]
 
 
 def check(seconds=1e-3, **fields):
@@ -440,16 +442,16 @@ def check(seconds=1e-3, **fields):
 
 def arrived(limits, *hosts, now_s=100.0):
     """A job that trains on hosts that have passed their checks, with one process each of its host's name."""
-    machine = rv.Rendezvous(limits=limits)
+    machine = Rendezvous(limits=limits)
     for host in hosts:
-        machine, actions = run(machine, rv.HostArrived(host), now_s=now_s)
-        assert actions == [rv.Examine(host)]
-        machine, actions = run(machine, rv.HostExamined(host, check()), now_s=now_s)
-        assert actions == [rv.Admit(host)]
-    machine, _ = run(machine, *(rv.ProcessJoined(h, h) for h in hosts), now_s=now_s)
-    machine, _ = run(machine, *(rv.Ready(h, 0, -1, 12) for h in hosts), now_s=now_s)
-    machine, actions = run(machine, *(rv.SetUp(h, 1) for h in hosts), now_s=now_s)
-    assert actions == [rv.Go(1)]
+        machine, actions = run(machine, ev.HostArrived(host), now_s=now_s)
+        assert actions == [ev.Examine(host)]
+        machine, actions = run(machine, ev.HostExamined(host, check()), now_s=now_s)
+        assert actions == [ev.Admit(host)]
+    machine, _ = run(machine, *(ev.ProcessJoined(h, h) for h in hosts), now_s=now_s)
+    machine, _ = run(machine, *(ev.Ready(h, 0, -1, 12) for h in hosts), now_s=now_s)
+    machine, actions = run(machine, *(ev.SetUp(h, 1) for h in hosts), now_s=now_s)
+    assert actions == [ev.Go(1)]
     return machine
 
 
@@ -462,7 +464,7 @@ def windows(machine, seconds, num, now_s=110.0, **fields):
     generation, actions = machine.generation, []
     for _ in range(num):
         beats = [
-            rv.Beat(name, generation, 7, pace(s, len(seconds), **fields))
+            ev.Beat(name, generation, 7, pace(s, len(seconds), **fields))
             for name, s in seconds.items()
         ]
         machine, more = run(machine, *beats, now_s=now_s)
@@ -482,28 +484,28 @@ def test_a_slow_host_is_left_out_like_one_that_leaves_and_comes_back_when_its_ti
     assert told.decision.host == "c" and told.decision.decision == "left out"
     assert told.decision.numbers["slow_ratio"] == pytest.approx(4 / 1.05)
     assert told.decision.numbers["excluded_s"] == 3.0
-    assert regroup == rv.EndGeneration(("a", "b", "c"), 1)
-    machine, actions = run(machine, *(rv.Ready(n, 1, 9, 12) for n in "abc"), now_s=110.5)
-    assert rv.Release(("c",)) in actions
-    form = next(a for a in actions if isinstance(a, rv.Form))
+    assert regroup == ev.EndGeneration(("a", "b", "c"), 1)
+    machine, actions = run(machine, *(ev.Ready(n, 1, 9, 12) for n in "abc"), now_s=110.5)
+    assert ev.Release(("c",)) in actions
+    form = next(a for a in actions if isinstance(a, ev.Form))
     assert form.ranks == ("a", "b") and form.news == (told.decision,)
     machine, _ = run(
-        machine, rv.ProcessExited("c", 0), rv.SetUp("a", 2), rv.SetUp("b", 2), now_s=111.0
+        machine, ev.ProcessExited("c", 0), ev.SetUp("a", 2), ev.SetUp("b", 2), now_s=111.0
     )
     assert machine.news == () and machine.num_failures == 0
-    machine, actions = run(machine, rv.Tick(), now_s=112.9)
+    machine, actions = run(machine, ev.Tick(), now_s=112.9)
     assert actions == []
-    machine, actions = run(machine, rv.Tick(), now_s=113.1)
-    assert actions == [rv.Examine("c")]
-    machine, actions = run(machine, rv.HostExamined("c", check(1.0)), now_s=114.0)
+    machine, actions = run(machine, ev.Tick(), now_s=113.1)
+    assert actions == [ev.Examine("c")]
+    machine, actions = run(machine, ev.HostExamined("c", check(1.0)), now_s=114.0)
     assert [a.decision.numbers["excluded_s"] for a in actions] == [6.0], "still slow, twice as long"
-    machine, actions = run(machine, rv.Tick(), now_s=120.1)
-    assert actions == [rv.Examine("c")]
-    machine, actions = run(machine, rv.HostExamined("c", check()), now_s=121.0)
-    assert actions[0].decision.decision == "taken in again" and actions[1] == rv.Admit("c")
-    machine, _ = run(machine, rv.ProcessJoined("c2", "c"), now_s=121.0)
-    machine, actions = run(machine, rv.Ready("c2", 0, -1, 12), now_s=125.0)
-    assert actions == [rv.EndGeneration(("a", "b"), 2)]
+    machine, actions = run(machine, ev.Tick(), now_s=120.1)
+    assert actions == [ev.Examine("c")]
+    machine, actions = run(machine, ev.HostExamined("c", check()), now_s=121.0)
+    assert actions[0].decision.decision == "taken in again" and actions[1] == ev.Admit("c")
+    machine, _ = run(machine, ev.ProcessJoined("c2", "c"), now_s=121.0)
+    machine, actions = run(machine, ev.Ready("c2", 0, -1, 12), now_s=125.0)
+    assert actions == [ev.EndGeneration(("a", "b"), 2)]
 
 
 @pytest.mark.parametrize(
@@ -533,38 +535,38 @@ def test_who_is_left_out_is_checked_at_once_when_the_others_no_longer_suffice():
     limits = dataclasses.replace(FAST, least=2, exclude_s=1000.0)
     machine = arrived(limits, "a", "b", "c")
     machine, _ = windows(machine, SLOW, 4)
-    machine, _ = run(machine, *(rv.Ready(n, 1, 9, 12) for n in "abc"), rv.ProcessExited("c", 0))
-    machine, _ = run(machine, rv.SetUp("a", 2), rv.SetUp("b", 2))
-    machine, actions = run(machine, rv.AgentLost("b"), rv.ProcessExited("b", -9))
-    assert rv.Examine("c") in actions
-    machine, actions = run(machine, rv.HostExamined("c", check(1.0)))
-    assert rv.Admit("c") in actions, "slow is better than not at all"
+    machine, _ = run(machine, *(ev.Ready(n, 1, 9, 12) for n in "abc"), ev.ProcessExited("c", 0))
+    machine, _ = run(machine, ev.SetUp("a", 2), ev.SetUp("b", 2))
+    machine, actions = run(machine, ev.AgentLost("b"), ev.ProcessExited("b", -9))
+    assert ev.Examine("c") in actions
+    machine, actions = run(machine, ev.HostExamined("c", check(1.0)))
+    assert ev.Admit("c") in actions, "slow is better than not at all"
 
 
 def test_a_host_that_comes_is_judged_against_two_others_at_least():
     machine = arrived(FAST, "a", "b")
-    machine, _ = run(machine, rv.HostArrived("c"))
-    machine, actions = run(machine, rv.HostExamined("c", check(1.0)))
+    machine, _ = run(machine, ev.HostArrived("c"))
+    machine, actions = run(machine, ev.HostExamined("c", check(1.0)))
     assert actions[0].decision.decision == "left out" and "median of 2" in actions[0].decision.why
     machine = arrived(FAST, "a")
-    machine, _ = run(machine, rv.HostArrived("b"))
-    machine, actions = run(machine, rv.HostExamined("b", check(1.0)))
-    assert actions == [rv.Admit("b")]
+    machine, _ = run(machine, ev.HostArrived("b"))
+    machine, actions = run(machine, ev.HostExamined("b", check(1.0)))
+    assert actions == [ev.Admit("b")]
 
 
 def test_a_host_that_cannot_compute_is_refused():
     machine = arrived(FAST, "a", "b")
-    machine, _ = run(machine, rv.HostArrived("c"))
+    machine, _ = run(machine, ev.HostArrived("c"))
     bad = Check(failure="it computes wrong numbers")
-    machine, actions = run(machine, rv.HostExamined("c", bad))
+    machine, actions = run(machine, ev.HostExamined("c", bad))
     assert actions[0].decision.decision == "refused"
-    assert actions[1] == rv.Refuse("c", "it computes wrong numbers")
+    assert actions[1] == ev.Refuse("c", "it computes wrong numbers")
     assert "c" not in machine.hosts
 
 
 def test_a_factor_that_leaves_healthy_hosts_out_is_refused():
     with pytest.raises(ValueError, match="more than 1"):
-        rv.Limits(least=1, most=2, exclude_slow=0.5)
+        Limits(least=1, most=2, exclude_slow=0.5)
 
 
 GROUP = dataclasses.replace(FAST, least=2, most=4, group_size=2)
@@ -572,51 +574,51 @@ GROUP = dataclasses.replace(FAST, least=2, most=4, group_size=2)
 
 def test_told_to_stop_nobody_goes_with_a_state_while_others_may_still_come_to_save_it():
     machine = trained(FAST, "a", "b")
-    machine, actions = run(machine, rv.Ready("a", 1, 10), rv.Stop())
-    assert actions == [rv.EndGeneration(("b",), 1)], "a may have to save what it holds"
-    machine, actions = run(machine, rv.Ready("b", 1, 10))
-    assert actions == [rv.Save(("a",), 10), rv.Release(("b",))]
+    machine, actions = run(machine, ev.Ready("a", 1, 10), ev.Stop())
+    assert actions == [ev.EndGeneration(("b",), 1)], "a may have to save what it holds"
+    machine, actions = run(machine, ev.Ready("b", 1, 10))
+    assert actions == [ev.Save(("a",), 10), ev.Release(("b",))]
 
 
 def test_told_to_stop_a_group_puts_its_state_together():
     machine = trained(GROUP, *"abcd")
-    machine, _ = run(machine, rv.ProcessExited("d", -9), rv.Ready("a", 1, 10, place=0))
-    machine, actions = run(machine, rv.Stop())
-    assert not [x for x in actions if isinstance(x, rv.Release | rv.Save)]
-    ready = [rv.Ready("b", 1, 10, place=1), rv.Ready("c", 1, 9, place=0)]
+    machine, _ = run(machine, ev.ProcessExited("d", -9), ev.Ready("a", 1, 10, place=0))
+    machine, actions = run(machine, ev.Stop())
+    assert not [x for x in actions if isinstance(x, ev.Release | ev.Save)]
+    ready = [ev.Ready("b", 1, 10, place=1), ev.Ready("c", 1, 9, place=0)]
     machine, actions = run(machine, *ready)
-    assert actions == [rv.Save(("a", "b"), 10), rv.Release(("c",))], "b hands its part over"
-    machine, actions = run(machine, rv.ProcessExited("a", 143))
-    assert actions == [rv.Release(("b",))]
-    machine, actions = run(machine, rv.ProcessExited("b", 0), rv.ProcessExited("c", 0))
-    assert actions == [rv.EndJob(143, "all processes have ended")]
+    assert actions == [ev.Save(("a", "b"), 10), ev.Release(("c",))], "b hands its part over"
+    machine, actions = run(machine, ev.ProcessExited("a", 143))
+    assert actions == [ev.Release(("b",))]
+    machine, actions = run(machine, ev.ProcessExited("b", 0), ev.ProcessExited("c", 0))
+    assert actions == [ev.EndJob(143, "all processes have ended")]
 
 
 def test_a_lost_part_is_had_from_a_copy_where_nobody_else_has_it():
     machine = trained(dataclasses.replace(GROUP, most=2), "a", "b")
-    ready = rv.Ready("a", 1, 9, copies=((0, 4), (0, 6), (1, 4), (0, 8)), place=0)
-    machine, _ = run(machine, rv.ProcessExited("b", -9), ready)
-    machine, _ = run(machine, rv.ProcessJoined("e", "e"), rv.Ready("e", 0, -1))
-    assert machine.stage is rv.Stage.FORMING
+    ready = ev.Ready("a", 1, 9, copies=((0, 4), (0, 6), (1, 4), (0, 8)), place=0)
+    machine, _ = run(machine, ev.ProcessExited("b", -9), ready)
+    machine, _ = run(machine, ev.ProcessJoined("e", "e"), ev.Ready("e", 0, -1))
+    assert machine.stage is Stage.FORMING
     assert (machine.holders, machine.ranks) == (("a", "a"), ("a", "e"))
 
 
 def test_what_a_joiner_has_fetched_counts_when_whoever_gave_it_has_gone():
     machine = trained(dataclasses.replace(GROUP, most=2), "a", "b")
-    machine, _ = run(machine, rv.ProcessExited("a", -9), rv.Ready("b", 1, 9, place=1))
-    machine, _ = run(machine, rv.ProcessJoined("c", "c"), rv.Ready("c", 0, 9, place=0))
+    machine, _ = run(machine, ev.ProcessExited("a", -9), ev.Ready("b", 1, 9, place=1))
+    machine, _ = run(machine, ev.ProcessJoined("c", "c"), ev.Ready("c", 0, 9, place=0))
     assert machine.holders == ("c", "b")
 
 
 def test_a_job_that_is_told_to_stop_before_anybody_came_wants_a_restart():
-    machine = rv.Rendezvous(limits=FAST)
-    assert run(machine, rv.Stop())[1] == [rv.EndJob(143, "all processes have ended")]
+    machine = Rendezvous(limits=FAST)
+    assert run(machine, ev.Stop())[1] == [ev.EndJob(143, "all processes have ended")]
 
 
 def test_fewer_than_a_group_is_nothing_to_wait_with_for_ever():
     machine = trained(dataclasses.replace(GROUP, least=1, most=2, max_restarts=0), "a", "b")
-    machine, actions = run(machine, rv.ProcessExited("b", -9), rv.Ready("a", 1, 5))
-    assert [x.code for x in actions if isinstance(x, rv.EndJob)] == [137]
+    machine, actions = run(machine, ev.ProcessExited("b", -9), ev.Ready("a", 1, 5))
+    assert [x.code for x in actions if isinstance(x, ev.EndJob)] == [137]
     machine = trained(dataclasses.replace(GROUP, most=2), "a", "b")
-    machine, _ = run(machine, rv.Leave("b"))
-    assert not rv.can_go_on(machine), "who leaves takes a part along"
+    machine, _ = run(machine, ev.Leave("b"))
+    assert not machine.can_go_on, "who leaves takes a part along"

@@ -161,7 +161,9 @@ def test_the_second_of_two_captures_at_once_is_left_out(monkeypatch, caplog):
         through(0, 30, *profiles)
     assert len(traces.begun) == 1 and not traces.is_on
     assert [
-        r.getMessage() for r in caplog.records if "no profile begins at step 12" in r.getMessage()
+        r.getMessage()
+        for r in caplog.records
+        if "no profile is captured from step 12" in r.getMessage()
     ]
 
 
@@ -183,5 +185,5 @@ def test_behind_the_run_the_signal_goes_to_what_heard_it_before(monkeypatch):
 
 
 def test_what_cannot_be_is_refused():
-    with pytest.raises(ValueError, match="one step or more"):
+    with pytest.raises(ValueError, match="steps 1 or more"):
         jg.Profile(steps=0)

@@ -12,9 +12,11 @@ from jaxgoodput.engine.state import StepMetrics
 from jaxgoodput.goodput.search import BatchConfig, BatchLimits
 from jaxgoodput.observe.hooks import Hook
 from jaxgoodput.optim.adaptive import NoiseReadout
-from jaxgoodput.train.analyst import CALM_STEPS, Analyst
+from jaxgoodput.train.analyst import Analyst
+from jaxgoodput.train.compile_ahead import StrategyCompiler
 from jaxgoodput.train.control import Requests
 from jaxgoodput.train.watcher import StepResult, Ticket
+from jaxgoodput.tune.due import CALM_STEPS
 from jaxgoodput.tune.timings import Parts
 from jaxgoodput.tune.verdict import PROBE_STEPS
 
@@ -24,13 +26,15 @@ STEP_S = {512: 0.0093, 2048: 0.0120, 8192: 0.0225, 16384: 0.0560}
 BESIDE_COMPILATION = 2.0  # times as long
 
 
-class OneStrategy:
+class OneStrategy(StrategyCompiler):
     """What a run with one strategy could use."""
-
-    num_strategies = 1
 
     def __init__(self, stage, limits):
         self.stage, self.allowed = stage, limits
+
+    @property
+    def num_strategies(self):
+        return 1
 
     def limits(self, strategy):
         return self.allowed
@@ -193,7 +197,7 @@ def test_a_size_that_the_model_hopes_for_is_tried_once_and_left(course):
     assert PROBE_STEPS <= len(trial) <= 2 * PROBE_STEPS
     assert trial == list(range(trial[0], trial[-1] + 1)), "and not again"
     (back,) = [e for e in run.heard.verdicts if e.verdict.reason.startswith("return")]
-    assert "8192 samples is the best" in back.verdict.reason
+    assert "8192 samples is the best batch" in back.verdict.reason
 
 
 def test_nothing_more_is_asked_of_a_loop_that_has_not_taken_the_last_change(course):

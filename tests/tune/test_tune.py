@@ -13,7 +13,8 @@ from jaxgoodput.goodput.fit import PerfFit, StepTimings
 from jaxgoodput.goodput.model import GoodputModel
 from jaxgoodput.goodput.perf import Feeding, PerfParams, Placement, feeding_time, step_time
 from jaxgoodput.goodput.search import BatchConfig, BatchLimits
-from jaxgoodput.tune.batch import statistics_cadence, tune
+from jaxgoodput.tune.batch import tune
+from jaxgoodput.tune.cadence import statistics_cadence
 from jaxgoodput.tune.evidence import Bar, Stretch
 from jaxgoodput.tune.plan import fixed_config
 from jaxgoodput.tune.timings import feeding_of, residuals_of
@@ -115,17 +116,20 @@ def test_a_lower_bound_of_the_noise_speaks_for_no_smaller_batch():
 @pytest.mark.parametrize(
     ("what", "reason"),
     [
-        ({"grad": UNKNOWN}, "too few gradient-noise samples"),
-        ({"grad": GradParams(sqr=1.0, var=NAN)}, "too few gradient-noise samples"),
-        ({"since": 19, "caution": dataclasses.replace(BOLD, dwell_steps=20)}, "19 steps since"),
-        ({"grad": QUIET}, "32 samples is the best there is"),
-        ({"ready": (), "accumulate": False}, "32 samples is the best of what is compiled"),
+        ({"grad": UNKNOWN}, "the gradient noise is not known yet"),
+        ({"grad": GradParams(sqr=1.0, var=NAN)}, "the gradient noise is not known yet"),
+        (
+            {"since": 19, "caution": dataclasses.replace(BOLD, dwell_steps=20)},
+            "19 steps have passed since",
+        ),
+        ({"grad": QUIET}, "32 samples is the best batch (noise"),
+        ({"ready": (), "accumulate": False}, "32 samples is the best batch among the compiled"),
         ({"caution": dataclasses.replace(BOLD, min_gain=9.0)}, "below the 900%"),
         ({"caution": dataclasses.replace(BOLD, switch_s=60.0, horizon_s=30.0)}, "earn back"),
         # Step times of one replica say nothing about two: not a guess, and not an error.
         (
             {"fit": fitted(dataclasses.replace(PERF, intra_base=NAN)), "current": at(16, 1, 2)},
-            "tell",
+            "cannot predict the present batch",
         ),
     ],
     ids=[
@@ -443,7 +447,10 @@ def test_what_the_loss_denies_is_left_whatever_the_model_hopes():
     assert decide(**kind, stretch=said(at(512), 0.45)).config != at(128)
     verdict = decide(**kind, stretch=said(at(512), 0.1))
     assert verdict.config == at(128) and verdict.denied
-    assert "loss denies 512 samples" in verdict.reason and "0.5 +- 0.01" in verdict.reason
+    assert (
+        "the loss falls too slowly with 512 samples" in verdict.reason
+        and "0.5 +- 0.01" in verdict.reason
+    )
     waits = dataclasses.replace(BOLD, dwell_steps=20)
     assert not decide(**kind, stretch=said(at(512), 0.1), caution=waits, since=5).denied
 
@@ -465,4 +472,4 @@ def test_no_batch_below_that_of_an_earlier_run_is_considered(micro, floor):
     # Without noise the smallest is the best there is.
     assert verdict.config.global_batch_size == max(floor, LIMITS.smallest)
     if floor == micro > LIMITS.smallest:
-        assert "an earlier run came to it" in verdict.reason
+        assert "because an earlier run had reached it by now" in verdict.reason

@@ -1,22 +1,37 @@
 """Policies that allocate devices to jobs, and `reconcile`, which the service and the simulator both call.
 
 A policy is a function from `JobView`s and a `ClusterSpec` to a `Decision`. `reconcile` keeps from it what it
-may not change, checks its answer, and turns it into a `Plan`. Use `ShapeProblem` to write a policy that
-chooses shapes. A `FractionPolicy` instead says how much of its time a job should have on each kind of
-device; `RoundScheduler` makes a policy of it. `catalogue` lists all policies by name.
+may not change, checks its answer, and turns it into a `Plan`. Use `ShapeProblem` to write a policy that chooses
+shapes. A `FractionPolicy` instead says how much of its time a job should have on each kind of device;
+`RoundScheduler` makes a policy of it. `catalogue` lists all policies by name.
 """
 
 from jaxgoodput._lazy import lazy_names
+from jaxgoodput.cluster.scheduler.alternatives import (
+    Alternative,
+    Change,
+    alternatives,
+    changes,
+    with_job,
+)
+from jaxgoodput.cluster.scheduler.explain import Explanation, explain
+from jaxgoodput.cluster.scheduler.placement.placement import place
+from jaxgoodput.cluster.scheduler.policies.goodput import Goodput
+from jaxgoodput.cluster.scheduler.policies.shape_choice import ShapeProblem
+from jaxgoodput.cluster.scheduler.policy import (
+    Decision,
+    JobView,
+    Plan,
+    Policy,
+    SolverError,
+    SolverTimeout,
+)
+from jaxgoodput.cluster.scheduler.reconcile import PlanError, reconcile
+from jaxgoodput.cluster.scheduler.shapes import capacity, shape_of, shapes
 
-# These functions share their names with modules. They are bound at once, because importing such a module
-# later would put the module in the function's place.
-from jaxgoodput.cluster.scheduler.alternatives import alternatives as alternatives
-from jaxgoodput.cluster.scheduler.explain import explain as explain
-from jaxgoodput.cluster.scheduler.reconcile import reconcile as reconcile
-from jaxgoodput.cluster.scheduler.shapes import shapes as shapes
-
-# The other names are loaded on first use, because published policies, which this room promises, import it.
-__getattr__, __dir__, __all__ = lazy_names(
+# Published policies are loaded on first use, because they import this room. Its own names are bound at once: some
+# are also names of modules, and importing such a module later would put it in the function's place.
+__getattr__, __dir__, _PUBLISHED = lazy_names(
     __name__,
     {
         "catalogue": "PolicyEntry catalogue",
@@ -28,14 +43,31 @@ __getattr__, __dir__, __all__ = lazy_names(
         "published.gavel.throughput": "TotalThroughput",
         "published.pollux": "Pollux",
         "published.sia": "Sia",
-        "scheduler.alternatives": "Alternative Change alternatives changes with_job",
-        "scheduler.explain": "Explanation explain",
-        "scheduler.placement.placement": "place",
-        "scheduler.policies.goodput": "Goodput",
-        "scheduler.policies.shape_choice": "ShapeProblem",
-        "scheduler.policy": "Decision JobView Plan Policy SolverError SolverTimeout",
-        "scheduler.reconcile": "PlanError reconcile",
-        "scheduler.shapes": "capacity shape_of shapes",
     },
     root="jaxgoodput.cluster",
 )
+
+__all__ = [
+    "Alternative",
+    "Change",
+    "Decision",
+    "Explanation",
+    "Goodput",
+    "JobView",
+    "Plan",
+    "PlanError",
+    "Policy",
+    "ShapeProblem",
+    "SolverError",
+    "SolverTimeout",
+    "alternatives",
+    "capacity",
+    "changes",
+    "explain",
+    "place",
+    "reconcile",
+    "shape_of",
+    "shapes",
+    "with_job",
+    *_PUBLISHED,
+]  # pyright: ignore[reportUnsupportedDunderAll]

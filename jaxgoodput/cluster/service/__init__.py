@@ -1,1 +1,1 @@
-"""Many jobs on a real cluster: the journal, the plan, the HTTP service, the agents of nodes, the page."""
+"""The service that runs a real cluster: journal, plans, HTTP, agents and engines."""

@@ -1,7 +1,7 @@
-"""How agents come to be on machines: one class for each place that can start a program somewhere.
+"""Engines: ways to start agents on nodes, one class for each system that can start a program there.
 
-What runs jobs is the same agent everywhere; an engine only starts it on a node, sees when it has ended, and
-stops it. (Kubernetes starts things by itself: `manifests.py` writes what it is told.)
+The agent that runs jobs is the same everywhere. An engine only starts it on a node, notices when it ends, and
+stops it. (Kubernetes starts agents by itself: `manifests.py` writes its input.)
 """
 
 import contextlib
@@ -19,24 +19,24 @@ from jaxgoodput.clock import Clock
 from jaxgoodput.cluster.service.node.process import die_with_parent
 from jaxgoodput.cluster.service.wire import DONE, USAGE
 
-ENGINE = "engine"  # the folder that its process holds, in that of the service
+ENGINE = "engine"  # a folder in the service's folder, locked by the process that runs the engine
 LOOK_S, AGAIN_S = 0.5, 2.0
 
 
 @runtime_checkable
 class AgentStarter(Protocol):
-    """Starts agents on nodes."""
+    """Starts and stops agents on nodes."""
 
     def nodes(self) -> Mapping[str, Sequence[str]]:
-        """The nodes that there are now, with the options of `jaxgoodput node` that the engine knows."""
+        """Return the present nodes, each with the options of `jaxgoodput node` that the engine knows."""
         ...
 
     def start(self, name: str, arguments: Sequence[str]) -> None:
-        """Start the agent of a node; `arguments` are those of `jaxgoodput`. Raises OSError."""
+        """Start the agent of a node with some arguments of `jaxgoodput`. Raises OSError."""
         ...
 
     def ended(self) -> Mapping[str, int | None]:
-        """Agents that have ended since the last call, with their exit codes; None: so has their node."""
+        """Return the exit codes of agents that ended since the last call; None if the node itself is lost."""
         ...
 
     def stop(self) -> None:
@@ -45,24 +45,24 @@ class AgentStarter(Protocol):
 
 
 class Local:
-    """Nodes that are this machine, each with its own devices: processes here."""
+    """Runs nodes as processes of this machine, each with its own devices."""
 
     def __init__(self, names: Sequence[str]):
         self._names = tuple(names)
         self._children: dict[str, subprocess.Popen[bytes]] = {}
 
     def nodes(self) -> Mapping[str, Sequence[str]]:
-        """Always the same."""
+        """Return the nodes, which never change."""
         return dict.fromkeys(self._names, ())
 
     def start(self, name: str, arguments: Sequence[str]) -> None:
-        """Start an agent; it goes on where this process is killed."""
+        """Start an agent. It survives if this process is killed."""
         self._children[name] = subprocess.Popen(
             self._command(name, arguments), stdin=subprocess.DEVNULL, start_new_session=True
         )
 
     def ended(self) -> Mapping[str, int | None]:
-        """Those that have ended since the last call."""
+        """Return the exit codes of agents that ended since the last call."""
         codes = {name: child.poll() for name, child in self._children.items()}
         found = {name: code for name, code in codes.items() if code is not None}
         for name in found:
@@ -70,7 +70,7 @@ class Local:
         return found
 
     def stop(self) -> None:
-        """Tell them to stop, and wait."""
+        """Tell all agents to stop, and wait until they have."""
         for child in self._children.values():
             with contextlib.suppress(ProcessLookupError):
                 child.send_signal(signal.SIGTERM)
@@ -83,7 +83,7 @@ class Local:
 
 
 class Slurm(Local):
-    """Nodes of the allocation that this process runs in: a step of `srun` on each."""
+    """Runs an agent on each node of the present Slurm allocation, as a step of `srun`."""
 
     def _command(self, name: str, arguments: Sequence[str]) -> list[str]:
         step = ["srun", "--nodes=1", "--ntasks=1", f"--nodelist={name}", "--overlap"]
@@ -92,7 +92,7 @@ class Slurm(Local):
 
 
 def slurm_nodes() -> list[str]:
-    """The nodes of this allocation. Raises ValueError outside of one."""
+    """Return the nodes of the present Slurm allocation. Raises ValueError outside of an allocation."""
     try:
         done = subprocess.run(
             ["scontrol", "show", "hostnames"], capture_output=True, text=True, check=True
@@ -101,28 +101,28 @@ def slurm_nodes() -> list[str]:
         said = getattr(error, "stderr", None) or error
         raise ValueError(
             f"--engine slurm: the nodes of this allocation are not known ({str(said).strip()}). Start this "
-            "in one, with sbatch or salloc."
+            "command in an allocation, with sbatch or salloc."
         ) from None
     return done.stdout.split()
 
 
 class Ray:
-    """Nodes of a Ray cluster, as they come and go: on each an actor that has its devices, in it the agent.
+    """Runs an agent on each node of a Ray cluster, as nodes come and go.
 
-    The actor ends with its node and with this process, and the agent with the actor: its jobs save and go on
-    elsewhere. `kind` cpu: of Ray's CPUs; others: of its GPUs. Raises ValueError where there is no Ray, and
-    ConnectionError where none runs.
+    Each agent runs in an actor that holds the node's devices: Ray's CPUs if `kind` is "cpu", else its GPUs.
+    The actor ends with its node and with this process, and the agent ends with the actor; its jobs save and
+    continue elsewhere. Raises ValueError if Ray is not installed, and ConnectionError if no cluster runs.
     """
 
     def __init__(self, kind: str, num_devices: int):
         self._ray = _ray()
         self._resource, self._num_devices = "CPU" if kind == "cpu" else "GPU", num_devices
-        self._names: dict[str, str] = {}  # by Ray's own id, as long as the node lives
+        self._names: dict[str, str] = {}  # of living nodes, by Ray's id
         self._actors: dict[str, Any] = {}
         self._ends: dict[str, Any] = {}
 
     def nodes(self) -> Mapping[str, Sequence[str]]:
-        """Those that are alive and have so many devices."""
+        """Return the living nodes that have enough devices, each with its address."""
         alive = {
             node["NodeID"]: node
             for node in self._ray.nodes()
@@ -131,7 +131,8 @@ class Ray:
         self._names = {id_: name for id_, name in self._names.items() if id_ in alive}
         for id_ in sorted(set(alive) - set(self._names)):
             name = alive[id_]["NodeName"]
-            taken = name in self._names.values()  # several of one machine, which have its address
+            # Ray names a node by its address, which several nodes on one machine share.
+            taken = name in self._names.values()
             self._names[id_] = f"{name}-{id_[:8]}" if taken else name
         return {
             name: ("--address", alive[id_]["NodeManagerAddress"])
@@ -139,21 +140,21 @@ class Ray:
         }
 
     def start(self, name: str, arguments: Sequence[str]) -> None:
-        """Start an agent, as soon as Ray has its devices to give."""
+        """Start an agent, as soon as Ray can give it the node's devices."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy  # pyright: ignore[reportMissingImports]
 
         (id_,) = (id_ for id_, known in self._names.items() if known == name)
         needs = {"num_cpus" if self._resource == "CPU" else "num_gpus": self._num_devices}
-        actor = self._ray.remote(_InRay).options(
+        actor = self._ray.remote(_AgentActor).options(
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=id_, soft=False),
-            max_concurrency=2,  # it is told to stop while it waits
+            max_concurrency=2,  # `stop` is called while `run` waits
             **needs,
         )
         self._actors[name] = actor.remote()
         self._ends[name] = self._actors[name].run.remote(list(arguments))
 
     def ended(self) -> Mapping[str, int | None]:
-        """Those that have ended since the last call."""
+        """Return the exit codes of agents that ended since the last call; None if the node is lost."""
         if not self._ends:
             return {}
         from ray.exceptions import RayActorError  # pyright: ignore[reportMissingImports]
@@ -170,25 +171,25 @@ class Ray:
         return found
 
     def stop(self) -> None:
-        """Tell them to stop, and wait."""
+        """Tell all agents to stop, and wait until they have."""
         for actor in self._actors.values():
             actor.stop.remote()
         self._ray.wait(list(self._ends.values()), num_returns=len(self._ends) or 1)
         self._ray.shutdown()
 
 
-class _InRay:
-    """The agent of a node, in an actor."""
+class _AgentActor:
+    """A Ray actor that runs the agent of its node."""
 
     def __init__(self):
         self._child: subprocess.Popen[bytes] | None = None
-        self._is_told = False
+        self._is_stopping = False
         self._lock = threading.Lock()
 
     def run(self, arguments: Sequence[str]) -> int:
-        """Until it ends; its exit code."""
+        """Run the agent until it ends; return its exit code."""
         with self._lock:
-            if self._is_told:
+            if self._is_stopping:
                 return DONE
             self._child = subprocess.Popen(
                 _command(arguments), stdin=subprocess.DEVNULL, preexec_fn=die_with_parent()
@@ -196,29 +197,29 @@ class _InRay:
         return self._child.wait()
 
     def stop(self) -> None:
-        """Tell it to stop."""
+        """Tell the agent to stop."""
         with self._lock:
-            self._is_told = True
+            self._is_stopping = True
             if self._child is not None:
                 self._child.send_signal(signal.SIGTERM)
 
 
 def _ray():
-    """Ray, connected to the cluster that runs here, or to that of RAY_ADDRESS."""
+    """Return Ray, connected to the cluster of this machine or of RAY_ADDRESS."""
     try:
         import ray  # pyright: ignore[reportMissingImports]
     except ImportError:
         raise ValueError(
-            "--engine ray: there is no Ray here. Install it: pip install 'jaxgoodput[ray]'."
+            "--engine ray: Ray is not installed. Install it: pip install 'jaxgoodput[ray]'."
         ) from None
     address = os.environ.get("RAY_ADDRESS", "auto")
     try:
-        # Never a cluster of its own, which Ray would make where it is told of none.
+        # Without an address, Ray would start a cluster of its own.
         ray.init(address=address, namespace="jaxgoodput")
     except ConnectionError as error:
         raise ConnectionError(
-            f"--engine ray: no cluster of Ray's is found at {address!r} ({error}). Start it "
-            "(`ray start --head`), and this on one of its nodes, or set RAY_ADDRESS."
+            f"--engine ray: no Ray cluster was found at {address!r} ({error}). Start one with "
+            "`ray start --head` and this command on one of its nodes, or set RAY_ADDRESS."
         ) from None
     return ray
 
@@ -234,37 +235,35 @@ def run_engine(
     clock: Clock,
     lost: Callable[[str], None],
 ) -> int:
-    """Keep an agent on every node until told to stop; an exit code.
+    """Keep an agent on every node until `told` is set; return the exit code.
 
-    `options` are what the agents have in common, `lost` tells of a node that has gone. An agent that crashes
-    is started again, and one that finds another one there already. Those that were told that they are not
-    wanted are not; when no other is left this ends too.
+    `options` are common to all agents; `lost` is called with the name of a node that was lost. An agent that
+    crashes, or finds another agent on its node, is started again after a pause. An agent that ends with DONE
+    or USAGE is not wanted and stays away; if that holds for all nodes, this ends too.
     """
-    waiting: dict[str, float] = {}  # when each is started
+    due: dict[str, float] = {}  # earliest time of the next start
     running: set[str] = set()
-    codes: dict[str, int] = {}
+    unwanted: dict[str, int] = {}  # exit codes
     while not told.is_set():
         nodes = engine.nodes()
-        for name in sorted(set(nodes) - running - set(codes)):
-            if waiting.get(name, 0.0) <= clock.now():
+        for name in sorted(set(nodes) - running - set(unwanted)):
+            if due.get(name, 0.0) <= clock.now():
                 engine.start(name, ["node", "--name", name, *nodes[name], *options])
                 running.add(name)
         for name, code in engine.ended().items():
             running.discard(name)
+            due[name] = clock.now() + AGAIN_S
             if code is None:
                 lost(name)
-            if code in (DONE, USAGE):
-                logging.warning("the agent of %s has ended with %d", name, code)
-                codes[name] = code
-            elif code is not None:
-                logging.warning(
-                    "the agent of %s has ended with %d; it is started again", name, code
-                )
-            waiting[name] = clock.now() + AGAIN_S
-        codes = {name: code for name, code in codes.items() if name in nodes}
-        waiting = {name: at_s for name, at_s in waiting.items() if name in nodes}
-        if nodes and len(codes) == len(nodes):
-            return max(codes.values())
+                continue
+            stays = code in (DONE, USAGE)
+            unwanted |= {name: code} if stays else {}
+            said = "" if stays else "; it is started again"
+            logging.warning("the agent of %s has ended with %d%s", name, code, said)
+        due = {name: at_s for name, at_s in due.items() if name in nodes}
+        unwanted = {name: code for name, code in unwanted.items() if name in nodes}
+        if nodes and len(unwanted) == len(nodes):
+            return max(unwanted.values())
         told.wait(LOOK_S)
     engine.stop()
     return DONE

@@ -1,8 +1,8 @@
-"""What Kubernetes is told: one JobSet with the scheduler and the agents of all nodes.
+"""Kubernetes manifests: one JobSet with the scheduler and the agents of all nodes.
 
-The scheduler is a job of one pod that the others find by its stable name; each node's agent is a job of its
-own, with the devices of a whole machine, so that a pod that is lost comes back as the same node. The
-scheduler's folder and the workdirs are on one volume.
+The scheduler is a job of one pod, which the others find by its stable name. Each node's agent is a job of
+its own with the devices of a whole machine, so that a lost pod comes back as the same node. The scheduler's
+folder and the workdirs share one volume.
 """
 
 import json
@@ -14,32 +14,32 @@ from jaxgoodput.cluster.service.wire import check_name
 
 PORT = 8765
 FOLDER = "/jaxgoodput"
-INDEX = "jobset.sigs.k8s.io/job-index"  # the label that tells a node's pods from those of others
-MOST_RESTARTS = 1_000_000  # a pod that is lost is made again, however often
+INDEX = "jobset.sigs.k8s.io/job-index"  # the label that holds the number of a node
+MOST_RESTARTS = 1_000_000  # in effect no limit: a lost pod always comes back
 
 
 @dataclass(frozen=True, kw_only=True)
 class ManifestOptions:
-    """A cluster on Kubernetes."""
+    """The options of `jaxgoodput manifests`."""
 
     name: str
     image: str
     num_nodes: int
     num_devices: int
-    """Of a node."""
+    """Devices of each node."""
     kind: str
     resource: str
-    """As which devices are asked for, such as "nvidia.com/gpu"."""
+    """The Kubernetes resource for these devices, such as "nvidia.com/gpu"."""
     volume: str | None = None
-    """A claim that all pods can write to; None: the journal is lost with its pod."""
+    """A volume claim that all pods can write to; without one the journal is lost with its pod."""
 
 
 def jobset(wanted: ManifestOptions) -> dict[str, Any]:
-    """The JobSet. Raises ValueError for a name that Kubernetes does not take."""
+    """Return the JobSet. Raises ValueError for a name that Kubernetes does not accept."""
     check_name(wanted.name, "a cluster")
     if wanted.name != wanted.name.lower() or "_" in wanted.name or "." in wanted.name:
         raise ValueError(
-            f"--cluster {wanted.name}: Kubernetes takes small letters, digits and dashes only."
+            f"--cluster {wanted.name}: Kubernetes accepts lowercase letters, digits and dashes only."
         )
     head = f"{wanted.name}-scheduler-0-0.{wanted.name}"
     serve = ["serve", "--folder", f"{FOLDER}/service", "--host", "0.0.0.0", "--local", "0"]
@@ -109,7 +109,7 @@ def _field(name: str, path: str) -> dict[str, Any]:
 
 
 def to_yaml(value: Mapping[str, Any]) -> str:
-    """As YAML, of which JSON is a part: a line for each field, texts in quotes.
+    """Return a value as YAML, with one line per field and quoted texts.
 
     >>> to_yaml({"a": [1, {"b": "x"}]})
     'a:\\n- 1\\n- b: "x"\\n'
@@ -118,21 +118,20 @@ def to_yaml(value: Mapping[str, Any]) -> str:
 
 
 def _lines(value: Any) -> list[str]:
+    found = []
     if isinstance(value, Mapping) and value:
-        found = []
         for key, item in value.items():
-            inner = _lines(item)
-            nested = isinstance(item, Mapping | list) and item
-            indent = "  " if isinstance(item, Mapping) else ""
             name = key if key.replace("-", "").isalnum() else json.dumps(key)
-            found += (
-                [f"{name}:", *(indent + x for x in inner)] if nested else [f"{name}: {inner[0]}"]
-            )
+            inner = _lines(item)
+            if isinstance(item, Mapping | list) and item:
+                indent = "  " if isinstance(item, Mapping) else ""
+                found += [f"{name}:", *(indent + line for line in inner)]
+            else:
+                found.append(f"{name}: {inner[0]}")
         return found
     if isinstance(value, list) and value:
-        found = []
         for item in value:
             first, *rest = _lines(item)
             found += [f"- {first}", *(f"  {line}" for line in rest)]
         return found
-    return [json.dumps(value)]
+    return [json.dumps(value)]  # every JSON value is YAML

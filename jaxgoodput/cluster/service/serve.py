@@ -1,6 +1,6 @@
 """`jaxgoodput serve`: the service as a process, from its folder to its socket.
 
-The folder holds all there is: the journal, the tokens, the logs of jobs. One service has it at a time.
+The folder holds everything: the journal, the tokens and the logs of jobs. Only one service uses it at a time.
 """
 
 import asyncio
@@ -27,8 +27,7 @@ from jaxgoodput.cluster.service.planning.planners import Planners, PolicyOptions
 from jaxgoodput.cluster.service.record import commands
 from jaxgoodput.cluster.service.record.book import Book
 from jaxgoodput.cluster.service.record.journal import ClusterJournal
-from jaxgoodput.cluster.service.web import metrics
-from jaxgoodput.cluster.service.web.api import LONGEST_WAIT_S, LastHeard, application
+from jaxgoodput.cluster.service.web.api import application
 from jaxgoodput.cluster.service.web.guard import (
     TOKEN_FILE,
     AccessGuard,
@@ -37,38 +36,41 @@ from jaxgoodput.cluster.service.web.guard import (
     own_token,
     read_tokens,
 )
+from jaxgoodput.cluster.service.web.heartbeats import Heartbeats
 from jaxgoodput.cluster.service.web.logs import Logs
+from jaxgoodput.cluster.service.web.metrics import RequestMetrics
 from jaxgoodput.cluster.service.web.page import Links
+from jaxgoodput.cluster.service.web.requests import LONGEST_WAIT_S, ServiceParts
 
-HEADER_S = 10.0  # for the head of a request to come
+HEADER_S = 10.0  # the longest time in which the head of a request must arrive
 HEADER_BYTES = 16 * 2**10
-IDLE_S = 75.0  # a connection that asks nothing
+IDLE_S = 75.0  # an idle connection is closed after this time
 LOOK_S = 1.0
-LATE_S = 3.0  # of a look: nodes may have spoken meanwhile that nobody has heard yet
-ADDRESS_FILE = "address"  # where a client of this machine finds the service
+LATE_S = 3.0  # if a look is this late, the service could not receive heartbeats meanwhile
+ADDRESS_FILE = "address"  # tells clients on this machine the service's URL
 
 
 @dataclass(frozen=True, kw_only=True)
 class Service:
-    """What `jaxgoodput serve` was asked for."""
+    """The options of `jaxgoodput serve`."""
 
     folder: pathlib.Path
     host: str = "127.0.0.1"
     port: int = 8765
-    """0: one that is free."""
+    """The port; 0 chooses a free one."""
     tokens: pathlib.Path | None = None
-    """None: one token, the operator's, in the folder."""
+    """The token file; None creates one token for the operator, in the folder."""
     certificate: pathlib.Path | None = None
     key: pathlib.Path | None = None
     silent_s: float = 30.0
-    """A node that says nothing for so long is down."""
+    """Seconds without a heartbeat after which a node is down."""
     longest_wait_s: float = LONGEST_WAIT_S
-    """For which an answer waits for something to tell; a proxy between may end what takes longer."""
+    """Longest time for which an answer waits for a change; a proxy may cut off longer waits."""
     policy: PolicyOptions = field(default_factory=PolicyOptions)
     bounds: Bounds = field(default_factory=Bounds)
     links: Links = field(default_factory=Links)
     local: Sequence[str] = ()
-    """The command of the agents of this machine; none: all nodes join by themselves."""
+    """The command that runs the agents of this machine; empty if all nodes join by themselves."""
 
     def __post_init__(self):
         if (self.certificate is None) != (self.key is None):
@@ -77,18 +79,21 @@ class Service:
             )
         if self.certificate is None and not _is_loopback(self.host):
             raise ValueError(
-                f"--host {self.host} can be reached by others, who could read the tokens on their way. Give "
-                "--tls-certificate and --tls-key, or listen on 127.0.0.1 behind something that speaks TLS."
+                f"--host {self.host} can be reached by others, who could read the tokens in transit. Give "
+                "--tls-certificate and --tls-key, or listen on 127.0.0.1 behind a proxy that speaks TLS."
             )
 
     @property
     def scheme(self) -> str:
-        """Of its URL."""
+        """The scheme of the service's URL."""
         return "http" if self.certificate is None else "https"
 
 
 def run_service(service: Service, *, clock: Clock | None = None) -> int:
-    """Serve until told to stop; an exit code. Raises OSError, ValueError and Corrupt where it cannot."""
+    """Serve until told to stop; return the exit code.
+
+    Raises OSError, ValueError or CorruptJournalError if the service cannot start.
+    """
     clock = clock or SystemClock()
     service.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     with _disk.held(service.folder):
@@ -96,17 +101,17 @@ def run_service(service: Service, *, clock: Clock | None = None) -> int:
             own_token(service.folder) if service.tokens is None else read_tokens(service.tokens)
         )
         journal = ClusterJournal(service.folder)
-        listener = _listener(service)
-        try:
-            work = _serve(service, tokens, journal, listener, clock)
-            # A quarter less processor time than asyncio's own, and 2.6 times as many answers a second.
-            return uvloop.run(work)
-        finally:
-            listener.close()
+        with _listener(service) as listener:
+            # uvloop takes a quarter less processor time than asyncio's own loop, and gives 2.6 times as many
+            # answers per second.
+            return uvloop.run(_serve(service, tokens, journal, listener, clock))
 
 
 def _listener(service: Service) -> socket.socket:
-    """The socket; at a free port where the last one was if that can be: agents of then look for it there."""
+    """Return the listening socket.
+
+    If any free port will do, the last service's port is tried first, because its agents still use it.
+    """
     address = service.folder / ADDRESS_FILE
     if service.port == 0 and address.exists():
         last = address.read_text().strip().rpartition(":")[2]
@@ -114,7 +119,7 @@ def _listener(service: Service) -> socket.socket:
             try:
                 return socket.create_server((service.host, int(last)), backlog=1024)
             except OSError as error:
-                logging.warning("port %s, of the service before, is not free (%s)", last, error)
+                logging.warning("port %s, which the last service used, is taken (%s)", last, error)
     return socket.create_server((service.host, service.port), backlog=1024)
 
 
@@ -123,41 +128,31 @@ async def _serve(
 ) -> int:
     book = Book(journal, clock)
     planners = Planners(book, service.folder, service.policy)
-    seen, requests = LastHeard(clock, service.silent_s), metrics.RequestMetrics()
-    logs = Logs(service.folder / "logs")
-    app = application(
-        book, planners, logs, seen, clock, requests, service.links, service.longest_wait_s
+    parts = ServiceParts(
+        book=book,
+        planners=planners,
+        logs=Logs(service.folder / "logs"),
+        heartbeats=Heartbeats(clock, service.silent_s),
+        clock=clock,
+        requests=RequestMetrics(),
+        links=service.links,
+        longest_wait_s=service.longest_wait_s,
     )
-    guard = AccessGuard(app, tokens, service.bounds, clock, requests)
-    config = uvicorn.Config(
-        guard,
-        http=Patient,
-        ws="none",
-        lifespan="off",
-        access_log=False,
-        log_level="warning",
-        server_header=False,
-        proxy_headers=False,  # by which anybody could say to be another address
-        timeout_keep_alive=int(IDLE_S),
-        h11_max_incomplete_event_size=HEADER_BYTES,
-        timeout_graceful_shutdown=2,
-        ssl_certfile=service.certificate,
-        ssl_keyfile=service.key,
-    )
-    server = _Server(config, book.release)
+    guard = AccessGuard(application(parts), tokens, service.bounds, clock, parts.requests)
+    server = _Server(_config(service, guard), book.release)
     url = f"{service.scheme}://{service.host}:{listener.getsockname()[1]}"
     (service.folder / ADDRESS_FILE).write_text(f"{url}\n")
     print(f"jaxgoodput: the service is at {url}", file=sys.stderr, flush=True)
     if service.tokens is None:
-        where = service.folder / TOKEN_FILE
-        print(f"jaxgoodput: its token is in {where}", file=sys.stderr, flush=True)
+        path = service.folder / TOKEN_FILE
+        print(f"jaxgoodput: its token is in {path}", file=sys.stderr, flush=True)
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(book.close)
         stack.push_async_callback(planners.close)
-        for work in (book.run(), planners.run(), _watch(book, seen, clock)):
+        for work in (book.run(), planners.run(), _watch(book, parts.heartbeats, clock)):
             await stack.enter_async_context(_beside(work, server))
         if service.local:
-            agents = _Agents(service, url)
+            agents = _LocalAgents(service, url)
             await stack.enter_async_context(_beside(agents.run(), server))
             server.before_end = agents.stop
         await server.serve(sockets=[listener])
@@ -166,20 +161,38 @@ async def _serve(
     return 0
 
 
+def _config(service: Service, guard: AccessGuard) -> uvicorn.Config:
+    return uvicorn.Config(
+        guard,
+        http=PatientProtocol,
+        ws="none",
+        lifespan="off",
+        access_log=False,
+        log_level="warning",
+        server_header=False,
+        proxy_headers=False,  # any client could claim to have another address
+        timeout_keep_alive=int(IDLE_S),
+        h11_max_incomplete_event_size=HEADER_BYTES,
+        timeout_graceful_shutdown=2,
+        ssl_certfile=service.certificate,
+        ssl_keyfile=service.key,
+    )
+
+
 class _Server(uvicorn.Server):
-    """Ends when something beside it fails: a service that cannot write or plan must not seem well."""
+    """An HTTP server that ends if a task beside it fails, because a service must not seem well without it."""
 
     def __init__(self, config: uvicorn.Config, release: Callable[[], None]):
         super().__init__(config)
         self._release = release
         self.failed: BaseException | None = None
         self.before_end: Callable[[], Awaitable[None]] | None = None
-        """What a user who presses Ctrl-C waits for; pressed again it is not waited for."""
+        """Called on Ctrl-C and awaited before the end; a second Ctrl-C does not wait for it."""
         self._ending: asyncio.Task[None] | None = None
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Take note of signals that ask to stop; they are not raised again at the end."""
+        """Handle SIGINT and SIGTERM, without raising them again at the end as uvicorn does."""
         loop = asyncio.get_running_loop()
         kinds = (signal.SIGINT, signal.SIGTERM)
         for kind in kinds:
@@ -207,7 +220,7 @@ class _Server(uvicorn.Server):
             self._end_now()
 
     def end(self, task: "asyncio.Task[Any]") -> None:
-        """A task beside the server has ended, which none of them does by itself."""
+        """Note that a task beside the server has ended, which is always a failure unless it was cancelled."""
         if not task.cancelled():
             self.failed = task.exception() or RuntimeError("a part of the service has ended")
             self._end_now()
@@ -215,40 +228,44 @@ class _Server(uvicorn.Server):
 
 @contextlib.asynccontextmanager
 async def _beside(work: Any, server: _Server) -> AsyncIterator[None]:
+    """Run a coroutine beside the server."""
     task = asyncio.create_task(work)
     task.add_done_callback(server.end)
     try:
         yield
     finally:
         task.cancel()
-        with contextlib.suppress(asyncio.CancelledError, Exception):  # told by `failed`
+        with contextlib.suppress(asyncio.CancelledError, Exception):  # `failed` holds the exception
             await task
 
 
-async def _watch(book: Book, seen: LastHeard, clock: Clock) -> None:
-    """Nodes that say nothing any more are down."""
+async def _watch(book: Book, heartbeats: Heartbeats, clock: Clock) -> None:
+    """Mark nodes as down that send no heartbeats, until cancelled."""
     while True:
         looked_s = clock.now()
         await asyncio.sleep(LOOK_S)
         if clock.now() - looked_s > LOOK_S + LATE_S:
-            logging.warning("the service stood still for %.0f s", clock.now() - looked_s)
-            seen.hear_all()
+            logging.warning(
+                "the service did not run for %.0f s, so missing heartbeats do not count",
+                clock.now() - looked_s,
+            )
+            heartbeats.record_all()
             continue
         for name, entry in book.state.nodes.items():
-            if entry.node.state == "down" or seen.silent_s(name) < seen.limit_s:
+            if entry.node.state == "down" or heartbeats.silent_s(name) < heartbeats.limit_s:
                 continue
-            why = f"nothing was heard of it for {seen.limit_s:g} s"
+            why = f"it sent no heartbeat for {heartbeats.limit_s:g} s"
             logging.warning("node %s: %s", name, why)
 
             def lose(state, name=name, why=why):
                 return commands.change_node(state, name, "down", why, silent=True)
 
-            with contextlib.suppress(commands.CommandRefused):  # tried again at the next look
+            with contextlib.suppress(commands.CommandRefused):  # the next look tries again
                 await book.ask(lose, lambda *_: "")
 
 
-class _Agents:
-    """The agents of this machine: they outlive the service, and end with it only where a user said so."""
+class _LocalAgents:
+    """The agents of this machine. They survive the service, and end with it only on Ctrl-C."""
 
     def __init__(self, service: Service, url: str):
         self._token, self._engine = service.folder / TOKEN_FILE, service.folder / ENGINE
@@ -257,29 +274,27 @@ class _Agents:
         self._has_begun = self._is_stopping = False
 
     async def run(self) -> None:
-        """Start them, where those of a service that was killed are not still there."""
+        """Start the agents, once no agents of an earlier, killed service are left. Never returns."""
         self._has_begun = True
         self._engine.mkdir(parents=True, exist_ok=True)
         if (pid := _holder(self._engine)) is not None:
             logging.warning(
-                "this machine's agents are those that a service before this one has started (process %d)",
+                "agents of an earlier service still run on this machine (process %d); they are used",
                 pid,
             )
             while _holder(self._engine) is not None:
                 await asyncio.sleep(LOOK_S)
-        if self._is_stopping:  # and has ended those: no others are started in their place
+        if self._is_stopping:  # `stop` has just ended those agents
             await asyncio.Event().wait()
         self._process = await asyncio.create_subprocess_exec(
             *self._command, stdin=asyncio.subprocess.DEVNULL, start_new_session=True
         )
         code = await self._process.wait()
-        logging.warning(
-            "the agents of this machine that were started last have ended with %d", code
-        )
+        logging.warning("the agents of this machine have ended with %d", code)
         await asyncio.Event().wait()
 
     async def stop(self) -> None:
-        """Have them save what runs and end, those that a service before this one started too."""
+        """Let all jobs of this machine save, and end its agents, including those of an earlier service."""
         self._is_stopping = True
         if not self._has_begun:
             return
@@ -292,29 +307,31 @@ class _Agents:
             await asyncio.sleep(LOOK_S)
 
 
-class Patient(H11Protocol):
-    """HTTP/1.1 of a server that does not wait for ever: a head that comes too slowly ends its connection."""
+class PatientProtocol(H11Protocol):
+    """HTTP/1.1 with a limited patience: if the head of a request arrives too slowly, the connection ends."""
 
     def connection_made(self, transport: Any) -> None:
-        """A client has connected."""
+        """Start the timer for the first head."""
         super().connection_made(transport)
         self._due = self.loop.call_later(HEADER_S, self._too_slow)
 
     def data_received(self, data: bytes) -> None:
-        """More of a request has come."""
+        """Handle data; start the timer at the beginning of a head, and stop it at the end."""
         if self._due is None and self._is_between():
             self._due = self.loop.call_later(HEADER_S, self._too_slow)
         super().data_received(data)
-        if self._due is not None and not self._is_between():
-            self._due.cancel()
-            self._due = None
+        if not self._is_between():
+            self._stop_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """It is over."""
+        """Stop the timer."""
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def _stop_timer(self) -> None:
         if self._due is not None:
             self._due.cancel()
             self._due = None
-        super().connection_lost(exc)
 
     def _is_between(self) -> bool:
         """Whether no request is being answered."""
@@ -323,13 +340,13 @@ class Patient(H11Protocol):
     def _too_slow(self) -> None:
         self._due = None
         if self._is_between():
-            peer = self.client[0] if self.client else "nobody"
-            logging.warning("refused: the head of a request of %s did not come in time", peer)
+            peer = self.client[0] if self.client else "an unknown address"
+            logging.warning("refused: the head of a request from %s did not arrive in time", peer)
             self.transport.close()
 
 
 def _holder(folder: pathlib.Path) -> int | None:
-    """The process of this machine that holds a folder; None where none does."""
+    """Return the process of this machine that holds a folder's lock; None if there is none."""
     try:
         with _disk.held(folder):
             return None

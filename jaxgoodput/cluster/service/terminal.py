@@ -1,4 +1,4 @@
-"""What the commands about clusters do: they speak to the service, and print."""
+"""Carries out the commands about clusters: it calls the service and prints the answers."""
 
 import argparse
 import contextlib
@@ -9,8 +9,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 from urllib.parse import urlsplit
 
 from absl import logging
@@ -22,6 +21,7 @@ from jaxgoodput._disk import InUse, held
 from jaxgoodput._serial import decode, encode, parse
 from jaxgoodput.clock import SystemClock
 from jaxgoodput.cluster.client import Client, RequestRefused, Unreachable, read_token
+from jaxgoodput.cluster.service.web.show import progress, state_in_words
 from jaxgoodput.cluster.service.wire import (
     DONE,
     FAILED,
@@ -39,44 +39,55 @@ from jaxgoodput.cluster.service.wire import (
 from jaxgoodput.specs import JobSpec, Node
 from jaxgoodput.text import compact, seconds
 
-NOTHING = "no devices"  # what `WhatIf.gets` says of a job that would get none
+NOTHING = "no devices"  # what `WhatIf.gets` says if a job would get none
 REFRESH_S = 1.0
 WAIT_S = 20.0
 
 
 def serve(options, parser: argparse.ArgumentParser) -> int:
-    """`jaxgoodput serve`."""
-    from jaxgoodput.cluster.service.record.journal import CorruptJournalError, DiskFull, repair
+    """Run `jaxgoodput serve`."""
+    from jaxgoodput.cluster.service.record.journal import CorruptJournalError, DiskFull
 
     folder = _folder(options)
     if options.repair:
-        try:
-            done = repair(folder)
-        except (OSError, ValueError, InUse) as error:
-            return _wrong(error)
-        if done.aside is None:
-            print(f"all {done.kept} events of the journal can be read: nothing was changed")
-        else:
-            print(
-                f"{done.kept} events before place {done.place} are kept; the journal as it was: {done.aside}"
-            )
-        return DONE
+        return _repair(folder)
     try:
         from jaxgoodput.cluster.service.serve import run_service
     except ImportError as error:
         return _wrong(
-            ValueError(f"{error}. The service needs more: pip install 'jaxgoodput[service]'.")
+            ValueError(
+                f"{error}. The service needs more packages: pip install 'jaxgoodput[service]'."
+            )
         )
     if options.policy != "goodput":
         from jaxgoodput.cluster.catalogue import catalogue  # takes a second
 
         names = list(catalogue())
         if options.policy not in names:
-            parser.error(f"--policy: there is no {options.policy!r}. There are: {', '.join(names)}")
+            parser.error(
+                f"--policy: there is no {options.policy!r}. The policies are: {', '.join(names)}"
+            )
     try:
         return run_service(_service(options, folder))
     except (OSError, ValueError, InUse, CorruptJournalError, DiskFull) as error:
         return _wrong(error)
+
+
+def _repair(folder: pathlib.Path) -> int:
+    from jaxgoodput.cluster.service.record.journal import repair
+
+    try:
+        done = repair(folder)
+    except (OSError, ValueError, InUse) as error:
+        return _wrong(error)
+    if done.aside is None:
+        print(f"all {done.kept} events of the journal can be read: nothing was changed")
+    else:
+        print(
+            f"the {done.kept} events before position {done.position} are kept; a copy of the damaged journal "
+            f"is {done.aside}"
+        )
+    return DONE
 
 
 def _service(options, folder: pathlib.Path):
@@ -94,7 +105,8 @@ def _service(options, folder: pathlib.Path):
             raise ValueError(f"--sharing {options.sharing}: {error}") from None
     if not options.min_gap_s <= options.max_gap_s:
         raise ValueError(
-            f"--min-gap-s {options.min_gap_s:g} is more than --max-gap-s {options.max_gap_s:g}."
+            f"--min-gap-s {options.min_gap_s:g} is more than --max-gap-s {options.max_gap_s:g}. Raise the "
+            "second or lower the first."
         )
     return Service(
         folder=folder,
@@ -119,7 +131,7 @@ def _service(options, folder: pathlib.Path):
 
 
 def _local(options, folder: pathlib.Path) -> tuple[str, ...]:
-    """The command of the agents of this machine."""
+    """Return the command that runs the agents of this machine; empty for `--local 0`."""
     text = options.local or f"1x{os.cpu_count() or 1}"
     if text == "0":
         return ()
@@ -128,19 +140,26 @@ def _local(options, folder: pathlib.Path) -> tuple[str, ...]:
         raise ValueError(f"--local {text}: give NODESxDEVICES, such as 1x8, or 0 for none.")
     if options.tokens is not None:
         raise ValueError(
-            "--local with --tokens: nobody knows which token is the nodes'. Give --local 0, and start "
-            "`jaxgoodput nodes --token-file ...` beside the service."
+            "--local with --tokens: it is not clear which token the nodes should use. Give --local 0, and "
+            "start `jaxgoodput nodes --token-file ...` beside the service."
         )
     return (
         *(sys.executable, "-m", "jaxgoodput.cli", "nodes", "--engine", "local"),
-        *("--count", count, "--devices", devices, "--kind", options.kind),
-        *("--grace-s", f"{options.grace_s:g}", "--hints-s", f"{options.hints_s:g}"),
-        *("--join-s", f"{options.join_s:g}", "--folder", str(folder)),
+        *("--count", count, "--devices", devices, "--folder", str(folder)),
+        *_agent_options(options),
     )
 
 
+def _agent_options(options) -> list[str]:
+    """Return the options of `serve` or `nodes` that their agents get as well."""
+    return [
+        *("--kind", options.kind, "--grace-s", f"{options.grace_s:g}"),
+        *("--hints-s", f"{options.hints_s:g}", "--join-s", f"{options.join_s:g}"),
+    ]
+
+
 def node(options, parser: argparse.ArgumentParser) -> int:
-    """`jaxgoodput node`."""
+    """Run `jaxgoodput node`."""
     from jaxgoodput.cluster.service.node.agent import IN_USE, NodeAgentSettings, run_node
     from jaxgoodput.cluster.service.node.jobs import LaunchSettings
 
@@ -148,17 +167,16 @@ def node(options, parser: argparse.ArgumentParser) -> int:
         url, connect = _connect(options)
         host = options.address
         if host is None:
-            own = urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1")
-            host = "127.0.0.1" if own else socket.gethostname()
+            is_here = urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1")
+            host = "127.0.0.1" if is_here else socket.gethostname()
         name = options.name or socket.gethostname().partition(".")[0]
-        labels = dict(_pair(text) for text in options.label)
-        made = Node(name=name, kind=options.kind, num_devices=options.devices, labels=labels)
-        place = LaunchSettings(node=name, host=host, grace_s=options.grace_s, join_s=options.join_s)
-        folder = _folder(options) / "nodes" / name
+        labels = dict(_label(text) for text in options.label)
         part = NodeAgentSettings(
-            node=made,
-            place=place,
-            folder=folder,
+            node=Node(name=name, kind=options.kind, num_devices=options.devices, labels=labels),
+            place=LaunchSettings(
+                node=name, host=host, grace_s=options.grace_s, join_s=options.join_s
+            ),
+            folder=_folder(options) / "nodes" / name,
             hints_s=options.hints_s,
             alone_s=options.alone_s,
         )
@@ -171,31 +189,18 @@ def node(options, parser: argparse.ArgumentParser) -> int:
 
 
 def nodes(options, parser: argparse.ArgumentParser) -> int:
-    """`jaxgoodput nodes`."""
-    from jaxgoodput.cluster.service.engines import (
-        ENGINE,
-        Local,
-        Ray,
-        Slurm,
-        run_engine,
-        slurm_nodes,
-    )
+    """Run `jaxgoodput nodes`."""
+    from jaxgoodput.cluster.service.engines import ENGINE, run_engine
 
     if options.engine != "local" and options.count is not None:
         parser.error(f"--count is for --engine local; {options.engine} has nodes of its own")
     try:
         url, connect = _connect(options)
-        if options.engine == "slurm":
-            engine = Slurm(slurm_nodes())
-        elif options.engine == "ray":
-            engine = Ray(options.kind, options.devices)
-        else:
-            engine = Local([f"local{i}" for i in range(options.count or 1)])
+        engine = _engine(options)
     except (ValueError, OSError) as error:
         return _wrong(error)
-    shared = ["--scheduler", url, "--devices", str(options.devices), "--kind", options.kind]
-    shared += ["--folder", str(_folder(options)), "--grace-s", f"{options.grace_s:g}"]
-    shared += ["--hints-s", f"{options.hints_s:g}", "--join-s", f"{options.join_s:g}"]
+    shared = ["--scheduler", url, "--devices", str(options.devices)]
+    shared += ["--folder", str(_folder(options)), *_agent_options(options)]
     given = {"--token-file": options.token_file, "--ca": options.ca, "--alone-s": options.alone_s}
     for flag, value in given.items():
         shared += [] if value is None else [flag, str(value)]
@@ -204,25 +209,35 @@ def nodes(options, parser: argparse.ArgumentParser) -> int:
         signal.signal(kind, lambda *_: told.set())
 
     def lost(name: str) -> None:
-        """Has the service know at once what it would know when it has heard nothing for a while."""
+        """Tell the service at once, instead of letting it wait for a heartbeat."""
         try:
-            client = connect()
-            with contextlib.closing(client):
+            with contextlib.closing(connect()) as client:
                 client.call("POST", "nodes", name, "down", changes=True, type_=Receipt)
         except (Unreachable, RequestRefused) as error:
-            logging.warning("the service could not be told that node %s has gone: %s", name, error)
+            logging.warning("the service could not be told that node %s is lost: %s", name, error)
 
     folder = _folder(options) / ENGINE
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        with held(folder):  # a service that was killed has left its agents, which go on
+        with held(folder):  # the engine of a service that was killed may still run
             return run_engine(engine, shared, told, SystemClock(), lost)
     except (InUse, OSError) as error:
         return _wrong(error)
 
 
+def _engine(options):
+    """Return the engine that starts agents. Raises ValueError or OSError if it is not available."""
+    from jaxgoodput.cluster.service.engines import Local, Ray, Slurm, slurm_nodes
+
+    if options.engine == "slurm":
+        return Slurm(slurm_nodes())
+    if options.engine == "ray":
+        return Ray(options.kind, options.devices)
+    return Local([f"local{i}" for i in range(options.count or 1)])
+
+
 def manifests(options) -> int:
-    """`jaxgoodput manifests`."""
+    """Run `jaxgoodput manifests`."""
     from jaxgoodput.cluster.service.manifests import ManifestOptions, jobset, to_yaml
 
     wanted = ManifestOptions(
@@ -242,16 +257,37 @@ def manifests(options) -> int:
 
 
 def submit(options, command: list[str], parser: argparse.ArgumentParser) -> int:
-    """`jaxgoodput submit`."""
+    """Run `jaxgoodput submit`."""
     if not command:
         parser.error("there is no command to run: `jaxgoodput submit ... -- python train.py`")
+    try:
+        submission = _submission(options, command)
+    except ValueError as error:
+        return _wrong(error)
+
+    def send(client: Client) -> int:
+        job = client.call("POST", "jobs", body=submission, changes=True, type_=JobShown)
+        print(job.id)
+        return DONE
+
+    def ask(client: Client) -> int:
+        found = client.call("POST", "what-if", body=submission, type_=WhatIf)
+        print(f"{found.job} would get {found.gets}: {found.why}")
+        for other in found.others:
+            print(f"{other.job}: {other.before} -> {other.after}")
+        return FAILED if found.gets == NOTHING else DONE
+
+    return _ask(options, ask if options.what_if else send)
+
+
+def _submission(options, command: list[str]) -> Submission:
+    """Return the job that the options describe. Raises ValueError."""
     script = next((word for word in command if word.endswith(".py")), command[0])
-    name = options.name or f"{pathlib.Path(script).stem[:40]}-{secrets.token_hex(2)}"
     each = options.devices_per_process
     most = options.max or max(64 // each * each, each)
-    try:
-        spec = JobSpec(
-            id=name,
+    return Submission(
+        spec=JobSpec(
+            id=options.name or f"{pathlib.Path(script).stem[:40]}-{secrets.token_hex(2)}",
             mode=options.mode,
             min_devices=options.min or each,
             max_devices=most,
@@ -261,54 +297,34 @@ def submit(options, command: list[str], parser: argparse.ArgumentParser) -> int:
             min_run_s=options.min_run_s,
             kinds=tuple(options.kinds.split(",")) if options.kinds else None,
             level=options.level,
-        )
-        handed_in = Submission(
-            spec=spec,
-            command=tuple(command),
-            cwd=str(pathlib.Path.cwd()),
-            workdir=options.workdir or workdir_of(command),
-            devices_per_process=each,
-        )
-        _, connect = _connect(options)
-    except ValueError as error:
-        return _wrong(error)
-    with _said():
-        if options.what_if:
-            found = connect().call("POST", "what-if", body=handed_in, type_=WhatIf)
-            print(f"{found.job} would get {found.gets}: {found.why}")
-            for other in found.others:
-                print(f"{other.job}: {other.before} -> {other.after}")
-            return FAILED if found.gets == NOTHING else DONE
-        else:
-            job = connect().call("POST", "jobs", body=handed_in, changes=True, type_=JobShown)
-            print(job.id)
-        return DONE
-    return FAILED
+        ),
+        command=tuple(command),
+        cwd=str(pathlib.Path.cwd()),
+        workdir=options.workdir or workdir_of(command),
+        devices_per_process=each,
+    )
 
 
 def workdir_of(command: list[str]) -> str | None:
-    """The --workdir among a program's arguments.
+    """Return the value of --workdir among a program's arguments.
 
     >>> workdir_of(["python", "train.py", "--workdir=/tmp/run"])
     '/tmp/run'
     """
-    for place, word in enumerate(command):
+    for index, word in enumerate(command):
         name, equals, value = word.partition("=")
         if name in ("--workdir", "-workdir"):
-            following = command[place + 1 : place + 2]
+            following = command[index + 1 : index + 2]
             return value if equals else (following[0] if following else None)
     return None
 
 
 def status(options, parser: argparse.ArgumentParser) -> int:
-    """`jaxgoodput status`."""
-    try:
-        _, connect = _connect(options)
-    except ValueError as error:
-        return _wrong(error)
-    client = connect()
-    console = Console(highlight=False, markup=False)  # reasons are what they are, brackets and all
-    with _said():
+    """Run `jaxgoodput status`."""
+
+    def show(client: Client) -> int:
+        # Reasons may hold brackets, which Rich would read as markup.
+        console = Console(highlight=False, markup=False)
         if options.job is not None:
             job = client.call("GET", "jobs", options.job, type_=JobShown)
             console.print_json(data=encode(job))
@@ -317,11 +333,12 @@ def status(options, parser: argparse.ArgumentParser) -> int:
         else:
             _watch(client, console)
         return DONE
-    return FAILED
+
+    return _ask(options, show)
 
 
 def _watch(client: Client, console: Console) -> None:
-    """Show it again and again, until Ctrl-C."""
+    """Refresh the tables until Ctrl-C."""
     clock = SystemClock()
     with contextlib.suppress(KeyboardInterrupt), Live(console=console, screen=True) as live:
         while True:
@@ -330,7 +347,7 @@ def _watch(client: Client, console: Console) -> None:
                 for table in _tables(client):
                     shown.add_row(table)
             except Unreachable as error:
-                shown.add_row(f"{error}; jobs go on with what they have")
+                shown.add_row(f"{error}; jobs keep their devices")
             live.update(shown, refresh=True)
             clock.sleep(REFRESH_S)
 
@@ -344,11 +361,11 @@ def _tables(client: Client) -> tuple[Table, Table]:
 def _nodes_table(cluster: ClusterShown) -> Table:
     table = Table("node", "kind", "state", "devices", box=None, pad_edge=False)
     for shown in cluster.nodes:
-        its = ", ".join(f"{job}: {len(local)}" for job, local in shown.jobs.items())
+        node = shown.node
+        held = ", ".join(f"{job}: {len(local)}" for job, local in shown.jobs.items())
         used = sum(map(len, shown.jobs.values()))
-        said = f"{used} of {shown.node.num_devices}" + (f" ({its})" if its else "")
-        why = f" ({shown.why})" if shown.why and shown.node.state != "up" else ""
-        table.add_row(shown.node.name, shown.node.kind, shown.node.state + why, said)
+        said = f"{used} of {node.num_devices}" + (f" ({held})" if held else "")
+        table.add_row(node.name, node.kind, state_in_words(node.state, shown.why), said)
     return table
 
 
@@ -358,17 +375,13 @@ def _jobs_table(listed: JobList) -> Table:
     for job in listed.jobs:
         hints = job.hints
         end_s = listed.now_s if job.finished_s is None else job.finished_s
-        done = "-"
-        if hints is not None:
-            share = hints.progress / hints.total if hints.total else None
-            done = compact(hints.progress) if share is None else f"{100 * min(share, 1):.0f} %"
         table.add_row(
             job.id,
             job.phase,
             str(job.num_devices),
             compact(None if hints is None else hints.goodput),
             compact(None if hints is None else hints.global_batch_size),
-            done,
+            progress(hints),
             seconds(end_s - job.submitted_s),
             job.reason,
         )
@@ -376,15 +389,12 @@ def _jobs_table(listed: JobList) -> Table:
 
 
 def logs(options, parser: argparse.ArgumentParser) -> int:
-    """`jaxgoodput logs`."""
-    try:
-        _, connect = _connect(options)
-    except ValueError as error:
-        return _wrong(error)
-    client, offset = connect(), 0
-    with _said():
+    """Run `jaxgoodput logs`."""
+    wait_s = WAIT_S if options.follow else 0.0
+
+    def show(client: Client) -> int:
+        offset = 0
         while True:
-            wait_s = WAIT_S if options.follow else 0.0
             found = client.call(
                 "GET", "jobs", options.job, "log", type_=Log, offset=offset, wait_s=wait_s
             )
@@ -392,66 +402,54 @@ def logs(options, parser: argparse.ArgumentParser) -> int:
             offset = found.next_offset
             if found.over or not (options.follow or found.text):
                 return DONE
-    return FAILED
+
+    return _ask(options, show)
 
 
 def cancel(options, parser: argparse.ArgumentParser) -> int:
-    """`jaxgoodput cancel`."""
-    return _ask(
-        options,
-        lambda client: _note(
-            client.call("POST", "jobs", options.job, "cancel", type_=Receipt, changes=True)
-        ),
-    )
-
-
-def explain(options, parser: argparse.ArgumentParser) -> int:
-    """`jaxgoodput explain`."""
-
-    def said(client: Client) -> str:
-        found = client.call(
-            "GET", "jobs", options.job, "explain", type_=JobExplanation, wait_s=60.0
-        )
-        lines = [f"{found.job}: {found.message}"]
-        return "\n".join([*lines, *(f"it would run with: {change}" for change in found.changes)])
-
-    return _ask(options, said)
+    """Run `jaxgoodput cancel`."""
+    return _ask(options, lambda client: _change(client, "jobs", options.job, "cancel"))
 
 
 def drain(options, parser: argparse.ArgumentParser) -> int:
-    """`jaxgoodput drain`."""
+    """Run `jaxgoodput drain`."""
     verb = "down" if options.down else "up" if options.undo else "drain"
-
-    def said(client: Client) -> str:
-        return _note(client.call("POST", "nodes", options.node, verb, changes=True, type_=Receipt))
-
-    return _ask(options, said)
+    return _ask(options, lambda client: _change(client, "nodes", options.node, verb))
 
 
-def _ask(options, question: Callable[[Client], str]) -> int:
+def explain(options, parser: argparse.ArgumentParser) -> int:
+    """Run `jaxgoodput explain`."""
+
+    def show(client: Client) -> int:
+        found = client.call(
+            "GET", "jobs", options.job, "explain", type_=JobExplanation, wait_s=60.0
+        )
+        print(f"{found.job}: {found.message}")
+        for change in found.changes:
+            print(f"it would run with: {change}")
+        return DONE
+
+    return _ask(options, show)
+
+
+def _change(client: Client, *path: str) -> int:
+    receipt = client.call("POST", *path, changes=True, type_=Receipt)
+    if receipt.note:
+        print(receipt.note)
+    return DONE
+
+
+def _ask(options, question: Callable[[Client], int]) -> int:
+    """Call the service; return the exit code, and print why if the service refuses or does not answer."""
     try:
         _, connect = _connect(options)
     except ValueError as error:
         return _wrong(error)
-    with _said():
-        answer = question(connect())
-        if answer:
-            print(answer)
-        return DONE
-    return FAILED
-
-
-def _note(taken: Receipt) -> str:
-    return taken.note
-
-
-@contextlib.contextmanager
-def _said() -> Iterator[None]:
-    """What the service refuses, or that it does not answer, on the standard error output."""
     try:
-        yield
+        return question(connect())
     except (RequestRefused, Unreachable) as error:
         print(f"jaxgoodput: {error}", file=sys.stderr)
+        return FAILED
 
 
 def _folder(options) -> pathlib.Path:
@@ -460,8 +458,8 @@ def _folder(options) -> pathlib.Path:
 
 
 def _connect(options) -> tuple[str, Callable[[], Client]]:
-    """The service's address, and what makes connections to it. Raises ValueError."""
-    folder = _folder(options)
+    """Return the service's URL, and a function that opens connections to it. Raises ValueError."""
+    folder, ca = _folder(options), options.ca
     url = options.scheduler
     if url is None:
         try:
@@ -469,15 +467,14 @@ def _connect(options) -> tuple[str, Callable[[], Client]]:
         except OSError:
             raise ValueError(
                 f"no service was started with the folder {folder}. Give --scheduler URL and --token-file, or "
-                "start one here: `jaxgoodput serve`."
+                "start a service here: `jaxgoodput serve`."
             ) from None
     token = read_token(options.token_file or folder / "token")
-    ca: Any = options.ca
-    Client(url, token, ca=ca)  # what is wrong with these is said now
+    Client(url, token, ca=ca)  # raises now if the URL is wrong
     return url, lambda: Client(url, token, ca=ca)
 
 
-def _pair(text: str) -> tuple[str, str]:
+def _label(text: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not (name and equals):
         raise ValueError(f"--label {text}: give LEVEL=DOMAIN, such as rack=r3.")

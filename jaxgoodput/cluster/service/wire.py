@@ -1,7 +1,8 @@
-"""What goes between the service, its users and the agents of nodes: frozen values, JSON both ways.
+"""The messages between the service, its users and the agents of nodes: frozen values, JSON both ways.
 
-The service checks all that it is sent against these types (pydantic reads them as they are: unknown fields,
-other types and numbers that are not finite are refused), and `cluster.client` reads its answers with them.
+The service checks requests against these types with pydantic, strictly: unknown fields, values of another
+type and numbers that are not finite are refused. `cluster.client` decodes answers to the same types without
+pydantic, which agents and users need not install.
 """
 
 import functools
@@ -13,132 +14,130 @@ from typing import Literal
 from jaxgoodput.specs import STRICT, Hints, JobSpec, Node, Reservation, Tenant
 
 VERSION = 1
-"""Of what agents and service say to each other; an agent of another one is refused."""
+"""The version of the protocol. The service refuses agents of another version."""
 
-DONE, FAILED, USAGE = 0, 1, 2  # how agents and commands end
+DONE, FAILED, USAGE = 0, 1, 2  # exit codes of agents and commands
 
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}"
 MOST_WORDS, LONGEST_WORD = 1000, 10_000
 LONGEST_PATH = 4096
-MOST_S = 1e10
 MOST_DEVICES = 4096  # of a node
+# The least and the largest value of fields of a `JobSpec` that a cluster accepts.
+BOUNDS: Mapping[str, tuple[float, float]] = {
+    "weight": (1e-3, 1e3),
+    "max_devices": (1, 10**6),
+    "num_devices": (1, 10**6),
+    "min_run_s": (0.0, 1e10),
+    "deadline_s": (0.0, 1e10),
+    "budget": (0.0, 1e12),
+}
 
 Phase = Literal["waiting", "running", "done", "failed", "cancelled"]
 OVER: tuple[Phase, ...] = ("done", "failed", "cancelled")
 
 
 def check_name(name: str, of: str) -> None:
-    """Raises ValueError for a name that could be a path, or is hard to type.
+    """Raise ValueError for a name that could be a path or that is hard to type.
 
     >>> check_name("bert-large.v2", "a job")
     """
     if re.fullmatch(NAME, name) is None:
         raise ValueError(
-            f"{name[:80]!a} is no name of {of}: up to 63 letters, digits, dots, dashes and underscores, of "
-            "which the first is a letter or a digit."
+            f"{name[:80]!a} is not a valid name for {of}. Use up to 63 letters, digits, dots, dashes and "
+            "underscores, starting with a letter or a digit."
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Submission:
-    """A job as its user hands it in: what it may have, and what is run."""
+    """A job as its user submits it: the devices that it may use, and the command that it runs."""
 
     __pydantic_config__ = STRICT
     spec: JobSpec
     command: tuple[str, ...]
-    """Such as ("python", "train.py"); the same on every node."""
+    """The words of the command, such as ("python", "train.py"); the same on every node."""
     cwd: str = "."
-    """Where the command is started, on every node."""
+    """The folder in which the command starts, on every node."""
     workdir: str | None = None
-    """Of the run, from whose journal hints are read; None: it gives none."""
+    """The run's workdir, whose journal holds its hints; None if the job gives no hints."""
     devices_per_process: int = 1
-    """A process takes so many devices of one node; the job comes and goes by whole processes."""
+    """Devices of one node that each process uses. The job grows and shrinks by whole processes."""
 
     def __post_init__(self):
         check_name(self.spec.id, "a job")
         said = f"job {self.spec.id!r}"
+        texts = (*self.command, self.cwd, self.workdir or "")
+        longest = max(map(len, self.command), default=0)
         if not self.command:
+            raise ValueError(f"{said} has no command. Add one, such as `-- python train.py`.")
+        if len(self.command) > MOST_WORDS or longest > LONGEST_WORD:
             raise ValueError(
-                f"{said} has no command. Give what is to be run: `-- python train.py`."
-            )
-        if len(self.command) > MOST_WORDS or max(map(len, self.command)) > LONGEST_WORD:
-            raise ValueError(
-                f"{said} has a command of {len(self.command)} words, the longest of "
-                f"{max(map(len, self.command))} letters; {MOST_WORDS} of up to {LONGEST_WORD} can be. Put "
-                "the rest into a file that the script reads."
+                f"{said} has a command of {len(self.command)} words, the longest of {longest} characters. "
+                f"The limits are {MOST_WORDS} words and {LONGEST_WORD} characters. Put the rest into a file "
+                "that the script reads."
             )
         if max(len(self.cwd), len(self.workdir or "")) > LONGEST_PATH:
             raise ValueError(
-                f"{said} has a cwd or workdir of more than {LONGEST_PATH} letters, which no file system "
-                "takes. Give a shorter path."
+                f"{said} has a cwd or workdir of more than {LONGEST_PATH} characters, which no file system "
+                "accepts. Give a shorter path."
             )
-        if any("\0" in text for text in (*self.command, self.cwd, self.workdir or "")):
-            raise ValueError(f"{said} holds a NUL character, which no command and no file has.")
-        spec = self.spec
-        bounds = {
-            "weight": (1e-3, spec.weight, 1e3),
-            "max_devices": (1, spec.max_devices, 10**6),
-            "num_devices": (1, spec.num_devices or 1, 10**6),
-            "min_run_s": (0.0, spec.min_run_s, MOST_S),
-            "deadline_s": (0.0, spec.deadline_s or 0.0, MOST_S),
-            "budget": (0.0, spec.budget or 0.0, 1e12),
-        }
-        for name, (least, value, most) in bounds.items():
-            if not least <= value <= most:
+        if any("\0" in text for text in texts):
+            raise ValueError(
+                f"{said} has a NUL character in its command or paths, which no system accepts. Remove it."
+            )
+        for name, (least, most) in BOUNDS.items():
+            value = getattr(self.spec, name)
+            if value is not None and not least <= value <= most:
                 raise ValueError(
-                    f"{said} has {name}={value}. From {least:g} to {most:g} is possible here."
+                    f"{said} has {name}={value}. Give a value from {least:g} to {most:g}."
                 )
         each = self.devices_per_process
         if each < 1:
             raise ValueError(f"{said} has devices_per_process={each}. It must be at least 1.")
-        sizes = {
-            "min_devices": self.spec.min_devices,
-            "max_devices": self.spec.max_devices,
-            "num_devices": self.spec.num_devices or each,
-        }
-        for name, size in sizes.items():
-            if size % each:
+        for name in ("min_devices", "max_devices", "num_devices"):
+            size = getattr(self.spec, name)
+            if size is not None and size % each:
                 raise ValueError(
-                    f"{said} has {name}={size}, which is no multiple of devices_per_process={each}: it comes "
-                    "and goes by whole processes."
+                    f"{said} has {name}={size}, which is not a multiple of devices_per_process={each}. A job "
+                    "grows and shrinks by whole processes."
                 )
 
     @functools.cached_property
     def num_letters(self) -> int:
-        """About how much room it takes."""
+        """The length of its command and paths, which is about the room that it takes."""
         return sum(map(len, (*self.command, self.cwd, self.workdir or "")))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Join:
-    """What the agent of a node says when it comes."""
+    """The request of an agent to add its node."""
 
     __pydantic_config__ = STRICT
     node: Node
     instance: str
-    """Of this agent: another one for a node is a restart, and what ran there has ended."""
+    """A random name for the agent's process. Another instance means that the agent was restarted."""
     version: int
-    """`VERSION` of its program."""
+    """`VERSION` of the agent's program."""
 
     def __post_init__(self):
         check_name(self.node.name, "a node")
         if self.node.state != "up" or self.node.num_devices > MOST_DEVICES:
             raise ValueError(
-                f"node {self.node.name!r} comes with state {self.node.state!r} and {self.node.num_devices} "
-                f"devices. It comes up, with {MOST_DEVICES} devices at most."
+                f"node {self.node.name!r} joins with state {self.node.state!r} and {self.node.num_devices} "
+                f"devices. It must be up and have {MOST_DEVICES} devices at most."
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobTask:
-    """What a node has to do for one job."""
+    """The part of one job that a node runs."""
 
     __pydantic_config__ = STRICT
     job: str
     generation: int
-    """Of the job's allocation."""
+    """The generation of the job's allocation."""
     devices: tuple[int, ...]
-    """Of this node; none where it only runs the job's coordinator."""
+    """Local indices of the node's devices; empty if it only runs the job's coordinator."""
     command: tuple[str, ...]
     cwd: str
     workdir: str | None
@@ -146,19 +145,19 @@ class JobTask:
     min_processes: int
     max_processes: int
     attempt: int
-    """Counts the coordinators that the job has had."""
+    """The number of coordinators that the job has had."""
     coordinates: bool
-    """Whether the job's coordinator runs here."""
+    """Whether the job's coordinator runs on this node."""
     address: str | None
-    """Of the coordinator, for this attempt; None: it has not said yet."""
+    """The address of this attempt's coordinator; None until it is known."""
     runs: bool
-    """Whether the job has devices anywhere; otherwise its coordinator is told to save and stop."""
+    """Whether the job has devices anywhere; if not, its coordinator must save and stop."""
     secret: str = field(repr=False)
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodeWork:
-    """All that a node has to do; what is not here, it ends."""
+    """All tasks of a node. The node ends everything that is not among them."""
 
     __pydantic_config__ = STRICT
     node: str
@@ -168,24 +167,27 @@ class NodeWork:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What the coordinator of a job did on a node: it listens somewhere, or it has ended."""
+    """News of a job's coordinator: it listens at an address, or it has ended."""
 
     __pydantic_config__ = STRICT
     job: str
     attempt: int
     address: str | None = None
     code: int | None = None
-    """Its exit code; below 0: minus the signal that ended it."""
+    """Its exit code; negative for the signal that ended it; None while it runs."""
     why: str = ""
 
     def __post_init__(self):
         if self.code is not None and not -(2**31) <= self.code < 2**32:
-            raise ValueError(f"job {self.job[:80]!a} has ended with {self.code}, no exit code.")
+            raise ValueError(
+                f"job {self.job[:80]!a} is reported to have ended with {self.code}, which is not an exit "
+                "code."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
 class OutputLines:
-    """More of what the processes of a job wrote on a node."""
+    """Further output of a job's processes on a node."""
 
     __pydantic_config__ = STRICT
     job: str
@@ -194,7 +196,7 @@ class OutputLines:
 
 @dataclass(frozen=True, kw_only=True)
 class Reports:
-    """What an agent tells all at once."""
+    """All news that an agent sends in one request."""
 
     __pydantic_config__ = STRICT
     instance: str
@@ -204,41 +206,41 @@ class Reports:
 
 @dataclass(frozen=True, kw_only=True)
 class HeldDevices:
-    """Devices that a job had for a while."""
+    """The devices that a job held in one period."""
 
     __pydantic_config__ = STRICT
     start_s: float
     end_s: float | None
-    """None: it has them still."""
+    """None if the job still holds them."""
     devices: Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobShown:
-    """A job as its user sees it; times are seconds of the service's own clock."""
+    """A job as its user sees it. Times are seconds of the service's own clock."""
 
     __pydantic_config__ = STRICT
     id: str
     tenant: str
     phase: Phase
     reason: str
-    """Why it has what it has."""
+    """Why the job has these devices, or none."""
     command: tuple[str, ...]
     workdir: str | None
     min_devices: int
     max_devices: int
     devices: Mapping[str, tuple[int, ...]]
     home: str | None
-    """The node of its coordinator; None where it has none."""
+    """The node of the job's coordinator; None without one."""
     generation: int
     num_devices: int
     submitted_s: float
     started_s: float | None
     finished_s: float | None
     num_changes: int
-    """Of its devices, since its first start."""
+    """How often its devices have changed since its first start."""
     device_s: float
-    """Device-seconds that it has had."""
+    """Device-seconds that it has used."""
     code: int | None
     hints: Hints | None
     past: tuple[HeldDevices, ...] = ()
@@ -246,7 +248,7 @@ class JobShown:
 
 @dataclass(frozen=True, kw_only=True)
 class JobList:
-    """Jobs, the newest last."""
+    """Some jobs, the newest last."""
 
     __pydantic_config__ = STRICT
     now_s: float
@@ -255,7 +257,7 @@ class JobList:
 
 @dataclass(frozen=True, kw_only=True)
 class AllocationShown:
-    """What a job has, and since which generation."""
+    """The devices of a job, and the generation of that allocation."""
 
     __pydantic_config__ = STRICT
     job: str
@@ -266,14 +268,14 @@ class AllocationShown:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeShown:
-    """A node of the cluster."""
+    """A node as users see it."""
 
     __pydantic_config__ = STRICT
     node: Node
     jobs: Mapping[str, tuple[int, ...]]
-    """Who has which of its devices."""
+    """The local indices of the devices that each job holds."""
     silent_s: float
-    """Since it was heard of last."""
+    """Seconds since its last heartbeat."""
     why: str
     """Why it is draining or down."""
 
@@ -289,7 +291,7 @@ class ClusterShown:
 
 @dataclass(frozen=True, kw_only=True)
 class Receipt:
-    """Something was taken note of, for good."""
+    """The confirmation that a request is in the journal."""
 
     __pydantic_config__ = STRICT
     ok: bool = True
@@ -298,18 +300,18 @@ class Receipt:
 
 @dataclass(frozen=True, kw_only=True)
 class Log:
-    """A part of what a job's processes wrote."""
+    """A part of a job's output."""
 
     __pydantic_config__ = STRICT
     text: str
     next_offset: int
     over: bool
-    """Whether nothing more will come."""
+    """Whether the output has ended."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobExplanation:
-    """Why a job has what it has, and what would change that; each change was tried."""
+    """Why a job has its devices, and what would change that. Each change was tried on the policy."""
 
     __pydantic_config__ = STRICT
     job: str
@@ -321,7 +323,7 @@ class JobExplanation:
 
 @dataclass(frozen=True, kw_only=True)
 class WouldChange:
-    """A job that would have something else."""
+    """A job that would get other devices."""
 
     __pydantic_config__ = STRICT
     job: str
@@ -331,7 +333,7 @@ class WouldChange:
 
 @dataclass(frozen=True, kw_only=True)
 class WhatIf:
-    """The plan if one job more were there."""
+    """The plan as it would be with one more job."""
 
     __pydantic_config__ = STRICT
     job: str
@@ -342,7 +344,7 @@ class WhatIf:
 
 @dataclass(frozen=True, kw_only=True)
 class Health:
-    """That the service answers."""
+    """The answer of a service that runs."""
 
     __pydantic_config__ = STRICT
     ok: bool
@@ -354,7 +356,7 @@ class Health:
 
 @dataclass(frozen=True, kw_only=True)
 class Refusal:
-    """Why something was not done: what, what it got, why, what to do."""
+    """Why a request was not carried out: what it asked for, why that is impossible, and what to do."""
 
     __pydantic_config__ = STRICT
     error: str
@@ -362,7 +364,7 @@ class Refusal:
 
 @dataclass(frozen=True, kw_only=True)
 class Sharing:
-    """How those who share the cluster do so: what a `ClusterSpec` says beside its nodes."""
+    """The rules by which tenants share a cluster: the fields of a `ClusterSpec` other than its nodes."""
 
     reservations: tuple[Reservation, ...] = ()
     price_per_hour: Mapping[str, float] = field(default_factory=dict)

@@ -1,69 +1,36 @@
-"""Policies in simulated time: workloads, what their applications really do, and what came of it.
+"""Simulates scheduling policies on workloads.
 
-`read_scenario` makes a `Scenario` of a workload, `compare` runs policies on it, `table` prints the results.
-Underneath, `simulate` takes the jobs (`TraceJob`s), the cluster, a policy, the truth about the applications
-(measured tables, Gavel's throughputs, goodput models) and the `Settings` of the simulated cluster.
+`read_scenario` reads a workload, `compare` runs policies on it, and `table` prints the results. Underneath,
+`simulate` takes the jobs (`TraceJob`s), the cluster, a policy, the truth about the applications (measured
+tables, Gavel's throughputs, or goodput models) and the `Settings` of the simulation.
 """
 
-from jaxgoodput.cluster.published.traces import (
-    TraceError,
-    TraceJob,
-    read_gavel_throughputs,
-    read_gavel_trace,
-    read_pollux_applications,
-    read_pollux_workload,
-    read_sia_applications,
-    read_sia_workload,
-)
-from jaxgoodput.cluster.simulate.compare import compare, table
-from jaxgoodput.cluster.simulate.conditions.faults import Cancellations, Faults, Outages, Slowdowns
-from jaxgoodput.cluster.simulate.conditions.inputs import Inputs
-from jaxgoodput.cluster.simulate.conditions.restarts import RestartCosts, Storage
-from jaxgoodput.cluster.simulate.gavel_jobs import GavelTruth
-from jaxgoodput.cluster.simulate.generator import synthetic_applications, synthetic_workload
-from jaxgoodput.cluster.simulate.job import SimulatedJob, Truth
-from jaxgoodput.cluster.simulate.model_jobs import ModelApplication, ModelTruth
-from jaxgoodput.cluster.simulate.pictures import completion_png, gantt_png
-from jaxgoodput.cluster.simulate.questions import explanation, what_if
-from jaxgoodput.cluster.simulate.records import Interval, JobRecord, Result
-from jaxgoodput.cluster.simulate.scenario import (
-    Scenario,
-    read_cluster,
-    read_costs,
-    read_faults,
-    read_inputs,
-    read_scenario,
-    read_settings,
-)
-from jaxgoodput.cluster.simulate.settings import (
-    Failures,
-    Pin,
-    Settings,
-    gavel_settings,
-    pollux_settings,
-    realistic,
-    restart_by_state,
-    sia_settings,
-)
-from jaxgoodput.cluster.simulate.simulator import (
-    Progress,
-    SimulatedDecision,
-    StalledError,
-    decision_at,
-    simulate,
-    uniform_cluster,
-)
-from jaxgoodput.cluster.simulate.table_jobs import TableTruth
+from jaxgoodput._lazy import lazy_names
 
-__all__ = [
-    "Cancellations", "SimulatedDecision", "Failures", "Faults", "GavelTruth", "Inputs", "Interval",
-    "JobRecord", "ModelApplication", "ModelTruth", "Outages", "Pin", "Progress", "RestartCosts",
-    "Result", "Scenario", "Settings", "SimulatedJob", "Slowdowns", "StalledError", "Storage",
-    "TableTruth", "TraceError", "TraceJob", "Truth", "compare", "completion_png", "decision_at",
-    "explanation", "gantt_png", "gavel_settings", "pollux_settings", "read_cluster", "read_costs",
-    "read_faults", "read_gavel_throughputs", "read_gavel_trace", "read_inputs",
-    "read_pollux_applications", "read_pollux_workload", "read_scenario", "read_settings",
-    "read_sia_applications", "read_sia_workload", "realistic", "restart_by_state", "sia_settings",
-    "simulate", "synthetic_applications", "synthetic_workload", "table", "uniform_cluster",
-    "what_if",
-]  # fmt: skip
+# Loaded late: the command line imports this room to find `jaxgoodput simulate`, and must not wait for numpy.
+__getattr__, __dir__, __all__ = lazy_names(
+    __name__,
+    {
+        "published.traces": "TraceError TraceJob read_gavel_throughputs read_gavel_trace "
+        "read_pollux_applications read_pollux_workload read_sia_applications read_sia_workload",
+        "simulate.comparison": "compare table",
+        "simulate.conditions.faults": "Cancellations Faults Outages Slowdowns read_faults",
+        "simulate.conditions.inputs": "Inputs read_inputs",
+        "simulate.conditions.restarts": "RestartCosts Storage",
+        "simulate.generator": "synthetic_applications synthetic_workload",
+        "simulate.jobs.gavel": "GavelTruth",
+        "simulate.jobs.job": "SimulatedJob Truth",
+        "simulate.jobs.model": "ModelApplication ModelTruth",
+        "simulate.jobs.tables": "TableTruth",
+        "simulate.pictures": "completion_png gantt_png",
+        "simulate.questions": "explanation what_if",
+        "simulate.records": "Interval JobRecord Result",
+        "simulate.rules": "read_costs read_settings",
+        "simulate.scenario": "Scenario read_cluster read_scenario",
+        "simulate.settings": "Failures Pin Settings gavel_settings "
+        "pollux_settings realistic restart_by_state sia_settings",
+        "simulate.simulator": "Progress SimulatedDecision StalledError "
+        "decision_at simulate uniform_cluster",
+    },
+    root="jaxgoodput.cluster",
+)

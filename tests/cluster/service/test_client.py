@@ -3,6 +3,8 @@
 import contextlib
 import http.server
 import json
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -132,3 +134,13 @@ def test_tokens(tmp_path):
         read_token(tmp_path / "token")
     (tmp_path / "token").write_text("abc\n")
     assert read_token(tmp_path / "token") == "abc"
+
+
+def test_agents_and_clients_run_without_the_packages_of_the_service():
+    missing = ("pydantic", "pydantic_core", "fastapi", "starlette", "uvicorn", "uvloop")
+    script = (
+        f"import sys; sys.modules.update(dict.fromkeys({missing})); "
+        "import jaxgoodput.cluster.client, jaxgoodput.cluster.service.wire, "
+        "jaxgoodput.cluster.service.terminal, jaxgoodput.cluster.service.node.agent"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)

@@ -108,13 +108,13 @@ def test_plans_that_change_nothing_do_not_pile_up(tmp_path):
 
 WRITER = """
 import pathlib, sys
-from jaxgoodput.cluster.service.record.events import Submitted
-from jaxgoodput.cluster.service.record.journal import Journal
+from jaxgoodput.cluster.service.record.events import JobSubmitted
+from jaxgoodput.cluster.service.record.journal import ClusterJournal
 sys.path.insert(0, sys.argv[2])
 import services
-journal = Journal(pathlib.Path(sys.argv[1]))
+journal = ClusterJournal(pathlib.Path(sys.argv[1]))
 for number in range(10**6):
-    journal.append([Submitted(submission=services.submission(f"j{number}"), secret="s")], 0.0, 1.0)
+    journal.append([JobSubmitted(submission=services.submission(f"j{number}"), secret="s")], 0.0, 1.0)
     print(number, flush=True)
 """
 
@@ -148,16 +148,16 @@ def test_a_row_that_was_changed_is_refused_with_its_place_and_repaired(tmp_path,
     with sqlite3.connect(tmp_path / FILE) as connection:
         connection.execute(f"update events set {change} = {value} where seq = 4")
     connection.close()
-    with pytest.raises(CorruptJournalError, match="from place 4 on.*--repair") as found:
+    with pytest.raises(CorruptJournalError, match="from position 4 on.*--repair") as found:
         ClusterJournal(tmp_path).replay()
-    assert found.value.place == 4
+    assert found.value.position == 4
     done = repair(tmp_path)
-    assert (done.kept, done.place) == (3, 4)
+    assert (done.kept, done.position) == (3, 4)
     assert done.aside is not None and done.aside.exists()
     state, _ = ClusterJournal(tmp_path).replay()
     assert list(state.jobs) == ["a", "b"]
     assert state.jobs["a"].allocation.num_devices == 0
-    assert repair(tmp_path).place is None  # it is sound now
+    assert repair(tmp_path).position is None  # it is sound now
 
 
 def test_an_event_that_cannot_be_is_repaired_at_the_place_that_the_replay_says(tmp_path):
@@ -168,7 +168,7 @@ def test_an_event_that_cannot_be_is_repaired_at_the_place_that_the_replay_says(t
         journal.replay()
     journal.close()
     done = repair(tmp_path)
-    assert done.place == found.value.place == 10
+    assert done.position == found.value.position == 10
     assert done.kept == 7
 
 
@@ -198,10 +198,10 @@ def test_a_repair_that_is_cut_short_leaves_the_journal_as_it_was(tmp_path, monke
     with monkeypatch.context() as patch, pytest.raises(InterruptedError, match=dies_in):
         patch.setattr(owner, dies_in, dies)
         repair(second)
-    with pytest.raises(CorruptJournalError, match="from place 8 on"):
+    with pytest.raises(CorruptJournalError, match="from position 8 on"):
         ClusterJournal(second).replay()
     done = repair(second)
-    assert (done.kept, done.place) == (5, 8)  # later ones took the place of two
+    assert (done.kept, done.position) == (5, 8)  # later ones took the place of two
     assert list(ClusterJournal(second).replay()[0].jobs) == ["a", "b"]
 
 
@@ -218,7 +218,7 @@ def test_a_page_of_rubbish_is_refused_and_what_is_before_it_kept(tmp_path):
     data[-3 * 4096 : -2 * 4096] = b"\xa5" * 4096
     path.write_bytes(data)
     damaged = ClusterJournal(tmp_path)
-    with pytest.raises(CorruptJournalError, match="from place"):
+    with pytest.raises(CorruptJournalError, match="from position"):
         damaged.replay()
     damaged.close()  # whoever has it open may take its log away while it is repaired
     done = repair(tmp_path)
@@ -229,7 +229,7 @@ def test_a_page_of_rubbish_is_refused_and_what_is_before_it_kept(tmp_path):
 
 def test_a_file_that_is_no_journal_is_refused(tmp_path):
     (tmp_path / FILE).write_bytes(b"rubbish" * 1000)
-    with pytest.raises(CorruptJournalError, match="from place 1 on"):
+    with pytest.raises(CorruptJournalError, match="from position 1 on"):
         ClusterJournal(tmp_path)
 
 

@@ -67,13 +67,13 @@ def test_the_page_in_a_browser(tmp_path):
         plan_of(service, "first", "second")
         where = f"http://x:{service.token}@127.0.0.1:{service.port}/"
         text = dom(where, tmp_path / "profile", wait_ms=1000)
-        parts = ("Nodes", "Running", "Waiting", "Devices over time", "Over")
+        parts = ("Nodes", "Running", "Waiting", "Devices over time", "Ended")
         places = [text.index(f"<h2>{part}</h2>") for part in parts]
         assert places == sorted(places)
         running, waiting = text[places[1] : places[2]], text[places[2] : places[3]]
         assert "</span>first</td>" in running and "</span>second</td>" in running
         assert "</span>third</td>" in waiting
-        assert re.search(r"<b>2</b> of <b>2</b> devices on 1 nodes are in use", text)
+        assert re.search(r"<b>2</b> of <b>2</b> devices on 1 node are in use", text)
         assert re.search(r'title="first">[01]</span>', text)
         assert len(re.findall(r'<rect class="held"', text)) == 2  # one bar a device
         assert f"{link}/?runFilter=first#timeseries" in text

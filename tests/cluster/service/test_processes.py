@@ -450,7 +450,7 @@ def test_only_another_agent_or_version_ends_an_agent(tmp_path, status, ends):
 
 
 def test_a_path_that_no_file_system_takes_is_refused():
-    with pytest.raises(ValueError, match="more than 4096 letters"):
+    with pytest.raises(ValueError, match="more than 4096 characters"):
         services.with_workdir(services.submission(), "x" * 5000)
 
 

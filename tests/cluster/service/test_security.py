@@ -101,7 +101,7 @@ def test_no_token(service, path):
     status, said = ask(service, "GET", path)
     assert status == 401
     assert "Authorization: Bearer TOKEN" in said["error"]
-    assert_logged(service, rf"refused with 401: GET '{path}' of 127.0.0.1")
+    assert_logged(service, rf"refused with 401: GET '{path}' from 127.0.0.1")
 
 
 @pytest.mark.parametrize(
@@ -240,10 +240,10 @@ def test_logs_of_jobs_that_are_not_known_any_more_are_deleted(tmp_path):
     forgotten = tmp_path / "logs" / "forgotten.log"
     said = Logs(forgotten.parent)
     said.append("forgotten", "a secret")
-    assert said.of_others({"reds": 1}) >= {"forgotten"} and not said.of_others({"forgotten": 1})
-    assert Logs(forgotten.parent).of_others({}) >= {"forgotten"}  # after a restart
-    said.start("forgotten")
-    assert not forgotten.exists() and "forgotten" not in said.of_others({})
+    assert said.unknown({"reds": 1}) >= {"forgotten"} and not said.unknown({"forgotten": 1})
+    assert Logs(forgotten.parent).unknown({}) >= {"forgotten"}  # after a restart
+    said.delete("forgotten")
+    assert not forgotten.exists() and "forgotten" not in said.unknown({})
 
 
 def test_a_body_that_says_it_is_too_long(service):
@@ -281,7 +281,7 @@ def test_a_head_that_comes_too_slowly(service, first):
             while time.monotonic() - begun < 6 * HEADER_S:
                 sock.sendall(b"X-a: b\r\n")
                 time.sleep(0.5)
-    assert_logged(service, "the head of a request of 127.0.0.1 did not come in time")
+    assert_logged(service, "the head of a request from 127.0.0.1 did not arrive in time")
 
 
 def test_a_head_that_is_too_long(service):
@@ -319,11 +319,11 @@ def test_path_tricks_in_jobs_and_nodes(service, name):
     status, said = ask(
         service, "POST", "/v1/jobs", token=TOKENS["operator"][0], body=json.dumps(body)
     )
-    assert status == 409 and "is no name of a job" in said["error"]
+    assert status == 409 and "is not a valid name for a job" in said["error"]
     node = {"name": name, "kind": "cpu", "num_devices": 1}
     body = json.dumps({"node": node, "instance": "one", "version": 1})
     status, said = ask(service, "POST", "/v1/nodes", token=TOKENS["operator"][0], body=body)
-    assert status == 409 and "is no name of a node" in said["error"]
+    assert status == 409 and "is not a valid name for a node" in said["error"]
 
 
 @pytest.mark.parametrize(
@@ -338,7 +338,7 @@ def test_path_tricks_in_jobs_and_nodes(service, name):
 )  # fmt: skip
 def test_bodies_that_are_no_job(service, body):
     status, said = ask(service, "POST", "/v1/jobs", token=TOKENS["red"][0], body=body)
-    assert status == 422 and said["error"].startswith("Submission")
+    assert status == 422 and said["error"].startswith("body")
 
 
 def test_names_on_the_page_are_no_html(service):
@@ -380,7 +380,7 @@ def test_who_asks_too_often_is_told_when_to_come_back(tmp_path):
                 statuses.append(200)
             except RequestRefused as error:
                 statuses.append(error.status)
-                assert "Come back in" in str(error)
+                assert "Try again in" in str(error)
         assert set(statuses) == {200, 429}
 
 

@@ -1,7 +1,9 @@
 """What a job tells and what is made of it: tables are the forecast of its own journal, to the last digit."""
 
 import dataclasses
+from typing import Annotated
 
+import pydantic
 import pytest
 import services
 import synthetic
@@ -22,7 +24,7 @@ from jaxgoodput.cluster.service.record.events import (
 )
 from jaxgoodput.cluster.service.record.journal import ClusterJournal as Events
 from jaxgoodput.cluster.service.record.state import JobEntry, State, step
-from jaxgoodput.cluster.service.web.schema import Schema
+from jaxgoodput.cluster.service.web.requests import StrictJson
 from jaxgoodput.cluster.service.wire import Sharing
 from jaxgoodput.cluster.simulate.simulator import uniform_cluster
 from jaxgoodput.observe import events
@@ -81,7 +83,8 @@ def test_a_table_is_the_forecast_of_the_journal(run):
 def test_hints_come_through_the_wire_as_they_are(run):
     hints = told(run, KIND, 3, 1)
     text = services.as_json(hints)
-    assert Schema().read(text, Hints) == hints
+    body = pydantic.TypeAdapter(Annotated[Hints, StrictJson()])  # as a route reads it
+    assert body.validate_python(text) == hints
 
 
 def test_no_more_is_believed_than_twice_what_was_seen(run):

@@ -97,7 +97,7 @@ def test_a_node_that_is_drained_keeps_what_it_has_and_gets_nothing_new(tmp_path)
         script = tmp_path / "fine.py"
         script.write_text("print('fine')\n")
         real_jobs.submit(service, "b", "--max", "1", "--", "python", str(script))
-        service.until(lambda: service.job("b").reason != "not looked at yet", "b is not planned")
+        service.until(lambda: service.job("b").reason != "not planned yet", "b is not planned")
         assert service.job("b").num_devices == 0 and service.job("a").num_devices == 1
         assert "local0" in service.run("status")
         said = service.run("explain", "b")
@@ -129,7 +129,7 @@ def test_a_journal_that_is_damaged_is_refused_and_repaired_by_a_command(tmp_path
     connection.close()
     arguments = ("serve", "--folder", str(service.folder), "--local", "0", "--port", "0")
     code, said = real_jobs.fails(*arguments)
-    assert code == 2 and f"from place {place} on" in said and "--repair" in said
+    assert code == 2 and f"from position {place} on" in said and "--repair" in said
     assert f"before place {place} are kept" in service.run("serve", "--repair")
     with service:
         found = service.client().call("GET", "jobs", type_=JobList).jobs

@@ -1,1 +1,1 @@
-"""What runs on a node: its agent, the processes of jobs, and what their journals tell."""
+"""What runs on a node: its agent, the processes of jobs, and the reader of their journals."""

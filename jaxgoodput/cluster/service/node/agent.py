@@ -1,7 +1,7 @@
-"""The agent of a node: asks the service what is to be done, has it done, and tells what came of it.
+"""The agent of a node: it asks the service for work, runs it, and reports the results.
 
-Three threads. One asks and waits for the answer, one looks after the processes, one tells. Where the service
-does not answer, everything goes on as it is, and all of them try again.
+The thread that calls `run` looks after the processes. Two workers beside it ask for work and send reports. If
+the service does not answer, the processes keep running and the workers try again.
 """
 
 import contextlib
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from absl import logging
 
 from jaxgoodput import _disk
+from jaxgoodput._worker import Worker
 from jaxgoodput.clock import Clock, SystemClock
 from jaxgoodput.cluster.client import Client, RequestRefused, Unreachable
 from jaxgoodput.cluster.service.node.hints import hints_of
@@ -34,37 +35,42 @@ from jaxgoodput.cluster.service.wire import (
 )
 from jaxgoodput.specs import Hints, Node
 
-IN_USE = 3  # what is left of an agent before has not ended, which it may yet
+IN_USE = 3  # exit code while processes of an earlier agent still run, which may yet end
 LOOK_S = 0.2
-WAIT_S = 20.0  # for something to do, at once
+WAIT_S = 20.0  # for how long one request waits for new work
 AGAIN_S = 2.0
 TELL_S = 0.5
-LONGER_S = 10.0  # than the grace, to end what an agent before has left
-PATIENCE = 20.0  # of what reading hints takes, until the next look
-MOST_TOLD = 512 * 2**10  # bytes of all jobs' lines at once, as JSON: half of what the service takes
+LONGER_S = 10.0  # beyond the grace period, for processes of an earlier agent to end
+PATIENCE = 20.0  # hints are read again after this multiple of the time that reading takes
+MOST_TOLD = 512 * 2**10  # bytes of output sent at once, as JSON: half of what the service accepts
+
+# By job, the generation and number of its hints when they were last read.
+HintNumbers = dict[str, tuple[int, int]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodeAgentSettings:
-    """What `jaxgoodput node` was asked for."""
+    """The options of `jaxgoodput node`."""
 
     node: Node
     place: LaunchSettings
     folder: pathlib.Path
-    """Of this agent alone: two of one node would start everything twice."""
+    """The agent's own folder. Its lock prevents two agents of one node, which would start all jobs twice."""
     hints_s: float = 5.0
-    """From one look into the journals of runs to the next."""
+    """Seconds between two reads of the journals of runs."""
     alone_s: float | None = None
-    """Without a word of the service, after which its jobs save and end: they may run elsewhere by then."""
+    """Seconds without contact to the service after which jobs save and end, because the service may have
+    started them elsewhere; None lets them run on."""
 
 
 def run_node(
     part: NodeAgentSettings, client: Callable[[], Client], *, clock: Clock | None = None
 ) -> int:
-    """Take part in the cluster until told to stop; an exit code. `client` makes connections.
+    """Run a node's agent until it is told to stop, and return its exit code. `client` opens connections.
 
-    SIGTERM and SIGINT give the node up: its processes save and leave their jobs. What an agent that was
-    killed has left is waited for. Raises InUse where that does not end: another agent of this node runs here.
+    After SIGTERM or SIGINT the node's processes save and leave their jobs. If an earlier agent was killed,
+    its processes must end first; raises InUse if they do not, because then another agent of this node runs
+    here.
     """
     clock = clock or SystemClock()
     part.folder.mkdir(parents=True, exist_ok=True)
@@ -77,7 +83,7 @@ def run_node(
 
 
 def _hold(part: NodeAgentSettings, stack: contextlib.ExitStack, clock: Clock) -> int:
-    """The lock of the agent's folder, once the processes of the agent before have saved. Raises InUse."""
+    """Wait for the lock of the agent's folder while processes of an earlier agent save. Raises InUse."""
     until_s, is_said = clock.now() + 2 * part.place.grace_s + LONGER_S, False
     while True:
         try:
@@ -86,13 +92,13 @@ def _hold(part: NodeAgentSettings, stack: contextlib.ExitStack, clock: Clock) ->
             if clock.now() >= until_s:
                 raise
             if not is_said:
-                logging.warning("%s This agent waits for that.", error)
+                logging.warning("%s This agent waits until it is free.", error)
             is_said = True
             clock.sleep(LOOK_S)
 
 
 class NodeAgent:
-    """`run` takes part until it is told to stop, or another agent has come for the node."""
+    """Runs the jobs of one node. `run` ends when it is told to stop or another agent replaces this one."""
 
     def __init__(
         self,
@@ -104,25 +110,20 @@ class NodeAgent:
         self.instance = secrets.token_hex(8)
         self._part, self._client, self._clock = part, client, clock
         self._jobs = Jobs(part.place, clock, lock)
+        self._lock = threading.Lock()  # of `_jobs`
         self._work: queue.SimpleQueue[NodeWork] = queue.SimpleQueue()
         self._replaced: str | None = None
-        self._is_over = threading.Event()
-        self._has_failed = threading.Event()
-        self._lock = threading.Lock()  # of the jobs
-        self._is_away = False
-        self._heard_s = clock.now()  # when the service answered last
-        self._is_alone = False
+        self._has_failed = False
+        self._is_away = False  # the service did not answer last
+        self._heard_s = clock.now()  # time of the service's last answer
+        self._is_alone = False  # the jobs were ended for lack of contact
 
     def run(self, told: threading.Event) -> int:
-        """Until told; an exit code."""
-        threads = [
-            threading.Thread(target=self._or_end, args=(target,), daemon=True)
-            for target in (self._ask, self._tell)
-        ]
-        for thread in threads:
-            thread.start()
-        # This thread starts the processes: they end with it.
-        while not told.is_set() and self._replaced is None and not self._has_failed.is_set():
+        """Run jobs until `told` is set; return the exit code."""
+        ask = Worker("node-ask", self._ask, on_error=self._fail)
+        tell = Worker("node-tell", self._tell, on_error=self._fail)
+        # Processes start on this thread, because the kernel ends them with the thread that started them.
+        while not told.is_set() and self._replaced is None and not self._has_failed:
             with contextlib.suppress(queue.Empty):
                 work = self._work.get(timeout=LOOK_S)
                 with self._lock:
@@ -130,31 +131,35 @@ class NodeAgent:
             self._end_if_alone()
             with self._lock:
                 self._jobs.look()
-        # Beside the rest: processes are not to lose of their time to save what a deaf service takes.
-        farewell = threading.Thread(target=self._say_goodbye, daemon=True)
+        senders = [tell]
         if self._replaced is None:
-            farewell.start()
-            threads.append(farewell)
+            # On a worker: a service that does not answer must not cost the processes their time to save.
+            senders.append(Worker("node-goodbye", self._say_goodbye))
+        self._end_jobs()
+        ask.stop()
+        for sender in senders:
+            sender.stop()
+            sender.join(5.0)  # the last reports
+        if self._replaced is not None:
+            logging.error("%s", self._replaced)
+            return USAGE
+        return FAILED if self._has_failed else DONE
+
+    def _end_jobs(self) -> None:
         with self._lock:
             self._jobs.stop()
         while not self._jobs.is_idle:
             with self._lock:
                 self._jobs.look()
             self._clock.sleep(LOOK_S)
-        self._is_over.set()
-        for thread in threads[1:]:
-            thread.join(5.0)  # what it still has to tell
-        if self._replaced is not None:
-            logging.error("%s", self._replaced)
-            return USAGE
-        return FAILED if self._has_failed.is_set() else DONE
 
     def _end_if_alone(self) -> None:
         alone_s = self._clock.now() - self._heard_s
         if self._part.alone_s is None or self._is_alone or alone_s < self._part.alone_s:
             return
         logging.warning(
-            "node %s: nothing was heard of the service for %.0f s. Its jobs save and end here.",
+            "node %s: the service has not answered for %.0f s. The jobs here save and end, because it may "
+            "have started them elsewhere.",
             self._part.node.name,
             alone_s,
         )
@@ -162,82 +167,88 @@ class NodeAgent:
         with self._lock:
             self._jobs.stop()
 
-    def _or_end(self, work: Callable[[], None]) -> None:
-        """One of the threads: the agent ends with it, and whoever started the agent starts another one."""
-        try:
-            work()
-        except Exception:
-            logging.exception("node %s: a part of its agent has failed", self._part.node.name)
-            self._has_failed.set()
-
-    def _ask(self) -> None:
-        client, version, joined = self._client(), 0, False
+    def _fail(self, error: BaseException) -> None:
+        """End the agent if one of its workers fails. Its engine starts another agent."""
         name = self._part.node.name
-        while not self._is_over.is_set() and self._replaced is None:
-            try:
-                if not joined:
-                    join = Join(node=self._part.node, instance=self.instance, version=VERSION)
-                    client.call("POST", "nodes", body=join, changes=True, type_=Receipt)
-                    joined, version = True, 0
-                work = client.call(
-                    "GET",
-                    "nodes",
-                    name,
-                    "work",
-                    type_=NodeWork,
-                    instance=self.instance,
-                    after=version,
-                    wait_s=WAIT_S,
-                )
-                if self._is_away:
-                    logging.warning("node %s: the service answers again", name)
-                self._is_away, self._heard_s = False, self._clock.now()
-                if work.version != version or self._is_alone:
-                    version, self._is_alone = work.version, False
-                    self._work.put(work)
-            except Unreachable as error:
-                self._tell_of_absence(error)
-                self._clock.sleep(AGAIN_S)
-            except RequestRefused as error:
-                if error.status == 409:  # another agent of the node, or another version
-                    self._replaced = str(error)
-                elif error.status == 404:  # a service that has lost its folder
-                    joined = False
-                else:  # a token that is no longer known, or what stands between: no job is stopped for it
-                    self._tell_of_absence(error)
-                self._clock.sleep(AGAIN_S)
+        logging.error("node %s: a worker of its agent has failed", name, exc_info=error)
+        self._has_failed = True
 
-    def _tell(self) -> None:
+    # -- asking for work -------------------------------------------------------------------------
+
+    def _ask(self, worker: Worker) -> None:
+        client, version = self._client(), None
+        while not worker.is_stopping and self._replaced is None:
+            try:
+                if version is None:
+                    self._join(client)
+                    version = 0
+                version = self._next_work(client, version)
+                continue
+            except Unreachable as error:
+                self._note_absence(error)
+            except RequestRefused as error:
+                if error.status == 409:  # another agent has joined, or it speaks another version
+                    self._replaced = str(error)
+                elif error.status == 404:  # the service has lost its folder
+                    version = None
+                else:  # a token that has expired, or a proxy in between: no reason to stop jobs
+                    self._note_absence(error)
+            self._clock.sleep(AGAIN_S)
+
+    def _join(self, client: Client) -> None:
+        join = Join(node=self._part.node, instance=self.instance, version=VERSION)
+        client.call("POST", "nodes", body=join, changes=True, type_=Receipt)
+
+    def _next_work(self, client: Client, version: int) -> int:
+        """Wait for work of another version, pass it on, and return its version."""
+        name = self._part.node.name
+        work = client.call(
+            *("GET", "nodes", name, "work"),
+            type_=NodeWork,
+            instance=self.instance,
+            after=version,
+            wait_s=WAIT_S,
+        )
+        if self._is_away:
+            logging.warning("node %s: the service answers again", name)
+        self._is_away, self._heard_s = False, self._clock.now()
+        if work.version != version or self._is_alone:
+            self._is_alone = False
+            self._work.put(work)
+        return work.version
+
+    # -- sending reports -------------------------------------------------------------------------
+
+    def _tell(self, worker: Worker) -> None:
         client = self._client()
-        hints_s, numbers = 0.0, dict[str, tuple[int, int]]()
-        while not (self._is_over.wait(TELL_S) and self._jobs.is_idle and not self._has_news()):
+        hints_s, numbers = 0.0, HintNumbers()
+        while not (worker.wait_stopping(TELL_S) and self._jobs.is_idle and not self._has_news()):
             try:
                 self._tell_reports(client, numbers)
                 self._tell_lines(client)
             except (Unreachable, RequestRefused) as error:
-                self._tell_of_absence(error)
-                if self._is_over.is_set():
-                    return  # nobody hears it
+                self._note_absence(error)
+                if worker.is_stopping:
+                    return
                 self._clock.sleep(AGAIN_S)
                 continue
-            if self._clock.now() >= hints_s:
-                begun_s = self._clock.now()
+            begun_s = self._clock.now()
+            if begun_s >= hints_s:
                 self._tell_hints(client, numbers)
                 # Journals that have grown long are read less often.
-                took_s = self._clock.now() - begun_s
-                hints_s = self._clock.now() + max(self._part.hints_s, PATIENCE * took_s)
+                now_s = self._clock.now()
+                hints_s = now_s + max(self._part.hints_s, PATIENCE * (now_s - begun_s))
 
-    def _tell_reports(self, client: Client, numbers: dict[str, tuple[int, int]]) -> None:
-        """Where coordinators are and how they ended; in a request of its own, which no line delays."""
+    def _tell_reports(self, client: Client, numbers: HintNumbers) -> None:
+        """Report coordinators that listen or have ended, in a request that no output delays."""
         with self._lock:
             reports = self._jobs.reports()
         if not reports:
             return
         try:
             if any(report.code is not None for report in reports):
-                self._tell_hints(
-                    client, numbers
-                )  # how far it came, which is refused once it is over
+                # A job's last hints first: the service refuses them once the job has ended.
+                self._tell_hints(client, numbers)
             self._post(client, Reports(instance=self.instance, coordinators=tuple(reports)))
         except (Unreachable, RequestRefused):
             with self._lock:
@@ -253,11 +264,12 @@ class NodeAgent:
         try:
             self._post(client, Reports(instance=self.instance, lines=told))
         except (Unreachable, RequestRefused) as error:
-            if isinstance(error, RequestRefused) and error.status == 413:  # as it would be again
-                logging.warning("%d lines are left out: %s", sum(map(_num_lines, told)), error)
+            if isinstance(error, RequestRefused) and error.status == 413:  # it would be again
+                count = sum(one.text.count("\n") for one in told)
+                logging.warning("%d lines of output are dropped: %s", count, error)
                 return
-            for _, kept, text in lines:
-                kept.give_back(text)
+            for _, buffer, text in lines:
+                buffer.give_back(text)
             raise
 
     def _post(self, client: Client, told: Reports) -> None:
@@ -270,58 +282,52 @@ class NodeAgent:
             self._jobs.give_back(reports)
         return bool(reports)
 
-    def _tell_hints(self, client: Client, numbers: dict[str, tuple[int, int]]) -> None:
-        """What the journals of runs say that are new since the last look; by the coordinator's node only."""
+    def _tell_hints(self, client: Client, numbers: HintNumbers) -> None:
+        """Send the hints of jobs that are new since the last call. Only a coordinator's node sends them."""
         with self._lock:
-            tasks = list(self._jobs.tasks)
+            tasks = [task for task in self._jobs.tasks if task.coordinates and task.runs]
         for task in tasks:
-            if task.workdir is None or not task.coordinates or not task.runs:
-                continue
-            found = self._hints_of(task, task.workdir)
+            found = self._hints_of(task)
             if found is None:
                 continue
             generation, number = numbers.get(task.job, (task.generation, -1))
-            if found.number == number or generation != task.generation:
-                # Where the generation is new, what is there was measured under the last one: what comes next.
-                numbers[task.job] = task.generation, found.number
-                continue
+            # Right after a change of generation, the journal still holds measurements of the last one.
+            is_new = found.number != number and generation == task.generation
             try:
-                client.call("POST", "jobs", task.job, "hints", body=found, type_=Receipt)
+                if is_new:
+                    client.call("POST", "jobs", task.job, "hints", body=found, type_=Receipt)
                 numbers[task.job] = task.generation, found.number
             except Unreachable as error:
-                self._tell_of_absence(error)
+                self._note_absence(error)
                 return
-            except RequestRefused as error:  # its job is over, or has other devices by now
+            except RequestRefused as error:  # the job has ended, or has other devices by now
                 logging.info("hints of %s: %s", task.job, error)
 
-    def _hints_of(self, task: JobTask, workdir: str) -> Hints | None:
-        """What a run says; None where it says nothing, or what cannot be read, which costs that job alone."""
+    def _hints_of(self, task: JobTask) -> Hints | None:
+        """Return the hints of a run, or None. An unreadable journal is logged and costs only its own job."""
+        if task.workdir is None:
+            return None
         try:
             return hints_of(
-                pathlib.Path(task.cwd) / workdir,
+                pathlib.Path(task.cwd) / task.workdir,
                 self._part.node.kind,
                 task.generation,
                 task.devices_per_process,
             )
         except Exception:
-            logging.exception("hints of %s cannot be read", task.job)
+            logging.exception("the hints of job %s cannot be read", task.job)
             return None
 
-    def _say_goodbye(self) -> None:
+    def _say_goodbye(self, _: Worker) -> None:
+        name = self._part.node.name
         try:
-            self._client().call(
-                "POST", "nodes", self._part.node.name, "down", changes=True, type_=Receipt
-            )
+            self._client().call("POST", "nodes", name, "down", changes=True, type_=Receipt)
         except (Unreachable, RequestRefused) as error:
-            logging.warning("the service could not be told that this node goes: %s", error)
+            logging.warning("the service could not be told that node %s leaves: %s", name, error)
 
-    def _tell_of_absence(self, error: Exception) -> None:
+    def _note_absence(self, error: Exception) -> None:
         if not self._is_away:
             self._is_away = True
             logging.warning(
-                "node %s: %s. Its jobs go on with what they have.", self._part.node.name, error
+                "node %s: %s. Its jobs keep their devices.", self._part.node.name, error
             )
-
-
-def _num_lines(lines: OutputLines) -> int:
-    return lines.text.count("\n")

@@ -1,25 +1,19 @@
-"""What a run tells of itself, read from the journal in its workdir: the training program need not know.
+"""Hints of a run, read from the journal in its workdir. The training program need not know of the service.
 
-It is what `jaxgoodput plan WORKDIR` reads, as the numbers from which the service makes its tables.
+They are the numbers that `jaxgoodput plan WORKDIR` uses; the service makes its tables from them.
 """
 
 import math
 import pathlib
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
-from jaxgoodput.goodput.search import BatchConfig
 from jaxgoodput.observe import journal
-from jaxgoodput.observe.forecast import (
-    Record,
-    Regrouping,
-    RunStart,
-    Span,
-    StrategyRecord,
-    learnt_of,
-    limits_of,
-    records_of,
-)
+from jaxgoodput.observe.events import FitStart, Regrouped, Window
+from jaxgoodput.observe.forecast import StrategyRecord, learnt_of, limits_of, records_of
+from jaxgoodput.observe.journal import Record, of_kind
 from jaxgoodput.specs import LARGEST, MOST_COUNTS, Hints, LayoutHints, StepCost
 
 MOST_RESTARTS = 16
@@ -28,50 +22,69 @@ MOST_RESTARTS = 16
 def hints_of(
     workdir: pathlib.Path, kind: str, generation: int, devices_per_process: int
 ) -> Hints | None:
-    """What the run under `workdir` says now, on devices of a kind; None where none has started there.
+    """Return the hints of the run in `workdir` on devices of `kind`; None if no run has started there.
 
-    Before its first fit it says how far it is only.
+    Before its first fit a run reports only how far it is.
     """
     if not journal.segments(workdir / journal.FILE_NAME):
         return None
     records = records_of(workdir)
-    start = next((r for r in reversed(records) if isinstance(r, RunStart)), None)
-    if start is None:
+    starts, windows = of_kind(records, FitStart), of_kind(records, Window)
+    if not starts:
         return None
-    spans = [r for r in records if isinstance(r, Span)]
+    start = starts[-1]
     try:
         learnt = learnt_of(workdir, records, start)
-    except ValueError:  # not measured enough
+    except ValueError:  # not enough has been measured
         learnt = {}
-    limits = limits_of(start, spans, learnt)
-    batch = start.settings.batch
-    last = spans[-1] if spans else None
+    limits = limits_of(start, windows, learnt)
     layouts = tuple(_layout(one, limits[name].span) for name, one in learnt.items())
-    grad = next(iter(learnt.values())).model.grad if learnt else None
     sizes = [one.fit.max_replicas * one.share for one in learnt.values()]
-    fixed = start.settings.policy == "fixed"
     count = _num_devices(records, devices_per_process)
+    now: dict[str, Any] = _now(windows[-1]) if windows else {"progress": 0.0}
     return Hints(
         generation=generation,
         number=max(int(1000 * records[-1].wall), 0),
         kind=kind,
         num_devices=count,
         largest=max([1, *sizes, count if _has_trained(records) else 1]),
-        progress=0.0 if last is None else last.progress,
-        total=start.settings.base_steps,
-        base_batch_size=batch.base,
-        max_global_batch_size=batch.base if fixed else max(batch.max, batch.base),
-        min_global_batch_size=None if fixed else batch.min_global,
-        max_micro_batches=min(batch.max_micro_batches, MOST_COUNTS // max(len(layouts), 1)),
+        total=start.known_settings.base_steps,
         layouts=layouts,
-        grad_sqr=() if grad is None else _numbers(grad.sqr),
-        grad_var=() if grad is None else _numbers(grad.var),
-        noise_confidence=0.0 if last is None else _number(last.noise_confidence) or 0.0,
-        global_batch_size=None if last is None else _size(last.config),
-        throughput=None if last is None else _number(last.throughput),
-        goodput=None if last is None else _number(last.goodput_measured),
         restarts_s=tuple(_restarts(records)[-MOST_RESTARTS:]),
+        **_batch_limits(start, len(layouts)),
+        **_noise(learnt),
+        **now,
     )
+
+
+def _batch_limits(start: FitStart, num_layouts: int) -> dict[str, Any]:
+    settings = start.known_settings
+    batch, is_fixed = settings.batch, settings.policy == "fixed"
+    return {
+        "base_batch_size": batch.base,
+        "max_global_batch_size": batch.base if is_fixed else max(batch.max, batch.base),
+        "min_global_batch_size": None if is_fixed else batch.min_global,
+        "max_micro_batches": min(batch.max_micro_batches, MOST_COUNTS // max(num_layouts, 1)),
+    }
+
+
+def _noise(learnt: Mapping[str, StrategyRecord]) -> dict[str, Any]:
+    """Return the moments of the gradient, which all strategies share."""
+    if not learnt:
+        return {}
+    grad = next(iter(learnt.values())).model.grad
+    return {"grad_sqr": _numbers(grad.sqr), "grad_var": _numbers(grad.var)}
+
+
+def _now(last: Window) -> dict[str, Any]:
+    """Return what a run measured in its last window."""
+    return {
+        "progress": last.progress,
+        "noise_confidence": _number(last.noise_confidence) or 0.0,
+        "global_batch_size": last.config.global_batch_size,
+        "throughput": _number(last.throughput),
+        "goodput": _number(last.goodput_measured),
+    }
 
 
 def _layout(one: StrategyRecord, span: tuple[int, int]) -> LayoutHints:
@@ -88,38 +101,31 @@ def _layout(one: StrategyRecord, span: tuple[int, int]) -> LayoutHints:
 
 
 def _num_devices(records: list[Record], each: int) -> int:
-    """That the run has now."""
+    """Return the number of devices that the run uses now."""
     for record in reversed(records):
-        if isinstance(record, Regrouping):
-            return max(record.num_processes * each, 1)
-        if isinstance(record, RunStart):
-            return max(record.num_devices, 1)
+        if isinstance(record.event, Regrouped):
+            return max(record.event.num_processes * each, 1)
+        if isinstance(record.event, FitStart):
+            return max(record.event.num_devices, 1)
     return 1
 
 
 def _has_trained(records: list[Record]) -> bool:
-    """Whether steps were averaged since its processes changed last."""
-    for record in reversed(records):
-        if isinstance(record, Span):
-            return True
-        if isinstance(record, Regrouping | RunStart):
-            return False
-    return False
+    """Whether the run has trained since its processes last changed."""
+    events = [record.event for record in reversed(records)]
+    last = next((e for e in events if isinstance(e, Window | Regrouped | FitStart)), None)
+    return isinstance(last, Window)
 
 
 def _restarts(records: list[Record]) -> list[float]:
-    """What changes of its processes took, where the one that tells was there before."""
+    """Return the seconds that each change of processes took, without the records of newcomers."""
     return [
         total
-        for record in records
-        if isinstance(record, Regrouping) and record.num_processes_before
-        for total in (_number(sum(record.seconds.values())),)
+        for change in of_kind(records, Regrouped)
+        if change.num_processes_before
+        for total in (_number(sum(change.seconds.values())),)
         if total is not None
     ]
-
-
-def _size(config: BatchConfig) -> int:
-    return config.global_batch_size
 
 
 def _number(value: float) -> float | None:
@@ -127,5 +133,5 @@ def _number(value: float) -> float | None:
 
 
 def _numbers(value: object) -> tuple[float, ...]:
-    """Moments by group; an estimate below 0 is noise about nothing."""
+    """Return moments by group, clipped to what hints may hold: an estimate below 0 is noise around 0."""
     return tuple(min(max(float(x), 0.0), LARGEST) for x in np.atleast_1d(np.asarray(value)))

@@ -1,134 +1,143 @@
-"""The processes of jobs on one node, brought to what the service says, a little at each look.
+"""The processes of jobs on one node, brought step by step to what the service wants.
 
-A job's coordinator is `jaxgoodput run --nnodes MIN:MAX`, and every process of the job is a
-`jaxgoodput agent` of its own, a host as the launcher sees it. So a job gets and loses devices as hosts join
-and leave: the others go on with the state in memory, and nobody restarts. A device passes from one job to
-another when the process of the first has gone.
+The coordinator of a job is `jaxgoodput run --nnodes MIN:MAX`. Each of its processes is a `jaxgoodput agent`
+of its own, which the launcher sees as a host. So a job grows and shrinks as hosts join and leave: the other
+processes keep their state in memory and do not restart. A device passes to another job only once the process
+of the first job has ended.
 """
 
 import errno
 import json
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from jaxgoodput.clock import Clock
 from jaxgoodput.cluster.service.node.process import OutputBuffer, Process
 from jaxgoodput.cluster.service.wire import JobTask, NodeWork, Report
 
-AT = "the job is at "  # what a coordinator says when it listens
+AT = "the job is at "  # a coordinator prints this and its address once it listens
 LONGEST_BACKOFF_S = 30.0
-MOST_REPORTS = 40  # at once, each of up to 12 KB
-MOST_OF_JOB = 64 * 2**10  # bytes of a job's lines at once, as JSON
-CANNOT = 2  # the exit code of what cannot be started
-LATER = 143  # of what can be tried again, as after a save
+MOST_REPORTS = 40  # sent at once, each of up to 12 KB
+MOST_OF_JOB = 64 * 2**10  # bytes of a job's lines sent at once, as JSON
+CANNOT = 2  # exit code of a coordinator that can never start here
+LATER = 143  # exit code of a coordinator that can be started again, as after a save
 LASTING = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.ENOEXEC, errno.E2BIG)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchSettings:
-    """Where the processes are started, and with how much patience."""
+    """How processes are started on a node, and how long they get for each phase."""
 
     node: str
     host: str
-    """By which other nodes reach this one."""
+    """The address of this node for other nodes."""
     grace_s: float = 60.0
-    """From being told to stop to being killed, for saving."""
+    """Time to save between SIGTERM and SIGKILL."""
     join_s: float = 3.0
-    """For which a job that starts waits for more than its least."""
+    """How long a starting job waits for more processes than its minimum."""
     admit_every_s: float = 2.0
     silent_s: float = 10.0
 
 
 @dataclass
 class _Member:
-    """A process of a job."""
+    """A process of a job, and the coordinator that it joined."""
 
     process: Process
     address: str
 
 
 @dataclass
-class _Job:
-    """What a job has here."""
+class _NodeJob:
+    """A job on this node."""
 
     task: JobTask
     coordinator: Process | None = None
     attempt: int = 0
-    """Of the coordinator that was started last."""
-    again_s: float = 0.0
-    """When the next one is started at the earliest."""
-    said: list[str] = field(default_factory=list)
-    """Its last lines."""
-    told: str | None = None
-    """Its address, where it was reported."""
+    """The attempt of the last coordinator started here."""
+    retry_s: float = 0.0
+    """Earliest time to start the next coordinator."""
+    last_lines: list[str] = field(default_factory=list)
+    """The coordinator's last few lines."""
+    reported_address: str | None = None
     members: dict[tuple[int, ...], _Member] = field(default_factory=dict)
+    """Processes by their devices."""
     failures: dict[tuple[int, ...], tuple[int, float]] = field(default_factory=dict)
-    """Of a process in a row, and when it is tried again."""
+    """Consecutive failures by devices, and the time of the next try."""
     lines: OutputBuffer = field(default_factory=OutputBuffer)
     is_over: bool = False
 
+    @property
+    def has_processes(self) -> bool:
+        return self.coordinator is not None or bool(self.members)
+
+    @property
+    def wants_coordinator(self) -> bool:
+        return self.task.coordinates and self.task.runs and not self.is_over
+
 
 class Jobs:
-    """All jobs of a node. `look` does what is to be done now; it is called a few times a second.
+    """All jobs of a node. Call `look` a few times per second: it starts and ends processes as needed.
 
-    `lock`: the descriptor of what processes hold as long as they run.
+    `lock` is a file descriptor that every process inherits, and holds locked while it runs.
     """
 
     def __init__(self, place: LaunchSettings, clock: Clock, lock: int | None = None):
         self._place, self._clock, self._held = place, clock, lock
-        self._jobs: dict[str, _Job] = {}
+        self._jobs: dict[str, _NodeJob] = {}
         self._reports: list[Report] = []
-        self._said = threading.Lock()  # of the reports, to which readers of processes add
-        self._turn = 0  # whose lines come first
+        self._reporting = threading.Lock()  # of `_reports`: threads that read output add to it
+        self._turn = 0  # the job whose lines come first
 
     @property
     def is_idle(self) -> bool:
         """Whether no process is left."""
-        return not any(job.coordinator or job.members for job in self._jobs.values())
+        return not any(job.has_processes for job in self._jobs.values())
 
     @property
     def tasks(self) -> Sequence[JobTask]:
-        """What is being done."""
+        """The tasks that this node works on."""
         return [job.task for job in self._jobs.values() if not job.is_over]
 
     def take(self, work: NodeWork) -> None:
-        """What the service says is to be done."""
+        """Accept the service's list of tasks. Jobs that are not on it are over here."""
         tasks = {task.job: task for task in work.tasks}
         for id_, task in tasks.items():
-            if id_ not in self._jobs or self._jobs[id_].task.secret != task.secret:
-                if id_ in self._jobs and self._has_processes(self._jobs[id_]):
-                    # Another job of that name, which waits until those of all before it have gone.
-                    before = self._jobs.pop(id_)
+            before = self._jobs.get(id_)
+            if before is None or before.task.secret != task.secret:
+                if before is not None and before.has_processes:
+                    # A new job of the same name. Its devices are free only once the old job has ended here.
                     before.is_over = True
+                    del self._jobs[id_]
                     self._jobs[f"{id_} of {before.task.secret}"] = before
-                self._jobs[id_] = _Job(task)
+                self._jobs[id_] = _NodeJob(task)
             self._jobs[id_].task, self._jobs[id_].is_over = task, False
         for id_, job in self._jobs.items():
             if id_ not in tasks:
                 job.is_over = True
 
     def stop(self) -> None:
-        """End everything."""
+        """End all jobs here."""
         for job in self._jobs.values():
             job.is_over = True
 
     def reports(self) -> list[Report]:
-        """What is to be told of coordinators, as many as go at once; whoever takes it has to tell it."""
-        with self._said:
+        """Remove and return the next reports about coordinators. The caller must send them."""
+        with self._reporting:
             found, self._reports = self._reports[:MOST_REPORTS], self._reports[MOST_REPORTS:]
         return found
 
     def give_back(self, reports: Sequence[Report]) -> None:
-        """These could not be told."""
-        with self._said:
+        """Put reports back that could not be sent."""
+        with self._reporting:
             self._reports = [*reports, *self._reports]
 
     def lines(self, most_bytes: int) -> Sequence[tuple[str, OutputBuffer, str]]:
-        """What processes wrote since the last call: of which job, and where it is given back.
+        """Remove and return output, up to `most_bytes` as JSON: for each job its name, buffer and text.
 
-        `most_bytes` is of the JSON of all together. Where that is not enough, the jobs take turns.
+        If not all of it fits, the jobs take turns. Text that cannot be sent goes back into its buffer.
         """
         found, left = [], most_bytes
         jobs = list(self._jobs.values())
@@ -141,76 +150,70 @@ class Jobs:
         return found
 
     def look(self) -> None:
-        """Start what is missing, end what is too much, and take note of what has ended."""
+        """Start what is missing, end what is not wanted, and note what has ended."""
         for job in self._jobs.values():
             self._look_at_coordinator(job)
+            self._note_ends(job)
             self._look_at_members(job)
         self._jobs = {
-            id_: job
-            for id_, job in self._jobs.items()
-            if not job.is_over or self._has_processes(job)
+            id_: job for id_, job in self._jobs.items() if not job.is_over or job.has_processes
         }
 
     # -- the coordinator -------------------------------------------------------------------------
 
-    def _look_at_coordinator(self, job: _Job) -> None:
+    def _look_at_coordinator(self, job: _NodeJob) -> None:
         task = job.task
-        if job.coordinator is not None:
-            code = job.coordinator.code()
-            if code is not None:
-                job.coordinator = None
-                self._report_end(job, code)
-            elif job.is_over or not task.runs or not task.coordinates or task.attempt > job.attempt:
-                job.coordinator.stop(2 * self._place.grace_s)
+        if job.coordinator is None:
+            is_new = task.attempt > job.attempt
+            if job.wants_coordinator and is_new and self._clock.now() >= job.retry_s:
+                self._start_coordinator(job)
             return
-        wanted = task.coordinates and task.runs and not job.is_over
-        if not wanted or task.attempt <= job.attempt or self._clock.now() < job.again_s:
-            return
-        job.attempt, job.said, job.told = task.attempt, [], None
-        place = self._place
-        command = [
-            *(sys.executable, "-m", "jaxgoodput.cli", "run", "--secret-stdin"),
-            *("--nnodes", f"{task.min_processes}:{task.max_processes}", "--local-hosts", "0"),
-            *("--rdzv-endpoint", f"{place.host}:0", "--exclude-slow", "0"),
+        code = job.coordinator.code()
+        if code is not None:
+            job.coordinator = None
+            said = [line for line in job.last_lines if line.startswith("jaxgoodput: ")]
+            why = said[-1].removeprefix("jaxgoodput: ") if said and code else ""
+            self._report(job, code=code, why=why)
+        elif not job.wants_coordinator or task.attempt > job.attempt:
+            job.coordinator.stop(2 * self._place.grace_s)
+
+    def _start_coordinator(self, job: _NodeJob) -> None:
+        task, place = job.task, self._place
+        job.attempt, job.last_lines, job.reported_address = task.attempt, [], None
+        options = [
+            *("run", "--secret-stdin", "--nnodes", f"{task.min_processes}:{task.max_processes}"),
+            *("--local-hosts", "0", "--rdzv-endpoint", f"{place.host}:0", "--exclude-slow", "0"),
             *("--join-s", f"{place.join_s:g}", "--admit-every-s", f"{place.admit_every_s:g}"),
-            *("--grace-s", f"{place.grace_s:g}", "--silent-s", f"{place.silent_s:g}"),
-            *("--", *task.command),
         ]
         try:
-            job.coordinator = self._start(job, command, lambda line: self._hear(job, line))
+            job.coordinator = self._start(job, options, lambda line: self._hear(job, line))
         except OSError as error:
-            # A folder that is missing stays so; processes or memory that are short now come back.
+            # A missing folder stays missing; a lack of processes or memory passes.
             lasts = error.errno in LASTING or isinstance(error, FileNotFoundError)
-            job.again_s = self._clock.now() + LONGEST_BACKOFF_S
+            job.retry_s = self._clock.now() + LONGEST_BACKOFF_S
             job.lines.add(f"jaxgoodput: {place.node}: {error}")
             self._report(job, code=CANNOT if lasts else LATER, why=str(error))
 
-    def _hear(self, job: _Job, line: str) -> None:
-        """A line of the coordinator's; it says where it is, and at its end why it ended."""
+    def _hear(self, job: _NodeJob, line: str) -> None:
+        """Handle a line of the coordinator, which prints its address, and at its end the reason."""
         job.lines.add(line)
-        job.said = [*job.said[-4:], line]
-        if AT in line and job.told is None:
-            job.told = line.split(AT)[1].split(",")[0][:200]
-            self._report(job, address=job.told)
-
-    def _report_end(self, job: _Job, code: int) -> None:
-        said = [line for line in job.said if line.startswith("jaxgoodput: ")]
-        why = said[-1].removeprefix("jaxgoodput: ") if said and code else ""
-        self._report(job, code=code, why=why)
+        job.last_lines = [*job.last_lines[-4:], line]
+        if AT in line and job.reported_address is None:
+            job.reported_address = line.split(AT)[1].split(",")[0][:200]
+            self._report(job, address=job.reported_address)
 
     def _report(
-        self, job: _Job, address: str | None = None, code: int | None = None, why: str = ""
+        self, job: _NodeJob, address: str | None = None, code: int | None = None, why: str = ""
     ) -> None:
         name, attempt = job.task.job, job.attempt
-        with self._said:
-            self._reports.append(
-                Report(job=name, attempt=attempt, address=address, code=code, why=why[:2000])
-            )
+        report = Report(job=name, attempt=attempt, address=address, code=code, why=why[:2000])
+        with self._reporting:
+            self._reports.append(report)
 
     # -- the processes ---------------------------------------------------------------------------
 
-    def _look_at_members(self, job: _Job) -> None:
-        task, now_s = job.task, self._clock.now()
+    def _note_ends(self, job: _NodeJob) -> None:
+        """Remove the processes that have ended, and set when each is started again."""
         for group, member in list(job.members.items()):
             code = member.process.code()
             if code is None:
@@ -218,53 +221,61 @@ class Jobs:
             del job.members[group]
             count = 0 if code in (0, 143) else job.failures.get(group, (0, 0.0))[0] + 1
             wait_s = min(2.0**count, LONGEST_BACKOFF_S) if count else 1.0
-            job.failures[group] = count, now_s + wait_s
-        runs = task.runs and not job.is_over and task.address is not None
-        wanted = set(groups(task.devices, task.devices_per_process)) if runs else set()
+            job.failures[group] = count, self._clock.now() + wait_s
+
+    def _look_at_members(self, job: _NodeJob) -> None:
+        task, now_s = job.task, self._clock.now()
+        address = task.address if task.runs and not job.is_over else None
+        wanted = set[tuple[int, ...]]()
+        if address is not None:
+            wanted = set(groups(task.devices, task.devices_per_process))
         for group, member in job.members.items():
-            if group not in wanted or member.address != task.address:
+            if group not in wanted or member.address != address:
                 member.process.stop(self._place.grace_s + 10.0)
         for group in sorted(wanted - set(job.members)):
-            if now_s < job.failures.get(group, (0, 0.0))[1] or not self._is_free(group):
-                continue
-            assert task.address is not None  # as `runs` says
-            try:
-                process = self._start(job, self._member_command(task, group), job.lines.add)
-            except OSError as error:
-                job.failures[group] = 1, now_s + LONGEST_BACKOFF_S
-                job.lines.add(f"jaxgoodput: {self._place.node}: {error}")
-                continue
-            job.members[group] = _Member(process, task.address)
+            if now_s >= job.failures.get(group, (0, 0.0))[1] and self._is_free(group):
+                assert address is not None  # or no group would be wanted
+                self._start_member(job, group, address)
 
-    def _member_command(self, task: JobTask, group: tuple[int, ...]) -> list[str]:
-        place = self._place
-        return [
-            *(sys.executable, "-m", "jaxgoodput.cli", "agent", "--secret-stdin"),
-            *("--name", f"{place.node}:{group[0]}", "--rdzv-endpoint", task.address or ""),
-            *("--nproc-per-node", "1", "--devices-per-process", str(len(group))),
-            *("--local-devices", ",".join(map(str, group)), "--reconnect-s", "60"),
-            *("--grace-s", f"{place.grace_s:g}", "--silent-s", f"{place.silent_s:g}"),
-            *("--", *task.command),
+    def _start_member(self, job: _NodeJob, group: tuple[int, ...], address: str) -> None:
+        options = [
+            *("agent", "--secret-stdin", "--name", f"{self._place.node}:{group[0]}"),
+            *("--rdzv-endpoint", address, "--nproc-per-node", "1", "--reconnect-s", "60"),
+            *("--devices-per-process", str(len(group))),
+            *("--local-devices", ",".join(map(str, group))),
         ]
+        try:
+            process = self._start(job, options, job.lines.add)
+        except OSError as error:
+            job.failures[group] = 1, self._clock.now() + LONGEST_BACKOFF_S
+            job.lines.add(f"jaxgoodput: {self._place.node}: {error}")
+        else:
+            job.members[group] = _Member(process, address)
 
     def _is_free(self, group: tuple[int, ...]) -> bool:
-        """Whether no process of any job has one of these devices."""
+        """Whether no process of any job uses one of these devices."""
         taken = {index for job in self._jobs.values() for its in job.members for index in its}
         return not taken & set(group)
 
-    def _start(self, job: _Job, command: Sequence[str], on_line) -> Process:
-        task = job.task
+    def _start(
+        self, job: _NodeJob, options: Sequence[str], on_line: Callable[[str], None]
+    ) -> Process:
+        """Start `jaxgoodput` with some options and the job's command. Raises OSError."""
+        task, place = job.task, self._place
+        command = [
+            *(sys.executable, "-m", "jaxgoodput.cli", *options),
+            *("--grace-s", f"{place.grace_s:g}", "--silent-s", f"{place.silent_s:g}"),
+            *("--", *task.command),
+        ]
         return Process(
             command, task.cwd, task.secret, on_line=on_line, clock=self._clock, lock=self._held
         )
 
-    @staticmethod
-    def _has_processes(job: _Job) -> bool:
-        return job.coordinator is not None or bool(job.members)
-
 
 def groups(devices: Sequence[int], each: int) -> list[tuple[int, ...]]:
-    """The devices of each process: whole multiples of `each` first, so that those that stay are the same.
+    """Divide devices among processes of `each` devices.
+
+    Groups that start at a multiple of `each` come first, so that most groups stay the same as devices change.
 
     >>> groups((0, 1, 2, 3), 2), groups((1, 2, 4, 5), 2)
     ([(0, 1), (2, 3)], [(4, 5), (1, 2)])

@@ -1,8 +1,8 @@
-"""One process that a node's agent has started: its lines, its end, and that it does not outlive the agent.
+"""One process that a node's agent has started: its output, its exit code, and its end with the agent.
 
-An agent that is killed cannot end what it started. So the kernel tells these processes to stop when it goes
-(on Linux): they save and leave their jobs. They hold the agent's folder as long as they run, so the agent
-that comes next waits for them and finds the devices free.
+An agent that is killed cannot end its processes. On Linux the kernel therefore sends them SIGTERM when the
+agent dies; they save and leave their jobs. While they run, they hold the lock of the agent's folder, so the
+next agent waits for them and finds the devices free.
 """
 
 import collections
@@ -17,15 +17,20 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 
+from jaxgoodput._worker import Worker
 from jaxgoodput.clock import Clock
 
-_PDEATHSIG = 1  # prctl's option of that name
-MOST_LINES = 2000  # that wait to be told
-LONGEST_LINE = 4000  # bytes; longer ones come in parts, and none is held as a whole
+_PDEATHSIG = 1  # an option of prctl
+MOST_LINES = 2000  # lines that wait to be sent
+LONGEST_LINE = 4000  # bytes; a longer line is split, so that it never fills the memory
 
 
 class Process:
-    """A child with its output as lines, which holds a `lock` too. Raises OSError where it cannot start."""
+    """A child process whose output is read line by line. Raises OSError if it cannot start.
+
+    It receives `secret` on its standard input. `on_line` is called on another thread with each line that it
+    writes. It inherits `lock`, a file descriptor, and holds that lock while it runs.
+    """
 
     def __init__(
         self,
@@ -37,13 +42,14 @@ class Process:
         clock: Clock,
         lock: int | None = None,
     ):
-        self.is_told = False
         self._clock = clock
         self._on_line = on_line
+        self._is_stopping = False
         self._kill_s: float | None = None
         if not pathlib.Path(cwd).is_dir():
             raise FileNotFoundError(
-                f"there is no folder {cwd} here, where the job is to be started"
+                f"there is no folder {cwd} on this node, in which the job should start. Create it on every "
+                "node, or submit the job from a shared folder."
             )
         self._child = subprocess.Popen(
             list(command),
@@ -55,48 +61,48 @@ class Process:
             preexec_fn=die_with_parent(),
             pass_fds=() if lock is None else (lock,),
         )
-        assert self._child.stdin is not None  # as it was started
-        with contextlib.suppress(OSError):  # it has ended already, which its code tells
+        assert self._child.stdin is not None  # it was started with a pipe
+        with contextlib.suppress(OSError):  # it has ended already, which its exit code tells
             self._child.stdin.write(secret.encode() + b"\n")
             self._child.stdin.close()
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
+        self._reader = Worker("process-output", self._read)
 
     def code(self) -> int | None:
-        """Its exit code, minus the signal where one ended it; None while it runs."""
+        """Return the exit code, negative for the signal that ended the process; None while it runs."""
         if self._kill_s is not None and self._clock.now() >= self._kill_s:
             self._signal(signal.SIGKILL)
             self._kill_s = None
         code = self._child.poll()
         if code is not None:
-            self._reader.join(1.0)  # a child of its own may hold the pipe
+            self._reader.join(1.0)  # not for ever: a child of its own may keep the pipe open
         return code
 
     def stop(self, grace_s: float) -> None:
-        """Tell it to stop, once; what is left so much later is killed."""
-        if not self.is_told:
-            self.is_told = True
+        """Send SIGTERM, and SIGKILL if the process still runs after `grace_s`. Idempotent."""
+        if not self._is_stopping:
+            self._is_stopping = True
             self._kill_s = self._clock.now() + grace_s
             self._signal(signal.SIGTERM)
 
     def _signal(self, kind: signal.Signals) -> None:
-        if self._child.poll() is not None:
-            return
-        with contextlib.suppress(ProcessLookupError):
-            if kind == signal.SIGKILL:
-                os.killpg(self._child.pid, kind)
-            else:
-                os.kill(self._child.pid, kind)
+        if self._child.poll() is None:
+            # SIGKILL goes to the whole group, SIGTERM only to the process, which tells its children itself.
+            send = os.killpg if kind == signal.SIGKILL else os.kill
+            with contextlib.suppress(ProcessLookupError):
+                send(self._child.pid, kind)
 
-    def _read(self) -> None:
-        assert self._child.stdout is not None  # as it was started
+    def _read(self, _: Worker) -> None:
+        assert self._child.stdout is not None  # it was started with a pipe
         with self._child.stdout as pipe:
             while line := pipe.readline(LONGEST_LINE):
                 self._on_line(line.decode("utf-8", "replace").rstrip("\r\n"))
 
 
 class OutputBuffer:
-    """What processes wrote and nobody was told yet; of too many the oldest are left out, which is said."""
+    """Output that has not been sent to the service yet. Thread-safe.
+
+    If it grows too long, the oldest lines are dropped, and a line says how many.
+    """
 
     def __init__(self):
         self._lines: collections.deque[str] = collections.deque()
@@ -104,7 +110,7 @@ class OutputBuffer:
         self._lock = threading.Lock()
 
     def add(self, line: str) -> None:
-        """One more, from any thread."""
+        """Add a line."""
         with self._lock:
             self._lines.append(line)
             if len(self._lines) > MOST_LINES:
@@ -112,7 +118,7 @@ class OutputBuffer:
                 self._num_lost += 1
 
     def take(self, most_bytes: int) -> str:
-        """As many as may be told at once, one at least; `most_bytes` is of their JSON."""
+        """Remove and return lines of up to `most_bytes` as JSON in all, but at least one line."""
         with self._lock:
             found, size = [], 0
             if self._num_lost and self._lines:
@@ -124,13 +130,16 @@ class OutputBuffer:
         return "".join(f"{line}\n" for line in found)
 
     def give_back(self, text: str) -> None:
-        """These could not be told."""
+        """Put lines back that could not be sent."""
         with self._lock:
             self._lines.extendleft(reversed(text.splitlines()[-MOST_LINES:]))
 
 
 def die_with_parent() -> Callable[[], None] | None:
-    """Has the kernel send SIGTERM to a child when the thread that started it ends."""
+    """Return a `preexec_fn` that has the kernel send SIGTERM to a child when its starting thread ends.
+
+    Returns None on systems other than Linux, which cannot do this.
+    """
     if not sys.platform.startswith("linux"):
         return None
     prctl = ctypes.CDLL(None).prctl

@@ -1,1 +1,1 @@
-"""From what is known to a plan: tables, policies, and the processes that ask them."""
+"""Plans for a real cluster: the tables of jobs, the decision, and the processes that make it."""

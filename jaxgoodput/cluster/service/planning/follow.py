@@ -1,9 +1,9 @@
-"""Makes the plans: a process that follows the journal, so that no request ever waits for a policy.
+"""The planner: a process that follows the journal and makes plans, so that no request waits for a policy.
 
-    python -m jaxgoodput.cluster.service.planning.follow FOLDER POLICY ...
+    python -m jaxgoodput.cluster.service.planning.follow FOLDER POLICY SHARING MIN_GAP_S MAX_GAP_S RESTART_S
 
-The service writes it a line for every look or question and reads the line that it answers, {} where there is
-no new plan; it ends with its input.
+The service writes one JSON line for each look or question and reads one line as the answer, {} if there is no
+new plan. The process ends with its input.
 """
 
 import argparse
@@ -29,64 +29,64 @@ from jaxgoodput.cluster.service.record.events import (
     NodeJoined,
     PlanMade,
 )
-from jaxgoodput.cluster.service.record.journal import Follower
+from jaxgoodput.cluster.service.record.journal import JournalFollower
 from jaxgoodput.cluster.service.record.state import State, step
 from jaxgoodput.cluster.service.wire import Sharing, Submission
 
-NICE = 5  # whoever waits for an answer comes first
-GIVEN_UP_S = 30.0  # a plan that has not come into the journal by then was not taken
+NICE = 5  # the service itself, which answers requests, goes first
+GIVEN_UP_S = 30.0  # a plan that is not in the journal after this time was not adopted
 
 
 class Planner:
-    """Follows the journal in a folder, and plans when something has happened or it is time."""
+    """Follows the journal in a folder, and plans when something has happened or a plan is due."""
 
     def __init__(self, folder: pathlib.Path, rules: decide.Rules):
-        self._journal = Follower(folder)
+        self._journal = JournalFollower(folder)
         self._rules = rules
         self.state = State()
         self._is_wanted = True
-        self._again_s = 0.0  # not before, after a policy that failed
-        self._waits_for: float | None = (
-            None  # when the plan was made that is not in the journal yet
-        )
+        self._retry_s = 0.0  # earliest time of the next plan after a policy has failed
+        self._in_flight_s: float | None = None  # time of a plan that is not in the journal yet
 
     def follow(self) -> None:
-        """Read what has been written since."""
-        for stamped in self._journal.read(self.state.seq):
-            before, self.state = self.state, step(self.state, stamped)
-            self._is_wanted |= asks(before, stamped.event)
-            if isinstance(stamped.event, PlanMade) and stamped.event.solved_s == self._waits_for:
-                self._waits_for = None
+        """Apply the events that were written since the last call."""
+        for entry in self._journal.read(self.state.seq):
+            before, self.state = self.state, step(self.state, entry)
+            self._is_wanted |= needs_plan(before, entry.event)
+            if isinstance(entry.event, PlanMade) and entry.event.solved_s == self._in_flight_s:
+                self._in_flight_s = None
 
-    def look(self, now_s: float) -> dict[str, Any] | None:
-        """A plan where one is due, as what is to be written, and on what it rests."""
+    def look(self, now_s: float) -> dict[str, Any]:
+        """Return a plan if one is due, as its events and the generations that it assumes; else {}."""
         self.follow()
         state, rules = self.state, self._rules
-        if self._waits_for is not None and now_s < self._waits_for + GIVEN_UP_S:
-            return None
-        soonest_s = 0.0 if state.solved_s is None else state.solved_s + rules.min_gap_s
-        if now_s < (soonest_s if self._is_wanted else max(state.next_solve_s, soonest_s)):
-            return None
-        if now_s < self._again_s:
-            return None
+        if not self._is_due(now_s):
+            return {}
         try:
             found = decide.plan(state, now_s, rules)
-        except (PlanError, ValueError, ArithmeticError) as error:  # nothing changes, and it is said
-            self._again_s = now_s + rules.min_gap_s
+        except (PlanError, ValueError, ArithmeticError) as error:
+            self._retry_s = now_s + rules.min_gap_s
             return {"failed": f"{type(error).__name__}: {error}"}
         self._is_wanted = False
         if found is None:
-            return None
+            return {}
         planned, reasoned = decide.as_events(state, found, now_s)
-        self._waits_for = now_s
+        self._in_flight_s = now_s
         return {
             "planned": encode(planned),
             "base": {id_: state.jobs[id_].allocation.generation for id_ in planned.changes},
             "reasoned": encode(reasoned),
         }
 
+    def _is_due(self, now_s: float) -> bool:
+        if self._in_flight_s is not None and now_s < self._in_flight_s + GIVEN_UP_S:
+            return False
+        last_s, gap_s = self.state.solved_s, self._rules.min_gap_s
+        due_s = max(0.0 if last_s is None else last_s + gap_s, self._retry_s)
+        return now_s >= (due_s if self._is_wanted else max(due_s, self.state.next_solve_s))
+
     def answer(self, question: Mapping[str, Any]) -> dict[str, Any]:
-        """Why, or what if."""
+        """Answer an "explain" or "what-if" question."""
         self.follow()
         now_s = question["now_s"]
         try:
@@ -102,8 +102,8 @@ class Planner:
         return {"answer": encode(said)}
 
 
-def asks(state: State, event: Event) -> bool:
-    """Whether what happened asks for another plan, by the state before it."""
+def needs_plan(state: State, event: Event) -> bool:
+    """Whether an event calls for another plan; `state` is the state before it."""
     match event:
         case JobSubmitted() | JobCancelled() | NodeChanged() | NodeJoined() | CoordinatorEnded():
             return True
@@ -119,7 +119,7 @@ def asks(state: State, event: Event) -> bool:
 
 
 def main(arguments: list[str], lines: TextIO, out: TextIO) -> int:
-    """Answer line by line until there is no more."""
+    """Answer line by line until the input ends; return the exit code."""
     parser = argparse.ArgumentParser(prog="jaxgoodput.cluster.service.planning.follow")
     parser.add_argument("folder", type=pathlib.Path)
     parser.add_argument("policy")
@@ -140,11 +140,10 @@ def main(arguments: list[str], lines: TextIO, out: TextIO) -> int:
     for line in lines:
         asked = json.loads(line)
         if asked["do"] == "look":
-            found = planner.look(asked["now_s"]) or {}
-            print(json.dumps(found), file=out, flush=True)
+            said = planner.look(asked["now_s"])
         else:
             said = {"id": asked["id"], **planner.answer(asked)}
-            print(json.dumps(said), file=out, flush=True)
+        print(json.dumps(said), file=out, flush=True)
     return 0
 
 

@@ -1,7 +1,7 @@
-"""The processes that make plans and answer questions, each a follower of the journal (`follow.py`).
+"""The processes that make plans and answer questions. Each follows the journal (`follow.py`).
 
-One makes the plans. Another answers what is asked, because why a job waits costs as much as dozens of plans,
-and nobody's devices shall wait for that. One that dies is started again.
+One process plans. Another one, the adviser, answers questions: explaining why a job waits costs as much as
+dozens of plans, which must not delay the next plan. A process that dies is started again.
 """
 
 import asyncio
@@ -22,16 +22,16 @@ from jaxgoodput.cluster.service.record.commands import CommandRefused
 from jaxgoodput.cluster.service.record.events import PlanMade, ReasonsGiven
 
 LOOK_S = 0.25
-AGAIN_S = 1.0  # after which a process that died is started again
-MOST_DEATHS = 10  # in a row, without an answer between them
-PLAN_S = 600.0  # a planner that takes longer hangs
+AGAIN_S = 1.0  # pause before a planner that died is started again
+MOST_DEATHS = 10  # consecutive deaths of planners that never answered
+PLAN_S = 600.0  # a planner that takes longer is stuck
 ANSWER_S = 60.0
-MOST_QUESTIONS = 8  # at once
+MOST_QUESTIONS = 8  # in flight at once
 
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyOptions:
-    """How plans are to be made, as it stands on a command line."""
+    """How plans are made, as the command line of a planner says it."""
 
     name: str = "goodput"
     sharing: str = "{}"
@@ -42,21 +42,16 @@ class PolicyOptions:
 
 
 class Planners:
-    """Carries plans from a follower into the book, and questions to another one."""
+    """Carries plans from the planner to the book, and questions to the adviser."""
 
     def __init__(self, book: Book, folder: pathlib.Path, policy: PolicyOptions):
         self.planned = 0
         self.last_error = ""
         self._book = book
         self._command = [
-            *(
-                sys.executable,
-                "-m",
-                "jaxgoodput.cluster.service.planning.follow",
-                str(folder),
-                policy.name,
-            ),
-            *(policy.sharing, str(policy.min_gap_s), str(policy.max_gap_s), str(policy.restart_s)),
+            *(sys.executable, "-m", "jaxgoodput.cluster.service.planning.follow", str(folder)),
+            *(policy.name, policy.sharing),
+            *map(str, (policy.min_gap_s, policy.max_gap_s, policy.restart_s)),
         ]
         self._adviser: asyncio.subprocess.Process | None = None
         self._asked: dict[int, asyncio.Future[dict[str, Any]]] = {}
@@ -65,7 +60,7 @@ class Planners:
         self._reading: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
-        """Have plans made, for ever. Raises ChildProcessError where no planner lives to answer."""
+        """Keep making plans until cancelled. Raises ChildProcessError if no planner survives its start."""
         deaths = 0
         while True:
             process = await self._start()
@@ -89,21 +84,22 @@ class Planners:
             self.last_error = f"the planner {why or f'ended with {process.returncode}'}"
             if deaths >= MOST_DEATHS:
                 raise ChildProcessError(
-                    f"no plan can be made: {deaths} times in a row {self.last_error}, and says above why. "
-                    "Jobs go on with what they have. Start the service again when that is mended."
+                    f"no plan can be made: {deaths} times in a row {self.last_error}. Its own messages above "
+                    "say why. Jobs keep their devices. Start the service again once the cause is repaired."
                 )
             logging.warning("%s; another one is started", self.last_error)
             await asyncio.sleep(AGAIN_S)
 
     async def ask(self, do: str, **fields: Any) -> dict[str, Any]:
-        """The answer to a question, of the adviser. Raises Refused."""
+        """Return the adviser's answer to an "explain" or "what-if" question. Raises CommandRefused."""
         if len(self._asked) >= MOST_QUESTIONS:
             raise CommandRefused(
-                429, "several questions are being answered. Ask again in a few seconds."
+                429,
+                f"{len(self._asked)} questions are being answered already. Ask again in a few seconds.",
             )
         async with self._starting:
             if self._adviser is None or self._adviser.returncode is not None:
-                if self._reading is not None:  # it gives up what the one before was asked
+                if self._reading is not None:  # it fails the questions of the adviser that died
                     await asyncio.wait([self._reading])
                 self._adviser = await self._start()
                 self._reading = asyncio.create_task(self._hear(self._adviser))
@@ -118,7 +114,7 @@ class Planners:
             said = await asyncio.wait_for(answer, ANSWER_S)
         except (TimeoutError, OSError) as error:
             if isinstance(error, TimeoutError):
-                await _end(adviser)  # it would first work through what nobody waits for any more
+                await _end(adviser)  # it would first work through questions that have timed out
             raise CommandRefused(
                 429,
                 f"this question could not be answered within {ANSWER_S:g} s ({error}). The cluster may be "
@@ -138,17 +134,15 @@ class Planners:
             await _end(self._adviser)
 
     async def _start(self) -> asyncio.subprocess.Process:
+        pipe = asyncio.subprocess.PIPE
         return await asyncio.create_subprocess_exec(
-            *self._command,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            limit=2**26,
+            *self._command, stdin=pipe, stdout=pipe, limit=2**26
         )
 
     async def _look(self, process: asyncio.subprocess.Process) -> None:
-        """Ask for a plan, a little after the answer before: no two are ever asked for at once."""
+        """Ask for a plan, shortly after the last answer, so that only one request is ever in flight."""
         await asyncio.sleep(LOOK_S)
-        with contextlib.suppress(OSError):  # it has ended, which its reader sees
+        with contextlib.suppress(OSError):  # it has died, which the reader of its answers notices
             _send(process, {"do": "look", "now_s": self._book.timeline.now()})
 
     async def _adopt(self, message: dict[str, Any]) -> None:
@@ -175,24 +169,24 @@ class Planners:
 
 
 def _send(process: asyncio.subprocess.Process, message: dict[str, Any]) -> None:
-    assert process.stdin is not None  # as it was started
+    assert process.stdin is not None  # it was started with a pipe
     process.stdin.write(json.dumps(encode(message)).encode() + b"\n")
 
 
 async def _messages(
     process: asyncio.subprocess.Process, limit_s: float | None = None
 ) -> AsyncIterator[dict[str, Any]]:
-    """Its lines until it ends. Raises TimeoutError where the next takes longer than the limit."""
-    assert process.stdout is not None  # as it was started
+    """Yield a process's messages until it ends. Raises TimeoutError if one takes longer than the limit."""
+    assert process.stdout is not None  # it was started with a pipe
     while True:
         line = await asyncio.wait_for(process.stdout.readline(), limit_s)
-        if not line.endswith(b"\n"):  # it has ended, perhaps in the midst of a line
+        if not line.endswith(b"\n"):  # it has ended, possibly in the middle of a line
             return
         yield json.loads(line)
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    assert process.stdin is not None  # as it was started
+    assert process.stdin is not None  # it was started with a pipe
     process.stdin.close()
     if process.returncode is None:
         process.kill()

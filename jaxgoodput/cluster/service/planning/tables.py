@@ -1,9 +1,10 @@
-"""What a job would do on every shape of devices, from what it told of itself: the tables of a policy.
+"""Goodput tables: what a job would do on every shape, from what it has reported of itself.
 
-Each of its layouts keeps the devices that share one replica and has as many replicas as there is room for;
-on each shape the best of them counts, with the batch that is best there. Where a job cannot be asked, or has
-not measured enough yet, more devices are taken to be worth as much more, up to twice as many as it has been
-seen on; one that is to tell of itself gets no more before its first steps.
+Each layout that a job has measured keeps the number of devices that share one replica, and uses as many
+replicas as there is room for. The table takes, for each shape, the best layout with its best batch.
+
+A job that cannot report, or has not measured enough yet, is assumed to scale linearly, up to twice the
+largest number of devices that it has run on. If the job will report, it grows only after its first steps.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,55 +19,67 @@ from jaxgoodput.goodput.perf import PerfParams, Placement
 from jaxgoodput.goodput.search import BatchLimits, goodput_table
 from jaxgoodput.specs import Hints, LayoutHints, Shape
 
-GROWTH = 2.0  # of the largest size that was seen: the most that is believed
-SEEN_S = 30.0  # a job that tells nothing has been seen on a size that it held for so long
+GROWTH = 2.0  # a table extends to this multiple of the largest size that a job has run on
+SEEN_S = 30.0  # a job that reports nothing has run on a size if it held it this long
 
 
 @dataclass(frozen=True, kw_only=True)
 class GoodputTable:
-    """A job's goodput by shape, and how wrong it may be where that is known."""
+    """A job's goodput by shape, with the error of the model if that is known."""
 
     goodput: Mapping[Shape, float]
     error: Mapping[Shape, float]
+    """RMS log error, for shapes whose goodput follows from measurements on their kind of device."""
     largest: int
-    """The largest size, in devices, that it has been seen on; 0: none."""
+    """The largest number of devices that the job has run on; 0 if it has not run."""
 
 
 def table_of(entry: JobEntry, offered: Sequence[Shape], now_s: float) -> GoodputTable:
-    """What a job would do on the shapes that it may have."""
-    spec, hints = entry.spec, entry.hints
-    each = entry.submission.devices_per_process
-    least = spec.num_devices if spec.mode == "rigid" else spec.min_devices
-    most = spec.num_devices if spec.mode == "rigid" else spec.max_devices
-    assert least is not None and most is not None  # as JobSpec checks
-    mine = [
+    """Return the table of a job over those of the offered shapes that the job may have."""
+    hints = entry.hints
+    shapes = _allowed(entry, offered)
+    largest = max(_seen(entry, now_s), 0 if hints is None else hints.largest)
+    if entry.spec.mode != "adaptive":
+        return _linear(shapes, largest)
+    if hints is not None and hints.layouts and hints.grad_sqr:
+        return _measured(hints, shapes, largest)
+    smallest = min((shape.num_devices for shape in shapes), default=0)
+    if not largest:
+        return _constant([shape for shape in shapes if shape.num_devices == smallest], largest)
+    # A job that still compiles has measured nothing; on other devices it would have to compile again.
+    reports = entry.submission.workdir is not None
+    is_compiling = reports and (hints is None or hints.progress == 0)
+    widest = max(largest if is_compiling else GROWTH * largest, smallest)
+    return _linear([shape for shape in shapes if shape.num_devices <= widest], largest)
+
+
+def _allowed(entry: JobEntry, offered: Sequence[Shape]) -> list[Shape]:
+    """Return the shapes that hold a whole number of processes on every node and fit the job's limits."""
+    spec, each = entry.spec, entry.submission.devices_per_process
+    is_rigid = spec.mode == "rigid"
+    least = spec.num_devices if is_rigid else spec.min_devices
+    most = spec.num_devices if is_rigid else spec.max_devices
+    assert least is not None and most is not None  # JobSpec checks this
+    return [
         shape
         for shape in offered
         if least <= shape.num_devices <= most
-        and shape.num_devices % shape.num_nodes == 0
-        and shape.num_devices // shape.num_nodes % each == 0
+        and shape.num_devices % (shape.num_nodes * each) == 0
         and (spec.kinds is None or shape.kind in spec.kinds)
     ]
-    largest = max(_seen(entry, now_s), 0 if hints is None else hints.largest)
-    if spec.mode != "adaptive":
-        return GoodputTable(
-            goodput={s: float(s.num_devices) for s in mine}, error={}, largest=largest
-        )
-    if hints is None or not hints.layouts or not hints.grad_sqr:
-        smallest = min((s.num_devices for s in mine), default=0)
-        # One that compiles has measured nothing, and would have to begin that anew.
-        tells = entry.submission.workdir is not None
-        begins = tells and (hints is None or hints.progress == 0)
-        widest = max(largest if begins else GROWTH * largest, smallest)
-        found = {s: float(s.num_devices) for s in mine if s.num_devices <= widest}
-        if not largest:
-            found = {s: 1.0 for s in found if s.num_devices == smallest}
-        return GoodputTable(goodput=found, error={}, largest=largest)
-    return _told(hints, mine, largest)
+
+
+def _linear(shapes: Sequence[Shape], largest: int) -> GoodputTable:
+    goodput = {shape: float(shape.num_devices) for shape in shapes}
+    return GoodputTable(goodput=goodput, error={}, largest=largest)
+
+
+def _constant(shapes: Sequence[Shape], largest: int) -> GoodputTable:
+    return GoodputTable(goodput=dict.fromkeys(shapes, 1.0), error={}, largest=largest)
 
 
 def _seen(entry: JobEntry, now_s: float) -> int:
-    """The largest size that a job has held for a while."""
+    """Return the largest number of devices that a job has held for `SEEN_S`."""
     sizes = [
         sum(map(len, held.devices.values()))
         for held in entry.past
@@ -75,30 +88,32 @@ def _seen(entry: JobEntry, now_s: float) -> int:
     return max(sizes, default=0)
 
 
-def _told(hints: Hints, mine: Sequence[Shape], largest: int) -> GoodputTable:
-    smallest = min((s.num_devices for s in mine), default=0)
+def _measured(hints: Hints, shapes: Sequence[Shape], largest: int) -> GoodputTable:
+    """Return the table that follows from a job's measurements, up to `GROWTH` times its largest size."""
+    smallest = min((shape.num_devices for shape in shapes), default=0)
     widest = max(GROWTH * largest, smallest)
-    asked = [shape for shape in mine if shape.num_devices <= widest]
     best: dict[Shape, tuple[float, float]] = {}
     for layout in hints.layouts:
+        each = layout.devices_per_replica
         fits = [
-            s
-            for s in asked
-            if s.num_devices % layout.devices_per_replica == 0
-            and s.num_devices // layout.devices_per_replica >= s.num_nodes
+            shape
+            for shape in shapes
+            if shape.num_devices <= widest
+            and shape.num_devices % each == 0
+            and shape.num_devices // each >= shape.num_nodes
         ]
         if not fits:
             continue
         model, limits = _model(hints, layout)
         placements = Placement(
-            num_nodes=np.array([s.num_nodes for s in fits]),
-            num_replicas=np.array([s.num_devices // layout.devices_per_replica for s in fits]),
+            num_nodes=np.array([shape.num_nodes for shape in fits]),
+            num_replicas=np.array([shape.num_devices // each for shape in fits]),
         )
         for shape, value in zip(fits, goodput_table(model, limits, placements), strict=True):
             if np.isfinite(value) and value > best.get(shape, (0.0, 0.0))[0]:
                 best[shape] = float(value), layout.error
-    known = {s: e for s, (_, e) in best.items() if s.kind == hints.kind and e > 0}
-    return GoodputTable(goodput={s: g for s, (g, _) in best.items()}, error=known, largest=largest)
+    error = {s: e for s, (_, e) in best.items() if s.kind == hints.kind and e > 0}
+    return GoodputTable(goodput={s: g for s, (g, _) in best.items()}, error=error, largest=largest)
 
 
 def _model(hints: Hints, layout: LayoutHints) -> tuple[GoodputModel, BatchLimits]:

@@ -1,1 +1,1 @@
-"""What is known of a cluster: events, the state that they make, the journal that keeps them."""
+"""The record of a cluster: events, the state that they make up, and the journal that stores them."""

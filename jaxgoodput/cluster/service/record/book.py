@@ -1,14 +1,14 @@
-"""The one owner of the state: requests become events, events go to the journal, and then they are true.
+"""The only owner of the state: requests become events, and an event counts once it is in the journal.
 
-All that wants to change something waits in one line. What has gathered there is decided against the state in
-order, written in one transaction, and answered when the disk has it; so a hundred requests cost one `fsync`,
-and nobody ever sees what a crash could undo.
+All requests that change something wait in one queue. The book takes everything that has gathered there,
+decides it in order against the state, writes all events in one transaction, and answers once they are on the
+disk. So a hundred requests cost one `fsync`, and no caller ever sees an event that a crash could undo.
 """
 
 import asyncio
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -35,10 +35,10 @@ Show = Callable[[State, Outcome], str]
 
 
 class Timeline:
-    """The service's own clock: seconds since its first start, which go on only, whatever the wall clock does.
+    """The service's own clock: seconds since its first start, which never go back.
 
-    While the service was down as much time passes as the wall clock says; where that is less than nothing or
-    more than a day, the clock has been changed meanwhile, and none does.
+    While the service is down, the wall clock counts. If that says that the service was down for less than
+    nothing or more than a day, the wall clock was probably changed, and the time is not counted.
     """
 
     def __init__(self, clock: Clock, last_s: float, last_wall: float):
@@ -47,15 +47,15 @@ class Timeline:
         down_s = clock.wall() - last_wall if last_wall else 0.0
         if not 0.0 <= down_s <= MOST_DOWN_S:
             logging.warning(
-                "the wall clock says that the service was down for %.0f s: it was changed, or the service "
-                "was away for long. That time is not counted.",
+                "by the wall clock the service was down for %.0f s. Either the clock was changed or the "
+                "service was down for long; this time is not counted.",
                 down_s,
             )
             down_s = 0.0
         self._base_s = last_s + down_s
 
     def now(self) -> float:
-        """Seconds."""
+        """Seconds since the first start."""
         return self._base_s + self._clock.now() - self._began
 
     def wall(self) -> float:
@@ -65,7 +65,7 @@ class Timeline:
 
 @dataclass
 class _Asked:
-    """A request in the line."""
+    """A request in the queue."""
 
     decide: Decide
     show: Show
@@ -76,18 +76,18 @@ class _Asked:
 
 
 class Book:
-    """`state` is what the journal has; `ask` changes it, and `changed` waits for a change."""
+    """Holds the `state` that the journal has; `ask` changes it, and `changed` waits for a change."""
 
     def __init__(self, journal: ClusterJournal, clock: Clock):
         self.state, last_wall = journal.replay()
         self.timeline = Timeline(clock, self.state.at_s, last_wall)
         self.is_closing = False
-        """Whether the service is about to end: who waits for a change is answered at once."""
+        """Whether the service is about to end, so that no request should wait for a change."""
         self.num_events = 0
-        self.commit_s = 0.0  # in all
+        self.commit_s = 0.0  # total time spent on transactions
         self._clock = clock
         self._journal = journal
-        self._line: asyncio.Queue[_Asked] = asyncio.Queue(MOST_WAITING)
+        self._queue: asyncio.Queue[_Asked] = asyncio.Queue(MOST_WAITING)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="journal")
         self._waiting: dict[str, set[asyncio.Future[None]]] = {}
 
@@ -100,21 +100,22 @@ class Book:
         request: str | None = None,
         body: bytes = b"",
     ) -> tuple[int, str]:
-        """Status and body of the answer, once all that happened is on the disk.
+        """Decide on a request; return the answer's status and body once its events are on the disk.
 
-        With `request`, its second coming with the same `body` gets the first one's answer. Raises Refused.
+        If `request` (an idempotency key) was answered before with the same `body`, that answer is returned
+        and nothing happens. Raises CommandRefused.
         """
-        if self._line.full():
+        if self._queue.full():
             raise CommandRefused(
-                429, "too many requests wait for the journal. Send it again in a second."
+                429, "too many requests wait for the journal. Send this one again in a second."
             )
         done: asyncio.Future[tuple[int, str]] = asyncio.get_running_loop().create_future()
         digest = hashlib.sha256(body).hexdigest()[:32] if request is not None else ""
-        await self._line.put(_Asked(decide, show, request, digest, status, done))
+        await self._queue.put(_Asked(decide, show, request, digest, status, done))
         return await done
 
     async def changed(self, key: str, wait_s: float) -> None:
-        """Return when "job NAME" or "node NAME" has changed, or so much later."""
+        """Return when "job NAME" or "node NAME" has changed, or after `wait_s` seconds."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(key, set()).add(future)
         try:
@@ -127,18 +128,16 @@ class Book:
                 self._waiting.pop(key, None)
 
     def release(self) -> None:
-        """Answer all who wait for a change; the service is about to end."""
+        """Wake everything that waits for a change, because the service is about to end."""
         self.is_closing = True
-        for future in [f for waiting in self._waiting.values() for f in waiting]:
-            if not future.done():
-                future.set_result(None)
+        self._wake(list(self._waiting))
 
     async def run(self) -> None:
-        """Serve the line, for ever."""
+        """Serve the queue until cancelled."""
         while True:
-            batch = [await self._line.get()]
-            while len(batch) < MOST_AT_ONCE and not self._line.empty():
-                batch.append(self._line.get_nowait())
+            batch = [await self._queue.get()]
+            while len(batch) < MOST_AT_ONCE and not self._queue.empty():
+                batch.append(self._queue.get_nowait())
             await self._serve(batch)
 
     async def _serve(self, batch: list[_Asked]) -> None:
@@ -146,88 +145,103 @@ class Book:
         before = state = self.state
         events: list[Event] = []
         answers: list[tuple[_Asked, tuple[int, str] | Exception]] = []
-        place = self._journal.last
         for asked in batch:
             try:
-                found, answer = self._decided(asked, state, place + len(events), at_s, wall)
-                for stamped in found:
-                    state = step(state, stamped)
-                    events.append(stamped.event)
-                answers.append((asked, answer))
+                seq = self._journal.last + len(events)
+                state, found, answer = _decided(asked, state, seq, at_s, wall)
+                events += found
             except CommandRefused as error:
-                answers.append((asked, error))
-            except Exception as error:  # a defect costs its own request, never those beside it
+                answer = error
+            except Exception as error:  # a defect fails its own request, not the rest of the batch
                 logging.exception("a request could not be decided")
-                answers.append((asked, error))
+                answer = error
+            answers.append((asked, answer))
         if events:
-            begun_s = self._clock.now()
-            loop = asyncio.get_running_loop()
-            try:
-                await loop.run_in_executor(self._writer, self._journal.append, events, at_s, wall)
-            except DiskFull as error:
-                logging.error("%s", error)
-                refused = CommandRefused(507, str(error))
-                answers = [(asked, refused) for asked, _ in answers]
+            full = await self._write(events, at_s, wall)
+            if full is not None:
+                answers = [(asked, full) for asked, _ in answers]
                 state = before
-            else:
-                self.num_events += len(events)
-            self.commit_s += self._clock.now() - begun_s
         self.state = state
-        for key in _changed_keys(before, state) if state is not before else ():
-            for future in self._waiting.get(key, ()):
-                if not future.done():
-                    future.set_result(None)
+        if state is not before:
+            self._wake(_changed_keys(before, state))
         for asked, answer in answers:
-            if asked.done.done():  # whoever asked has gone
+            if asked.done.done():  # the caller has disconnected
                 continue
             if isinstance(answer, Exception):
                 asked.done.set_exception(answer)
             else:
                 asked.done.set_result(answer)
 
-    def _decided(
-        self, asked: _Asked, state: State, place: int, at_s: float, wall: float
-    ) -> tuple[list[JournalEntry], tuple[int, str]]:
-        """The events of one request, and its answer. Raises Refused."""
-        if asked.request is not None and asked.request in state.answers:
-            known = state.answers[asked.request]
-            if known.digest != asked.digest:
-                raise CommandRefused(
-                    409,
-                    "a request of this id asked for something else. Give every request an id of its own.",
-                )
-            return [], (known.status, known.body)
-        outcome = asked.decide(state)
-        found: list[JournalEntry] = []
-        for event in outcome.events:
-            _check(event)
-            found.append(JournalEntry(place + len(found) + 1, at_s, wall, event))
-            state = step(state, found[-1])
-        body = asked.show(state, outcome)
-        if asked.request is not None:
-            answered = RequestAnswered(
-                request=asked.request, digest=asked.digest, status=asked.status, body=body
-            )
-            found.append(JournalEntry(place + len(found) + 1, at_s, wall, answered))
-        return found, (asked.status, body)
+    async def _write(self, events: list[Event], at_s: float, wall: float) -> CommandRefused | None:
+        """Write events to the journal; return the refusal of the whole batch if the disk is full."""
+        begun_s = self._clock.now()
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.run_in_executor(self._writer, self._journal.append, events, at_s, wall)
+        except DiskFull as error:
+            logging.error("%s", error)
+            return CommandRefused(507, str(error))
+        finally:
+            self.commit_s += self._clock.now() - begun_s
+        self.num_events += len(events)
+        return None
+
+    def _wake(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            for future in self._waiting.get(key, ()):
+                if not future.done():
+                    future.set_result(None)
 
     def close(self) -> None:
-        """Let go of the journal."""
+        """Close the journal."""
         self._writer.shutdown()
         self._journal.close()
 
 
+def _decided(
+    asked: _Asked, state: State, seq: int, at_s: float, wall: float
+) -> tuple[State, list[Event], tuple[int, str]]:
+    """Return the state after a request, its events and its answer. `seq` is the last position so far.
+
+    Raises CommandRefused.
+    """
+    if asked.request is not None and asked.request in state.answers:
+        known = state.answers[asked.request]
+        if known.digest != asked.digest:
+            raise CommandRefused(
+                409,
+                "another request with this idempotency key asked for something else. Give every request its "
+                "own key.",
+            )
+        return state, [], (known.status, known.body)
+    outcome = asked.decide(state)
+    events: list[Event] = list(outcome.events)
+    for number, event in enumerate(events, 1):
+        _check(event)
+        state = step(state, JournalEntry(seq + number, at_s, wall, event))
+    body = asked.show(state, outcome)
+    if asked.request is not None:
+        answered = RequestAnswered(
+            request=asked.request, digest=asked.digest, status=asked.status, body=body
+        )
+        events.append(answered)
+        state = step(state, JournalEntry(seq + len(events), at_s, wall, answered))
+    return state, events, (asked.status, body)
+
+
 def _check(event: Event) -> None:
-    """Raises Refused for an event that could be written and not be read back."""
+    """Check that an event can be read back. Raises CommandRefused."""
     try:
         from_text(type(event).__name__, to_text(event))
     except ValueError as error:
         raise CommandRefused(
-            409, f"this could be written, but not be read again: {error}. Nothing was done."
+            409,
+            f"the journal could not be read again after this request: {error}. Nothing was done.",
         ) from None
 
 
 def _changed_keys(before: State, after: State) -> Iterator[str]:
+    """Yield "node NAME" and "job NAME" for everything that differs between two states."""
     for name, entry in after.nodes.items():
         if before.nodes.get(name) is not entry:
             yield f"node {name}"

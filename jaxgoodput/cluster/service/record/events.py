@@ -1,10 +1,11 @@
-"""What can happen to a cluster: the records of the journal, of which its state is the sum.
+"""The events of a cluster. The journal stores them in order, and together they make up the state.
 
-An event is what was decided, never a wish: it is written once it is certain to be allowed, and reading it
-again changes the state in the same way, whatever the clock then says.
+An event is a decision, not a request: it is written only once it is allowed. Applying it again changes the
+state in the same way, whatever the clock says by then.
 """
 
 import json
+import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -16,7 +17,7 @@ from jaxgoodput.specs import Allocation, Hints, Node
 
 @dataclass(frozen=True, kw_only=True)
 class NodeJoined:
-    """The agent of a node has come, or come back."""
+    """The agent of a node has joined, or joined again."""
 
     node: Node
     instance: str
@@ -24,34 +25,34 @@ class NodeJoined:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeChanged:
-    """A node is up, draining or down; its jobs lose what was on one that is down."""
+    """A node is now up, draining or down. If it is down, jobs lose the devices that they held there."""
 
     name: str
     state: Literal["up", "draining", "down"]
     why: str
     silent: bool = False
-    """Down because nothing was heard of it: up again as soon as something is."""
+    """Whether it is down only because it sent no heartbeat; the next one brings it back."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobSubmitted:
-    """A job has come."""
+    """A user has submitted a job."""
 
     submission: Submission
     secret: str
-    """Of its processes."""
+    """The secret that the job's processes share."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobCancelled:
-    """Its user takes a job away."""
+    """A user has cancelled a job."""
 
     job: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class HintsReceived:
-    """A job has told of itself; only its newest hints are kept."""
+    """A job has reported its measurements. Only the newest hints of a job are stored."""
 
     job: str
     hints: Hints
@@ -59,7 +60,7 @@ class HintsReceived:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanMade:
-    """A plan is being carried out: jobs that get other devices than they had."""
+    """A new plan is in force: some jobs hold other devices than before."""
 
     changes: Mapping[str, Allocation]
     solved_s: float
@@ -68,14 +69,14 @@ class PlanMade:
 
 @dataclass(frozen=True, kw_only=True)
 class ReasonsGiven:
-    """Why every job has what it has, by the last plan."""
+    """The last plan explains, for each job, why the job holds its devices."""
 
     reasons: Mapping[str, str]
 
 
 @dataclass(frozen=True, kw_only=True)
 class CoordinatorListening:
-    """The coordinator of a job listens."""
+    """The coordinator of a job listens at an address."""
 
     job: str
     attempt: int
@@ -84,7 +85,7 @@ class CoordinatorListening:
 
 @dataclass(frozen=True, kw_only=True)
 class CoordinatorEnded:
-    """The coordinator of a job has ended, and with it the job, or this attempt at it."""
+    """The coordinator of a job has ended, and with it the job or one attempt to run it."""
 
     job: str
     attempt: int
@@ -94,12 +95,12 @@ class CoordinatorEnded:
 
 @dataclass(frozen=True, kw_only=True)
 class RequestAnswered:
-    """A request that may come again has been answered: then it gets the same answer."""
+    """A request with an idempotency key was answered. If it comes again, it gets the same answer."""
 
     request: str
-    """With who made it."""
+    """The idempotency key, with the caller and the path."""
     digest: str
-    """Of what it asked for."""
+    """The digest of the request's body."""
     status: int
     body: str
 
@@ -117,18 +118,12 @@ Event: TypeAlias = (
     | RequestAnswered
 )
 
-KINDS: Mapping[str, type[Event]] = {
-    kind.__name__: kind
-    for kind in (
-        *(NodeJoined, NodeChanged, JobSubmitted, JobCancelled, HintsReceived),
-        *(PlanMade, ReasonsGiven, CoordinatorListening, CoordinatorEnded, RequestAnswered),
-    )
-}
+KINDS: Mapping[str, type[Event]] = {kind.__name__: kind for kind in typing.get_args(Event)}
 
 
 @dataclass(frozen=True)
 class JournalEntry:
-    """An event with its place in the journal, and when it was."""
+    """An event with its position in the journal and its time."""
 
     seq: int
     at_s: float
@@ -139,25 +134,25 @@ class JournalEntry:
 
 
 def to_text(event: Event) -> str:
-    """An event as JSON."""
+    """Return an event as JSON."""
     return json.dumps(encode(event), allow_nan=False, separators=(",", ":"))
 
 
 def from_text(kind: str, text: str) -> Event:
-    """What `to_text` wrote. Raises ValueError where it is something else."""
+    """Read an event of a given kind from its JSON. Raises ValueError if the text is not such an event."""
     if kind not in KINDS:
-        raise ValueError(f"there is no event {kind!r}; there are {', '.join(KINDS)}")
+        raise ValueError(f"there is no event {kind!r}; the events are {', '.join(KINDS)}")
     return decode(parse(text), KINDS[kind], kind)
 
 
 def key_of(event: Event) -> str | None:
-    """Events of one key take each other's place: only the newest is kept.
+    """Return the key of an event that replaces earlier events of the same key, or None.
 
-    >>> key_of(Reasoned(reasons={}))
+    >>> key_of(ReasonsGiven(reasons={}))
     'reasons'
     """
     if isinstance(event, HintsReceived):
         return f"hints {event.job}"
-    if isinstance(event, PlanMade) and not event.changes:  # it says when it was made only
+    if isinstance(event, PlanMade) and not event.changes:  # it only tells when it was made
         return "plan"
     return "reasons" if isinstance(event, ReasonsGiven) else None

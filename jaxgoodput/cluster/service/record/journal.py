@@ -1,9 +1,9 @@
-"""What has happened, on a disk: nothing that was acknowledged is lost, whenever this process is killed.
+"""The journal of a cluster: an acknowledged event survives, whenever the service is killed.
 
-One table of SQLite with a write-ahead log, each row with a sum of its own. What takes the place of an older
-row of its key (a job's hints) removes that row in the same transaction, so the file stays small, and reading
-what is left gives the same state. A row that is not what was written stops the reading at its place; `repair`
-keeps everything before it.
+It is one SQLite table with a write-ahead log, and each row carries a checksum. An event that replaces an
+earlier one with the same key (such as a job's hints) deletes that row in the same transaction. So the file
+stays small, and replaying the rows that are left gives the same state. A damaged row stops the replay at its
+position; `repair` keeps everything before it.
 """
 
 import contextlib
@@ -22,64 +22,64 @@ from jaxgoodput.cluster.service.record.state import State, step
 FILE = "journal.db"
 FORMAT = 1
 
-_TABLE = """
+_SCHEMA = """
 create table if not exists events (
     seq integer primary key autoincrement,
     at real not null, wall real not null,
     kind text not null, body text not null, key text, sum text not null
-)"""
-_INDEX = "create index if not exists by_key on events (key) where key is not null"
+);
+create index if not exists by_key on events (key) where key is not null;
+"""
 _INSERT = "insert into events values (?, ?, ?, ?, ?, ?, ?)"
 _ROWS = "select seq, at, wall, kind, body, sum from events where seq > ? order by seq"
 
 
 class CorruptJournalError(Exception):
-    """The journal is not what was written, from a place on."""
+    """The journal differs from what was written, from a position on."""
 
-    def __init__(self, path: pathlib.Path, place: int, why: str):
-        self.place = place
-        """Of the first row that cannot be read; all before it can."""
+    def __init__(self, path: pathlib.Path, position: int, why: str):
+        self.position = position
+        """The position of the first row that cannot be read."""
         super().__init__(
-            f"the journal {path} cannot be read from place {place} on: {why}. Nothing was changed. Keep all "
-            f"before it with `jaxgoodput serve --folder {path.parent} --repair`; what was written later is "
-            "set aside and lost to the service."
+            f"the journal {path} cannot be read from position {position} on: {why}. Nothing was changed. "
+            f"To keep everything before it, run `jaxgoodput serve --folder {path.parent} --repair`; later "
+            "events are set aside and the service forgets them."
         )
 
 
 class DiskFull(Exception):
-    """The disk takes no more; nothing of the transaction was written."""
+    """The disk is full. Nothing of the transaction was written."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RepairReport:
-    """What a repair has kept."""
+    """The result of a repair."""
 
     kept: int
-    """Events."""
-    place: int | None
-    """Of the first row that could not be read; None: all could."""
+    """The number of events that were kept."""
+    position: int | None
+    """The position of the first row that could not be read; None if all rows are sound."""
     aside: pathlib.Path | None
-    """Where the journal as it was is now."""
+    """The copy of the damaged journal; None if nothing was changed."""
 
 
 class ClusterJournal:
-    """Appends events, many at once; `append` returns when they are on the disk.
+    """Writes events to the journal in `folder`, and replays them.
 
-    One process writes at a time, from one thread at a time. Raises Corrupt where the file is no journal.
+    Only one process may write, from one thread at a time. The file may grow to `most_bytes`, by default as
+    far as the disk has room. Raises CorruptJournalError if the file is not a journal.
     """
 
     def __init__(self, folder: pathlib.Path, *, most_bytes: int | None = None):
         self.path = folder / FILE
-        """Where it is; it may grow to `most_bytes`, or as far as the disk has room."""
-        _own(self.path)
+        _create(self.path)
         self._connection = sqlite3.connect(
             self.path, isolation_level=None, check_same_thread=False, timeout=10.0
         )
         try:
             self._connection.execute("pragma journal_mode = wal")
             self._connection.execute("pragma synchronous = full")
-            self._connection.execute(_TABLE)
-            self._connection.execute(_INDEX)
+            self._connection.executescript(_SCHEMA)
             if most_bytes is not None:
                 (page,) = self._connection.execute("pragma page_size").fetchone()
                 self._connection.execute(f"pragma max_page_count = {most_bytes // page}")
@@ -91,31 +91,32 @@ class ClusterJournal:
             if _is_full(error):
                 raise DiskFull(_full(self.path, error)) from None
             raise CorruptJournalError(self.path, 1, str(error)) from None
+        # SQLite remembers the last position even after that row was deleted.
         row = self._connection.execute("select seq from sqlite_sequence").fetchone()
-        self.last = row[0] if row else 0  # the place given last, be its row there or not
+        self.last = row[0] if row else 0
         if version not in (0, FORMAT):
             self._connection.close()
             raise ValueError(
-                f"the journal {self.path} has format {version}; this program writes {FORMAT}. Start the "
-                "service with the program that wrote it."
+                f"the journal {self.path} has format {version}; this program writes format {FORMAT}. Start "
+                "the service with the program that wrote the journal."
             )
 
     def append(self, events: Sequence[Event], at_s: float, wall: float) -> list[JournalEntry]:
-        """Write events, all or none, and return them with their places, once they are on the disk.
+        """Write all events in one transaction; return them with their positions once they are on the disk.
 
-        Raises DiskFull where there is no room for them.
+        Raises DiskFull, and writes nothing, if there is no room for all of them.
         """
-        found = [
+        entries = [
             JournalEntry(self.last + i, at_s, wall, event) for i, event in enumerate(events, 1)
         ]
         connection = self._connection
         try:
             connection.execute("begin immediate")
-            for stamped in found:
-                key = key_of(stamped.event)
+            for entry in entries:
+                key = key_of(entry.event)
                 if key is not None:
                     connection.execute("delete from events where key = ?", (key,))
-                connection.execute(_INSERT, _row(stamped))
+                connection.execute(_INSERT, _row(entry))
             connection.execute("commit")
         except BaseException as error:
             if connection.in_transaction:
@@ -123,58 +124,71 @@ class ClusterJournal:
             if isinstance(error, sqlite3.OperationalError) and _is_full(error):
                 raise DiskFull(_full(self.path, error)) from None
             raise
-        self.last += len(found)
-        return found
+        self.last += len(entries)
+        return entries
 
-    def replay(self, state: State | None = None) -> tuple[State, float]:
-        """The state that all events make, and the wall time of the last; Corrupt where one is not right."""
-        state, wall = state or State(), 0.0
-        for stamped in read(self._connection, self.path, state.seq):
-            try:
-                state, wall = step(state, stamped), stamped.wall
-            except ValueError as error:
-                raise CorruptJournalError(self.path, stamped.seq, str(error)) from None
-        return state, wall
+    def replay(self) -> tuple[State, float]:
+        """Return the state after all events, and the Unix time of the last event (0 if there is none).
+
+        Raises CorruptJournalError at the first event that is damaged or impossible.
+        """
+        last = State(), 0.0
+        for state, entry in _states(read(self._connection, self.path, 0), self.path):
+            last = state, entry.wall
+        return last
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         self._connection.close()
 
 
-class Follower:
-    """Reads the journal that another process writes."""
+class JournalFollower:
+    """Reads a journal that another process writes."""
 
     def __init__(self, folder: pathlib.Path):
         self._path = folder / FILE
         self._connection = sqlite3.connect(f"file:{self._path}?mode=ro", uri=True, timeout=10.0)
 
     def read(self, after: int) -> Iterator[JournalEntry]:
-        """All events behind a place, as far as they have been written."""
+        """Yield all events after a position that have been written so far."""
         return read(self._connection, self._path, after)
 
 
 def read(connection: sqlite3.Connection, path: pathlib.Path, after: int) -> Iterator[JournalEntry]:
-    """The events behind a place. Raises Corrupt at the first that is not what was written."""
-    place = after
+    """Yield the events after a position. Raises CorruptJournalError at the first damaged row."""
+    position = after
     try:
         for seq, at_s, wall, kind, body, total in connection.execute(_ROWS, (after,)):
-            place = seq
+            position = seq
             if total != _sum(seq, at_s, wall, kind, body):
-                raise CorruptJournalError(path, seq, "its sum is another one")
+                raise CorruptJournalError(path, seq, "its checksum does not match")
             try:
                 event = from_text(kind, body)
             except ValueError as error:
                 raise CorruptJournalError(path, seq, str(error)) from None
             yield JournalEntry(seq, at_s, wall, event)
     except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
-        raise CorruptJournalError(path, place + 1, str(error)) from None
+        raise CorruptJournalError(path, position + 1, str(error)) from None
+
+
+def _states(
+    entries: Iterator[JournalEntry], path: pathlib.Path
+) -> Iterator[tuple[State, JournalEntry]]:
+    """Yield the state after each event. Raises CorruptJournalError at the first impossible event."""
+    state = State()
+    for entry in entries:
+        try:
+            state = step(state, entry)
+        except ValueError as error:
+            raise CorruptJournalError(path, entry.seq, str(error)) from None
+        yield state, entry
 
 
 def repair(folder: pathlib.Path) -> RepairReport:
-    """Keep everything before the first row that cannot be read; the journal as it was is set aside.
+    """Keep everything before the first damaged row, and set a copy of the damaged journal aside.
 
-    A kill at any moment leaves the old journal or the new one. Raises FileNotFoundError where there is none,
-    InUse where a service has the folder.
+    A kill at any moment leaves either the old journal or the new one. Raises FileNotFoundError if there is
+    no journal, and InUse if a service uses the folder.
     """
     path = folder / FILE
     if not path.exists():
@@ -185,22 +199,16 @@ def repair(folder: pathlib.Path) -> RepairReport:
 
 def _repair(folder: pathlib.Path, path: pathlib.Path) -> RepairReport:
     kept: list[JournalEntry] = []
-    state, place = State(), None
-    connection = sqlite3.connect(path, isolation_level=None)
-    try:
-        for stamped in read(connection, path, 0):
-            try:
-                state = step(state, stamped)
-            except ValueError:
-                place = stamped.seq
-                break
-            kept.append(stamped)
-    except CorruptJournalError as error:
-        place = error.place
-    finally:
-        connection.close()  # by which what is in the write-ahead log comes into the file
-    if place is None:
-        return RepairReport(kept=len(kept), place=None, aside=None)
+    position = None
+    # Closing the connection moves what is in the write-ahead log into the file.
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        try:
+            for _, entry in _states(read(connection, path, 0), path):
+                kept.append(entry)
+        except CorruptJournalError as error:
+            position = error.position
+    if position is None:
+        return RepairReport(kept=len(kept), position=None, aside=None)
     number = 1
     while (aside := folder / f"{FILE}.damaged-{number}").exists():
         number += 1
@@ -214,37 +222,40 @@ def _repair(folder: pathlib.Path, path: pathlib.Path) -> RepairReport:
     new.unlink(missing_ok=True)
     _write(new, kept)
     _disk.sync_folder(folder)
-    for old in logs:  # of a file too damaged to take them: they are not the new one's
+    # A file too damaged to absorb its write-ahead log has left it behind. SQLite must not apply that log to
+    # the new file.
+    for old in logs:
         old.unlink()
     os.replace(new, path)
     _disk.sync_folder(folder)
-    return RepairReport(kept=len(kept), place=place, aside=aside)
+    return RepairReport(kept=len(kept), position=position, aside=aside)
 
 
-def _own(path: pathlib.Path) -> None:
-    """Have a file that nobody else reads: it holds secrets of jobs. SQLite's other files are alike."""
+def _create(path: pathlib.Path) -> None:
+    """Create a file that only its owner can read, because it holds secrets of jobs.
+
+    SQLite gives its auxiliary files the same mode.
+    """
     path.touch(mode=0o600)
     path.chmod(0o600)
 
 
-def _write(path: pathlib.Path, events: Sequence[JournalEntry]) -> None:
-    """A journal of these events, at their places."""
-    _own(path)
+def _write(path: pathlib.Path, entries: Sequence[JournalEntry]) -> None:
+    """Write a new journal with these entries at their positions."""
+    _create(path)
     with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as connection:
         connection.execute("pragma synchronous = full")
-        connection.execute(_TABLE)
-        connection.execute(_INDEX)
+        connection.executescript(_SCHEMA)
         connection.execute(f"pragma user_version = {FORMAT}")
         connection.execute("begin")
-        for x in events:
-            connection.execute(_INSERT, _row(x))
+        connection.executemany(_INSERT, map(_row, entries))
         connection.execute("commit")
 
 
-def _row(x: JournalEntry) -> tuple[object, ...]:
-    kind, body = type(x.event).__name__, to_text(x.event)
-    total = _sum(x.seq, x.at_s, x.wall, kind, body)
-    return x.seq, x.at_s, x.wall, kind, body, key_of(x.event), total
+def _row(entry: JournalEntry) -> tuple[object, ...]:
+    kind, body = type(entry.event).__name__, to_text(entry.event)
+    total = _sum(entry.seq, entry.at_s, entry.wall, kind, body)
+    return entry.seq, entry.at_s, entry.wall, kind, body, key_of(entry.event), total
 
 
 def _sum(seq: int, at_s: float, wall: float, kind: str, body: str) -> str:
@@ -258,6 +269,6 @@ def _is_full(error: sqlite3.Error) -> bool:
 
 def _full(path: pathlib.Path, error: sqlite3.Error) -> str:
     return (
-        f"the journal {path} could not be written: {error}. Nothing of this request was done; jobs go on "
-        "with what they have. Free some space on that disk and send it again."
+        f"the journal {path} could not be written: {error}. This request changed nothing, and jobs keep "
+        "their devices. Free some space on that disk and send the request again."
     )

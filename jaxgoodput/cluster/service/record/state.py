@@ -1,9 +1,9 @@
-"""What is known of the cluster and its jobs: the sum of the journal's events, by one pure function.
+"""The state of a cluster and its jobs, as a pure function of the journal's events.
 
-    state = step(state, stamped)
+    state = step(state, entry)
 
-Nothing here reads a clock, a disk or a socket, so a state that is read back from the journal is the one that
-was lost, and a process that follows the journal has it too.
+Nothing here reads a clock, a disk or a socket. So replaying the journal after a crash gives the state that
+was lost, and another process that follows the journal has the same state.
 """
 
 import dataclasses
@@ -26,81 +26,83 @@ from jaxgoodput.cluster.service.record.events import (
 from jaxgoodput.cluster.service.wire import OVER, HeldDevices, JobTask, NodeWork, Phase, Submission
 from jaxgoodput.specs import Allocation, Hints, JobSpec, Node
 
-SAVED = 143  # the exit code of a job that has saved and wants to go on
-COORDINATES = "coordinates"  # the label of nodes on which coordinators are to run
-MOST_OVER = 2000  # jobs that are over and still known
-MOST_OVER_LETTERS = 2**25  # of their commands, in all
-MOST_ANSWERS = 20_000  # requests that may come again
-MOST_ANSWER_LETTERS = 2**25  # of their answers, in all
-MOST_PAST = 60  # stretches of a job with the same devices that are still known
-MOST_FAILURES = 3  # by a signal, in a row, before the job has failed
-MOST_SAVES = 10  # in a row that nobody asked for, likewise
-LONG_S = 600.0  # an attempt that lived for so long was none of a row
+SAVED = 143  # the exit code of a job that has saved and wants to resume
+COORDINATES = "coordinates"  # the label of nodes that run coordinators
+MOST_OVER = 2000  # ended jobs that are remembered
+MOST_OVER_LETTERS = 2**25  # total length of their commands
+MOST_ANSWERS = 20_000  # answers that are remembered, in case their requests come again
+MOST_ANSWER_LETTERS = 2**25  # total length of these answers
+MOST_PAST = 60  # periods with the same devices that are remembered of a job
+MOST_FAILURES = 3  # consecutive attempts ended by a signal before the job fails
+MOST_SAVES = 10  # consecutive attempts that saved and ended unasked before the job fails
+LONG_S = 600.0  # an attempt that ran this long resets both counts
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodeEntry:
-    """A node, and how it came to be as it is."""
+    """A node and its history, as far as it matters."""
 
     node: Node
     instance: str
     version: int
-    """Of its work: the place in the journal of what changed it last."""
+    """Journal position of the last event that changed this node's work."""
     why: str = ""
     silent: bool = False
-    """Whether it is down for want of a sign of life only."""
+    """Whether it is down only because it sent no heartbeat."""
     drained: str | None = None
-    """Why it was drained, until it is taken in again; it may be down meanwhile."""
+    """Why an operator drained it, also while it is down; None if it is not drained."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobEntry:
-    """A job, and all that has happened to it."""
+    """A job and its history."""
 
     submission: Submission
     secret: str = field(repr=False)
     submitted_s: float
     phase: Phase = "waiting"
     allocation: Allocation = field(default_factory=Allocation)
-    reason: str = "not looked at yet"
+    reason: str = "not planned yet"
     since_s: float | None = None
-    """When it got the devices that it has."""
+    """Time at which it got its present devices; None without devices."""
     settled_s: float = 0.0
-    """Up to when what it has had is counted."""
+    """Time up to which `received_s` and `ran_s` are counted."""
     started_s: float | None = None
     finished_s: float | None = None
     num_changes: int = 0
     received_s: Mapping[str, float] = field(default_factory=dict)
-    """Device-seconds by kind, up to `settled_s`."""
+    """Device-seconds held, by kind of device."""
     ran_s: Mapping[str, float] = field(default_factory=dict)
-    """Seconds by kind, likewise."""
+    """Seconds with at least one device, by kind of device."""
     home: str | None = None
-    """The node of its coordinator."""
+    """The node that runs its coordinator."""
     attempt: int = 0
+    """The number of coordinators that it has had."""
     attempted_s: float = 0.0
-    """When the last attempt began."""
+    """Time at which the last attempt began."""
     address: str | None = None
     failures: int = 0
+    """Consecutive attempts that ended by a signal."""
     saves: int = 0
-    """Ends in a row to go on later, on devices that it kept."""
+    """Consecutive attempts that saved and ended although the job kept its devices."""
     code: int | None = None
     hints: Hints | None = None
     past: tuple[HeldDevices, ...] = ()
 
     @property
     def spec(self) -> JobSpec:
-        """What its user asked for."""
+        """The user's request."""
         return self.submission.spec
 
     @property
     def is_over(self) -> bool:
-        """Whether it is done, has failed or was taken away."""
+        """Whether the job is done, has failed or was cancelled."""
         return self.phase in OVER
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoredAnswer:
-    """What a request got, for when it comes again."""
+    """The answer to a request, in case the request comes again."""
 
     digest: str
     status: int
@@ -109,76 +111,61 @@ class StoredAnswer:
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """The cluster at one place of the journal."""
+    """The cluster at one position of the journal."""
 
     seq: int = 0
     at_s: float = 0.0
     nodes: Mapping[str, NodeEntry] = field(default_factory=dict)
     jobs: Mapping[str, JobEntry] = field(default_factory=dict)
-    """In the order in which they came."""
+    """All jobs by name, the oldest first."""
     answers: Mapping[str, StoredAnswer] = field(default_factory=dict)
-    """The oldest first."""
+    """Stored answers by idempotency key, the oldest first."""
     num_answer_letters: int = 0
     solved_s: float | None = None
     next_solve_s: float = 0.0
 
     @property
     def kind_of(self) -> dict[str, str]:
-        """Of the devices of each node."""
+        """The kind of device of each node."""
         return {name: entry.node.kind for name, entry in self.nodes.items()}
 
     @property
     def active(self) -> dict[str, JobEntry]:
-        """The jobs that are not over."""
+        """The jobs that have not ended."""
         return {id_: entry for id_, entry in self.jobs.items() if not entry.is_over}
 
 
-def step(state: State, stamped: JournalEntry) -> State:
-    """The state after one event more.
+def step(state: State, entry: JournalEntry) -> State:
+    """Return the state after one more event.
 
-    Raises ValueError where the event names a job or node that is not there: the journal is not this
-    state's.
+    Raises ValueError if the event names a job or node that does not exist, so that the journal cannot belong
+    to this state.
     """
-    event, at_s = stamped.event, max(stamped.at_s, state.at_s)
-    state = dataclasses.replace(state, seq=stamped.seq, at_s=at_s)
+    event, at_s = entry.event, max(entry.at_s, state.at_s)
+    state = dataclasses.replace(state, seq=entry.seq, at_s=at_s)
     match event:
         case NodeJoined():
             return _joined(state, event)
         case NodeChanged():
             return _node_changed(state, event)
         case JobSubmitted():
-            id_ = event.submission.spec.id
-            entry = JobEntry(
-                submission=event.submission, secret=event.secret, submitted_s=at_s, settled_s=at_s
-            )
-            before = state.jobs.get(id_)
-            if before is not None:
-                # It counts on from the job of its name before it, whose reports may still be on their way.
-                entry = dataclasses.replace(
-                    entry,
-                    attempt=before.attempt,
-                    allocation=Allocation(generation=before.allocation.generation),
-                )
-            others = {other: e for other, e in state.jobs.items() if other != id_}
-            return dataclasses.replace(state, jobs={**_without_oldest(others), id_: entry})
+            return _submitted(state, event)
         case JobCancelled(job=job):
-            entry = dataclasses.replace(_known(state, job), reason="its user took it away")
-            return _over(state, entry, "cancelled", None)
+            cancelled = dataclasses.replace(_known(state, job), reason="cancelled by its user")
+            return _over(state, cancelled, "cancelled", None)
         case HintsReceived(job=job, hints=hints):
             return _with_job(state, dataclasses.replace(_known(state, job), hints=hints))
         case PlanMade():
             return _planned(state, event)
         case ReasonsGiven(reasons=reasons):
-            jobs = {
-                id_: dataclasses.replace(entry, reason=reasons[id_])
-                if id_ in reasons and not entry.is_over
-                else entry
-                for id_, entry in state.jobs.items()
+            changed = {
+                id_: dataclasses.replace(job, reason=reasons[id_])
+                for id_, job in state.active.items()
+                if id_ in reasons
             }
-            return dataclasses.replace(state, jobs=jobs)
+            return dataclasses.replace(state, jobs={**state.jobs, **changed})
         case CoordinatorListening(job=job, address=address):
-            entry = dataclasses.replace(_known(state, job), address=address)
-            return _touched(_with_job(state, entry), entry, entry.allocation)
+            return _restated(state, dataclasses.replace(_known(state, job), address=address))
         case CoordinatorEnded():
             return _ended(state, event)
         case RequestAnswered():
@@ -186,20 +173,15 @@ def step(state: State, stamped: JournalEntry) -> State:
 
 
 def work_of(state: State, name: str) -> NodeWork:
-    """What a node has to do."""
+    """Return the work of a node: one task for each job that has devices or its coordinator there."""
     tasks = []
-    for id_, entry in state.jobs.items():
-        if entry.is_over:
-            continue
+    for id_, entry in state.active.items():
         devices = entry.allocation.devices.get(name, ())
         coordinates = entry.home == name and entry.attempt > 0
         if not devices and not coordinates:
             continue
-        submission = entry.submission
+        submission, spec = entry.submission, entry.spec
         each = submission.devices_per_process
-        exactly = submission.spec.num_devices
-        least = exactly or submission.spec.min_devices
-        most = exactly or submission.spec.max_devices
         tasks.append(
             JobTask(
                 job=id_,
@@ -209,8 +191,8 @@ def work_of(state: State, name: str) -> NodeWork:
                 cwd=submission.cwd,
                 workdir=submission.workdir,
                 devices_per_process=each,
-                min_processes=max(least // each, 1),
-                max_processes=max(most // each, 1),
+                min_processes=max((spec.num_devices or spec.min_devices) // each, 1),
+                max_processes=max((spec.num_devices or spec.max_devices) // each, 1),
                 attempt=entry.attempt,
                 coordinates=coordinates,
                 address=entry.address,
@@ -222,7 +204,7 @@ def work_of(state: State, name: str) -> NodeWork:
 
 
 def owners(state: State) -> dict[tuple[str, int], str]:
-    """Who has each device that somebody has."""
+    """Return the job that holds each device (node, local index); free devices are left out."""
     return {
         (name, index): id_
         for id_, entry in state.jobs.items()
@@ -231,76 +213,81 @@ def owners(state: State) -> dict[tuple[str, int], str]:
     }
 
 
-def received(entry: JobEntry, kind_of: Mapping[str, str], now_s: float) -> JobEntry:
-    """The job with all that it has had counted up to now."""
-    seconds = max(now_s - entry.settled_s, 0.0)
-    if not entry.allocation.devices or not seconds:
-        return dataclasses.replace(entry, settled_s=max(now_s, entry.settled_s))
-    had, ran = dict(entry.received_s), dict(entry.ran_s)
-    for name, local in entry.allocation.devices.items():
-        kind = kind_of.get(name, "")
-        had[kind] = had.get(kind, 0.0) + seconds * len(local)
-    for kind in {kind_of.get(name, "") for name in entry.allocation.devices}:
-        ran[kind] = ran.get(kind, 0.0) + seconds
-    return dataclasses.replace(entry, received_s=had, ran_s=ran, settled_s=now_s)
+def counted_until(now_s: float, entry: JobEntry, kind_of: Mapping[str, str]) -> JobEntry:
+    """Return a job with its device-seconds counted up to `now_s`."""
+    elapsed_s = max(now_s - entry.settled_s, 0.0)
+    received_s, ran_s = dict(entry.received_s), dict(entry.ran_s)
+    if elapsed_s:
+        for name, local in entry.allocation.devices.items():
+            kind = kind_of.get(name, "")
+            received_s[kind] = received_s.get(kind, 0.0) + elapsed_s * len(local)
+        for kind in {kind_of.get(name, "") for name in entry.allocation.devices}:
+            ran_s[kind] = ran_s.get(kind, 0.0) + elapsed_s
+    return dataclasses.replace(
+        entry, received_s=received_s, ran_s=ran_s, settled_s=max(now_s, entry.settled_s)
+    )
 
 
 def _known(state: State, job: str) -> JobEntry:
     if job not in state.jobs:
-        raise ValueError(f"there is no job {job!r} at place {state.seq} of the journal")
+        raise ValueError(f"there is no job {job!r} at position {state.seq} of the journal")
     return state.jobs[job]
 
 
-def _with_job(state: State, entry: JobEntry) -> State:
-    return dataclasses.replace(state, jobs={**state.jobs, entry.spec.id: entry})
+def _with_job(state: State, job: JobEntry) -> State:
+    return dataclasses.replace(state, jobs={**state.jobs, job.spec.id: job})
 
 
-def _touched(state: State, entry: JobEntry, *allocations: Allocation) -> State:
-    """The nodes of a job, which have something else to do now."""
-    names = {name for allocation in allocations for name in allocation.devices}
-    names |= {entry.home} if entry.home is not None else set()
+def _restated(state: State, job: JobEntry, before: Allocation | None = None) -> State:
+    """Return the state with a changed job, and new work for all nodes that the change concerns.
+
+    `before` is the job's earlier allocation, if that has changed.
+    """
+    names = {*job.allocation.devices, *(before.devices if before else ()), job.home}
     nodes = {
         name: dataclasses.replace(node, version=state.seq) if name in names else node
         for name, node in state.nodes.items()
     }
-    return dataclasses.replace(state, nodes=nodes)
+    return dataclasses.replace(_with_job(state, job), nodes=nodes)
 
 
-def _changed(state: State, entry: JobEntry, allocation: Allocation) -> JobEntry:
-    """The job with other devices, a coordinator among them where it needs another one."""
+def _reallocated(state: State, job: JobEntry, allocation: Allocation) -> JobEntry:
+    """Return a job with another allocation, and with a new coordinator if it needs one."""
     at_s = state.at_s
-    before = received(entry, state.kind_of, at_s)
-    had, has = entry.allocation.devices, allocation.devices
+    counted = counted_until(at_s, job, state.kind_of)
+    had, has = job.allocation.devices, allocation.devices
     if dict(had) == dict(has):
-        return dataclasses.replace(before, allocation=allocation)
-    past = before.past
+        return dataclasses.replace(counted, allocation=allocation)
+    past = counted.past
     if past and past[-1].end_s is None:
         past = (*past[:-1], dataclasses.replace(past[-1], end_s=at_s))
-    if has:
-        past = (*past[-MOST_PAST:], HeldDevices(start_s=at_s, end_s=None, devices=has))
-    entry = dataclasses.replace(
-        before,
+    if not has:
+        return dataclasses.replace(
+            counted, allocation=allocation, phase="waiting", since_s=None, past=past
+        )
+    has_started = counted.started_s is not None
+    changed = dataclasses.replace(
+        counted,
         allocation=allocation,
-        phase="running" if has else "waiting",
-        since_s=at_s if has else None,
-        started_s=before.started_s if before.started_s is not None or not has else at_s,
-        num_changes=before.num_changes + (before.started_s is not None and bool(has)),
-        past=past,
+        phase="running",
+        since_s=at_s,
+        started_s=counted.started_s if has_started else at_s,
+        num_changes=counted.num_changes + has_started,
+        past=(*past[-MOST_PAST:], HeldDevices(start_s=at_s, end_s=None, devices=has)),
     )
-    if has and (not had or not _is_up(state, entry.home)):
-        entry = _at_home(state, entry)
-    return entry
+    is_orphaned = not had or not _is_up(state, changed.home)
+    return _attempted(state, changed) if is_orphaned else changed
 
 
-def _at_home(state: State, entry: JobEntry) -> JobEntry:
-    """The job with a new attempt, whose coordinator is where the last one was if that can be."""
-    home = entry.home
+def _attempted(state: State, job: JobEntry) -> JobEntry:
+    """Return a job with a new attempt, whose coordinator stays on the last one's node if that is up."""
+    home = job.home
     if not _is_up(state, home):
         named = sorted(n for n, e in state.nodes.items() if COORDINATES in e.node.labels)
-        candidates = [*named, *sorted(entry.allocation.devices)]
+        candidates = [*named, *sorted(job.allocation.devices)]
         home = next((name for name in candidates if _is_up(state, name)), None)
     return dataclasses.replace(
-        entry, home=home, attempt=entry.attempt + 1, attempted_s=state.at_s, address=None
+        job, home=home, attempt=job.attempt + 1, attempted_s=state.at_s, address=None
     )
 
 
@@ -309,38 +296,53 @@ def _is_up(state: State, name: str | None) -> bool:
     return entry is not None and entry.node.state != "down"
 
 
-def _over(state: State, entry: JobEntry, phase: Phase, code: int | None) -> State:
-    before = entry.allocation
-    freed = dataclasses.replace(
-        _changed(state, entry, Allocation(generation=before.generation + 1)),
-        phase=phase,
-        finished_s=state.at_s,
-        code=code,
+def _over(state: State, job: JobEntry, phase: Phase, code: int | None) -> State:
+    """Return the state with a job ended and its devices free."""
+    before = job.allocation
+    freed = _reallocated(state, job, Allocation(generation=before.generation + 1))
+    freed = dataclasses.replace(freed, phase=phase, finished_s=state.at_s, code=code)
+    return _restated(state, freed, before)
+
+
+def _submitted(state: State, event: JobSubmitted) -> State:
+    id_, at_s = event.submission.spec.id, state.at_s
+    job = JobEntry(
+        submission=event.submission, secret=event.secret, submitted_s=at_s, settled_s=at_s
     )
-    return _touched(_with_job(state, freed), freed, before)
+    before = state.jobs.get(id_)
+    if before is not None:
+        # Reports about an earlier job of this name may still be in flight. Counting on tells them apart.
+        generation = before.allocation.generation
+        job = dataclasses.replace(
+            job, attempt=before.attempt, allocation=Allocation(generation=generation)
+        )
+    others = {other: entry for other, entry in state.jobs.items() if other != id_}
+    return dataclasses.replace(state, jobs={**_without_oldest(others), id_: job})
 
 
 def _without_oldest(jobs: Mapping[str, JobEntry]) -> Mapping[str, JobEntry]:
+    """Return the jobs without the oldest ended ones, if those are too many or too long."""
     over = [id_ for id_, entry in jobs.items() if entry.is_over]
     letters = sum(jobs[id_].submission.num_letters for id_ in over)
-    gone = set[str]()
-    for place, id_ in enumerate(over):
-        if len(over) - place <= MOST_OVER and letters <= MOST_OVER_LETTERS:
+    dropped = set[str]()
+    for index, id_ in enumerate(over):
+        if len(over) - index <= MOST_OVER and letters <= MOST_OVER_LETTERS:
             break
         letters -= jobs[id_].submission.num_letters
-        gone.add(id_)
-    return {id_: entry for id_, entry in jobs.items() if id_ not in gone} if gone else jobs
+        dropped.add(id_)
+    return {id_: entry for id_, entry in jobs.items() if id_ not in dropped}
 
 
 def _answered(state: State, event: RequestAnswered) -> State:
-    """The state with an answer more; of too many or too long ones the oldest are forgotten."""
+    """Return the state with one more answer, without the oldest if they are too many or too long."""
     answers = dict(state.answers)
     before = answers.pop(event.request, None)
     letters = state.num_answer_letters - (0 if before is None else len(before.body))
     answers[event.request] = StoredAnswer(digest=event.digest, status=event.status, body=event.body)
     letters += len(event.body)
     if len(answers) > MOST_ANSWERS or letters > MOST_ANSWER_LETTERS:
-        for request in list(answers)[:-1]:  # a tenth at once: this looks at all of them
+        # This looks at all answers, so it drops a tenth of them at once.
+        for request in list(answers)[:-1]:
             if len(answers) <= 0.9 * MOST_ANSWERS and letters <= 0.9 * MOST_ANSWER_LETTERS:
                 break
             letters -= len(answers.pop(request).body)
@@ -348,7 +350,10 @@ def _answered(state: State, event: RequestAnswered) -> State:
 
 
 def _joined(state: State, event: NodeJoined) -> State:
-    """A node has come; what its agent before ran has ended, where it is another one."""
+    """Return the state with a node added.
+
+    If the node's agent is another one than before, whatever the earlier agent ran has ended.
+    """
     name = event.node.name
     known = state.nodes.get(name)
     entry = NodeEntry(node=event.node, instance=event.instance, version=state.seq)
@@ -358,17 +363,16 @@ def _joined(state: State, event: NodeJoined) -> State:
     state = dataclasses.replace(state, nodes={**state.nodes, name: entry})
     if known is None or known.instance == event.instance:
         return state
-    for job in list(state.jobs.values()):
-        if job.home == name and not job.is_over and job.allocation.devices:
-            again = _at_home(state, job)
-            state = _touched(_with_job(state, again), again, again.allocation)
+    for job in list(state.active.values()):
+        if job.home == name and job.allocation.devices:
+            state = _restated(state, _attempted(state, job))
     return state
 
 
 def _node_changed(state: State, event: NodeChanged) -> State:
     known = state.nodes.get(event.name)
     if known is None:
-        raise ValueError(f"there is no node {event.name!r} at place {state.seq} of the journal")
+        raise ValueError(f"there is no node {event.name!r} at position {state.seq} of the journal")
     drained = {"up": None, "draining": event.why, "down": known.drained}
     entry = dataclasses.replace(
         known,
@@ -379,67 +383,64 @@ def _node_changed(state: State, event: NodeChanged) -> State:
         version=state.seq,
     )
     state = dataclasses.replace(state, nodes={**state.nodes, event.name: entry})
-    if event.state != "down":
-        return state
-    for job in list(state.jobs.values()):
-        if job.is_over or (event.name not in job.allocation.devices and job.home != event.name):
-            continue
-        state = _without_node(state, job, event.name)
+    if event.state == "down":
+        for job in list(state.active.values()):
+            if event.name in job.allocation.devices or job.home == event.name:
+                state = _without_node(state, job, event.name)
     return state
 
 
 def _without_node(state: State, job: JobEntry, name: str) -> State:
-    """The job on what is left of its devices, or without any where that is too little."""
+    """Take a node from a job. If the job keeps fewer devices than it needs, it loses them all."""
     before = job.allocation
     left = {other: local for other, local in before.devices.items() if other != name}
-    count = sum(map(len, left.values()))
     least = job.spec.num_devices or job.spec.min_devices
-    kept = left if count >= least else {}
+    kept = left if sum(map(len, left.values())) >= least else {}
     if dict(kept) != dict(before.devices):
         allocation = Allocation(devices=kept, generation=before.generation + 1)
-        job = _changed(state, job, allocation)
+        job = _reallocated(state, job, allocation)
     if job.home == name:
-        job = (
-            _at_home(state, job)
-            if job.allocation.devices
-            else dataclasses.replace(job, home=None, address=None)
-        )
-    return _touched(_with_job(state, job), job, before, job.allocation)
+        if job.allocation.devices:
+            job = _attempted(state, job)
+        else:
+            job = dataclasses.replace(job, home=None, address=None)
+    return _restated(state, job, before)
 
 
 def _planned(state: State, event: PlanMade) -> State:
     state = dataclasses.replace(state, solved_s=event.solved_s, next_solve_s=event.next_solve_s)
     for id_, allocation in event.changes.items():
         job = _known(state, id_)
-        before = job.allocation
-        job = _changed(state, job, allocation)
-        state = _touched(_with_job(state, job), job, before, allocation)
+        state = _restated(state, _reallocated(state, job, allocation), job.allocation)
     return state
 
 
 def _ended(state: State, event: CoordinatorEnded) -> State:
+    """End an attempt: the job is done, has failed, waits for devices, or gets another attempt."""
     job = _known(state, event.job)
     if event.code == 0:
         return _over(state, dataclasses.replace(job, reason="done"), "done", 0)
     is_short = state.at_s - job.attempted_s <= LONG_S
-    if event.code == SAVED:  # it was told to, or none of its processes could go on
-        moved = job.since_s is None or job.since_s > job.attempted_s
-        saves = 0 if moved else job.saves + 1 if is_short else 1
-        job = dataclasses.replace(job, saves=saves)
-        if saves < MOST_SAVES:
-            again = _at_home(state, job) if job.allocation.devices else job
-            return _touched(_with_job(state, again), again, again.allocation)
-        why = f"{saves} times in a row it has ended to go on (143), though it kept its devices"
-        return _over(state, dataclasses.replace(job, reason=f"failed: {why}"), "failed", SAVED)
-    # By a signal, its own or that of its processes: with their node, for want of memory, or because it was
-    # told to stop and saved for too long.
+    if event.code == SAVED:  # it was told to save, or too few of its processes were left
+        return _saved(state, job, is_short)
+    # A signal to the coordinator or to its processes: the node ran out of memory, or the job was told to stop
+    # and took too long to save.
     by_signal = event.code < 0 or event.code > 128
     if by_signal and not job.allocation.devices:
-        return _touched(_with_job(state, job), job)
-    failures = job.failures + 1 if is_short else 1
-    job = dataclasses.replace(job, failures=failures)
-    if by_signal and failures < MOST_FAILURES:
-        again = _at_home(state, job)
-        return _touched(_with_job(state, again), again, again.allocation)
+        return _restated(state, job)
+    job = dataclasses.replace(job, failures=job.failures + 1 if is_short else 1)
+    if by_signal and job.failures < MOST_FAILURES:
+        return _restated(state, _attempted(state, job))
     job = dataclasses.replace(job, reason=f"failed: {event.why or f'exit code {event.code}'}")
     return _over(state, job, "failed", event.code)
+
+
+def _saved(state: State, job: JobEntry, is_short: bool) -> State:
+    """Start a job that has saved again, unless it keeps doing so although it keeps its devices."""
+    has_moved = job.since_s is None or job.since_s > job.attempted_s
+    saves = 0 if has_moved else job.saves + 1 if is_short else 1
+    job = dataclasses.replace(job, saves=saves)
+    if saves < MOST_SAVES:
+        return _restated(state, _attempted(state, job) if job.allocation.devices else job)
+    why = f"it saved and exited with 143 {saves} times in a row, although it kept its devices"
+    return _over(state, dataclasses.replace(job, reason=f"failed: {why}"), "failed", SAVED)

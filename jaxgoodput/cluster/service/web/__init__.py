@@ -1,1 +1,1 @@
-"""What the service answers over HTTP: routes, who may use them, the page."""
+"""The service over HTTP: routes, access control, the web page and metrics."""

@@ -1,7 +1,7 @@
-"""Who may ask, how much and how often: in front of everything that the service answers.
+"""Access control in front of the application: tokens, request sizes and request rates.
 
-Without a token only `/healthz` answers. A body that is too long, or too slow, is not read to its end; who
-asks too often is told when to come back. All that is refused here is logged.
+Without a token only `/healthz` answers. The guard stops reading a body that is too long or too slow, and
+tells a caller that sends too many requests when to retry. It logs every refusal.
 """
 
 import asyncio
@@ -28,9 +28,8 @@ TOKEN_FILE = "token"
 LEAST_TOKEN = 16
 ROLES = ("user", "node", "operator")
 OPEN = frozenset({"/healthz"})
-PAGES = frozenset(
-    {"/", "/page", "/page.js"}
-)  # for browsers, which can send a password but no bearer token
+# Browsers can send a password, but no bearer token.
+PAGES = frozenset({"/", "/page", "/page.js"})
 MOST_STRANGERS = 1000  # addresses whose wrong tokens are counted
 
 Scope = MutableMapping[str, Any]
@@ -42,51 +41,54 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 @dataclass(frozen=True, kw_only=True)
 class Token:
-    """One line of the file of tokens."""
+    """One entry of the token file."""
 
     token: str = field(repr=False)
     tenant: str = "default"
     role: str = "user"
-    """"user": the jobs of its tenant; "node": what agents do; "operator": everything."""
+    """"user" may act on the jobs of its tenant, "node" may do what agents do, "operator" everything."""
 
     def __post_init__(self):
         if len(self.token) < LEAST_TOKEN or not re.fullmatch(r"[\x21-\x7e]+", self.token):
             raise ValueError(
-                f"a token of tenant {self.tenant!r} is shorter than {LEAST_TOKEN} letters or holds others "
-                "than printable ASCII. Make one: `python -c 'import secrets; print(secrets.token_hex(32))'`."
+                f"a token of tenant {self.tenant!r} is shorter than {LEAST_TOKEN} characters or contains "
+                "characters other than printable ASCII. Create one with "
+                "`python -c 'import secrets; print(secrets.token_hex(32))'`."
             )
         if self.role not in ROLES:
             raise ValueError(
-                f"a token of tenant {self.tenant!r} has role {self.role!r}. It is one of {', '.join(ROLES)}."
+                f"a token of tenant {self.tenant!r} has role {self.role!r}. Use one of {', '.join(ROLES)}."
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tokens:
-    """The file of `--tokens`."""
+    """The content of the file that `--tokens` names."""
 
     tokens: tuple[Token, ...]
 
     def __post_init__(self):
         if len({token.token for token in self.tokens}) < len(self.tokens):
-            raise ValueError("the same token is there twice. Give each tenant and role its own.")
+            raise ValueError(
+                "the same token occurs twice. Give each tenant and role its own token."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bounds:
-    """How much one may ask for."""
+    """Limits on the size, duration and rate of requests."""
 
     body_bytes: int = 2**20
     body_s: float = 10.0
-    """For the whole body to come."""
+    """The longest time in which a whole body must arrive."""
     per_second: float = 1000.0
-    """Requests of one token, on average."""
+    """Requests per second with one token, on average."""
     wrong_per_minute: float = 30.0
-    """Requests without a right token, of one address."""
+    """Requests per minute without a valid token, from one address."""
 
 
 def read_tokens(path: pathlib.Path) -> Tokens:
-    """The tokens in a file. Raises ValueError and OSError, saying what is wrong with it."""
+    """Read a token file. Raises OSError, or ValueError that says what is wrong with the file."""
     try:
         return decode(parse(path.read_bytes()), Tokens, "tokens")
     except ValueError as error:
@@ -94,25 +96,27 @@ def read_tokens(path: pathlib.Path) -> Tokens:
 
 
 def own_token(folder: pathlib.Path) -> Tokens:
-    """The operator's token of a service whose tokens nobody wrote: made at its first start, and kept."""
+    """Return the operator's token from a service's folder; create it at the first start."""
     path = folder / TOKEN_FILE
     if not path.exists():
-        aside = folder / f"{TOKEN_FILE}.new"  # a kill never leaves a part of it
+        aside = (
+            folder / f"{TOKEN_FILE}.new"
+        )  # renamed when complete: a kill leaves no partial token
         aside.touch(mode=0o600)
         aside.write_text(secrets.token_urlsafe(32) + "\n")
         aside.replace(path)
     return Tokens(tokens=(Token(token=path.read_text().strip(), role="operator"),))
 
 
-class Bucket:
-    """Lets so many through a second, and as many at once."""
+class TokenBucket:
+    """Limits a rate to `per_second` on average and to bursts of `most`."""
 
     def __init__(self, per_second: float, most: float, now_s: float):
         self._per_second, self._most = per_second, most
         self._left, self._at_s = most, now_s
 
     def takes_s(self, now_s: float) -> float:
-        """0 where one more may go now; else in how many seconds."""
+        """Count one request and return 0, or return the seconds until one is allowed again."""
         self._left = min(self._most, self._left + (now_s - self._at_s) * self._per_second)
         self._at_s = now_s
         if self._left >= 1.0:
@@ -121,18 +125,28 @@ class Bucket:
         return (1.0 - self._left) / self._per_second
 
 
+@dataclass(frozen=True)
+class _Refused:
+    """An answer of the guard's own."""
+
+    status: int
+    why: str
+    headers: Mapping[bytes, bytes]
+
+
 class AccessGuard:
-    """An ASGI application in front of another one; `scope["state"]["caller"]` says to that one who asks."""
+    """An ASGI application in front of another one, which finds the `Caller` in `scope["state"]["caller"]`."""
 
     def __init__(
         self, app: App, tokens: Tokens, bounds: Bounds, clock: Clock, requests: RequestMetrics
     ):
         self._app, self._bounds, self._clock, self._requests = app, bounds, clock, requests
         self._callers = {
-            _digest(token.token): Caller(token.tenant, token.role) for token in tokens.tokens
+            _digest(token.token.encode()): Caller(token.tenant, token.role)
+            for token in tokens.tokens
         }
-        self._buckets: dict[str, Bucket] = {}
-        self._strangers: dict[str, Bucket] = {}
+        self._buckets: dict[str, TokenBucket] = {}
+        self._strangers: dict[str, TokenBucket] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Refuse a request, or pass it on."""
@@ -144,15 +158,13 @@ class AccessGuard:
             return
         refused = self._refusal(scope)
         if refused is not None:
-            await self._refuse(scope, send, *refused)
+            await self._refuse(scope, send, refused)
             return
-        body = _Body(receive, self._bounds, asyncio.get_running_loop().time)
-        begun_s, answered = self._clock.now(), False
+        body = _LimitedBody(receive, self._bounds, asyncio.get_running_loop().time)
+        begun_s = self._clock.now()
 
         async def tell(message: Message) -> None:
-            nonlocal answered
-            if not answered:
-                answered = True
+            if message["type"] == "http.response.start":
                 route = getattr(scope.get("route"), "path", "none")
                 waits = b"wait_s=" in scope["query_string"]
                 took_s, status = self._clock.now() - begun_s, message["status"]
@@ -163,32 +175,27 @@ class AccessGuard:
 
         await self._app(scope, body.receive, tell)
 
-    def _refusal(self, scope: Scope) -> tuple[int, str, Mapping[bytes, bytes]] | None:
+    def _refusal(self, scope: Scope) -> _Refused | None:
         headers = {name.lower(): value for name, value in scope["headers"]}
         length = headers.get(b"content-length", b"0")
         if not length.isdigit() or int(length) > self._bounds.body_bytes:
             said = f"a body of {length[:20].decode('ascii', 'replace')} bytes is too long"
-            return 413, f"{said}; {self._bounds.body_bytes} are taken.", {b"connection": b"close"}
+            why = f"{said}. Send at most {self._bounds.body_bytes} bytes."
+            return _Refused(413, why, {b"connection": b"close"})
         if scope["path"] in OPEN:
             return None
         key = self._key(scope, headers)
         if key is None:
             return self._stranger(scope)
-        bucket = self._buckets.get(key)
-        now_s = self._clock.now()
-        if bucket is None:
-            most = self._bounds.per_second
-            bucket = self._buckets.setdefault(key, Bucket(most, max(most, 1.0), now_s))
-        wait_s = bucket.takes_s(now_s)
-        if wait_s:
-            after = str(math.ceil(wait_s)).encode()
-            most = f"{self._bounds.per_second:g} requests a second are answered for one token"
-            return 429, f"{most}. Come back in {wait_s:.2f} s.", {b"retry-after": after}
+        now_s, most = self._clock.now(), self._bounds.per_second
+        bucket = self._buckets.setdefault(key, TokenBucket(most, max(most, 1.0), now_s))
+        if wait_s := bucket.takes_s(now_s):
+            return _too_many(f"one token may send {most:g} requests per second", wait_s)
         scope.setdefault("state", {})["caller"] = self._callers[key]
         return None
 
     def _key(self, scope: Scope, headers: Mapping[bytes, bytes]) -> str | None:
-        """Of whom the token is; None where it is nobody's."""
+        """Return the digest of a request's token, or None if the token is not known."""
         kind, _, said = headers.get(b"authorization", b"").partition(b" ")
         token = said.strip()
         if kind.lower() == b"basic" and scope["path"] in PAGES and scope["method"] == "GET":
@@ -198,53 +205,49 @@ class AccessGuard:
                 return None
         elif kind.lower() != b"bearer":
             return None
-        key = hashlib.sha256(
-            token
-        ).hexdigest()  # compared by digest: how long it takes tells nothing
+        # Tokens are compared by digest, so that the time of a comparison reveals nothing about them.
+        key = _digest(token)
         return key if key in self._callers else None
 
-    def _stranger(self, scope: Scope) -> tuple[int, str, Mapping[bytes, bytes]]:
-        address = (scope.get("client") or ("nobody", 0))[0]
+    def _stranger(self, scope: Scope) -> _Refused:
+        """Refuse a request without a valid token, at a limited rate per address."""
+        address = (scope.get("client") or ("unknown", 0))[0]
         now_s = self._clock.now()
         if address not in self._strangers and len(self._strangers) >= MOST_STRANGERS:
             self._strangers.pop(next(iter(self._strangers)))
         most = self._bounds.wrong_per_minute
-        bucket = self._strangers.setdefault(address, Bucket(most / 60.0, most, now_s))
-        wait_s = bucket.takes_s(now_s)
-        if wait_s:
-            said = "too many requests without a right token came from this address"
-            after = str(math.ceil(wait_s)).encode()
-            return 429, f"{said}. Come back in {wait_s:.0f} s.", {b"retry-after": after}
+        bucket = self._strangers.setdefault(address, TokenBucket(most / 60.0, most, now_s))
+        if wait_s := bucket.takes_s(now_s):
+            return _too_many("this address sent too many requests without a valid token", wait_s)
         scheme = b"Basic" if scope["path"] in PAGES else b"Bearer"
         said = (
-            "no token, or a wrong one. Send it as `Authorization: Bearer TOKEN`; `jaxgoodput serve` says "
-            "where its own is."
+            "the token is missing or wrong. Send it as `Authorization: Bearer TOKEN`; `jaxgoodput serve` "
+            "prints where its token is."
         )
-        return 401, said, {b"www-authenticate": scheme + b' realm="jaxgoodput"'}
+        return _Refused(401, said, {b"www-authenticate": scheme + b' realm="jaxgoodput"'})
 
-    async def _refuse(
-        self, scope: Scope, send: Send, status: int, why: str, more: Mapping[bytes, bytes]
-    ) -> None:
+    async def _refuse(self, scope: Scope, send: Send, refused: _Refused) -> None:
+        status, why = refused.status, refused.why
         self._requests.count("none", status, 0.0, waits=True)
-        if status == 429:  # of these there are many
+        if status == 429:  # a flood of requests must not flood the log
             logging.log_every_n_seconds(
                 logging.WARNING, "refused with 429: %s: %s", 1.0, _in_words(scope), why
             )
         else:
             logging.warning("refused with %d: %s: %s", status, _in_words(scope), why)
         body = json.dumps({"error": why}).encode()
-        headers = [(b"content-type", b"application/json"), *more.items()]
+        headers = [(b"content-type", b"application/json"), *refused.headers.items()]
         headers.append((b"content-length", str(len(body)).encode()))
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 
 
 class BodyRefused(CommandRefused):
-    """The body is too long or too slow; what is left of it is not read, so the connection is over."""
+    """A body that is too long or too slow. The rest is not read, so the connection must be closed."""
 
 
-class _Body:
-    """Reads a body that is neither too long nor too slow."""
+class _LimitedBody:
+    """Reads a body, up to the limits on its length and its duration."""
 
     def __init__(self, receive: Receive, bounds: Bounds, now: Callable[[], float]):
         self._receive, self._bounds, self._now = receive, bounds, now
@@ -253,29 +256,34 @@ class _Body:
         self._is_whole = False
 
     async def receive(self) -> Message:
-        """The next message. Raises BodyRefused."""
+        """Return the next ASGI message. Raises BodyRefused."""
         if self._is_whole:
             return await self._receive()
         try:
             message = await asyncio.wait_for(self._receive(), max(self._due_s - self._now(), 0.001))
         except TimeoutError:
             raise BodyRefused(
-                408, f"the body did not come within {self._bounds.body_s:g} s."
+                408, f"the body did not arrive within {self._bounds.body_s:g} s."
             ) from None
         self._num_bytes += len(message.get("body", b""))
         if self._num_bytes > self._bounds.body_bytes:
             raise BodyRefused(
-                413, f"the body is too long; {self._bounds.body_bytes} bytes are taken."
+                413, f"the body is too long. Send at most {self._bounds.body_bytes} bytes."
             )
         self._is_whole = not message.get("more_body", False)
         return message
 
 
+def _too_many(said: str, wait_s: float) -> _Refused:
+    after = str(math.ceil(wait_s)).encode()
+    return _Refused(429, f"{said}. Try again in {wait_s:.2f} s.", {b"retry-after": after})
+
+
 def _in_words(scope: Scope) -> str:
-    """Of what is written to a log nothing can break its line."""
-    address = (scope.get("client") or ("nobody", 0))[0]
-    return f"{scope['method']} {scope['path'][:100]!a} of {address}"
+    """Describe a request for the log. The path is escaped, so that it cannot break the line."""
+    address = (scope.get("client") or ("unknown", 0))[0]
+    return f"{scope['method']} {scope['path'][:100]!a} from {address}"
 
 
-def _digest(token: str) -> str:
-    return hashlib.sha256(token.encode()).hexdigest()
+def _digest(token: bytes) -> str:
+    return hashlib.sha256(token).hexdigest()

@@ -1,10 +1,11 @@
-"""What the processes of jobs wrote, as it comes in from the nodes: one file a job, of bounded size.
+"""The output of jobs, as agents send it: one file per job, of limited size.
 
-Not in the journal: a line that is lost with the machine is no loss of the cluster's.
+It is not part of the journal: losing lines together with the machine does not harm the cluster.
 """
 
 import os
 import pathlib
+import re
 import threading
 from collections.abc import Mapping
 
@@ -14,12 +15,14 @@ from jaxgoodput.cluster.service.wire import Log, check_name
 
 MOST_BYTES = 16 * 2**20
 MOST_AT_ONCE = 256 * 2**10
+# A terminal would obey these, in whichever of the two character sets a job hides them.
+_CONTROL = re.compile(r"[^\t\n\x20-\x7e\xa0-\U0010ffff]")
 
 
 class Logs:
-    """The files of a folder, by job. Offsets count all that a job ever wrote, what was cut off included.
+    """The log files of all jobs, in one folder. Thread-safe.
 
-    Any thread may use it.
+    Offsets count every byte that a job has written, including bytes that have been cut off.
     """
 
     def __init__(self, folder: pathlib.Path):
@@ -27,42 +30,39 @@ class Logs:
         self._lock = threading.Lock()
         folder.mkdir(parents=True, exist_ok=True)
         found = {path.stem: path.read_text() for path in folder.glob("*.cut")}
-        # Bytes that are not there any more; where that is lost, whoever follows reads what is there again.
+        # Bytes cut off so far. If this number is lost, a reader gets the lines that are left once more.
         self._cut = {job: int(text) for job, text in found.items() if text.isdecimal()}
         self._jobs = {path.stem for path in folder.glob("*.log")}
 
-    def start(self, job: str) -> None:
-        """Forget what another job of that name wrote."""
+    def delete(self, job: str) -> None:
+        """Delete the log of a job, such as an earlier job of the same name."""
         with self._lock:
             for end in (".log", ".cut"):
                 self._path(job, end).unlink(missing_ok=True)
             self._cut.pop(job, None)
             self._jobs.discard(job)
 
-    def of_others(self, jobs: Mapping[str, object]) -> set[str]:
-        """The jobs that wrote something and are none of these."""
+    def unknown(self, jobs: Mapping[str, object]) -> set[str]:
+        """Return the names that have a log and are not among `jobs`."""
         with self._lock:
             return self._jobs - jobs.keys()
 
     def append(self, job: str, text: str) -> None:
-        """Add what a node sent. A disk that refuses costs these lines."""
+        """Append lines, with `?` in place of control characters. If the disk refuses, drop them."""
+        path, data = self._path(job), _CONTROL.sub("?", text).encode("utf-8", "replace")
         with self._lock:
             self._jobs.add(job)
-            self._append(job, text)
-
-    def _append(self, job: str, text: str) -> None:
-        path = self._path(job)
-        try:
-            with path.open("ab") as file:
-                file.write(text.encode("utf-8", "replace"))
-                size = file.tell()
-            if size > MOST_BYTES:
-                self._shorten(job, size)
-        except OSError as error:
-            logging.warning("lines of job %s could not be kept: %s", job, error)
+            try:
+                with path.open("ab") as file:
+                    file.write(data)
+                    size = file.tell()
+                if size > MOST_BYTES:
+                    self._shorten(job, size)
+            except OSError as error:
+                logging.warning("lines of job %s could not be stored: %s", job, error)
 
     def _shorten(self, job: str, size: int) -> None:
-        """Keep the newer half; the whole where the disk refuses."""
+        """Keep the newer half of a log; keep all of it if the disk refuses."""
         path, aside = self._path(job), self._path(job, ".new")
         kept = path.read_bytes()[size - MOST_BYTES // 2 :]
         try:
@@ -74,27 +74,24 @@ class Logs:
         self._path(job, ".cut").write_text(f"{self._cut[job]}")
 
     def read(self, job: str, offset: int, over: bool) -> Log:
-        """What was written from an offset on, up to a limit; what is gone is passed over."""
-        with self._lock:
-            return self._read(job, offset, over)
+        """Return a part of a log from an offset on, skipping what has been cut off.
 
-    def _read(self, job: str, offset: int, over: bool) -> Log:
-        cut = self._cut.get(job, 0)
-        at = max(offset - cut, 0)
-        try:
-            with self._path(job).open("rb") as file:
-                if at > file.seek(0, os.SEEK_END):  # more is gone than is known
-                    at = 0
-                file.seek(at)
-                data = file.read(MOST_AT_ONCE)
-        except FileNotFoundError:
-            at, data = 0, b""
-        return Log(
-            text=data.decode("utf-8", "replace"),
-            next_offset=cut + at + len(data),
-            over=over and not data,
-        )
+        `over` tells whether the job has ended; the log is over once all of it has been read as well.
+        """
+        with self._lock:
+            cut = self._cut.get(job, 0)
+            at, data = max(offset - cut, 0), b""
+            try:
+                with self._path(job).open("rb") as file:
+                    if at > file.seek(0, os.SEEK_END):  # the number of bytes cut off was lost
+                        at = 0
+                    file.seek(at)
+                    data = file.read(MOST_AT_ONCE)
+            except FileNotFoundError:
+                at = 0
+        text = data.decode("utf-8", "replace")
+        return Log(text=text, next_offset=cut + at + len(data), over=over and not data)
 
     def _path(self, job: str, end: str = ".log") -> pathlib.Path:
-        check_name(job, "a job")  # it is a part of a path here
+        check_name(job, "a job")  # a name that contains a path must not leave the folder
         return self._folder / f"{job}{end}"

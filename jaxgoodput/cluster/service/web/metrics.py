@@ -1,6 +1,7 @@
-"""Numbers for Prometheus, in its text format."""
+"""Metrics for Prometheus, in its text format."""
 
 import bisect
+import collections
 from collections.abc import Iterator, Mapping
 
 from jaxgoodput.cluster.service.record.state import State, owners
@@ -9,26 +10,26 @@ LIMITS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 
 
 class RequestMetrics:
-    """Counts answers by route and status, and how long those took that do not wait for something."""
+    """Counts answers by route and status, and the durations of requests that do not wait for a change."""
 
     def __init__(self):
-        self._counts: dict[tuple[str, int], int] = {}
+        self._counts = collections.Counter[tuple[str, int]]()
         self._below = [0] * (len(LIMITS_S) + 1)
         self._total_s = 0.0
 
     def count(self, route: str, status: int, seconds: float, *, waits: bool) -> None:
-        """An answer has been given."""
-        self._counts[route, status] = self._counts.get((route, status), 0) + 1
+        """Count one answer. `waits` tells that its duration says nothing about the service."""
+        self._counts[route, status] += 1
         if not waits:
             self._below[bisect.bisect_left(LIMITS_S, seconds)] += 1
             self._total_s += seconds
 
     def lines(self) -> Iterator[str]:
-        """All that was counted."""
+        """Yield the lines of all counts."""
         yield "# TYPE jaxgoodput_requests_total counter"
         for (route, status), count in sorted(self._counts.items()):
             yield f'jaxgoodput_requests_total{{route="{route}",status="{status}"}} {count}'
-        yield "# HELP jaxgoodput_answer_seconds Of requests that do not wait for a change."
+        yield "# HELP jaxgoodput_answer_seconds Duration of requests that do not wait for a change."
         yield "# TYPE jaxgoodput_answer_seconds histogram"
         total = 0
         for limit, count in zip((*LIMITS_S, "+Inf"), self._below, strict=True):
@@ -39,17 +40,14 @@ class RequestMetrics:
 
 
 def text(state: State, requests: RequestMetrics, numbers: Mapping[str, float]) -> str:
-    """All numbers. `numbers`: others, by name; those that end in "_total" only grow."""
+    """Return all metrics as text. `numbers` adds more by name; a name in "_total" makes it a counter."""
     lines = list(requests.lines())
-    phases: dict[str, int] = {}
-    for entry in state.jobs.values():
-        phases[entry.phase] = phases.get(entry.phase, 0) + 1
+    phases = collections.Counter(entry.phase for entry in state.jobs.values())
     lines.append("# TYPE jaxgoodput_jobs gauge")
     lines += [f'jaxgoodput_jobs{{phase="{phase}"}} {n}' for phase, n in sorted(phases.items())]
-    devices: dict[tuple[str, str], int] = {}
+    devices = collections.Counter[tuple[str, str]]()
     for entry in state.nodes.values():
-        key = entry.node.kind, entry.node.state
-        devices[key] = devices.get(key, 0) + entry.node.num_devices
+        devices[entry.node.kind, entry.node.state] += entry.node.num_devices
     lines.append("# TYPE jaxgoodput_devices gauge")
     for (kind, node_state), count in sorted(devices.items()):
         name = kind.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

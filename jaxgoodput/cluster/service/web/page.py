@@ -1,23 +1,24 @@
-"""The page at `/`: who has which devices and why, what waits, and what was, as HTML that needs no build.
+"""The web page at `/`: which job holds which devices and why, what waits, and what has ended.
 
-It is whole when it arrives; a small script only fetches what changes and puts it in place.
+It is plain HTML without a build step, and complete when it arrives. A small script refreshes its content.
 """
 
 import colorsys
 import hashlib
 import html
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from urllib.parse import quote
 
 from jaxgoodput.cluster.service.record.commands import Caller
-from jaxgoodput.cluster.service.record.state import JobEntry, State
-from jaxgoodput.cluster.service.web.show import name_for
+from jaxgoodput.cluster.service.record.state import JobEntry, State, owners
+from jaxgoodput.cluster.service.web.show import name_for, progress, state_in_words
 from jaxgoodput.text import compact, seconds
 
-SPAN_S = 1800.0  # of the picture
+SPAN_S = 1800.0  # that the chart covers
 WIDTH, LEFT, ROW, GAP = 1100, 130, 14, 4
-MOST_ROWS, MOST_JOBS, MOST_WAITING_SHOWN = 128, 100, 100
+MOST_ROWS, MOST_JOBS, MOST_ENDED, MOST_BOXES = 128, 100, 20, 64
+NONE = "<p class=dim>None.</p>"
 
 SCRIPT = """\
 async function refresh() {
@@ -49,14 +50,14 @@ svg text { font-size: 11px; fill: currentColor; } .failed { color: #d33; }
 
 @dataclass(frozen=True, kw_only=True)
 class Links:
-    """Where else to look."""
+    """Other pages that the page links to."""
 
     tensorboard: str | None = None
-    """A TensorBoard over the workdirs of all jobs; None: their folders are named only."""
+    """The URL of a TensorBoard over the workdirs of all jobs; None shows the folders instead."""
 
 
 def whole(caller: Caller, state: State, now_s: float, links: Links) -> str:
-    """The whole page."""
+    """Return the whole page as HTML."""
     return (
         "<!doctype html><html lang=en><head><meta charset=utf-8><title>jaxgoodput</title>"
         f"<meta name=viewport content='width=device-width'><style>{STYLE}</style></head>"
@@ -66,34 +67,37 @@ def whole(caller: Caller, state: State, now_s: float, links: Links) -> str:
 
 
 def inner(caller: Caller, state: State, now_s: float, links: Links) -> str:
-    """What of it changes."""
-    jobs = list(state.jobs.values())
-    running = [job for job in jobs if job.phase == "running"]
-    waiting = [job for job in jobs if job.phase == "waiting"]
-    over = [job for job in jobs if job.is_over and caller.sees(job.spec.tenant)][-20:][::-1]
-    up = [e for e in state.nodes.values() if e.node.state != "down"]
-    total = sum(entry.node.num_devices for entry in up)
+    """Return the part of the page that is refreshed."""
+    by_phase = {"running": [], "waiting": []}
+    for job in state.active.values():
+        by_phase[job.phase].append(job)
+    running, waiting = by_phase["running"], by_phase["waiting"]
+    ended = _seen(caller, [job for job in state.jobs.values() if job.is_over])
+    nodes = [e.node for e in state.nodes.values() if e.node.state != "down"]
     used = sum(job.allocation.num_devices for job in running)
     said = (
-        f"<p><b>{used}</b> of <b>{total}</b> devices on {len(up)} nodes are in use; <b>{len(running)}</b> "
-        f"jobs run, <b>{len(waiting)}</b> wait; up for {html.escape(seconds(now_s))}</p>"
+        f"<p><b>{used}</b> of <b>{sum(node.num_devices for node in nodes)}</b> devices on {len(nodes)} "
+        f"{'node' if len(nodes) == 1 else 'nodes'} are in use; <b>{len(running)}</b> "
+        f"{'job runs' if len(running) == 1 else 'jobs run'}, <b>{len(waiting)}</b> "
+        f"{'waits' if len(waiting) == 1 else 'wait'}; up for {html.escape(seconds(now_s))}</p>"
     )
-    mine = [job for job in running if caller.sees(job.spec.tenant)]
-    return "".join(
-        (
-            said,
-            "<h2>Nodes</h2>" + _nodes(caller, state),
-            "<h2>Running</h2>" + _running(mine[:MOST_JOBS], now_s, links),
-            "<h2>Waiting</h2>"
-            + _waiting([j for j in waiting if caller.sees(j.spec.tenant)], now_s),
-            "<h2>Devices over time</h2>" + _gantt(caller, state, now_s),
-            "<h2>Over</h2>" + _over(over, links),
-        )
-    )
+    sections = {
+        "Nodes": _nodes(caller, state),
+        "Running": _running(_seen(caller, running)[:MOST_JOBS], now_s, links),
+        "Waiting": _waiting(_seen(caller, waiting), now_s),
+        "Devices over time": _gantt(caller, state, now_s),
+        "Ended": _ended(ended[-MOST_ENDED:][::-1], links),
+    }
+    return said + "".join(f"<h2>{head}</h2>{section}" for head, section in sections.items())
+
+
+def _seen(caller: Caller, jobs: Iterable[JobEntry]) -> list[JobEntry]:
+    """Return the jobs that the caller may see."""
+    return [job for job in jobs if caller.sees(job.spec.tenant)]
 
 
 def colour(job: str) -> str:
-    """Of a job, everywhere on the page.
+    """Return the colour that a job has everywhere on the page.
 
     >>> colour("a") == colour("a") != colour("b")
     True
@@ -106,28 +110,24 @@ def colour(job: str) -> str:
 def _nodes(caller: Caller, state: State) -> str:
     if not state.nodes:
         return "<p class=dim>No node has joined: <code>jaxgoodput node --scheduler URL</code>.</p>"
-    owner: dict[tuple[str, int], JobEntry] = {}
-    for job in state.jobs.values():
-        for name, local in job.allocation.devices.items():
-            owner |= {(name, index): job for index in local}
+    owner = owners(state)
     rows = []
     for name, entry in list(state.nodes.items())[:MOST_ROWS]:
         boxes = []
-        for index in range(min(entry.node.num_devices, 64)):
+        for index in range(min(entry.node.num_devices, MOST_BOXES)):
             job = owner.get((name, index))
             if job is None:
                 boxes.append(f"<span class=free>{index}</span>")
             else:
-                title = html.escape(name_for(caller, state, job.spec.id), quote=True)
+                title = html.escape(name_for(caller, state, job), quote=True)
                 boxes.append(
-                    f'<span style="background:{colour(job.spec.id)}" title="{title}">{index}</span>'
+                    f'<span style="background:{colour(job)}" title="{title}">{index}</span>'
                 )
-        why = f" ({entry.why})" if entry.why and entry.node.state != "up" else ""
         rows.append(
             (
                 html.escape(name),
                 html.escape(entry.node.kind),
-                html.escape(entry.node.state + why),
+                html.escape(state_in_words(entry.node.state, entry.why)),
                 f"<div class=devices>{''.join(boxes)}</div>",
             )
         )
@@ -137,133 +137,136 @@ def _nodes(caller: Caller, state: State) -> str:
 def _running(jobs: Iterable[JobEntry], now_s: float, links: Links) -> str:
     rows = []
     for job in jobs:
-        hints = job.hints
-        goodput = None if hints is None else hints.goodput
-        rate = None if hints is None else hints.throughput
-        worth = goodput / rate if goodput is not None and rate else None
-        done = "-"
-        if hints is not None:
-            done = compact(hints.progress)
-            if hints.total:
-                done = f"{100 * min(hints.progress / hints.total, 1):.0f} %"
+        goodput = batch = efficiency = None
+        if (hints := job.hints) is not None:
+            goodput, batch = hints.goodput, hints.global_batch_size
+            if goodput is not None and hints.throughput:
+                efficiency = goodput / hints.throughput
         rows.append(
             (
-                _dot(job) + html.escape(job.spec.id),
+                _name(job),
                 html.escape(job.spec.tenant),
                 f"#{job.allocation.num_devices}",
                 f"#{compact(goodput)}",
-                "#-" if worth is None else f"#{worth:.2f}",
-                f"#{compact(None if hints is None else hints.global_batch_size)}",
-                f"#{done}",
+                "#-" if efficiency is None else f"#{efficiency:.2f}",
+                f"#{compact(batch)}",
+                f"#{progress(hints)}",
                 f"#{seconds(now_s - (job.started_s or now_s))}",
                 html.escape(job.reason),
-                _links(job, links),
+                _link(job, links),
             )
         )
     heads = ("job", "tenant", "#devices", "#goodput", "#efficiency", "#batch", "#done", "#runs for")
-    return _table((*heads, "why it has them", ""), rows) if rows else "<p class=dim>None.</p>"
+    return _table((*heads, "why it has these devices", ""), rows)
 
 
 def _waiting(jobs: Sequence[JobEntry], now_s: float) -> str:
     rows = [
         (
-            _dot(job) + html.escape(job.spec.id),
+            _name(job),
             html.escape(job.spec.tenant),
             f"#{job.spec.num_devices or job.spec.min_devices}",
             f"#{seconds(now_s - job.submitted_s)}",
             html.escape(job.reason),
         )
-        for job in jobs[:MOST_WAITING_SHOWN]
+        for job in jobs[:MOST_JOBS]
     ]
-    more = len(jobs) - len(rows)
-    said = f"<p class=dim>and {more} more</p>" if more else ""
     heads = ("job", "tenant", "#needs", "#waits for", "why")
-    return _table(heads, rows) + said if rows else "<p class=dim>None.</p>"
+    return _table(heads, rows) + _more(len(jobs) - len(rows), "jobs")
 
 
-def _over(jobs: Iterable[JobEntry], links: Links) -> str:
-    rows = []
-    for job in jobs:
-        took_s = (job.finished_s or 0.0) - job.submitted_s
-        bad = " class=failed" if job.phase == "failed" else ""
-        rows.append(
-            (
-                _dot(job) + html.escape(job.spec.id),
-                f"<span{bad}>{job.phase}</span>",
-                f"#{seconds(took_s)}",
-                f"#{job.num_changes}",
-                html.escape(job.reason),
-                _links(job, links),
-            )
+def _ended(jobs: Iterable[JobEntry], links: Links) -> str:
+    rows = [
+        (
+            _name(job),
+            f"<span{' class=failed' if job.phase == 'failed' else ''}>{job.phase}</span>",
+            f"#{seconds((job.finished_s or 0.0) - job.submitted_s)}",
+            f"#{job.num_changes}",
+            html.escape(job.reason),
+            _link(job, links),
         )
-    heads = ("job", "how", "#took", "#changes", "", "")
-    return _table(heads, rows) if rows else "<p class=dim>None yet.</p>"
+        for job in jobs
+    ]
+    return _table(("job", "result", "#took", "#changes", "", ""), rows)
 
 
-def _dot(job: JobEntry) -> str:
-    return f'<span class=dot style="background:{colour(job.spec.id)}"></span>'
+def _name(job: JobEntry) -> str:
+    dot = f'<span class=dot style="background:{colour(job.spec.id)}"></span>'
+    return dot + html.escape(job.spec.id)
 
 
-def _links(job: JobEntry, links: Links) -> str:
+def _more(count: int, what: str) -> str:
+    return f"<p class=dim>and {count} more {what}</p>" if count > 0 else ""
+
+
+def _link(job: JobEntry, links: Links) -> str:
     workdir = job.submission.workdir
     if workdir is None:
         return ""
     if links.tensorboard is None:
         return f"<code>{html.escape(workdir)}/tensorboard</code>"
-    where = html.escape(
-        f"{links.tensorboard.rstrip('/')}/?runFilter={quote(job.spec.id)}#timeseries", quote=True
-    )
-    return f'<a href="{where}">TensorBoard</a>'
+    url = f"{links.tensorboard.rstrip('/')}/?runFilter={quote(job.spec.id)}#timeseries"
+    return f'<a href="{html.escape(url, quote=True)}">TensorBoard</a>'
 
 
 def _gantt(caller: Caller, state: State, now_s: float) -> str:
-    """A row for each device, a bar for each stretch of time that a job had it."""
+    """Draw a row for each device, with a bar for each period in which a job held it."""
     every = [
         (name, index)
         for name, entry in state.nodes.items()
         for index in range(entry.node.num_devices)
     ]
-    rows = {device: place for place, device in enumerate(every[:MOST_ROWS])}
+    tops = {device: row * (ROW + GAP) for row, device in enumerate(every[:MOST_ROWS])}
     begin_s = max(now_s - SPAN_S, 0.0)
     span_s = max(now_s - begin_s, 1.0)
-    bars = []
-    for job in state.jobs.values():
-        title = html.escape(name_for(caller, state, job.spec.id))
-        for held in job.past:
-            end_s = now_s if held.end_s is None else held.end_s
-            if end_s <= begin_s:
-                continue
-            x = LEFT + (WIDTH - LEFT) * (max(held.start_s, begin_s) - begin_s) / span_s
-            width = max((WIDTH - LEFT) * (end_s - max(held.start_s, begin_s)) / span_s, 0.5)
-            for name, local in held.devices.items():
-                for index in local:
-                    if (name, index) not in rows:
-                        continue
-                    y = rows[name, index] * (ROW + GAP)
-                    bars.append(
-                        f'<rect class=held x="{x:.1f}" y="{y}" width="{width:.1f}" height="{ROW}" '
-                        f'fill="{colour(job.spec.id)}"><title>{title}</title></rect>'
-                    )
-    names = [
-        f'<text x="0" y="{place * (ROW + GAP) + ROW - 3}">{html.escape(name)}:{index}</text>'
-        for (name, index), place in rows.items()
+    bars = [
+        f'<rect class=held x="{LEFT + start * (WIDTH - LEFT):.1f}" y="{tops[device]}" '
+        f'width="{max(width * (WIDTH - LEFT), 0.5):.1f}" height="{ROW}" fill="{colour(job)}">'
+        f"<title>{html.escape(name_for(caller, state, job))}</title></rect>"
+        for job, device, start, width in _periods(state, now_s, begin_s, span_s)
+        if device in tops
     ]
-    height = len(rows) * (ROW + GAP) + 18
+    names = [
+        f'<text x="0" y="{top + ROW - 3}">{html.escape(name)}:{index}</text>'
+        for (name, index), top in tops.items()
+    ]
+    height = len(tops) * (ROW + GAP) + 18
     ticks = [
         f'<text x="{LEFT + (WIDTH - LEFT) * share:.0f}" y="{height - 4}" text-anchor="{anchor}">'
         f"{html.escape(seconds(span_s * (1 - share)))} ago</text>"
         for share, anchor in ((0.0, "start"), (0.5, "middle"))
     ]
-    more = len(every) - len(rows)
-    said = f"<p class=dim>and {more} more devices</p>" if more > 0 else ""
     return (
         f'<svg viewBox="0 0 {WIDTH} {height}" width="100%" role="img" aria-label="devices over time">'
-        f"{''.join(bars)}{''.join(names)}{''.join(ticks)}</svg>{said}"
+        f"{''.join(bars)}{''.join(names)}{''.join(ticks)}</svg>"
+        + _more(len(every) - len(tops), "devices")
     )
 
 
-def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Cells that begin with # are numbers."""
+def _periods(
+    state: State, now_s: float, begin_s: float, span_s: float
+) -> Iterator[tuple[str, tuple[str, int], float, float]]:
+    """Yield job, device, start and length of each period in the chart, as shares of its time span."""
+    for job in state.jobs.values():
+        for held in job.past:
+            start_s, end_s = max(held.start_s, begin_s), now_s if held.end_s is None else held.end_s
+            if end_s <= begin_s:
+                continue
+            for name, local in held.devices.items():
+                for index in local:
+                    device = name, index
+                    yield (
+                        job.spec.id,
+                        device,
+                        (start_s - begin_s) / span_s,
+                        (end_s - start_s) / span_s,
+                    )
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return rows as a table, or "None." if there are no rows. Cells that begin with # are numbers."""
+    if not rows:
+        return NONE
 
     def cell(tag: str, text: str) -> str:
         return f"<{tag} class=n>{text[1:]}</{tag}>" if text[:1] == "#" else f"<{tag}>{text}</{tag}>"

@@ -1,18 +1,19 @@
-"""The state as people and programs see it."""
+"""Converts the state to what people and programs see of it."""
 
 from collections.abc import Callable
 
 from jaxgoodput.cluster.service.record.commands import Caller
-from jaxgoodput.cluster.service.record.state import JobEntry, State, received
+from jaxgoodput.cluster.service.record.state import JobEntry, State, counted_until
 from jaxgoodput.cluster.service.wire import AllocationShown, ClusterShown, JobShown, NodeShown
+from jaxgoodput.specs import Hints
+from jaxgoodput.text import compact
 
 OTHERS = "(another tenant's)"
 
 
 def job(state: State, entry: JobEntry, now_s: float, *, past: bool = False) -> JobShown:
-    """A job; with `past` what it had before."""
-    counted = received(entry, state.kind_of, now_s)
-    spec = entry.spec
+    """Return a job as its user sees it; `past` adds the devices that it held before."""
+    spec, devices = entry.spec, entry.allocation.devices
     return JobShown(
         id=spec.id,
         tenant=spec.tenant,
@@ -22,7 +23,7 @@ def job(state: State, entry: JobEntry, now_s: float, *, past: bool = False) -> J
         workdir=entry.submission.workdir,
         min_devices=spec.num_devices or spec.min_devices,
         max_devices=spec.num_devices or spec.max_devices,
-        devices=entry.allocation.devices,
+        devices=devices,
         home=entry.home,
         generation=entry.allocation.generation,
         num_devices=entry.allocation.num_devices,
@@ -30,7 +31,7 @@ def job(state: State, entry: JobEntry, now_s: float, *, past: bool = False) -> J
         started_s=entry.started_s,
         finished_s=entry.finished_s,
         num_changes=entry.num_changes,
-        device_s=sum(counted.received_s.values()),
+        device_s=sum(counted_until(now_s, entry, state.kind_of).received_s.values()),
         code=entry.code,
         hints=entry.hints,
         past=entry.past if past else (),
@@ -38,7 +39,7 @@ def job(state: State, entry: JobEntry, now_s: float, *, past: bool = False) -> J
 
 
 def allocation(entry: JobEntry) -> AllocationShown:
-    """What a job has."""
+    """Return the devices that a job holds."""
     return AllocationShown(
         job=entry.spec.id,
         phase=entry.phase,
@@ -48,27 +49,44 @@ def allocation(entry: JobEntry) -> AllocationShown:
 
 
 def name_for(caller: Caller, state: State, job: str) -> str:
-    """The name of a job, where it is the caller's business."""
+    """Return a job's name, or a placeholder if the job belongs to a tenant that the caller may not see."""
     entry = state.jobs.get(job)
     return job if entry is None or caller.sees(entry.spec.tenant) else OTHERS
+
+
+def state_in_words(state: str, why: str) -> str:
+    """Return a node's state, with the reason if it is not up.
+
+    >>> state_in_words("down", "no heartbeat")
+    'down (no heartbeat)'
+    """
+    return f"{state} ({why})" if why and state != "up" else state
+
+
+def progress(hints: Hints | None) -> str:
+    """Return how far a job is: a percentage if it knows its total, else its base steps.
+
+    >>> progress(None)
+    '-'
+    """
+    if hints is None:
+        return "-"
+    if hints.total:
+        return f"{100 * min(hints.progress / hints.total, 1):.0f} %"
+    return compact(hints.progress)
 
 
 def cluster(
     caller: Caller, state: State, now_s: float, silent_s: Callable[[str], float]
 ) -> ClusterShown:
-    """All nodes, and who has their devices; those of other tenants together, without names."""
+    """Return all nodes and the jobs that hold their devices; jobs of other tenants appear as one."""
     jobs: dict[str, dict[str, tuple[int, ...]]] = {name: {} for name in state.nodes}
     for id_, entry in state.jobs.items():
+        shown = name_for(caller, state, id_)
         for name, local in entry.allocation.devices.items():
-            shown = name_for(caller, state, id_)
             jobs[name][shown] = tuple(sorted((*jobs[name].get(shown, ()), *local)))
-    found = tuple(
-        NodeShown(
-            node=entry.node,
-            jobs=jobs[name],
-            silent_s=silent_s(name),
-            why=entry.why,
-        )
+    nodes = tuple(
+        NodeShown(node=entry.node, jobs=jobs[name], silent_s=silent_s(name), why=entry.why)
         for name, entry in state.nodes.items()
     )
-    return ClusterShown(now_s=now_s, nodes=found)
+    return ClusterShown(now_s=now_s, nodes=nodes)

@@ -262,7 +262,7 @@ WRONG = {
          Tenant(name="b", parent="p", guaranteed=2)),
         "guaranteed 4 devices, but it is itself guaranteed 3",
     ),
-    "no prices": ((Tenant(name="a", budget_per_hour=1.0),), "nobody knows what a 'k' costs"),
+    "no prices": ((Tenant(name="a", budget_per_hour=1.0),), "kind 'k' has no price"),
 }  # fmt: skip
 
 
@@ -276,7 +276,7 @@ def test_trees_that_cannot_be(tenants, says):
     "fields, says",
     [
         ({"guaranteed": -1}, "0 or more"),
-        ({"guaranteed": 5, "limit": 4}, "may have 4 at most"),
+        ({"guaranteed": 5, "limit": 4}, "limited to 4"),
         ({"weight": 0.0}, "above 0"),
         ({"budget_per_hour": float("nan")}, "finite"),
     ],

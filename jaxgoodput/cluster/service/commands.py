@@ -1,0 +1,261 @@
+"""The commands about clusters: `jaxgoodput serve`, `node`, `submit`, `status` and so on, and their options.
+
+`terminal.py` carries them out; it is imported only when one of them is called.
+"""
+
+import argparse
+import pathlib
+
+from jaxgoodput._commands import Action, Commands, OneOf, Option, argument, number, switch, text
+
+_FOLDER = text("--folder", "DIR", "folder of the service (default: .jaxgoodput/service in the home folder)",
+               type=pathlib.Path)  # fmt: skip
+
+# How a command finds the service.
+_CONNECTION = (
+    text("--scheduler", "URL", "address of the service (default: the service that was last started with this "
+         "--folder)"),
+    text("--token-file", "F", "file that holds the token (default: the one in the "
+         "--folder)", type=pathlib.Path),
+    text("--ca", "F", "certificate authority that signed the service's certificate, if this system does "
+         "not know it", type=pathlib.Path),
+    _FOLDER,
+)  # fmt: skip
+
+# How a node's agent runs jobs.
+_AGENT = (
+    text("--kind", "KIND", "kind of the devices, such as h200", "cpu"),
+    number("--grace-s", "S", 0.0, "seconds that a stopped process may take to save its state", 60.0),
+    number("--hints-s", "S", 0.1, "seconds between two looks at what jobs measured", 5.0),
+    number("--join-s", "S", 0.0, "seconds that the start of a job waits for more than its minimum of "
+           "devices", 3.0),
+)  # fmt: skip
+
+_SERVE = (
+    _FOLDER,
+    text("--local", "NODESxDEVICES", "nodes to simulate on this machine; 0: none (default: 1 with a device "
+         "per processor)"),
+    *_AGENT,
+    text("--host", "HOST", "address to listen on", "127.0.0.1"),
+    number("--port", "PORT", 0, "port to listen on; 0: any free one", 8765),
+    text("--tokens", "F", 'JSON file: {"tokens": [{"token": ..., "tenant": ..., "role": '
+         '"user|node|operator"}, ...]} (default: one operator token, made in the folder)', type=pathlib.Path),
+    text("--tls-certificate", "F", "certificate of the service, for HTTPS", type=pathlib.Path),
+    text("--tls-key", "F", "private key of the certificate", type=pathlib.Path),
+    text("--policy", "NAME", "scheduling policy, see `jaxgoodput simulate --list`", "goodput"),
+    text("--sharing", "F", "JSON file with tenants, quota, reservations and price_per_hour, as in a "
+         "ClusterSpec",
+         type=pathlib.Path),
+    number("--min-gap-s", "S", 0.0, "minimum seconds between two plans", 5.0),
+    number("--max-gap-s", "S", 1.0, "maximum seconds between two plans", 60.0),
+    number("--restart-s", "S", 0.0, "assumed seconds that a change costs, until a job has shown its "
+           "own", 10.0),
+    number("--silent-s", "S", 1.0, "seconds without a heartbeat after which a node counts as down", 30.0),
+    number("--longest-wait-s", "S", 0.1, "seconds for which a request may wait for news, at most 30; lower "
+           "it behind a proxy with a shorter timeout", 30.0),
+    number("--rate", "N", 1.0, "requests per second that one token may make", 1000.0),
+    number("--wrong-rate", "N", 1.0, "requests per minute without a valid token that one address may "
+           "make", 30.0),
+    text("--tensorboard", "URL", "TensorBoard to which the page links"),
+    switch("--repair", help="keep the events of a damaged journal that precede the damage, print how many, "
+           "and stop"),
+)  # fmt: skip
+
+_NODE = (
+    text("--name", "NAME", "name of this node (default: its host name)"),
+    text("--address", "HOST", "address by which other nodes reach this one (default: 127.0.0.1 if the "
+         "scheduler is there, else the host name)"),
+    text("--label", "LEVEL=DOMAIN", "topology label, such as rack=r3; coordinates= lets coordinators of "
+         "jobs run here", [], action="append"),
+)  # fmt: skip
+
+_NODES = (
+    text("--engine", "ENGINE", "what starts the agents: local, slurm or ray", "local",
+         choices=("local", "slurm", "ray")),
+    number("--count", "N", 1, "number of nodes, with --engine local (default: 1)"),
+)  # fmt: skip
+
+# What `node` and `nodes` share.
+_DEVICES = (
+    number("--devices", "N", 0, "devices of a node; on CPU they are virtual", 1),
+    number("--alone-s", "S", 30.0, "seconds without contact to the scheduler after which jobs save and end "
+           "(default: they continue)"),
+    *_AGENT,
+    *_CONNECTION,
+)  # fmt: skip
+
+_MANIFESTS = (
+    text("--image", "IMAGE", "image with jaxgoodput[service] and your programs", required=True),
+    text("--cluster", "NAME", "name of the JobSet", "jaxgoodput"),
+    number("--nodes", "N", 1, "number of nodes", 2),
+    number("--devices", "D", 1, "devices of a node", 8),
+    text("--kind", "KIND", "kind of the devices", "gpu"),
+    text("--resource", "NAME", "Kubernetes resource that is requested for each device", "nvidia.com/gpu"),
+    text("--volume", "CLAIM", "persistent volume claim for the journal and the workdirs"),
+)  # fmt: skip
+
+_SUBMIT = (
+    text("--name", "NAME", "name of the job (default: the script's name and a few random letters)"),
+    number("--min", "A", 1, "minimum number of devices (default: 1)"),
+    number("--max", "B", 1, "maximum number of devices (default: 64)"),
+    text("--mode", "MODE", "adaptive: devices and batch change; elastic: the batch is fixed; rigid: the "
+         "number of devices is fixed as well, at "
+         "--max", "adaptive", choices=("adaptive", "elastic", "rigid")),
+    number("--devices-per-process", "D", 1, "devices of each process, such as those that share one "
+           "replica", 1),
+    number("--weight", "W", 0.0, "priority", 1.0),
+    text("--tenant", "NAME", "tenant that the job belongs to", "default"),
+    text("--kinds", "A,B,...", "kinds of device that the job accepts (default: all)"),
+    text("--level", "LEVEL", "topology level, such as rack; all devices of the job lie within one of its "
+         "domains"),
+    number("--min-run-s", "S", 0.0, "seconds for which the job keeps the devices it gets", 0.0),
+    text("--workdir", "DIR", "workdir of the run, whose journal holds what the job measured (default: the "
+         "--workdir among its arguments)"),
+    switch("--what-if", help="print what would happen, and submit nothing"),
+    *_CONNECTION,
+)  # fmt: skip
+
+_STATUS = (
+    argument("job", "JOB", "print everything about this job as JSON", nargs="?"),
+    switch("--once", help="print once and stop, as is done if the output is not a terminal"),
+)
+_JOB = argument("job", "JOB", "id of the job")
+_FOLLOW = switch("-f", "--follow", help="continue until the job is over")
+_DRAIN = (
+    argument("node", "NODE", "name of the node"),
+    OneOf((
+        switch("--down", help="take the node's devices away from running jobs, too"),
+        switch("--undo", help="put the node back into service"),
+    )),
+)  # fmt: skip
+
+
+def add_commands(commands: Commands) -> None:
+    """Register this room's commands."""
+
+    def add(action: Action, usage: str, options: tuple[Option | OneOf, ...], **settings: bool):
+        name = action.__name__.removeprefix("_")
+        commands.add(40, name, action, f"jaxgoodput {name} {usage}", options, **settings)
+
+    to_service = "[--scheduler URL --token-file F]"
+    nodes_usage = "--scheduler URL --engine local|slurm|ray [--count N] --devices D [options]"
+    add(_serve, "[--local NODESxDEVICES] [options]", _SERVE)
+    add(_node, "--scheduler URL --devices N [options]", (*_NODE, *_DEVICES))
+    add(_nodes, nodes_usage, (*_NODES, *_DEVICES))
+    add(_manifests, "--image IMAGE [--nodes N] [--devices D] [options]", _MANIFESTS)
+    submit_usage = "[--min A --max B] [options] -- python train.py [args ...]"
+    add(_submit, submit_usage, _SUBMIT, takes_command=True)
+    add(_status, f"{to_service} [JOB]", (*_STATUS, *_CONNECTION))
+    add(_logs, f"{to_service} [-f] JOB", (_JOB, _FOLLOW, *_CONNECTION))
+    add(_cancel, f"{to_service} JOB", (_JOB, *_CONNECTION))
+    add(_explain, f"{to_service} JOB", (_JOB, *_CONNECTION))
+    add(_drain, f"{to_service} NODE", (*_DRAIN, *_CONNECTION))
+
+
+# The actions. Their docstrings are the help texts; the work is done in `terminal`, which is imported late.
+
+
+def _serve(options, command: list[str], parser: argparse.ArgumentParser) -> int:
+    """Share devices among jobs: start the scheduler, its page, and agents on this machine.
+
+    Users submit jobs over HTTP. The jobs get devices, and grow and shrink by goodput. By default the cluster
+    has one node, this machine, with a device per processor; other nodes join with `jaxgoodput node`.
+
+    Ctrl-C stops the service and its nodes, whose jobs save. SIGTERM stops only the service: jobs continue
+    with their devices until a service with the same --folder is started again.
+
+    examples:
+      jaxgoodput serve --local 1x8
+      jaxgoodput serve --host 0.0.0.0 --tls-certificate c.pem --tls-key k.pem --local 0
+    """
+    from jaxgoodput.cluster.service import terminal
+
+    return terminal.serve(options, parser)
+
+
+def _node(options, command: list[str], parser: argparse.ArgumentParser) -> int:
+    """Add this machine's devices to a cluster.
+
+    The agent of a node starts, resizes and stops the processes of jobs as the scheduler tells it. SIGTERM
+    removes the node: its jobs save and continue elsewhere.
+    """
+    from jaxgoodput.cluster.service import terminal
+
+    return terminal.node(options, parser)
+
+
+def _nodes(options, command: list[str], parser: argparse.ArgumentParser) -> int:
+    """Add several nodes to a cluster, with agents that an engine starts.
+
+    One agent is kept running on each node. `local` simulates N nodes on this machine, `slurm` uses all nodes
+    of the allocation that it is started in, `ray` all nodes of the running cluster (at RAY_ADDRESS),
+    including nodes that join later. Agents that crash are restarted.
+    """
+    from jaxgoodput.cluster.service import terminal
+
+    return terminal.nodes(options, parser)
+
+
+def _manifests(options, command: list[str], parser: argparse.ArgumentParser) -> int:
+    """Print Kubernetes manifests for a cluster.
+
+    The result is a JobSet with the scheduler and the agents of N nodes, which come and go with it.
+    """
+    from jaxgoodput.cluster.service import terminal
+
+    return terminal.manifests(options)
+
+
+def _submit(options, command: list[str], parser: argparse.ArgumentParser) -> int:
+    """Submit a job.
+
+    The job gets between A and B devices; the number changes over time. It is started in the current folder.
+    The scheduler learns what the job measures from the --workdir among its arguments.
+    """
+    from jaxgoodput.cluster.service import terminal
+
+    return terminal.submit(options, command, parser)
+
+
+def _status(options, command: list[str], parser: argparse.ArgumentParser) -> int:
+    """Show the cluster and its jobs.
+
+    The tables say which jobs have which devices, and which jobs wait. On a terminal they are refreshed.
+    """
+    from jaxgoodput.cluster.service import terminal
+
+    return terminal.status(options, parser)
+
+
+def _logs(options, command: list[str], parser: argparse.ArgumentParser) -> int:
+    """Print what the processes of a job have written."""
+    from jaxgoodput.cluster.service import terminal
+
+    return terminal.logs(options, parser)
+
+
+def _cancel(options, command: list[str], parser: argparse.ArgumentParser) -> int:
+    """Cancel a job: it saves its state and ends."""
+    from jaxgoodput.cluster.service import terminal
+
+    return terminal.cancel(options, parser)
+
+
+def _explain(options, command: list[str], parser: argparse.ArgumentParser) -> int:
+    """Explain why a job has its devices, or none, and which changes would give it others.
+
+    Each suggested change was tried by asking the policy again.
+    """
+    from jaxgoodput.cluster.service import terminal
+
+    return terminal.explain(options, parser)
+
+
+def _drain(options, command: list[str], parser: argparse.ArgumentParser) -> int:
+    """Give a node no new work.
+
+    Jobs that run on the node stay there, unless --down is given.
+    """
+    from jaxgoodput.cluster.service import terminal
+
+    return terminal.drain(options, parser)

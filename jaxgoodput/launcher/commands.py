@@ -1,0 +1,365 @@
+"""The commands that start jobs: `jaxgoodput run`, `agent`, `coordinate` and `plan`."""
+
+import argparse
+import pathlib
+import sys
+from typing import Any
+
+from jaxgoodput._commands import (
+    DONE,
+    Commands,
+    OneOf,
+    argument,
+    number,
+    port,
+    switch,
+    text,
+    wrong,
+)
+
+# fmt: off
+_NUM_PROCESSES = number("--nproc-per-node", "N", 1, "processes per host (default: 1 with --nnodes)")
+_NUM_DEVICES = number("--devices-per-process", "D", 1, "devices of each process: virtual ones on CPU; GPUs "
+                      "r*D to (r+1)*D-1 for process r (default: one, or all if N is 1)")
+_GRACE = number("--grace-s", "S", 0.0, "seconds from a stop signal to SIGKILL, for saving the state", 60.0)
+_SILENT = number("--silent-s", "S", 1.0, "seconds without a heartbeat after which a process is replaced "
+                 "(default: 10)")
+_RECONNECT = number("--reconnect-s", "S", 0.0, "seconds for which agents try to reach a coordinator that "
+                    "is gone (default: 60 if --rdzv-endpoint names a port, else 0)")
+_SECRET = switch("--secret-stdin", help=argparse.SUPPRESS)
+# fmt: on
+
+# Options of `run` that make sense only if hosts come and go: `run` without --nnodes refuses them.
+_ELASTIC = (
+    text("--hosts", "A,B,...", "hosts, as the remote shell names them; all see the script in the same folder "
+         "(default: this machine)"),
+    text("--hostfile", "FILE", "file with one host per line, instead of --hosts"),
+    number("--local-hosts", "K", 0, "simulate K hosts on this machine; 0 if every host joins with "
+           "`jaxgoodput agent` (default: 1 if no hosts are named)"),
+    number("--hosts-per-group", "K", 1, "hosts that share one copy of the model, split as Config.strategies "
+           "says; they join and leave together (default: each process has a copy of its own)"),
+    text("--rsh", "SHELL", "remote shell, called as SHELL HOST COMMAND (default: ssh -o BatchMode=yes)"),
+    text("--remote-python", "PATH", "Python interpreter on the hosts (default: the one that runs this "
+         "command)"),
+    number("--join-s", "S", 0.0, "seconds that the first start waits for more than MIN hosts (default: 10)"),
+    number("--admit-every-s", "S", 0.0, "minimum seconds between two changes that only add hosts (default: "
+           "5)"),
+    number("--exclude-slow", "FACTOR", 0.0, "exclude a straggler for a while: a host that needs more than "
+           "FACTOR times as long per sample as the others, if steps are shorter without it and at least MIN "
+           "hosts remain; 0: never (default: 2)"),
+    number("--exclude-s", "S", 0.0, "seconds until an excluded host is tried again; doubled each time "
+           "(default: 300)"),
+    text("--rdzv-endpoint", "HOST:PORT", "address of the coordinator (default: a free port, on the loopback "
+         "interface if no hosts are named)"),
+    _SILENT,
+    _RECONNECT,
+    _SECRET,
+)  # fmt: skip
+
+_RUN = (
+    text("--nnodes", "MIN:MAX", "fewest and most hosts that the job can run with; or one number, for "
+         "exactly that many"),
+    _NUM_PROCESSES,
+    _NUM_DEVICES,
+    number("--max-restarts", "K", 0, "restarts after a crash, or after exit code 143 without a stop "
+           "signal; two crashes in a row without progress end the job (default: 0). With --nnodes: "
+           "processes that may be replaced, in total (default: 100)"),
+    _GRACE,
+    *_ELASTIC,
+)  # fmt: skip
+
+_AGENT = (
+    text("--rdzv-endpoint", "HOST:PORT", "address of the coordinator", required=True),
+    text("--name", "NAME", "name of this host in the job (default: its host name)"),
+    _NUM_PROCESSES,
+    _NUM_DEVICES,
+    text("--local-devices", "I,J,...", "this host's devices for its processes, with --devices-per-process "
+         "(default: from device 0)"),
+    _GRACE,
+    _SILENT,
+    _RECONNECT,
+    _SECRET,
+)  # fmt: skip
+
+_COORDINATE = (
+    number("--num-processes", "N", 1, "processes of the whole job", required=True),
+    text(
+        "--host", "HOST", "address by which the processes reach this host (default: its host name)"
+    ),
+    text("--port", "PORT", "port of the coordinator (default: a free one)", type=port),
+    _GRACE,
+)
+
+_PLAN = (
+    argument("script", "SCRIPT|WORKDIR", "a training script, or the --workdir of a run"),
+    OneOf(
+        (
+            text("--topology", "KIND:SHAPE", "TPUs, which need not be present, such as v5e:16x16, v6e:4x4 or "
+                 "v5p:4x4x4 (needs libtpu)"),
+            number("--devices", "N", 1, "number of devices of this machine's kind; virtual ones on CPU"),
+        ),
+        required=True,
+    ),
+    number("--nodes", "M", 1, "WORKDIR only: nodes over which the devices are spread evenly (default: 1)"),
+    number("--num-slices", "S", 1, "slices of the topology", 1),
+    number("--micro-batch-size", "M", 1, "samples per replica (default: the base batch divided by the "
+           "replicas, or less if that does not fit)"),
+    number("--memory-gib", "G", 0.0, "memory per device that a step may use (default: the chip's memory "
+           "minus execution.memory_margin)"),
+)  # fmt: skip
+
+
+def add_commands(commands: Commands) -> None:
+    """Register this room's commands."""
+    usage = (
+        "jaxgoodput run --nproc-per-node N [options] -- python train.py [args ...]\n"
+        "       jaxgoodput run --nnodes MIN:MAX [--hosts A,B,...] [options] -- python train.py [args ...]"
+    )
+    commands.add(10, "run", _run, usage, _RUN, takes_command=True)
+    usage = "jaxgoodput agent --rdzv-endpoint HOST:PORT [options] -- python train.py [args ...]"
+    commands.add(10, "agent", _agent, usage, _AGENT, takes_command=True)
+    usage = (
+        "jaxgoodput coordinate --num-processes N [options] -- srun python -m jaxgoodput.launcher "
+        "train.py [args ...]"
+    )
+    commands.add(10, "coordinate", _coordinate, usage, _COORDINATE, takes_command=True)
+    usage = (
+        "jaxgoodput plan SCRIPT (--topology v5e:16x16 | --devices N) [options] [-- args ...]\n"
+        "       jaxgoodput plan WORKDIR --devices N [--nodes M]"
+    )
+    commands.add(10, "plan", _plan, usage, _PLAN, takes_command=True)
+
+
+def _run(options, command: list[str], parser: argparse.ArgumentParser) -> int:
+    """Run a script as one job of several processes, on this host or on hosts that join and leave.
+
+    The N processes form one JAX job: jax.process_count() is N. The script does not need to be changed. Each
+    line of output is prefixed with the number of its process. Signals are forwarded, and no process outlives
+    this command.
+
+    With --nnodes the job continues while hosts join and leave: the remaining processes keep the state in
+    memory and are not restarted. Failed processes are replaced. A further host joins with `jaxgoodput agent`.
+
+    examples:
+      jaxgoodput run --nproc-per-node 2 --devices-per-process 2 -- python train.py --workdir /tmp/run
+      jaxgoodput run --nnodes 1:4 --hosts a,b,c,d -- python train.py --workdir /shared/run
+    """
+    from jaxgoodput.launcher.local import run_local
+    from jaxgoodput.launcher.supervise import UsageError
+
+    if options.nnodes is not None:
+        return _run_elastic(options, command, parser)
+    for option in _ELASTIC:
+        if getattr(options, option.name) not in (None, False):
+            parser.error(
+                f"{option.flags[0]} is for a job whose hosts come and go: give --nnodes MIN:MAX, or "
+                "leave it out"
+            )
+    if options.nproc_per_node is None:
+        parser.error("the following arguments are required: --nproc-per-node, or --nnodes")
+    try:
+        return run_local(
+            command,
+            options.nproc_per_node,
+            options.devices_per_process,
+            max_restarts=options.max_restarts or 0,
+            grace_s=options.grace_s,
+        )
+    except UsageError as error:
+        return wrong(error)
+
+
+def _run_elastic(options, command: list[str], parser: argparse.ArgumentParser) -> int:
+    from jaxgoodput.launcher.elastic.job import Job, run_elastic
+    from jaxgoodput.launcher.supervise import UsageError
+
+    _require_consistent(options, parser)
+    least, _, most = options.nnodes.partition(":")
+    if not (least.isdigit() and (most or least).isdigit()):
+        parser.error(f"--nnodes {options.nnodes}: give MIN:MAX, or one number")
+    # A coordinator that is started again is found only if its port is known in advance.
+    has_port = (options.rdzv_endpoint or ":0").rpartition(":")[2] != "0"
+    names = ("rsh", "join_s", "admit_every_s", "silent_s", "exclude_slow", "exclude_s")
+    try:
+        job = Job(
+            **{
+                "local_hosts": 1,
+                "max_restarts": 100,
+                "reconnect_s": 60.0 if has_port else 0.0,
+                **_set(options, "local_hosts", "max_restarts", "reconnect_s", *names),
+            },
+            least=int(least),
+            most=int(most or least),
+            slots=options.nproc_per_node or 1,
+            hosts_per_group=options.hosts_per_group,
+            devices_per_process=options.devices_per_process,
+            hosts=_hosts(options),
+            python=options.remote_python or sys.executable,
+            endpoint=options.rdzv_endpoint,
+            grace_s=options.grace_s,
+            secret=sys.stdin.readline().strip() if options.secret_stdin else None,
+        )
+        return run_elastic(command, job)
+    except (UsageError, OSError) as error:
+        return wrong(error)
+
+
+def _require_consistent(options, parser: argparse.ArgumentParser) -> None:
+    """End with an error if options contradict each other."""
+    sources = _set(options, "hosts", "hostfile", "local_hosts")
+    if len(sources) > 1:
+        parser.error("give one of --hosts, --hostfile and --local-hosts")
+    if not sources.keys() & {"hosts", "hostfile"}:
+        for name in _set(options, "rsh", "remote_python"):
+            parser.error(f"--{name.replace('_', '-')} is for the hosts of --hosts or --hostfile")
+
+
+def _hosts(options) -> tuple[str, ...]:
+    """Return the names in --hosts or --hostfile. Raises UsageError if the one given names no host."""
+    from jaxgoodput.launcher.elastic.hosts import read_host_file
+    from jaxgoodput.launcher.supervise import UsageError
+
+    if options.hostfile is not None:
+        hosts = read_host_file(pathlib.Path(options.hostfile).read_text())
+        given = f"--hostfile {options.hostfile}"
+    else:
+        hosts = [host for host in (options.hosts or "").split(",") if host]
+        given = f"--hosts {options.hosts!r}"
+    if not hosts and (options.hostfile, options.hosts) != (None, None):
+        raise UsageError(f"{given} names no host")
+    return tuple(hosts)
+
+
+def _set(options, *names: str) -> dict[str, Any]:
+    """Return the options of these names that were given; the others keep the defaults of their user."""
+    return {name: value for name in names if (value := getattr(options, name)) is not None}
+
+
+def _local_devices(options, parser: argparse.ArgumentParser) -> tuple[int, ...] | None:
+    listed = options.local_devices
+    if listed is None:
+        return None
+    words = listed.split(",")
+    needed = (options.nproc_per_node or 1) * (options.devices_per_process or 0)
+    if not all(word.isdigit() for word in words) or len(set(words)) < len(words):
+        parser.error(f"--local-devices {listed}: give different numbers of devices, I,J,...")
+    if len(words) != needed:
+        parser.error(
+            f"--local-devices {listed} names {len(words)} devices, but --nproc-per-node processes with "
+            f"--devices-per-process devices each take {needed}"
+        )
+    return tuple(map(int, words))
+
+
+def _agent(options, command: list[str], parser: argparse.ArgumentParser) -> int:
+    """Let this host join a job that `jaxgoodput run --nnodes` started.
+
+    The command must be the same as the job's. On SIGTERM the host leaves, and the job continues.
+    JAXGOODPUT_SECRET must hold the same secret here and where `jaxgoodput run` is started.
+    """
+    import os
+    import socket
+
+    from jaxgoodput.clock import SystemClock
+    from jaxgoodput.launcher.elastic.agent import AgentSettings, run_agent
+    from jaxgoodput.launcher.supervise import UsageError
+
+    if options.secret_stdin:
+        secret = sys.stdin.readline().strip()
+    else:
+        secret = os.environ.get("JAXGOODPUT_SECRET", "")
+    if not secret:
+        parser.error(
+            "JAXGOODPUT_SECRET is not set. Set it to the same text here and where `jaxgoodput run` is started"
+        )
+    settings = AgentSettings(
+        address=options.rdzv_endpoint,
+        secret=secret,
+        name=options.name or socket.gethostname(),
+        slots=options.nproc_per_node or 1,
+        devices_per_process=options.devices_per_process,
+        local_devices=_local_devices(options, parser),
+        grace_s=options.grace_s,
+        **_set(options, "silent_s", "reconnect_s"),
+    )
+    try:
+        return run_agent(command, settings, clock=SystemClock())
+    except UsageError as error:
+        return wrong(error)
+
+
+def _coordinate(options, command: list[str], parser: argparse.ArgumentParser) -> int:
+    """Serve a job whose processes another program starts (srun, kubectl).
+
+    Run a command that starts the N processes of one job, on any hosts, and help them find each other while it
+    runs. The command must pass JAXGOODPUT_COORDINATOR and JAXGOODPUT_NUM_PROCESSES on to the processes. They
+    read their rank from JAXGOODPUT_PROCESS_ID, JAX_PROCESS_ID or SLURM_PROCID. See launch/slurm.sbatch for an
+    example.
+    """
+    from jaxgoodput.launcher.local import run_coordinated
+    from jaxgoodput.launcher.supervise import UsageError
+
+    try:
+        return run_coordinated(
+            command,
+            options.num_processes,
+            host=options.host,
+            port=options.port,
+            grace_s=options.grace_s,
+        )
+    except UsageError as error:
+        return wrong(error)
+
+
+def _plan(options, command: list[str], parser: argparse.ArgumentParser) -> int:
+    """Predict what each strategy would do on devices that need not be present.
+
+    Given a script, run it up to its Trainer.fit(), compile the step for each of Config.strategies (if there
+    are none, for all that suit the model), and print for each whether it fits, the peak memory of a device,
+    the bytes sent, and the step time by the chip's roofline, best first. Nothing is trained.
+
+    Given the workdir of a run, print which devices, batch and strategy suit it best, from the step times and
+    the gradient noise that it measured, and which of these numbers are guesses.
+
+    examples:
+      jaxgoodput plan train.py --topology v5e:16x16 -- --workdir /tmp/run
+      jaxgoodput plan train.py --devices 8 -- --workdir /tmp/run
+      jaxgoodput plan /tmp/run --devices 16 --nodes 2
+    """
+    from jaxgoodput.launcher.plan import plan
+    from jaxgoodput.launcher.plan_run import is_workdir
+
+    if is_workdir(options.script):
+        return _plan_run(options, command)
+    if options.nodes is not None:
+        parser.error(
+            f"--nodes is for the workdir of a run, and {options.script} is not one; a script's strategies "
+            f"are planned for --devices or a --topology"
+        )
+    names = ("topology", "devices", "num_slices", "micro_batch_size", "memory_gib")
+    flags = [f"--{k.replace('_', '-')}={value}" for k, value in _set(options, *names).items()]
+    return plan([*flags, options.script, *command], num_devices=options.devices)
+
+
+def _plan_run(options, command: list[str]) -> int:
+    from jaxgoodput.launcher.plan_run import plan_run
+    from jaxgoodput.launcher.supervise import UsageError
+
+    given = {
+        "--topology": options.topology is not None,
+        "--num-slices": options.num_slices != 1,
+        "--micro-batch-size": options.micro_batch_size is not None,
+        "--memory-gib": options.memory_gib is not None,
+        "a command after --": bool(command),
+    }
+    try:
+        for what, is_given in given.items():
+            if is_given:
+                raise UsageError(
+                    f"{what} is for a script, but {options.script} is the folder of a run, which is "
+                    f"planned from what it measured on its own kind of device. Use --devices and --nodes."
+                )
+        print(plan_run(options.script, options.devices, options.nodes or 1))
+    except UsageError as error:
+        return wrong(error)
+    return DONE

@@ -1,0 +1,455 @@
+"""One host's part of a job on hosts that come and go: the agent starts its workers and reports how they end.
+
+    jaxgoodput agent --rdzv-endpoint HOST:PORT --nproc-per-node N -- python train.py ...
+
+The agent decides nothing: it does what the coordinator says. If the coordinator is gone, it ends its workers
+and tries for a while to reach a new coordinator at the same address.
+"""
+
+import contextlib
+import hashlib
+import importlib.metadata
+import itertools
+import math
+import os
+import pathlib
+import platform
+import queue
+import secrets
+import shutil
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from jaxgoodput import _wire as wire
+from jaxgoodput._worker import Worker
+from jaxgoodput.clock import Clock
+from jaxgoodput.launcher.elastic import fitness, messages
+from jaxgoodput.launcher.elastic.events import (
+    EndJob,
+    HostExamined,
+    Kill,
+    Leave,
+    ProcessExited,
+    Refuse,
+)
+from jaxgoodput.launcher.local import keep_freed_pages, shim_command
+from jaxgoodput.launcher.supervise import (
+    DONE,
+    FAILED,
+    SAVED,
+    USAGE,
+    Child,
+    ChildExit,
+    StopSignal,
+    UsageError,
+    exit_code,
+    how_it_ended,
+    say,
+    signals_to,
+)
+from jaxgoodput.launcher.worker import WorkerEnv, inherited_environ, pipe_name
+
+_LOOKS = 5  # checks for stopped workers per heartbeat timeout
+_RETRY_S = 0.5
+_CONNECT_S = 5.0
+
+# Packages that decide what a step computes, or what processes send each other.
+_PACKAGES = ("jaxgoodput", "jax", "jaxlib", "numpy", "flax", "optax", "orbax-checkpoint")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentSettings:
+    """Options of `jaxgoodput agent`."""
+
+    address: str
+    """Address of the coordinator, HOST:PORT."""
+    secret: str = field(repr=False)
+    name: str
+    """Name of this host in the job."""
+    slots: int = 1
+    """Number of processes on this host."""
+    devices_per_process: int | None = None
+    local_devices: tuple[int, ...] | None = None
+    """Devices of this host, in the order in which its processes take them; None: 0, 1, 2, ..."""
+    silent_s: float = 10.0
+    """Heartbeat timeout."""
+    grace_s: float = 60.0
+    """How long workers may take to save and exit before they are killed."""
+    reconnect_s: float = 60.0
+    """How long to look for a coordinator that does not answer."""
+
+
+def facts_of(command: Sequence[str]) -> dict[str, str]:
+    """Return what must be equal on all hosts of a job: package versions, package code, command and script."""
+    found = {
+        "Python": platform.python_version(),
+        **{name: importlib.metadata.version(name) for name in _PACKAGES},
+        "the code of jaxgoodput": _digest(pathlib.Path(__file__).parents[2]),
+        "the command": " ".join(command),
+    }
+    modules = [
+        pathlib.Path(f"{name.replace('.', '/')}.py")
+        for flag, name in itertools.pairwise(command)
+        if flag == "-m"
+    ]
+    for path in (*modules, *map(pathlib.Path, command)):
+        if path.suffix == ".py" and path.is_file():
+            found[f"the content of {path}"] = _digest(path)
+            break
+    return found
+
+
+def _digest(path: pathlib.Path) -> str:
+    """Return a digest of a file, or of all Python code in a folder."""
+    digest = hashlib.sha256()
+    for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
+        digest.update(f"{file.relative_to(path)}\0".encode() + file.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def run_agent(command: Sequence[str], part: AgentSettings, *, clock: Clock) -> int:
+    """Take part in a job until it is over; return the exit code.
+
+    On SIGTERM, SIGINT or SIGHUP this host leaves the job, which goes on without it; its workers exit after
+    their current step. Raises UsageError if the command cannot be started.
+    """
+    host, colon, port = part.address.rpartition(":")
+    if not (host and colon and port.isdigit()):
+        raise UsageError(
+            f"--rdzv-endpoint {part.address} is no address. Give HOST:PORT, which `jaxgoodput run` prints "
+            "when it starts."
+        )
+    shimmed = shim_command(command)
+    if shutil.which(shimmed[0]) is None:
+        raise UsageError(f"there is no program {shimmed[0]!r} on {part.name}.")
+    instance = secrets.token_hex(8)
+    events: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    deadline_s = clock.now() + part.reconnect_s
+    with signals_to(events):
+        while True:
+            try:
+                channel = _connected(part, instance, facts_of(command))
+                agent = Agent(channel, shimmed, part, events, clock)
+                code = agent.run()
+                if code is not None:
+                    return code
+                why = "it has gone"
+                if agent.was_accepted:
+                    deadline_s = clock.now() + part.reconnect_s
+            except wire.WrongSecret as error:
+                say(f"{part.name}: {error}")
+                return USAGE
+            except OSError as error:
+                why = str(error)
+            if clock.now() >= deadline_s:
+                say(
+                    f"{part.name}: no coordinator answers at {part.address} ({why}), after trying for "
+                    f"{part.reconnect_s:g} s. Check that `jaxgoodput run --nnodes` is alive there, and that "
+                    "this host can reach its address and port."
+                )
+                return FAILED
+            with contextlib.suppress(queue.Empty):
+                if isinstance(events.get(timeout=_RETRY_S), StopSignal):
+                    return SAVED  # no worker of the job runs here
+
+
+def _connected(part: AgentSettings, instance: str, facts: Mapping[str, str]) -> wire.Channel:
+    channel = wire.connect(part.address, part.secret, timeout_s=_CONNECT_S)
+    try:
+        hello = messages.AgentHello(part.name, part.slots, instance, facts)
+        channel.send(messages.encoded(hello))
+    except OSError:
+        channel.close()
+        raise
+    return channel
+
+
+class HostWorkers:
+    """The workers of this host during one connection; a context manager that leaves no process behind.
+
+    `events` receives a `ChildExit` for every worker that ends.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        part: AgentSettings,
+        events: "queue.SimpleQueue[Any]",
+        clock: Clock,
+    ):
+        self.kill_s = math.inf
+        """Time at which all workers that are left will be killed."""
+        self._command = command
+        self._part = part
+        self._events = events
+        self._clock = clock
+        self._running: dict[str, tuple[int, Child]] = {}  # slot and process, by name
+        self._waiting: list[str] = []  # to be started as soon as a slot is free
+        self._look_s = 0.0  # when to look for stopped workers again
+        self._lifeline, self._held = os.pipe()  # workers die when `_held` closes
+
+    def __enter__(self) -> "HostWorkers":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        signal_seen = None
+        for _, child in self._running.values():
+            child.finish()
+        while self._running:
+            event = self._events.get()
+            if isinstance(event, ChildExit):
+                self._running.pop(str(event.rank), None)
+            elif isinstance(event, StopSignal):
+                signal_seen = event
+        if signal_seen is not None:
+            self._events.put(signal_seen)  # for the loop that looks for a coordinator
+        os.close(self._lifeline)
+        os.close(self._held)
+
+    def __bool__(self) -> bool:
+        """Whether any worker runs."""
+        return bool(self._running)
+
+    def start(self, member: str) -> None:
+        """Start a worker, or have it wait for a slot."""
+        free = set(range(self._part.slots)) - {slot for slot, _ in self._running.values()}
+        if not free:  # a worker that was killed keeps its devices until it is gone
+            self._waiting.append(member)
+            return
+        slot = min(free)
+        environ = self._environ(member, slot)
+        child = Child(
+            member, self._command, environ, self._lifeline, True, self._events, self._clock
+        )
+        self._running[member] = slot, child
+
+    def ended(self, member: str) -> Child | None:
+        """Forget a worker that has ended; return its process."""
+        return self._running.pop(member, (0, None))[1]
+
+    def start_waiting(self) -> None:
+        """Start the next worker that waits for a slot."""
+        if self._waiting:
+            self.start(self._waiting.pop(0))
+
+    def kill(self, member: str) -> None:
+        """Kill a worker, or forget it if it still waits for a slot."""
+        if member in self._waiting:
+            self._waiting.remove(member)
+        if member in self._running:
+            self._running[member][1].send(signal.SIGKILL)
+
+    def send_all(self, signum: int) -> None:
+        """Send a signal to all workers."""
+        for _, child in self._running.values():
+            child.send(signum)
+
+    def kill_after_grace(self) -> None:
+        """Kill the workers that are left when the grace period is over."""
+        self.kill_s = self._clock.now() + self._part.grace_s
+
+    def look_after(self) -> float | None:
+        """Kill workers that are stopped or overdue; return the seconds until the next look, None: never."""
+        now_s = self._clock.now()
+        if now_s >= self._look_s:
+            self._kill_stopped()
+            self._look_s = now_s + max(self._part.silent_s / _LOOKS, 0.1)
+        if now_s >= self.kill_s:
+            self.send_all(signal.SIGKILL)
+            self.kill_s = math.inf
+        next_s = min(self.kill_s, self._look_s if self._running else math.inf)
+        return None if math.isinf(next_s) else max(next_s - self._clock.now(), 0.0)
+
+    def _kill_stopped(self) -> None:
+        # Without heartbeats, the coordinator cannot tell a stopped worker from one that still starts.
+        for member, (_, child) in self._running.items():
+            stopped_s = child.stopped_s()
+            if stopped_s and stopped_s >= self._part.silent_s:
+                say(f"SIGKILL to {member}: it was stopped (SIGSTOP) for {stopped_s:.0f} s")
+                child.send(signal.SIGKILL)
+
+    def _environ(self, member: str, slot: int) -> dict[str, str]:
+        part = self._part
+        count = part.devices_per_process or 1
+        own = part.local_devices or tuple(range(part.slots * count))
+        has_all = part.slots == 1 and part.devices_per_process is None
+        inherited = inherited_environ()
+        flag = f"--xla_cpu_collective_timeout_seconds={max(round(part.silent_s), 1)}"
+        return {
+            **inherited,
+            **keep_freed_pages(inherited),
+            "PYTHONUNBUFFERED": "1",
+            "XLA_FLAGS": f"{inherited.get('XLA_FLAGS', '')} {flag}".strip(),
+            **WorkerEnv(
+                num_processes=1,
+                process_id=0,
+                job_id=f"elastic-{part.address}",
+                devices_per_process=part.devices_per_process,
+                local_device_ids=None if has_all else own[slot * count : (slot + 1) * count],
+                grace_s=part.grace_s,
+                rendezvous=part.address,
+                secret=part.secret,
+                member=member,
+                host=part.name,
+            ).to_environ(),
+            "JAXGOODPUT_LIFELINE": pipe_name(self._lifeline),
+        }
+
+
+class Agent:
+    """One connection to a coordinator, and the workers that run during it."""
+
+    def __init__(
+        self,
+        channel: wire.Channel,
+        command: Sequence[str],
+        part: AgentSettings,
+        events: "queue.SimpleQueue[Any]",
+        clock: Clock,
+    ):
+        self.was_accepted = False
+        self._channel = channel
+        self._part = part
+        self._events = events
+        self._clock = clock
+        self._workers = HostWorkers(command, part, events, clock)
+        self._failed: tuple[str, int, Child] | None = (
+            None  # the last failed worker: name, code, process
+        )
+        self._is_leaving = False
+        self._is_over = False  # the coordinator has said that the job is over
+        self._is_finished = False
+        self._code: int | None = None
+
+    def run(self) -> int | None:
+        """Obey the coordinator until the job is over; return the exit code, or None if it has gone."""
+        reader = Worker("agent-reader", self._read)
+        try:
+            with self._workers:
+                while not self._is_finished and (self._workers or not self._is_over):
+                    self._wait_for_event()
+        finally:
+            self._channel.close()
+            reader.close()
+        if self._code not in (None, DONE, SAVED):
+            self._tell_of_failure()
+        return self._code
+
+    def _read(self, worker: Worker) -> None:
+        try:
+            for message in messages.received(
+                self._channel, messages.TO_AGENTS, lambda error: say(str(error))
+            ):
+                self._events.put((self._channel, message))
+        finally:
+            self._events.put((self._channel, None))
+
+    def _wait_for_event(self) -> None:
+        try:
+            event = self._events.get(timeout=self._workers.look_after())
+        except queue.Empty:
+            return
+        match event:
+            case ChildExit(member, code):
+                self._worker_ended(str(member), code)
+            case StopSignal(signum):
+                self._leave(signum)
+            case (sender, message) if sender is self._channel:  # not from an earlier connection
+                _OBEY[type(message)](self, message)
+
+    def _finish(self, code: int | None) -> None:
+        self._is_finished, self._code = True, code
+
+    # -- what happens here -----------------------------------------------------------------------
+
+    def _worker_ended(self, member: str, code: int) -> None:
+        child = self._workers.ended(member)
+        # A worker that still starts when the job ends fails for want of a coordinator, which says nothing.
+        if child is not None and not self._is_over and exit_code([code]) not in (DONE, SAVED):
+            self._failed = member, code, child
+        if not self._is_over:
+            self._workers.start_waiting()
+        self._send(ProcessExited(member, code))
+        if self._is_leaving and not self._workers:
+            self._finish(SAVED)
+
+    def _leave(self, signum: int) -> None:
+        """Leave the job after the current step; on a second signal, at once."""
+        if self._is_leaving:
+            self._workers.send_all(signal.SIGKILL)
+        else:
+            self._is_leaving = True
+            say(f"{self._part.name}: {signal.Signals(signum).name}, leaving the job")
+            self._send(Leave(self._part.name))
+            self._workers.kill_after_grace()
+        if not self._workers:
+            self._finish(SAVED)
+
+    # -- what the coordinator says ---------------------------------------------------------------
+
+    def _gone(self, _: None) -> None:
+        if not self._is_over:
+            say(f"{self._part.name}: the coordinator at {self._part.address} has gone")
+            self._finish(SAVED if self._is_leaving else None)
+
+    def _accepted(self, _: messages.Accepted) -> None:
+        self.was_accepted = True
+
+    def _refused(self, message: Refuse) -> None:
+        say(f"{self._part.name} was refused: {message.why}")
+        self._finish(USAGE)
+
+    def _check(self, message: messages.CheckHost) -> None:
+        # On a thread of its own: a check takes seconds, and workers must be watched meanwhile.
+        Worker("agent-check", partial(self._examine, message.peers), on_error=self._check_failed)
+
+    def _examine(self, peers: Sequence[str], worker: Worker) -> None:
+        check = fitness.examine(self._part.address, peers, self._part.secret, self._clock)
+        self._send(HostExamined(self._part.name, check))
+
+    def _check_failed(self, error: BaseException) -> None:
+        failure = f"its check failed: {type(error).__name__}: {error}"
+        self._send(HostExamined(self._part.name, fitness.Check(failure=failure)))
+
+    def _start(self, message: messages.StartWorker) -> None:
+        self._workers.start(message.member)
+
+    def _kill(self, message: Kill) -> None:
+        self._workers.kill(message.member)
+
+    def _stop(self, _: messages.StopWorkers) -> None:
+        self._workers.send_all(signal.SIGTERM)
+        self._workers.kill_after_grace()
+
+    def _job_ended(self, message: EndJob) -> None:
+        self._is_over, self._code = True, message.code
+        if math.isinf(self._workers.kill_s):
+            self._workers.kill_after_grace()
+
+    def _tell_of_failure(self) -> None:
+        """Repeat the last failure and the worker's last lines: most users read only the end of a log."""
+        if self._failed is None:
+            return
+        member, code, child = self._failed
+        say(f"the last failure on {self._part.name} was {member}: {how_it_ended(code)}")
+        for line in child.last_lines:
+            say(f"    [{member}] {line}")
+
+    def _send(self, message: Any) -> None:
+        with contextlib.suppress(OSError):  # the reader notices that the connection has ended
+            self._channel.send(messages.encoded(message))
+
+
+_OBEY: Mapping[type, Callable] = {
+    type(None): Agent._gone,
+    messages.Accepted: Agent._accepted,
+    Refuse: Agent._refused,
+    messages.CheckHost: Agent._check,
+    messages.StartWorker: Agent._start,
+    Kill: Agent._kill,
+    messages.StopWorkers: Agent._stop,
+    EndJob: Agent._job_ended,
+}

@@ -1,0 +1,251 @@
+"""What the coordinator hears (`Event`) and what it is told to do about it (`Action`).
+
+`rendezvous.step` turns the first into the second. Agents and workers send some of the events as they stand
+here, as JSON; see `coordinator`. A `generation` in an event is the one that its sender was in, so that an
+event from a finished generation can be recognised and ignored.
+"""
+
+from dataclasses import dataclass
+
+from jaxgoodput.launcher.elastic.fitness import Check, HostDecision, Pace
+
+# -- events ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class HostArrived:
+    """An agent has connected, for the first time or again. Its processes start after the host's check."""
+
+    host: str
+
+
+@dataclass(frozen=True)
+class HostExamined:
+    """A host has finished its check."""
+
+    host: str
+    check: Check
+
+
+@dataclass(frozen=True)
+class AgentLost:
+    """The connection to a host's agent has ended."""
+
+    host: str
+
+
+@dataclass(frozen=True)
+class ProcessJoined:
+    """A process is being started on a host."""
+
+    member: str
+    host: str
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A process waits for the next generation, and reports which state it holds in memory."""
+
+    member: str
+    generation: int
+    holds: int
+    """Step of the state that it holds; -1 without one."""
+    share: int | None = None
+    """Number that the next generation's group count must divide; None: any count will do."""
+    copies: tuple[tuple[int, int], ...] = ()
+    """Older copies that it holds, as (place, step)."""
+    place: int | None = None
+    """Place in its group whose part of the state it holds; None if it was in no group yet."""
+    state_at: str = ""
+    """Address at which other processes can fetch that state."""
+
+
+@dataclass(frozen=True)
+class SetUp:
+    """A process has the state that the generation resumes from, and can connect to the others."""
+
+    member: str
+    generation: int
+
+
+@dataclass(frozen=True)
+class Beat:
+    """A heartbeat of a process that trains, with its last finished step."""
+
+    member: str
+    generation: int
+    step: int
+    pace: Pace | None = None
+    """Recent speed of the process, which only some heartbeats carry."""
+
+
+@dataclass(frozen=True)
+class ProcessDone:
+    """The run is complete in this process, and therefore in all of them."""
+
+    member: str
+
+
+@dataclass(frozen=True)
+class ProcessExited:
+    """A process has ended with an exit code; -n means killed by signal n."""
+
+    member: str
+    code: int
+
+
+@dataclass(frozen=True)
+class Leave:
+    """A host is leaving the job: its processes are to end after their current step, and the others go on."""
+
+    host: str
+
+
+@dataclass(frozen=True)
+class Stop:
+    """The whole job was told to save and stop."""
+
+
+@dataclass(frozen=True)
+class Tick:
+    """Time has passed without another event."""
+
+
+Event = (
+    HostArrived
+    | HostExamined
+    | AgentLost
+    | ProcessJoined
+    | Ready
+    | SetUp
+    | Beat
+    | ProcessDone
+    | ProcessExited
+    | Leave
+    | Stop
+    | Tick
+)
+
+# -- actions -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class EndGeneration:
+    """Ask these processes to leave the generation after their current step."""
+
+    members: tuple[str, ...]
+    generation: int
+
+
+@dataclass(frozen=True)
+class Form:
+    """Give these processes their ranks in the next generation, and name the state that it resumes from."""
+
+    generation: int
+    ranks: tuple[str, ...]
+    holders: tuple[str, ...]
+    """Process that holds each place's part of the state; empty if no process holds any."""
+    holds: int
+    """Step of that state; -1 if there is none."""
+    news: tuple[HostDecision, ...] = ()
+
+
+@dataclass(frozen=True)
+class Go:
+    """Let all ranks of the generation connect to each other."""
+
+    generation: int
+
+
+@dataclass(frozen=True)
+class Again:
+    """Tell these processes that the generation which they prepared for is cancelled; they wait anew."""
+
+    generation: int
+    members: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Kill:
+    """Kill a process that does not answer."""
+
+    member: str
+    why: str
+
+
+@dataclass(frozen=True)
+class StartProcess:
+    """Start a replacement for a failed process."""
+
+    host: str
+    after_s: float
+
+
+@dataclass(frozen=True)
+class Examine:
+    """Have a host check itself."""
+
+    host: str
+
+
+@dataclass(frozen=True)
+class Admit:
+    """Start all processes of a host."""
+
+    host: str
+
+
+@dataclass(frozen=True)
+class Refuse:
+    """Tell a host that it cannot take part."""
+
+    host: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Tell:
+    """Print what was decided about a host."""
+
+    decision: HostDecision
+
+
+@dataclass(frozen=True)
+class Release:
+    """Tell these processes that they are no longer needed; each then exits by itself."""
+
+    members: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Save:
+    """Have the first of these processes collect the parts from all of them, write a checkpoint and exit."""
+
+    members: tuple[str, ...]
+    holds: int
+    """Step of the state that is saved."""
+
+
+@dataclass(frozen=True)
+class EndJob:
+    """End the job with this exit code."""
+
+    code: int
+    why: str
+
+
+Action = (
+    EndGeneration
+    | Form
+    | Go
+    | Again
+    | Kill
+    | StartProcess
+    | Examine
+    | Admit
+    | Refuse
+    | Tell
+    | Release
+    | Save
+    | EndJob
+)

@@ -1,0 +1,204 @@
+"""One job on hosts that come and go: `jaxgoodput run --nnodes MIN:MAX`.
+
+This process is the coordinator, and must outlive every host. It starts agents on the hosts that are named;
+other hosts may join at any time with `jaxgoodput agent`.
+"""
+
+import contextlib
+import os
+import queue
+import shutil
+import signal
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from jaxgoodput import _wire as wire
+from jaxgoodput.clock import Clock, SystemClock
+from jaxgoodput.launcher.elastic import hosts
+from jaxgoodput.launcher.elastic.agent import facts_of
+from jaxgoodput.launcher.elastic.coordinator import Coordinator, with_slots
+from jaxgoodput.launcher.elastic.state import Limits
+from jaxgoodput.launcher.local import shim_command
+from jaxgoodput.launcher.supervise import StopSignal, UsageError, exit_code, say, signals_to
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """Options of `jaxgoodput run --nnodes`."""
+
+    least: int
+    """Fewest hosts that may train."""
+    most: int
+    """Most hosts that may train."""
+    slots: int = 1
+    """Number of processes per host."""
+    hosts_per_group: int | None = None
+    """Number of hosts that share one copy of the model; None: each process has its own copy."""
+    devices_per_process: int | None = None
+    hosts: tuple[str, ...] = ()
+    """Hosts to reach through `rsh`; empty: simulated hosts on this machine."""
+    local_hosts: int = 1
+    """Number of simulated hosts."""
+    rsh: str = "ssh -o BatchMode=yes"
+    python: str = "python3"
+    endpoint: str | None = None
+    max_restarts: int = 10
+    grace_s: float = 60.0
+    silent_s: float = 10.0
+    join_s: float = 10.0
+    admit_every_s: float = 5.0
+    exclude_slow: float = 2.0
+    exclude_s: float = 300.0
+    reconnect_s: float = 0.0
+    """How long an agent that has lost its coordinator looks for another at the same address."""
+    secret: str | None = field(default=None, repr=False)
+    """Secret of the job; None: taken from the environment, or made anew."""
+
+
+def run_elastic(command: Sequence[str], job: Job, *, clock: Clock | None = None) -> int:
+    """Run `command` on between `least` and `most` hosts; return the job's exit code.
+
+    Raises UsageError for options that no job can satisfy, and for a command that cannot be started.
+    """
+    limits, secret = _checked(command, job)
+    if job.hosts:
+        started = hosts.remote(job.hosts, secret, shell=job.rsh, python=job.python)
+    else:
+        started = hosts.local(job.local_hosts, secret)
+    host, port = _endpoint(job)
+    needed = limits.needed
+    if port is None and 0 < len(started.names) < needed:
+        raise UsageError(
+            f"--nnodes {job.least}:{job.most} needs {needed} hosts, {len(started.names)} are named, and "
+            "no other host knows where to connect. Name more hosts, or give a port that others can connect "
+            "to: --rdzv-endpoint HOST:PORT."
+        )
+    from jaxgoodput import _jax
+
+    _jax.quiet_runtime_log()
+    events: queue.SimpleQueue[StopSignal] = queue.SimpleQueue()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(signals_to(events))
+        coordinator = Coordinator(
+            with_slots(limits, job.slots, grouped=job.hosts_per_group is not None),
+            host=host,
+            port=port,
+            secret=secret,
+            facts=facts_of(command),
+            clock=clock or SystemClock(),
+        )
+        stack.callback(started.close)
+        stack.callback(coordinator.close)
+        say(f"the job is at {coordinator.address}, for {job.least} to {job.most} hosts")
+        named = NamedHosts(started.names, coordinator, needed)
+
+        def told() -> str | None:
+            if not events.empty():
+                return signal.Signals(events.get().signum).name
+            return named.look() if named.names and port is None else None
+
+        started.start(_agent_arguments(command, job, coordinator.address), named.ended)
+        return coordinator.run(told)
+
+
+def _checked(command: Sequence[str], job: Job) -> tuple[Limits, str]:
+    """Return the job's limits, in hosts, and its secret; raise UsageError before anything has started."""
+    program = shim_command(command)[0]
+    if not job.hosts and shutil.which(program) is None:
+        raise UsageError(f"there is no program {program!r}.")
+    given = job.secret or os.environ.get(hosts.SECRET)
+    if not job.hosts and job.local_hosts == 0 and not given:
+        raise UsageError(
+            "with --local-hosts 0 all hosts join by `jaxgoodput agent`, which needs the secret of the job. "
+            f"Set {hosts.SECRET} to the same text here and on every host."
+        )
+    try:
+        limits = Limits(
+            least=job.least,
+            most=job.most,
+            group_size=job.hosts_per_group or 1,
+            max_restarts=job.max_restarts,
+            silent_s=job.silent_s,
+            join_s=job.join_s,
+            admit_every_s=job.admit_every_s,
+            exclude_slow=job.exclude_slow,
+            exclude_s=job.exclude_s,
+        )
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    return limits, given or wire.make_secret()
+
+
+class NamedHosts:
+    """The hosts whose agents this process has started, if no other host knows where to connect.
+
+    An agent that has ended does not come back. If fewer than `least` are left, the job would wait for ever.
+    """
+
+    def __init__(self, names: Sequence[str], coordinator: Coordinator, least: int):
+        self.names = names
+        self._coordinator = coordinator
+        self._least = least
+        self._codes: dict[str, int] = {}  # exit codes, in the order in which the agents ended
+        self._could_train = False
+        self._is_said = False
+
+    def ended(self, name: str, code: int) -> None:
+        """Report that an agent has ended. Thread-safe."""
+        self._coordinator.lost(name, f"its agent has ended with exit code {code}")
+        self._codes[name] = code
+
+    def look(self) -> str | None:
+        """End the job if it cannot go on; return "SIGTERM" if its state in memory is to be saved first."""
+        codes = dict(self._codes)
+        here = set(self._coordinator.hosts)
+        self._could_train |= len(here) >= self._least
+        left = (set(self.names) - set(codes)) | here
+        if self._is_said or len(left) >= self._least:
+            return None
+        self._is_said = True
+        why = f"the agents of {', '.join(codes)} have ended, and it needs {self._least} hosts"
+        if left and self._could_train:
+            say(f"the job cannot go on: {why}")
+            return signal.SIGTERM.name
+        self._coordinator.give_up(
+            exit_code([*codes.values()]), why if left else "all agents have ended"
+        )
+        return None
+
+
+def _agent_arguments(command: Sequence[str], job: Job, address: str) -> list[str]:
+    arguments = ["--rdzv-endpoint", address, "--nproc-per-node", str(job.slots)]
+    if job.devices_per_process is not None:
+        arguments += ["--devices-per-process", str(job.devices_per_process)]
+    arguments += ["--grace-s", str(job.grace_s), "--silent-s", str(job.silent_s)]
+    arguments += ["--reconnect-s", str(job.reconnect_s)]
+    return [*arguments, "--", *command]
+
+
+def _endpoint(job: Job) -> tuple[str, int | None]:
+    """Return the host and port to listen at: the loopback interface, unless other hosts are to connect."""
+    if job.endpoint is None:
+        return _own_name() if job.hosts else "127.0.0.1", None
+    host, colon, port = job.endpoint.rpartition(":")
+    if not colon or not host or not port.isdigit() or int(port) > 65535:
+        raise UsageError(
+            f"--rdzv-endpoint {job.endpoint} is no address. Give HOST:PORT, with PORT from 1 to 65535, or 0 "
+            "for a free one."
+        )
+    return host, int(port) or None
+
+
+def _own_name() -> str:
+    name = socket.gethostname()
+    try:
+        own = socket.gethostbyname(name)
+    except OSError as error:
+        own = f"unknown ({error})"
+    if own.startswith("127.") or " " in own:
+        raise UsageError(
+            f"the hosts cannot reach this one by its name, {name}, whose address is {own} here. Say how "
+            "they can: --rdzv-endpoint ADDRESS:0."
+        )
+    return name

@@ -1,0 +1,164 @@
+"""Messages between the coordinator, the agents and the workers of a job.
+
+Each is a dataclass that crosses the wire as a JSON object with the name of its class. Some events and actions
+of `events` are sent as they are. Probes and states, which carry bytes, are not among these messages.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jaxgoodput import _wire as wire
+from jaxgoodput._serial import decode, encode
+from jaxgoodput.launcher.elastic.events import (
+    Again,
+    Beat,
+    EndGeneration,
+    EndJob,
+    HostExamined,
+    Kill,
+    Leave,
+    ProcessDone,
+    ProcessExited,
+    Ready,
+    Refuse,
+    Release,
+    SetUp,
+)
+from jaxgoodput.launcher.elastic.fitness import HostDecision
+
+
+@dataclass(frozen=True)
+class AgentHello:
+    """First message of an agent."""
+
+    host: str
+    slots: int
+    """Number of processes that its host runs."""
+    instance: str
+    """Random name of this agent process, which tells a reconnection from a second agent of the same name."""
+    facts: Mapping[str, str]
+    """Versions and digests that must be equal on all hosts."""
+
+
+@dataclass(frozen=True)
+class WorkerHello:
+    """First message of a worker."""
+
+    member: str
+
+
+@dataclass(frozen=True)
+class Connected:
+    """A worker has connected to all others of its generation through JAX's coordination service."""
+
+    generation: int
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """The coordinator has accepted an agent."""
+
+
+@dataclass(frozen=True)
+class CheckHost:
+    """The agent is to check its host, also against some training processes at these addresses."""
+
+    peers: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class StartWorker:
+    """The agent is to start a worker."""
+
+    member: str
+
+
+@dataclass(frozen=True)
+class StopWorkers:
+    """The agent is to send SIGTERM to its workers, which then save and stop."""
+
+
+@dataclass(frozen=True)
+class Welcome:
+    """The coordinator's answer to a worker."""
+
+    num_training: int
+    """Number of processes that train already."""
+    group_size: int
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """A worker's rank in the generation that forms, and the state that it starts from."""
+
+    generation: int
+    rank: int
+    count: int
+    holds: int
+    """Step of the state that all resume from; -1 if there is none."""
+    state_at: str | None
+    """Address of the worker that holds this worker's part of that state; None if there is no state."""
+    neighbour_at: str | None
+    """Address of a worker on another host, which keeps copies for this one; None if there is none."""
+    failure_every_s: float
+    """Mean time between failures of the job so far."""
+    news: tuple[HostDecision, ...] = ()
+
+
+@dataclass(frozen=True)
+class Connect:
+    """The generation begins: connect to JAX's coordination service, unless this is the only process."""
+
+    generation: int
+    service: str
+    """Address of the service; empty for a single process."""
+
+
+@dataclass(frozen=True)
+class SaveParts:
+    """The worker is to collect the state after a step from these addresses, by place, and save it."""
+
+    parts_at: tuple[str | None, ...]
+    holds: int
+    """Step of that state."""
+
+
+FROM_AGENTS = (ProcessExited, Leave, HostExamined)
+FROM_WORKERS = (Ready, SetUp, Beat, ProcessDone, Connected)
+TO_AGENTS = (Accepted, Refuse, CheckHost, StartWorker, Kill, StopWorkers, EndJob)
+TO_WORKERS = (Welcome, Assignment, Connect, Again, EndGeneration, Release, SaveParts)
+
+
+def encoded(message: Any) -> dict[str, Any]:
+    """Return a message as `Channel.send` takes it."""
+    return {"type": type(message).__name__} | encode(message)
+
+
+def decoded(body: Mapping[str, Any], kinds: tuple[type, ...]) -> Any:
+    """Return the message that `encoded` wrote. Raises ValueError if it is of none of these kinds.
+
+    >>> decoded(encoded(Leave("a")), FROM_AGENTS)
+    Leave(host='a')
+    """
+    fields = dict(body)
+    name = fields.pop("type", None)
+    for kind in kinds:
+        if kind.__name__ == name:
+            return decode(fields, kind, kind.__name__)
+    raise ValueError(f"a message of type {name!r} is not expected here")
+
+
+def received(
+    channel: wire.Channel, kinds: tuple[type, ...], on_refusal: Callable[[Exception], None]
+) -> Iterator[Any]:
+    """Yield the messages of a connection until it ends.
+
+    An invalid message ends the connection too, and is reported to `on_refusal`.
+    """
+    try:
+        while (body := channel.receive()) is not None:
+            yield decoded(body, kinds)
+    except (wire.WrongSecret, ValueError) as error:
+        on_refusal(error)
+        channel.close()

@@ -1,0 +1,427 @@
+"""Which processes train together, and when that changes: a pure state machine that the coordinator drives.
+
+A *generation* is a set of processes that train together. It comes about in these steps:
+
+1. Processes start (`ProcessJoined`) and wait with the state that they hold in memory (`Ready`).
+2. The coordinator assigns ranks (`Form`). Each process fetches the newest state if it does not hold it, and
+   reports `SetUp`.
+3. All of them connect at once (`Go`) and train.
+
+A generation ends when a process waits to be taken in, is to leave, or has died. All processes are then
+asked to come back (`EndGeneration`) with their state in memory, and the next generation is formed from those
+that do. A process that does not come back, or sends no heartbeat, is killed (`Kill`) and replaced
+(`StartProcess`).
+
+If one copy of the model spans several processes, they form a *group*: ranks 0 to k - 1, k to 2k - 1, and so
+on. Each holds the part of the state that belongs to its *place* in the group, so a new process takes its part
+from a process with the same place in another group.
+
+`step(state, event, now_s)` returns the next state and the actions that follow. It is the whole machine: the
+coordinator carries the actions out, and tests drive it through any order of events. Rules about hosts are
+in `exclusion`.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+from jaxgoodput.launcher.elastic import exclusion
+from jaxgoodput.launcher.elastic.events import (
+    Action,
+    AgentLost,
+    Beat,
+    EndGeneration,
+    EndJob,
+    Event,
+    Form,
+    Go,
+    HostArrived,
+    HostExamined,
+    Kill,
+    Leave,
+    ProcessDone,
+    ProcessExited,
+    ProcessJoined,
+    Ready,
+    Release,
+    Save,
+    SetUp,
+    StartProcess,
+    Stop,
+    Tick,
+)
+from jaxgoodput.launcher.elastic.state import KnownProcess, Rendezvous, Stage, Turn
+from jaxgoodput.launcher.supervise import DONE, SAVED, exit_code
+
+MOST_FRUITLESS = 3
+
+
+def step(state: Rendezvous, event: Event, now_s: float) -> tuple[Rendezvous, tuple[Action, ...]]:
+    """Return the state after an event, and the actions for the coordinator, in order."""
+    turn = Turn(state, now_s)
+    _HANDLERS[type(event)](turn, event)
+    for rule in _RULES:
+        rule(turn)
+    return turn.state, tuple(turn.actions)
+
+
+# -- one handler per event ---------------------------------------------------------------------------
+
+
+def _join(turn: Turn, event: ProcessJoined) -> None:
+    state = turn.state
+    if not state.members and state.generation == 0:
+        turn.change(since_s=turn.now_s)  # the first generation waits from here
+    leaves = event.host in state.leaving or state.is_left_out(event.host)
+    member = KnownProcess(host=event.host, joined_s=turn.now_s, leaves=leaves)
+    turn.put_process(event.member, member)
+
+
+def _ready(turn: Turn, event: Ready) -> None:
+    member = turn.state.members.get(event.member)
+    if member is None or event.generation != member.generation:
+        return  # from a finished generation, or from a process that counts as gone
+    turn.change_process(
+        event.member,
+        holds=event.holds,
+        place=event.place,
+        copies=event.copies,
+        share=event.share,
+        waits_since_s=turn.now_s,
+        beat_s=None,
+        is_set=False,
+    )
+    if event.member in turn.state.ranks:
+        if turn.state.stage is Stage.TRAINING:
+            turn.gather()  # it lost a peer, or was asked to come back
+        elif turn.state.stage is Stage.FORMING:
+            turn.cancel_forming(but=[event.member])  # it could not fetch the state
+
+
+def _set_up(turn: Turn, event: SetUp) -> None:
+    state = turn.state
+    is_current = state.stage is Stage.FORMING and event.generation == state.generation
+    if is_current and event.member in state.present_ranks:
+        turn.change_process(event.member, is_set=True)
+
+
+def _beat(turn: Turn, event: Beat) -> None:
+    member = turn.state.members.get(event.member)
+    if member is None or event.generation != member.generation or member.killed_s is not None:
+        return
+    turn.change(furthest=max(turn.state.furthest, event.step))
+    turn.change_process(event.member, beat_s=turn.now_s, pace=event.pace or member.pace)
+
+
+def _done(turn: Turn, event: ProcessDone) -> None:
+    if event.member in turn.state.ranks and turn.state.stage is not Stage.FORMING:
+        turn.change(is_done=True)
+        turn.end_run()
+
+
+def _exited(turn: Turn, event: ProcessExited) -> None:
+    members = dict(turn.state.members)
+    member = members.pop(event.member, None)
+    if member is None:
+        return
+    turn.change(members=members)
+    if turn.state.stage is Stage.OVER:
+        _exited_after_the_end(turn, member, event)
+    elif event.code in (DONE, SAVED) and not member.leaves:
+        # It ended by itself without saying so: its script trains no further, or was told to stop.
+        if event.member in turn.state.ranks or turn.state.generation == 0:
+            turn.end_run()
+            turn.change(code=event.code, is_done=event.code == DONE)
+    else:
+        _exited_while_others_go_on(turn, member, event)
+
+
+def _exited_after_the_end(turn: Turn, member: KnownProcess, event: ProcessExited) -> None:
+    state = turn.state
+    took_part = event.member in state.ranks
+    # A process that was killed while it was still starting was not needed any more.
+    code = event.code if took_part or member.killed_s is None else DONE
+    turn.change(code=exit_code([state.code, code]))
+    if state.is_told and took_part:
+        # Processes that still prepare for training would wait for this one, although they hold the state
+        # that is to be saved. So would the other processes of its group, even if they train already.
+        in_groups = state.limits.group_size > 1
+        stuck = [n for n in state.outstanding if in_groups or state.members[n].beat_s is None]
+        if stuck:
+            turn.act(EndGeneration(tuple(stuck), state.generation))
+
+
+def _exited_while_others_go_on(turn: Turn, member: KnownProcess, event: ProcessExited) -> None:
+    took_part = event.member in turn.state.ranks
+    if not member.leaves:
+        _replace(turn, member, event.code)
+    if turn.state.stage is Stage.TRAINING and took_part:
+        turn.gather()
+    elif turn.state.stage is Stage.FORMING and (took_part or event.member in turn.state.holders):
+        turn.cancel_forming()
+
+
+def _replace(turn: Turn, member: KnownProcess, code: int) -> None:
+    """Start another process in place of one that failed, unless failures repeat without progress.
+
+    A killed process (-9: out of memory, by a user, or by the coordinator) does not count as such a failure,
+    because its replacement may well succeed.
+    """
+    state = turn.state
+    has_progressed = state.furthest > state.furthest_then
+    turn.change(
+        num_failures=state.num_failures + 1,
+        num_fruitless=0 if has_progressed else state.num_fruitless + (code != -9),
+        furthest_then=state.furthest,
+        code=exit_code([code]),
+    )
+    num_fruitless = turn.state.num_fruitless
+    if turn.state.num_failures <= state.limits.max_restarts and num_fruitless < MOST_FRUITLESS:
+        turn.act(StartProcess(member.host, 0.0 if has_progressed else 2.0**num_fruitless))
+
+
+def _leave(turn: Turn, event: Leave) -> None:
+    turn.dismiss(event.host)
+    turn.change(leaving=turn.state.leaving | {event.host})
+
+
+def _stop(turn: Turn, event: Stop) -> None:
+    turn.change(is_told=True)
+    turn.end_run()
+
+
+def _tick(turn: Turn, event: Tick) -> None:
+    pass
+
+
+_HANDLERS: Mapping[type[Event], Callable] = {
+    HostArrived: exclusion.arrive,
+    HostExamined: exclusion.examined,
+    AgentLost: exclusion.lose_agent,
+    ProcessJoined: _join,
+    Ready: _ready,
+    SetUp: _set_up,
+    Beat: _beat,
+    ProcessDone: _done,
+    ProcessExited: _exited,
+    Leave: _leave,
+    Stop: _stop,
+    Tick: _tick,
+}
+
+# -- rules, applied in order after every event -------------------------------------------------------
+
+
+def _give_up_killed(turn: Turn) -> None:
+    """Count a killed process as ended if its agent does not confirm the kill."""
+    for name, member in turn.state.members.items():
+        if member.killed_s is not None:
+            if turn.now_s - member.killed_s >= turn.state.limits.farewell_s:
+                _exited(turn, ProcessExited(name, -9))
+
+
+def _kill_slow_starters(turn: Turn) -> None:
+    """Kill processes that take too long to get ready; less patiently after the run is over."""
+    state, limits = turn.state, turn.state.limits
+    is_over = state.stage is Stage.OVER
+    if is_over and not state.generation:
+        return
+    limit_s = limits.silent_s if is_over else limits.starting_s
+    for name, member in state.members.items():
+        since_s = max(member.joined_s, state.since_s) if is_over else member.joined_s
+        is_starting = name not in state.ranks and member.holds is None
+        if is_starting and member.killed_s is None and turn.now_s - since_s >= limit_s:
+            why = f"it did not get ready to train within {limit_s:g} s"
+            _kill(turn, name, f"{why}, and the run is over" if is_over else why)
+
+
+def _kill_silent(turn: Turn) -> None:
+    """Kill processes of the generation that send no heartbeat, or do not come back."""
+    state, limits = turn.state, turn.state.limits
+    if state.stage is Stage.OVER:
+        return
+    for name in state.outstanding:
+        member = state.members[name]
+        if member.killed_s is not None:
+            continue
+        if member.beat_s is not None:
+            if turn.now_s - member.beat_s >= limits.silent_s:
+                _kill(turn, name, f"it sent no heartbeat for {limits.silent_s:g} s")
+        elif state.stage is not Stage.TRAINING:
+            # It may evaluate, save or compile, during which it sends no heartbeat.
+            if turn.now_s - state.since_s >= limits.patience_s:
+                _kill(turn, name, f"it did not come back within {limits.patience_s:g} s")
+
+
+def _kill(turn: Turn, name: str, why: str) -> None:
+    turn.change_process(name, killed_s=turn.now_s)
+    turn.act(Kill(name, why))
+
+
+def _release(turn: Turn) -> None:
+    """Release waiting processes that are to leave or, once the run is over, all that wait.
+
+    If the job was told to stop and no process trains any more, also choose who saves.
+    """
+    state = turn.state
+    free = tuple(name for name in state.members if _may_go(state, name))
+    if state.is_told and not state.savers and not _has_training(state):
+        free = _choose_savers(turn, free)
+    for name in (*free, *turn.state.savers[:1]):
+        if name in state.members:
+            turn.change_process(name, is_released=True, leaves=True)
+    if free:
+        turn.act(Release(free))
+
+
+def _may_go(state: Rendezvous, name: str) -> bool:
+    """Return whether a process is not needed, neither to train nor for the state that it holds."""
+    member = state.members[name]
+    if not member.waits or (state.stage is Stage.FORMING and name in state.ranks):
+        return False
+    if name in state.savers and state.savers[0] in state.members:
+        return False  # the saving process still fetches a part from it
+    if state.stage is Stage.OVER:
+        # While others train, it is open which process will have to save.
+        may_save = state.is_told and not state.savers and _has_training(state)
+        return not (may_save and member.held_step >= 0)
+    if not member.leaves or state.stage is Stage.TRAINING:
+        return member.leaves
+    staying = (m for m in state.members.values() if m.waits and not m.leaves)
+    kept = max((m.held_step for m in staying if m.place == member.place), default=-1)
+    return member.held_step <= kept
+
+
+def _has_training(state: Rendezvous) -> bool:
+    return any(
+        not state.members[name].waits and not state.members[name].is_released
+        for name in state.present_ranks
+    )
+
+
+def _choose_savers(turn: Turn, free: tuple[str, ...]) -> tuple[str, ...]:
+    """Have the newest complete state saved; return the processes that are not needed for that."""
+    savers, held_step = turn.state.newest_held(free)
+    if savers:
+        turn.change(savers=savers)
+        turn.act(Save(savers, held_step))
+    elif any(turn.state.members[name].held_step >= 0 for name in free):
+        # Only parts of the state are left: a restart resumes from the last checkpoint.
+        turn.change(code=max(turn.state.code, SAVED))
+    return tuple(name for name in free if name not in savers)
+
+
+def _proceed(turn: Turn) -> None:
+    """End, form or begin a generation when it is time."""
+    match turn.state.stage:
+        case Stage.TRAINING:
+            _regroup_if_needed(turn)
+        case Stage.GATHERING:
+            _form_if_possible(turn)
+        case Stage.FORMING:
+            _go_if_set(turn)
+
+
+def _regroup_if_needed(turn: Turn) -> None:
+    state, limits = turn.state, turn.state.limits
+    here = state.present_ranks
+    joiners = [name for name in state.waiting if name not in state.ranks]
+    share = state.members[joiners[0]].share if joiners else None
+    more = limits.usable(len(here) + len(joiners), share)
+    can_grow = more > len(here) and turn.now_s - state.since_s >= limits.admit_every_s
+    if can_grow or any(state.members[name].leaves for name in here):
+        turn.gather()
+
+
+def _form_if_possible(turn: Turn) -> None:
+    state, limits, waiting = turn.state, turn.state.limits, turn.state.waiting
+    count = limits.usable(len(waiting), state.members[waiting[0]].share) if waiting else 0
+    if state.outstanding or not count:
+        return
+    if state.generation == 0 and len(waiting) < limits.most:
+        some_start = any(not m.waits and not m.leaves for m in state.members.values())
+        some_start |= any(host.is_asked for host in state.hosts.values())
+        if some_start and turn.now_s - state.since_s < limits.join_s:
+            return
+
+    def order(name: str) -> tuple[int, float]:
+        """Ranks of the last generation come first, in their order; others as they became ready."""
+        last = state.ranks.index(name) if name in state.ranks else len(state.ranks)
+        return last, state.members[name].waits_since_s
+
+    ranks = _placed(state, sorted(waiting, key=order), count)
+    # The newest state counts, even if it is held by a process that leaves or that is one too many.
+    others = [name for name, m in state.members.items() if m.waits and name not in ranks]
+    holders, held_step = state.newest_held([*ranks, *others])
+    number = state.generation + 1
+    turn.enter(Stage.FORMING, generation=number, ranks=ranks, holders=holders)
+    for name in ranks:
+        turn.change_process(name, is_set=False)
+    turn.act(Form(number, ranks, holders, held_step, state.news))
+
+
+def _placed(state: Rendezvous, names: Sequence[str], count: int) -> tuple[str, ...]:
+    """Rank `count` of these processes. A process keeps its place in a group if that place is free."""
+    size = state.limits.group_size
+    by_place = [[n for n in names if state.members[n].place == place] for place in range(size)]
+    kept = [of_place[: count // size] for of_place in by_place]
+    free = iter([name for name in names if not any(name in of_place for of_place in kept)])
+    return tuple(
+        kept[place][group] if group < len(kept[place]) else next(free)
+        for group in range(count // size)
+        for place in range(size)
+    )
+
+
+def _go_if_set(turn: Turn) -> None:
+    state = turn.state
+    if not all(state.members[name].is_set for name in state.ranks):
+        return
+    for rank, name in enumerate(state.ranks):
+        turn.change_process(
+            name,
+            generation=state.generation,
+            place=rank % state.limits.group_size,
+            holds=None,
+            is_set=False,
+            beat_s=None,
+            pace=None,
+            num_slow=0,
+        )
+    turn.enter(Stage.TRAINING, news=())
+    turn.act(Go(state.generation))
+
+
+def _end_job(turn: Turn) -> None:
+    """End the job when all its processes have ended, or when it keeps failing."""
+    state, limits = turn.state, turn.state.limits
+    if state.stage is Stage.OVER:
+        if not state.members:
+            # A job that was stopped before its end wants a restart, even if no process was there to save.
+            is_stopped = state.is_told and not state.is_done and state.code == DONE
+            code = SAVED if is_stopped else state.code
+            turn.act(EndJob(code, "all processes have ended"))
+        return
+    living = sum(not member.leaves for member in state.members.values())
+    spare = any(host.is_here and host.until_s is not None for host in state.hosts.values())
+    why = ""
+    if state.num_fruitless >= MOST_FRUITLESS:
+        why = f"{state.num_fruitless} processes have failed without a finished step in between"
+    elif state.num_failures > limits.max_restarts and living < limits.needed and not spare:
+        why = (
+            f"{state.num_failures} processes have failed, and only {limits.max_restarts} may be replaced "
+            "(--max-restarts)"
+        )
+    if why:
+        turn.change(stage=Stage.OVER)
+        turn.act(EndJob(state.code, why))
+
+
+_RULES = (
+    _give_up_killed,
+    _kill_slow_starters,
+    _kill_silent,
+    exclusion.compare,
+    exclusion.check_again,
+    _release,
+    _proceed,
+    _end_job,
+)

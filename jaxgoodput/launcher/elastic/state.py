@@ -1,0 +1,316 @@
+"""What the coordinator knows of a job: its limits, processes, hosts, and the current generation.
+
+All of it is frozen values. Rules change them through a `Turn`, which also collects the actions that
+follow from one event.
+"""
+
+import dataclasses
+import enum
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from jaxgoodput.launcher.elastic.events import Action, Again, EndGeneration, Tell
+from jaxgoodput.launcher.elastic.fitness import Check, HostDecision, Pace
+from jaxgoodput.launcher.supervise import DONE
+
+_MOST_NEWS = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """How many processes a job may have, and how long the coordinator waits for what.
+
+    Raises ValueError for numbers that no job can satisfy.
+    """
+
+    least: int
+    """Fewest processes that may train."""
+    most: int
+    """Most processes that may train."""
+    group_size: int = 1
+    """Number of processes that share one copy of the model."""
+    max_restarts: int = 10
+    """Number of failed processes that are replaced, over the whole job."""
+    join_s: float = 10.0
+    """How long the first generation waits for processes that are still starting."""
+    admit_every_s: float = 5.0
+    """Shortest time after which a generation ends only to let new processes in."""
+    silent_s: float = 10.0
+    """Heartbeat timeout of a process that trains."""
+    patience_s: float = 600.0
+    """How long to wait for a process that has not sent a heartbeat yet; it may still be compiling."""
+    starting_s: float = 1800.0
+    """How long a process may take from its start until it is ready to train; it may read much data."""
+    farewell_s: float = 1.0
+    """How long after its kill a process counts as gone without confirmation; its host may be cut off."""
+    exclude_slow: float = 2.0
+    """Slowdown against the median of the other hosts at which a host is left out; 0 leaves none out."""
+    exclude_s: float = 300.0
+    """How long a host is left out the first time; the time doubles with each repetition."""
+    slow_windows: int = 8
+    """Consecutive slow windows after which a host is left out; a window lasts several steps."""
+
+    def __post_init__(self):
+        if not 1 <= self.least <= self.most:
+            raise ValueError(
+                f"{self.least} to {self.most} processes is no valid range: give 1 <= MIN <= MAX."
+            )
+        if self.group_size < 1 or self.most < self.group_size:
+            raise ValueError(
+                f"A group of {self.group_size} processes does not fit into a job of at most {self.most}. "
+                f"Give a group 1 to {self.most} processes, or raise MAX."
+            )
+        if self.max_restarts < 0:
+            raise ValueError(f"max_restarts={self.max_restarts} is negative. Give 0 or more.")
+        if self.exclude_slow and not self.exclude_slow > 1:
+            raise ValueError(
+                f"exclude_slow={self.exclude_slow:g} would leave out healthy hosts, which need about 1 times "
+                "the median of the others. Give more than 1, such as 2, or 0 to leave no host out."
+            )
+
+    @property
+    def needed(self) -> int:
+        """The fewest processes that can train: at least `least`, in whole groups."""
+        return -(-self.least // self.group_size) * self.group_size
+
+    def usable(self, count: int, share: int | None) -> int:
+        """Return how many of `count` processes can train together, in whole groups; 0 if none can.
+
+        The number of groups must divide `share`, unless that is None.
+
+        >>> Limits(least=1, most=8).usable(5, 12), Limits(least=5, most=8).usable(5, 12)
+        (4, 0)
+        >>> Limits(least=2, most=8, group_size=2).usable(7, 12)
+        6
+        """
+        size = self.group_size
+        groups = range(min(count, self.most) // size, self.needed // size - 1, -1)
+        return next((size * n for n in groups if n and (share is None or share % n == 0)), 0)
+
+
+class Stage(enum.Enum):
+    """What the job is doing."""
+
+    GATHERING = "gathering"  # waiting for processes to come back, or for more to come
+    FORMING = "forming"  # ranks are assigned, and processes fetch the state
+    TRAINING = "training"
+    OVER = "over"  # the run is complete or was told to stop; no process is taken in any more
+
+
+@dataclass(frozen=True, kw_only=True)
+class KnownProcess:
+    """What the coordinator knows of one process."""
+
+    host: str
+    joined_s: float
+    generation: int = 0
+    """Generation that it trains in, or trained in last; 0 before its first."""
+    holds: int | None = None
+    """Step of the state that it waits with, -1 without a state; None if it does not wait."""
+    place: int | None = None
+    """Place in its group, whose part of the state it holds; None before its first generation."""
+    copies: tuple[tuple[int, int], ...] = ()
+    """Copies of parts of the state that it holds, as (place, step): its own and a neighbour's."""
+    share: int | None = None
+    """Number that the group count must divide, so that the base batch splits evenly; None: no limit."""
+    waits_since_s: float = 0.0
+    is_set: bool = False
+    """Whether it has the state that the forming generation resumes from."""
+    beat_s: float | None = None
+    """Time of its last heartbeat in this generation; None before the first."""
+    killed_s: float | None = None
+    leaves: bool = False
+    """Whether it is to end because its host leaves or is left out."""
+    pace: Pace | None = None
+    """Speed that it reported since the hosts were last compared."""
+    num_slow: int = 0
+    """Consecutive windows in which it was much slower than the others."""
+    is_released: bool = False
+
+    @property
+    def waits(self) -> bool:
+        """Whether it can be part of the next generation."""
+        return self.holds is not None and self.killed_s is None and not self.is_released
+
+    @property
+    def held_step(self) -> int:
+        """The step of the state that it waits with; -1 if there is none."""
+        return -1 if self.holds is None else self.holds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """What the coordinator knows of a host whose agent has connected."""
+
+    is_here: bool = True
+    """Whether its agent is connected now."""
+    is_asked: bool = False
+    """Whether it is being checked."""
+    check: Check | None = None
+    """Result of its last check."""
+    num_exclusions: int = 0
+    until_s: float | None = None
+    """Time at which it is checked again and may come back; None if it is not left out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rendezvous:
+    """A job: its processes, its hosts, and the generation that trains or forms."""
+
+    limits: Limits
+    members: Mapping[str, KnownProcess] = field(default_factory=dict)
+    stage: Stage = Stage.GATHERING
+    generation: int = 0
+    """Number of the newest generation that was formed."""
+    ranks: tuple[str, ...] = ()
+    """Processes of that generation by rank, including any that have ended since."""
+    holders: tuple[str, ...] = ()
+    """Process that holds each place's part of the state to resume from; empty if there is no state."""
+    since_s: float = 0.0
+    """Time at which this stage began."""
+    is_told: bool = False
+    """Whether the job was told to save and stop."""
+    is_done: bool = False
+    """Whether the run is complete."""
+    savers: tuple[str, ...] = ()
+    """Processes that hold the state to save, by place; the first one collects the parts and saves."""
+    leaving: frozenset[str] = frozenset()
+    """Hosts that leave the job, or have left it."""
+    hosts: Mapping[str, Host] = field(default_factory=dict)
+    news: tuple[HostDecision, ...] = ()
+    """Decisions about hosts that the next generation will report."""
+    num_failures: int = 0
+    furthest: int = -1
+    """Last step that any process has reported."""
+    furthest_then: int = -2
+    """Value of `furthest` at the last failure."""
+    num_fruitless: int = 0
+    """Consecutive failures without a finished step between them."""
+    code: int = DONE
+    """Exit code of the job so far."""
+
+    @property
+    def outstanding(self) -> tuple[str, ...]:
+        """Ranks that are not back yet or, while a generation forms, do not have the state yet."""
+        is_forming = self.stage is Stage.FORMING
+
+        def lacks(member: KnownProcess) -> bool:
+            return not member.is_set if is_forming else member.holds is None
+
+        return tuple(
+            name
+            for name in self.present_ranks
+            if lacks(self.members[name]) and not self.members[name].is_released
+        )
+
+    @property
+    def present_ranks(self) -> tuple[str, ...]:
+        """Ranks of the newest generation whose processes have not ended."""
+        return tuple(name for name in self.ranks if name in self.members)
+
+    @property
+    def waiting(self) -> tuple[str, ...]:
+        """Processes that wait for the next generation and do not leave."""
+        return tuple(name for name, m in self.members.items() if m.waits and not m.leaves)
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether the processes that stay hold all of the state, and can train or wait for others."""
+        staying = sum(not member.leaves for member in self.members.values())
+        if self.limits.group_size == 1:
+            return staying > 0  # each process has the whole state
+        return self.limits.usable(staying, None) > 0
+
+    def is_left_out(self, host: str) -> bool:
+        """Return whether a host is excluded for a while, so that no process may start on it."""
+        return host in self.hosts and self.hosts[host].until_s is not None
+
+    def suffices_without(self, host: str) -> bool:
+        """Return whether the processes of the other hosts are enough for a generation."""
+        others = [m for m in self.members.values() if not m.leaves and m.host != host]
+        share = next((m.share for m in others if m.share is not None), None)
+        return self.limits.usable(len(others), share) > 0
+
+    def newest_held(self, names: Sequence[str]) -> tuple[tuple[str, ...], int]:
+        """Find the newest state of which these processes together hold every place.
+
+        Returns the holder of each place and the step; ((), -1) if no state is complete. Earlier names are
+        preferred, and a process's own state is preferred to a copy of it.
+        """
+        places = range(self.limits.group_size)
+        held: list[dict[int, str]] = [{} for _ in places]
+        # Later entries overwrite earlier ones, so the order is reversed.
+        for name in reversed(names):
+            for place, step in self.members[name].copies:
+                held[place].setdefault(step, name)
+        for name in reversed(names):
+            member = self.members[name]
+            place = 0 if len(places) == 1 else member.place  # each process holds the whole state
+            if place is not None:
+                held[place][member.held_step] = name
+        newest = max(set.intersection(*(set(of_place) for of_place in held)) - {-1}, default=-1)
+        return (tuple(of_place[newest] for of_place in held), newest) if newest >= 0 else ((), -1)
+
+
+class Turn:
+    """The changes and actions that follow from one event."""
+
+    def __init__(self, state: Rendezvous, now_s: float):
+        self.state = state
+        self.now_s = now_s
+        self.actions: list[Action] = []
+
+    def act(self, action: Action) -> None:
+        """Add an action for the coordinator."""
+        self.actions.append(action)
+
+    def change(self, **fields) -> None:
+        """Replace fields of the job."""
+        self.state = dataclasses.replace(self.state, **fields)
+
+    def put_process(self, name: str, member: KnownProcess) -> None:
+        """Add or replace a process."""
+        self.change(members={**self.state.members, name: member})
+
+    def change_process(self, name: str, **fields) -> None:
+        """Replace fields of a process."""
+        self.put_process(name, dataclasses.replace(self.state.members[name], **fields))
+
+    def change_host(self, host: str, **fields) -> None:
+        """Replace fields of a host, which is added if it is new."""
+        known = dataclasses.replace(self.state.hosts.get(host, Host()), **fields)
+        self.change(hosts={**self.state.hosts, host: known})
+
+    def dismiss(self, host: str) -> None:
+        """Have all processes of a host leave."""
+        for name, member in self.state.members.items():
+            if member.host == host:
+                self.change_process(name, leaves=True)
+
+    def enter(self, stage: Stage, **fields) -> None:
+        """Begin another stage."""
+        self.change(stage=stage, since_s=self.now_s, **fields)
+
+    def gather(self) -> None:
+        """End the generation: all its processes come back."""
+        self.enter(Stage.GATHERING)
+        self.act(EndGeneration(self.state.outstanding, self.state.generation))
+
+    def cancel_forming(self, but: Iterable[str] = ()) -> None:
+        """Cancel the generation that forms; its processes wait anew, except `but`, which do already."""
+        others = tuple(name for name in self.state.present_ranks if name not in but)
+        for name in others:
+            self.change_process(name, holds=None, is_set=False)
+        self.enter(Stage.GATHERING)
+        self.act(Again(self.state.generation, others))
+
+    def end_run(self) -> None:
+        """Take in no process any more, and release those that wait. Earlier failures no longer count."""
+        if self.state.stage is not Stage.OVER:
+            self.enter(Stage.OVER, code=DONE)
+
+    def announce(self, decision: HostDecision) -> None:
+        """Print a decision about a host, and report it to the next generation."""
+        # A faulty host may come and be refused for days; keep the newest decisions only.
+        self.change(news=(*self.state.news, decision)[-_MOST_NEWS:])
+        self.act(Tell(decision))

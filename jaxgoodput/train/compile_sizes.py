@@ -1,0 +1,341 @@
+"""Compiles the micro-batch sizes of one strategy while training goes on.
+
+Sizes that the next change can reach come first, and among them the largest. A size that XLA's memory analysis
+rejects is never used, nor is any larger one. If memory allows, each size is also executed once on throw-away
+buffers, because the first execution is slow even of a compiled program.
+
+A size becomes ready once it has been through both, together with its program that measures the noise, if that
+fits. Only ready sizes are ever chosen, so the noise is measured from the first step of a new size on. If a
+size is requested before it is ready, its measuring program is compiled before anything else.
+"""
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+
+from absl import logging
+
+from jaxgoodput._worker import Worker
+from jaxgoodput.engine.engine import Engine
+from jaxgoodput.engine.programs import Program
+from jaxgoodput.goodput.memory import StepBytes, largest_that_fits
+
+_UNMEASURED = (
+    "steps of %d samples per replica fit into memory, but not with a noise measurement: the noise is not "
+    "measured while they are used. Lower batch.max, or raise execution.memory_bytes."
+)
+_TOO_FEW = (
+    "steps of %d samples per replica, in one micro-batch, have no two groups of samples to compare: the "
+    "noise is not measured while they are used. Use a larger batch.base, or return per-sample losses [batch] "
+    "instead of their mean."
+)
+
+
+def compiling_order(sizes: Sequence[int], first: int) -> tuple[int, ...]:
+    """Return the order in which to compile: `first`, the largest, then middles; two up for one down.
+
+    The largest comes early because growing pays early, and a batch that has far to go should not have to
+    wait for every size on the way.
+
+    >>> compiling_order([1, 2, 4, 8, 16, 32, 64], 4)
+    (4, 64, 16, 2, 32, 8, 1)
+    """
+    ups = [s for s in sorted(sizes) if s > first]
+    downs = [s for s in sorted(sizes, reverse=True) if s < first]
+    spread = ups[-1:]
+    del ups[-1:]
+    while ups:
+        spread.append(ups.pop(len(ups) // 2))
+    order = [first]
+    while spread or downs:
+        order += spread[:2]
+        del spread[:2]
+        order += downs[:1]
+        del downs[:1]
+    return tuple(order)
+
+
+class SizeCompiler:
+    """Compiles sizes on a thread, in one order; `ready` lists the ones that are done.
+
+    Call `near` with the size in use; the first time this must be one that the engine has compiled. Only sizes
+    within two changes by a factor `reach` are queued, and more as the size in use moves. `start` begins to
+    compile them. The order depends only on these calls, so it is the same in all processes. Without
+    `background` there is no thread, and a missing program is compiled when it is needed.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        sizes: Sequence[int],
+        *,
+        accumulate: bool,
+        budget: int,
+        reach: float = 4.0,
+        background: bool = True,
+    ):
+        self._engine = engine
+        self._sizes = tuple(sizes)
+        self._accumulate = accumulate
+        self._budget = budget
+        self._reach = reach
+        self._background = background
+        # Guards everything below, and is notified of every change.
+        self._changed = threading.Condition()
+        self._current: int | None = None  # size in use
+        self._is_started = False  # whether sizes other than the one in use are compiled
+        self._order: list[int] = []
+        self._next = 0  # index into the order
+        self._ready: list[int] = []
+        self._measurable: dict[int, bool] = {}  # False: its noise cannot be measured
+        self._known: dict[int, StepBytes] = {}
+        self._smallest_refused: int | None = None
+        self._urgent: tuple[Callable[[], Program], ...] = ()  # compiled before anything else
+        self._is_closed = False
+        self._error: BaseException | None = None
+        self._worker: Worker | None = None
+
+    @property
+    def num_wanted(self) -> int:
+        """Number of sizes queued so far, compiled or not."""
+        with self._changed:
+            return len(self._order)
+
+    def near(self, size: int) -> None:
+        """Note that `size` is in use: queue the sizes around it, and prepare it to measure the noise."""
+        with self._changed:
+            if not self._order:
+                self._check_first(size)
+            self._current = size
+            # First the sizes within reach of the next change, then the sizes within reach of two.
+            for reach in (self._reach, self._reach**2):
+                low, high = size / reach, size * reach
+                around = [s for s in self._sizes if low <= s <= high]
+                order = compiling_order([*around, size], size)
+                self._order += [s for s in order if s not in self._order]
+            missing, cannot = self._to_measure(), self._measurable.get(size) is False
+            if missing is not None and self._background:
+                self._run_worker()
+            self._changed.notify_all()
+        if cannot:
+            logging.warning(self._why_unmeasured(size), size)
+        if missing is not None and not self._background:
+            self._prepare_measuring(missing)
+
+    def _check_first(self, size: int) -> None:
+        """Note whether the first size, compiled before the start, can measure; the caller holds the lock."""
+        # An elastic job leaves out the measuring programs before the start, to start sooner.
+        if self._engine.world is not None and self._engine.measuring_programs(size):
+            return
+        need = self._engine.measuring_bytes_of(size)
+        fits = need is None or need.peak <= self._budget
+        self._measurable[size] = self._engine.can_measure(size) and fits
+
+    def compile_first(self, sizes: Iterable[int]) -> None:
+        """Queue these sizes before all others and compile them at once; call it before any step runs."""
+        # Without the lock, because no thread has been started.
+        first = [s for s in dict.fromkeys(sizes) if s in self._sizes]
+        self._order = [*first, *(s for s in self._order if s not in first)]
+        for size in first:
+            self._try(size)
+            self._next += 1
+
+    @property
+    def num_settled(self) -> int:
+        """Number of queued sizes, in their order, that have been compiled or refused."""
+        with self._changed:
+            self._raise_error()
+            return self._next
+
+    def ready(self, *, first: int | None = None) -> tuple[int, ...]:
+        """Return the sizes that can be used now, in the order in which they were queued.
+
+        `first`, if given, is the number of queued sizes to consider.
+
+        Raises the error that has stopped the background compilation, if any.
+        """
+        with self._changed:
+            self._raise_error()
+            return tuple(s for s in self._ready if first is None or s in self._order[:first])
+
+    def can_measure(self, size: int) -> bool:
+        """Return whether steps of this size can measure the noise by now."""
+        with self._changed:
+            return self._measurable.get(size, False)
+
+    @property
+    def memory_limit(self) -> int:
+        """Largest size expected to fit into memory, in samples per replica; 0 if nothing is compiled yet."""
+        with self._changed:
+            known = dict(self._known)
+        return largest_that_fits(self._sizes, known, self._budget) if known else 0
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the thread is compiling or trying a size, which slows down the steps beside it."""
+        with self._changed:
+            return self._is_waiting() and self._worker is not None and not self._is_closed
+
+    def start(self) -> None:
+        """Compile other sizes in the background from now on. Idempotent."""
+        with self._changed:
+            self._is_started = True
+            self._run_worker()
+            self._changed.notify_all()
+
+    def compile_soon(self, programs: Sequence[Callable[[], Program]]) -> None:
+        """Compile these programs next, on the thread; without `background`, leave them until they are needed."""
+        with self._changed:
+            self._urgent = tuple(programs) if self._background else ()
+            if self._urgent:
+                self._run_worker()
+                self._changed.notify_all()
+
+    def compile_all(self) -> None:
+        """Compile all queued sizes on the caller's thread."""
+        with self._changed:
+            self._is_started = True
+        while self._step():
+            pass
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until all queued sizes have been tried; False if `timeout_s` is over before."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: not self._is_waiting() or self._error is not None, timeout_s
+            )
+
+    def close(self) -> None:
+        """Stop after the program that is being compiled."""
+        worker = self._stop()
+        if worker is not None:
+            worker.join()
+
+    def abandon(self) -> None:
+        """Stop without waiting for the program being compiled, because the process is about to end."""
+        self._stop()
+        self._worker = None
+
+    def _stop(self) -> Worker | None:
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+            return self._worker
+
+    def _run_worker(self) -> None:
+        """Start the thread unless it runs; the caller holds the lock."""
+        if self._worker is None and not self._is_closed:
+            self._worker = Worker("compile", self._run, on_error=self._fail)
+
+    def _run(self, _: Worker) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_closed or self._is_waiting())
+                if self._is_closed:
+                    return
+            self._step()
+
+    def _fail(self, error: BaseException) -> None:
+        with self._changed:
+            self._error = error
+            self._changed.notify_all()
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _is_waiting(self) -> bool:
+        """Return whether there is anything left to do; the caller holds the lock."""
+        is_other = self._is_started and self._next < len(self._order)
+        return is_other or bool(self._urgent) or self._to_measure() is not None
+
+    def _to_measure(self) -> int | None:
+        """Return the size in use if it cannot measure the noise yet; the caller holds the lock."""
+        return None if self._current in self._measurable else self._current
+
+    def _step(self) -> bool:
+        """Do the most urgent thing; False if there is nothing to do.
+
+        Urgent programs come first, then the measuring program of the size in use, then the next size.
+        """
+        if urgent := self._urgent:
+            self._compile(
+                urgent
+            )  # without the lock, so that `compile_soon` may replace them meanwhile
+            with self._changed:
+                self._urgent = self._urgent if self._urgent is not urgent else ()
+                self._changed.notify_all()
+            return not self._is_closed
+        with self._changed:
+            if self._is_closed or not self._is_waiting():
+                return False
+            missing = self._to_measure()
+            size = self._order[self._next] if missing is None else missing
+        if missing is not None:
+            self._prepare_measuring(missing)
+            return True
+        self._try(size)
+        with self._changed:
+            self._next += 1
+            self._changed.notify_all()
+        return True
+
+    def _prepare_measuring(self, size: int) -> None:
+        engine = self._engine
+        if not self._compile(engine.measuring_programs(size)):
+            return
+        need = engine.measuring_bytes_of(size)
+        fits = engine.can_measure(size) and (need is None or need.peak <= self._budget)
+        if not fits:
+            log = logging.warning if size == self._current else logging.info
+            log(self._why_unmeasured(size), size)
+        elif (
+            need is not None and need.peak * 2 <= self._budget
+        ):  # room for a second copy of everything
+            engine.rehearse_measuring(size)
+        with self._changed:
+            self._measurable[size] = fits
+            self._changed.notify_all()
+
+    def _why_unmeasured(self, size: int) -> str:
+        return _UNMEASURED if self._engine.can_measure(size) else _TOO_FEW
+
+    def _compile(self, programs: Sequence[Callable[[], Program]]) -> bool:
+        """Compile these programs; False if the compiler was closed before all were done."""
+        for program in programs:
+            if self._is_closed:
+                return False
+            self._engine.compile_program(program)
+        return True
+
+    def _try(self, size: int) -> None:
+        """Compile a size, check its memory and execute it once, so that it becomes ready or is refused."""
+        if self._smallest_refused is not None and size >= self._smallest_refused:
+            return
+        engine = self._engine
+        # Programs that all sizes share are compiled, too. If this is the first size that accumulates, nothing
+        # else would, because it may be too large for a rehearsal.
+        shared = engine.shared_programs(accumulate=self._accumulate)
+        own = engine.training_programs(size, accumulate=self._accumulate)
+        if not self._compile([*own, *shared]):
+            return
+        need = engine.bytes_of(size)
+        assert need is not None
+        with self._changed:
+            self._known[size] = need
+        if need.peak > self._budget:
+            self._smallest_refused = size
+            logging.info(
+                "micro-batches of %d samples per replica are not used: they would need %.0f MiB, and only "
+                "%.0f MiB are available",
+                size,
+                need.peak / 2**20,
+                self._budget / 2**20,
+            )
+            return
+        # A rehearsal holds a second copy of everything.
+        if need.peak * 2 <= self._budget:
+            engine.rehearse(size, accumulate=self._accumulate)
+        if size not in self._measurable:
+            self._prepare_measuring(size)
+        with self._changed:
+            self._ready.append(size)

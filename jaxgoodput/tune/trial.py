@@ -1,0 +1,38 @@
+"""Trials: a few real steps with a size or a strategy that was never timed, which end with a verdict."""
+
+import math
+
+from jaxgoodput.goodput.search import BatchConfig
+from jaxgoodput.tune.verdict import Situation, Verdict
+
+
+class Trials:
+    """The trial that is running, if any, and the strategies that have had theirs."""
+
+    def __init__(self):
+        self.is_running = False
+        self.home: BatchConfig | None = (
+            None  # in use before the trial, until the trial has succeeded
+        )
+        self.strategies: set[str] = set()  # strategies that were ever switched to
+
+    def switched(self, situation: Situation, verdict: Verdict) -> None:
+        """Note that the run switches to the configuration of a verdict, and whether as a trial."""
+        here, config = situation.here, verdict.config
+        home = None if situation.home is None else situation.home.config
+        # A size that was never timed is on trial, whatever the model predicts for it. Beside a compilation
+        # every time is disturbed, and a trial that changes nothing would teach nothing.
+        is_untimed = (
+            config.strategy == here.config.strategy and config.micro_batch_size not in here.timed
+        )
+        is_untried = math.isnan(verdict.goodput) or (is_untimed and not situation.disturbed)
+        # A batch that the user's own schedule asks for is never on trial.
+        self.is_running = situation.scheduled is None and config != home and is_untried
+        self.home = here.config if self.is_running else None
+        self.strategies.add(config.strategy)
+
+    def kept(self, situation: Situation, verdict: Verdict) -> None:
+        """Note that a verdict keeps the present configuration, which ends a trial."""
+        self.is_running = False
+        if situation.home is not None and verdict.gain > 1:
+            self.home = None  # the trial has succeeded
