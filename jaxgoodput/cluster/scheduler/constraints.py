@@ -46,6 +46,11 @@ class Constraints:
     reserved: Mapping[str | None, Devices]
     """Devices reserved at present, by tenant; None = reserved for no tenant."""
 
+    @property
+    def open(self) -> list[str]:
+        """Ids of the jobs about which a policy is asked: neither held nor refused."""
+        return [id_ for id_ in self.views if id_ not in self.held and id_ not in self.refused]
+
 
 def constraints_of(jobs: Sequence[JobView], cluster: ClusterSpec, now_s: float) -> Constraints:
     """Check the jobs and find what a policy may not change at `now_s`.
@@ -70,11 +75,10 @@ def constraints_of(jobs: Sequence[JobView], cluster: ClusterSpec, now_s: float) 
     _check_disjoint(views.values())
     solvent = {id_: view for id_, view in views.items() if id_ not in spent}
     held = _held(solvent, nodes, now_s)
-    refusals = {id_: empty.refusal(view) for id_, view in solvent.items() if id_ not in held}
     return Constraints(
         views=views,
         held=held,
-        refused=spent | {id_: why for id_, why in refusals.items() if why is not None},
+        refused=spent | empty.refusals(view for id_, view in solvent.items() if id_ not in held),
         remarks=remarks,
         reserved=_reserved(views, held, cluster, now_s),
     )
@@ -255,12 +259,13 @@ class _EmptyCluster:
             most = max(self._most_on_a_node.get(node.kind, 0), node.num_usable)
             self._most_on_a_node[node.kind] = most
 
-    def refusal(self, view: JobView) -> str | None:
-        """Explain why the job could not run even if it were alone; None if it could."""
-        for shape in view.goodput:
-            if self.could_run(view.spec, shape):
-                return None
-        return no_shape_reason(view, self._devices, self._has_room)
+    def refusals(self, views: Iterable[JobView]) -> dict[str, str]:
+        """Return, by id, why jobs could not run even if they were alone; jobs that could are left out."""
+        return {
+            view.spec.id: no_shape_reason(view, self._devices, self._has_room)
+            for view in views
+            if not any(self.could_run(view.spec, shape) for shape in view.goodput)
+        }
 
     def could_run(self, spec: JobSpec, shape: Shape) -> bool:
         """Return whether the job could have that shape if it were alone."""

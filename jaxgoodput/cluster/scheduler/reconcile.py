@@ -101,20 +101,21 @@ class _Round:
             self.reasons[id_] = f"keeps its devices: {why}"
             add_devices(taken, fixed.views[id_].allocation.devices)
         used = self.use(fixed.held)
-        free = [id_ for id_ in fixed.views if id_ not in fixed.held and id_ not in fixed.refused]
+        left = fixed.open
+        # Reserved devices first, so that a tenant's jobs that fit there do not take others' devices.
         for tenant in sorted(t for t in fixed.reserved if t is not None):
-            placed = self.ask_reserved(tenant, free, used)
+            placed = self.ask_reserved(tenant, left, used)
             used = together((used, self.use(placed)))
-            free = [id_ for id_ in free if id_ not in placed]
+            left = [id_ for id_ in left if id_ not in placed]
         for own in fixed.reserved.values():
             add_devices(taken, own)
-        if free:
-            self.ask(free, withhold(self.cluster, taken, used))
+        if left:
+            self.ask(left, withhold(self.cluster, taken, used))
 
-    def ask_reserved(self, tenant: str, free: Sequence[str], used: Use) -> list[str]:
+    def ask_reserved(self, tenant: str, left: Sequence[str], used: Use) -> list[str]:
         """Ask about a tenant's jobs on its reserved devices; return the jobs that get some."""
         own = self.fixed.reserved[tenant]
-        pool = [id_ for id_ in free if self.may_use(id_, tenant, own)]
+        pool = [id_ for id_ in left if self.may_use(id_, tenant, own)]
         if pool:
             others = {
                 node.name: set(range(node.num_devices)) - own.get(node.name, set())

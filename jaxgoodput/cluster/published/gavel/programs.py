@@ -48,6 +48,7 @@ class LinearProgram:
         row = np.concatenate([row, num_jobs + pair_row])
         column = np.concatenate([column, pair_column])
         variable = np.arange(len(row))
+        # The first member of each combination: the job itself, or the first job of the pair.
         first = np.where(row < num_jobs, row, 0)
         first[num_alone:] = pairs[pair_row, 0]
         jobs = np.concatenate([first, pairs[pair_row, 1]])
@@ -92,7 +93,7 @@ class LinearProgram:
                 f"of {_TOLERANCE}. Speeds that differ by more than ten orders of magnitude within one "
                 "job are the usual cause: check its goodput table."
             )
-        if over > 0:
+        if over > 0:  # scaling down makes every constraint hold exactly
             keep = 1.0 / (1.0 + over)
             answer = dataclasses.replace(
                 answer, alone=answer.alone * keep, together=answer.together * keep

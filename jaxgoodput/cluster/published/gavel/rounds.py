@@ -249,6 +249,7 @@ def best_rows(problem: RoundProblem) -> np.ndarray:
       [rows] kind; -1 = does not run.
     """
     row, kind = np.nonzero((problem.value > 0) & (problem.size[:, None] <= problem.capacity))
+    # Only a job that is in several rows needs a constraint of its own: it runs in at most one of them.
     counts = Counter(itertools.chain.from_iterable(problem.members))
     capacities = [
         (np.where(kind == k, problem.size[row], 0), n) for k, n in enumerate(problem.capacity)

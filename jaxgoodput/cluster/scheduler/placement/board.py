@@ -176,6 +176,8 @@ class Board:
         if mask.bit_count() == count:
             return mask
         own = sum(1 << i for i in request.previous.get(self.nodes[node].name, ())) & mask
+        # Blocks that start at multiples of their size (rounded up to a power of two) leave no odd gaps, so
+        # every power-of-two size keeps as many slots as `capacity_rows` counts.
         step = 1 << (count - 1).bit_length()
         block, best, most = (1 << count) - 1, 0, -1
         for start in range(0, self.nodes[node].num_devices - count + 1, step):
@@ -198,6 +200,7 @@ class Board:
         if len(sizes) > 1 and request.level is not None:
             domains = self._domain_ids(request.level)
             groups = [np.flatnonzero(domains == d) for d in range(int(domains.max()) + 1)]
+        # A job of several nodes with a level may be placed in any one domain; take the cheapest.
         found = [e for g in groups if (e := self._cheapest(g, sizes, request)) is not None]
         if not found:
             return None

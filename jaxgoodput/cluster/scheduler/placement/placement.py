@@ -126,6 +126,7 @@ def _fill_kind(
     board, pending = _keep_all(nodes, requests, exclusive)
     if not board.fill(pending, move=False):
         return board
+    # Filling has changed the board, so every method starts from a new one.
     greedy, pending = _keep_all(nodes, requests, exclusive)
     kept = list(greedy.requests.values())
     left_out = greedy.fill(pending, move=True)

@@ -204,6 +204,7 @@ class _Spending:
         free = [job for job in jobs if job not in self._pinned]
         if left > 0 and free:
             offer(free)
+        # Entries of the queue may be out of date: a step that no longer fits is offered again, smaller.
         while queue and left > 0:
             _, job, to = heapq.heappop(queue)
             more = int(devices[to]) - self.devices(job)
