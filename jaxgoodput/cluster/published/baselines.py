@@ -48,7 +48,7 @@ class _FreeDevices:
 
 
 def _one_kind(cluster: ClusterSpec, policy: str) -> str | None:
-    """Return the cluster's kind. Raises ValueError for what these policies do not know."""
+    """Return the kind of all devices. Raises ValueError for several kinds, quotas or tenants."""
     kinds = sorted({node.kind for node in cluster.nodes if node.state == "up"})
     if len(kinds) > 1:
         raise ValueError(

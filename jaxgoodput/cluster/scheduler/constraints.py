@@ -249,7 +249,7 @@ def _why_held(view: JobView, nodes: Mapping[str, Node], now_s: float) -> str | N
 
 
 class _EmptyCluster:
-    """What the cluster has room for while nothing runs on it, to refuse impossible jobs quickly."""
+    """Tells which jobs could run if they were alone in the cluster, to refuse impossible jobs quickly."""
 
     def __init__(self, cluster: ClusterSpec):
         self._nodes = [node for node in cluster.nodes if node.state == "up"]

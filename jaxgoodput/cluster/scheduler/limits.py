@@ -123,7 +123,7 @@ def devices_by_kind(allocation: Allocation, kind_of: Mapping[str, str]) -> Count
 
 
 def together(uses: Iterable[Use]) -> dict[str, Counter[str]]:
-    """Return the sum of several uses."""
+    """Add up numbers of devices by tenant and kind."""
     total: dict[str, Counter[str]] = {}
     for use in uses:
         for tenant, by_kind in use.items():

@@ -229,7 +229,7 @@ def _wrong_devices(spec: JobSpec, allocation: Allocation, nodes: Mapping[str, No
 
 
 def _wrong_sharing(id_: str, decision: Decision, owner: dict[tuple[str, int], str]) -> str | None:
-    """Enter the job's devices into `owner`; report one that a job of no common share group has already."""
+    """Record a job's devices in `owner`; report one that another job has without sharing it."""
     group = decision.allocations[id_].share_group
     for name, local in decision.allocations[id_].devices.items():
         for i in local:

@@ -62,7 +62,7 @@ def with_pairs_of_views(
     *,
     least_speed: float = 1.0,
 ) -> FractionProblem:
-    """Add the pairs of jobs that both know their speed side by side (`JobView.shared_goodput`).
+    """Add each pair of jobs whose speeds side by side are known to both (`JobView.shared_goodput`).
 
     Both must have gangs of one size. Speeds are looked up at the gang's shape on each kind that both can use.
     `per_node`: devices of a whole node, by kind.

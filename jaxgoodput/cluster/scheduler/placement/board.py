@@ -274,7 +274,7 @@ class Board:
         return {key for key in self.on[node] if self.requests[key].shape.num_devices < limit}
 
     def _networked_on(self, node: int) -> set[str]:
-        """Return the requests of several nodes on a node, whose network only one job may use."""
+        """Return the requests on a node that use other nodes too; only one of them may use its network."""
         return {key for key in self.on[node] if len(self.held[key]) > 1}
 
     def fill(self, pending: Iterable[Request], *, move: bool) -> list[Request]:

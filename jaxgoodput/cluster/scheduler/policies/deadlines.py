@@ -59,7 +59,7 @@ class _Supplies:
 
     @classmethod
     def of(cls, problem: ShapeProblem) -> "_Supplies":
-        """Return the supplies of a problem."""
+        """Return the supplies of a problem: its devices, then each limit of tenants."""
         limits = problem.limits()
         total = float(sum(capacity(problem.cluster).values()))
         most, use, counts = [total], [problem.devices.astype(float)], [np.ones(len(problem.jobs))]
@@ -118,7 +118,7 @@ def deadlines_of(problem: ShapeProblem) -> Deadlines:
 def with_deadlines(
     decision: Decision, problem: ShapeProblem, choice: Choice, deadlines: Deadlines
 ) -> Decision:
-    """Return the decision with what deadlines have to do with it added to the reasons."""
+    """Return the decision with remarks about deadlines added to the reasons."""
     reasons = dict(decision.reasons)
     for i, why in deadlines.given_up.items():
         reasons[problem.jobs[i].spec.id] += f"; {why}"
@@ -136,7 +136,7 @@ def with_deadlines(
 
 
 def _must(supplies: _Supplies, kept: list[_DueJob]) -> np.ndarray:
-    """Return [kept] bool: may not wait any longer, by its own need or because too many others are due."""
+    """Return [kept] bool: must run now, for its own sake or because too many other jobs are due."""
     if not kept:
         return np.zeros(0, bool)
     left_s = np.array([due.left_s for due in kept])

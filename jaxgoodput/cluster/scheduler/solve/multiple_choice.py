@@ -34,7 +34,7 @@ class Knapsack:
     forced: np.ndarray  # [jobs] bool: takes exactly one item; other jobs take at most one
 
     def replace(self, **changes: Any) -> "Knapsack":
-        """Return a copy with other fields."""
+        """Return a copy with some fields changed."""
         return dataclasses.replace(self, **changes)
 
 
@@ -65,12 +65,14 @@ def solve(
 ) -> Selection | None:
     """Return a choice within `relative_gap` of the best if time allows; None if none is feasible.
 
-    `start`: [jobs] items, -1 = none, of a choice that is known to be feasible. Rounding falls back on it.
-    Raises SolverTimeout if the time ends before any choice is known.
+    `start`: [jobs] items of finite value, -1 = none, of a choice that is known to be feasible. Rounding falls
+    back on it. Raises SolverTimeout if the time ends before any choice is known.
     """
     keep = np.flatnonzero(np.isfinite(knapsack.value))
     if len(keep) < len(knapsack.job):
-        inner = solve(_subset(knapsack, keep), relative_gap, time_limit_s)
+        if start is not None:
+            start = np.where(start >= 0, np.searchsorted(keep, start), -1)
+        inner = solve(_subset(knapsack, keep), relative_gap, time_limit_s, start)
         if inner is None:
             return None
         item = np.where(inner.item >= 0, keep[inner.item], -1) if len(keep) else inner.item
