@@ -59,7 +59,7 @@ def hints_of(
         restarts_s=tuple(_restarts(records)[-MOST_RESTARTS:]),
         **_batch_limits(start, len(layouts)),
         **_noise(learnt),
-        **(_now(spans[-1]) if spans else {"progress": 0.0}),
+        **_now(spans),
     )
 
 
@@ -81,8 +81,11 @@ def _noise(learnt: Mapping[str, StrategyRecord]) -> dict[str, Any]:
     return {"grad_sqr": _numbers(grad.sqr), "grad_var": _numbers(grad.var)}
 
 
-def _now(last: Span) -> dict[str, Any]:
+def _now(spans: list[Span]) -> dict[str, Any]:
     """Return what a run measured in its last window."""
+    if not spans:
+        return {"progress": 0.0}
+    last = spans[-1]
     return {
         "progress": last.progress,
         "noise_confidence": _number(last.noise_confidence) or 0.0,
