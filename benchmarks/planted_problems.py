@@ -1,4 +1,4 @@
-"""The batch that a run settles on against the best constant one, where the truth can be computed.
+"""Compares the batch size that a run settles on with the best constant one, on problems with a known answer.
 
     python benchmarks/planted_problems.py                    # 18 problems: a spanning set
     python benchmarks/planted_problems.py --all              # all 36
@@ -44,7 +44,7 @@ from jaxgoodput.observe.events import StepEnd
 from jaxgoodput.optim import adaptive as adaptation
 from jaxgoodput.optim import noise as noises
 from jaxgoodput.train.loop import Loop
-from jaxgoodput.train.prepare import problem_of
+from jaxgoodput.train.start.problem import problem_of
 from jaxgoodput.tune.tuner import Tuner, TunerAnswer, answer
 from jaxgoodput.tune.verdict import Situation
 

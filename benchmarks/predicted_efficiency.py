@@ -1,4 +1,4 @@
-"""What a sample of a larger batch is predicted to be worth, against what it turns out to be worth.
+"""Compares the predicted with the measured efficiency of samples in a larger batch.
 
     python benchmarks/predicted_efficiency.py                                 # three workloads
     python benchmarks/predicted_efficiency.py --workloads recommender --draws 8 --settle 65536
@@ -45,7 +45,7 @@ import jaxgoodput as jg
 from jaxgoodput.goodput.efficiency import Grad, efficiency
 from jaxgoodput.observe.events import StepEnd
 from jaxgoodput.optim import adaptive as adaptation
-from jaxgoodput.train.prepare import problem_of
+from jaxgoodput.train.start.problem import problem_of
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "examples"))
 

@@ -1,4 +1,4 @@
-"""What adaptivity costs a step: `Trainer.fit` against a hand-written jitted optax loop, paired.
+"""Measures what adaptivity costs a step: `Trainer.fit` against a hand-written jitted optax loop, in turns.
 
     python benchmarks/step_overhead.py                # the table in BUILD_NOTES.md, about 8 minutes
     python benchmarks/step_overhead.py --only "cnn:1"
@@ -77,7 +77,7 @@ def measure(name: str, num_devices: int, per_device: int) -> dict:
     )
     from jaxgoodput.data.sources import abstract_sample, as_source
     from jaxgoodput.engine.engine import Engines
-    from jaxgoodput.train.prepare import problem_of
+    from jaxgoodput.train.start.problem import problem_of
 
     devices = jax.devices()[:num_devices]
     base = per_device * num_devices

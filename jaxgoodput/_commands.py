@@ -6,8 +6,9 @@ into parsers. Nothing here, and nothing that a room imports to declare its comma
 """
 
 import argparse
+import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -82,22 +83,28 @@ def argument(name: str, metavar: str, help: str, **settings: Any) -> Option:
     return Option((name,), {"metavar": metavar, "help": help, **settings})
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Command:
-    """One command of `jaxgoodput`, and the function that carries it out."""
+    """One command of `jaxgoodput`. The docstring of its action is its help text."""
 
     name: str
     action: Action
     """Function of the parsed options, the words after `--` and the parser; it returns the exit code."""
-    summary: str
-    """The command's line in `jaxgoodput --help`."""
     usage: str
-    description: str
-    """Paragraphs separated by empty lines; they are wrapped when shown."""
-    examples: tuple[str, ...] = ()
-    options: Iterable[Option | OneOf]
-    takes_command: bool = False
+    options: tuple[Option | OneOf, ...]
+    takes_command: bool
     """Whether the user's own command may follow after `--`."""
+
+    @property
+    def summary(self) -> str:
+        """The command's line in `jaxgoodput --help`: the first line of the docstring."""
+        first = self.description.partition("\n")[0]
+        return first[:1].lower() + first[1:].removesuffix(".")
+
+    @property
+    def description(self) -> str:
+        """The text of `jaxgoodput COMMAND --help`."""
+        return inspect.getdoc(self.action) or ""
 
 
 @dataclass
@@ -106,9 +113,18 @@ class Commands:
 
     _found: list[tuple[int, Command]] = field(default_factory=list)
 
-    def add(self, *commands: Command, order: int) -> None:
-        """Register a room's commands. `order` places the room in `jaxgoodput --help`, lowest first."""
-        self._found += [(order, command) for command in commands]
+    def add(
+        self,
+        order: int,
+        name: str,
+        action: Action,
+        usage: str,
+        options: tuple[Option | OneOf, ...],
+        *,
+        takes_command: bool = False,
+    ) -> None:
+        """Register a command; `order` is its place in `jaxgoodput --help`, lowest first."""
+        self._found.append((order, Command(name, action, usage, options, takes_command)))
 
     def __iter__(self) -> Iterator[Command]:
         return iter([command for _, command in sorted(self._found, key=lambda found: found[0])])

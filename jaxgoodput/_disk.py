@@ -1,6 +1,6 @@
-"""What is trusted to a disk: sums that tell whether a folder is still what was written, and a lock on one.
+"""Checksums and locks for folders: is a folder still what was written, and who is using it?
 
-The sums are a file in the form of `sha256sum`, so that `sha256sum -c` reads it where this package is not.
+The checksums have the format of `sha256sum`, so that `sha256sum -c` can check them without this package.
 """
 
 import contextlib
@@ -17,21 +17,21 @@ from absl import logging
 
 SUMS = "sha256sums"
 LOCK = "lock"
-NUM_NAMED = 3  # files that a sentence names, before it counts the others
+NUM_NAMED = 3  # files that an error names; the others are counted
 
 
 class DamagedError(Exception):
-    """A folder is not what was written."""
+    """The files of a folder differ from what was written."""
 
 
 class InUse(RuntimeError):
-    """Another process holds the folder."""
+    """Another process uses the folder."""
 
 
 def seal(folder: pathlib.Path) -> None:
-    """Put a folder's files on the disk for good, with the sums of all that lie in folders within it.
+    """Flush a folder's files to the disk, and write the checksums of all files in its subfolders.
 
-    Raises OSError where the disk refuses. Files of the folder's own top are nobody's concern here.
+    Files at the top of the folder are not included. Raises OSError if the disk refuses to write.
     """
     with ThreadPoolExecutor() as pool:
         names = _names(folder)
@@ -46,14 +46,15 @@ def seal(folder: pathlib.Path) -> None:
 
 
 def is_sealed(folder: pathlib.Path) -> bool:
-    """Whether the sums are there."""
+    """Return whether a folder has checksums."""
     return (folder / SUMS).is_file()
 
 
 def check(folder: pathlib.Path, *, share: int = 0, num_shares: int = 1) -> None:
-    """Compare a sealed folder with its sums; of several readers, each looks into its share of the files.
+    """Compare the files of a sealed folder with its checksums.
 
-    Raises Damaged, naming files, where one is missing, is not what was written, or was not there.
+    If several processes read the folder, each may check one share of the files. Raises DamagedError, which
+    names the files that are missing, changed, or were added.
     """
     text = (folder / SUMS).read_text(errors="replace")
     wanted = {name: total for total, _, name in (x.partition("  ") for x in text.split("\n") if x)}
@@ -73,12 +74,12 @@ def check(folder: pathlib.Path, *, share: int = 0, num_shares: int = 1) -> None:
 
 
 def sync_folder(folder: pathlib.Path) -> None:
-    """Have the names in a folder outlive a loss of power, as they are now."""
+    """Flush a folder's list of files to the disk, so that it survives a loss of power."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # a file system where folders need none
+        if error.errno != errno.EINVAL:  # this file system needs no flush of folders
             raise
     finally:
         os.close(descriptor)
@@ -86,11 +87,11 @@ def sync_folder(folder: pathlib.Path) -> None:
 
 @contextlib.contextmanager
 def held(folder: pathlib.Path) -> Iterator[int]:
-    """Hold a folder while the block lasts; the kernel lets go of it with the process, however that ends.
+    """Lock a folder during the block. The kernel releases the lock when the process ends, however it ends.
 
-    Gives the lock's descriptor: processes that it is passed on to hold the folder too, as long as they run.
-    Raises InUse, naming the holder, where another process holds it. Against those that do not ask it is no
-    help; on a file system without locks it is none at all, which is logged.
+    Yields the lock's file descriptor: a child process that inherits it holds the lock, too. The lock is
+    advisory: it only stops processes that call this function. If the file system has no locks, a warning is
+    logged. Raises InUse, which names the holder, if another process holds the folder.
     """
     with open(folder / LOCK, "a+") as file:
         try:
@@ -99,11 +100,11 @@ def held(folder: pathlib.Path) -> Iterator[int]:
             file.seek(0)
             raise InUse(
                 f"{folder} is in use by {file.read() or 'another process'}, or by one that it forked. Two "
-                "runs there would delete each other's files: end that one first, or use another folder."
+                "runs there would delete each other's files: end that run first, or use another folder."
             ) from None
         except OSError as error:
             logging.warning(
-                "%s cannot be locked (%s): take care that no second run uses it.", folder, error
+                "%s cannot be locked (%s): make sure that no second run uses it.", folder, error
             )
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}")
@@ -112,7 +113,7 @@ def held(folder: pathlib.Path) -> Iterator[int]:
 
 
 def _names(folder: pathlib.Path) -> list[str]:
-    """The files of the folders in a folder, as paths from there."""
+    """Return the files in the subfolders of a folder, as relative paths."""
     files = (p for p in folder.glob("*/**/*") if p.is_file())
     return sorted(p.relative_to(folder).as_posix() for p in files)
 

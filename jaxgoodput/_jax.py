@@ -1,12 +1,12 @@
-"""The only file with private JAX calls: our own coordination service, a raw client, cache mends, and the
-order in which the partitioner follows shardings.
+"""The only file with private JAX calls: the coordination service and its client, the compilation cache, and
+the priorities of shardings.
 
-Each of them has a test in `tests/test_jax_private.py` that fails when a JAX version changes what is
-used here. Supported: jax 0.10 and 0.11.
+Each of them has a test in `tests/test_jax_private.py` that fails if a JAX version changes what is used here.
+Supported: jax 0.10 and 0.11.
 
-Why not `jax.distributed.initialize`? It hosts the service inside process 0, so that the death of
-process 0 aborts every other process; and it takes SIGTERM away from Python, so that a job never
-hears that it should save and leave.
+Why not `jax.distributed.initialize`? It hosts the coordination service inside process 0, so that the death of
+process 0 aborts all other processes. It also handles SIGTERM itself, so that Python never learns that the job
+should save and stop.
 """
 
 import gc
@@ -41,7 +41,7 @@ _PRIORITIES_KEPT = "--xla_enable_hlo_sharding_v3=false"
 
 
 def require_supported_version(version: str | None = None) -> None:
-    """Raise unless this file knows the private parts of JAX `version` (default: the one in use).
+    """Raise an error if the private parts of JAX `version` (default: the installed one) are not known here.
 
     Raises:
         RuntimeError: the version is not one of `SUPPORTED`.
@@ -51,14 +51,14 @@ def require_supported_version(version: str | None = None) -> None:
     if major_minor not in SUPPORTED:
         names = " and ".join(f"{major}.{minor}" for major, minor in SUPPORTED)
         raise RuntimeError(
-            f"several processes need private parts of JAX that are known for jax {names}, and jax "
+            f"jobs of several processes need private parts of JAX, which are known for jax {names}, but jax "
             f"{version} is installed. Install one of those (pip install 'jax>=0.10,<0.12'), or run "
             "one process: that uses public JAX only."
         )
 
 
 def waits_for_xla(frame: types.FrameType | None) -> bool:
-    """Whether the thread of `frame` is inside a compilation, which goes on if the thread leaves it."""
+    """Return whether the thread of `frame` is compiling; an exception there does not end the compilation."""
     while frame is not None:
         if frame.f_globals is vars(compiler):
             return True
@@ -67,18 +67,18 @@ def waits_for_xla(frame: types.FrameType | None) -> bool:
 
 
 def quiet_runtime_log() -> None:
-    """Keep only errors of the C++ runtime's log, for a process that is a launcher and nothing else.
+    """Reduce the log of the C++ runtime to errors, for launchers.
 
-    Each start of a service warns that it is recoverable, which is on purpose here.
+    Otherwise each coordination service warns that it is recoverable, which is intended.
     """
     runtime_utils.absl_set_min_log_level(2)
 
 
 class CoordinationService:
-    """A running JAX coordination service; `start_coordination_service` makes it.
+    """A running JAX coordination service; start one with `start_coordination_service`.
 
-    It lives in the launcher, so that no worker's death takes the others along. Keep it until every
-    worker has left: its end aborts all clients that are still connected.
+    It runs in the launcher, so that the death of one worker does not abort the others. Keep it until every
+    worker has left: shutting it down aborts all clients that are still connected.
     """
 
     def __init__(self, service: runtime.DistributedRuntimeService, address: str):
@@ -86,7 +86,7 @@ class CoordinationService:
         self.address = address
 
     def shutdown(self) -> None:
-        """Stop serving; a second call does nothing."""
+        """Stop serving. Idempotent."""
         self._service.shutdown()
 
 
@@ -98,29 +98,29 @@ def start_coordination_service(
     heartbeat_timeout_s: int = 100,
     shutdown_timeout_s: int = 10,
 ) -> CoordinationService:
-    """Serve one generation of `num_processes` workers at `host:port` (default: a free port).
+    """Start the service for one generation of `num_processes` workers at `host:port` (default: a free port).
 
-    A loopback host is served on the loopback interface only; any other on all interfaces. The
-    service is recoverable: a worker that dies does not end the others.
+    If `host` is a loopback address, the service listens on the loopback interface only, otherwise on all
+    interfaces. It is recoverable: the death of a worker does not abort the others.
 
     Raises:
         ValueError: `num_processes` below 1.
         RuntimeError: the installed JAX is not supported.
-        OSError: the port is taken, or is none.
+        OSError: the port is in use or invalid.
     """
     require_supported_version()
     if num_processes < 1:
         raise ValueError(f"num_processes={num_processes}: a job has at least one process.")
     loopback = host in ("127.0.0.1", "localhost")
-    # The runtime binds with SO_REUSEPORT and would silently share a port with another service, so
-    # the port is claimed by an ordinary socket first, and held until the service listens on it.
+    # The runtime binds with SO_REUSEPORT and would silently share a port with another service. An ordinary
+    # socket therefore checks that the port is free, and another holds it until the service listens.
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         try:
             probe.bind(("127.0.0.1" if loopback else "", port or 0))
         except (OSError, OverflowError) as error:
             raise OSError(
                 f"the coordination service cannot listen on port {port}: {error}. Choose another "
-                "port, or none for a free one."
+                "port, or leave it out for a free one."
             ) from error
         port = probe.getsockname()[1]
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as claim:
@@ -146,34 +146,34 @@ def connect(
     shutdown_timeout_s: int = 10,
     clock: Clock | None = None,
 ) -> None:
-    """Join the job: afterwards `jax.process_count()` is `num_processes` and devices are global.
+    """Join a job: afterwards `jax.process_count()` is `num_processes`, and devices are global.
 
-    Unlike `jax.distributed.initialize` it starts no service and leaves SIGTERM to Python. Call it
-    before anything asks JAX for a device.
+    Unlike `jax.distributed.initialize`, this starts no service and leaves SIGTERM to Python. Call it before
+    anything asks JAX for a device.
 
     Raises:
         ValueError: `process_id` is not in [0, num_processes), or `address` is not host:port.
-        RuntimeError: JAX has used its devices already, is connected already, or is not supported.
+        RuntimeError: JAX has already used its devices, is already connected, or is not supported.
         ConnectionError: nothing listens at `address` within `connect_timeout_s`.
     """
     require_supported_version()
     if not 0 <= process_id < num_processes:
         raise ValueError(
-            f"process_id={process_id} is not in [0, {num_processes}), the range that "
-            f"num_processes={num_processes} allows. Give each process its own rank."
+            f"process_id={process_id} is not in [0, {num_processes}), the range for "
+            f"num_processes={num_processes}. Give each process its own rank."
         )
     if distributed.global_state.client is not None:
         raise RuntimeError(
             f"this process is already connected to {distributed.global_state.coordinator_address}. "
-            "Call connect once, and not jax.distributed.initialize beside it."
+            "Call connect once, and do not call jax.distributed.initialize as well."
         )
     if xla_bridge.backends_are_initialized():
         raise RuntimeError(
-            "JAX has already used its devices, and cannot learn about other processes any more. "
-            "Connect before the first jax.devices(), array or jitted call (also those made while "
-            "modules are imported)."
+            "JAX has already used its devices, so it can no longer connect to other processes. "
+            "Connect before the first jax.devices(), array or jitted call, including those made while "
+            "modules are imported."
         )
-    # A client that fails to connect aborts the whole process: ask with a plain socket first.
+    # A client that fails to connect aborts the whole process: try with a plain socket first.
     _wait_until_listening(address, connect_timeout_s, clock or SystemClock())
     client = runtime.get_distributed_runtime_client(
         address,
@@ -193,14 +193,14 @@ def connect(
 
 
 def connected_to() -> str | None:
-    """The coordinator's address that this process is connected to, or None."""
+    """Return the address of the coordinator that this process is connected to, or None."""
     if distributed.global_state.client is None:
         return None
     return distributed.global_state.coordinator_address
 
 
 def own_host() -> str:
-    """An address of this machine at which the other processes of the job reach it."""
+    """Return an address at which the other processes of the job can reach this machine."""
     address = connected_to()
     if address is None:
         return "127.0.0.1"
@@ -209,7 +209,7 @@ def own_host() -> str:
         0
     ]
     with socket.socket(kind, socket.SOCK_DGRAM) as probe:
-        probe.connect(place)  # sends nothing: only asks which way it would go
+        probe.connect(place)  # sends nothing, but chooses the network interface
         return str(probe.getsockname()[0])
 
 
@@ -226,68 +226,58 @@ def _wait_until_listening(address: str, timeout_s: float, clock: Clock) -> None:
             if clock.now() >= deadline_s:
                 raise ConnectionError(
                     f"no coordination service answers at {address} after {timeout_s:g} s "
-                    f"({error}). It runs in the launcher (jaxgoodput run, jaxgoodput coordinate): "
-                    "check that it is alive, and that this host can reach its address and port."
+                    f"({error}). The launcher runs it (jaxgoodput run, jaxgoodput coordinate): check that "
+                    "the launcher is alive, and that this host can reach its address and port."
                 ) from error
         clock.sleep(_PROBE_PAUSE_S)
 
 
-def disconnect() -> None:
-    """Leave the job and drop all devices: every array, executable and mesh of this process dies.
-
-    Afterwards the process counts as one of one, and may `connect` again. Does nothing where it is
-    not connected.
-    """
-    if distributed.global_state.client is not None:
-        forget_devices()
-
-
 def forget_devices() -> None:
-    """Drop all devices, connected or not: every array, executable and mesh of this process dies.
+    """Leave the job, if connected, and drop all devices: arrays, executables and meshes become invalid.
 
-    It may `connect` afterwards, and then counts as one of as many as there are then.
+    Afterwards the process is alone, and may `connect` to another generation.
     """
     state = distributed.global_state
     if state.client is not None:
         state.client.shutdown()
         state.client = None
     state.process_id, state.num_processes, state.coordinator_address = 0, 1, None
-    # Orbax keeps the client of the generation that has just ended, and would wait for it.
+    # Orbax caches the client of the generation that has just ended, and would wait for it.
     signaling = sys.modules.get("orbax.checkpoint._src.futures.signaling_client")
     if signaling is not None:
         signaling.get_signaling_client.cache_clear()
-    # A mesh keeps its devices, they keep their connections, and peers wait at those until a time-out.
+    # A cached mesh keeps its devices, and devices keep connections at which peers would wait until a timeout.
     for function in vars(multihost_utils).values():
         if hasattr(function, "cache_clear"):
             function.cache_clear()
     clients = [weakref.ref(client) for client in xla_bridge._backends.values()]
     jax.extend.backend.clear_backends()
-    for _ in range(4):  # what one pass frees may have held what the next one finds
+    for _ in range(4):  # freeing one object may make others collectable
         gc.collect()
         if all(client() is None for client in clients):
             return
     logging.warning(
-        "something still holds an array, an executable or a mesh of devices that are gone: processes that "
-        "wait for this one may do so until their time-out"
+        "something still references an array, an executable or a mesh of the previous generation: other "
+        "processes may wait for this one until their timeout"
     )
 
 
 class PeerGone(RuntimeError):
-    """A process that was waited for does not come any more."""
+    """A process that others waited for is gone."""
 
 
 class SharedStore:
-    """Strings that all processes of the job read and write, through the launcher; no collective.
+    """A key-value store that all processes of the job share through the launcher, without collectives.
 
-    Get it with `shared_store`. One call takes a fraction of a millisecond on one host. Safe to use
-    from any thread, also while the devices are busy.
+    Get it with `shared_store`. A call takes a fraction of a millisecond on one host. Thread-safe, and usable
+    while the devices are busy.
     """
 
     def __init__(self, client: runtime.DistributedRuntimeClient):
         self._client = client
 
     def set(self, key: str, value: str, *, overwrite: bool = False) -> bool:
-        """Write `value`; False, and no change, where the key is taken and not `overwrite`."""
+        """Write a value. Returns False and changes nothing if the key exists and `overwrite` is false."""
         try:
             self._client.key_value_set(key, value, allow_overwrite=overwrite)
         except jax.errors.JaxRuntimeError as error:
@@ -297,7 +287,7 @@ class SharedStore:
         return True
 
     def try_get(self, key: str) -> str | None:
-        """The value at `key`, or None where nobody has written it yet; does not wait."""
+        """Return the value of a key, or None if it has not been written yet. Does not wait."""
         try:
             return self._client.key_value_try_get(key)
         except jax.errors.JaxRuntimeError as error:
@@ -306,18 +296,18 @@ class SharedStore:
             raise
 
     def count(self, key: str) -> int:
-        """How often this was called with `key` before, by all processes; nobody else gets that number."""
+        """Return how many calls with `key` all processes have made before; each call gets its own number."""
         return self._client.key_value_increment(key, 1) - 1
 
     def forget(self, key: str) -> None:
-        """Remove what is at `key`, and at all keys that begin with it and a slash."""
+        """Delete a key, and all keys that begin with it and a slash."""
         self._client.key_value_delete(key)
 
     def get(self, key: str, *, timeout_s: float) -> str:
-        """The value at `key`, waiting for it.
+        """Wait for a key, and return its value.
 
         Raises:
-            TimeoutError: nobody wrote it within `timeout_s`.
+            TimeoutError: no process wrote it within `timeout_s`.
         """
         try:
             return self._client.blocking_key_value_get(key, max(int(timeout_s * 1e3), 1))
@@ -326,27 +316,27 @@ class SharedStore:
                 raise
             raise TimeoutError(
                 f"no process wrote {key!r} within {timeout_s:g} s. One of them is late or gone: "
-                "see its output in the launcher's."
+                "see its output in the launcher's log."
             ) from error
 
     def wait(self, key: str, *, unless: Callable[[], bool]) -> str:
-        """The value at `key`, waiting for it; looks now and then whether to go on.
+        """Wait for a key, and return its value; give up when `unless()` becomes true.
 
         Raises:
-            PeerGone: nobody had written it when `unless` held.
+            PeerGone: `unless()` became true before the key was written.
         """
         while True:
             try:
                 return self.get(key, timeout_s=0.2)
             except TimeoutError:
                 if unless():
-                    raise PeerGone(f"nobody has written {key!r}") from None
+                    raise PeerGone(f"no process has written {key!r}") from None
 
     def barrier(self, name: str, *, timeout_s: float) -> None:
-        """Return when every process has come to this barrier; each name is used once.
+        """Return when every process has reached this barrier. Use each name only once.
 
         Raises:
-            TimeoutError: some process did not come within `timeout_s`.
+            TimeoutError: a process did not reach it within `timeout_s`.
         """
         try:
             self._client.wait_at_barrier(name, max(int(timeout_s * 1e3), 1))
@@ -354,7 +344,7 @@ class SharedStore:
             if "DEADLINE_EXCEEDED" not in str(error):
                 raise
             raise TimeoutError(
-                f"not every process came to the barrier {name!r} within {timeout_s:g} s: {error}"
+                f"not every process reached the barrier {name!r} within {timeout_s:g} s: {error}"
             ) from error
 
     def meet(
@@ -367,44 +357,45 @@ class SharedStore:
         unless: Callable[[], bool],
         clock: Clock | None = None,
     ) -> None:
-        """Return when every process has come here, like `barrier`; but look now and then whether to go on.
+        """Return when every process has called this, like `barrier`; give up when `unless()` becomes true.
 
         Raises:
-            TimeoutError: some process did not come within `timeout_s`.
+            TimeoutError: a process did not call it within `timeout_s`.
             PeerGone: `unless()` became true.
         """
         clock = clock or SystemClock()
         deadline_s, pause_s = clock.now() + timeout_s, _PROBE_PAUSE_S / 16
-        # The same name may come again, in a second run of this job: how often is part of it.
+        # A second run in the same job uses the same name: make the key unique by counting the uses.
         place = f"{name}, {self.count(f'{name}: process {process_id}')}"
         self.set(f"{place}/{process_id}", "", overwrite=True)
         while len(self._client.key_value_dir_get(f"{place}/")) < num_processes:
             if unless():
-                raise PeerGone(f"a process of the job has gone, and does not come to {name!r}")
+                raise PeerGone(f"a process of the job is gone and will not reach {name!r}")
             if clock.now() >= deadline_s:
                 raise TimeoutError(
-                    f"not every process came to {name!r} within {timeout_s:g} s. One of them is late or "
-                    "gone: see its output in the launcher's."
+                    f"not every process reached {name!r} within {timeout_s:g} s. One of them is late or "
+                    "gone: see its output in the launcher's log."
                 )
             clock.sleep(pause_s)
             pause_s = min(2 * pause_s, _PROBE_PAUSE_S)
 
 
 def shared_store() -> SharedStore | None:
-    """The job's shared strings, or None where this process is alone."""
+    """Return the job's shared store, or None if this process is not connected."""
     client = distributed.global_state.client
     return None if client is None else SharedStore(client)
 
 
 def share_compilation_cache() -> Callable[[], None]:
-    """Make the persistent compilation cache work for every process of a CPU job; returns the undo.
+    """Make the persistent compilation cache work for every process of a CPU job; return a function to undo
+    it.
 
-    As it comes, only process 0 of a job ever finds its own entries: on CPU the key holds a
-    fingerprint that differs from process to process, and only process 0 writes. Afterwards the key
-    holds the kind of the devices instead, of the processes that a program runs on the first writes it,
-    and an entry appears whole or not at all, also when its writer is killed.
+    By default only process 0 of a job finds its own entries: on CPU the key contains a fingerprint that
+    differs between processes, and only process 0 writes. Afterwards the key contains the kind of the devices
+    instead. Each program is written by the first of the processes that it runs on. Entries are written
+    atomically, even if the writer is killed.
 
-    Other backends keep their own keys and writers. Calling it twice does no harm.
+    Other backends keep their own keys and writers. Idempotent.
 
     Raises:
         RuntimeError: the installed JAX is not supported.
@@ -424,8 +415,8 @@ def share_compilation_cache() -> Callable[[], None]:
 
     hash_shared_config.shared = True  # type: ignore[attr-defined]
 
-    # JAX's own writer with one name bound differently: inside it, every process is process 0.
-    # (Changing the real process id for the time of a write would be seen by other threads.)
+    # JAX's writer refuses unless the process id is 0. Other threads would see a changed process id, so run a
+    # copy of the writer whose globals say that every process is process 0.
     everyone = types.SimpleNamespace(global_state=types.SimpleNamespace(process_id=0))
     write_always = _rebound(compiler._cache_write, distributed=everyone)
     compile_and_write_always = _rebound(compile_and_write, _cache_write=write_always)
@@ -437,7 +428,7 @@ def share_compilation_cache() -> Callable[[], None]:
         return write(backend, computation, executable_devices, *args, **kwargs)
 
     def put_whole(self, key, value):
-        if self.eviction_enabled:  # that form locks, and keeps access times
+        if self.eviction_enabled:  # JAX then uses locks and records access times
             return put(self, key, value)
         path = self.path / f"{key}{lru_cache._CACHE_SUFFIX}"
         if key and not path.exists():
@@ -458,10 +449,12 @@ def share_compilation_cache() -> Callable[[], None]:
 
 
 def _rebound(function, **names):
-    """`function` with some of its global names bound to other values."""
+    """Return a copy of `function` in which some global names are bound to other values."""
     missing = names.keys() - set(function.__code__.co_names)
     if missing:
-        raise RuntimeError(f"{function.__qualname__} of jax {jax.__version__} has no {missing}")
+        raise RuntimeError(
+            f"{function.__qualname__} of jax {jax.__version__} does not use {sorted(missing)}"
+        )
     return types.FunctionType(
         function.__code__,
         {**function.__globals__, **names},
@@ -475,16 +468,22 @@ def _rebound(function, **names):
 class Compilation:
     """One program was compiled, or loaded from the persistent cache."""
 
-    name: str  # of the jitted function
-    seconds: float  # wall time
-    cached: bool  # found in the persistent compilation cache
-    thread_id: int  # `threading.get_ident()` of the thread that waited for it
+    name: str
+    """Name of the jitted function."""
+    seconds: float
+    """Wall time of the compilation."""
+    cached: bool
+    """Whether the program was found in the persistent compilation cache."""
+    thread_id: int
+    """`threading.get_ident()` of the thread that waited for it."""
 
 
 def listen_for_compilations(callback: Callable[[Compilation], None]) -> Callable[[], None]:
-    """Call `callback` after every backend compilation, in the thread that waited; returns the undo.
+    """Call `callback` after every backend compilation, in the thread that waited; return a function to undo
+    it.
 
-    Tracing and lowering are not compilations, nor is a call that finds its executable in memory.
+    Use it to find out what compiles and when. Tracing and lowering do not count, nor does a call whose
+    executable is in memory.
     """
     found = threading.local()
 
@@ -492,7 +491,7 @@ def listen_for_compilations(callback: Callable[[Compilation], None]) -> Callable
         if event == _CACHE_HIT_EVENT:
             found.hit = True
 
-    # Orbax says counts by this way, too: an int is none of beartype's floats.
+    # Orbax reports counts this way, too, and beartype does not accept an int as a float.
     def on_duration(event: str, duration_secs: float | int, **labels: str | int) -> None:
         if event == _COMPILE_EVENT:
             cached, found.hit = getattr(found, "hit", False), False
@@ -510,20 +509,22 @@ def listen_for_compilations(callback: Callable[[Compilation], None]) -> Callable
 
 
 def keeps_priorities() -> bool:
-    """Whether `set_priorities` changes anything: what jaxlib 0.11 hands to XLA has no place for priorities.
+    """Return whether `set_priorities` has an effect.
 
-    It has one when XLA_FLAGS says so before JAX is first used; versions that do not know the flag end there.
+    jaxlib 0.11 drops priorities on the way to XLA, unless XLA_FLAGS contains `_PRIORITIES_KEPT` before JAX is
+    first used. XLA versions that do not know this flag abort.
     """
     return jax.__version_info__ < (0, 11) or _PRIORITIES_KEPT in os.environ.get("XLA_FLAGS", "")
 
 
 def set_priorities(lowered: jax.stages.Lowered, priorities: Mapping[str, int], first: str) -> None:
-    """Let the partitioner follow the arguments' and results' shardings over some axes later than others.
+    """Let the partitioner propagate the shardings over some mesh axes before those over others.
 
-    Shardy propagates what has no priority first, then 1, 2 and so on (its "user priorities", which were made
-    for batches before tensor parallelism before ZeRO); JAX has no name for them yet. A dimension has the
-    priority of its axes, and none where it is cut over `first`. Constraints inside the program have none.
-    With another partitioner nothing is changed, and nothing comes of it unless `keeps_priorities()`.
+    Shardy propagates shardings without a priority first, then those with priority 1, 2 and so on ("user
+    priorities", made to propagate batch dimensions before tensor parallelism and that before ZeRO). JAX has
+    no API for them yet. A dimension of an argument or result gets the highest priority number of its axes,
+    or none if it is split over the axis `first`. Constraints inside the program get none. Nothing changes
+    with another partitioner, or if `keeps_priorities()` is false.
     """
     if not jax.config.values["jax_use_shardy_partitioner"]:
         return

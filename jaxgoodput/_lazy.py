@@ -1,4 +1,4 @@
-"""Names that a package promises, each imported when it is first used."""
+"""Public names of a package that are imported only when they are first used."""
 
 import importlib
 import sys
@@ -14,9 +14,9 @@ def lazy_names(
 ) -> tuple[Callable[[str], object], Callable[[], list[str]], list[str]]:
     """Return `__getattr__`, `__dir__` and `__all__` for the `__init__.py` of `package`.
 
-    `homes` maps a module to the names it defines, separated by spaces; `modules` maps a promised name to the
-    module that it is; both name modules relative to
-    `root`. Editors and type checkers read the package's `__init__.pyi` instead.
+    `homes` maps a module to the public names it defines, separated by spaces. `modules` maps a public name to
+    the module that it stands for. Module names are relative to `root`. Editors and type checkers read the
+    package's `__init__.pyi` instead.
     """
     modules = modules or {}
     home_of = {name: module for module, names in homes.items() for name in names.split()}
@@ -29,7 +29,7 @@ def lazy_names(
             value = getattr(importlib.import_module(f"{root}.{home_of[name]}"), name)
         else:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        setattr(sys.modules[package], name, value)  # found without this function from now on
+        setattr(sys.modules[package], name, value)  # from now on, found without this function
         return value
 
     def names() -> list[str]:

@@ -1,7 +1,7 @@
-"""Frozen dataclasses that are PyTrees, and many small arrays as one.
+"""Frozen dataclasses that are PyTrees, and trees of small arrays packed into one vector.
 
-`@struct` is the one way a value that JAX must see (traced, donated, sharded) is written down; fields
-marked `static()` are part of the structure and must be hashable.
+Every value that JAX traces, donates or shards is a `@struct`. Fields marked `static()` are part of the tree's
+structure and must be hashable.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ _STATIC = "jaxgoodput_static"
 
 
 def static(*, default: Any = dataclasses.MISSING) -> Any:
-    """A field that belongs to the structure of the PyTree rather than to its leaves."""
+    """Declare a field that is part of the structure of the PyTree, not one of its leaves."""
     if default is dataclasses.MISSING:
         return dataclasses.field(metadata={_STATIC: True})
     return dataclasses.field(default=default, metadata={_STATIC: True})
@@ -30,7 +30,7 @@ def static(*, default: Any = dataclasses.MISSING) -> Any:
     frozen_default=True, kw_only_default=True, field_specifiers=(static, dataclasses.field)
 )
 def struct(cls: type[T]) -> type[T]:
-    """A frozen, keyword-only dataclass registered as a PyTree.
+    """Make a class a frozen, keyword-only dataclass that is registered as a PyTree.
 
     >>> @struct
     ... class Point:
@@ -48,22 +48,24 @@ def struct(cls: type[T]) -> type[T]:
 
 @struct
 class PackedTree(Generic[T]):
-    """A tree of small arrays as one vector: every array that goes into and out of an executable costs the
-    host some microseconds per step.
+    """A tree of small arrays, packed into one vector.
+
+    Use it to pass many small arrays into or out of an executable: each array costs the host some microseconds
+    per step.
     """
 
     vector: Any
-    """All leaves, floats and bools (0 or 1), one behind the other, in the widest of their types."""
+    """Leaves in order, floats and bools (as 0 or 1), in the widest of their types."""
     structure: Hashable = static()
-    """Of the tree."""
+    """Structure of the tree."""
     leaves: tuple[tuple[tuple[int, ...], Any], ...] = static()
     """Shape and type of each leaf."""
 
     @classmethod
     def of(cls, tree: T) -> "PackedTree[T]":
-        """The tree in one vector.
+        """Pack a tree.
 
-        >>> Packed.of({"a": jnp.ones((2, 3)), "b": jnp.array(True)}).vector.shape
+        >>> PackedTree.of({"a": jnp.ones((2, 3)), "b": jnp.array(True)}).vector.shape
         (7,)
         """
         leaves, structure = jax.tree.flatten(tree)
@@ -75,9 +77,9 @@ class PackedTree(Generic[T]):
 
     @property
     def tree(self) -> T:
-        """What was packed."""
+        """The tree that was packed."""
         if isinstance(self.vector, jax.Array) and not isinstance(self.vector, Tracer):
-            return _unpacked(self)  # leaf by leaf it would be a hundred dispatches
+            return _unpacked(self)  # one dispatch instead of one per leaf
         found, at = [], 0
         for shape, dtype in self.leaves:
             end = at + math.prod(shape)
@@ -88,7 +90,7 @@ class PackedTree(Generic[T]):
 
     @property
     def host_tree(self) -> T:
-        """Likewise, of numpy arrays, and without compiling anything; waits for whatever computes it."""
+        """The tree as numpy arrays. Waits for the computation, and compiles nothing."""
         return dataclasses.replace(self, vector=np.asarray(self.vector)).tree
 
 

@@ -1,7 +1,7 @@
-"""Dataclasses as JSON and back, strictly: what does not fit the type of its field is an error that names it.
+"""Dataclasses as JSON and back. A value that does not fit the type of its field is an error that names it.
 
-Out: dataclasses become objects, arrays and whatever can be iterated lists, functions and classes their
-names, NaN and infinities null. In: the types of the fields decide; where one is a float, null is NaN.
+Writing: dataclasses become objects, arrays and other iterables lists, functions and classes their names, NaN
+and infinities null. Reading: the types of the fields decide; if a field is a float, null is NaN.
 """
 
 import collections.abc
@@ -15,17 +15,17 @@ import reprlib
 import sys
 import types
 import typing
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Annotated, Any, Literal, TypeVar
 
 T = TypeVar("T")
 
-_short = reprlib.Repr()  # of values that a user wrote: neither long nor deep
+_short = reprlib.Repr()  # for errors: a value in a file may be long and deeply nested
 _short.maxstring = _short.maxother = _short.maxlong = 60
 
 
 def encode(value: Any) -> Any:
-    """The value as JSON holds it; what JSON lacks and this file does not know becomes its `str`.
+    """Return the value as JSON types; the `str` of a value of any other type.
 
     >>> encode({"a": float("nan"), "b": (1, 2.5)})
     {'a': None, 'b': [1, 2.5]}
@@ -38,7 +38,7 @@ def encode(value: Any) -> Any:
         return int(value)
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else None
-    if hasattr(value, "tolist"):  # arrays and their scalars, of NumPy and JAX
+    if hasattr(value, "tolist"):  # arrays and scalars of NumPy and JAX
         return encode(value.tolist())
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: encode(getattr(value, f.name)) for f in dataclasses.fields(value)}
@@ -50,48 +50,28 @@ def encode(value: Any) -> Any:
 
 
 def decode(value: Any, type_: Any, where: str) -> Any:
-    """What `encode` made of a value of type `type_`; `where` is the path to it, for errors.
+    """Return the value of type `type_` that `encode` wrote; `where` names it in errors.
 
-    Fields that have defaults may be missing; fields that are not known are errors, so that a misspelt limit
-    is not ignored, unless the type's class variable `is_part` says that it knows a part of them only.
+    Fields with defaults may be missing. Unknown fields are errors, so that a misspelt limit is not ignored,
+    unless the type's class variable `is_part` says that it declares only some of the fields.
+    `Annotated[T, S]`, for a field that holds arrays as well, is read as S.
 
     >>> decode([1, None], tuple[float, ...], "loads")
     (1.0, nan)
     """
+    if type(value) is type_:  # most values are numbers and strings
+        return value
     kind, parts = typing.get_origin(type_) or type_, typing.get_args(type_)
     if kind is Any or (value is None and type_ in (None, types.NoneType)):
         return value
     if dataclasses.is_dataclass(kind):
         return _decode_fields(value, kind, where)
-    if kind in (types.UnionType, typing.Union):
-        return _decode_union(value, parts, where)
-    if kind is Literal:
-        if value not in parts:
-            raise ValueError(f"{where} is {_short.repr(value)}; it must be one of {list(parts)}")
-        return value
-    if kind in (tuple, list, collections.abc.Sequence):
-        fixed = kind is tuple and parts[-1] is not Ellipsis
-        if not isinstance(value, list) or (fixed and len(value) != len(parts)):
-            length = f" of {len(parts)}" if fixed else ""
-            raise ValueError(f"{where} is {_short.repr(value)}; it must be a list{length}")
-        kinds = parts if fixed else itertools.repeat(parts[0])
-        pairs = enumerate(zip(value, kinds, strict=False))
-        made = [decode(item, part, f"{where}[{i}]") for i, (item, part) in pairs]
-        return made if kind is list else tuple(made)
-    if kind in (dict, collections.abc.Mapping):
-        if not isinstance(value, dict):
-            raise ValueError(f"{where} is {_short.repr(value)}; it must be an object")
-        made = {key: decode(item, parts[1], f"{where}[{key!r}]") for key, item in value.items()}
-        if parts[0] is str:  # as keys are in JSON
-            return made
-        try:
-            return {float(key): item for key, item in made.items()}
-        except ValueError:
-            raise ValueError(f"{where} has the keys {list(made)}; they must be numbers") from None
+    if (decode_kind := _DECODERS.get(kind)) is not None:
+        return decode_kind(value, kind, parts, where)
     if kind is float and (value is None or type(value) is int):
         return math.nan if value is None else float(value)
     if isinstance(value, list) and kind.__module__ != "builtins":
-        return kind(*value)  # it was iterated over, such as a PartitionSpec
+        return kind(*value)  # `encode` iterated over it, as over a PartitionSpec
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         raise ValueError(
             f"{where} is {_short.repr(value)}; it must be of type {getattr(kind, '__name__', kind)}"
@@ -100,12 +80,12 @@ def decode(value: Any, type_: Any, where: str) -> Any:
 
 
 def pack(value: Any) -> dict[str, Any]:
-    """A dataclass as JSON, with the version and the name of its type."""
+    """Return a dataclass as JSON types, with the version and the name of its class."""
     return {"version": _version(type(value)), "type": type(value).__name__} | encode(value)
 
 
 def unpack(body: Any, type_: type[T]) -> T:
-    """What `pack` wrote; a ValueError names the field where `body` is not that."""
+    """Return the dataclass that `pack` wrote. Raises ValueError, which names the field that is wrong."""
     if not isinstance(body, dict):
         raise ValueError(f"expected a JSON object of a {type_.__name__}, got {_short.repr(body)}")
     fields = dict(body)
@@ -115,13 +95,13 @@ def unpack(body: Any, type_: type[T]) -> T:
     if version != _version(type_):
         raise ValueError(
             f"this {name} has version {version!r}, this program reads version {_version(type_)}. "
-            "Write it again with the program that reads it."
+            "Write it again with the version of the program that reads it."
         )
     return decode(fields, type_, type_.__name__)
 
 
 def dumps(value: Any, *, indent: int | None = None) -> str:
-    """`pack` as text: what goes to a file or over a wire.
+    """Return a dataclass as JSON text, for a file or a connection.
 
     >>> from jaxgoodput.specs import Shape
     >>> dumps(Shape("h200", 1, 4))
@@ -131,12 +111,12 @@ def dumps(value: Any, *, indent: int | None = None) -> str:
 
 
 def loads(text: str, type_: type[T]) -> T:
-    """What `dumps` wrote; a ValueError names the field where the text is not that."""
+    """Return the dataclass that `dumps` wrote. Raises ValueError, which names the field that is wrong."""
     return unpack(parse(text), type_)
 
 
 def parse(text: str | bytes, *, largest: float = sys.float_info.max) -> Any:
-    """JSON of unknown origin; a ValueError says where it is none, or why it cannot be read.
+    """Parse JSON of unknown origin. Raises ValueError, which says what is wrong and where.
 
     NaN and numbers beyond `largest` are refused.
     """
@@ -145,7 +125,7 @@ def parse(text: str | bytes, *, largest: float = sys.float_info.max) -> Any:
         value = float(digits)
         if not abs(value) <= largest:
             raise ValueError(
-                f"this is JSON with the number {digits:.20}, which is none up to {largest}"
+                f"this is JSON with the number {digits:.20}, which is not a number up to {largest}"
             )
         return value
 
@@ -161,23 +141,29 @@ def parse(text: str | bytes, *, largest: float = sys.float_info.max) -> Any:
     except UnicodeDecodeError as error:
         raise ValueError(f"this is not UTF-8 text: {error.reason}, byte {error.start}") from error
     except RecursionError:
-        raise ValueError(
-            "this is JSON whose lists and objects lie too deep in each other"
-        ) from None
-
-
-_hints = functools.cache(typing.get_type_hints)
+        raise ValueError("this is JSON whose lists and objects are nested too deeply") from None
 
 
 def _version(type_: type) -> int:
-    """Of the type's JSON form: its class variable `version`, where it ever changed."""
+    """Return the version of a type's JSON form: its class variable `version`, or 1."""
     return getattr(type_, "version", 1)
 
 
-def _decode_union(value: Any, parts: Sequence[Any], where: str) -> Any:
-    """`value` as the first of the types that it fits; null is None where that is one of them."""
+def _decode_annotated(value: Any, kind: Any, parts: Sequence[Any], where: str) -> Any:
+    return decode(value, parts[1], where)
+
+
+def _decode_literal(value: Any, kind: Any, parts: Sequence[Any], where: str) -> Any:
+    if value not in parts:
+        raise ValueError(f"{where} is {_short.repr(value)}; it must be one of {list(parts)}")
+    return value
+
+
+def _decode_union(value: Any, kind: Any, parts: Sequence[Any], where: str) -> Any:
+    """Return `value` as the first of the types that it fits; null is None if None is one of them."""
     if value is None and types.NoneType in parts:
         return None
+    # The types must differ in their JSON: the first that fits is taken.
     errors = []
     for part in parts:
         if part is not types.NoneType:
@@ -188,23 +174,66 @@ def _decode_union(value: Any, parts: Sequence[Any], where: str) -> Any:
     raise ValueError("; or ".join(map(str, errors)))
 
 
+def _decode_sequence(value: Any, kind: Any, parts: Sequence[Any], where: str) -> Any:
+    fixed = kind is tuple and parts[-1] is not Ellipsis
+    if not isinstance(value, list) or (fixed and len(value) != len(parts)):
+        length = f" of {len(parts)}" if fixed else ""
+        raise ValueError(f"{where} is {_short.repr(value)}; it must be a list{length}")
+    kinds = parts if fixed else itertools.repeat(parts[0])
+    pairs = enumerate(zip(value, kinds, strict=False))
+    items = [decode(item, part, f"{where}[{i}]") for i, (item, part) in pairs]
+    return items if kind is list else tuple(items)
+
+
+def _decode_mapping(value: Any, kind: Any, parts: Sequence[Any], where: str) -> Any:
+    if not isinstance(value, dict):
+        raise ValueError(f"{where} is {_short.repr(value)}; it must be an object")
+    items = {key: decode(item, parts[1], f"{where}[{key!r}]") for key, item in value.items()}
+    if parts[0] is str:  # keys are strings in JSON
+        return items
+    try:
+        return {float(key): item for key, item in items.items()}
+    except ValueError:
+        raise ValueError(f"{where} has the keys {list(items)}; they must be numbers") from None
+
+
+_DECODERS: Mapping[Any, Callable[[Any, Any, Sequence[Any], str], Any]] = {
+    Annotated: _decode_annotated,
+    Literal: _decode_literal,
+    types.UnionType: _decode_union,
+    typing.Union: _decode_union,
+    tuple: _decode_sequence,
+    list: _decode_sequence,
+    collections.abc.Sequence: _decode_sequence,
+    dict: _decode_mapping,
+    collections.abc.Mapping: _decode_mapping,
+}
+
+
+@functools.cache
+def _fields(type_: Any) -> tuple[dict[str, Any], frozenset[str]]:
+    """Return the types of a dataclass's fields by name, and the names of the fields without a default."""
+    hints = typing.get_type_hints(type_, include_extras=True)
+    fields = dataclasses.fields(type_)
+    needed = (
+        f.name
+        for f in fields
+        if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+    )
+    return {f.name: hints[f.name] for f in fields}, frozenset(needed)
+
+
 def _decode_fields(value: Any, type_: Any, where: str) -> Any:
     if not isinstance(value, dict):
         raise ValueError(f"{where} is {_short.repr(value)}; it must be an object")
-    hints = _hints(type_)
-    fields = {f.name: f for f in dataclasses.fields(type_)}
+    kinds, needed = _fields(type_)
     if getattr(type_, "is_part", False):
-        value = {name: value[name] for name in fields.keys() & value.keys()}
-    if unknown := sorted(value.keys() - fields.keys()):
-        raise ValueError(f"{where} has no field {unknown[0]!r}; its fields are {sorted(fields)}")
-    needed = {
-        name
-        for name, f in fields.items()
-        if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
-    }
+        value = {name: value[name] for name in kinds.keys() & value.keys()}
+    if unknown := sorted(value.keys() - kinds.keys()):
+        raise ValueError(f"{where} has no field {unknown[0]!r}; its fields are {sorted(kinds)}")
     if missing := sorted(needed - value.keys()):
         raise ValueError(f"{where} lacks the field {missing[0]!r}")
-    decoded = {k: decode(v, hints[k], f"{where}.{k}") for k, v in value.items()}
+    decoded = {k: decode(v, kinds[k], f"{where}.{k}") for k, v in value.items()}
     try:
         return type_(**decoded)
     except ValueError as error:

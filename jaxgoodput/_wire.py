@@ -1,12 +1,12 @@
-"""Messages between the processes of a job: JSON objects, one a line, each signed with the job's secret.
+"""Messages between the processes of a job: JSON objects, one per line, signed with the job's secret.
 
     server: nonce            client: nonce
     either: <signature> <json>
 
-The key of a connection is made of the secret and both nonces, and the signature covers who speaks and the
-how-manieth line it is: nothing can be replayed, reordered or sent back. Nothing is hidden: whoever can listen
-reads losses and step numbers, and states and rows of tables where they go from host to host. Bytes follow a
-message that says how many, in blocks that are signed likewise.
+The key of a connection is derived from the secret and both nonces. A signature covers the sender and the
+number of the line, so that messages cannot be replayed, reordered or reflected. Nothing is encrypted: anyone
+on the network can read losses and step numbers, and the states and table rows that hosts exchange. A message
+may announce a number of bytes; they follow it in blocks that are signed as well.
 """
 
 import contextlib
@@ -21,23 +21,23 @@ from collections.abc import Mapping
 from typing import Any
 
 _NONCE_BYTES = 16
-_LONGEST_GREETING = 2**16  # nobody knows yet who it is
+_LONGEST_GREETING = 2**16  # bytes; the sender is not authenticated yet
 _BLOCK = 2**24
-_HELLO_S = 10.0  # for a stranger to say who it is
-_IDLE_S, _PROBE_S, _NUM_PROBES = 5, 2, 3  # of TCP's own keep-alive: a cut link is known after 11 s
+_HELLO_S = 10.0  # time for a new connection to authenticate
+_IDLE_S, _PROBE_S, _NUM_PROBES = 5, 2, 3  # TCP keep-alive: a broken link is detected after 11 s
 
 
 class WrongSecret(ConnectionError):
-    """The other side does not have the secret of this job, or is no process of one."""
+    """The peer does not have the secret of this job, or does not speak this protocol."""
 
 
 def make_secret() -> str:
-    """A secret for one job."""
+    """Return a new random secret for one job."""
     return secrets.token_hex(32)
 
 
 class Channel:
-    """One connection; any thread may send, one receives."""
+    """One signed connection. Any thread may send; only one thread may receive."""
 
     def __init__(self, sock: socket.socket, secret: str, *, is_server: bool):
         self._sock = sock
@@ -47,6 +47,7 @@ class Channel:
         self._mine, self._theirs = (b"server", b"client") if is_server else (b"client", b"server")
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        # The system's defaults would notice a broken link only after hours, or 15 minutes while sending.
         for name, value in (
             ("TCP_KEEPIDLE", _IDLE_S),
             ("TCP_KEEPINTVL", _PROBE_S),
@@ -64,27 +65,29 @@ class Channel:
             theirs = self._file.readline(2 * _NONCE_BYTES + 2)
         except OSError as error:
             self.close()
-            raise ConnectionError(f"no answer to a greeting: {error}") from None
+            raise ConnectionError(f"the peer did not answer the greeting: {error}") from None
         if not theirs:
             self.close()
-            raise ConnectionError("the other side has gone without a word")
+            raise ConnectionError("the peer closed the connection without a greeting")
         theirs = theirs.rstrip(b"\n")
         if len(theirs) != 2 * _NONCE_BYTES:
             self.close()
-            raise WrongSecret("the other side greets like no process of a job")
+            raise WrongSecret("the peer's greeting is not that of a jaxgoodput process")
+        # Both sides contribute a nonce, so that neither can make an old recording valid again.
         nonces = mine + theirs if is_server else theirs + mine
         self._key = hmac.digest(secret.encode(), nonces, "sha256")
 
     def greeting(self) -> dict[str, Any]:
-        """The first message of the other side, however long it takes to the next.
+        """Return the peer's first message, and turn off the time limit for later ones.
 
-        Raises ConnectionError, and closes, where nothing comes; WrongSecret, which is one, for a stranger.
+        Raises ConnectionError and closes if no message comes, or WrongSecret (a ConnectionError) if it is not
+        signed with the secret.
         """
         try:
             message = self.receive(_LONGEST_GREETING)
             if message is None:
                 raise ConnectionError(
-                    f"{self.peer} has gone without a word: it may have another secret"
+                    f"{self.peer} closed the connection without a message: it may have another secret"
                 )
         except ConnectionError:
             self.close()
@@ -93,7 +96,7 @@ class Channel:
         return message
 
     def send(self, message: Mapping[str, Any], blob: bytes | None = None) -> None:
-        """Send a message, and `blob` behind it. Raises OSError where nobody is there any more."""
+        """Send a message, followed by `blob` if given. Raises OSError if the connection is closed."""
         head = message if blob is None else {**message, "num_bytes": len(blob)}
         with self._sending:
             body = json.dumps(head).encode()
@@ -109,26 +112,29 @@ class Channel:
                 self._num_sent += 1
 
     def receive(self, longest: int = 2**20) -> dict[str, Any] | None:
-        """The next message, of so many bytes at most; None where the other side has gone.
+        """Return the next message, of at most `longest` bytes; None if the peer closed the connection.
 
         Raises:
-            WrongSecret: it was not signed with this job's secret.
+            WrongSecret: the message is not signed with this job's secret.
         """
         try:
             line = self._file.readline(longest)
         except (OSError, ValueError):
             return None
-        if not line.endswith(b"\n"):
+        if not line.endswith(
+            b"\n"
+        ):  # cut off by the end of the connection, or longer than `longest`
             return None
         signature, _, body = line[:-1].partition(b" ")
         self._check(signature, body)
         message = json.loads(body)
         if not isinstance(message, dict):
-            raise WrongSecret("a message is an object")
+            raise WrongSecret(f"{self.peer} sent JSON that is not an object")
         return message
 
     def receive_bytes(self, message: Mapping[str, Any]) -> bytes:
-        """What came behind a message. Raises ConnectionError where the other side has gone."""
+        """Return the bytes that follow a message. Raises ConnectionError if the peer closes the
+        connection."""
         num_bytes = int(message["num_bytes"])
         whole = bytearray(num_bytes)
         for start in range(0, num_bytes, _BLOCK):
@@ -138,18 +144,18 @@ class Channel:
             while done < len(view):
                 count = self._file.readinto(view[done:])
                 if not count:
-                    raise ConnectionError("the other side has gone in the middle of what it sent")
+                    raise ConnectionError("the peer closed the connection in the middle of a block")
                 done += count
             self._check(signature, view)
         return bytes(whole)
 
     def be_patient(self, seconds: float | None) -> None:
-        """Wait so long for anything from the other side; None: for ever."""
+        """Set how many seconds to wait for data from the peer; None: without limit."""
         self._sock.settimeout(seconds)
 
     def close(self) -> None:
-        """End the connection; a second call does nothing."""
-        with contextlib.suppress(OSError):  # it is over already
+        """Close the connection. Idempotent."""
+        with contextlib.suppress(OSError):  # already closed
             self._sock.shutdown(socket.SHUT_RDWR)
         self._file.close()
         self._sock.close()
@@ -157,7 +163,7 @@ class Channel:
     def _exactly(self, count: int) -> bytes:
         data = self._file.read(count)
         if len(data) < count:
-            raise ConnectionError("the other side has gone in the middle of what it sent")
+            raise ConnectionError("the peer closed the connection in the middle of a block")
         return data
 
     def _check(self, signature: bytes, body: bytes | memoryview) -> None:
@@ -176,7 +182,7 @@ class Channel:
 
 
 def connect(address: str, secret: str, *, timeout_s: float) -> Channel:
-    """A channel to `host:port`. Raises OSError where nobody answers, and WrongSecret, which is one."""
+    """Return a channel to `host:port`. Raises OSError if there is no answer, or WrongSecret (an OSError)."""
     host, _, port = address.rpartition(":")
     sock = socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s)
     channel = Channel(sock, secret, is_server=False)
@@ -185,14 +191,15 @@ def connect(address: str, secret: str, *, timeout_s: float) -> Channel:
 
 
 def accepted(sock: socket.socket, secret: str) -> tuple[Channel, dict[str, Any]]:
-    """A channel to whoever has connected, and its first message.
+    """Return a channel for an accepted connection, and the peer's first message.
 
-    Raises ConnectionError where it has gone, and WrongSecret, which is one, for a stranger.
+    Raises ConnectionError if the peer closes the connection, or WrongSecret (a ConnectionError) if it does
+    not have the secret.
     """
     channel = Channel(sock, secret, is_server=True)
     try:
-        channel.send({"type": "welcome"})  # that this side has the secret
+        channel.send({"type": "welcome"})  # proves that this side has the secret
     except OSError as error:
         channel.close()
-        raise ConnectionError(f"{channel.peer} has gone: {error}") from None
+        raise ConnectionError(f"{channel.peer} closed the connection: {error}") from None
     return channel, channel.greeting()

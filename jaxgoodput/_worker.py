@@ -124,12 +124,14 @@ class Workers:
         def body(worker: Worker) -> None:
             try:
                 run(worker)
+            except BaseException as error:
+                self._on_error(error)
             finally:
                 with self._lock:
                     self._running.discard(worker)
 
         with self._lock:  # so that the worker is in the set before it can leave it
-            self._running.add(Worker(self._name, body, on_error=self._on_error))
+            self._running.add(Worker(self._name, body))
 
     def stop(self) -> None:
         """Ask all workers to end, without waiting."""

@@ -12,14 +12,13 @@ import os
 import platform
 import select
 import sys
-import textwrap
 from collections.abc import Sequence
 from typing import NoReturn, TextIO
 
 import shtab
 
 from jaxgoodput import __version__
-from jaxgoodput._commands import Command, Commands
+from jaxgoodput._commands import Commands
 
 _UNREAD = 141  # the exit code that a shell reports for a program that SIGPIPE ended
 
@@ -47,6 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = command_parser()
     if any("\0" in argument for argument in (*arguments, *command)):
         parser.error("an argument contains a NUL character, which no file name or number has")
+    # argparse's own message for a mistyped command lists all choices, and suggests none.
     _require_known(arguments, parser)
     options, unknown = parser.parse_known_args(arguments)
     if unknown:
@@ -138,7 +138,7 @@ def command_parser() -> argparse.ArgumentParser:
             command.name,
             help=command.summary,
             usage=command.usage,
-            description=_described(command),
+            description=command.description,
             epilog=_EPILOG,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
@@ -148,14 +148,6 @@ def command_parser() -> argparse.ArgumentParser:
         for option in command.options:
             option.add_to(own)
     return parser
-
-
-def _described(command: Command) -> str:
-    """Return the description and the examples of a command, wrapped for a terminal."""
-    paragraphs = [textwrap.fill(text, 100) for text in command.description.split("\n\n")]
-    if command.examples:
-        paragraphs.append("\n".join(["examples:", *(f"  {line}" for line in command.examples)]))
-    return "\n\n".join(paragraphs)
 
 
 def _registered(parser: argparse.ArgumentParser) -> Commands:

@@ -1,4 +1,4 @@
-"""Flax models as pure functions: `from_linen` and `from_nnx`, for use inside a `Trainer`.
+"""Flax models as pure functions, for use in a `Trainer`: `from_linen` and `from_nnx`.
 
 model = from_linen(ResNet())
 class Images(Trainer):
@@ -10,8 +10,8 @@ class Images(Trainer):
         logits = model.predict(params, model_state, batch["image"])
         ...
 
-A model's own partitioning metadata is taken off its parameters and becomes `Variables.specs`. Names of
-dimensions other than "fsdp" and "tensor" are logical; `axes` says what they stand for.
+A model's partitioning metadata is removed from its parameters and becomes `Variables.specs`. Dimension names
+other than "fsdp" and "tensor" are logical; `axes` maps them to mesh axes.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -36,9 +36,12 @@ Specs = tuple[tuple[str, PartitionSpec], ...]
 class Model:
     """A flax model as three pure functions of parameters and mutable state."""
 
-    init: Callable[..., Variables]  # (key, *inputs) -> Variables
-    train: Callable[..., tuple[Any, PyTree]]  # (params, model_state, key, *inputs) -> out, state
-    predict: Callable[..., Any]  # (params, model_state, *inputs) -> out
+    init: Callable[..., Variables]
+    """`(key, *inputs) -> Variables`."""
+    train: Callable[..., tuple[Any, PyTree]]
+    """`(params, model_state, key, *inputs) -> (output, model_state)`."""
+    predict: Callable[..., Any]
+    """`(params, model_state, *inputs) -> output`."""
 
 
 def from_linen(
@@ -49,14 +52,14 @@ def from_linen(
     random: tuple[str, ...] = ("dropout",),
     axes: Axes | None = None,
 ) -> Model:
-    """A linen module. Collections other than `params` are its mutable state.
+    """Make pure functions of a linen module. Collections other than `params` are its mutable state.
 
-    `train_kwargs` and `predict_kwargs` are passed to the call in either mode, such as
-    `{"train": True}` and `{"train": False}`; `random` names the random streams of a training call.
+    `train_kwargs` and `predict_kwargs` are passed to the module in training and in prediction, such as
+    `{"train": True}` and `{"train": False}`. `random` names the random streams of a training call.
 
-    Metadata of `nn.with_partitioning` and `nn.with_logical_partitioning` becomes `Variables.specs`;
-    `axes` gives "fsdp", "tensor" or None for each of its logical names. `init` raises ValueError for a
-    name that is missing there, or where two dimensions of a parameter get the same axis.
+    Metadata of `nn.with_partitioning` and `nn.with_logical_partitioning` becomes `Variables.specs`. `axes`
+    maps each logical name to "fsdp", "tensor" or None. `init` raises ValueError if a name is missing in
+    `axes`, or if two dimensions of a parameter get the same axis.
     """
     known = _checked(axes)
     in_training, in_prediction = dict(train_kwargs or {}), dict(predict_kwargs or {})
@@ -97,19 +100,21 @@ def from_nnx(
     random: tuple[str, ...] = ("dropout",),
     axes: Axes | None = None,
 ) -> Model:
-    """An nnx module, given the function that makes it: `from_nnx(lambda rngs: Net(rngs=rngs))`.
+    """Make pure functions of an nnx module, from the function that creates it.
 
-    `nnx.Param` variables are the parameters, all others but random streams the mutable state. A
-    training call is in `train()` mode with its streams seeded from its key, a prediction in `eval()`.
+        model = from_nnx(lambda rngs: Net(rngs=rngs))
 
-    Metadata (`nnx.with_partitioning`, `nnx.Param(..., out_sharding=...)`) becomes `Variables.specs`,
-    with `axes` and errors as in `from_linen`. The module is made without a mesh: the trainer's layout
-    places it.
+    `nnx.Param` variables are the parameters; all others, except random streams, are the mutable state. A
+    training call uses `train()` mode, with random streams seeded from its key; a prediction uses `eval()`
+    mode.
+
+    Metadata (`nnx.with_partitioning`, `nnx.Param(..., out_sharding=...)`) becomes `Variables.specs`; `axes`
+    and errors are the same as for `from_linen`. The module is created without a mesh: the trainer places it.
     """
     known = _checked(axes)
 
     def made(rngs: nnx.Rngs) -> nnx.Module:
-        # Eager sharding would ask for a mesh, and for the metadata's names on it.
+        # Eager sharding would need a mesh with axes named as in the metadata.
         with nnx.use_eager_sharding(False):
             return make(rngs)
 
@@ -117,7 +122,7 @@ def from_nnx(
     graph, *_ = nnx.split(blank, nnx.Param, nnx.RngState, ...)
 
     def init(key: Array, *inputs: Any) -> Variables:
-        del inputs  # an nnx module knows its shapes
+        del inputs  # an nnx module already has its shapes
         _, params, _, rest = nnx.split(made(nnx.Rngs(key)), nnx.Param, nnx.RngState, ...)
         return Variables(
             params=nnx.to_pure_dict(params),
@@ -126,7 +131,7 @@ def from_nnx(
         )
 
     def build(params: PyTree, model_state: PyTree, key: Array) -> Any:
-        # Streams are part of the module but not of the training state: every call seeds them.
+        # Random streams are part of the module but not of the training state, so every call seeds them.
         fresh = made(nnx.Rngs(params=key, **{name: key for name in random}))
         _, own_params, streams, own_rest = nnx.split(fresh, nnx.Param, nnx.RngState, ...)
         nnx.replace_by_pure_dict(own_params, params)
@@ -152,12 +157,12 @@ def from_nnx(
 
 
 def _dense_without_mesh(call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
-    """Interceptor of linen's methods: a `DenseGeneral` sees no mesh; all others are left alone.
+    """Intercept linen's methods so that a `DenseGeneral` sees no mesh.
 
-    On every call, flax evaluates the shape that a parameter's initializer would make. That of a
-    `DenseGeneral` makes a flattened kernel and unboxes it before it is given its real dimensions; where a
-    mesh is set, unboxing constrains it by the metadata, of another rank: an error (flax issue 3676). Its
-    own call needs no mesh: it multiplies, and what is around it constrains the result.
+    On every call, flax evaluates the shape that a parameter's initializer returns. The initializer of
+    `DenseGeneral` unboxes a flattened kernel before it reshapes it. If a mesh is set, unboxing constrains the
+    flattened kernel by metadata of another rank, which is an error (flax issue 3676). The layer itself needs
+    no mesh, because the surrounding computation constrains its result.
     """
     if isinstance(context.module, nn.DenseGeneral):
         with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
@@ -166,7 +171,7 @@ def _dense_without_mesh(call: Callable[..., Any], args: Any, kwargs: Any, contex
 
 
 def _linen_specs(params: PyTree, axes: Axes) -> Specs:
-    """The specs of the boxed parameters."""
+    """Return the specs of the boxed parameters, by name."""
 
     def is_box(x: Any) -> bool:
         return isinstance(x, nn.meta.AxisMetadata)
@@ -180,7 +185,7 @@ def _linen_specs(params: PyTree, axes: Axes) -> Specs:
 
 
 def _nnx_specs(params: Any, axes: Axes) -> Specs:
-    """The specs of the variables that carry `out_sharding`."""
+    """Return the specs of the variables that have `out_sharding`, by name."""
     found = []
     for path, variable in nnx.to_flat_state(params):
         metadata = variable.get_metadata()
@@ -196,8 +201,8 @@ def _checked(axes: Axes | None) -> Axes:
     for logical, axis in (axes or {}).items():
         if axis is not None and axis not in MODEL_AXES:
             raise ValueError(
-                f"axes maps {logical!r} to {axis!r}; it must be 'fsdp', 'tensor' or None, which cuts "
-                "nothing."
+                f"axes maps {logical!r} to {axis!r}; it must be 'fsdp', 'tensor', or None to leave the "
+                "dimension whole."
             )
     return dict(axes or {})
 
@@ -205,7 +210,8 @@ def _checked(axes: Axes | None) -> Axes:
 def _spec(
     name: str, dims: Iterable[Any], axes: Axes, own_rules: Iterable[tuple[str, Any]] | None
 ) -> PartitionSpec:
-    """The spec of parameter `name` from the names of its dimensions, by `axes`, then its own rules."""
+    """Return the spec of parameter `name`. Names of dimensions are looked up in `axes`, then in its own
+    rules."""
     own = dict(reversed(tuple(own_rules or ())))  # flax takes the first rule of a name
 
     def axis_of(dim: Any, own: Mapping[str, Any] = own) -> set[str]:
@@ -218,8 +224,7 @@ def _spec(
         if dim not in axes and dim not in MODEL_AXES:
             raise ValueError(
                 f"the metadata of parameter {name} calls a dimension {dim!r}, which is neither 'fsdp' nor "
-                f"'tensor'. Say what it stands for: axes={{{dim!r}: 'tensor'}}, or 'fsdp', or None to "
-                "leave it whole."
+                f"'tensor'. Map it in axes={{{dim!r}: 'tensor'}}, or to 'fsdp', or to None to leave it whole."
             )
         axis = axes.get(dim, dim)
         return set() if axis is None else {axis}
@@ -229,7 +234,7 @@ def _spec(
     if len(set(cut)) < len(cut) or any(len(dim) > 1 for dim in found):
         raise ValueError(
             f"the metadata of parameter {name}, {tuple(dims)}, becomes {[sorted(dim) for dim in found]}: "
-            "each axis can cut one dimension, and each dimension be cut over one axis. Map one of the "
+            "each axis can split only one dimension, and each dimension only over one axis. Map one of the "
             "names to None in axes."
         )
     return PartitionSpec(*(next(iter(dim), None) for dim in found))

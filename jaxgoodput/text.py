@@ -1,10 +1,10 @@
-"""Numbers, counts and durations the way people read them: for the console, the report and the pictures."""
+"""Numbers, counts and durations as short text: for the console, the report and the pictures."""
 
 import math
 
 
 def compact(value: float | int | None, *, digits: int = 3) -> str:
-    """Three significant digits, or `digits`, with k, M or G; '-' for unknown.
+    """Format a number with three significant digits, or `digits`, and k, M or G; '-' if unknown.
 
     >>> [compact(x) for x in (0.0123, 7, 512, 1024, 15_300.0, 2.5e6, float("nan"))]
     ['0.0123', '7', '512', '1.02k', '15.3k', '2.5M', '-']
@@ -15,14 +15,14 @@ def compact(value: float | int | None, *, digits: int = 3) -> str:
         return "inf" if value > 0 else "-inf"
     size = abs(value)
     for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        # 999.6 rounds to 1000 and so belongs to the next unit.
+        # 999.6 would be rounded to 1000: use the next unit.
         if size >= limit * (1 - 0.5 * 10.0**-digits):
             return f"{value / limit:.{digits}g}{unit}"
     return f"{value:.{digits}g}"
 
 
 def seconds(value: float | int | None) -> str:
-    """A short time with its unit; '-' for unknown.
+    """Format a duration in seconds with its unit; '-' if unknown.
 
     >>> [seconds(x) for x in (0.0000021, 0.0123, 4.5, 192.0, 7265.0, float("nan"))]
     ['2.1 us', '12.3 ms', '4.5 s', '3 min 12 s', '2 h 01 min', '-']
@@ -47,7 +47,7 @@ def seconds(value: float | int | None) -> str:
 
 
 def count(number: int, noun: str) -> str:
-    """A number of things in words.
+    """Format a number of things, with the noun in singular or plural.
 
     >>> count(1, "change"), count(0, "change"), count(2, "process")
     ('1 change', '0 changes', '2 processes')

@@ -299,17 +299,17 @@ def test_the_old_name_of_the_metadata_is_understood(key):
     [
         (
             {"names": ("embed", "mlp"), "axes": {"mlp": "tensor"}},
-            r"block.*kernel calls a dimension 'embed'.*neither.*axes=\{'embed': 'tensor'\}.*None",
+            r"block.*kernel calls a dimension 'embed'.*neither.*Map it in axes=\{'embed': 'tensor'\}.*None",
         ),
         (
             {"names": ("fsdp", "fsdp")},
-            "block.*kernel, .*each axis can cut one dim.*to None in axes",
+            "block.*kernel, .*each axis can split only one dim.*to None in axes",
         ),
         (
             {"names": (("fsdp", "tensor"), None)},
-            r"becomes \[\['fsdp', 'tensor'\], \[\]\].*each dimension be cut over one axis",
+            r"becomes \[\['fsdp', 'tensor'\], \[\]\].*each dimension only over one axis",
         ),
-        ({"stack": "layers"}, r"'layers', which is neither.*axes=\{'layers'"),
+        ({"stack": "layers"}, r"'layers', which is neither.*Map it in axes=\{'layers'"),
     ],
     ids=["unknown", "twice", "two", "stack"],
 )
@@ -321,7 +321,7 @@ def test_metadata_that_means_nothing_is_refused_with_its_remedy(net, settings, m
 @pytest.mark.parametrize("net", [linen_net, nnx_net])
 def test_an_axis_that_no_mesh_has_is_refused(net):
     with pytest.raises(
-        ValueError, match="maps 'mlp' to 'model'; it must be 'fsdp', 'tensor' or None"
+        ValueError, match="maps 'mlp' to 'model'; it must be 'fsdp', 'tensor', or None"
     ):
         net(axes={"mlp": "model"})
 

@@ -13,6 +13,7 @@ from problems import config
 from jaxgoodput import cli
 from jaxgoodput._serial import dumps
 from jaxgoodput.clock import FakeClock
+from jaxgoodput.cluster.simulate import commands as simulate_commands
 from jaxgoodput.launcher import local, plan, supervise
 from jaxgoodput.observe.journal import FILE_NAME, Journal
 from jaxgoodput.specs import ClusterSpec, Node, Reservation
@@ -182,7 +183,7 @@ def told(capsys, monkeypatch):
 
         yield on_progress
 
-    monkeypatch.setattr(cli, "_progress", soon)
+    monkeypatch.setattr(simulate_commands, "_progress", soon)
 
     def call(arguments, *names):
         try:

@@ -121,7 +121,7 @@ NODE = Node(name="n", kind="a", num_devices=4)
         (lambda: reserved("n", 1, end_s=-1.0), "must end after it starts"),
         (lambda: Shape("a", 0, 1), "at least one node"),
         (lambda: Shape("a", 2, 1), "one device on each"),
-        (lambda: JobSpec(id="x", mode="rigid"), "is rigid but says no num_devices"),
+        (lambda: JobSpec(id="x", mode="rigid"), "is rigid but has no num_devices"),
         (lambda: JobSpec(id="x", mode="rigid", num_devices=0), "num_devices=0"),
         (lambda: JobSpec(id="x", min_devices=4, max_devices=2), "min_devices=4 and max_devices=2"),
         (lambda: JobSpec(id="x", min_devices=0), "1 <= min_devices"),

@@ -1,10 +1,9 @@
-"""Which sample goes where: pure integers, the same on every process without a message.
+"""The order in which a run uses its samples, as pure integers: equal on every process without a message.
 
-The order of a run is the concatenation of its epochs, each its own permutation of the dataset drawn
-from (seed, epoch). A cursor is a place in that order; a batch is whatever the next `count` places
-hold, of any size, across epoch borders. Nothing here knows about processes or batch sizes, so a
-run may resume with others of either. The permutations are part of the checkpoint format: a test
-pins them, and a cursor says which kind of them it counts in.
+The order of a run is the concatenation of its epochs. Each epoch is a permutation of the dataset, drawn from
+(seed, epoch). A cursor is a place in that order, and a batch holds the next `count` samples, of any number,
+across epoch borders. Nothing here depends on processes or batch sizes, so a run may resume with different
+ones. The permutations are part of the checkpoint format; a test pins them.
 """
 
 import dataclasses
@@ -17,14 +16,14 @@ from jaxtyping import Int
 from jaxgoodput.data.shuffle import shuffled
 
 Order = Literal["keyed", "drawn"]
-PART = 8192  # places of a keyed order that are computed at once: 0.3 ms
+PART = 8192  # places whose permutation is computed at once, in 0.3 ms
 
 
 @dataclass(frozen=True)
 class Cursor:
-    """The whole state of a data pipeline: three Python ints, and which kind of order they count in.
+    """A place in a run's order of samples: the whole state of the data pipeline.
 
-    Equal cursors mean equal futures, whatever the batch sizes or process counts.
+    Equal cursors are followed by equal samples, whatever the batch sizes or process counts.
 
     Raises:
       TypeError: a number is not a Python int (a numpy integer cannot be written as JSON).
@@ -32,22 +31,21 @@ class Cursor:
     """
 
     seed: int
-    """Draws the order of every epoch."""
+    """Seed of the permutations."""
     epoch: int = 0
-    """Passes already complete."""
+    """Number of complete epochs."""
     offset: int = 0
-    """Samples of this epoch already used."""
+    """Number of samples of this epoch that were used."""
     order: Order = "keyed"
-    """"keyed": computed place by place (`shuffled`); "drawn": whole permutations in memory, as runs had
-    them that an earlier version began, and that go on with them.
-    """
+    """Kind of permutation: "keyed" is computed place by place (`shuffled`); "drawn" is held in memory as a
+    whole, and continues runs that an earlier version began."""
 
     def __post_init__(self):
         for name in ("seed", "epoch", "offset"):
             _check_field(name, getattr(self, name))
 
     def num_samples(self, dataset_size: int) -> int:
-        """Samples handed out before this cursor, over all epochs.
+        """Return the number of samples before this cursor, over all epochs.
 
         >>> Cursor(seed=0, epoch=2, offset=5).num_samples(100)
         205
@@ -58,8 +56,8 @@ class Cursor:
 def _check_field(name: str, value: Any) -> None:
     if type(value) is not int:
         raise TypeError(
-            f"Cursor.{name}={value!r} is a {type(value).__name__}. A cursor's numbers are Python "
-            f"ints, so that it is exact and can be written as JSON; pass int(...)."
+            f"Cursor.{name}={value!r} is a {type(value).__name__}. A cursor's numbers must be Python "
+            f"ints, which JSON keeps exactly; pass int(...)."
         )
     if value < 0:
         raise ValueError(
@@ -69,19 +67,19 @@ def _check_field(name: str, value: Any) -> None:
 
 
 class Permutations:
-    """Remembers the two parts of orders last asked for, so that small batches do not compute them anew.
+    """A cache of the two parts of orders that were used last, so that small batches do not recompute them.
 
-    Owned by whoever calls `take` in a loop; two, because a batch may straddle a border.
+    Hold one if you call `take` in a loop. Two parts are kept because a batch may straddle a border.
     """
 
     def __init__(self):
         self._parts: dict[tuple[int, int, int, int, Order], np.ndarray] = {}
 
     def after(self, cursor: Cursor, dataset_size: int) -> Int[np.ndarray, " part"]:
-        """The order of the cursor's epoch from its offset on, at least one place; read-only.
+        """Return the order of the cursor's epoch from its offset on, at least one place; read-only.
 
-        Of a keyed order up to the end of a part of `PART` places; of a drawn one up to its own end, 8 bytes
-        and about 14 ns for every sample of the data set.
+        A keyed order ends with its part of `PART` places. A drawn order ends with the epoch, and takes 8
+        bytes and about 14 ns for every sample of the data set.
         """
         length = PART if cursor.order == "keyed" else dataset_size
         first = cursor.offset // length * length
@@ -100,7 +98,7 @@ class Permutations:
 
 
 def epochs_of(cursor: Cursor, dataset_size: int, count: int) -> Int[np.ndarray, " count"]:
-    """The epoch of each of the next `count` samples.
+    """Return the epoch of each of the next `count` samples.
 
     >>> epochs_of(Cursor(seed=0, epoch=1, offset=2), 4, 5)
     array([1, 1, 2, 2, 2])
@@ -116,14 +114,13 @@ def take(
     shuffle: bool = True,
     permutations: Permutations | None = None,
 ) -> tuple[Int[np.ndarray, " count"], Cursor]:
-    """The next `count` sample indices, across epoch borders, and the cursor behind them.
+    """Return the next `count` sample indices, across epoch borders, and the cursor behind them.
 
-    The returned cursor never stands at an epoch's end: that is written as offset 0 of the next.
-    With `shuffle=False` every epoch is `0 .. dataset_size - 1`. `permutations` only saves time.
+    The end of an epoch is returned as offset 0 of the next one. With `shuffle=False` every epoch is
+    `0 .. dataset_size - 1`. `permutations` is a cache that saves time.
 
     Raises:
-      ValueError: the dataset is empty, `count` is negative, or the cursor lies behind the
-      dataset's end.
+      ValueError: the dataset is empty, `count` is negative, or the cursor is behind the dataset's end.
 
     >>> take(Cursor(seed=0, offset=2), 4, 5, shuffle=False)
     (array([2, 3, 0, 1, 2]), Cursor(seed=0, epoch=1, offset=3, order='keyed'))
@@ -134,7 +131,7 @@ def take(
             f"split or filter that produced it."
         )
     if count < 0:
-        raise ValueError(f"count={count} samples cannot be taken; pass 0 or more.")
+        raise ValueError(f"count={count} samples cannot be taken. Pass 0 or more.")
     if cursor.offset > dataset_size:
         raise ValueError(
             f"The cursor stands at sample {cursor.offset} of epoch {cursor.epoch}, but the "
@@ -156,6 +153,6 @@ def take(
         pieces.append(piece)
         cursor = dataclasses.replace(cursor, offset=cursor.offset + len(piece))
         count -= len(piece)
-    # Concatenation copies: no caller can keep a whole epoch's order alive, or write into it.
+    # Concatenation copies, so that a caller cannot write into the cache or keep a whole epoch alive.
     indices = np.concatenate(pieces) if pieces else np.empty(0, np.int64)
     return indices, cursor

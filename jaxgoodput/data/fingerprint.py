@@ -1,4 +1,4 @@
-"""Whether two runs read the same data: how many samples there are, and what a few of them hold."""
+"""Fingerprints of data sets, by which a resumed run notices that its data have changed."""
 
 import hashlib
 from collections.abc import Callable
@@ -17,14 +17,14 @@ NUM_READ = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Fingerprint:
-    """What a checkpoint keeps of the data set."""
+    """What a checkpoint stores about the data set: its size, and a digest of a few samples."""
 
     num_samples: int
     content: str | None = None
-    """Of samples at fixed places; None: they are drawn anew at every read, as by a random augmentation."""
+    """Digest of samples at fixed places; None if they differ from read to read (random augmentation)."""
 
     def difference(self, other: "Fingerprint") -> str | None:
-        """How `other` is not this data set, in words; None where nothing tells them apart."""
+        """Describe how `other` differs from this data set; None if no difference is known."""
         if self.num_samples != other.num_samples:
             return f"has {_in_words(other.num_samples)} instead of {_in_words(self.num_samples)}"
         if None in (self.content, other.content) or self.content == other.content:
@@ -35,12 +35,11 @@ class Fingerprint:
 def fingerprint(
     source: Source, again: Callable[[Callable[[], Any]], Any] = lambda read: read()
 ) -> Fingerprint:
-    """Of a source. Reads eight samples, one at a time, and each twice: what then differs says nothing.
+    """Return the fingerprint of a source.
 
-    Of one without end nothing is read: a stream's samples would be gone. `again` does each read, in as
-    many attempts as it may take (`readers.Attempts`).
-
-    Raises what reading a sample raises.
+    Reads eight samples, one at a time and each twice, since samples that are augmented at random cannot be
+    compared. An endless source is not read, because a stream's samples would be lost. `again` makes each
+    read, and may repeat it (`readers.Attempts`). Raises what reading a sample raises.
 
     >>> from jaxgoodput.data.sources import as_source
     >>> fingerprint(as_source(np.arange(10))).difference(fingerprint(as_source(np.arange(11))))
@@ -61,9 +60,10 @@ def fingerprint(
 
 
 def of_stream(source: StreamSource, place: int) -> str:
-    """Of the samples from a place on that is not used yet; they stay there for training.
+    """Return a digest of the next samples of a stream, from `place` on.
 
-    Raises what reading a sample raises.
+    The samples must not be in use yet; they remain available for training. Raises what reading a sample
+    raises.
     """
     total = hashlib.sha256()
     for index in range(place, place + source.available(place, NUM_READ)):

@@ -1,9 +1,10 @@
-"""Streams of batches that are joined with tables and reduced by key, over one process or many.
+"""Pipelines over batches that join columns with tables and reduce them by key, on one process or many.
 
-A batch is a dict of arrays with one row per sample. `lookup` adds what a table holds for a column of ids.
-`aggregate` reduces a column by the keys of another, as in counting how often each word occurs: every process
-reduces what it reads, sends each key's result to the process that the key's hash names, and that one reduces
-what it was sent. Integers come out with the same bits for any number of processes, whoever reads what.
+A batch is a dict of arrays with one row per sample. `lookup` adds the rows that a table holds for a column of
+ids. `aggregate` reduces a column by the keys of another, for example to count how often each word occurs:
+every process reduces what it reads, then sends each key's result to the process that the key's hash selects,
+which reduces what it receives. Integer results are bit-identical for any number of processes, however they
+share the reading.
 """
 
 import os
@@ -27,66 +28,67 @@ REDUCERS: Mapping[str, np.ufunc] = {
     "any": np.bitwise_or,
     "all": np.bitwise_and,
 }
-MOST_PENDING = 2**20  # samples that are kept before they are reduced
-FACTOR = 0x100000001B3  # of the polynomial that hashes text
+MOST_PENDING = 2**20  # keys that are collected before they are merged
+FACTOR = 0x100000001B3  # multiplier of the polynomial hash of text
 
 
 @runtime_checkable
 class RowReader(Protocol):
-    """What can be looked up: a `TieredTable`, or anything else that reads rows by id."""
+    """A table whose rows are read by id, such as a `TieredTable`."""
 
     def read(self, ids: Int[np.ndarray, " n"]) -> np.ndarray:
-        """A row for each id."""
+        """Return a row for each id."""
         ...
 
 
 @runtime_checkable
 class Exchange(Protocol):
-    """How processes hand each other arrays; all call it the same number of times."""
+    """Sends arrays between processes. All processes must call it equally often."""
 
     index: int
     count: int
 
     def all_to_all(self, parts: Sequence[Mapping[str, np.ndarray]]) -> list[dict[str, np.ndarray]]:
-        """Hand part i to process i; returns what each process had for this one."""
+        """Send part i to process i; return what each process has sent to this one."""
         ...
 
 
 @dataclass(frozen=True)
 class ReducedKeys:
-    """Keys, ascending, and what their values were reduced to; of the keys that are this process's."""
+    """This process's keys, in ascending order, and the reduced value of each."""
 
     keys: np.ndarray
     values: np.ndarray
 
     def everywhere(self, exchange: Exchange | None = None) -> "ReducedKeys":
-        """The keys of all processes, on each of them."""
+        """Return the keys of all processes, on each of them."""
         if exchange is None:
             return self
         part = {"keys": self.keys, "values": self.values}
         return _joined(exchange.all_to_all([part] * exchange.count), None)
 
     def most(self, count: int) -> "ReducedKeys":
-        """The keys of the largest values, largest first; of equal values the smaller keys."""
+        """Return the `count` keys with the largest values, largest first; ties favour smaller keys."""
         _, ranks = np.unique(self.values, return_inverse=True)
         order = np.lexsort((self.keys, -ranks))[:count]
         return ReducedKeys(self.keys[order], self.values[order])
 
 
 class Flow:
-    """Batches that are read once, from front to back; `batches` is called for them when they are needed."""
+    """A lazy pipeline over batches. Each iteration calls `batches` anew."""
 
     def __init__(self, batches: Callable[[], Iterable[Batch]]):
         self._batches = batches
 
     def __iter__(self) -> Iterator[Batch]:
-        """The batches, from the first."""
+        """Iterate over the batches from the first."""
         return iter(self._batches())
 
     def lookup(self, table: RowReader, *, ids: str, into: str) -> "Flow":
-        """Add a column `into` with the table's row for each id of the column `ids`; a batch reads a row once.
+        """Add a column `into` with the table's row for each id in the column `ids`.
 
-        Raises KeyError, when it is read, for a batch without that column.
+        Each batch reads a row once, however often its id occurs. Iteration raises KeyError for a batch
+        without the column `ids`.
         """
 
         def joined() -> Iterator[Batch]:
@@ -106,17 +108,18 @@ class Flow:
         *,
         exchange: Exchange | None = None,
     ) -> ReducedKeys:
-        """Reduce the column `value` (None: a one for each) by the column `key`, over all batches.
+        """Reduce the column `value` by the column `key`, over all batches.
 
-        Keys are integers or text; memory is that of the different keys that this process reads. Sums are of
-        64 bits, and wrap around beyond them. With an `exchange` all processes come here, each with batches of
-        its own, and each gets the keys that their hash gives it.
+        If `value` is None, each sample counts as 1. Keys are integers or text. Memory grows with the number
+        of distinct keys that this process reads. Sums have 64 bits, and wrap around on overflow. With an
+        `exchange`, all processes must call this, each with batches of its own; each gets the keys that their
+        hash assigns to it.
 
         Raises:
-          TypeError: keys that are neither, or floats to be added: their sum depends on who adds them when.
-          ValueError: an unknown reducer, columns of different lengths, or keys, smallest or largest values
-            from 2**63 on.
-          KeyError: a batch without one of the columns.
+          TypeError: keys are neither integers nor text, or floats are summed, whose sum depends on the order.
+          ValueError: the reducer is unknown, columns differ in length, or a key, minimum or maximum is 2**63
+            or larger.
+          KeyError: a batch lacks one of the columns.
         """
         if reduce not in REDUCERS:
             raise ValueError(f"reduce={reduce!r} is not known; use one of {sorted(REDUCERS)}.")
@@ -143,9 +146,9 @@ class Flow:
 
 
 class FolderExchange:
-    """Arrays handed over as files in a folder that all processes see; each file is there as a whole or not.
+    """An exchange by files, in a folder that all processes see. Files appear atomically.
 
-    Use a folder once. A process that hears nothing of another for `patience_s` raises TimeoutError.
+    Use a new folder for each job. If another process sends nothing for `patience_s`, TimeoutError is raised.
     """
 
     def __init__(
@@ -168,7 +171,7 @@ class FolderExchange:
         self._round = 0
 
     def all_to_all(self, parts: Sequence[Mapping[str, np.ndarray]]) -> list[dict[str, np.ndarray]]:
-        """Hand part i to process i; returns what each process had for this one."""
+        """Send part i to process i; return what each process has sent to this one."""
         number = self._round
         self._round += 1
         for other, part in enumerate(parts):
@@ -191,8 +194,8 @@ class FolderExchange:
         while not path.exists():
             if self._clock.now() - start_s > self._patience_s:
                 raise TimeoutError(
-                    f"{path} did not come within {self._patience_s:g} s: that process has ended, or reads "
-                    "longer than that. See what it says, or give more patience_s."
+                    f"{path} did not appear within {self._patience_s:g} s: the process that writes it has "
+                    "ended, or needs longer. Check its output, or raise patience_s."
                 )
             self._clock.sleep(pause_s)
             pause_s = min(2 * pause_s, 0.2)
@@ -201,8 +204,8 @@ class FolderExchange:
                 part = {name: found[name] for name in found.files}
         except (ValueError, zipfile.BadZipFile) as error:
             raise ValueError(
-                f"{path} is not what another process wrote ({error}). Run all processes again with an empty "
-                "folder."
+                f"{path} is damaged, or was not written by this job ({error}). Run all processes again with "
+                "an empty folder."
             ) from error
         path.unlink()
         return part
@@ -215,14 +218,14 @@ def _column(batch: Batch, name: str) -> np.ndarray:
 
 
 def _checked(keys: np.ndarray, values: np.ndarray, reduce: str) -> tuple[np.ndarray, np.ndarray]:
-    """Both as columns of one length, of the types that are reduced."""
+    """Return keys and values as flat columns, in the types in which they are reduced."""
     if keys.dtype.kind not in "iuUS":
         raise TypeError(
-            f"Keys of dtype {keys.dtype}: pass integers or text, which equal others exactly."
+            f"Keys of dtype {keys.dtype} cannot be compared exactly. Pass integers or text."
         )
     if values.shape != keys.shape:
         raise ValueError(
-            f"Keys of shape {keys.shape} and values of shape {values.shape}: each key has one value."
+            f"Keys of shape {keys.shape} do not match values of shape {values.shape}. Pass one value per key."
         )
     if values.dtype.kind == "b":
         values = values.astype(np.int64)
@@ -235,17 +238,19 @@ def _checked(keys: np.ndarray, values: np.ndarray, reduce: str) -> tuple[np.ndar
         )
     if keys.dtype.kind in "iu":
         keys = _int64(keys, "Keys")
-    if values.dtype.kind in "iu":  # sums wrap around, and bits are bits
+    if (
+        values.dtype.kind in "iu"
+    ):  # sums may wrap around, and bit operations do not care about the sign
         values = _int64(values, "Values") if reduce in ("min", "max") else values.astype(np.int64)
     return keys.ravel(), values.ravel()
 
 
 def _int64(numbers: np.ndarray, what: str) -> np.ndarray:
-    """Integers as the type that signed and unsigned ones have in common."""
+    """Convert integers to int64, in which signed and unsigned ones compare equal."""
     if numbers.dtype == np.uint64 and numbers.max(initial=0) >= 2**63:
         raise ValueError(
-            f"{what} hold {numbers.max()}, and integers are below 2**63 here, so that signed and unsigned "
-            "ones equal each other. Pass x.view(np.int64): the same bits, large ones as negative ones."
+            f"{what} contain {numbers.max()}. Integers must be below 2**63, so that signed and unsigned ones "
+            "compare equal. Pass x.view(np.int64), which has the same bits; large numbers become negative."
         )
     return numbers.astype(np.int64)
 
@@ -268,24 +273,24 @@ def _merged(parts: Sequence[ReducedKeys], reducer: np.ufunc) -> ReducedKeys:
 
 
 def _joined(parts: Sequence[Mapping[str, np.ndarray]], reducer: np.ufunc | None) -> ReducedKeys:
-    """What processes sent; without a reducer no key is in two parts."""
+    """Merge what processes have sent. Without a reducer, no key may be in two parts."""
     found = [ReducedKeys(part["keys"], part["values"]) for part in parts]
     kinds = {part.keys.dtype.kind for part in found if len(part.keys)}
     if len(kinds) > 1 and not kinds <= {"i", "u"}:
         raise TypeError(
-            f"Processes have keys of different kinds, {sorted(kinds)}: read the same column."
+            f"Processes have keys of different kinds, {sorted(kinds)}. Read the same column everywhere."
         )
     return _merged(found, reducer or np.add)
 
 
 def _hashes(keys: np.ndarray) -> np.ndarray:
-    """A hash of each key that does not depend on how wide the array's text is."""
+    """Return a hash of each key, which does not depend on the width of the array's text."""
     if keys.dtype.kind in "iu":
         return mixed(keys)
     letters = np.ascontiguousarray(keys).view(np.uint32 if keys.dtype.kind == "U" else np.uint8)
     found = np.zeros(len(keys), np.uint64)
     power = 1
-    for letter in letters.reshape(len(keys), -1).T:  # what text is padded with is 0
+    for letter in letters.reshape(len(keys), -1).T:  # padding is 0, and adds nothing
         power = power * FACTOR % 2**64
         found += letter.astype(np.uint64) * np.uint64(power)
     return mixed(found)

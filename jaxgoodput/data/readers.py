@@ -1,9 +1,8 @@
-"""Who reads samples: a pool of threads where a source allows it, and again where a read failed in passing.
+"""Reads samples: with a pool of threads if the source allows it, and again if a read failed transiently.
 
-A read is begun, and its samples are there when they are asked for: whoever begins several before it
-asks for the first keeps all threads at work over the borders of batches. The order of the samples is that
-of the indices, whoever is done first. The threads are daemons: a read that hangs forever does not keep a
-process from ending.
+A read is begun first, and its samples are asked for later. If several reads are begun before the first is
+asked for, all threads stay busy across the borders of batches. Samples come in the order of their indices,
+whichever thread is done first. The threads are daemons, so a read that hangs does not keep the process alive.
 """
 
 import queue
@@ -19,6 +18,7 @@ import numpy as np
 from absl import logging
 from jaxtyping import Int, PyTree
 
+from jaxgoodput._worker import Worker
 from jaxgoodput.clock import Clock
 from jaxgoodput.data.sources import SequenceSource, Source
 
@@ -30,31 +30,34 @@ JOIN_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class Attempts:
-    """What a read may take: one that ends in an OSError, TimeoutError among them, is repeated up to
-    `num_retries` times, 0.5 s, 1 s, 2 s ... later.
+    """Repeats reads that failed transiently, with backoff.
+
+    A read that ends in an OSError (TimeoutError is one), or in an error caused by one, is repeated up to
+    `num_retries` times, after 0.5 s, 1 s, 2 s, and so on.
     """
 
     num_retries: int
     clock: Clock
     is_over: Callable[[], bool] = lambda: False
-    """Whether nobody waits for it any more."""
+    """Returns whether the reads are no longer wanted; then none is repeated."""
     on_retry: Callable[[], None] = lambda: None
+    """Called before each repetition."""
 
     def __call__(self, read: Callable[[], T]) -> T:
-        """What `read` returns, in as many attempts as it takes and may take; raises what the last raised."""
+        """Return what `read` returns. Raises what it raised last, if no attempt succeeds."""
         num_tried = 0
         while True:
             try:
                 return read()
             except Exception as error:
                 num_tried += 1
-                if self.num_retries == 0 or self.is_over() or not _may_pass(error):
+                if self.num_retries == 0 or self.is_over() or not _is_transient(error):
                     raise
                 if num_tried > self.num_retries:
                     raise RuntimeError(f"{error} It was tried {num_tried} times.") from error
                 pause_s = FIRST_PAUSE_S * 2 ** (num_tried - 1)
                 logging.warning(
-                    "%s It is tried again in %g s (%d of %d).",
+                    "%s Trying again in %g s (%d of %d).",
                     error,
                     pause_s,
                     num_tried,
@@ -69,22 +72,22 @@ class Reading:
     """A batch that is being read."""
 
     result: Callable[[], PyTree[np.ndarray]]
-    """Waits for it; raises what reading it raised, of the first sample that failed."""
+    """Waits for the batch and returns it. Raises the error of the first sample that failed."""
     reads: tuple[Future, ...] = ()
-    """Of single samples, by other threads."""
+    """Reads of single samples by the pool's threads."""
 
     def cancel(self) -> None:
-        """Leave out the reads that no thread has begun."""
+        """Cancel the reads that no thread has begun."""
         for read in self.reads:
             read.cancel()
 
 
 class Readers:
-    """Reads batches of one source; close it, or use it as a context manager.
+    """Reads batches of one source. Use it as a context manager, or call `stop` and `join`.
 
-    `num_readers` threads call a source that is read sample by sample; None is what the source says of itself
-    (`SequenceSource.num_readers`), and one means the caller's own thread, as for every other kind of
-    source. Reads that fail in passing are repeated up to `num_retries` times (`Attempts`).
+    A source that is read sample by sample is read by `num_readers` threads; None takes the number that the
+    source recommends (`SequenceSource.num_readers`). One reader, and any other kind of source, means the
+    caller's own thread. Reads that fail transiently are repeated up to `num_retries` times (`Attempts`).
     """
 
     def __init__(
@@ -103,30 +106,30 @@ class Readers:
         self._tasks: queue.SimpleQueue[tuple[Future, Callable[[], Any]] | None] = (
             queue.SimpleQueue()
         )
-        self._threads: list[threading.Thread] = []
+        self._threads: list[Worker] = []
         self._num_threads = 1
-        self._samples: SequenceSource | None = None  # of a source that is read sample by sample
+        self._samples: SequenceSource | None = None  # the source, if it is read sample by sample
         if isinstance(source, SequenceSource) and source.is_read_one_by_one:
             self._samples = source
             self._num_threads = source.num_readers if num_readers is None else num_readers
 
     @property
     def num_threads(self) -> int:
-        """How many samples may be read at once."""
+        """Number of samples that may be read at once."""
         return self._num_threads
 
     @property
     def are_threads(self) -> bool:
-        """Whether reads that were begun go on by themselves."""
+        """Whether reads that were begun proceed in the background."""
         return self._num_threads > 1
 
     @property
     def num_retried(self) -> int:
-        """Reads that failed and were repeated, so far."""
+        """Number of reads so far that failed and were repeated."""
         return self._num_retried
 
     def begin(self, indices: Int[np.ndarray, " n"], epochs: Int[np.ndarray, " n"]) -> Reading:
-        """Begin to read the samples at `indices`, each as its epoch has it."""
+        """Begin to read the samples at `indices`, augmented for their `epochs`."""
         samples = self._samples
         if samples is None:
             whole = partial(self._source.batch_of_epochs, indices, epochs)
@@ -138,13 +141,13 @@ class Readers:
         if not self._threads:
             self._start()
         reads = tuple(self._submit(read) for read in each)
-        if self._stopped:  # too late to be seen by the threads
+        if self._stopped:  # the threads may have ended already
             for read in reads:
                 read.cancel()
         return Reading(lambda: samples.stacked([r.result() for r in reads], indices), reads)
 
     def stop(self) -> None:
-        """Begin no further read: what waits for one is told by a CancelledError. Idempotent."""
+        """Begin no further read; results of such reads raise CancelledError. Idempotent."""
         with self._lock:
             stopped, self._stopped = self._stopped, True
         if not stopped:
@@ -152,12 +155,8 @@ class Readers:
                 self._tasks.put(None)
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for the threads to end their last reads; False where one takes longer than `timeout_s`."""
-        for thread in self._threads:
-            thread.join(timeout_s)
-            if thread.is_alive():
-                return False
-        return True
+        """Wait for the threads to finish their last reads; False if one takes longer than `timeout_s`."""
+        return all(thread.join(timeout_s) for thread in self._threads)
 
     def __enter__(self) -> "Readers":
         return self
@@ -175,18 +174,15 @@ class Readers:
         with self._lock:
             if not self._stopped:
                 self._threads = [
-                    threading.Thread(target=self._work, name=f"jaxgoodput-reader-{i}", daemon=True)
-                    for i in range(self._num_threads)
+                    Worker(f"reader-{i}", self._work) for i in range(self._num_threads)
                 ]
-                for thread in self._threads:
-                    thread.start()
 
     def _submit(self, read: Callable[[], Any]) -> Future:
         future: Future = Future()
         self._tasks.put((future, read))
         return future
 
-    def _work(self) -> None:
+    def _work(self, worker: Worker) -> None:
         while (task := self._tasks.get()) is not None:
             future, read = task
             if self._stopped:
@@ -194,17 +190,17 @@ class Readers:
             if future.set_running_or_notify_cancel():
                 try:
                     future.set_result(read())
-                except BaseException as error:  # SystemExit too: whoever waits for it would hang
+                except BaseException as error:  # SystemExit too, or the caller would wait for ever
                     future.set_exception(error)
-            del task, future, read  # not to be kept alive while there is nothing to do
+            del task, future, read  # so that an idle thread keeps no samples alive
 
     def _count_retry(self) -> None:
         with self._lock:
             self._num_retried += 1
 
 
-def _may_pass(error: BaseException | None) -> bool:
-    """Whether an error is of a kind that may be gone next time, or caused by one that is."""
+def _is_transient(error: BaseException | None) -> bool:
+    """Return whether an error is transient, or was caused by one that is."""
     while error is not None and not isinstance(error, OSError):
         error = error.__cause__
     return error is not None

@@ -1,8 +1,8 @@
-"""What a stacked batch must be: numeric arrays, one row per sample, the same kind every time.
+"""Checks stacked batches, and puts a process's rows of a batch on its devices.
 
-Checked on the host, before a wrong width, shape or structure becomes a wrapped integer, a silent
-recompilation or an error that names no leaf. And which of its rows a process needs, to put them on its
-devices.
+A batch must consist of numeric arrays with one row per sample, of the same shapes and dtypes every time. It
+is checked on the host, before a wrong width, shape or structure becomes an integer that wraps around, a
+silent recompilation, or an error that names no leaf.
 """
 
 from typing import Any
@@ -17,13 +17,14 @@ from jaxtyping import Int, PyTree
 def check_same_kind(
     rows: PyTree, expected: PyTree[jax.ShapeDtypeStruct] | None, count: int
 ) -> PyTree[jax.ShapeDtypeStruct]:
-    """The kind of the batch's samples (structure, shapes, dtypes), the same as `expected`.
+    """Return the structure, shapes and dtypes of a batch's samples, and check that they equal `expected`.
 
-    Shapes that change from batch to batch would compile anew each time; `None` expects nothing yet.
+    Shapes that change from batch to batch would compile anew each time. `expected` is None for the first
+    batch.
 
     Raises:
-      ValueError: another kind, or not `count` rows, naming the leaf and both.
-      TypeError: leaves that are not numeric numpy arrays.
+      ValueError: the samples are of another kind, or there are not `count` rows; the message names the leaf.
+      TypeError: a leaf is not a numeric numpy array.
     """
     if expected is not None and _is_kind(rows, expected, count):
         return expected
@@ -33,20 +34,7 @@ def check_same_kind(
             "The samples of the dataset hold no numbers at all (an empty PyTree, or None). "
             "Return at least one array or number per sample."
         )
-    leaves = []
-    for path, array in named:
-        if not isinstance(array, np.ndarray):
-            raise TypeError(
-                f"Source.batch returned leaf {leaf_name(path)} as {type(array).__name__}; it must "
-                f"return numpy arrays with one row per sample. Convert with numpy.asarray."
-            )
-        check_numeric(path, array.dtype)
-        if array.ndim == 0 or len(array) != count:
-            raise ValueError(
-                f"Source.batch returned leaf {leaf_name(path)} of shape {array.shape} for {count} "
-                f"samples; it must have one row per sample."
-            )
-        leaves.append(jax.ShapeDtypeStruct(array.shape[1:], array.dtype))
+    leaves = [_kind_of_leaf(path, array, count) for path, array in named]
     kind = jax.tree.unflatten(structure, leaves)
     if expected is None:
         return kind
@@ -66,8 +54,23 @@ def check_same_kind(
     return kind
 
 
+def _kind_of_leaf(path: Any, array: Any, count: int) -> jax.ShapeDtypeStruct:
+    if not isinstance(array, np.ndarray):
+        raise TypeError(
+            f"Source.batch returned leaf {leaf_name(path)} as {type(array).__name__}; it must "
+            f"return numpy arrays with one row per sample. Convert with numpy.asarray."
+        )
+    check_numeric(path, array.dtype)
+    if array.ndim == 0 or len(array) != count:
+        raise ValueError(
+            f"Source.batch returned leaf {leaf_name(path)} of shape {array.shape} for {count} "
+            f"samples; it must have one row per sample."
+        )
+    return jax.ShapeDtypeStruct(array.shape[1:], array.dtype)
+
+
 def _is_kind(rows: PyTree, expected: PyTree[jax.ShapeDtypeStruct], count: int) -> bool:
-    """Whether a batch is as expected: the usual case, without names for errors."""
+    """Return whether a batch is as expected; a fast path that prepares no names for error messages."""
     leaves, structure = jax.tree.flatten(rows)
     wanted, old_structure = jax.tree.flatten(expected)
     return structure == old_structure and all(
@@ -77,10 +80,10 @@ def _is_kind(rows: PyTree, expected: PyTree[jax.ShapeDtypeStruct], count: int) -
 
 
 def narrow(rows: PyTree[np.ndarray]) -> PyTree[np.ndarray]:
-    """The batch in the widths that JAX computes in: 64-bit leaves as 32-bit ones, unless x64 is on.
+    """Convert a batch to the widths that JAX computes in: 64-bit leaves to 32 bits, unless x64 is enabled.
 
     Raises:
-      ValueError: an integer does not fit, naming the leaf and the value; JAX would wrap it around.
+      ValueError: an integer does not fit; the message names the leaf and the value. JAX would wrap it around.
     """
 
     def convert(path: Any, array: np.ndarray) -> np.ndarray:
@@ -104,12 +107,12 @@ def narrow(rows: PyTree[np.ndarray]) -> PyTree[np.ndarray]:
 def held_rows(
     sharding: NamedSharding, num_rows: int, process_index: int | None = None
 ) -> Int[np.ndarray, " held"]:
-    """The rows of a batch that the devices of a process hold, ascending; all, where there is one process.
+    """Return the rows of a batch that the devices of a process hold, in ascending order.
 
-    `process_index`: of which process; None: of this one. Where a copy of the model lies on devices of several
-    processes, each of them holds its rows.
+    A single process holds all rows. If a copy of the model spans several processes, each of them holds the
+    copy's rows. `process_index` defaults to this process.
 
-    Raises ValueError where the rows cannot be cut evenly over the devices.
+    Raises ValueError if the rows cannot be split evenly over the devices.
     """
     rows = np.arange(num_rows)
     own = jax.process_index() if process_index is None else process_index
@@ -119,9 +122,10 @@ def held_rows(
 
 
 def parts_of(sharding: NamedSharding, process_index: int, process_count: int) -> tuple[int, int]:
-    """How many meshes like that of `sharding` share a batch, and the number of the one of this process.
+    """Return how many meshes share a batch, and the number of the mesh of this process.
 
-    Each process has one of its own, or several share one: all of them, or groups of one size.
+    Each process has a mesh of its own, or several processes share one: all of them, or groups of equal size.
+    `sharding` is on this process's mesh.
     """
     size = len({device.process_index for device in sharding.device_set})
     return process_count // size, process_index // size
@@ -134,9 +138,10 @@ def put_rows(
     *,
     num_rows: int,
 ) -> PyTree[jax.Array]:
-    """A batch of `num_rows` rows on the devices of `sharding`, from those that `held_rows` says.
+    """Put a batch of `num_rows` rows on the devices of `sharding`.
 
-    Where the devices are of several processes, all of them come here, each with its own rows.
+    `tree` has the rows `held`, as `held_rows` gives them. If the devices belong to several processes, all of
+    them must call this, each with its own rows.
     """
     if sharding.is_fully_addressable:
         return jax.device_put(tree, sharding)
@@ -147,14 +152,14 @@ def put_rows(
             start = int(np.searchsorted(held, first))
             return rows[start : start + last - first]
 
-        with jax.transfer_guard("allow"):  # it is meant
+        with jax.transfer_guard("allow"):  # this transfer is intended
             return jax.make_array_from_callback((num_rows, *rows.shape[1:]), sharding, part)
 
     return jax.tree.map(one, tree)
 
 
 def check_numeric(path: Any, dtype: np.dtype) -> None:
-    """Raise a TypeError that names the leaf if a device cannot hold `dtype`."""
+    """Raise a TypeError that names the leaf if no device can hold `dtype`."""
     # jnp knows bfloat16 and the other extension types, which numpy calls void.
     if not (jnp.issubdtype(dtype, np.number) or jnp.issubdtype(dtype, np.bool_)):
         raise TypeError(
@@ -165,5 +170,5 @@ def check_numeric(path: Any, dtype: np.dtype) -> None:
 
 
 def leaf_name(path: Any) -> str:
-    """How an error names a leaf of a sample."""
+    """Return the name of a leaf of a sample, for error messages."""
     return jax.tree_util.keystr(path) or "(the sample itself)"

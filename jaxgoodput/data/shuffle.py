@@ -1,10 +1,10 @@
-"""A permutation that nobody has to store: where any place of an epoch goes, from the key alone.
+"""A permutation that need not be stored: any place of an epoch's order is computed from the key alone.
 
-A Feistel network over pairs (left, right), place = left * num_right + right, whose rounds add a hash of
-one half to the other (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). Every round can
-be undone, so the whole is a permutation of all pairs. There are at most twice the square root of the size
-more pairs than places; a place that lands on one of those goes through again until it does not, which
-keeps it a permutation. What it gives is part of the checkpoint format: a test pins it.
+It is a Feistel network over pairs (left, right), place = left * num_right + right, whose rounds add a hash of
+one half to the other half (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). Every round is
+invertible, so the whole is a permutation of all pairs. The number of pairs exceeds the number of places by at
+most twice the square root of the size. A place that maps to a surplus pair goes through the network again,
+until it does not; the result is still a permutation. It is part of the checkpoint format, and a test pins it.
 """
 
 import math
@@ -12,19 +12,19 @@ import math
 import numpy as np
 from jaxtyping import Int, UInt64
 
-# Fewer show in data sets of a handful of samples, some of whose orders then come more often than others.
+# With fewer rounds, some orders of very small data sets come measurably more often than others.
 NUM_ROUNDS = 16
 HALF = np.uint64(32)
-# Odd, without a pattern: those of SplitMix64.
+# Odd multipliers with well-mixed bits, from SplitMix64.
 FACTORS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
 
 def shuffled(
     places: Int[np.ndarray, " n"], size: int, *, seed: int, epoch: int
 ) -> Int[np.ndarray, " n"]:
-    """Where the permutation of `range(size)` drawn from (seed, epoch) takes each of `places`.
+    """Return where the permutation of `range(size)` for (seed, epoch) sends each of `places`.
 
-    Memory and time are those of `places`, whatever the size (up to 2^63 - 1).
+    Memory and time depend on the number of places only, not on the size (up to 2^63 - 1).
 
     >>> shuffled(np.arange(10), 10, seed=0, epoch=0).tolist()
     [0, 5, 6, 9, 2, 7, 4, 3, 1, 8]
@@ -44,7 +44,7 @@ def _through(
     sides: tuple[np.uint64, np.uint64],
     keys: UInt64[np.ndarray, " rounds"],
 ) -> UInt64[np.ndarray, " n"]:
-    """All rounds once: a permutation of `range(sides[0] * sides[1])`."""
+    """Apply all rounds once: a permutation of `range(sides[0] * sides[1])`."""
     halves = list(np.divmod(pairs, sides[1]))
     for i, key in enumerate(keys):
         here, other = i % 2, 1 - i % 2
@@ -58,14 +58,14 @@ def _added(
     key: np.uint64,
     side: np.uint64,
 ) -> UInt64[np.ndarray, " n"]:
-    """(half + hash of other) modulo `side`, which is below 2^32."""
+    """Return (half + hash of other) modulo `side`, which is below 2^32."""
     mixed = other + key
     mixed *= FACTORS[0]
     mixed ^= mixed >> HALF
     mixed *= FACTORS[1]
-    mixed >>= HALF  # its better half
+    mixed >>= HALF  # keep the high bits, which are mixed best
     mixed *= side
-    mixed >>= HALF  # below side, without a division
+    mixed >>= HALF  # now below `side`, without a division
     mixed += half
-    # In unsigned numbers, where it is below side, what is left after taking side away is huge.
+    # `mixed` is below 2 * side. If it is below `side`, the unsigned difference wraps around to a huge number.
     return np.minimum(mixed, mixed - side, out=mixed)

@@ -1,8 +1,8 @@
-"""Anything with random access, read as stacked numpy batches.
+"""Data sets as sources: anything with random access, and streams, read as stacked numpy batches.
 
-A `Source` answers two questions: how many samples, and the samples at these indices, stacked. What
-a sample is, is up to the user: any PyTree of numbers. Samples that cannot be stacked are errors
-that name the sample and the leaf, since they come from data nobody has looked at.
+A `Source` answers two questions: how many samples there are, and what the samples at given indices hold,
+stacked. A sample is any PyTree of numbers. Samples that cannot be stacked are errors that name the sample and
+the leaf, because users may never have looked at that sample.
 """
 
 import abc
@@ -21,7 +21,7 @@ from jaxtyping import Int, PyTree
 from jaxgoodput.data.rows import check_numeric, check_same_kind, leaf_name, narrow
 
 Indexing = Literal["one", "array", "getitems"]
-ENDLESS = sys.maxsize  # the length of a source that has no end, as grain has it
+ENDLESS = sys.maxsize  # length of an endless source; grain uses the same number
 KINDS = (
     "Pass a dict of arrays, an object with __len__ and __getitem__, a grain MapDataset, a jaxgoodput Source, "
     "or a stream: something iterable whose iterator has get_state() and set_state(state)."
@@ -29,37 +29,38 @@ KINDS = (
 
 
 class Source(abc.ABC):
-    """Random access to equally shaped samples; subclass it to read a format of your own.
+    """Random access to equally shaped samples. Subclass it to read a format of your own.
 
-    `batch` is called from the loader's thread, one call at a time.
+    `batch` is called by the loader's thread, one call at a time.
     """
 
     @abc.abstractmethod
     def __len__(self) -> int:
-        """Number of samples; does not change."""
+        """Return the number of samples, which must not change."""
 
     @abc.abstractmethod
     def batch(self, indices: Int[np.ndarray, " n"]) -> PyTree[np.ndarray]:
-        """The samples at `indices`, stacked: a PyTree of numeric arrays `[n, ...]`.
+        """Return the samples at `indices`, stacked: a PyTree of numeric arrays `[n, ...]`.
 
-        The arrays must be fresh: a device may go on reading them after this call.
+        Return new arrays every time, because a device may still read them after this call.
         """
 
     def batch_of_epochs(
         self, indices: Int[np.ndarray, " n"], epochs: Int[np.ndarray, " n"]
     ) -> PyTree[np.ndarray]:
-        """`batch`, each sample as its epoch has it: override it where augmentation is random.
+        """Return the samples at `indices`, augmented for their `epochs`. Override it for random augmentation.
 
-        Training calls this one, and so does an evaluation, for epoch 0. Draw from (index, epoch) alone, such
-        as with `np.random.default_rng([seed, index, epoch])`: a resumed run asks for the same pairs again.
+        Training calls this method; evaluations call it with epoch 0. Draw from (index, epoch) alone, for
+        example with `np.random.default_rng([seed, index, epoch])`, so that a resumed run reads the same
+        again.
         """
         return self.batch(indices)
 
 
 class ArraySource(Source):
-    """A PyTree of arrays that share their leading dimension, the samples.
+    """A PyTree of arrays in memory, with one row per sample.
 
-    Arrays of other libraries are converted once, here; a `numpy.memmap` stays on disk.
+    Arrays of other libraries are converted once, at construction; a `numpy.memmap` stays on disk.
 
     Raises:
       TypeError: a leaf is not an array of numbers.
@@ -80,37 +81,42 @@ class ArraySource(Source):
             if other_size != size:
                 raise ValueError(
                     f"The arrays of a dataset have one row per sample, but {first} has {size} rows "
-                    f"and {other} has {other_size}. Sizes of all: {sizes}. Cut them to the same "
-                    f"samples, or put the axis of samples first."
+                    f"and {other} has {other_size}. Rows of all arrays: {sizes}. Give all arrays the same "
+                    f"samples, with the axis of samples first."
                 )
         self._arrays = jax.tree_util.tree_unflatten(structure, leaves)
         self._size = size
 
     def __len__(self) -> int:
-        """Number of rows."""
+        """Return the number of rows."""
         return self._size
 
     def batch(self, indices: Int[np.ndarray, " n"]) -> PyTree[np.ndarray]:
-        """The rows at `indices`, gathered into new arrays."""
+        """Return the rows at `indices`, gathered into new arrays."""
         return jax.tree.map(lambda rows: rows.take(indices, axis=0), self._arrays)
 
 
 class SequenceSource(Source):
-    """Any object with `__len__` and `__getitem__`, whose items are PyTrees of equal structure.
+    """Any object with `__len__` and `__getitem__` whose items are PyTrees of equal structure.
 
-    `indexing` declares how to read it, and is never guessed: "one" calls `dataset[i]` per sample;
-    "getitems" calls `dataset.__getitems__([i, ...])` once, for a list of samples; "array" calls
-    `dataset[indices]` once, for the stacked batch. Scalars become arrays. Lists and tuples inside
-    an item are PyTree nodes, not arrays; a field that is a list of numbers is refused. A
-    dataset that has a method `item_of_epoch(index, epoch)` is read sample by sample through it.
+    `indexing` declares how to read the dataset; it is never guessed:
+
+    * "one" calls `dataset[i]` for each sample.
+    * "getitems" calls `dataset.__getitems__([i, ...])` once, which returns a list of samples.
+    * "array" calls `dataset[indices]` once, which returns the stacked batch.
+
+    Scalars become arrays. Lists and tuples inside an item are PyTree nodes, not arrays, and a field that is a
+    list of numbers is refused. A dataset with a method `item_of_epoch(index, epoch)` is read through it,
+    sample by sample.
 
     Raises (from `batch`):
-      RuntimeError: the dataset raised; the message has the sample's index, the cause is chained.
-      ValueError, TypeError: items that cannot be stacked, naming both samples and the leaf.
+      RuntimeError: the dataset raised an error. The message has the sample's index; the cause is chained.
+      ValueError, TypeError: items cannot be stacked. The message names both samples and the leaf.
     """
 
     num_readers = 1
-    """Threads that may read samples at once: nothing says that more may."""
+    """Recommended number of reading threads: 1 for other data sets, whose `__getitem__` may not be
+    thread-safe."""
 
     def __init__(self, dataset: Any, *, indexing: Indexing = "one"):
         if indexing not in ("one", "array", "getitems"):
@@ -133,22 +139,22 @@ class SequenceSource(Source):
         self._takes_epochs = takes_epochs
 
     def __len__(self) -> int:
-        """Number of items when the source was made."""
+        """Return the number of items at the time when the source was made."""
         return self._size
 
     @property
     def is_read_one_by_one(self) -> bool:
-        """Whether a batch is read by as many calls of `sample`."""
+        """Whether a batch is read by one call of `sample` per sample."""
         return self._indexing == "one" or self._takes_epochs
 
     def batch(self, indices: Int[np.ndarray, " n"]) -> PyTree[np.ndarray]:
-        """The items at `indices`, of epoch 0, stacked leaf by leaf."""
+        """Return the items at `indices`, augmented for epoch 0, stacked leaf by leaf."""
         return self.batch_of_epochs(indices, np.zeros_like(indices))
 
     def batch_of_epochs(
         self, indices: Int[np.ndarray, " n"], epochs: Int[np.ndarray, " n"]
     ) -> PyTree[np.ndarray]:
-        """The items at `indices`, stacked leaf by leaf."""
+        """Return the items at `indices`, augmented for their `epochs`, stacked leaf by leaf."""
         if self.is_read_one_by_one:
             pairs = zip(indices.tolist(), epochs.tolist(), strict=True)
             return self.stacked([self.sample(index, epoch) for index, epoch in pairs], indices)
@@ -164,14 +170,14 @@ class SequenceSource(Source):
         return self.stacked(items, indices)
 
     def sample(self, index: int, epoch: int) -> Any:
-        """One item, as this epoch has it."""
+        """Return one item, augmented for its epoch."""
         try:
             return self._item(index, epoch)
         except Exception as error:
             raise RuntimeError(_failure(f"sample {index}", error)) from error
 
     def stacked(self, items: list[Any], indices: Int[np.ndarray, " n"]) -> PyTree[np.ndarray]:
-        """Items that `sample` gave, leaf by leaf."""
+        """Stack items that `sample` returned, leaf by leaf."""
         return _stack(items, indices)
 
     def _item(self, index: int, epoch: int) -> Any:
@@ -181,25 +187,24 @@ class SequenceSource(Source):
 
 
 class GrainSource(SequenceSource):
-    """A grain `MapDataset`, read by random access; grain itself is not imported here.
+    """A grain `MapDataset`, read by random access. grain itself is not imported here.
 
-    Sample i of epoch e is `dataset[e * len(dataset) + i]`, from which grain's random transforms draw:
-    they differ from epoch to epoch, and a resumed run draws them again. Leave shuffling and
-    batching to the cursor. An infinite dataset (`.repeat()` without a count) is read from place to place, in
-    its own order; what an epoch is it knows alone.
+    Sample i of epoch e is `dataset[e * len(dataset) + i]`. grain seeds its random transforms with that index,
+    so they differ from epoch to epoch, and a resumed run repeats them. Leave shuffling and batching to the
+    loader. An infinite dataset (`.repeat()` without a count) is read in its own order, without epochs.
 
     Raises:
       ValueError (from `batch`): the dataset is filtered.
     """
 
     num_readers = 16
-    """As many as grain's own `ReadOptions` has: a MapDataset is made to be read by threads."""
+    """Recommended number of reading threads: the default of grain's own `ReadOptions`."""
 
     def _item(self, index: int, epoch: int) -> Any:
         return self._dataset[index if is_endless(self) else epoch * len(self) + index]
 
     def sample(self, index: int, epoch: int) -> Any:
-        """One item, as this epoch has it."""
+        """Return one item, augmented for its epoch."""
         item = super().sample(index, epoch)
         if item is None:
             raise ValueError(
@@ -212,30 +217,32 @@ class GrainSource(SequenceSource):
 
 @dataclass(frozen=True)
 class StreamState:
-    """What a stream said of itself once, and where it stood."""
+    """A stream's own state at some place, from which it can continue."""
 
     place: int
-    """Samples before it, from the beginning of the stream on."""
+    """Number of samples before this place, since the beginning of the stream."""
     state: str
-    """What `get_state()` returned: JSON, or bytes in hexadecimal."""
+    """Result of `get_state()`, as JSON or as bytes in hexadecimal."""
     is_bytes: bool = False
+    """Whether `state` is bytes in hexadecimal."""
 
 
 class StreamSource(Source):
-    """An iterator that knows its own state, read in its own order; a sample's index is its place there.
+    """An iterator with a state that can be saved. A sample's index is its place in the stream.
 
     `stream` is iterable, and its iterator has `get_state()` (JSON values, or bytes) and `set_state(state)`:
-    a grain `IterDataset` or `DataLoader`, or one of your own. Samples stay here from when they are read until
-    they are released, so that batches of another size can be cut from them. The stream's state is kept as of
-    the beginning of every read of several samples: a resumed run goes back to such a beginning and leaves
-    out the samples that were used. So each is used exactly once if the stream, set back, gives the same
-    ones again. Several processes read it whole, each for itself, and give out what is theirs.
+    a grain `IterDataset` or `DataLoader`, or an iterator of your own.
 
-    Any thread may read, another may ask for states and release.
+    Samples are kept from when they are read until they are released, so that they can be divided into batches
+    of another size. The stream's state is saved before every read of several samples. A resumed run returns
+    to such a state, and skips the samples that were used. Each sample is used exactly once if the stream
+    repeats the same samples after `set_state`. Every process reads the whole stream, and hands out its part.
+
+    One thread may read while another asks for states and releases samples.
 
     Raises:
-      TypeError: the iterator has no state, or (from reads) one that is neither JSON nor bytes.
-      RuntimeError (from reads): the stream raised; the cause is chained. It is not tried again.
+      TypeError: the iterator has no state, or (from reads) its state is neither JSON nor bytes.
+      RuntimeError (from reads): the stream raised an error; the cause is chained. The read is not repeated.
     """
 
     def __init__(self, stream: Any):
@@ -244,26 +251,26 @@ class StreamSource(Source):
         missing = [n for n in ("get_state", "set_state") if not hasattr(self._iterator, n)]
         if missing:
             raise TypeError(
-                f"A dataset needs random access, or a state to go on from, but {self._name} has neither: its "
-                f"iterator has no {' and no '.join(missing)}. {KINDS}"
+                f"A dataset needs random access, or a state to resume from, but {self._name} has neither: "
+                f"its iterator has no {' and no '.join(missing)}. {KINDS}"
             )
-        self._items: dict[int, Any] = {}  # by place; read, and not released
-        self._next = 0  # the place of what the iterator gives next
-        self._released = 0  # places below are gone
+        self._items: dict[int, Any] = {}  # by place: read, but not released
+        self._next = 0  # place of the next sample from the iterator
+        self._released = 0  # samples before this place are forgotten
         self._failed: RuntimeError | None = None
         self._reading = threading.Lock()
-        self._lock = threading.Lock()  # of the states
-        self._states = [self._state()]  # by place
+        self._lock = threading.Lock()  # guards the states
+        self._states = [self._state()]  # in the order of their places
         self._first = self._states[0]
 
     def __len__(self) -> int:
-        """`ENDLESS`: where it ends is known when it does."""
+        """Return `ENDLESS`: the end is not known before it is reached."""
         return ENDLESS
 
     def available(self, first: int, count: int) -> int:
-        """How many of the `count` samples from place `first` on there are; reads those not yet read.
+        """Read up to `count` samples from place `first` on; return how many there are.
 
-        Fewer than `count` where the stream ends.
+        Fewer than `count` if the stream ends.
         """
         with self._reading:
             return self._available(first, count)
@@ -274,7 +281,7 @@ class StreamSource(Source):
             with self._lock:
                 self._states.append(state)
         while self._next < first + count:
-            if self._failed is not None:  # an iterator that raised once would seem to be at its end
+            if self._failed is not None:  # a generator that has raised would seem to be at its end
                 raise self._failed
             try:
                 item = next(self._iterator)
@@ -288,20 +295,23 @@ class StreamSource(Source):
         return max(min(count, self._next - first), 0)
 
     def batch(self, indices: Int[np.ndarray, " n"]) -> PyTree[np.ndarray]:
-        """The samples at these places, which were read (the first one may not be yet) and not released."""
+        """Return the samples at these places, which must have been read (see `available`), and not released.
+
+        Place 0 is read if necessary.
+        """
         if self._next == 0:
             self.available(0, 1)
         missing = [i for i in indices.tolist() if i not in self._items]
         if missing:
             raise ValueError(
                 f"The stream {self._name} cannot give sample {missing[0]}: it was read up to {self._next}, "
-                f"and those below {self._released} are used. A stream is read in its order; anything else "
-                f"needs random access."
+                f"and samples below {self._released} are used. A stream is read in its own order; any other "
+                f"order needs random access."
             )
         return _stack([self._items[i] for i in indices.tolist()], indices)
 
     def release(self, place: int) -> None:
-        """Forget the samples before `place`: nobody will ask for them again."""
+        """Forget the samples before `place`, which are not needed again."""
         for used in range(self._released, place):
             self._items.pop(used, None)
         self._released = max(self._released, place)
@@ -310,21 +320,21 @@ class StreamSource(Source):
                 del self._states[0]
 
     def state_at(self, place: int) -> StreamState:
-        """The last state that is known of the stream at or before `place`, which is not released."""
+        """Return the last saved state at or before `place`, which must not have been released."""
         with self._lock:
             return [state for state in self._states if state.place <= place][-1]
 
     def restore(self, saved: StreamState) -> None:
-        """Go back to where `state_at` was asked, in this process or another one."""
+        """Set the stream back to a state that `state_at` returned, in this process or another."""
         state = bytes.fromhex(saved.state) if saved.is_bytes else json.loads(saved.state)
-        with self._reading:  # a loader before this one may have been left in a read
+        with self._reading:  # an earlier loader may have been closed during a read
             self._iterator.set_state(state)
             self._items, self._next, self._released = {}, saved.place, saved.place
             with self._lock:
                 self._states, self._failed = [saved], None
 
     def rewind(self) -> None:
-        """Go back to where it was when it came here, if anything was used since."""
+        """Set the stream back to its state at construction, if any sample was used since."""
         if self._released:
             self.restore(self._first)
 
@@ -336,24 +346,24 @@ class StreamSource(Source):
             text = json.dumps(state)
         except (TypeError, ValueError):
             text = "null"
-        if json.loads(text) != state:  # tuples and keys that are no text would come back as others
+        if json.loads(text) != state:  # such as tuples, and keys that are not strings
             raise TypeError(
                 f"get_state() of the stream {self._name} returned a {type(state).__name__} that JSON cannot "
-                f"give back as it is, so it cannot be part of a checkpoint. Return dicts with keys of text, "
-                f"lists, numbers and text; or bytes, such as pickle makes of anything."
+                f"give back as it is, so it cannot be part of a checkpoint. Return dicts with string keys, "
+                f"lists, numbers and strings; or bytes, for example from pickle."
             )
         return StreamState(self._next, text)
 
 
 def as_source(dataset: Any, *, indexing: Indexing = "one") -> Source:
-    """A `Source` over what the user has; a `Source` is returned as it is.
+    """Return a `Source` for a user's dataset; a `Source` is returned as it is.
 
-    Accepted: a mapping of arrays (nested PyTrees too), one array, a tuple of arrays, a grain
+    The dataset may be a mapping of arrays (nested PyTrees too), one array, a tuple of arrays, a grain
     `MapDataset`, any object with `__len__` and `__getitem__` (a list of samples, a torch dataset), or a
     stream (`StreamSource`). `indexing` applies to objects with `__getitem__` only: see `SequenceSource`.
 
     Raises:
-      TypeError: neither random access nor a state, or leaves that are no numbers.
+      TypeError: the dataset has neither random access nor a state, or its leaves are not numbers.
       ValueError: the dataset is empty, or its arrays differ in length.
 
     >>> len(as_source({"x": np.zeros((3, 2)), "y": np.zeros(3)}))
@@ -362,7 +372,7 @@ def as_source(dataset: Any, *, indexing: Indexing = "one") -> Source:
     if isinstance(dataset, Source):
         source = dataset
     elif isinstance(dataset, Mapping):
-        # A lazy mapping (numpy's npz files) is no PyTree node; a dict of its values is.
+        # A lazy mapping, such as an npz file of numpy, is no PyTree node. A dict of its values is one.
         source = ArraySource(dict(dataset))
     elif _is_array(dataset) or _is_tuple_of_arrays(dataset):
         source = ArraySource(dataset)
@@ -381,12 +391,12 @@ def as_source(dataset: Any, *, indexing: Indexing = "one") -> Source:
 
 
 def is_endless(source: Source) -> bool:
-    """Whether a source has no epochs, but is read from place to place."""
+    """Return whether a source has no end, and therefore no epochs."""
     return len(source) >= ENDLESS
 
 
 def abstract_sample(source: Source) -> PyTree[jax.ShapeDtypeStruct]:
-    """Shape and dtype of one sample as the devices will hold it; reads sample 0.
+    """Return the shapes and dtypes of a sample as the devices will hold it. Reads sample 0.
 
     >>> abstract_sample(as_source({"x": np.zeros((3, 2))}))
     {'x': ShapeDtypeStruct(shape=(2,), dtype=float32)}
@@ -406,12 +416,12 @@ def _as_rows(path: Any, leaf: Any) -> np.ndarray:
     if rows.ndim == 0:
         raise ValueError(
             f"Leaf {leaf_name(path)} of the dataset is a single number, not an array with one row "
-            f"per sample. Constants belong into the loss, not into the dataset."
+            f"per sample. Constants belong in the loss, not in the dataset."
         )
     if rows.dtype == object and all(isinstance(x, numbers.Number) for x in rows.ravel()):
         raise TypeError(
             f"Leaf {leaf_name(path)} of the dataset has dtype object, which no device can hold, and its "
-            'values are all numbers. Write .astype("float32"), or the type that they have.'
+            'values are all numbers. Convert it with .astype("float32"), or to the type that they have.'
         )
     check_numeric(path, rows.dtype)
     return rows
@@ -427,14 +437,14 @@ def _checked_rows(rows: PyTree, count: int) -> PyTree[np.ndarray]:
                 f"otherwise."
             )
         check_numeric(path, array.dtype)
-        # The dataset may hand out a view of memory that it will reuse.
+        # The dataset may return a view of memory that it will reuse.
         return array if array.flags.owndata else array.copy()
 
     return jax.tree_util.tree_map_with_path(check, rows)
 
 
 def _stack(items: list[Any], indices: Int[np.ndarray, " n"]) -> PyTree[np.ndarray]:
-    """The items as one PyTree of arrays `[n, ...]`, or an error naming the two that disagree."""
+    """Stack items into one PyTree of arrays `[n, ...]`. An error names two items that differ."""
     _refuse_lists(items[0], int(indices[0]))
     flat = [jax.tree.flatten(item) for item in items]
     structure = flat[0][1]
@@ -462,7 +472,7 @@ def _stack(items: list[Any], indices: Int[np.ndarray, " n"]) -> PyTree[np.ndarra
 
 
 def _refuse_lists(item: Any, index: int) -> None:
-    """Raise TypeError where a field of a sample is a list of numbers, which JAX takes for as many leaves."""
+    """Raise TypeError if a field is a list of numbers, each of which JAX would take for a leaf."""
     named = jax.tree_util.tree_flatten_with_path(item, is_leaf=_is_list_of_numbers)[0]
     for path, field in named:
         if path and _is_list_of_numbers(field):
@@ -475,7 +485,7 @@ def _refuse_lists(item: Any, index: int) -> None:
 
 
 def _is_list_of_numbers(x: Any) -> bool:
-    """Whether it is a list of numbers, or of such lists."""
+    """Return whether `x` is a list of numbers, or of such lists."""
     return isinstance(x, list) and bool(x) and all(_is_number(one) for one in x)
 
 
@@ -495,7 +505,7 @@ def _read(read: Callable[[], Any], indices: Int[np.ndarray, " n"]) -> Any:
 def _failure(what: str, error: Exception) -> str:
     return (
         f"Reading {what} of the dataset failed: {type(error).__name__}: {error}. No sample is "
-        f"skipped silently: mend the dataset, or return a placeholder whose loss has weight 0."
+        f"skipped silently: repair the dataset, or return a placeholder whose loss has weight 0."
     )
 
 

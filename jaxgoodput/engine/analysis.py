@@ -1,8 +1,8 @@
-"""What a compiled program does, read from it before it ever ran: arithmetic, collectives, memory.
+"""What a compiled program does, read from it before it has run: arithmetic, collectives, memory.
 
 XLA's cost analysis counts the body of a loop once and mixes traffic with memory. So arithmetic is counted in
-the traced program, where a scan knows its length, and traffic in the optimised HLO, where each collective
-names its result and its groups, times the trips of the loops around it.
+the traced program, whose scans have known lengths. Traffic is counted in the optimised HLO, whose collectives
+name their results and groups, multiplied by the trips of the loops around them.
 """
 
 import math
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import jax
-from jax.extend.core import Jaxpr, jaxprs_in_params
+from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
 
 from jaxgoodput.engine.memory import step_bytes
 from jaxgoodput.engine.programs import Program
@@ -25,19 +25,19 @@ class Analysis:
     """What one run of a program costs on each device."""
 
     bytes: StepBytes
-    """Memory."""
+    """Memory of one device."""
     flops: float
-    """Multiplications and additions of matrix products and convolutions, of all devices together."""
+    """Multiplications and additions in matrix products and convolutions, on all devices together."""
     traffic: Mapping[str, float]
-    """Bytes that arrive at a device, by kind of collective."""
+    """Bytes that a device receives, by kind of collective."""
     num_collectives: int
-    """In the text, loops counted once."""
+    """Collectives in the text; a loop's count once."""
     num_asynchronous: int
-    """Of them, those that are started and awaited apart, so that computing goes on meanwhile."""
+    """Collectives that overlap with computing, because start and end are separate operations."""
 
 
 def analyse(program: Program, executable: jax.stages.Compiled, num_devices: int) -> Analysis:
-    """What `executable`, which `program` was compiled to, does on each of `num_devices`."""
+    """Return what `executable`, compiled from `program`, does on each of `num_devices`."""
     text = executable.as_text() or ""
     traffic = received_by_kind(text, num_devices)
     kinds = re.findall(rf" ({_KINDS}|async)(-start)?\(", text)
@@ -55,36 +55,37 @@ def analyse(program: Program, executable: jax.stages.Compiled, num_devices: int)
 
 
 def matrix_flops(jaxpr: Jaxpr) -> float:
-    """Flops of the matrix products and convolutions of a traced program, scans times their length.
+    """Return the flops of a traced program's matrix products and convolutions, on all its devices.
 
-    Of branches the largest counts, of a `while` one round.
+    A scan counts times its length, a conditional as its largest branch, a `while` as one iteration.
     """
-    total = 0.0
-    for one in jaxpr.eqns:
-        name, inner = one.primitive.name, [matrix_flops(j) for j in jaxprs_in_params(one.params)]
-        shapes: list[tuple[int, ...]]
-        shapes = [getattr(x.aval, "shape", ()) for x in (*one.invars, *one.outvars)]
-        if name == "scan":
-            total += one.params["length"] * sum(inner)
-        elif name == "shard_map":  # traced for one device
-            mesh, axes = one.params["mesh"], one.params["newly_manual_axes"]
-            total += math.prod(mesh.shape[axis] for axis in axes) * sum(inner)
-        elif name == "cond":
-            total += max(inner, default=0.0)
-        elif inner:
-            total += sum(inner)
-        elif name == "dot_general":
-            ((summed, _), _) = one.params["dimension_numbers"]
-            length = math.prod(shapes[0][i] for i in summed)
-            total += 2 * math.prod(shapes[-1]) * length
-        elif name.startswith("ragged_dot"):
-            # Every row meets the matrix of one group, whichever dimension is summed over.
-            total += 2 * math.prod(shapes[0]) * shapes[-1][-1]
-        elif name == "conv_general_dilated":
-            _, kernel, *_, result = shapes
-            outputs = kernel[one.params["dimension_numbers"].rhs_spec[0]]
-            total += 2 * math.prod(result) * math.prod(kernel) / outputs
-    return total
+    return float(sum(map(_flops_of, jaxpr.eqns)))
+
+
+def _flops_of(one: JaxprEqn) -> float | int:
+    name, inner = one.primitive.name, [matrix_flops(j) for j in jaxprs_in_params(one.params)]
+    if name == "scan":
+        return one.params["length"] * sum(inner)
+    if name == "shard_map":  # traced for one device
+        mesh, axes = one.params["mesh"], one.params["newly_manual_axes"]
+        return math.prod(mesh.shape[axis] for axis in axes) * sum(inner)
+    if name == "cond":
+        return max(inner, default=0.0)
+    if inner:
+        return sum(inner)
+    shapes: list[tuple[int, ...]]
+    shapes = [getattr(x.aval, "shape", ()) for x in (*one.invars, *one.outvars)]
+    if name == "dot_general":
+        ((summed, _), _) = one.params["dimension_numbers"]
+        return 2 * math.prod(shapes[-1]) * math.prod(shapes[0][i] for i in summed)
+    if name.startswith("ragged_dot"):
+        # Every row meets the matrix of one group, whichever dimension is summed over.
+        return 2 * math.prod(shapes[0]) * shapes[-1][-1]
+    if name == "conv_general_dilated":
+        _, kernel, *_, result = shapes
+        outputs = kernel[one.params["dimension_numbers"].rhs_spec[0]]
+        return 2 * math.prod(result) * math.prod(kernel) / outputs
+    return 0.0
 
 
 # -- traffic -----------------------------------------------------------------------------------------
@@ -104,14 +105,14 @@ _LENGTH = re.compile(r"[su]32\[\]\S* constant\((\d+)\)")
 
 
 def received_by_kind(hlo_text: str, num_devices: int) -> dict[str, float]:
-    """Bytes that arrive on all devices together in one run, by kind of collective.
+    """Return the bytes that all devices together receive in one run, by kind of collective.
 
-    A loop counts as often as it runs, where its trip count can be read; else once. Raises ValueError for a
-    collective that is not known here.
+    A loop counts as often as it runs if its trip count can be read, otherwise once. Raises ValueError for an
+    unknown collective.
     """
     bodies, entry = _computations(hlo_text)
     times = _times(bodies, entry)
-    # A TPU's asynchronous collective is there several times, in the fusions that start, carry and end it.
+    # On TPUs an asynchronous collective appears several times: in the fusions that start, carry and end it.
     found: dict[tuple[str, str], float] = {}
     for name, lines in bodies.items():
         for number, line in enumerate(lines):
@@ -128,7 +129,7 @@ def received_by_kind(hlo_text: str, num_devices: int) -> dict[str, float]:
 
 
 def _computations(text: str) -> tuple[dict[str, list[str]], str]:
-    """The lines of each computation by name, and the name of the one that is run."""
+    """Return the lines of each computation by name, and the name of the entry computation."""
     bodies: dict[str, list[str]] = {}
     entry, lines = "", []
     for line in text.splitlines():
@@ -142,7 +143,7 @@ def _computations(text: str) -> tuple[dict[str, list[str]], str]:
 
 
 def _times(bodies: Mapping[str, list[str]], entry: str) -> Counter[str]:
-    """How often each computation runs."""
+    """Return how often each computation runs."""
     times: Counter[str] = Counter()
 
     def visit(name: str, count: int) -> None:

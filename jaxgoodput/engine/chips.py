@@ -1,4 +1,4 @@
-"""What chips can do at most, as their makers state it: the measure of rooflines and of how a chip is used."""
+"""Peak rates of chips by their makers' data sheets, to compare measured rates with."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,15 +11,15 @@ class Chip:
     """Peak rates of one chip."""
 
     flops: float
-    """Per second, of matrix products in bfloat16, without sparsity."""
+    """Matrix-product operations per second in bfloat16, without sparsity."""
     memory_bytes: float
     memory_bandwidth: float
     """Bytes per second."""
     network_bandwidth: float
-    """Bytes per second that arrive over all of its links to other chips of a slice or a host."""
+    """Bytes per second received over all links to other chips of a slice or host."""
 
 
-# By `Device.device_kind`; cloud.google.com/tpu/docs, the pages of each version, and NVIDIA's data sheets.
+# By `Device.device_kind`. Sources: cloud.google.com/tpu/docs, the page of each version; NVIDIA's data sheets.
 CHIPS = {
     "TPU v4": Chip(275e12, 32 * GIB, 1228e9, 300e9),
     "TPU v5 lite": Chip(197e12, 16 * GIB, 819e9, 200e9),
@@ -35,15 +35,15 @@ CHIPS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Arithmetic:
-    """What training takes, and what the devices could do."""
+    """Arithmetic that training takes, and what the devices could do."""
 
     tflops_per_sample: float
-    """10^12 operations of matrix products; NaN: not known."""
+    """10^12 matrix-product operations per sample; NaN if not known."""
     num_devices: int
     peak_tflops: float
-    """Per second and device, in bfloat16; NaN: of a chip that is not listed."""
+    """10^12 operations per second and device, in bfloat16; NaN if the chip is not listed."""
 
 
 def chip_of(device: Any) -> Chip | None:
-    """The chip of a device; None where its rates are not listed."""
+    """Return the chip of a device; None if its rates are not listed."""
     return CHIPS.get(getattr(device, "device_kind", ""))

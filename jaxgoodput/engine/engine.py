@@ -112,9 +112,9 @@ class Engines:
                 found = Engine(self, layout)
                 if self._engines and not found.programs.can_switch:
                     raise ValueError(
-                        f"this job adds up its sums over groups of processes, which works under one layout, "
-                        f"and it has engines for {len(self._engines)} already, so there is none for "
-                        f"{layout.strategy.name}. Pass one strategy, or use a single process."
+                        f"a job that adds up its gradients over several processes has one layout, here "
+                        f"{next(iter(self._engines)).strategy.name}; got {layout.strategy.name} too. Pass "
+                        "one strategy, or use a single process."
                     )
                 self._engines[layout] = found
         return found
@@ -235,15 +235,15 @@ class Engine:
         return self.layout.num_replicas * self.programs.num_groups
 
     def can_measure(self, size: Size) -> bool:
-        """Return whether a batch of one micro-batch of this size tells its noise.
+        """Return whether the gradient noise can be measured in a batch of one micro-batch of this size.
 
-        A batch of several micro-batches always does.
+        In a batch of several micro-batches it always can.
         """
         return self.programs.can_measure(self.shape(size).micro_batch_size)
 
     @property
     def has_groups(self) -> bool:
-        """Whether every batch tells its noise, because other groups of processes have parts of it."""
+        """Whether every batch gives a noise sample, because other groups of processes have parts of it."""
         return self.programs.has_groups
 
     @property
@@ -323,23 +323,27 @@ class Engine:
 
         Their micro-batches may be accumulated under any of `plans`, in any order.
         """
+        programs = [partial(self.programs.update)]
+        if self.programs.has_begin:
+            programs.append(partial(self.programs.begin))
         for layout, size in plans:
             there = self.on(layout)
-            for first in (True, False):
-                self.compiled(there.programs.accumulate, there.shape(size), first=first)
+            adds = partial(there.programs.accumulate, there.shape(size))
+            programs += [partial(adds, first=first) for first in (True, False)]
         layouts = dict.fromkeys([self.layout, *(layout for layout, _ in plans)])
-        every = [self.on(layout) for layout in layouts]
-        own = [partial(self.programs.begin)] if self.programs.has_begin else []
-        own.append(partial(self.programs.update))
-        for program in (*own, *(one for engine in every for one in engine.programs.between())):
+        every = [self.on(layout).programs for layout in layouts]
+        for program in (*programs, *itertools.chain(*(one.between() for one in every))):
             self.compiled(program)
         moves = self.engines.moves
         for old, new in itertools.permutations(every, 2):
             # If the masters serve as compute parameters, the state owns them until a batch has moved.
-            for donate in {True, self.problem.compute_dtype is not None or old is not self}:
-                self.compiled(moves.work, old.programs, new.programs, donate=donate)
-            self.compiled(moves.fixed, old.programs, new.programs)
-            self.compiled(moves.sums, old.programs, new.programs)
+            for donate in {
+                True,
+                self.problem.compute_dtype is not None or old is not self.programs,
+            }:
+                self.compiled(moves.work, old, new, donate=donate)
+            self.compiled(moves.fixed, old, new)
+            self.compiled(moves.sums, old, new)
 
     def rehearse(self, size: Size, *, accumulate: bool) -> None:
         """Run the training programs once on throw-away zeros, because a first run is slow.
@@ -498,8 +502,8 @@ class Engine:
         """Run the last micro-batch and the update in one executable. Not for an elastic job.
 
         Returns the new state and the metrics vector, followed by the sum of every process's `control`.
-        `measure` takes a noise sample if a batch of one micro-batch tells any (`can_measure`). Donates
-        the state.
+        `measure` takes a noise sample, if a batch of one micro-batch of this size allows it (`can_measure`).
+        Donates the state.
         """
         if not self.programs.is_fused:
             raise ValueError(
@@ -625,16 +629,14 @@ class Engine:
             sums = self.programs.in_parts(self.compiled, move_sums(reduced))
         params, scale = move((work.params, work.scale))
         model_state, key, step = fixed((work.model_state, work.key, work.step))
-        moved = Work(
-            layout=self.layout,
-            owns_params=True,
-            params=params,
-            scale=scale,
-            model_state=model_state,
-            key=key,
-            step=step,
-            sums=sums,
-        )
+        values = {
+            "params": params,
+            "scale": scale,
+            "model_state": model_state,
+            "key": key,
+            "step": step,
+        }
+        moved = dataclasses.replace(work, layout=self.layout, owns_params=True, sums=sums, **values)
         self._pace(moved)
         return moved
 

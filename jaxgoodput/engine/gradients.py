@@ -1,10 +1,10 @@
 """Gradients of matrices as products that XLA:CPU computes fast.
 
-The gradient of W in `x @ W` is that of the result times x, transposed. XLA folds the transpose into the
-product, and where x has several leading axes what comes of it is left to Eigen, by copies of both factors;
-with the factors the other way round there is nothing to transpose, and YNNPACK has kernels for it: 0.6-0.96
-of the time of a layer and its gradient on one device. On eight devices that share two cores a step of a
-byte LM took up to 1.4 times as long with Eigen's.
+The gradient of W in `x @ W` is a product of x with the result's gradient, transposed. XLA folds the transpose
+into the product; if x has several leading axes, the rest is left to Eigen, which copies both factors. With
+the factors in the other order nothing needs a transpose, and YNNPACK has kernels for it: 0.6-0.96 of the time
+of a layer and its gradient on one device. On eight devices that share two cores, a step of a byte LM took up
+to 1.4 times as long with Eigen.
 """
 
 from collections.abc import Callable
@@ -20,10 +20,11 @@ from jaxtyping import Array, PyTree
 def swapped_value_and_grad(
     function: Callable[..., tuple[Any, Any]], *, argnums: int | tuple[int, ...] = 0
 ) -> Callable[..., tuple[tuple[Any, Any], PyTree]]:
-    """`jax.value_and_grad(function, argnums, has_aux=True)`, the same but for rounding: what is a product
-    over several axes, transposed, is the product of its factors the other way round.
+    """Return `jax.value_and_grad(function, argnums, has_aux=True)` with faster products on CPU.
 
-    Only what the trace of `function` itself ends with is seen, not what a scan or a checkpoint hides.
+    A transposed product over several axes becomes the product of its factors in the other order, equal but
+    for rounding. Only gradients that the trace of `function` itself ends with are changed, not products
+    inside a scan or a checkpoint.
     """
     differentiated = jax.value_and_grad(function, argnums, has_aux=True)
 
@@ -47,7 +48,7 @@ def swapped_value_and_grad(
 
 @dataclass(frozen=True)
 class _Product:
-    """A product that is transposed so that the free axes of its second factor come first."""
+    """A product with a transpose that puts the free axes of its second factor first."""
 
     made_by: JaxprEqn
 
@@ -56,7 +57,7 @@ class _Product:
         return self.made_by.invars
 
     def __call__(self, first: Array, second: Array) -> Array:
-        """The same, transposed, without a transpose."""
+        """Return the transposed product, computed without a transpose."""
         how = self.made_by.params
         summed, batch = how["dimension_numbers"]
         precision = how["precision"]
@@ -70,7 +71,7 @@ class _Product:
 
 
 def _products(jaxpr: Jaxpr, num_others: int) -> dict[int, _Product]:
-    """Which results of it, behind so many others, are products to be swapped."""
+    """Return the products to swap among the results after the first `num_others`, by position."""
     made_by = {out: one for one in jaxpr.eqns for out in one.outvars}
 
     def maker(x: Any, name: str) -> JaxprEqn | None:
@@ -95,5 +96,5 @@ def _products(jaxpr: Jaxpr, num_others: int) -> dict[int, _Product]:
 
 
 def _is_explicit(sharding: Any) -> bool:
-    """Whether a result's sharding is the program's own choice."""
+    """Return whether the program itself chose a result's sharding."""
     return sharding is not None and AxisType.Explicit in sharding.mesh.axis_types

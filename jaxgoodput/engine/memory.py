@@ -1,4 +1,4 @@
-"""What a compiled program needs, from XLA's own analysis, and what a device has."""
+"""Memory that a compiled program needs, by XLA's own analysis, and memory that a device has."""
 
 import os
 from typing import Any
@@ -11,8 +11,8 @@ from jaxgoodput.goodput.memory import StepBytes
 
 
 def step_bytes(executable: jax.stages.Compiled) -> StepBytes:
-    """What one execution needs, per device."""
-    stats: Any = executable.memory_analysis()  # of no common type
+    """Return the bytes that one execution needs, per device."""
+    stats: Any = executable.memory_analysis()  # backends have different types
     return StepBytes(
         arguments=stats.argument_size_in_bytes,
         outputs=stats.output_size_in_bytes - stats.alias_size_in_bytes,
@@ -21,10 +21,10 @@ def step_bytes(executable: jax.stages.Compiled) -> StepBytes:
 
 
 def device_budget(device: Any, *, num_local_devices: int, stated: int | None, margin: float) -> int:
-    """Bytes that a step may use on `device`.
+    """Return the bytes that a step may use on `device`.
 
-    `stated` (bytes) wins. Otherwise the backend's own limit, or, where it reports none (CPU), an
-    equal share of half the host's memory; less the fraction `margin` for what XLA does not count.
+    `stated` (bytes) wins. Otherwise it is the backend's own limit or, if it reports none (CPU), an equal
+    share of half the host's memory; less the fraction `margin` for memory that XLA does not count.
     """
     if stated is not None:
         if stated <= 0:
@@ -41,6 +41,6 @@ def device_budget(device: Any, *, num_local_devices: int, stated: int | None, ma
 
 
 def least(budget: int) -> int:
-    """The least budget of all processes, so that all of them plan the same; they call it together."""
+    """Return the smallest budget of all processes, so that all plan the same. All must call it."""
     everyone = multihost_utils.process_allgather(np.float32(budget))
     return int(np.min(everyone))

@@ -1,10 +1,10 @@
-"""The gradient of every sample, of normalisation layers alone: noise from one gradient of a whole batch.
+"""Per-sample gradients of normalisation layers alone: noise from one gradient of a whole batch.
 
-Under a global loss a micro-batch has one gradient. What single samples would have had is cheap for one kind
-of parameter, a factor on the output of a normalisation layer, and its noise scale is that of the model up to
-a constant near 1 (Gray et al. 2024, 2411.00999). So every such layer of flax linen gets a factor of one for
-each sample and feature, shared by all layers of as many features; its gradient is what is measured. The
-model computes what it did.
+Under a global loss a micro-batch has one gradient. Per-sample gradients are cheap for one kind of parameter:
+a factor on the output of a normalisation layer. Its noise scale equals the model's up to a constant near 1
+(Gray et al. 2024, 2411.00999). So every such layer of flax linen gets a factor of one for each sample and
+feature, shared by all layers with as many features, and its gradient is measured. The model's results do not
+change.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,19 +19,19 @@ from jaxtyping import Array, PyTree
 _LAYERS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
 NOTHING = (
     "Statistics.from_norm_layers needs a model with normalisation layers of flax.linen (LayerNorm, RMSNorm, "
-    "GroupNorm) whose outputs have a row per sample, called in the open. The loss calls none, or calls them "
-    "inside a function that JAX remembers from an earlier call: a jax.jit, jax.checkpoint or body of a scan "
-    "that was made once, outside the loss. Make it inside, or leave from_norm_layers False: the noise then "
-    "comes from micro-batches, or from a part of the rows."
+    "GroupNorm) whose outputs have a row per sample. The loss calls none of them directly: it has none, or "
+    "calls them inside a jax.jit, jax.checkpoint or scan body that was made outside the loss, which JAX does "
+    "not trace again. Make that inside the loss, or leave from_norm_layers False: noise then comes from "
+    "micro-batches, or from a part of the rows."
 )
 Factors = dict[int, Array]
-"""By number of features: `[batch, features]`."""
+"""Factors `[batch, features]`, by number of features."""
 
 
 def ones(run: Callable[[PyTree], PyTree], batch: PyTree) -> Factors:
-    """The factors of whatever layers `run(batch)` calls on rows of the batch.
+    """Return factors of one for the normalisation layers that `run(batch)` calls on rows of the batch.
 
-    Those are the calls whose leading axis follows the number of rows. Raises ValueError where there are none.
+    A layer works on rows if its leading axis follows the number of rows. Raises ValueError if none does.
     """
     num_samples = len(jax.tree.leaves(batch)[0])
 
@@ -50,7 +50,7 @@ def ones(run: Callable[[PyTree], PyTree], batch: PyTree) -> Factors:
         return seen
 
     once, twice = called(num_samples), called(2 * num_samples)
-    both = zip(once, twice, strict=False)  # of other lengths where JAX remembers some
+    both = zip(once, twice, strict=False)  # lengths differ if JAX has cached some calls
     features = {one for (follows, one), (still, _) in both if follows and still}
     if not features or len(once) != len(twice):
         raise ValueError(NOTHING)
@@ -59,9 +59,9 @@ def ones(run: Callable[[PyTree], PyTree], batch: PyTree) -> Factors:
 
 @contextmanager
 def scaled(factors: Factors) -> Iterator[set[int]]:
-    """Multiply what normalisation layers put out by the factors, while this lasts.
+    """Multiply the outputs of normalisation layers by the factors, inside this context.
 
-    Yields the features of those that were used by now, for `require_all`.
+    Yields the set of features whose factor was used so far, for `require_all`.
     """
     used: set[int] = set()
 
@@ -78,13 +78,13 @@ def scaled(factors: Factors) -> Iterator[set[int]]:
 
 
 def require_all(factors: Factors, used: set[int]) -> None:
-    """Raise ValueError where a factor was not used: nothing would be measured, in silence."""
+    """Raise ValueError if a factor was not used: its noise would silently be missing."""
     if set(factors) - used:
         raise ValueError(NOTHING)
 
 
 def sum_of_squares(grads: Factors) -> Array:
-    """The squared norm of every sample's gradient, `[batch]`."""
+    """Return the squared norm of every sample's gradient, `[batch]`."""
     return jnp.stack([jnp.sum(jnp.square(g), axis=-1) for g in grads.values()]).sum(axis=0)
 
 

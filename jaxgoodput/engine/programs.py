@@ -48,6 +48,7 @@ from jaxgoodput.parallel.strategy import (
 )
 
 T = TypeVar("T")
+Trees = Sequence[PyTree]
 
 # The order in which the partitioner follows shardings: batches first (their rows are cut over DATA_AXIS),
 # then parameters.
@@ -195,12 +196,12 @@ class Programs(abc.ABC):
 
     @property
     def has_groups(self) -> bool:
-        """Whether every batch tells its noise, because several groups have a part of it."""
+        """Whether every batch gives a noise sample, because several groups have a part of it."""
         return False
 
     @abc.abstractmethod
     def can_measure(self, micro_batch_size: int) -> bool:
-        """Return whether a batch of one micro-batch of this many samples per replica tells its noise."""
+        """Return whether a batch of one micro-batch, of this size per replica, gives a noise sample."""
 
     @property
     def is_paced(self) -> bool:
@@ -249,7 +250,7 @@ class Programs(abc.ABC):
     def rehearsals(self, *, accumulate: bool) -> tuple[int, ...]:
         """Return the batches to rehearse, each as the number of micro-batches before its last one.
 
-        None if several processes would have to run the collectives together.
+        There are none if several processes would have to run the collectives together.
         """
         if self.layout.mesh.is_multi_process:
             return ()
@@ -357,49 +358,33 @@ class Programs(abc.ABC):
     # -- how a family computes sums --------------------------------------------------------------
 
     @abc.abstractmethod
-    def _accumulate(
-        self, begun: Sequence[PyTree], inputs: Sequence[PyTree], old: Sums | None
-    ) -> Sums:
+    def _accumulate(self, begun: Trees, inputs: Trees, old: Sums | None) -> Sums:
         """Return the sums with one more micro-batch, in the form of `partial_sums`.
 
         `begun` is in the form of `abstract_work`, `inputs` in the form of `abstract_batch`.
         """
 
     @abc.abstractmethod
-    def _whole(
-        self,
-        begun: Sequence[PyTree],
-        inputs: Sequence[PyTree],
-        old: Sums | None,
-        *,
-        measure: bool,
-    ) -> Sums:
+    def _whole(self, begun: Trees, inputs: Trees, old: Sums | None, *, measure: bool) -> Sums:
         """Return the reduced sums of the whole batch: of `old`, if any, and a last micro-batch."""
 
     def _merged(
         self,
-        begun: Sequence[PyTree],
+        begun: Trees,
         replica: ArrayLike,
         batch: PyTree,
         mask: Array,
         old: Sums | None,
         *,
-        measure: bool = True,
-        blocks: int = 1,
         part: Array | None = None,
-        alone: bool = False,
+        **how: Any,
     ) -> Sums:
         """Return the sums with one more micro-batch, of one replica or of all. See `local_sums`."""
         params, scale, model_state, key, step = begun
         # Every (step, replica, micro-batch) has a random stream of its own.
         count = 0 if old is None else old.calls
         key = jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(key, step), replica), count)
-        how = {
-            "measure": measure,
-            "blocks": blocks,
-            "alone": alone,
-            "swaps": self._swaps_products,
-        }
+        how = {"measure": True, "blocks": 1, "alone": False, "swaps": self._swaps_products} | how
 
         def sums(*arguments: PyTree) -> Sums:
             *values, part = arguments
@@ -457,13 +442,13 @@ class Programs(abc.ABC):
             return pure.init_state(problem, key, dict(zip(given, values, strict=True)))
 
         arguments = (key, *(leaves[name] for name in given))
-        return Program(run, tuple(range(1, len(arguments))), arguments, _shardings(state))
+        return Program(run, tuple(range(1, len(arguments))), arguments, shardings_of(state))
 
     def average(self) -> Program:
         """Build the program from parameters to an average that starts at them."""
         state = self.abstract_state()
         run = partial(pure.first_average, self.problem)
-        return Program(run, (), (state.params,), _shardings(state.ema))
+        return Program(run, (), (state.params,), shardings_of(state.ema))
 
     def zeros(self) -> Program:
         """Build the program that makes a throw-away state of zeros."""
@@ -473,7 +458,7 @@ class Programs(abc.ABC):
                 return jnp.broadcast_to(jax.random.key(0), s.shape)
             return jnp.zeros(s.shape, s.dtype)
 
-        out = _shardings(self.abstract_state())
+        out = shardings_of(self.abstract_state())
         return Program(lambda: jax.tree.map(zero, self.state), (), (), out)
 
     def begin(self) -> Program:
@@ -483,7 +468,7 @@ class Programs(abc.ABC):
         """
         state, (params, scale, *_) = self.abstract_state(), self.abstract_work
         out = (() if self.problem.compute_dtype is None else params, scale)
-        return Program(self._begin, (), (state.params, state.opt_state), _shardings(out))
+        return Program(self._begin, (), (state.params, state.opt_state), shardings_of(out))
 
     def update(self) -> Program:
         """Build the program from (state, reduced sums) to (state, packed metrics); donates the state."""
@@ -493,7 +478,7 @@ class Programs(abc.ABC):
             state, metrics = self._update(state, total, measure=True)
             return state, metrics.packed()
 
-        out = (_shardings(state), self.layout.replicated)
+        out = (shardings_of(state), self.layout.replicated)
         return Program(run, (0,), (state, self.reduced_sums()), out)
 
     def _begin(self, params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
@@ -529,8 +514,8 @@ class Programs(abc.ABC):
             return self._accumulate(arguments[:5], arguments[5 : len(fixed)], old)
 
         if first:
-            return Program(run, (), fixed, _shardings(sums))
-        return Program(run, (len(fixed),), (*fixed, sums), _shardings(sums))
+            return Program(run, (), fixed, shardings_of(sums))
+        return Program(run, (len(fixed),), (*fixed, sums), shardings_of(sums))
 
     def step(self, shape: SampleShape, *, measure: bool) -> Program:
         """Build the step of one micro-batch: (state, batch, mask, control) to (state, packed metrics).
@@ -564,30 +549,28 @@ class Programs(abc.ABC):
         return Program(run, (0,), arguments, self._out())
 
     def _out(self) -> tuple[PyTree, NamedSharding]:
-        return _shardings(self.abstract_state()), self.layout.replicated
+        return shardings_of(self.abstract_state()), self.layout.replicated
 
-    def _fused(
-        self, state: TrainState, inputs: Sequence[PyTree], sums: Sums | None, *, measure: bool
-    ) -> Sums:
+    def _fused(self, state: TrainState, inputs: Trees, sums: Sums | None, *, measure: bool) -> Sums:
         """Return the sums of the whole batch, from `sums` so far and the last micro-batch."""
         params = cast(state.params, self.problem.compute_dtype)
         scale = self._scale(state.params, state.opt_state) if measure else ()
         begun = (params, scale, state.model_state, state.key, state.step)
         return self._whole(begun, self._split(inputs)[0], sums, measure=measure)
 
-    def _split(self, inputs: Sequence[PyTree]) -> tuple[Sequence[PyTree], Sequence[Array]]:
+    def _split(self, inputs: Trees) -> tuple[Trees, Sequence[Array]]:
         """Return a fused step's inputs as the batch's own and the control vectors, if any."""
         end = len(inputs) - bool(self.control_size)
         return inputs[:end], inputs[end:]
 
-    def _packed(self, metrics: StepMetrics[Array], inputs: Sequence[PyTree]) -> Array:
+    def _packed(self, metrics: StepMetrics[Array], inputs: Trees) -> Array:
         """Return the metrics as one vector, followed by the sum of all control vectors."""
         control = [jnp.sum(rows, axis=0) for rows in self._split(inputs)[1]]
         return jnp.concatenate([metrics.packed(), *control])
 
 
 class RowComparison:
-    """Compares a part of a micro-batch's rows with all of them, which tells the noise of its gradient.
+    """Measures gradient noise in one micro-batch, by comparing a part of its rows with all of them.
 
     `state` and `rows`, a batch of two, are abstract. `couples` says that the samples of a micro-batch must be
     computed together.
@@ -609,7 +592,7 @@ class RowComparison:
         self.couples = couples
 
     def is_possible(self, micro_batch_size: int) -> bool:
-        """Return whether one micro-batch of this many samples per replica tells its noise."""
+        """Return whether one micro-batch, of this many samples per replica, gives a noise sample."""
         if self.problem.from_norm_layers or self._is_apart(micro_batch_size):
             return True
         return self._can_leave_out and self.layout.num_replicas * micro_batch_size > 1
@@ -674,19 +657,10 @@ class GlobalPrograms(Programs):
         """Return the reduced sums: there are no others."""
         return self.reduced_sums()
 
-    def _accumulate(
-        self, begun: Sequence[PyTree], inputs: Sequence[PyTree], old: Sums | None
-    ) -> Sums:
+    def _accumulate(self, begun: Trees, inputs: Trees, old: Sums | None) -> Sums:
         return self._all_rows(begun, inputs, old, measure=True)
 
-    def _whole(
-        self,
-        begun: Sequence[PyTree],
-        inputs: Sequence[PyTree],
-        old: Sums | None,
-        *,
-        measure: bool,
-    ) -> Sums:
+    def _whole(self, begun: Trees, inputs: Trees, old: Sums | None, *, measure: bool) -> Sums:
         alone = old is None
         if not measure or old is not None or self.problem.from_norm_layers:
             return self._all_rows(begun, inputs, old, measure=measure, alone=alone)
@@ -694,33 +668,15 @@ class GlobalPrograms(Programs):
         part = self._part(begun, *inputs)
         return pure.in_two(self.problem, total, part, begun[1], cut=self.layout.strategy.is_cut)
 
-    def _part(self, begun: Sequence[PyTree], batch: PyTree, mask: Array, *number: Array) -> Sums:
+    def _part(self, begun: Trees, batch: PyTree, mask: Array, *number: Array) -> Sums:
         """Return the sums of a part of every replica's rows."""
         some, part = self.row_comparison.choose(batch, mask)
         return self._all_rows(begun, (*some, *number), None, measure=False, part=part, alone=True)
 
-    def _all_rows(
-        self,
-        begun: Sequence[PyTree],
-        inputs: Sequence[PyTree],
-        old: Sums | None,
-        *,
-        measure: bool,
-        part: Array | None = None,
-        alone: bool = False,
-    ) -> Sums:
+    def _all_rows(self, begun: Trees, inputs: Trees, old: Sums | None, **how: Any) -> Sums:
         batch, mask, *number = inputs
-        return self._merged(
-            begun,
-            number[0] if number else 0,
-            batch,
-            mask,
-            old,
-            measure=measure,
-            blocks=self.layout.num_replicas,
-            part=part,
-            alone=alone,
-        )
+        group = number[0] if number else 0
+        return self._merged(begun, group, batch, mask, old, blocks=self.layout.num_replicas, **how)
 
 
 class SeparatePrograms(Programs):
@@ -767,7 +723,7 @@ class SeparatePrograms(Programs):
     def reduce(self) -> Program:
         """Build the program from the sums of the replicas to those of the batch; donates nothing."""
         run = self._manual(lambda sums: self._total(first_row(sums)), (ROWS,), WHOLE)
-        return Program(run, (), (self.partial_sums(),), _shardings(self.reduced_sums()))
+        return Program(run, (), (self.partial_sums(),), shardings_of(self.reduced_sums()))
 
     def spread(self) -> Program:
         """Build the program from reduced sums to parts of them, from which a batch goes on."""
@@ -777,7 +733,7 @@ class SeparatePrograms(Programs):
             return as_row(sums.part_of(replica, self.layout.num_replicas))
 
         run = self._manual(body, (WHOLE,), ROWS)
-        return Program(run, (), (self.reduced_sums(),), _shardings(self.partial_sums()))
+        return Program(run, (), (self.reduced_sums(),), shardings_of(self.partial_sums()))
 
     def abstract_batch(self, shape: SampleShape) -> tuple[PyTree, ...]:
         """Return (batch, mask, the number of each replica among those of all processes)."""
@@ -785,35 +741,20 @@ class SeparatePrograms(Programs):
         numbers = jax.ShapeDtypeStruct((replicas,), jnp.int32, sharding=sharding)
         return *super().abstract_batch(shape), numbers
 
-    def _accumulate(
-        self, begun: Sequence[PyTree], inputs: Sequence[PyTree], old: Sums | None
-    ) -> Sums:
+    def _accumulate(self, begun: Trees, inputs: Trees, old: Sums | None) -> Sums:
         def body(*arguments: PyTree) -> Sums:
             return as_row(self._one_replica(*arguments))
 
         return self._on_replicas(body, begun, inputs, old, out=ROWS)
 
-    def _whole(
-        self,
-        begun: Sequence[PyTree],
-        inputs: Sequence[PyTree],
-        old: Sums | None,
-        *,
-        measure: bool,
-    ) -> Sums:
+    def _whole(self, begun: Trees, inputs: Trees, old: Sums | None, *, measure: bool) -> Sums:
         def body(*arguments: PyTree) -> Sums:
             return self._total(self._one_replica(*arguments, measure=measure))
 
         return self._on_replicas(body, begun, inputs, old, out=WHOLE)
 
     def _on_replicas(
-        self,
-        body: Callable[..., Sums],
-        begun: Sequence[PyTree],
-        inputs: Sequence[PyTree],
-        old: Sums | None,
-        *,
-        out: PartitionSpec,
+        self, body: Callable[..., Sums], begun: Trees, inputs: Trees, old: Sums | None, *, out: Any
     ) -> Sums:
         rows = (*inputs, *(() if old is None else (old,)))
         run = self._manual(body, (WHOLE, *(ROWS for _ in rows)), out)
@@ -821,7 +762,7 @@ class SeparatePrograms(Programs):
 
     def _one_replica(
         self,
-        begun: Sequence[PyTree],
+        begun: Trees,
         batch: PyTree,
         mask: Array,
         numbers: Array,
@@ -876,7 +817,8 @@ def _placed(tree: PyTree, sharding: NamedSharding) -> PyTree:
     return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), tree)
 
 
-def _shardings(tree: PyTree) -> PyTree:
+def shardings_of(tree: PyTree) -> PyTree:
+    """Return the shardings of a tree's leaves."""
     return jax.tree.map(lambda x: x.sharding, tree)
 
 

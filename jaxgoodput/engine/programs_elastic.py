@@ -11,7 +11,6 @@ are added up. If the model is cut, a device's buffer is added to the buffers at 
 
 import abc
 import dataclasses
-from collections.abc import Sequence
 from functools import cached_property, partial
 from typing import Any, ClassVar
 
@@ -31,9 +30,11 @@ from jaxgoodput.engine.programs import (
     Programs,
     SampleShape,
     SeparatePrograms,
+    Trees,
     as_row,
     control_rows,
     first_row,
+    shardings_of,
 )
 from jaxgoodput.engine.state import StepMetrics, Sums, TrainState
 from jaxgoodput.parallel.place import DEVICE_AXIS, GROUP_AXIS
@@ -64,10 +65,10 @@ class OverGroups(Programs):
     @property
     @abc.abstractmethod
     def has_groups(self) -> bool:
-        """Whether every batch tells its noise, because several groups of samples are part of it."""
+        """Whether every batch gives a noise sample, because several groups have a part of it."""
 
     def can_measure(self, micro_batch_size: int) -> bool:
-        """Return whether a batch of one micro-batch tells its noise: by groups, or by rows if alone."""
+        """Return whether a batch of one micro-batch gives a noise sample: by groups, or by rows if alone."""
         return self.has_groups or self.row_comparison.is_possible(micro_batch_size)
 
     def training(self, shape: SampleShape, *, accumulate: bool) -> tuple[partial[Program], ...]:
@@ -139,7 +140,7 @@ class OverGroups(Programs):
         """What one device holds of the sums, abstract."""
 
     @abc.abstractmethod
-    def _compared(self, begun: Sequence[PyTree], inputs: Sequence[PyTree]) -> Sums:
+    def _compared(self, begun: Trees, inputs: Trees) -> Sums:
         """Return the sums of a micro-batch, with the noise of two groups of its rows."""
 
     def measured(self, shape: SampleShape) -> Program:
@@ -150,7 +151,7 @@ class OverGroups(Programs):
             total = self._compared(arguments[:5], arguments[5:])
             return dataclasses.replace(total, square=None)  # other groups' sums have none
 
-        return Program(run, (), fixed, jax.tree.map(lambda x: x.sharding, sums))
+        return Program(run, (), fixed, shardings_of(sums))
 
     @abc.abstractmethod
     def pack(self) -> Program:
@@ -206,7 +207,7 @@ class ElasticPrograms(OverGroups, SeparatePrograms):
         """Whether there are several devices: each is a replica, and a group of samples."""
         return self.world.size > 1
 
-    def _compared(self, begun: Sequence[PyTree], inputs: Sequence[PyTree]) -> Sums:
+    def _compared(self, begun: Trees, inputs: Trees) -> Sums:
         batch, mask, numbers = inputs
         total = self._merged(begun, numbers[0], batch, mask, None, measure=False)
         some, part = self.row_comparison.choose(batch, mask)
@@ -263,7 +264,7 @@ class GroupPrograms(OverGroups, GlobalPrograms):
         """Cuts a row for each device of the group."""
         return PartitionSpec(self.layout.mesh.axis_names)
 
-    def _compared(self, begun: Sequence[PyTree], inputs: Sequence[PyTree]) -> Sums:
+    def _compared(self, begun: Trees, inputs: Trees) -> Sums:
         return self._whole(begun, inputs, None, measure=True)
 
     def numbers(self) -> tuple[Array, ...]:

@@ -1,13 +1,12 @@
-"""Programs of a step that reads rows of tables, changes those, and passes over no others.
+"""Programs of a step that reads rows of embedding tables and changes only those rows.
 
-A table's slots are no part of the state: they come with every step, donated, and leave it with the rows of
-its batch changed. To all that computes gradients and their noise, the rows of a batch are a leaf of the
-parameters: of as many rows as its micro-batch has ids, so that one executable does for all batches of a size.
-What is beside the rows is in `WithRows.own`, of parameters, their gradients and scales, and of a batch, whose
-`rows` say which of those each id is.
+A table's slots are not part of the state: they come with every step, donated, and leave it with the batch's
+rows changed. For gradients and their noise, the rows of a batch are a leaf of the parameters, with one row
+per id of the micro-batch, so one executable serves all batches of a size. `WithRows` holds a tree beside its
+rows: parameters, their gradients and scales, and batches, whose `rows` say which row each id reads.
 
-Rows that most batches read and rows that hardly any does are groups of their own for the noise: the first
-learn like the rest of the model, the second hold most of the variance, and a larger batch costs them nothing.
+Rows that most batches read, and rows that few batches read, are separate noise groups. The first learn like
+the rest of the model; the second hold most of the variance, and a larger batch costs them nothing.
 """
 
 import dataclasses
@@ -28,7 +27,7 @@ from jaxgoodput.embedding.rows import EMBEDDING
 from jaxgoodput.embedding.step import read_rows, write_rows
 from jaxgoodput.embedding.table import Lookup
 from jaxgoodput.engine import step as pure
-from jaxgoodput.engine.programs import GlobalPrograms, Program, SampleShape
+from jaxgoodput.engine.programs import GlobalPrograms, Program, SampleShape, shardings_of
 from jaxgoodput.engine.state import StepMetrics, Sums, TrainState, cast, split
 from jaxgoodput.optim import adaptive as adaptation
 from jaxgoodput.optim.noise import leaf_groups
@@ -40,7 +39,7 @@ OFTEN, SELDOM = "often", "seldom"
 
 @struct
 class WithRows:
-    """A tree, and beside it what belongs to the rows that a batch reads, by table."""
+    """A tree, and values for the rows that a batch reads, by table."""
 
     own: PyTree
     rows: Mapping[str, Any]
@@ -48,37 +47,38 @@ class WithRows:
 
 @dataclass(frozen=True)
 class RowProblem(pure.Problem):
-    """A problem whose loss reads rows: `loss_and_state` gets them by `rows=`, and `tx` is `rows_apart`.
+    """A problem whose loss reads rows of tables. Made by `with_tables`.
 
-    Its parameters, as a state has them, are without rows; where a loss is only looked at, rows are zeros.
+    `loss_and_state` gets the rows as `rows=`, and `tx` is a `rows_apart`. A state's parameters have no rows;
+    if the loss is only traced for inspection, rows are zeros.
     """
 
     tables: Mapping[str, Table] = field(default_factory=dict)
     divisors: Mapping[str, Array] | None = None
-    """What the tables' optimizers divide the gradients of a batch's rows by, while that is known."""
+    """What the tables' optimizers divide row gradients by; None outside a step."""
     is_often: Mapping[str, Array] | None = None
-    """Bool `[rows]`: which of a batch's rows are read often, while that is known."""
+    """Which of a batch's rows are read often, bool `[rows]`; None outside a step."""
 
     def mask(self, params: PyTree) -> PyTree:
-        """Which leaves train: all rows do."""
+        """Return which leaves train: all rows do."""
         if not isinstance(params, WithRows):
             return super().mask(params)
         return WithRows(own=super().mask(params.own), rows=dict.fromkeys(params.rows, True))
 
     def preconditioner(self, opt_state: PyTree, kept: PyTree) -> PyTree | None:
-        """What the optimizers divide gradients by, those of the rows too."""
+        """Return what the optimizers divide gradients by, for parameters and rows."""
         if not isinstance(kept, WithRows):
             return super().preconditioner(opt_state, kept)
         own = super().preconditioner(opt_state, kept.own)
         if not self.preconditioned:
             return None
-        if own is None:  # another optimizer beside tables whose own divides
+        if own is None:  # the dense optimizer does not divide, the tables' own do
             own = jax.tree.map(lambda x: jnp.ones(x.shape), kept.own)
         assert self.divisors is not None
         return WithRows(own=own, rows=self.divisors)
 
     def apart(self, norms_of: Callable[[pure.Pick], T]) -> T:
-        """Norms of all leaves; of tables, which are last, of rows that are read often and of the others."""
+        """Return the norms of all leaves; tables come last, with rows read often and others apart."""
         is_often = self.is_often
         if is_often is None:
             return super().apart(norms_of)
@@ -95,14 +95,14 @@ class RowProblem(pure.Problem):
 
 
 def as_seen(tree: PyTree) -> PyTree:
-    """A tree like gradients with a leaf for each of the norms of `RowProblem.apart`, in their order."""
+    """Return gradients as a tree with a leaf for each norm of `RowProblem.apart`, in that order."""
     if not isinstance(tree, WithRows):
         return tree
     return WithRows(own=tree.own, rows={n: {OFTEN: x, SELDOM: x} for n, x in tree.rows.items()})
 
 
 def with_tables(problem: pure.Problem, tables: Mapping[str, Table]) -> RowProblem:
-    """A problem for a step that reads rows; its loss takes `rows=`, embeddings by table."""
+    """Return `problem` for steps that read rows; its loss takes `rows=`, embeddings by table."""
     given = {f.name: getattr(problem, f.name) for f in dataclasses.fields(problem)}
     loss, tx = problem.loss_and_state, problem.tx
 
@@ -115,15 +115,13 @@ def with_tables(problem: pure.Problem, tables: Mapping[str, Table]) -> RowProble
             params = params.own
         else:
             read = {n: jnp.zeros((*places[n].shape, t.dim)) for n, t in tables.items()}
-        # What is before is not to be fused with what is behind: see `row_step`.
+        # XLA must not fuse reading rows with the loss: see `row_step`.
         read = jax.lax.optimization_barrier(read)
         return loss(params, model_state, batch.own, key, rows=read, **asked)
 
     def init(params: PyTree) -> PyTree:
         rows = {name: jnp.zeros((1, table.dim)) for name, table in tables.items()}
-        together: Any = WithRows(
-            own=params, rows=rows
-        )  # optax's types know PyTrees of arrays alone
+        together: Any = WithRows(own=params, rows=rows)  # optax's types know only trees of arrays
         return tx.init(together)
 
     given["loss_and_state"] = loss_and_state
@@ -132,10 +130,10 @@ def with_tables(problem: pure.Problem, tables: Mapping[str, Table]) -> RowProble
 
 
 def rows_apart(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """`tx` for what is beside rows; those have an optimizer of their own, and no update here."""
+    """Wrap `tx` for parameters beside rows. Tables have their own optimizers, so rows get no update here."""
     inner = optax.with_extra_args_support(tx)
 
-    # optax's types know PyTrees of arrays alone.
+    # optax's types know only trees of arrays.
     def init(params: Any) -> PyTree:
         return inner.init(params.own)
 
@@ -149,9 +147,9 @@ def rows_apart(tx: optax.GradientTransformation) -> optax.GradientTransformation
 
 
 class RowPrograms(GlobalPrograms):
-    """`GlobalPrograms` whose steps also take the slots of tables and where a batch's rows are in them.
+    """`GlobalPrograms` whose steps also take the slots of tables, and the places of a batch's rows in them.
 
-    Every device has all slots: the rows of a batch are read where it is, and changed alike everywhere.
+    Every device has all slots, reads the rows of its part of the batch, and changes all rows of the batch.
     """
 
     problem: RowProblem
@@ -166,23 +164,22 @@ class RowPrograms(GlobalPrograms):
 
     @cached_property
     def param_groups(self) -> tuple[str, ...]:
-        """The names of the groups of parameters whose noise is told apart: each table is two more."""
+        """Names of the parameter groups whose noise is measured separately: each table adds two."""
         rows = {n: jax.ShapeDtypeStruct((1, t.dim), jnp.float32) for n, t in self.tables.items()}
         return leaf_groups(as_seen(WithRows(own=self._kept, rows=rows)))[0]
 
     def abstract_slots(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """The slots of all tables."""
-        return {
-            name: jax.ShapeDtypeStruct(
-                (table.num_slots, table.layout.num_words),
-                jnp.uint32,
-                sharding=self.layout.replicated,
-            )
-            for name, table in self.tables.items()
-        }
+        """Return the abstract slots of all tables."""
+        whole = self.layout.replicated
+
+        def one(table: Table) -> jax.ShapeDtypeStruct:
+            shape = (table.num_slots, table.layout.num_words)
+            return jax.ShapeDtypeStruct(shape, jnp.uint32, sharding=whole)
+
+        return {name: one(table) for name, table in self.tables.items()}
 
     def num_rows(self, shape: SampleShape) -> dict[str, int]:
-        """How many rows of each table a micro-batch has room for: one for each of its ids."""
+        """Return how many rows of each table a micro-batch may read: one per id."""
         batch = shape.batch(self.layout.num_replicas * shape.micro_batch_size)
         return {
             name: min(math.prod(batch.rows[name].shape), table.num_slots)
@@ -190,7 +187,7 @@ class RowPrograms(GlobalPrograms):
         }
 
     def abstract_lookups(self, shape: SampleShape) -> dict[str, Lookup]:
-        """The slots of a micro-batch's rows, and which of them are read often."""
+        """Return the abstract slots of a micro-batch's rows, and which of them are read often."""
         whole = self.layout.replicated
         return {
             name: Lookup(
@@ -202,8 +199,9 @@ class RowPrograms(GlobalPrograms):
         }
 
     def step(self, shape: SampleShape, *, measure: bool) -> Program:
-        """A whole step of one micro-batch, from (state, slots, lookups, batch, mask) and control vectors, if
-        there are any, to (state, slots, packed metrics); donates state and slots.
+        """Build the step of one micro-batch; donates state and slots.
+
+        It goes from (state, slots, lookups, batch, mask, control) to (state, slots, packed metrics).
         """
 
         def run(state: TrainState, slots: Any, lookups: Any, *inputs: PyTree):
@@ -212,9 +210,8 @@ class RowPrograms(GlobalPrograms):
             begun = self._begun(problem, state, rows, measure=measure)
             batch = self._split(inputs)[0]
             total = self._all_rows(begun, batch, None, measure=False, alone=True)
-            total = jax.lax.optimization_barrier(
-                total
-            )  # gradients do not depend on what is measured
+            # Measuring must not change how gradients are compiled.
+            total = jax.lax.optimization_barrier(total)
             if measure:
                 part = self._part(begun, *batch)
                 total = pure.in_two(problem, total, part, begun[1], cut=False)
@@ -227,7 +224,7 @@ class RowPrograms(GlobalPrograms):
         inputs = (*self.abstract_batch(shape), *self.abstract_control())
         arguments = (state, slots, self.abstract_lookups(shape), *inputs)
         out = (
-            jax.tree.map(lambda x: x.sharding, state),
+            shardings_of(state),
             dict.fromkeys(slots, self.layout.replicated),
             self.layout.replicated,
         )
@@ -236,18 +233,15 @@ class RowPrograms(GlobalPrograms):
     # -- inside a program --------------------------------------------------------------------------
 
     def _read(self, slots: Any, lookups: Any) -> dict[str, dict[str, Array]]:
-        """The fields of the rows that a micro-batch reads."""
+        """Read the fields of a micro-batch's rows from the slots."""
         return jax.lax.optimization_barrier(
-            {
-                name: read_rows(slots[name], lookups[name], table.layout)
-                for name, table in self.tables.items()
-            }
+            {n: read_rows(slots[n], lookups[n], t.layout) for n, t in self.tables.items()}
         )
 
     def _begun(
         self, problem: RowProblem, state: TrainState, rows: Any, *, measure: bool
     ) -> tuple[PyTree, ...]:
-        """`abstract_work` with the embeddings of a micro-batch among the parameters."""
+        """Return values in the form of `abstract_work`, with a micro-batch's rows among the parameters."""
         params = WithRows(own=state.params, rows=_embeddings(rows))
         scale = ()
         if measure and self.problem.preconditioned:
@@ -257,9 +251,7 @@ class RowPrograms(GlobalPrograms):
         return params, scale, state.model_state, state.key, state.step
 
     def _knowing(self, rows: Any, lookups: Any) -> RowProblem:
-        """The problem, while it is known by what the gradients of these rows are divided, and which are read
-        often.
-        """
+        """Return the problem inside a step: with the divisors of these rows, and which are read often."""
         found = {name: t.optimizer.divisor(rows[name]) for name, t in self.tables.items()}
         is_often = {name: lookups[name].is_often for name in self.tables}
         return dataclasses.replace(self.problem, divisors=found, is_often=is_often)
@@ -274,10 +266,10 @@ class RowPrograms(GlobalPrograms):
         total: Sums,
         measure: bool,
     ) -> tuple[TrainState, dict[str, Array], StepMetrics[Array]]:
-        """The next state, and slots in which the rows of a batch have changed."""
+        """Return the next state, the slots with a batch's rows changed, and metrics."""
         total = jax.lax.optimization_barrier(total)
-        embeddings = _embeddings(rows)
-        before = dataclasses.replace(state, params=WithRows(own=state.params, rows=embeddings))
+        params = WithRows(own=state.params, rows=_embeddings(rows))
+        before = dataclasses.replace(state, params=params)
         after, metrics = pure.update(problem, before, total, measure=measure)
         share = 1.0 / jnp.maximum(total.weight, 1e-30)
         factor = adaptation.gain(after.opt_state)[0]
@@ -286,10 +278,10 @@ class RowPrograms(GlobalPrograms):
             grads = jax.lax.optimization_barrier(total.grads.rows[name] * share)
             changed = table.optimizer.update(rows[name], grads, factor)
             changed = jax.lax.optimization_barrier(changed)
-            # An update that is refused goes where no slot is.
+            # A refused update is written outside the slots, which drops it.
             own = lookups[name].slots
-            nowhere = table.num_slots + jnp.arange(len(own), dtype=jnp.int32)
-            places = Lookup(slots=jnp.where(metrics.is_finite, own, nowhere), inverse=())
+            outside = table.num_slots + jnp.arange(len(own), dtype=jnp.int32)
+            places = Lookup(slots=jnp.where(metrics.is_finite, own, outside), inverse=())
             changed_slots[name] = write_rows(slots[name], places, table.layout, changed)
         return dataclasses.replace(after, params=after.params.own), changed_slots, metrics
 

@@ -1,8 +1,8 @@
-"""A training state on the disk: its leaves by name, written by any Orbax, read onto any layout.
+"""A training state on disk: its leaves by name, written by any Orbax, read onto any layout.
 
-A leaf is known by its path as `jax.tree_util.keystr` writes it. On the disk the paths are nested dicts and
-lists (`named`), so that whoever has Orbax finds `params` as he would expect. What is read says of every
-leaf where it goes, and each device reads its own part.
+A leaf is identified by its path as `jax.tree_util.keystr` writes it. On disk the paths are nested dicts and
+lists (`named`), so any user of Orbax finds `params` in the usual form. A read says for every leaf where it
+goes, and each device reads only its own part.
 """
 
 import ast
@@ -21,6 +21,7 @@ from jaxtyping import Array, PyTree
 
 from jaxgoodput.engine.state import Variables
 from jaxgoodput.parallel.partition import leaves_by_name
+from jaxgoodput.parallel.plan import intersection, num_elements, within
 
 # A step of a leaf's path: an attribute, or a key in brackets.
 _KEY = re.compile(r"""\.([^.\[]+)|\[('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[^\]]*)\]""")
@@ -30,23 +31,23 @@ Keys = tuple[str | int, ...]
 
 @dataclass(frozen=True)
 class LeafKind:
-    """What a leaf of the state is."""
+    """Shape and type of a leaf of the state."""
 
     shape: tuple[int, ...]
     dtype: str
 
     @classmethod
     def of(cls, x: Any) -> "LeafKind":
-        """Of an array, or an abstract one."""
+        """Return the kind of an array, which may be abstract."""
         return cls(tuple(x.shape), str(x.dtype))
 
     @property
     def is_key(self) -> bool:
-        """Whether it holds keys of random numbers."""
+        """Whether the leaf holds PRNG keys."""
         return self.dtype.startswith("key<")
 
     def may_become(self, other: "LeafKind") -> bool:
-        """Whether values of this kind can be read as values of another: only floating types change."""
+        """Return whether values of this kind can be read as `other`: only floating types may change."""
         floats = [
             not kind.is_key and jnp.issubdtype(jnp.dtype(kind.dtype), jnp.floating)
             for kind in (self, other)
@@ -58,12 +59,12 @@ class LeafKind:
 
 
 def describe(state: PyTree) -> dict[str, LeafKind]:
-    """What every leaf is, by its path: tells one model's state from another's."""
+    """Return the kind of every leaf by its path, which tells one model's state from another's."""
     return {path: LeafKind.of(x) for path, x in _by_path(state).items()}
 
 
 def differences(saved: Mapping[str, LeafKind], wanted: Mapping[str, LeafKind]) -> list[str]:
-    """How two descriptions differ, one sentence a leaf."""
+    """Return how two descriptions differ, one sentence per leaf."""
     found = []
     for path in sorted(saved.keys() | wanted.keys()):
         a, b = saved.get(path), wanted.get(path)
@@ -80,7 +81,7 @@ def differences(saved: Mapping[str, LeafKind], wanted: Mapping[str, LeafKind]) -
 
 
 def keys_of(path: str) -> Keys:
-    """The steps of a leaf's path.
+    """Return the steps of a leaf's path.
 
     >>> keys_of(".params['layers'][0]['w']")
     ('params', 'layers', 0, 'w')
@@ -96,7 +97,7 @@ def keys_of(path: str) -> Keys:
 
 
 def named(leaves: Mapping[Keys, Any]) -> Any:
-    """Leaves as nested dicts and lists; a sequence with holes, as optimizers have, is a dict by number.
+    """Return leaves as nested dicts and lists. A sequence with holes, as in optimizers, is a dict by number.
 
     >>> named({("a", 0): 1, ("a", 1): 2, ("b", 3, "c"): 4})
     {'a': [1, 2], 'b': {'3': {'c': 4}}}
@@ -112,7 +113,7 @@ def named(leaves: Mapping[Keys, Any]) -> Any:
 
 
 def require_names(tree: PyTree, what: str) -> None:
-    """Raise ValueError where two leaves have one name on the disk, the steps of a path joined by dots."""
+    """Raise ValueError if two leaves have the same name on disk: the steps of a path joined by dots."""
     seen: dict[str, str] = {}
     for path in _by_path(tree):
         other = seen.setdefault(".".join(map(str, keys_of(path))), path)
@@ -124,7 +125,7 @@ def require_names(tree: PyTree, what: str) -> None:
 
 
 def plain(state: PyTree) -> dict[str, PyTree]:
-    """A state as it goes to the disk: plain arrays by name, keys as their data."""
+    """Return a state as it is written: plain arrays by name, PRNG keys as their data."""
     return named({keys_of(path): _data(x) for path, x in _by_path(state).items()})
 
 
@@ -134,10 +135,10 @@ def plain(state: PyTree) -> dict[str, PyTree]:
 def read(
     folder: pathlib.Path, keys: Mapping[str, Keys], wanted: Mapping[str, jax.ShapeDtypeStruct]
 ) -> dict[str, Any]:
-    """Leaves by their paths, as plain arrays: where they are wanted; on the host where no sharding is said.
+    """Read leaves by their paths, as plain arrays on the `wanted` shardings; without one, on the host.
 
-    `keys` says of all leaves that are there where they are. Floating leaves come in the type that is
-    wanted. Waits for no other process. Raises what Orbax raises where the folder is damaged.
+    `keys` has the place on disk of every leaf that was saved. Floating leaves come in the wanted type. Waits
+    for no other process. A damaged folder raises an error of Orbax.
     """
     item = named({place: wanted.get(path, ocp.PLACEHOLDER) for path, place in keys.items()})
     here = jax.process_index()
@@ -155,7 +156,7 @@ def read(
 
 
 def read_like(folder: pathlib.Path, keys: Mapping[str, Keys], abstract: PyTree) -> PyTree:
-    """A tree of leaves in the form of `abstract`, which says where they go, in buffers of their own."""
+    """Read a tree in the form of `abstract`, onto its shardings, in buffers of its own."""
     wanted = _by_path(abstract)
     found = read(folder, keys, {path: abstract_data(leaf) for path, leaf in wanted.items()})
     owned = [taken(found[path], leaf) for path, leaf in wanted.items()]
@@ -163,13 +164,15 @@ def read_like(folder: pathlib.Path, keys: Mapping[str, Keys], abstract: PyTree) 
 
 
 def abstract_data(leaf: Any) -> jax.ShapeDtypeStruct:
-    """What to ask the reader for: a plain array on its leaf's sharding."""
-    data = jax.eval_shape(_data, leaf) if _is_key(leaf) else leaf  # a trace takes its time
+    """Return what to ask the reader for: a plain array on the leaf's sharding."""
+    data = (
+        jax.eval_shape(_data, leaf) if _is_key(leaf) else leaf
+    )  # tracing takes time, so only for keys
     return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=leaf.sharding)
 
 
 def taken(x: Array, leaf: Any) -> Array:
-    """What the reader handed over as a leaf of a state; its own buffer is let go."""
+    """Return an array from the reader as a leaf of a state; frees the reader's buffer."""
     own = _owned(x, leaf)
     x.delete()
     return own
@@ -180,15 +183,16 @@ def taken(x: Array, leaf: Any) -> Array:
 
 @dataclass(frozen=True)
 class HostLeaf:
-    """What a process holds of a leaf, as disjoint pieces in memory of their own."""
+    """Copy of what a process holds of a leaf, as disjoint pieces in host memory."""
 
     kind: LeafKind
+    """Kind of the whole leaf."""
     pieces: Mapping[tuple[int, ...], np.ndarray]
-    """By the index of their first element."""
+    """Pieces by the index of their first element."""
 
     @classmethod
     def of(cls, x: Array) -> "HostLeaf":
-        """A copy of what lies on this process's devices."""
+        """Copy what this process's devices hold."""
         pieces: dict[tuple[int, ...], np.ndarray] = {}
         for shard in x.addressable_shards:
             start = tuple(part.indices(n)[0] for part, n in zip(shard.index, x.shape, strict=True))
@@ -197,63 +201,60 @@ class HostLeaf:
         return cls(LeafKind.of(x), pieces)
 
     def at(self, index: Any) -> np.ndarray:
-        """The part of the leaf in a box of slices. Raises ValueError where it is not all here."""
-        spans = [part.indices(n)[:2] for part, n in zip(index, self.kind.shape, strict=True)]
-        whole = self.pieces.get(tuple(first for first, _ in spans))
-        shape = tuple(last - first for first, last in spans)
+        """Return the part of the leaf in a box of slices. Raises ValueError if this process lacks some."""
+        box = tuple(part.indices(n)[:2] for part, n in zip(index, self.kind.shape, strict=True))
+        shape = tuple(last - first for first, last in box)
+        whole = self.pieces.get(tuple(first for first, _ in box))
         if whole is not None and whole.shape == shape:
             return whole
         out, num_found = np.empty(shape, jnp.dtype(self.kind.dtype)), 0
         for start, piece in self.pieces.items():
-            both = [
-                (max(first, own), min(last, own + n))
-                for (first, last), own, n in zip(spans, start, piece.shape, strict=True)
-            ]
-            if all(first < last for first, last in both):
-                there = zip(both, spans, strict=True)
-                here = zip(both, start, strict=True)
-                part = piece[tuple(slice(a - own, b - own) for (a, b), own in here)]
-                out[tuple(slice(a - first, b - first) for (a, b), (first, _) in there)] = part
-                num_found += part.size
+            held = tuple((first, first + n) for first, n in zip(start, piece.shape, strict=True))
+            common = intersection(box, held)
+            if common is not None:
+                out[within(common, box)] = piece[within(common, held)]
+                num_found += num_elements(common)
         if num_found != out.size:
-            raise ValueError(f"of {self.kind} this process holds {num_found} of {out.size} values.")
+            raise ValueError(
+                f"this process holds {num_found} of {out.size} values of a leaf {self.kind}, so the state "
+                "cannot be put together from memory. Restore a checkpoint."
+            )
         return out
 
 
 def on_host(state: PyTree) -> dict[str, HostLeaf]:
-    """What this process holds of a state, by path, as plain arrays in memory of their own."""
+    """Copy what this process holds of a state to the host, by path, as plain arrays."""
     return {path: HostLeaf.of(_data(x)) for path, x in _by_path(state).items()}
 
 
 def whole_on_host(leaves: Mapping[str, HostLeaf], abstract: PyTree) -> PyTree:
-    """A tree in the form of `abstract` of what `on_host` gave, whole and on the host; keys as keys.
+    """Return a tree in the form of `abstract`, whole and on the host, from a copy by `on_host`.
 
-    Raises ValueError where parts of it are not here.
+    Raises ValueError if this process lacks parts of it.
     """
 
     def whole(x: HostLeaf, leaf: Any) -> Any:
         host = x.at(tuple(slice(0, n) for n in x.kind.shape))
-        if not _is_key(leaf):
-            return host
-        return jax.random.wrap_key_data(
-            jnp.asarray(host), impl=jax.random.key_impl(_key_like(leaf))
-        )
+        return _as_key(jnp.asarray(host), leaf) if _is_key(leaf) else host
 
     trees = [whole(leaves[path], leaf) for path, leaf in _by_path(abstract).items()]
     return jax.tree.unflatten(jax.tree.structure(abstract), trees)
 
 
 def from_host(leaves: Mapping[str, HostLeaf], abstract: PyTree) -> PyTree:
-    """A tree in the form of `abstract`, which says where leaves go, of what `on_host` gave.
+    """Put a copy by `on_host` on devices, in the form of `abstract` and on its shardings.
 
-    Where it goes to several processes, each comes with what its own devices are to hold. Raises ValueError
-    where it is of another model, or does not hold that.
+    If these span processes, each must hold the parts for its own devices. Raises ValueError if the copy
+    lacks them, or is of another model.
     """
     wanted = _by_path(abstract)
     given = {path: x.kind for path, x in leaves.items()}
     told = differences(given, {path: LeafKind.of(abstract_data(x)) for path, x in wanted.items()})
     if told:
-        raise ValueError(f"the state that another process holds is of another model: {told[0]}.")
+        raise ValueError(
+            f"the state that another process sent is of another model: {told[0]}. Start all processes with "
+            "the same program."
+        )
 
     def placed(x: HostLeaf, leaf: Any) -> Array:
         made = jax.make_array_from_callback(x.kind.shape, leaf.sharding, x.at)
@@ -267,10 +268,10 @@ def from_host(leaves: Mapping[str, HostLeaf], abstract: PyTree) -> PyTree:
 
 
 def given_leaves(given: PyTree, variables: Variables) -> dict[str, Array]:
-    """Leaves of a fresh model that a user gives, by their names, on their devices in buffers of their own.
+    """Put a user's initial values on their devices, by name, in buffers of their own.
 
-    `given` is a tree of parameters, or `Variables`, or a part of one; `variables` are the model's own,
-    abstract with shardings. Raises ValueError, naming the leaf, for one that does not fit.
+    `given` is a tree of parameters, `Variables`, or a part of either. `variables` are the model's own,
+    abstract with shardings. Raises ValueError, with the name, for a leaf that does not fit.
     """
     wanted = leaves_by_name(variables)
     if not isinstance(given, Variables):
@@ -281,8 +282,8 @@ def given_leaves(given: PyTree, variables: Variables) -> dict[str, Array]:
     }
     if unknown := [name for name in leaves if name not in wanted]:
         raise ValueError(
-            f"initial= has {some(unknown)}, which the model has not. It has {some([*wanted])}. Give a tree "
-            "like that of init(), or a part of it."
+            f"initial= has {some(unknown)}, which the model has not. It has {some([*wanted])}. Pass a tree "
+            "like the result of init(), or a part of one."
         )
     require_fit({name: LeafKind.of(x) for name, x in leaves.items()}, variables, "initial=")
     return {name: _owned(_global(x, wanted[name]), wanted[name]) for name, x in leaves.items()}
@@ -291,20 +292,23 @@ def given_leaves(given: PyTree, variables: Variables) -> dict[str, Array]:
 def require_fit(
     given: Mapping[str, LeafKind], variables: Variables, source: str, *, is_said: bool = False
 ) -> None:
-    """Raise ValueError where a leaf does not fit; warn of those left to `init` unless the user said so."""
+    """Raise ValueError if a leaf does not fit the model.
+
+    Warns of the model's leaves that are not given, unless `is_said`: the user left them to `init`.
+    """
     wanted = leaves_by_name(variables)
     for name, kind in given.items():
         own = LeafKind.of(wanted[name])
         if not kind.may_become(own):
             raise ValueError(
-                f"{name} is {kind} in {source}, {own} in the model. Leave it to init(): drop it from a "
-                "tree, or have FromCheckpoint(names=...) return None for it."
+                f"{name} is {kind} in {source}, but {own} in the model. Leave it to init(): drop it from the "
+                "tree, or let FromCheckpoint(names=...) return None for it."
             )
     left = [name for name in wanted if name not in given]
     if not given:
         raise ValueError(
-            f"no leaf of the model is in {source}. The model has {some(left)}. Give a tree with such "
-            "leaves, or FromCheckpoint(names=...), which says what they are called there."
+            f"no leaf of the model is in {source}. The model has {some(left)}. Pass a tree with such "
+            "leaves, or FromCheckpoint(names=...) with their names there."
         )
     if left and not is_said:
         logging.warning(
@@ -317,28 +321,33 @@ def require_fit(
 
 
 def some(names: Sequence[str]) -> str:
-    """The first of many names."""
+    """Return the first eight names, as one string."""
     return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
 
 
 def _global(x: Any, leaf: Any) -> Any:
-    """A user's value as a plain array of a leaf's type, which may be put where the leaf goes."""
+    """Return a user's value as a plain array that can be put on the leaf's devices, in its type."""
     x = _data(x)
     x = x if _is_key(leaf) or x.dtype == leaf.dtype else x.astype(leaf.dtype)
     if leaf.sharding.is_fully_addressable:
         return x
-    host = np.asarray(x)  # every process has the whole of it, and puts its own parts
+    host = np.asarray(x)  # every process has all of it, and puts its own parts
     return jax.make_array_from_callback(host.shape, leaf.sharding, lambda index: host[index])
 
 
 def _owned(x: Any, leaf: Any) -> Array:
-    """A plain array as a leaf of a state, in a buffer of its own.
+    """Copy a plain array into a leaf of a state.
 
-    That which it comes in may be shared with the host or with the user, and a state is donated to steps.
+    Its old buffer may be shared with the host or the user, but a state is donated to steps.
     """
     own = jax.block_until_ready(jax.device_put(x, leaf.sharding, may_alias=False))
-    impl = jax.random.key_impl(_key_like(leaf)) if _is_key(leaf) else None
-    return own if impl is None else jax.random.wrap_key_data(own, impl=impl)
+    return _as_key(own, leaf) if _is_key(leaf) else own
+
+
+def _as_key(data: Array, leaf: Any) -> Array:
+    """Return key data as PRNG keys of the leaf's kind; the default kind if the leaf is abstract."""
+    like = leaf if isinstance(leaf, jax.Array) else jax.random.key(0)
+    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(like))
 
 
 def _by_path(tree: PyTree) -> dict[str, Any]:
@@ -352,7 +361,3 @@ def _data(x: Any) -> Any:
 
 def _is_key(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-
-
-def _key_like(x: Any) -> Any:
-    return x if isinstance(x, jax.Array) else jax.random.key(0)

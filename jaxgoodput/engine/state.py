@@ -106,8 +106,8 @@ class TrainState:
         """Raise ValueError if the state was donated."""
         if self.step.is_deleted():
             raise ValueError(
-                "this state was donated already, to a step, an update or a move. Continue with the state that "
-                "it returned."
+                "this state was donated already, to a step, an update or a move. Continue with the state "
+                "that it returned."
             )
 
 

@@ -1,8 +1,8 @@
-"""Pure functions traced once, and replayed wherever the same is to be traced again.
+"""Pure functions traced once, and replayed when the same function is to be traced again.
 
-A run whose processes come and go makes all of its programs anew for every set of them: what was compiled
-is dead, and comes from the disk. But most of that time is Python, in the user's loss, its gradient and the
-optimizer; what these come to (a jaxpr) names no device and lives on.
+An elastic run builds all of its programs anew for every set of processes. Compiling is fast, because
+executables come from the compilation cache on disk; most of the time is Python, in the user's loss, its
+gradient and the optimizer. Their traces (jaxprs) name no device, so later sets can reuse them.
 """
 
 from collections.abc import Callable, Hashable
@@ -21,27 +21,29 @@ from jaxgoodput.parallel.once import Once
 
 @dataclass(frozen=True)
 class _Trace:
+    """A function's jaxpr, and the tree structure of its results."""
+
     jaxpr: ClosedJaxpr
-    structure: Any  # of the results
+    structure: Any
 
 
 class Traces:
-    """What functions came to, by a key and the types of their arguments. Safe from any thread.
+    """Traces of functions, by a key and the types of their arguments. Thread-safe.
 
-    The caller's key tells apart all that a function reads besides its arguments: two calls with one key
-    and arguments of the same types are one computation.
+    The key must cover everything that a function reads besides its arguments: two calls with the same key
+    and argument types are taken for the same computation.
     """
 
     def __init__(self):
         self.once = Once()
-        """Anything else that tracing tells."""
+        """Other results of tracing, by key."""
 
     def __call__(self, key: Hashable, function: Callable[..., PyTree], *arguments: PyTree) -> Any:
-        """`function(*arguments)` within a trace; it is called only where that is not known yet."""
+        """Return `function(*arguments)` inside a trace; calls the function only if no trace is known."""
         leaves, structure = jax.tree.flatten(arguments)
         types = tuple(jax.typeof(leaf) for leaf in leaves)
-        # Inside of a manual mesh the same is another computation.
-        where = jax.sharding.get_abstract_mesh()
+        # Inside a manual mesh, the same function is another computation.
+        mesh = jax.sharding.get_abstract_mesh()
 
         def make() -> _Trace | None:
             results = []
@@ -59,23 +61,23 @@ class Traces:
                 return None
             return _Trace(ClosedJaxpr(jaxpr.jaxpr, consts), results[0])
 
-        trace = self.once((key, structure, types, where), make)
+        trace = self.once((key, structure, types, mesh), make)
         if trace is None:
             return function(*arguments)
         return jax.tree.unflatten(trace.structure, jaxpr_as_fun(trace.jaxpr)(*leaves))
 
 
 def _holds_arrays(jaxpr: Jaxpr) -> bool:
-    """Whether a function within it has an array of its own, which would keep the devices."""
-    inner = [
-        x
-        for one in jaxpr.eqns
-        for x in jax.tree.leaves(list(one.params.values()), is_leaf=_is_jaxpr)
-    ]
-    closed = [x for x in inner if isinstance(x, ClosedJaxpr)]
-    opened = [x.jaxpr for x in closed] + [x for x in inner if isinstance(x, Jaxpr)]
-    own = any(isinstance(const, jax.Array) for x in closed for const in x.consts)
-    return own or any(map(_holds_arrays, opened))
+    """Return whether an inner function has an array of its own, which would keep devices alive."""
+    for one in jaxpr.eqns:
+        for x in jax.tree.leaves(list(one.params.values()), is_leaf=_is_jaxpr):
+            if isinstance(x, ClosedJaxpr):
+                if any(isinstance(const, jax.Array) for const in x.consts):
+                    return True
+                x = x.jaxpr
+            if isinstance(x, Jaxpr) and _holds_arrays(x):
+                return True
+    return False
 
 
 def _is_jaxpr(x: Any) -> bool:
@@ -83,9 +85,9 @@ def _is_jaxpr(x: Any) -> bool:
 
 
 def _on_host(const: Any) -> Any:
-    """A constant that outlives the devices; None where it cannot be had without them."""
-    if isinstance(const, jax.core.Tracer):  # of a trace around this one
+    """Return a constant in host memory; None if it cannot exist without its devices."""
+    if isinstance(const, jax.core.Tracer):  # it belongs to an outer trace
         return None
-    if jnp.issubdtype(const.dtype, jax.dtypes.prng_key):  # no array of numbers
+    if jnp.issubdtype(const.dtype, jax.dtypes.prng_key):  # keys are no array of numbers
         return None
     return np.asarray(const)

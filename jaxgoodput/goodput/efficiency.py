@@ -1,26 +1,29 @@
 """How much a sample of a larger batch is worth, from two moments of the gradient.
 
-Source: McCandlish et al. 2018 (noise scale); Johnson et al. 2020 (AdaScale gain); Pollux,
-equations 5-7. Parameters whose noise differs by orders of magnitude must not be pooled: of a
-recommender's gradient noise, rows that are hardly ever read hold nine tenths, and a larger batch
-costs them nothing. What a sample is worth is then the mean over groups of parameters, weighted by
-their signal.
+Source: McCandlish et al. 2018 (noise scale); Johnson et al. 2020 (AdaScale gain); Pollux, equations 5-7.
+
+Parameters whose noise differs by orders of magnitude must not be pooled. In a recommender, embedding rows
+that are hardly ever read hold nine tenths of the gradient noise, and a larger batch costs them nothing. The
+worth of a sample is therefore a mean over groups of parameters, weighted by their signal.
 """
 
-from typing import TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import numpy as np
 
 from jaxgoodput._pytree import struct
 from jaxgoodput.goodput.perf import Numeric, namespace
 
+# An array `[groups]`; in JSON, a list of numbers.
+PerGroup: TypeAlias = Annotated[Any, tuple[float, ...]]
+
 
 @struct
 class GradParams:
     """The two moments of the gradient that decide the batch, both at the base batch size.
 
-    Scalars, or arrays of one shape. NaN says unknown: every batch but the base then has an unknown
-    worth.
+    Scalars, or arrays of one shape. NaN means unknown: the worth of every batch except the base is then
+    unknown.
     """
 
     sqr: Numeric
@@ -33,28 +36,28 @@ class GradParams:
 class GradGroups:
     """The two moments of every group of parameters, at the base batch size.
 
-    Arrays `[groups]`; NaN says unknown.
+    Arrays `[groups]`; NaN means unknown.
     """
 
-    sqr: Numeric
-    """Squared norm of the group's expected gradient: its share of what training gains."""
-    var: Numeric
-    """Trace of the covariance of the group's gradient, of one base batch."""
+    sqr: PerGroup
+    """Squared norm of the group's expected gradient, which is its share of the progress of training."""
+    var: PerGroup
+    """Trace of the covariance of the group's gradient of one base batch."""
 
 
 Grad: TypeAlias = GradParams | GradGroups
 
 
 def is_known(grad: Grad) -> bool:
-    """Whether every moment is known; on the host."""
+    """Return whether every moment is known. Host values only."""
     return bool(np.isfinite(grad.sqr).all() and np.isfinite(grad.var).all())
 
 
 def gain(grad: Grad, scale: Numeric) -> Numeric:
-    """How many base steps one step at `scale` (batch / base batch) is worth.
+    """Return how many base steps one step at `scale` (batch / base batch) is worth.
 
-    1 at scale 1 whatever the noise; 1 where signal and noise are both zero; at most `scale` above
-    1. NaN where the moments are unknown and the scale is not 1.
+    The gain is 1 at scale 1, whatever the noise, and also if signal and noise are both zero. Above scale 1 it
+    is at most `scale`. It is NaN if the moments are unknown and the scale is not 1.
 
     >>> float(gain(GradParams(sqr=1.0, var=3.0), 3.0))
     2.0
@@ -63,20 +66,19 @@ def gain(grad: Grad, scale: Numeric) -> Numeric:
         return efficiency(grad, scale) * scale
     xp = namespace(grad, scale)
     denominator = grad.var / xp.asarray(scale) + grad.sqr
-    # `<=` and not its opposite: a NaN must stay a NaN and not become the perfect or the worst
-    # answer.
+    # Written with `<=`, because a NaN must stay a NaN and not become the best or the worst answer.
     degenerate = denominator <= 0
     ratio = (grad.var + grad.sqr) / xp.where(degenerate, 1.0, denominator)
     return xp.where(degenerate | (xp.asarray(scale) == 1), 1.0, ratio)
 
 
 def efficiency(grad: Grad, scale: Numeric) -> Numeric:
-    """Progress per sample relative to the base batch: gain / scale.
+    """Return the progress per sample relative to the base batch: gain / scale.
 
-    1 at the base, in (0, 1] above it, and 1 or more below it. Of groups with shares s_i of the signal and
-    noise scales n_i it is sum_i s_i (n_i + base) / (n_i + batch), which above the base batch never exceeds
-    that of the pooled moments (Jensen's inequality); where no group has any signal, that of the pooled
-    moments.
+    It is 1 at the base batch, in (0, 1] above it, and 1 or more below it. For groups with shares s_i of the
+    signal and noise scales n_i it is sum_i s_i (n_i + base) / (n_i + batch). Above the base batch this never
+    exceeds the efficiency of the pooled moments (Jensen's inequality). If no group has any signal, the pooled
+    moments are used.
 
     >>> even = GradGroups(sqr=np.array([1.0, 1.0]), var=np.array([0.0, 1e9]))
     >>> round(float(efficiency(even, 4.0)), 3)
@@ -90,17 +92,16 @@ def efficiency(grad: Grad, scale: Numeric) -> Numeric:
     each = efficiency(GradParams(sqr=grad.sqr, var=grad.var), scale[..., None])
     mean = xp.sum(grad.sqr * each, axis=-1) / xp.where(signal > 0, signal, 1.0)
     pooled = efficiency(GradParams(sqr=signal, var=xp.sum(grad.var, axis=-1)), scale)
-    # `<=` and not its opposite: a NaN must stay a NaN.
+    # Written with `<=`, because a NaN must stay a NaN.
     return xp.where(scale == 1, 1.0, xp.where(signal <= 0, pooled, mean))
 
 
 def noise_scale(grad: Grad, base_batch_size: Numeric) -> Numeric:
-    """The batch size, in samples, at which gradient noise and signal are equal.
+    """Return the batch size, in samples, at which gradient noise and signal are equal.
 
-    Below it a larger batch is almost free; far above it, almost useless: at it, a sample is worth
-    half of what one of a tiny batch is. Of groups it is the batch at which that holds of their mean,
-    weighted by their signal.
-    Infinite where no signal is left; NaN where unknown.
+    Below it, a larger batch is almost free; far above it, almost useless. At the noise scale a sample is
+    worth half as much as a sample of a tiny batch. For groups, it is the batch at which this holds for the
+    mean worth, weighted by signal. It is infinite if there is no signal, and NaN if the moments are unknown.
 
     >>> float(noise_scale(GradParams(sqr=1.0, var=8.0), base_batch_size=64))
     512.0
@@ -115,7 +116,7 @@ def noise_scale(grad: Grad, base_batch_size: Numeric) -> Numeric:
         return each
     signal = xp.sum(grad.sqr, axis=-1)
     share = grad.sqr / xp.where(signal > 0, signal, 1.0)
-    # By bisection in the logarithm, between the smallest and the largest of the groups.
+    # Bisection in the logarithm, between the smallest and the largest noise scale of a group.
     sizes = xp.clip(xp.where(silent, 1.0, each), 1e-9, 1e30)
     low, high = (
         xp.log(xp.min(xp.where(silent, 1e30, sizes), axis=-1)),
@@ -125,4 +126,5 @@ def noise_scale(grad: Grad, base_batch_size: Numeric) -> Numeric:
         middle = (low + high) / 2
         worth = xp.sum(share * sizes / (sizes + xp.exp(middle)[..., None]), axis=-1)
         low, high = xp.where(worth > 0.5, middle, low), xp.where(worth > 0.5, high, middle)
+    # Adding `0 * signal` makes the result NaN if the moments of any group are NaN.
     return xp.where(signal <= 0, xp.inf, xp.exp((low + high) / 2) + 0 * signal)

@@ -1,8 +1,8 @@
-"""How large a micro-batch fits, from the bytes of those that were compiled. Numbers only.
+"""Predicts how large a micro-batch fits into memory, from the bytes of the sizes that were compiled.
 
-The bytes of a step grow almost linearly with the micro-batch: two compiled sizes predict the others,
-and every size is checked against its own analysis before it is used, so a wrong prediction costs a
-compilation and never an allocation failure.
+The bytes of a step grow almost linearly with the micro-batch, so two compiled sizes predict the others. Every
+size is checked against its own analysis before it is used. A wrong prediction therefore costs a compilation,
+but never an allocation failure.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 
 class TooLarge(ValueError):
-    """No step of the model fits into memory under a strategy."""
+    """Error: no step of the model fits into memory under a strategy."""
 
 
 @dataclass(frozen=True)
@@ -18,23 +18,23 @@ class StepBytes:
     """Bytes per device that one execution needs."""
 
     arguments: int
-    """State and batch."""
+    """Bytes of state and batch."""
     outputs: int
-    """What is not written in place."""
+    """Bytes of results that are not written in place."""
     temporaries: int
-    """Activations, gradients."""
+    """Bytes of activations and gradients."""
 
     @property
     def peak(self) -> int:
-        """All three: an upper bound on what the device holds during the step."""
+        """Upper bound on the bytes that the device holds during the step."""
         return self.arguments + self.outputs + self.temporaries
 
 
 def largest_that_fits(sizes: Sequence[int], known: Mapping[int, StepBytes], budget: int) -> int:
-    """The largest of `sizes` whose bytes, known or extrapolated from the known, are within budget.
+    """Return the largest of `sizes` whose bytes, known or extrapolated, are within budget; 0 if none fits.
 
-    Returns 0 where none fits. With one known size, bytes beyond the arguments are taken as
-    proportional to the size. Raises ValueError where none is known.
+    If a single size is known, the bytes beyond the arguments are taken to be proportional to the size. Raises
+    ValueError if none is known.
 
     >>> one = {8: StepBytes(arguments=100, outputs=0, temporaries=80)}
     >>> largest_that_fits([4, 8, 16, 32], one, budget=300)
@@ -46,7 +46,7 @@ def largest_that_fits(sizes: Sequence[int], known: Mapping[int, StepBytes], budg
 
 
 def predicted_peak(size: int, known: Mapping[int, StepBytes]) -> int:
-    """Peak bytes at `size`: its own analysis, or a line through the two nearest known sizes."""
+    """Return the peak bytes at `size`: known, or from a line through the two nearest known sizes."""
     if size in known:
         return known[size].peak
     near = sorted(known, key=lambda s: abs(s - size))[:2]

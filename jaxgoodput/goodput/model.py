@@ -17,27 +17,27 @@ from jaxgoodput.goodput.perf import (
 
 @struct
 class GoodputModel:
-    """Useful samples per second of any configuration, from what a job measured.
+    """Predicts the useful samples per second of any configuration, from a job's measurements.
 
-    NaN is an answer: it says that a link or the gradient noise was never measured.
+    A prediction is NaN if a link or the gradient noise was never measured.
     """
 
     perf: PerfParams
-    """What a step costs."""
+    """Cost of a step."""
     grad: Grad
-    """What a sample is worth."""
+    """Gradient moments, which tell the worth of a sample."""
     base_batch_size: int = static()
-    """Samples; what the learning rate was tuned for."""
+    """Batch that the learning rate was tuned for, in samples."""
     residuals: tuple[tuple[int, float], ...] = static(default=())
-    """(micro-batch size, measured / modelled step time), by size: a size that was measured counts as
-    it was measured, and its neighbours lean on it."""
+    """(micro-batch size, measured / modelled step time), by size: corrections of the model at measured sizes,
+    interpolated between them."""
     feeding: Feeding | None = None
-    """What prepares batches while others train: no step is shorter. None: nothing takes its time."""
+    """Time to prepare a batch, which no step can be shorter than; None to ignore it."""
 
     def throughput(
         self, placement: Placement, micro_batch_size: Numeric, num_micro_batches: Numeric = 1
     ) -> Numeric:
-        """Samples per second over all replicas."""
+        """Return the samples per second over all replicas."""
         num_samples = placement.num_replicas * micro_batch_size * num_micro_batches
         seconds = step_time(self.perf, placement, micro_batch_size, num_micro_batches)
         seconds = seconds * self.residual(micro_batch_size)
@@ -47,10 +47,10 @@ class GoodputModel:
         return num_samples / seconds
 
     def residual(self, micro_batch_size: Numeric) -> Numeric:
-        """What the modelled step time must be multiplied by: 1 where nothing is known better.
+        """Return the factor that corrects the modelled step time; 1 without measured sizes.
 
-        Interpolated between measured sizes in log-log, constant beyond them. With `residuals`, sizes
-        must be numbers of the host.
+        It is interpolated between measured sizes in log-log, and constant beyond them. With `residuals`,
+        sizes must be host numbers.
         """
         if not self.residuals:
             return 1.0
@@ -58,13 +58,13 @@ class GoodputModel:
         return np.exp(np.interp(np.log(micro_batch_size), sizes, ratios))
 
     def efficiency(self, global_batch_size: Numeric) -> Numeric:
-        """Progress per sample relative to the base batch: 1 at the base, above 1 below it."""
+        """Return the progress per sample relative to the base batch: 1 at the base, above 1 below it."""
         return efficiency(self.grad, global_batch_size / self.base_batch_size)
 
     def goodput(
         self, placement: Placement, micro_batch_size: Numeric, num_micro_batches: Numeric = 1
     ) -> Numeric:
-        """Useful samples per second: throughput in the coin of the base batch."""
+        """Return the useful samples per second: throughput, counted in samples of the base batch."""
         num_samples = placement.num_replicas * micro_batch_size * num_micro_batches
         return self.throughput(placement, micro_batch_size, num_micro_batches) * self.efficiency(
             num_samples

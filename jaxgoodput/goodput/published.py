@@ -1,7 +1,7 @@
-"""AdaptDL's throughput fit, its objective and its pins, for comparison with what was published.
+"""AdaptDL's throughput fit, with its objective and its pins, for comparison with published results.
 
-Source: adaptdl/goodput.py, `fit_perf_params`. Only the minimiser is ours: several starts and a
-search in logarithms, where AdaptDL starts once and stops at the first kink of its loss.
+Source: adaptdl/goodput.py, `fit_perf_params`. Only the minimiser is ours. It starts from several points and
+searches in logarithms, whereas AdaptDL starts once and stops at the first kink of its loss.
 """
 
 import jax
@@ -22,14 +22,17 @@ from jaxgoodput.goodput.regression import (
     least_squares,
     log_errors,
     starts,
+    with_jacobian,
 )
 
-FLOOR_S = 1e-8  # the least any parameter may be, in seconds; also "assumed perfectly scalable"
-SHARPEST = 1e-6  # an RMS log error below which the kink of the loss is not followed further
+FLOOR_S = (
+    1e-8  # smallest value of any parameter, in seconds; stands for "assumed perfectly scalable"
+)
+SHARPEST = 1e-6  # RMS log error below which the kink of the loss is not followed further
 
 
 def _values(point, held):
-    """Parameters in normal units: never below their floor, and pinned where AdaptDL pins them."""
+    """Return the parameters at a point in normal units, above their floor and pinned as in AdaptDL."""
     free, pinned, floor = held
     values = floor + jnp.exp(jnp.clip(point, -30.0, 7.0))
     values = values.at[OVERLAP].set(1.0 + 9.0 * jax.nn.sigmoid(point[OVERLAP]))
@@ -40,14 +43,14 @@ _jitted_values = jax.jit(_values)
 
 
 def _residuals(point, table, held, blunt):
-    """Their sum of squares touches the published loss from above where its two RMS are `blunt`.
+    """Return residuals whose sum of squares bounds the published loss from above, and meets it at `blunt`.
 
-    sqrt(m) <= m / (2 b) + b / 2, with equality at b = sqrt(m): so a sum of roots, which has kinks,
-    is minimised by a few smooth least-squares problems.
+    The published loss is a sum of two RMS errors, which has kinks. Because sqrt(m) <= m / (2 b) + b / 2, with
+    equality at b = sqrt(m), it can be minimised by a few smooth least-squares problems, with b (`blunt`) the
+    RMS errors of the last solution.
     """
     values = _values(point, held)
-    # The two times that AdaptDL measures; a reduction or an update measured apart is not in its
-    # loss.
+    # AdaptDL measures two times; a reduction or an update timed on its own is not in its loss.
     weights = table[:, WEIGHTS][:, :2]
     errors = log_errors(values, table)[:, :2] * weights
     count = jnp.maximum(jnp.sum(weights**2, 0), 1e-12)
@@ -62,18 +65,14 @@ def _residuals(point, table, held, blunt):
     return jnp.concatenate([means.ravel(), penalties])
 
 
-@jax.jit
-def _residuals_and_jacobian(point, table, held, blunt):
-    """[residuals, 1 + params]: the value and the Jacobian in one call."""
-    value = _residuals(point, table, held, blunt)
-    jacobian = jax.jacfwd(_residuals)(point, table, held, blunt)
-    return jnp.concatenate([value[:, None], jacobian], 1)
+_residuals_and_jacobian = with_jacobian(_residuals)
 
 
 def _pins(rows: Rows, sizes: np.ndarray) -> np.ndarray:
-    """[3, params]: whether AdaptDL fits a parameter, where it holds it if not, and its floor.
+    """Return `[3, params]`: whether AdaptDL fits each parameter, its fixed value otherwise, and its floor.
 
-    AdaptDL's exploration priors: what was not observed is held at its floor, as good as perfect.
+    By AdaptDL's exploration priors, a parameter that was not observed is held at its floor, which is as good
+    as perfect.
     """
     table = rows.table[: rows.num_rows]
     floor = np.full(8, FLOOR_S / rows.unit_s)
@@ -96,9 +95,9 @@ def _pins(rows: Rows, sizes: np.ndarray) -> np.ndarray:
 
 
 def solve_published(rows: Rows, sizes: np.ndarray, smooth: RobustMinimum) -> np.ndarray:
-    """[params] in normal units: the best minimum of the published loss near several starts."""
+    """Return the best minimum of the published loss near several starts, `[params]` in normal units."""
     pins = _pins(rows, sizes)
-    flat = smooth.point.copy()  # the published penalties like no growth and little overlap
+    flat = smooth.point.copy()  # the published penalties favour no growth and little overlap
     flat[[3, 5]] = np.log(0.01) + flat[[2, 4]]
     flat[OVERLAP] = -3.8
     points = [smooth.point, flat, starts(rows)[0]]
@@ -106,7 +105,7 @@ def solve_published(rows: Rows, sizes: np.ndarray, smooth: RobustMinimum) -> np.
         table, held = jax.device_put(rows.table), jax.device_put(pins)
 
         def descend(loss: float, blunt: np.ndarray, point: np.ndarray, tolerance: float):
-            """One smooth problem; the published loss and its two RMS at the new point."""
+            """Solve one smooth problem; return the published loss, its two RMS errors and the new point."""
             problem = jax.device_put(blunt)
             _, point = least_squares(
                 lambda x: np.asarray(_residuals_and_jacobian(x, table, held, problem)),
@@ -131,6 +130,6 @@ def solve_published(rows: Rows, sizes: np.ndarray, smooth: RobustMinimum) -> np.
                 break
         values = np.array(_jitted_values(best[2], held))
     if not (rows.table[:, MULTI] > 0).any():
-        # Unseen nodes are assumed a tenth slower than the one that was seen.
+        # Several nodes, which were not measured, are assumed a tenth slower than one.
         values[2], values[3] = max(values[2], 1.1 * values[4]), max(values[3], 1.1 * values[5])
     return values

@@ -1,13 +1,12 @@
 """The numerical core of the fit: log errors of the time model, minimised from several starts.
 
-Everything here is in *normal units*: times over the geometric mean of the measured step times,
-sizes over the geometric mean of the micro-batch sizes. One prior then serves microseconds and
-minutes alike. Parameters are searched as an unbounded vector `[params]` (logarithms; a sigmoid for
-the overlap), in the order of `NAMES`, so that no bound is ever active and a parameter can approach
-zero smoothly.
+Everything here is in *normal units*: times are divided by the geometric mean of the measured step times, and
+sizes by the geometric mean of the micro-batch sizes, so that one prior suits microseconds and minutes alike.
+Parameters are searched as an unbounded vector `[params]` (logarithms; a sigmoid for the overlap), in the
+order of `NAMES`. No bound is ever active, and a parameter can approach zero smoothly.
 
-The rows are padded to a few sizes, because a compiled function is tied to its shapes; padding has
-weight zero. All of it runs in float64 inside a context of the calling thread (`float64_on_cpu`).
+Rows are padded to a few lengths, because a compiled function is tied to its shapes; padding has weight zero.
+All of it runs in float64, in a context that affects only the calling thread (`float64_on_cpu`).
 """
 
 import contextlib
@@ -34,12 +33,11 @@ NAMES = (
     "update_s",
 )
 OVERLAP, UPDATE = 6, 7
-NO_SYNC = 1e-9  # normal units: what one replica pays for synchronisation
+NO_SYNC = 1e-9  # synchronisation time of a single replica, in normal units
 
-# Where a parameter goes when the data do not say, in normal units and in the searched coordinates:
-# a fifth of a step is fixed cost, synchronising costs about a tenth and hardly grows with the
-# replicas. Wide (a factor of e^2 either way), and weighed by the measured noise, so that data
-# overrule it.
+# The prior, in search coordinates: the values of parameters that the data leave open. A fifth of a step is
+# fixed cost; synchronising costs about a tenth and hardly grows with the replicas. The prior is wide (a
+# factor of e^2 either way) and weighted by the measured noise, so that data overrule it.
 PRIOR_CENTRE = np.array(
     [np.log(0.2), np.log(0.5), np.log(0.2), np.log(0.005), np.log(0.1), np.log(0.005), -2.4]
     + [np.log(0.01)]
@@ -49,46 +47,46 @@ PRIOR_WIDTH = np.array([2.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0])
 # Columns of the packed rows.
 MULTI, MANY, BEYOND_TWO, SIZE = 0, 1, 2, 3
 LOG_TIMES = slice(4, 8)  # accumulate, step, reduce, update
-WEIGHTS = slice(8, 12)  # square roots; 0 = not measured, or padding
+WEIGHTS = slice(8, 12)  # square roots of weights; 0 = not measured, or padding
 NUM_COLUMNS = 12
 
-NOISE_FLOOR = 1e-3  # nobody measures steps better than 0.1 %
+NOISE_FLOOR = 1e-3  # step times are never more precise than 0.1 %
 NOISE_CEILING = 0.3
-NORMAL_MEDIAN = 0.6745  # of the size of a standard normal number
+NORMAL_MEDIAN = 0.6745  # median of |x| for a standard normal x
 
 
 @contextlib.contextmanager
 def float64_on_cpu() -> Iterator[None]:
-    """float64 on a host CPU device, for the calling thread only and whatever its transfer guard.
+    """Compute in float64 on a CPU device, for the calling thread only, regardless of its transfer guard.
 
-    The process's default precision is not touched: another thread may be tracing float32 code.
+    The process's default precision is not touched, because another thread may be tracing float32 code.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(jax.enable_x64(True))
         stack.enter_context(jax.transfer_guard("allow"))
-        with contextlib.suppress(RuntimeError):  # no CPU backend: the default device does it
+        with contextlib.suppress(RuntimeError):  # without a CPU backend, use the default device
             stack.enter_context(jax.default_device(jax.local_devices(backend="cpu")[0]))
         yield
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Measurements in normal units, padded; see the column constants above."""
+    """Measurements in normal units, padded; the column constants above explain the columns."""
 
     table: np.ndarray
-    """[padded, NUM_COLUMNS] float64."""
+    """Rows with padding, `[padded, NUM_COLUMNS]`, float64."""
     num_rows: int
-    """Without the padding."""
+    """Number of rows without padding."""
     unit_s: float
     """Seconds of one normal unit of time."""
     unit_size: float
     """Samples of one normal unit of size."""
     has_update: bool
-    """Whether the optimizer's time can be told from the rest."""
+    """Whether the optimizer's time can be separated from the rest."""
 
 
 def padded_size(num_rows: int) -> int:
-    """The next of 32, 128, 512, ...: few sizes, so that few functions are compiled."""
+    """Return the next of 32, 128, 512, ..., so that few functions are compiled."""
     size = 32
     while size < num_rows:
         size *= 4
@@ -102,7 +100,7 @@ def pack(
     times: np.ndarray,
     weight: np.ndarray,
 ) -> Rows:
-    """Rows in normal units; `times` [rows, 4] is seconds of accumulate, step, reduce, update."""
+    """Return rows in normal units; `times`, `[rows, 4]`, are s of accumulate, step, reduce and update."""
     num_rows = len(num_nodes)
     measured = np.isfinite(times) & (weight[:, None] > 0)
     measured[num_replicas == 1, 2] = False  # one replica has nothing to reduce
@@ -117,8 +115,7 @@ def pack(
     real[:, BEYOND_TWO] = np.maximum(num_replicas - 2, 1e-8)
     real[:, SIZE] = micro_batch_size / unit_size
     real[:, LOG_TIMES] = np.log(np.where(measured, times, unit_s) / unit_s)
-    # Weights are relative: their mean is 1, so that they do not pretend to more rows than there
-    # are.
+    # Weights are relative: their mean is made 1, so that they do not act like more rows than there are.
     mean_weight = np.mean(weight[weight > 0])
     real[:, WEIGHTS] = np.sqrt(np.where(measured, weight[:, None] / mean_weight, 0.0))
     alone = (num_replicas == 1) & measured[:, 0] & measured[:, 1]
@@ -128,8 +125,8 @@ def pack(
 def parameters(
     point: Float[Array, " params"], has_update: Float[Array, ""]
 ) -> Float[Array, " params"]:
-    """The eight parameters, in normal units, at a point of the search space."""
-    # The clip keeps a wild trial step finite; the prior pulls back from beyond it.
+    """Return the eight parameters, in normal units, at a point of the search space."""
+    # The clip keeps the values of a wild trial step finite; the prior then pulls the search back.
     values = jnp.exp(jnp.clip(point, -25.0, 12.0))
     overlap = 1.0 + 9.0 * jax.nn.sigmoid(point[OVERLAP])
     return values.at[OVERLAP].set(overlap).at[UPDATE].multiply(has_update)
@@ -141,7 +138,7 @@ _parameters = jax.jit(parameters)
 def log_errors(
     values: Float[Array, " params"], table: Float[Array, "rows columns"]
 ) -> Float[Array, "rows 4"]:
-    """log(predicted / measured) of accumulate, step, reduce and update; meaningless at weight 0."""
+    """Return log(predicted / measured) of accumulate, step, reduce and update; meaningless at weight 0."""
     base, per_sample, inter, inter_more, intra, intra_more, overlap, update = values
     compute = base + per_sample * table[:, SIZE]
     beyond_two = table[:, BEYOND_TWO]
@@ -149,43 +146,45 @@ def log_errors(
     sync = jnp.where(table[:, MULTI] > 0, inter + inter_more * beyond_two, link)
     norm = jnp.logaddexp(overlap * jnp.log(compute), overlap * jnp.log(sync)) / overlap
     step = jnp.exp(norm) + update
-    # The optimizer's time may be pinned at zero, whose logarithm would poison the gradient.
+    # The optimizer's time may be pinned at zero, whose logarithm would make the gradient NaN.
     update = jnp.broadcast_to(jnp.where(update > 0, update, 1.0), step.shape)
     return jnp.log(jnp.stack([compute, step, sync, update], 1)) - table[:, LOG_TIMES]
 
 
 def _residuals(point, table, prior, settings):
-    """What least squares sees: robust weighted log errors, then the distances from the prior."""
+    """Return the residuals for least squares: robust weighted log errors, then distances from the prior."""
     pull, knee, has_update = settings
     errors = log_errors(parameters(point, has_update), table)
-    # The signed root of the pseudo-Huber loss: its square is quadratic within `knee`, linear
-    # beyond, smooth everywhere, and an outlier cannot bend the fit.
+    # The signed root of the pseudo-Huber loss. Its square is quadratic within `knee`, linear beyond, and
+    # smooth everywhere, so an outlier cannot bend the fit.
     robust = errors * jnp.sqrt(2.0 / (1.0 + jnp.sqrt(1.0 + (errors / knee) ** 2)))
     return jnp.concatenate(
         [(robust * table[:, WEIGHTS]).ravel(), pull * (point - prior[0]) / prior[1]]
     )
 
 
-@jax.jit
-def _residuals_and_jacobian(point, table, prior, settings):
-    """[residuals, 1 + params]: the value and the Jacobian in one call."""
-    value = _residuals(point, table, prior, settings)
-    jacobian = jax.jacfwd(_residuals)(point, table, prior, settings)
-    return jnp.concatenate([value[:, None], jacobian], 1)
+def with_jacobian(function: Callable[..., Array]) -> Callable[..., Array]:
+    """Return a compiled function with the value and the Jacobian side by side, `[residuals, 1 + params]`."""
+
+    @jax.jit
+    def both(point, *rest):
+        value = function(point, *rest)
+        return jnp.concatenate([value[:, None], jax.jacfwd(function)(point, *rest)], 1)
+
+    return both
 
 
-@jax.jit
-def _errors_and_jacobian(point, table, has_update):
-    """[4 * rows, 1 + params]: the plain weighted log errors and their Jacobian."""
+def _errors(point, table, has_update):
+    """Return the plain weighted log errors, `[4 * rows]`."""
+    return (log_errors(parameters(point, has_update), table) * table[:, WEIGHTS]).ravel()
 
-    def errors(point):
-        return (log_errors(parameters(point, has_update), table) * table[:, WEIGHTS]).ravel()
 
-    return jnp.concatenate([errors(point)[:, None], jax.jacfwd(errors)(point)], 1)
+_residuals_and_jacobian = with_jacobian(_residuals)
+_errors_and_jacobian = with_jacobian(_errors)
 
 
 def search_point(perf: PerfParams, rows: Rows) -> np.ndarray:
-    """[params] search coordinates of known parameters; NaN ones start at the prior."""
+    """Return the search coordinates, `[params]`, of known parameters; NaN ones start at the prior."""
     units = np.full(len(NAMES), rows.unit_s)
     units[1], units[OVERLAP] = rows.unit_s / rows.unit_size, 1.0
     values = np.array([float(getattr(perf, name)) for name in NAMES]) / units
@@ -196,10 +195,10 @@ def search_point(perf: PerfParams, rows: Rows) -> np.ndarray:
 
 
 def starts(rows: Rows) -> list[np.ndarray]:
-    """Points to start from, the most promising first: one per degree of overlap.
+    """Return points to start from, the most promising first: one for each of a few degrees of overlap.
 
-    Computing is a linear least-squares problem of its own; given it and the overlap, each link
-    class is a search over a small grid.
+    The compute time alone is a linear least-squares problem. Given its solution and the overlap, each kind of
+    link is searched over a small grid.
     """
     table = rows.table[: rows.num_rows]
     has = table[:, WEIGHTS] > 0
@@ -243,19 +242,19 @@ class RobustMinimum:
     """A minimum of the robust loss."""
 
     point: np.ndarray
-    """[params] search coordinates."""
+    """Search coordinates, `[params]`."""
     values: np.ndarray
-    """[params] normal units."""
+    """Parameters in normal units, `[params]`."""
     noise: float
-    """RMS log error of the measurements, corrected for the fitted parameters."""
+    """Scale of the log errors, corrected for the number of fitted parameters."""
     error: float
     """RMS log error of the measurements."""
     spread: np.ndarray
-    """[params] standard error; 1 = the size of the parameter, or of what matters."""
+    """Standard errors, `[params]`, relative to the parameter, or to a tenth of a step if that is larger."""
 
 
 def solve(rows: Rows, warm: np.ndarray | None = None) -> RobustMinimum:
-    """The most plausible parameters: several starts, then once more with the noise they revealed.
+    """Return the most plausible parameters: search from several starts, then again with the noise found.
 
     `warm` is an additional start in search coordinates.
     """
@@ -280,13 +279,13 @@ def solve(rows: Rows, warm: np.ndarray | None = None) -> RobustMinimum:
         points = starts(rows)[:3] + ([] if warm is None else [warm])
         found = search(points, 0.02, 0.1, 1e-3, 25)
         noise, _ = _noise(found[0], rows, table)
-        # Clean data tell minima apart that looked alike under the first, stronger prior.
+        # Clean data can separate minima that looked alike under the first, stronger prior.
         again = found if noise < 0.01 else found[:1]
-        # The prior is worth one measurement of that noise per parameter; the knee is at three of
-        # them.
+        # For each parameter the prior counts as one measurement with that noise; the knee is at three times
+        # it.
         point = search(again, noise, max(3.0 * noise, 0.02), 1e-5, 40)[0]
         before, (noise, error) = noise, _noise(point, rows, table)
-        if noise < before / 2:  # an outlier had bent the first search, and raised its noise
+        if noise < before / 2:  # an outlier had bent the first search and raised its noise
             point = search([point], noise, max(3.0 * noise, 0.02), 1e-5, 40)[0]
             noise, error = _noise(point, rows, table)
         values = np.array(_parameters(point, has_update))
@@ -297,19 +296,19 @@ def solve(rows: Rows, warm: np.ndarray | None = None) -> RobustMinimum:
 def least_squares(
     both: Callable[[np.ndarray], np.ndarray], point: np.ndarray, *, tolerance: float, calls: int
 ) -> tuple[float, np.ndarray]:
-    """(cost, point) of MINPACK's Levenberg-Marquardt from `point`.
+    """Minimise by MINPACK's Levenberg-Marquardt from `point`; return (cost, point).
 
-    `both` gives [residuals, 1 + params]: the residuals and their Jacobian side by side.
+    `both` returns the residuals and their Jacobian side by side, `[residuals, 1 + params]`.
     """
     seen: tuple[bytes, np.ndarray] = (b"", np.empty(0))
 
     def evaluate(x: np.ndarray) -> np.ndarray:
-        nonlocal seen  # MINPACK asks for the value and the Jacobian of one point apart
+        nonlocal seen  # MINPACK asks for the value and the Jacobian of a point in separate calls
         if seen[0] != x.tobytes():
             seen = x.tobytes(), both(x)
         return seen[1]
 
-    result: Any = optimize.leastsq(  # its stubs know the short form only
+    result: Any = optimize.leastsq(  # scipy's type stubs only know the short form
         lambda x: evaluate(x)[:, 0].copy(),
         point,
         Dfun=lambda x: evaluate(x)[:, 1:].copy(),
@@ -322,7 +321,7 @@ def least_squares(
 
 
 def rms_error(values: np.ndarray, rows: Rows) -> float:
-    """RMS log error, over all measurements, of parameters in normal units."""
+    """Return the RMS log error of parameters in normal units, over all measurements."""
     with float64_on_cpu():
         errors = np.asarray(log_errors(jnp.asarray(values), jnp.asarray(rows.table)))
     weights = rows.table[:, WEIGHTS] ** 2
@@ -330,9 +329,9 @@ def rms_error(values: np.ndarray, rows: Rows) -> float:
 
 
 def _noise(point: np.ndarray, rows: Rows, table) -> tuple[float, float]:
-    """(noise, error): the scale of log errors, corrected for the fitted parameters; their RMS.
+    """Return the scale of the log errors, corrected for the number of parameters, and their RMS.
 
-    The scale comes from their median, of which nearly half may be outliers without moving it far.
+    The scale comes from the median, which hardly moves even if nearly half of the rows are outliers.
     """
     errors = np.asarray(_errors_and_jacobian(point, table, float(rows.has_update)))[:, 0]
     weights = rows.table[:, WEIGHTS].ravel() ** 2
@@ -348,7 +347,7 @@ def _noise(point: np.ndarray, rows: Rows, table) -> tuple[float, float]:
 
 
 def _spread(point, values, noise: float, rows: Rows, table) -> np.ndarray:
-    """Standard errors from the data alone, each over max(its parameter, a tenth of a step)."""
+    """Return standard errors from the data alone, each divided by max(its parameter, a tenth of a step)."""
     jacobian = np.asarray(_errors_and_jacobian(point, table, float(rows.has_update)))[:, 1:]
     real = rows.table[: rows.num_rows]
     reach = np.ones(len(NAMES))
@@ -360,8 +359,9 @@ def _spread(point, values, noise: float, rows: Rows, table) -> np.ndarray:
     share = (values[OVERLAP] - 1.0) / 9.0
     slope[OVERLAP] = max(9.0 * share * (1.0 - share), 1e-6)
     scaled = jacobian / slope * units / max(noise, 0.01)
-    # The ridge is a standard error of 100: what the data say nothing about stays visibly large. Not by the
-    # inverse of a product: the squares may be too far apart for it.
+    # The ridge is a standard error of 100, so that a parameter the data say nothing about gets a large one.
+    # An SVD is used instead of the inverse of a product, because squares may be too many orders apart for
+    # that.
     rows_and_ridge = np.vstack([scaled, 0.01 * np.eye(len(NAMES))])
     _, sizes, directions = np.linalg.svd(rows_and_ridge, full_matrices=False)
     return np.sqrt(np.sum((directions / sizes[:, None]) ** 2, axis=0))

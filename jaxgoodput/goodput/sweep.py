@@ -1,9 +1,10 @@
-"""What fixed batches would have taken to come as far as a run has: the sweep that nobody has to make.
+"""Estimates how long fixed batches would have taken to come as far as a run has, in place of a sweep.
 
-How fast steps go is the clock's. How much faster or slower another batch is at that moment, at its best split
-into micro-batches, is the run's own model's. The run's own time is the wall's, with trials, waits and
-evaluations in it; that of the others is of steps alone, so that the run is not flattered. But a batch that
-was never tried counts as predicted, and the noise is that of the path that the run took.
+The time of the run's steps is measured. How much faster or slower another batch would be at that moment, at
+its best split into micro-batches, is predicted by the run's own model. The comparison does not flatter the
+run: its own time is wall time, with trials, waits and evaluations, but the others are charged for steps
+alone. Two caveats remain: the goodput of a batch that was never tried is only predicted, and the noise is
+measured along the path that the run took.
 """
 
 import dataclasses
@@ -20,9 +21,9 @@ from jaxgoodput.goodput.search import BatchLimits
 def fixed_goodput(
     model: GoodputModel, placement: Placement, limits: BatchLimits
 ) -> dict[int, float]:
-    """Useful samples/s of what a sweep would try: the base batch, its halves and doubles within the limits.
+    """Return the useful samples/s of the base batch and of its halves and doubles within the limits.
 
-    {} where the model knows the goodput of none.
+    These are the batches that a sweep would try. Batches of unknown goodput are left out.
     """
     replicas = int(placement.num_replicas)
     low, high = limits.span
@@ -46,18 +47,18 @@ def fixed_goodput(
 
 @dataclass(frozen=True)
 class Sweep:
-    """Times of fixed batches to where the run is, since its model was first known."""
+    """Estimated times of fixed batches over the stretch of a run in which its model was known."""
 
     seconds: Mapping[int, float] = field(default_factory=dict)
-    """By global batch, steps alone."""
+    """Seconds of steps by global batch."""
     own_s: float = 0.0
     """Wall time of the run itself over the same stretch."""
     progress: float = 0.0
-    """The length of that stretch, base steps."""
+    """Length of the stretch, in base steps."""
 
     @property
     def total_s(self) -> float:
-        """All of the fixed batches one after another."""
+        """Seconds for all fixed batches, one after another."""
         return sum(self.seconds.values())
 
     def after(
@@ -68,10 +69,10 @@ class Sweep:
         goodput: float,
         fixed: Mapping[int, float],
     ) -> "Sweep":
-        """With so many base steps more, for which the run's own steps took `steps_s` of `wall_s`.
+        """Return the sweep after `progress` more base steps, whose steps took `steps_s` of `wall_s` seconds.
 
-        `goodput` is what the model gives the run's batch, and `fixed`, as of `fixed_goodput`, the others; the
-        stretch is left out where that is not known. A batch that is not always among them is left out.
+        `goodput` is the predicted goodput of the run's batch; `fixed` holds the others, from `fixed_goodput`.
+        The stretch is left out if they are unknown, and a batch is left out if it is not in every `fixed`.
 
         >>> one = Sweep().after(10.0, 6.0, 4.0, 80.0, {32: 40.0, 64: 80.0})
         >>> one.seconds, one.own_s, one.after(10.0, 6.0, 5.0, 80.0, {32: 80.0}).seconds

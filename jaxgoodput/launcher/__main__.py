@@ -1,4 +1,4 @@
-"""`python -m jaxgoodput.launcher SCRIPT ...`: join the job that the environment describes, then run a script."""
+"""`python -m jaxgoodput.launcher SCRIPT ...`: join the job in the environment, then run a script."""
 
 from jaxgoodput.launcher.worker import main
 

@@ -7,7 +7,6 @@ from typing import Any
 
 from jaxgoodput._commands import (
     DONE,
-    Command,
     Commands,
     OneOf,
     argument,
@@ -18,31 +17,17 @@ from jaxgoodput._commands import (
     wrong,
 )
 
+# fmt: off
 _NUM_PROCESSES = number("--nproc-per-node", "N", 1, "processes per host (default: 1 with --nnodes)")
-_NUM_DEVICES = number(
-    "--devices-per-process",
-    "D",
-    1,
-    "devices of each process: virtual ones on CPU; GPUs r*D to (r+1)*D-1 for process r (default: one, or all "
-    "if N is 1)",
-)
-_GRACE = number(
-    "--grace-s", "S", 0.0, "seconds from a stop signal to SIGKILL, for saving the state", 60.0
-)
-_SILENT = number(
-    "--silent-s",
-    "S",
-    1.0,
-    "seconds without a heartbeat after which a process is replaced (default: 10)",
-)
-_RECONNECT = number(
-    "--reconnect-s",
-    "S",
-    0.0,
-    "seconds for which agents try to reach a coordinator that is gone (default: 60 if --rdzv-endpoint "
-    "names a port, else 0)",
-)
+_NUM_DEVICES = number("--devices-per-process", "D", 1, "devices of each process: virtual ones on CPU; GPUs "
+                      "r*D to (r+1)*D-1 for process r (default: one, or all if N is 1)")
+_GRACE = number("--grace-s", "S", 0.0, "seconds from a stop signal to SIGKILL, for saving the state", 60.0)
+_SILENT = number("--silent-s", "S", 1.0, "seconds without a heartbeat after which a process is replaced "
+                 "(default: 10)")
+_RECONNECT = number("--reconnect-s", "S", 0.0, "seconds for which agents try to reach a coordinator that "
+                    "is gone (default: 60 if --rdzv-endpoint names a port, else 0)")
 _SECRET = switch("--secret-stdin", help=argparse.SUPPRESS)
+# fmt: on
 
 # Options of `run` that make sense only if hosts come and go: `run` without --nnodes refuses them.
 _ELASTIC = (
@@ -111,7 +96,7 @@ _PLAN = (
         (
             text("--topology", "KIND:SHAPE", "TPUs, which need not be present, such as v5e:16x16, v6e:4x4 or "
                  "v5p:4x4x4 (needs libtpu)"),
-            number("--devices", "N", 1, "number of devices of the kind at hand; virtual ones on CPU"),
+            number("--devices", "N", 1, "number of devices of this machine's kind; virtual ones on CPU"),
         ),
         required=True,
     ),
@@ -126,78 +111,39 @@ _PLAN = (
 
 def add_commands(commands: Commands) -> None:
     """Register this room's commands."""
-    commands.add(
-        Command(
-            name="run",
-            action=_run,
-            summary="run a script as one job of several processes, on this host or on hosts that come and go",
-            usage="jaxgoodput run --nproc-per-node N [options] -- python train.py [args ...]\n"
-            "       jaxgoodput run --nnodes MIN:MAX [--hosts A,B,...] [options] -- python train.py [args "
-            "...]",
-            description="Start N processes of a script that form one JAX job: jax.process_count() is N. The "
-            "script does not need to be changed. Each line of output is prefixed with the number of its "
-            "process. Signals are forwarded, and no process outlives this command.\n\n"
-            "With --nnodes the job continues while hosts join and leave: the remaining processes keep the "
-            "state in memory and are not restarted. Failed processes are replaced. A further host joins with "
-            "`jaxgoodput agent`.",
-            examples=(
-                "jaxgoodput run --nproc-per-node 2 --devices-per-process 2 -- python train.py --workdir "
-                "/tmp/run",
-                "jaxgoodput run --nnodes 1:4 --hosts a,b,c,d -- python train.py --workdir /shared/run",
-            ),
-            options=_RUN,
-            takes_command=True,
-        ),
-        Command(
-            name="agent",
-            action=_agent,
-            summary="let this host join a job that `jaxgoodput run --nnodes` started",
-            usage="jaxgoodput agent --rdzv-endpoint HOST:PORT [options] -- python train.py [args ...]",
-            description="Start processes of a script on this host for the job whose coordinator is at "
-            "HOST:PORT. The command must be the same as the job's. On SIGTERM the host leaves, and the job "
-            "continues. JAXGOODPUT_SECRET must hold the same secret here and where `jaxgoodput run` is "
-            "started.",
-            options=_AGENT,
-            takes_command=True,
-        ),
-        Command(
-            name="coordinate",
-            action=_coordinate,
-            summary="serve a job whose processes another program starts (srun, kubectl)",
-            usage="jaxgoodput coordinate --num-processes N [options] -- srun python -m jaxgoodput.launcher "
-            "train.py [args ...]",
-            description="Run a command that starts the N processes of one job, on any hosts, and help them "
-            "find each other while it runs. The command must pass JAXGOODPUT_COORDINATOR and "
-            "JAXGOODPUT_NUM_PROCESSES on to the processes. They read their rank from JAXGOODPUT_PROCESS_ID, "
-            "JAX_PROCESS_ID or SLURM_PROCID. See launch/slurm.sbatch for an example.",
-            options=_COORDINATE,
-            takes_command=True,
-        ),
-        Command(
-            name="plan",
-            action=_plan,
-            summary="predict what each strategy would do on devices that need not be present",
-            usage="jaxgoodput plan SCRIPT (--topology v5e:16x16 | --devices N) [options] [-- args ...]\n"
-            "       jaxgoodput plan WORKDIR --devices N [--nodes M]",
-            description="Run a script up to its Trainer.fit(), compile the step for each of "
-            "Config.strategies (if there are none, for all that suit the model), and print for each "
-            "whether it fits, the peak memory of a device, the bytes sent, and the step time by the chip's "
-            "roofline, best first. Nothing is trained.\n\n"
-            "Given the workdir of a run, print which devices, batch and strategy suit it best, from the step "
-            "times and the gradient noise that it measured, and which of these numbers are guesses.",
-            examples=(
-                "jaxgoodput plan train.py --topology v5e:16x16 -- --workdir /tmp/run",
-                "jaxgoodput plan train.py --devices 8 -- --workdir /tmp/run",
-                "jaxgoodput plan /tmp/run --devices 16 --nodes 2",
-            ),
-            options=_PLAN,
-            takes_command=True,
-        ),
-        order=10,
+    usage = (
+        "jaxgoodput run --nproc-per-node N [options] -- python train.py [args ...]\n"
+        "       jaxgoodput run --nnodes MIN:MAX [--hosts A,B,...] [options] -- python train.py [args ...]"
     )
+    commands.add(10, "run", _run, usage, _RUN, takes_command=True)
+    usage = "jaxgoodput agent --rdzv-endpoint HOST:PORT [options] -- python train.py [args ...]"
+    commands.add(10, "agent", _agent, usage, _AGENT, takes_command=True)
+    usage = (
+        "jaxgoodput coordinate --num-processes N [options] -- srun python -m jaxgoodput.launcher "
+        "train.py [args ...]"
+    )
+    commands.add(10, "coordinate", _coordinate, usage, _COORDINATE, takes_command=True)
+    usage = (
+        "jaxgoodput plan SCRIPT (--topology v5e:16x16 | --devices N) [options] [-- args ...]\n"
+        "       jaxgoodput plan WORKDIR --devices N [--nodes M]"
+    )
+    commands.add(10, "plan", _plan, usage, _PLAN, takes_command=True)
 
 
 def _run(options, command: list[str], parser: argparse.ArgumentParser) -> int:
+    """Run a script as one job of several processes, on this host or on hosts that join and leave.
+
+    The N processes form one JAX job: jax.process_count() is N. The script does not need to be changed. Each
+    line of output is prefixed with the number of its process. Signals are forwarded, and no process outlives
+    this command.
+
+    With --nnodes the job continues while hosts join and leave: the remaining processes keep the state in
+    memory and are not restarted. Failed processes are replaced. A further host joins with `jaxgoodput agent`.
+
+    examples:
+      jaxgoodput run --nproc-per-node 2 --devices-per-process 2 -- python train.py --workdir /tmp/run
+      jaxgoodput run --nnodes 1:4 --hosts a,b,c,d -- python train.py --workdir /shared/run
+    """
     from jaxgoodput.launcher.local import run_local
     from jaxgoodput.launcher.supervise import UsageError
 
@@ -306,6 +252,11 @@ def _local_devices(options, parser: argparse.ArgumentParser) -> tuple[int, ...] 
 
 
 def _agent(options, command: list[str], parser: argparse.ArgumentParser) -> int:
+    """Let this host join a job that `jaxgoodput run --nnodes` started.
+
+    The command must be the same as the job's. On SIGTERM the host leaves, and the job continues.
+    JAXGOODPUT_SECRET must hold the same secret here and where `jaxgoodput run` is started.
+    """
     import os
     import socket
 
@@ -338,6 +289,13 @@ def _agent(options, command: list[str], parser: argparse.ArgumentParser) -> int:
 
 
 def _coordinate(options, command: list[str], parser: argparse.ArgumentParser) -> int:
+    """Serve a job whose processes another program starts (srun, kubectl).
+
+    Run a command that starts the N processes of one job, on any hosts, and help them find each other while it
+    runs. The command must pass JAXGOODPUT_COORDINATOR and JAXGOODPUT_NUM_PROCESSES on to the processes. They
+    read their rank from JAXGOODPUT_PROCESS_ID, JAX_PROCESS_ID or SLURM_PROCID. See launch/slurm.sbatch for an
+    example.
+    """
     from jaxgoodput.launcher.local import run_coordinated
     from jaxgoodput.launcher.supervise import UsageError
 
@@ -354,6 +312,20 @@ def _coordinate(options, command: list[str], parser: argparse.ArgumentParser) ->
 
 
 def _plan(options, command: list[str], parser: argparse.ArgumentParser) -> int:
+    """Predict what each strategy would do on devices that need not be present.
+
+    Given a script, run it up to its Trainer.fit(), compile the step for each of Config.strategies (if there
+    are none, for all that suit the model), and print for each whether it fits, the peak memory of a device,
+    the bytes sent, and the step time by the chip's roofline, best first. Nothing is trained.
+
+    Given the workdir of a run, print which devices, batch and strategy suit it best, from the step times and
+    the gradient noise that it measured, and which of these numbers are guesses.
+
+    examples:
+      jaxgoodput plan train.py --topology v5e:16x16 -- --workdir /tmp/run
+      jaxgoodput plan train.py --devices 8 -- --workdir /tmp/run
+      jaxgoodput plan /tmp/run --devices 16 --nodes 2
+    """
     from jaxgoodput.launcher.plan import plan
     from jaxgoodput.launcher.plan_run import is_workdir
 

@@ -2,8 +2,8 @@
 
     python train.py ...      ->   rank 0 .. N-1: python -m jaxgoodput.launcher train.py ...
 
-JAX's coordination service lives in this process, not in a worker, so that it survives the death of any worker.
-Each worker leads a process group of its own. When the worker ends, its whole group is killed.
+JAX's coordination service lives in this process, not in a worker, so that it survives the death of any
+worker. Each worker leads a process group of its own. When the worker ends, its whole group is killed.
 """
 
 import contextlib

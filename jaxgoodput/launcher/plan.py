@@ -1,9 +1,9 @@
-"""`jaxgoodput plan`: a user's script up to its `fit()`, and what each strategy would do with its trainer.
+"""`jaxgoodput plan SCRIPT`: what memory and time each parallel strategy would need for a script's trainer.
 
     python -m jaxgoodput.launcher.plan --topology v5e:16x16 train.py --workdir /tmp/run
 
-runs in a process of its own, because the TPU compiler reads its settings before JAX is loaded: `plan`
-starts it.
+runs the script up to its `fit()`, then compiles a step with each strategy. `plan` starts it as a process of
+its own, because the TPU compiler reads its settings before JAX is loaded.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from typing import Any
 from jaxgoodput.engine.chips import GIB, chip_of
 from jaxgoodput.launcher.supervise import UsageError
 
-# With these libtpu compiles on a machine that has no TPU.
+# With these settings, libtpu compiles on a machine without a TPU.
 _WITHOUT_CHIPS = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
@@ -27,8 +27,8 @@ _WITHOUT_CHIPS = {
 }
 
 
-class _Found(BaseException):
-    """The script has come to its `fit()`."""
+class _FitReached(BaseException):
+    """Ends a script at its `fit()`. Not an `Exception`, so that the script does not catch it."""
 
     def __init__(self, trainer: Any):
         super().__init__()
@@ -38,9 +38,12 @@ class _Found(BaseException):
 def plan(
     arguments: Sequence[str], *, num_devices: int | None, environ: Mapping[str, str] | None = None
 ) -> int:
-    """Run this file in a process of its own and return its exit code."""
+    """Plan a script's strategies in a process of its own; return its exit code.
+
+    `num_devices` is None if the devices are a TPU topology that is not attached.
+    """
     environ = dict(os.environ if environ is None else environ)
-    environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # the partitioner's warnings are in the table
+    environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # the table shows what the partitioner warns of
     if num_devices is None:
         environ |= _WITHOUT_CHIPS
     else:
@@ -52,11 +55,11 @@ def plan(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """In that process."""
+    """Print the table of strategies; return an exit code. Runs in the process that `plan` starts."""
     parser = argparse.ArgumentParser(prog="jaxgoodput plan")
-    where = parser.add_mutually_exclusive_group(required=True)
-    where.add_argument("--topology")
-    where.add_argument("--devices", type=int)
+    target = parser.add_mutually_exclusive_group(required=True)
+    target.add_argument("--topology")
+    target.add_argument("--devices", type=int)
     parser.add_argument("--num-slices", type=int, default=1)
     parser.add_argument("--micro-batch-size", type=int)
     parser.add_argument("--memory-gib", type=float)
@@ -74,9 +77,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def trainer_of(script: str, arguments: Sequence[str]) -> Any:
-    """The trainer whose `fit()` a script calls first; the script goes no further.
+    """Run a script until it calls `fit()`; return the trainer of that call.
 
-    Raises UsageError where it ends without.
+    Raises UsageError if the script cannot be run, or ends without a call of `fit()`.
     """
     from jaxgoodput.train.trainer import Trainer
 
@@ -86,7 +89,7 @@ def trainer_of(script: str, arguments: Sequence[str]) -> Any:
         )
 
     def found(trainer: Any) -> Any:
-        raise _Found(trainer)
+        raise _FitReached(trainer)
 
     kind: Any = Trainer
     original, kind.fit = kind.fit, found
@@ -94,7 +97,7 @@ def trainer_of(script: str, arguments: Sequence[str]) -> Any:
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
     try:
         runpy.run_path(script, run_name="__main__")
-    except _Found as reached:
+    except _FitReached as reached:
         return reached.trainer
     except (OSError, SyntaxError) as error:
         raise UsageError(f"{script} cannot be run: {error}.") from error
@@ -119,17 +122,17 @@ def _devices(topology: str | None, num_slices: int, num_devices: int | None) -> 
             jax.config.update("jax_num_cpu_devices", num_devices)
         devices = jax.devices()
         if len(devices) < num_devices:
-            raise UsageError(f"--devices {num_devices}: there are {len(devices)}.")
+            raise UsageError(f"--devices {num_devices}: only {len(devices)} devices are attached.")
         return devices[:num_devices]
     from jax.experimental import topologies
 
     several = {} if num_slices == 1 else {"num_slices": num_slices}
     try:
         found = topologies.get_topology_desc(platform="tpu", topology_name=str(topology), **several)
-    except Exception as error:  # of no common type: libtpu is missing, or does not know the name
+    except Exception as error:  # no common type: libtpu is missing, or does not know the name
         raise UsageError(
-            f"the topology {topology!r} cannot be had: {str(error).splitlines()[0][:200]}. It is named as "
-            "v5e:16x16, v6e:4x4 or v5p:4x4x4, and needs the TPU compiler: pip install 'jaxgoodput[tpu]'."
+            f"the topology {topology!r} is not available: {str(error).splitlines()[0][:200]}. Names look "
+            "like v5e:16x16, v6e:4x4 or v5p:4x4x4, and need the TPU compiler: pip install 'jaxgoodput[tpu]'."
         ) from error
     return list(found.devices)
 
@@ -138,26 +141,12 @@ def _print(trainer: Any, devices: Sequence[Any], options: argparse.Namespace) ->
     from rich.console import Console
     from rich.table import Table
 
-    from jaxgoodput.engine.memory import device_budget
     from jaxgoodput.train import outlook as looking
 
     config, console = trainer.config, Console()
     if not console.is_terminal:
         console = Console(width=160)
-    chip = chip_of(devices[0])
-    margin = config.execution.memory_margin
-    if options.memory_gib is not None:
-        budget = options.memory_gib * GIB
-    elif chip is not None:
-        budget = chip.memory_bytes * (1 - margin)
-    else:
-        budget = device_budget(
-            devices[0],
-            num_local_devices=len(devices),
-            stated=config.execution.memory_bytes,
-            margin=margin,
-        )
-    name = options.topology or f"{len(devices)} x {devices[0].device_kind}"
+    budget = _budget(config, devices, options.memory_gib)
     kept, left_out = looking.candidates_for(trainer, config, len(devices), memory_bytes=budget)
     found, others = [], list(left_out)
     with console.status("compiling", spinner="dots") as status, warnings.catch_warnings():
@@ -170,15 +159,12 @@ def _print(trainer: Any, devices: Sequence[Any], options: argparse.Namespace) ->
             budget=budget,
             micro_batch_size=options.micro_batch_size,
         ):
-            if isinstance(one, looking.LeftOut):
-                others.append(one)
-                continue
-            found.append(one)
+            (others if isinstance(one, looking.LeftOut) else found).append(one)
             status.update(f"compiled {len(found)} of {len(kept)}: {one.strategy.name}")
-    title = f"{type(trainer).__name__} on {name}, {budget / GIB:.1f} GiB a device to use"
+    name = options.topology or f"{len(devices)} x {devices[0].device_kind}"
+    title = f"{type(trainer).__name__} on {name}, {budget / GIB:.1f} GiB per device"
     table = Table(title=title, title_justify="left")
-    best = looking.by_throughput(found)
-    rows = [_row(one, len(devices)) for one in best]
+    rows = [_row(one, len(devices)) for one in looking.by_throughput(found)]
     for column in rows[0] if rows else ():
         table.add_column(column, justify="left" if column in ("strategy", "fits") else "right")
     for row in rows:
@@ -188,8 +174,25 @@ def _print(trainer: Any, devices: Sequence[Any], options: argparse.Namespace) ->
         console.print(f"left out: {one.strategy.name}: {one.reason}", highlight=False)
 
 
+def _budget(config: Any, devices: Sequence[Any], memory_gib: float | None) -> float:
+    """Return the bytes per device that a step may use."""
+    from jaxgoodput.engine.memory import device_budget
+
+    margin, chip = config.execution.memory_margin, chip_of(devices[0])
+    if memory_gib is not None:
+        return memory_gib * GIB
+    if chip is not None:
+        return chip.memory_bytes * (1 - margin)
+    return device_budget(
+        devices[0],
+        num_local_devices=len(devices),
+        stated=config.execution.memory_bytes,
+        margin=margin,
+    )
+
+
 def _row(one: Any, num_devices: int) -> dict[str, str]:
-    """A line of the table by column; without a roofline where the chip is not known."""
+    """Return a row of the table by column. Step times are missing if the chip is not known."""
     facts, step_s, bounds = one.analysis, one.step_s, one.rooflines_s
     times = f" x {one.num_micro_batches}" if one.num_micro_batches > 1 else ""
     row = {

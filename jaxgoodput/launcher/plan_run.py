@@ -1,6 +1,7 @@
-"""`jaxgoodput plan WORKDIR`: which devices, batch and strategy a run would do best on, as a table."""
+"""`jaxgoodput plan WORKDIR`: on which devices, and with which batch and strategy, a run would do best."""
 
 import os
+from collections.abc import Sequence
 
 from jaxgoodput.launcher.supervise import UsageError
 from jaxgoodput.observe.forecast import ExpectedRun, Forecast, forecast, shapes_up_to
@@ -9,72 +10,84 @@ from jaxgoodput.text import compact, seconds
 
 MOST_DEVICES = 65536
 
-_SAID = {
-    "measured": "this batch was timed there",
-    "fitted": "other batches were timed there",
-    "extrapolated": "the run never had so many replicas; its fit is carried on",
-    "guessed": "no step was timed over such a link, which is taken to be as good as can be",
+_MEANINGS = {
+    "measured": "this batch was timed on this number of devices",
+    "fitted": "other batches were timed on this number of devices",
+    "extrapolated": "the run never had so many replicas, so its fitted model is extended",
+    "guessed": "no step was timed over such a link, which is assumed to be as fast as possible",
 }
 
 
 def is_workdir(path: str) -> bool:
-    """Whether a path is a folder that can be no script."""
+    """Return whether a path is a folder and not a script (a folder with a `__main__.py` is a script)."""
     return os.path.isdir(path) and not os.path.exists(os.path.join(path, "__main__.py"))
 
 
 def plan_run(workdir: str, num_devices: int, num_nodes: int) -> str:
-    """The table for a run, with what the marks mean.
+    """Return a table of what a run would do on up to `num_devices` devices, with an explanation.
 
-    Raises UsageError where there is no run, or it cannot tell, or the devices cannot be spread.
+    Raises UsageError if the folder holds no run, if the run has not measured enough, or if the devices cannot
+    be spread over the nodes.
     """
     if num_devices > MOST_DEVICES:
         raise UsageError(
-            f"--devices {num_devices} is more than the {MOST_DEVICES} that are planned for."
+            f"--devices {num_devices} is more than the {MOST_DEVICES} devices that can be planned for."
         )
     try:
         found = forecast(workdir, shapes_up_to("", num_devices, num_nodes))
     except (OSError, ValueError) as error:
         raise UsageError(str(error)) from error
-    return _text(found)
+    return "\n".join([*_head(found), "", *_table(found.expected), *_legend(found), *_best(found)])
 
 
-def _text(found: Forecast) -> str:
+def _head(found: Forecast) -> list[str]:
+    processes = f" in {found.num_processes} processes" if found.num_processes > 1 else ""
+    return [
+        f"{found.workdir}, last on {found.num_devices} x {found.device_kind}{processes}: "
+        f"{found.config.global_batch_size} samples per step, {compact(found.goodput)} useful samples/s",
+        f"from its fitted step times (error {found.fit_error:.1%}) and its gradient noise "
+        f"(noise scale {compact(found.noise_scale)} samples):",
+    ]
+
+
+def _table(expected: Sequence[ExpectedRun]) -> list[str]:
     from rich import box
     from rich.console import Console
     from rich.table import Table
 
-    best = found.best
+    if not expected:
+        return [""]
+    rows = [_row(one) for one in expected]
+    # A column without any entry is left out, such as the strategy if there is only one.
+    names = [name for name in rows[0] if any(row[name] for row in rows)]
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    rows = [_row(one) for one in found.expected]
-    # One strategy that has no name need not be told from others.
-    for name in (n for n in (rows[0] if rows else ()) if any(row[n] for row in rows)):
+    for name in names:
         table.add_column(name, justify="left" if name in ("strategy", "known") else "right")
     for row in rows:
-        table.add_row(*(cell for name, cell in row.items() if any(r[name] for r in rows)))
+        table.add_row(*(row[name] for name in names))
     console = Console(width=200, color_system=None, highlight=False, markup=False, emoji=False)
     with console.capture() as written:
         console.print(table)
-    processes = f" in {found.num_processes} processes" if found.num_processes > 1 else ""
-    lines = [
-        f"{found.workdir}, last on {found.num_devices} x {found.device_kind}{processes}: "
-        f"{found.config.global_batch_size} samples a step, {compact(found.goodput)} useful samples/s",
-        f"by its own fit (error {found.fit_error:.1%}) and gradient noise "
-        f"(scale {compact(found.noise_scale)} samples):",
-        "",
-        *([line.rstrip() for line in written.get().splitlines()] if rows else ()),
-        "",
-    ]
+    return [*(line.rstrip() for line in written.get().splitlines()), ""]
+
+
+def _legend(found: Forecast) -> list[str]:
     used = {one.known for one in found.expected}
-    lines += [f"{name}: {said}" for name, said in _SAID.items() if name in used]
-    for shape, why in found.left_out.items():
-        lines.append(f"left out: {_in_words(shape)}: {why}")
-    if best is not None:
-        lines.append(
-            f"best: {_in_words(best.shape)}, {best.config.global_batch_size} samples a step"
-            + (f", {best.strategy}" if best.strategy else "")
-            + f": {best.speed_up:.2f} times the present goodput ({best.known})"
-        )
-    return "\n".join(lines)
+    return [
+        *(f"{name}: {meaning}" for name, meaning in _MEANINGS.items() if name in used),
+        *(f"left out: {_in_words(shape)}: {why}" for shape, why in found.left_out.items()),
+    ]
+
+
+def _best(found: Forecast) -> list[str]:
+    best = found.best
+    if best is None:
+        return []
+    strategy = f", {best.strategy}" if best.strategy else ""
+    return [
+        f"best: {_in_words(best.shape)}, {best.config.global_batch_size} samples per step{strategy}: "
+        f"{best.speed_up:.2f} times the present goodput ({best.known})"
+    ]
 
 
 def _in_words(shape: Shape) -> str:
@@ -84,7 +97,7 @@ def _in_words(shape: Shape) -> str:
 
 
 def _row(one: ExpectedRun) -> dict[str, str]:
-    """A line of the table by column."""
+    """Return a row of the table by column."""
     config, shape = one.config, one.shape
     return {
         "devices": str(shape.num_devices),

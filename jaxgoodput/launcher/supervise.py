@@ -1,4 +1,4 @@
-"""Runs a set of child processes to their common end: passes signals on, grants grace, and leaves none behind."""
+"""Runs a set of child processes to their common end: passes signals on and leaves none behind."""
 
 import collections
 import contextlib
@@ -218,7 +218,7 @@ class ProcessSet:
                 self._end_soon(self._crash_grace_s)
 
     def _end_soon(self, grace_s: float) -> None:
-        """Plan SIGTERM after one grace period and SIGKILL after two, but nothing later than planned already."""
+        """Plan SIGTERM after one grace period and SIGKILL after two, or earlier if planned already."""
         now_s = self._clock.now()
         kills_s = [at_s for at_s, signum in self._plan if signum == signal.SIGKILL]
         kill_s = min([now_s + 2 * grace_s, *kills_s])

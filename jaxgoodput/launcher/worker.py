@@ -76,7 +76,8 @@ class WorkerEnv:
             )
         if self.devices_per_process is not None and self.devices_per_process < 1:
             raise ValueError(
-                f"DEVICES_PER_PROCESS={self.devices_per_process} is too small: a process has at least 1 device."
+                f"DEVICES_PER_PROCESS={self.devices_per_process} is too small: "
+                "a process has at least 1 device."
             )
 
     @classmethod
@@ -89,15 +90,15 @@ class WorkerEnv:
         Raises:
             ValueError: a variable is missing, or is not a number.
         """
-        found = {name: _value(environ, name) for name in _VARIABLES}
+        needed = ("num_processes", "process_id")
+        found = {name: _value(environ, name) for name in ("coordinator", *needed)}
         # Only srun sets SLURM_STEP_NUM_TASKS: a script inside sbatch or salloc is one process.
         tasks = environ.get("SLURM_STEP_NUM_TASKS", "1")
         uses_slurm = found["coordinator"] is not None or tasks != "1"
         slurm = _SLURM_RANKS if uses_slurm and "SLURM_PROCID" in environ else {}
         for name, others in slurm.items():
             found[name] = _value(environ, name, others)
-        needed = ("num_processes", "process_id")
-        if all(found[name] is None for name in ("coordinator", *needed)):
+        if all(value is None for value in found.values()):
             return None
         for name in needed:
             if found[name] is None:
@@ -107,6 +108,7 @@ class WorkerEnv:
                     f"{', '.join(others)}). Set it, or unset the other JAXGOODPUT_* and JAX_* "
                     "variables to run one process alone."
                 )
+        found |= {name: _value(environ, name) for name in _VARIABLES if name not in found}
         return cls(**{name: value for name, value in found.items() if value is not None})
 
     def to_environ(self) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""`jaxgoodput board WORKDIR ...`: TensorBoard on runs, with the settings that their curves need."""
+"""`jaxgoodput board WORKDIR ...`: start TensorBoard on runs, with the settings that their curves need."""
 
 import os
 import pathlib
@@ -19,11 +19,11 @@ LOOK_S, LIMIT_S = 0.2, 60.0
 
 
 def named(workdirs: Sequence[str]) -> dict[str, pathlib.Path]:
-    """The folders of runs' curves by names that differ.
+    """Return the folders with the curves of runs, under different names.
 
-    Raises FileNotFoundError where a workdir has no curves.
+    Raises FileNotFoundError if a workdir has no curves.
     """
-    # A link stays one: it is the way round a path that TensorBoard would cut.
+    # Keep symbolic links: users need them for paths with a comma or a colon.
     folders = [pathlib.Path(os.path.abspath(workdir)) for workdir in workdirs]
     for given, folder in zip(workdirs, folders, strict=True):
         if not (folder / DIRECTORY).is_dir():
@@ -36,17 +36,17 @@ def named(workdirs: Sequence[str]) -> dict[str, pathlib.Path]:
 
 
 def command(runs: dict[str, pathlib.Path], port: int) -> list[str]:
-    """What starts TensorBoard on them. Raises ValueError for a path that it cannot be told of."""
+    """Return the command that starts TensorBoard. Raises ValueError if it cannot be given a path."""
     for name, path in runs.items():
         if "," in str(path) or ":" in name or "," in name:
             raise ValueError(
-                f"{path} has a comma or a colon, at which TensorBoard would cut it. Make a link to it that "
-                "has none."
+                f"{path} has a comma or a colon, where TensorBoard would split it. Make a symbolic link "
+                "without one, and pass the link."
             )
     return [
         *(sys.executable, "-m", "tensorboard.main", "--host", "127.0.0.1", "--port", str(port)),
         *("--logdir_spec", ",".join(f"{name}:{path}" for name, path in runs.items())),
-        # By default it keeps ten texts and pictures a tag, picked at random.
+        # By default TensorBoard keeps ten random texts and pictures per tag.
         *("--samples_per_plugin", "text=1000,images=50", "--reload_interval", "5"),
     ]
 
@@ -58,10 +58,13 @@ def show(
     port: int | None = None,
     clock: Clock | None = None,
 ) -> int:
-    """Serve until Ctrl-C; an exit code. `look` opens an address, and says whether it could."""
+    """Serve until Ctrl-C, and return the exit code. `look` opens a URL and returns whether it could."""
     clock = clock or SystemClock()
-    if port and not _is_free(port):  # whoever has it would answer in TensorBoard's place
-        print(f"jaxgoodput: port {port} is in use; give another --port, or none", file=sys.stderr)
+    if port and not _is_free(port):  # another server would answer instead of TensorBoard
+        print(
+            f"jaxgoodput: port {port} is in use; choose another --port, or leave it out",
+            file=sys.stderr,
+        )
         return 1
     port = port or _free_port()
     url = f"http://127.0.0.1:{port}"
@@ -73,21 +76,14 @@ def show(
         text=True,
     )
     try:
-        until_s = clock.now() + LIMIT_S
-        while child.poll() is not None or not _answers(url):
-            if child.poll() is not None or clock.now() > until_s:
-                child.kill()
-                said = child.communicate()[1].strip().rpartition("\n")[2]
-                print(f"jaxgoodput: TensorBoard did not start: {said}", file=sys.stderr)
-                return 1
-            clock.sleep(LOOK_S)
-        print(f"TensorBoard is at {url}/ (Ctrl-C ends it)", flush=True)
+        if not _comes_up(child, url, clock):
+            child.kill()
+            print(f"jaxgoodput: TensorBoard did not start: {_last_words(child)}", file=sys.stderr)
+            return 1
+        print(f"TensorBoard is at {url}/ (Ctrl-C stops it)", flush=True)
         if not look(pinned_link(url)):
-            print("no browser could be opened here", flush=True)
-        said = (
-            child.communicate()[1].strip().rpartition("\n")[2]
-        )  # read, so that the pipe is not full
-        print(f"jaxgoodput: TensorBoard ended by itself: {said}", file=sys.stderr)
+            print("no browser could be opened: open the address yourself", flush=True)
+        print(f"jaxgoodput: TensorBoard ended by itself: {_last_words(child)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 0
@@ -97,6 +93,24 @@ def show(
             child.wait()
         if child.stderr is not None:
             child.stderr.close()
+
+
+def _comes_up(child: subprocess.Popen, url: str, clock: Clock) -> bool:
+    """Wait until the server answers; False if it ends or the time is up."""
+    until_s = clock.now() + LIMIT_S
+    while child.poll() is None and clock.now() <= until_s:
+        if _answers(url):
+            return True
+        clock.sleep(LOOK_S)
+    return False
+
+
+def _last_words(child: subprocess.Popen) -> str:
+    """Wait for the end of a process and return the last line of its errors.
+
+    Reading them all the time keeps the pipe from filling up, which would block the process.
+    """
+    return child.communicate()[1].strip().rpartition("\n")[2]
 
 
 def _free_port() -> int:

@@ -4,52 +4,32 @@ import importlib.util
 import json
 import sys
 
-from jaxgoodput._commands import DONE, Command, Commands, argument, port, switch, text, wrong
+from jaxgoodput._commands import DONE, Commands, argument, port, switch, text, wrong
 
 _WORKDIRS = argument("workdirs", "WORKDIR", "the --workdir of a run", nargs="+")
 
 
 def add_commands(commands: Commands) -> None:
     """Register this room's commands."""
-    commands.add(
-        Command(
-            name="report",
-            action=_report,
-            summary="print where the time of a run went and how its batch sizes performed",
-            usage="jaxgoodput report WORKDIR [WORKDIR ...] [--json]",
-            description="Print a table of a run: where the time went, which batch sizes were used, what the "
-            "model predicted and what was measured. Several runs are printed side by side.",
-            options=(
-                _WORKDIRS,
-                switch(
-                    "--json",
-                    help="print the numbers as JSON: an object, or a list for several runs",
-                ),
-            ),
-        ),
-        Command(
-            name="board",
-            action=_board,
-            summary="show runs in TensorBoard, with the settings that their curves need",
-            usage="jaxgoodput board WORKDIR [WORKDIR ...]",
-            description="Start TensorBoard on runs, each named after its folder, and open a page on which "
-            "the most important curves are pinned. Press Ctrl-C to stop it.",
-            options=(
-                _WORKDIRS,
-                text(
-                    "--port",
-                    "PORT",
-                    "port of the page (default: the first free one from 6006)",
-                    type=port,
-                ),
-                switch("--no-browser", help="print the address instead of opening a browser"),
-            ),
-        ),
-        order=20,
+    json_numbers = switch(
+        "--json", help="print the numbers as JSON: an object, or a list for several runs"
     )
+    own_port = text(
+        "--port", "PORT", "port of the page (default: the first free one from 6006)", type=port
+    )
+    no_browser = switch("--no-browser", help="print the address instead of opening a browser")
+    usage = "jaxgoodput report WORKDIR [WORKDIR ...] [--json]"
+    commands.add(20, "report", _report, usage, (_WORKDIRS, json_numbers))
+    usage = "jaxgoodput board WORKDIR [WORKDIR ...]"
+    commands.add(20, "board", _board, usage, (_WORKDIRS, own_port, no_browser))
 
 
 def _report(options, command: list[str], parser) -> int:
+    """Print where the time of a run went and how its batch sizes performed.
+
+    The report is a table: where the time went, which batch sizes were used, what the model predicted and
+    what was measured. Several runs are printed side by side.
+    """
     from jaxgoodput.observe.report import compare, numbers, report
 
     # Boxes and curves need Unicode; a terminal without it gets the same table in ASCII.
@@ -68,6 +48,11 @@ def _report(options, command: list[str], parser) -> int:
 
 
 def _board(options, command: list[str], parser) -> int:
+    """Show runs in TensorBoard, with the settings that their curves need.
+
+    Each run is named after its folder. The page opens with the most important curves pinned. Press Ctrl-C to
+    stop TensorBoard.
+    """
     import webbrowser
 
     from jaxgoodput.observe import board

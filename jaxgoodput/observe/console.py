@@ -1,15 +1,15 @@
-"""Progress for whoever watches the terminal: a bar on a tty, else a line every few seconds."""
+"""Progress of a run on the console: a bar on a terminal, otherwise a line every few seconds."""
 
 import contextlib
 import dataclasses
 import math
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from absl import logging
 
+from jaxgoodput._worker import Worker
 from jaxgoodput.clock import Clock
 from jaxgoodput.observe.events import EvalEnd, FitEnd, FitStart, Preempt, TuneEnd, Window
 from jaxgoodput.observe.tags import how_to_look
@@ -18,11 +18,11 @@ from jaxgoodput.text import compact, count, seconds
 
 
 class Console:
-    """Shows a run's progress; for process 0, called from one background thread.
+    """A hook that shows a run's progress. Use it in process 0 only.
 
-    `stream` is a text stream, `total_base_steps` the length of the run (None where only the ETA
-    tells). A terminal gets a progress bar; elsewhere a line comes at most every `every_s` seconds,
-    through absl's log where that shows information, else straight to `stream` (default: stderr).
+    `stream` is a text stream (default: stderr), `total_base_steps` the length of the run, or None if only the
+    ETA tells it. A terminal gets a progress bar. Otherwise a line is printed at most every `every_s` seconds:
+    to absl's log if that shows information and no stream is given, else to the stream.
     """
 
     def __init__(
@@ -41,11 +41,11 @@ class Console:
         self._last_s = -math.inf
         self._bar = _bar(self._stream) if self._stream.isatty() else None
         self._task: Any = None
-        self._ends_s = math.nan  # when the run ends, as last known, by the clock
-        self._told_s = -math.inf  # when that was
+        self._ends_s = math.nan  # expected end of the run, by the clock
+        self._estimated_s = -math.inf  # time at which that was estimated
 
     def on_fit_start(self, event: FitStart) -> None:
-        """Say on what the run runs, and where to watch it."""
+        """Show the devices of the run, and how to watch it."""
         resumed = f", resumed at step {event.step}" if event.restart else ""
         self._line(
             f"{event.num_devices} x {event.device_kind}, batch {describe(event.config)}{resumed}"
@@ -61,7 +61,7 @@ class Console:
             )
 
     def on_window(self, event: Window) -> None:
-        """Advance the bar, or print a line when one is due."""
+        """Advance the bar, or print a line if one is due."""
         event = self._with_eta(event)
         if self._bar is not None:
             if self._task is not None:
@@ -78,16 +78,17 @@ class Console:
             self._line(progress_line(event, self._total))
 
     def on_tune_end(self, event: TuneEnd) -> None:
-        """Say why the batch changed."""
+        """Show why the batch changed."""
         if event.switched:
             self._line(f"step {event.step} | {event.verdict.reason}")
 
     def on_eval_end(self, event: EvalEnd) -> None:
-        """The evaluation's results."""
+        """Show the results of an evaluation."""
         results = " | ".join(f"{name} {value:.4g}" for name, value in event.metrics.items())
         self._line(f"step {event.step} | eval: {results} | took {seconds(event.seconds)}")
-        if self._clock.now() - self._told_s >= event.seconds / 2:  # known from before it
-            self._ends_s += event.seconds  # it did nothing for the steps that are left
+        if self._clock.now() - self._estimated_s >= event.seconds / 2:
+            # The end was estimated before the evaluation, which has delayed it.
+            self._ends_s += event.seconds
         if self._bar is not None and self._task is not None:
             self._bar.update(
                 self._task,
@@ -97,11 +98,11 @@ class Console:
             )
 
     def on_preempt(self, event: Preempt) -> None:
-        """Say that the run was asked to stop."""
+        """Show that the run was asked to stop."""
         self._line(f"step {event.step} | {event.signal}: asked to stop")
 
     def on_fit_end(self, event: FitEnd) -> None:
-        """Say how the run ended."""
+        """Show how the run ended."""
         self.close()
         self._line(
             f"step {event.step} | {event.reason} after {seconds(event.seconds)} of training | "
@@ -109,23 +110,25 @@ class Console:
         )
 
     def close(self) -> None:
-        """Take the bar off the terminal's last line; a second call does nothing."""
+        """Remove the bar from the terminal. Idempotent."""
         if self._bar is not None and self._task is not None:
             self._bar.stop()
             self._task = None
 
     def _with_eta(self, event: Window) -> Window:
-        """A window too short to tell when the run ends, as after a pause, says what was known before."""
+        """Fill in the last known ETA if a window was too short to estimate it, as after a pause."""
         now_s = self._clock.now()
         if math.isfinite(event.eta_s):
-            self._ends_s, self._told_s = now_s + event.eta_s, now_s
+            self._ends_s, self._estimated_s = now_s + event.eta_s, now_s
             return event
         return dataclasses.replace(event, eta_s=max(self._ends_s - now_s, 0.0))
 
     def _line(self, text: str) -> None:
         if self._bar is not None:
             self._bar.console.print(text, highlight=False, markup=False)
-        elif not self._given and logging.level_info():
+        elif (
+            not self._given and logging.level_info()
+        ):  # absl's log adds the time, and may go to a file
             logging.info("%s", text)
         else:
             print(text, file=self._stream, flush=True)
@@ -135,32 +138,27 @@ class Console:
 def starting(
     num_compiled: Callable[[], int], clock: Clock, stream: Any = None, *, every_s: float = 10.0
 ) -> Iterator[None]:
-    """Say every few seconds, while the block lasts, that a run still starts, and what it has compiled."""
-    out, began_s, over = sys.stderr if stream is None else stream, clock.now(), threading.Event()
+    """Print every few seconds, during the block, that the run is starting and how much it has compiled."""
+    out, began_s = sys.stderr if stream is None else stream, clock.now()
 
-    def say() -> None:
-        while not over.wait(every_s):
+    def report(worker: Worker) -> None:
+        while not worker.wait_stopping(every_s):
             compiled = count(num_compiled(), "program")
             print(f"starting for {seconds(clock.now() - began_s)} | {compiled} compiled", file=out)
             out.flush()
 
-    thread = threading.Thread(target=say, name="jaxgoodput-starting", daemon=True)
-    thread.start()
-    try:
+    with Worker("starting", report):
         yield
-    finally:
-        over.set()
-        thread.join()
 
 
 def progress_line(event: Window, total_base_steps: float | None) -> str:
-    """One line with what matters: how far, how fast, how good, how long still."""
+    """Return one line with the progress, batch, loss, speed and remaining time of a run."""
     facts = [f"step {event.step}"]
     if total_base_steps:
-        # The last update may pass the goal.
+        # The last update may exceed the total.
         facts.append(f"{min(100.0 * event.progress / total_base_steps, 100.0):.1f} %")
     facts += [f"batch {describe(event.config)}", *_facts(event)]
-    if math.isfinite(event.noise_scale):  # inf: no signal is seen above its own error yet
+    if math.isfinite(event.noise_scale):  # infinite while no signal exceeds its own error
         least = ">= " if event.noise_is_lower_bound else ""
         facts.append(f"noise scale {least}{compact(event.noise_scale)}")
     return " | ".join([*facts, _eta(event.eta_s)])
@@ -171,7 +169,7 @@ def _eta(eta_s: float) -> str:
 
 
 def _beside_the_bar(event: Window) -> str:
-    # What a narrow terminal cuts off comes last.
+    # A narrow terminal cuts off the end: begin with what matters most.
     facts = [
         f"step {event.step}",
         _eta(event.eta_s),
@@ -197,7 +195,7 @@ def _facts(event: Window) -> list[str]:
 
 
 def _bar(stream: Any) -> Any:
-    # Slow to import for a run whose output is read by nobody.
+    # Slow to import, and not needed if the output is a file.
     from rich.console import Console as RichConsole
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
     from rich.table import Column
@@ -205,11 +203,11 @@ def _bar(stream: Any) -> Any:
     return Progress(
         BarColumn(bar_width=16, table_column=Column(min_width=16)),
         TaskProgressColumn(table_column=Column(min_width=4)),
-        # What is left of the line; what does not fit is cut off, and not the bar.
+        # The description takes the rest of the line, and is cut off before the bar is.
         TextColumn("{task.description}", markup=False, table_column=Column(ratio=1, no_wrap=True)),
         expand=True,
         console=RichConsole(file=stream),
-        # No thread of its own, and the process's stdout and stderr stay what they are.
+        # Start no thread, and leave the process's stdout and stderr alone.
         auto_refresh=False,
         redirect_stdout=False,
         redirect_stderr=False,

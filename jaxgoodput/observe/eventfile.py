@@ -1,9 +1,9 @@
-"""One TensorBoard event file: never truncates another, hides what a restart has undone.
+"""A TensorBoard event file that never truncates another one, and hides what a restart has undone.
 
-Writes through tensorboardX's `EventsWriter`, in the caller's thread, which is a background thread
-already. Its `SummaryWriter` has a queue and a thread of its own: its `flush` does not wait for the
-queue, so that a run killed after a checkpoint lost points from before it (a test shows this), and
-after one refused write its thread is dead and the next dozen events block the run for ever.
+It uses tensorboardX's `EventsWriter` in the caller's thread, which is a background thread already, instead of
+`SummaryWriter`, which has a queue and a thread. `SummaryWriter.flush` does not wait for the queue, so that a
+run that was killed after a checkpoint lost points from before it (a test shows this). After one failed write
+its thread is dead, and the run blocks for ever when the queue is full.
 """
 
 import os
@@ -33,11 +33,11 @@ from jaxgoodput.clock import Clock
 
 
 class EventFile:
-    """Events of one run of TensorBoard, in one new file.
+    """A new event file for one run in TensorBoard.
 
-    `first_step` is the first step that this process will write again: 0 for a new run, resumed step
-    + 1 after a restart; TensorBoard then hides whatever earlier files hold from there on. A disk
-    that refuses data costs that data and a warning, not the run. `describe` says what a tag means.
+    `first_step` is the first step that this process will write: 0 for a new run, resumed step + 1 after a
+    restart. TensorBoard hides what earlier files contain from that step on. If the disk refuses data, the
+    data are lost and a warning is logged; the run continues. `describe` returns the description of a tag.
     """
 
     def __init__(
@@ -51,24 +51,23 @@ class EventFile:
     ):
         self._describe = describe
         self._described: set[str] = set()
-        self.nonzero: set[str] = set()  # tags of scalars that were not always 0
+        self.nonzero: set[str] = set()  # tags with a value other than 0
         directory.mkdir(parents=True, exist_ok=True)
         self._clock = clock
         self._num_lost = 0
         self._directory = directory
-        # File names have a resolution of one second, and opening truncates.
+        # File names differ by seconds only, and opening an existing file truncates it.
         suffix, attempt = f".r{restart:04d}.{os.getpid()}", 0
         while any(path.name.endswith(suffix) for path in directory.glob("events.*")):
             attempt += 1
             suffix = f".r{restart:04d}.{os.getpid()}.{attempt}"
         self._writer = EventsWriter(str(directory / "events"), suffix)
-        # Also at the very first start: one of TensorBoard's two readers ignores the first
-        # START it meets.
+        # Needed at the very first start, too: one of TensorBoard's two readers ignores the first START.
         self._write(Event(step=first_step, file_version="brain.Event:2"))
         self._write(Event(step=first_step, session_log=SessionLog(status=SessionLog.START)))
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
-        """One event with a scalar per tag."""
+        """Write a scalar for each tag, as one event."""
         if values:
             self.nonzero |= {tag for tag, value in values.items() if value != 0}
             found = [self._scalar(tag, value) for tag, value in values.items()]
@@ -77,17 +76,17 @@ class EventFile:
     def _scalar(self, tag: str, value: float | int) -> Any:
         if tag in self._described:
             return Summary.Value(tag=tag, simple_value=value)
-        self._described.add(tag)  # TensorBoard keeps what it is told with the first
+        self._described.add(tag)  # TensorBoard reads it from the first value only
         about = SummaryMetadata(summary_description=self._describe(tag))
         return Summary.Value(tag=tag, simple_value=value, metadata=about)
 
     def image(self, tag: str, png: bytes, step: int) -> None:
-        """A picture."""
-        width, height = struct.unpack(">II", png[16:24])  # where every PNG says it
+        """Write a picture."""
+        width, height = struct.unpack(">II", png[16:24])  # the header of a PNG file
         parts = [str(width).encode(), str(height).encode(), png]
         size = TensorShapeProto(dim=[TensorShapeProto.Dim(size=len(parts))])
         tensor = TensorProto(dtype="DT_STRING", string_val=parts, tensor_shape=size)
-        # Not as `Summary.Image`: of it one of TensorBoard's two readers drops the description.
+        # One of TensorBoard's two readers drops the description of a `Summary.Image`: write a tensor instead.
         about = SummaryMetadata(
             summary_description=self._describe(tag),
             plugin_data=SummaryMetadata.PluginData(plugin_name="images"),
@@ -95,11 +94,11 @@ class EventFile:
         self.summary(Summary(value=[Summary.Value(tag=tag, tensor=tensor, metadata=about)]), step)
 
     def summary(self, summary: Any, step: int) -> None:
-        """Any summary that tensorboardX can build."""
+        """Write any summary that tensorboardX can build."""
         self._write(Event(step=step, summary=summary))
 
     def flush(self) -> None:
-        """Hand everything to the disk."""
+        """Write everything to the disk."""
         self._survive(self._writer.flush)
 
     def close(self) -> None:
@@ -118,7 +117,7 @@ class EventFile:
             if self._num_lost == 1 or self._num_lost % 100 == 0:
                 logging.warning(
                     "TensorBoard events in %s could not be written (%s; %d so far). Training goes "
-                    "on. Free some space on that disk to have the rest recorded.",
+                    "on. Free some space on that disk so that later events are recorded.",
                     self._directory,
                     error,
                     self._num_lost,

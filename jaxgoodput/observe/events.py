@@ -1,7 +1,7 @@
-"""What the loop tells the outside: frozen records for hooks, the dashboard and the journal.
+"""Events: frozen records of what happens in a run, for hooks, the dashboard and the journal.
 
-An event is added here and nowhere else: the class names the method of a hook that hears of it, and
-the journal writes whatever comes. (`hooks.Hook` lists the methods for people.)
+To add an event, add a class here. It names the hook method that handles it, and the journal writes it and
+reads it back without further code. Only `hooks.Hook` should list the method as well, for its users.
 """
 
 import dataclasses
@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 from jaxtyping import PyTree
 
+from jaxgoodput._serial import decode
 from jaxgoodput.data.cursor import Cursor
 from jaxgoodput.goodput.efficiency import Grad, GradParams
 from jaxgoodput.goodput.fit import PerfFit, StepTimings
@@ -25,22 +26,37 @@ from jaxgoodput.tune.verdict import Verdict
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """Something that happened to a run; each kind of event is a subclass."""
+    """Something that happened in a run. Each kind of event is a subclass."""
 
     hook: ClassVar[str]
-    """The method of a hook that hears of it."""
+    """Name of the hook method that handles it."""
     journaled: ClassVar[bool] = True
-    """Whether the journal writes it, but for fields whose metadata are `NOT_JOURNALED`."""
+    """Whether the journal records it, without the fields whose metadata are `NOT_JOURNALED`."""
     step: int
-    """Optimizer updates applied so far; of a `StepEnd` its own index, from 1."""
+    """Number of updates applied so far. For a `StepEnd`, its own number, counted from 1."""
 
 
 NOT_JOURNALED = MappingProxyType({"journaled": False})
 
 
 @dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """The part of a run's configuration that reports and forecasts need."""
+
+    is_part: ClassVar[bool] = True  # the configuration has more fields
+    batch: BatchLimits
+    """The user's own limits. `FitStart.limits` are these, narrowed to the devices of the run."""
+    policy: str | Mapping[str, int]
+    """Name of the batch policy, or the user's schedule: batch sizes by the share of training done."""
+    rule: str | None = None
+    """Learning-rate rule; None: chosen to suit the optimizer."""
+    base_steps: float | None = None
+    """Length of training, base steps; None if it is given in epochs."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class FitStart(Event):
-    """A run begins, new or restored."""
+    """A run starts, from the beginning or from a checkpoint."""
 
     hook: ClassVar[str] = "on_fit_start"
     progress: float
@@ -48,38 +64,50 @@ class FitStart(Event):
     restart: int
     """0 for the first run in this workdir."""
     config: BatchConfig
+    """Batch in use."""
     limits: BatchLimits
+    """Limits of the batch on the devices of this run."""
     device_kind: str
     num_devices: int
     num_processes: int
     settings: Mapping[str, Any]
-    """The whole configuration as JSON values."""
+    """Whole configuration as JSON values."""
     at_s: float
-    """When all was ready for the first step, by the trainer's clock."""
+    """Time at which everything was ready for the first step, by the trainer's clock."""
     groups: tuple[str, ...] = ()
-    """The names of the groups of parameters whose noise is told apart, in the order of `TuneEnd.grad`."""
+    """Names of the groups of parameters whose noise is measured separately, in the order of
+    `TuneEnd.grad`."""
+
+    @property
+    def known_settings(self) -> RunSettings:
+        """The settings with their types. Raises ValueError if they do not describe a run."""
+        return decode(self.settings, RunSettings, "settings")
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepEnd(Event):
-    """One update is done (or was skipped: its loss, gradient or result was not finite)."""
+    """An update is done, or was skipped because its loss, gradient or result was not finite."""
 
     hook: ClassVar[str] = "on_step_end"
     journaled: ClassVar[bool] = False
     progress: float
-    """Base steps done, this update among them."""
+    """Base steps done, including this update."""
     samples: int
-    """Real samples applied since the first run began."""
+    """Real samples applied since the first run began; padding is not counted."""
     config: BatchConfig
+    """Batch of this update."""
     num_samples: int
-    """Real samples of this update, all processes."""
+    """Real samples of this update, in all processes."""
     before: Cursor
+    """Place in the data before this update."""
     after: Cursor
+    """Place in the data after this update."""
     finite: bool
+    """Whether the update was applied."""
     at_s: float
-    """When it was complete, by the trainer's clock; hooks hear of it later."""
+    """Time of completion, by the trainer's clock; hooks are called later."""
     seconds: float | None
-    """From completion to completion; None for a step that is not timed."""
+    """Time since the completion of the step before; None if this step is not timed."""
     metrics: Mapping[str, float]
     """`loss`, `grad_norm`, `gain` and so on, and the user's own scalars."""
 
@@ -90,9 +118,13 @@ class Window(Event):
 
     hook: ClassVar[str] = "on_window"
     progress: float
+    """Base steps done."""
     samples: int
+    """Real samples applied since the first run began."""
     epoch: int
+    """Number of the current pass over the data."""
     config: BatchConfig
+    """Batch in use."""
     num_steps: int
     """Steps in this window."""
     seconds: float
@@ -100,78 +132,86 @@ class Window(Event):
     metrics: Mapping[str, float]
     """Means over the window: `loss`, `grad_norm`, the user's own."""
     measured_step_s: float
-    """The median step time; NaN where no step was timed."""
+    """Median step time; NaN if no step was timed."""
     predicted_step_s: float
-    """The model's step time for this configuration; NaN = unknown."""
+    """Step time that the model predicts for this batch; NaN if unknown."""
     predicted_error: float
-    """The fit's RMS log error; NaN = unknown."""
+    """RMS log error of the fitted model; NaN if unknown."""
     goodput_measured: float
-    """Measured throughput x efficiency, useful samples/s; NaN = unknown."""
+    """Measured throughput x efficiency, useful samples/s; NaN if unknown."""
     goodput_predicted: float
+    """Predicted throughput x efficiency, useful samples/s; NaN if unknown."""
     throughput: float
-    """Samples/s, measured."""
+    """Measured samples/s."""
     efficiency: float
-    """Statistical efficiency at this batch; NaN = unknown."""
+    """Statistical efficiency at this batch; NaN if unknown."""
     grad: GradParams
-    """Smoothed estimates of the gradient's signal and noise; NaN = unknown."""
+    """Smoothed estimates of the gradient's signal and noise; NaN if unknown."""
     noise_scale: float
-    """The batch at which noise and signal are equal, samples; of groups of parameters, on average.
-    NaN = unknown."""
+    """Batch size at which noise and signal are equal, samples; the mean if there are groups of parameters.
+    NaN if unknown."""
     noise_is_lower_bound: bool
-    """Whether no signal is above its own standard error: the noise scale may be any larger."""
+    """Whether no signal exceeds its own standard error, so that the noise scale may be much larger."""
     noise_age_steps: float
-    """Steps since the newest sample of the noise; NaN = none since the process began."""
+    """Steps since the last measurement of the noise; NaN if this process has made none."""
     noise_confidence: float
     """Effective number of noise samples behind the estimate."""
     gain: float
-    """The factor on the learning rate."""
+    """Factor on the learning rate."""
     learning_rate: float
-    """The user's own, before the gain; NaN = unknown."""
+    """The user's learning rate, before the gain; NaN if unknown."""
     statistics_every: int
+    """Steps from one measurement of the noise to the next."""
     skipped_steps: int
-    """Updates left out since the run began."""
+    """Updates skipped since the run began, because they were not finite."""
     memory_limit: int
-    """The largest micro-batch that fits."""
+    """Largest micro-batch that fits into memory."""
     eta_s: float
+    """Seconds until the end of training at the present goodput."""
     loss_gained: float = math.nan
-    """Loss lost per e-fold of samples with this batch; NaN = too few steps to tell."""
+    """Decrease of the loss per e-fold of samples with this batch; NaN if there were too few steps."""
     loss_gained_error: float = math.nan
-    """Its standard error."""
+    """Standard error of `loss_gained`."""
     loss_gained_expected: float = math.nan
-    """What the batch before gained, times what the model says of this one's efficiency beside that one's."""
+    """Decrease with the previous batch, scaled by the ratio of efficiencies that the model predicts."""
     tflops_per_device: float = math.nan
-    """10^12 operations/s of matrix products, without what measuring the noise takes; NaN = not known."""
+    """10^12 matrix-product operations/s, without the measurement of the noise; NaN if unknown."""
     mfu: float = math.nan
-    """Model flops utilisation: of what the chip can do in bfloat16; NaN = a chip that is not listed."""
+    """Model flops utilisation, relative to the chip's bfloat16 peak; NaN for an unlisted chip."""
     tokens_per_s: float = math.nan
-    """NaN = `Reporting.tokens_per_sample` is None."""
+    """NaN if `Reporting.tokens_per_sample` is None."""
     feeding_s: float = math.nan
-    """What bringing the rows of a batch to the device takes, beside the steps of others; NaN = no tables."""
+    """Time to bring a batch's table rows to the device, hidden behind other steps; NaN without tables."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TuneEnd(Event):
-    """The model was fitted and a verdict was reached."""
+    """The model was fitted, and the tuner reached a verdict."""
 
     hook: ClassVar[str] = "on_tune_end"
     before: BatchConfig
+    """Batch in use when the tuner was asked."""
     verdict: Verdict
     fit: PerfFit | None
-    timings: StepTimings | None = field(metadata=NOT_JOURNALED)
-    """They ride in the checkpoint; in the journal they would be most of the file."""
+    """Fitted step-time model; None if there are too few step times."""
+    timings: StepTimings | None = field(default=None, metadata=NOT_JOURNALED)
+    """Step times behind the fit. Checkpoints keep them; they would be most of a journal."""
     grad: Grad
+    """Signal and noise of the gradient behind the verdict."""
     num_nodes: int
     num_replicas: int
     limits: BatchLimits
+    """Limits of the batch when the tuner was asked."""
     residuals: tuple[tuple[int, float], ...]
-    """Pairs of a micro-batch size and its measured over its modelled step time."""
+    """Pairs of a micro-batch size and its ratio of measured to modelled step time."""
     switched: bool
+    """Whether the verdict changes the batch or the strategy."""
     feeding: Feeding | None = None
-    """What prepares a batch beside the step."""
+    """Time to prepare a batch while other steps run; None if there are no tables."""
 
     @property
     def model(self) -> GoodputModel | None:
-        """The model behind the verdict, in numbers of the host; None without a fit."""
+        """The model behind the verdict, in host numbers; None without a fit."""
         if self.fit is None:
             return None
         names = PerfParams.__dataclass_fields__
@@ -189,26 +229,27 @@ class TuneEnd(Event):
 
     @property
     def placement(self) -> Placement:
-        """Where the run was."""
+        """The nodes and replicas of the run."""
         return Placement(num_nodes=self.num_nodes, num_replicas=self.num_replicas)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Resharded(Event):
-    """The state was moved from one strategy's layout to another's, in memory."""
+    """The state was moved in memory from one strategy's layout to another's."""
 
     hook: ClassVar[str] = "on_reshard"
     before: str
-    """The strategy that was left."""
+    """Previous strategy."""
     after: str
+    """New strategy."""
     seconds: float
-    """How long the loop stood still."""
+    """Time for which the training loop was paused."""
     bytes_moved: int
-    """Sent between devices."""
+    """Bytes sent between devices."""
     largest_send_bytes: int
-    """Sent by one device."""
+    """Bytes sent by the device that sent most."""
     peak_extra_bytes: int
-    """Memory of one device beyond what it holds before or after."""
+    """Peak memory of a device beyond what it holds before or after."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,24 +258,27 @@ class EvalEnd(Event):
 
     hook: ClassVar[str] = "on_eval_end"
     progress: float
+    """Base steps done."""
     at_s: float
-    """When it ended, by the trainer's clock."""
+    """Time of its end, by the trainer's clock."""
     seconds: float
+    """Duration of the evaluation."""
     metrics: Mapping[str, float]
+    """Results of the evaluation."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StateShown(Event):
-    """The parameters as they were between two steps, because someone asked (`Trainer.request_state`)."""
+    """The parameters between two steps, because `Trainer.request_state` asked for them."""
 
     hook: ClassVar[str] = "on_state"
     journaled: ClassVar[bool] = False
     progress: float
     """Base steps done."""
     params: PyTree
-    """The average where the run keeps one; NumPy arrays on the host, not to be written to."""
+    """NumPy arrays on the host, not to be modified; the average if the run keeps one."""
     model_state: PyTree
-    """Likewise; random keys stay keys."""
+    """NumPy arrays on the host, not to be modified; random keys stay keys."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,38 +287,39 @@ class Checkpoint(Event):
 
     hook: ClassVar[str] = "on_checkpoint"
     seconds: float
-    """How long the loop stood still."""
+    """Time for which the training loop was paused."""
     error: str | None = None
+    """What went wrong; None if nothing did."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReadsRetried(Event):
-    """Samples could not be read at first, and were at another attempt."""
+    """Samples could not be read at first, but could when the read was repeated."""
 
     hook: ClassVar[str] = "on_reads_retried"
     num_retried: int
-    """Attempts that failed since the process began, in the process that tells."""
+    """Failed attempts since the start of the process that reports."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Regrouped(Event):
-    """Processes have come or gone, and the run goes on with those that there are now."""
+    """Processes joined or left, and the run continues with the present ones."""
 
     hook: ClassVar[str] = "on_regrouped"
     generation: int
-    """Counts the sets of processes that this job has had."""
+    """Number of the present set of processes, counted over the job."""
     num_processes_before: int
-    """0 in a process that has just come."""
+    """0 in a process that has just joined."""
     num_processes: int
     reason: str
-    """Why the set before this one ended; empty for the first."""
+    """Why the previous set ended; empty for the first set."""
     seconds: Mapping[str, float]
-    """What coming together took in the process that tells, by part."""
+    """Duration of each part of the change, in the process that reports."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostJudged(Event):
-    """A host was left out for a while, taken in again, or refused, since the last set of processes."""
+    """A host was excluded, admitted again, or refused since the previous set of processes."""
 
     hook: ClassVar[str] = "on_host_judged"
     host: str
@@ -282,35 +327,40 @@ class HostJudged(Event):
     """"left out", "taken in again" or "refused"."""
     why: str
     numbers: Mapping[str, float]
-    """On which it rests, such as `slow_ratio`, its seconds per sample over the median of the others', and
-    `excluded_s`, for how long it is left out."""
+    """Numbers behind the decision, such as `slow_ratio`, the host's seconds per sample over the median of the
+    other hosts, and `excluded_s`, how long it is excluded."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Preempt(Event):
-    """The run was asked to stop; it has saved, if it could."""
+    """The run was asked to stop, and has saved its state if it could."""
 
     hook: ClassVar[str] = "on_preempt"
     signal: str
+    """Name of the signal, or another reason."""
 
 
 REGROUPED = "regrouped: "
-"""How the reason of a `FitEnd` begins where processes have come or gone."""
+"""Beginning of `FitEnd.reason` if processes joined or left."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FitEnd(Event):
-    """The run is over; `reason` is 'done', 'preempted', 'regrouped: ' and why, or what went wrong."""
+    """The run is over."""
 
     hook: ClassVar[str] = "on_fit_end"
     progress: float
+    """Base steps done."""
     samples: int
+    """Real samples applied since the first run began."""
     seconds: float
+    """Wall time of this run."""
     reason: str
+    """'done', 'preempted', 'regrouped: ' followed by the reason, or what went wrong."""
     buckets_s: Mapping[str, float] = field(default_factory=dict)
-    """Wall time by bucket of the time ledger."""
+    """Wall time of all runs in this workdir, by bucket of the time ledger."""
 
     @property
     def goes_on(self) -> bool:
-        """Only the set of processes ends: the run goes on with another, from memory."""
+        """Whether the run continues from memory with another set of processes."""
         return self.reason.startswith(REGROUPED)

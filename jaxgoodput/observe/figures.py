@@ -1,7 +1,7 @@
-"""The dashboard's pictures: where goodput lies, and how well the model tells the truth.
+"""The dashboard's pictures: where goodput is highest, and how accurate the model is.
 
-For matplotlib (extra `plots`), through its object interface: pyplot would keep global state. So
-import this file only where matplotlib is installed.
+They use matplotlib's object interface, because pyplot keeps global state. matplotlib is an extra (`plots`):
+import this file only when pictures are drawn.
 """
 
 import io
@@ -22,7 +22,7 @@ from jaxgoodput.goodput.sweep import Sweep
 from jaxgoodput.observe.events import TuneEnd
 from jaxgoodput.text import compact, seconds
 
-# Colours that stay apart for colour-blind eyes (Okabe and Ito, 2008).
+# Colours that colour-blind readers can distinguish (Okabe and Ito, 2008).
 BLUE, ORANGE, GREEN, RED, GREY = "#0072b2", "#e69f00", "#009e73", "#d55e00", "#969ba0"
 PALE = "#e4e6e9"
 _GROUPS = (BLUE, ORANGE, GREEN, RED, "#cc79a7", "#56b4e9")
@@ -32,17 +32,17 @@ _MAX_NAME = 34
 
 
 def png(figure: Figure) -> bytes:
-    """The picture as a PNG file of 720 x 440 pixels."""
+    """Return the picture as a PNG file of 720 x 440 pixels."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
     return buffer.getvalue()
 
 
 def goodput_surface(tune: TuneEnd) -> Figure | None:
-    """Goodput over micro-batch size and count, percent of the best; None without a fit.
+    """Draw goodput by micro-batch size and count, in percent of the best; None without a fit.
 
-    Cells outside the limits are grey; a thin frame marks the configuration before, a thick one the
-    verdict. Throughput stands in while the noise is unknown, and the title says so.
+    Cells outside the limits are grey. A thin frame marks the previous batch, a thick one the verdict. If the
+    noise is unknown, throughput is drawn instead, and the title says so.
     """
     model = tune.model
     if model is None:
@@ -84,9 +84,9 @@ def goodput_surface(tune: TuneEnd) -> Figure | None:
 
 
 def goodput_curve(tune: TuneEnd) -> Figure | None:
-    """Throughput and goodput over the global batch, with the verdict and the noise scale marked.
+    """Draw throughput and goodput over the global batch, and mark the verdict and the noise scale.
 
-    At each global batch the better split into micro-batches counts. None without a fit.
+    Each global batch is split into micro-batches in the best way. None without a fit.
     """
     model = tune.model
     if model is None:
@@ -100,15 +100,14 @@ def goodput_curve(tune: TuneEnd) -> Figure | None:
     batch, throughput = batch[inside], throughput[inside]
     if batch.size == 0:
         return None
-    # Keep the upper envelope: a batch that a smaller one beats in throughput is never chosen
-    # for speed.
+    # Keep the upper envelope: if a smaller batch has a higher throughput, a batch is never chosen.
     order = np.lexsort((-throughput, batch))
     batch, first = np.unique(batch[order], return_index=True)
     throughput = throughput[order][first]
     front = throughput >= np.maximum.accumulate(throughput) * (1 - 1e-9)
     batch, throughput = batch[front], throughput[front]
     figure, axes = _figure(
-        f"step {tune.step}: what a larger batch brings",
+        f"step {tune.step}: what a larger batch gains",
         "global batch, samples",
         "samples per second",
     )
@@ -127,9 +126,9 @@ def goodput_curve(tune: TuneEnd) -> Figure | None:
 
 
 def fit_scatter(tune: TuneEnd) -> Figure | None:
-    """Predicted against measured seconds, a dot a configuration; None without fit or timings.
+    """Draw predicted over measured seconds, a dot for each configuration; None without fit or timings.
 
-    On the diagonal the model is exact; the dashed lines are one fit error away.
+    On the diagonal the model is exact. The dashed lines are one fit error away.
     """
     model = tune.model
     if model is None or tune.fit is None or tune.timings is None:
@@ -174,10 +173,10 @@ def fit_scatter(tune: TuneEnd) -> Figure | None:
 
 
 def efficiency_by_group(tune: TuneEnd, names: Sequence[str]) -> Figure | None:
-    """What a sample of a larger batch is worth to each group of parameters, and to all of them together.
+    """Draw the efficiency over the global batch, for each group of parameters and for all together.
 
-    The groups with a hundredth of the signal or more, six at most, have a curve each, the rest one in common;
-    `names` are those of the groups of `tune.grad`. None where the noise is not known by group.
+    Up to six groups with at least a hundredth of the signal have a curve each; the others share one. `names`
+    are the names of the groups in `tune.grad`. None if the noise is not known by group.
     """
     grad = tune.grad
     if not isinstance(grad, GradGroups) or not is_known(grad):
@@ -185,8 +184,8 @@ def efficiency_by_group(tune: TuneEnd, names: Sequence[str]) -> Figure | None:
     sqr, var = np.asarray(grad.sqr, float), np.asarray(grad.var, float)
     if len(names) != len(sqr):
         raise ValueError(
-            f"the noise is of {len(sqr)} groups, and there are {len(names)} names. Pass those of "
-            "FitStart.groups of the same run."
+            f"the noise has {len(sqr)} groups, but there are {len(names)} names. Pass FitStart.groups of the "
+            "same run."
         )
     if not sqr.sum() > 0:
         return None
@@ -212,7 +211,7 @@ def efficiency_by_group(tune: TuneEnd, names: Sequence[str]) -> Figure | None:
 
     for index, colour in zip(apart, _GROUPS, strict=False):
         draw(np.array([index]), _short(str(names[index])), colour)
-    if rest.size:  # one alone is shown under its own name
+    if rest.size:  # a single one is shown under its own name
         name = _short(str(names[rest[0]])) if rest.size == 1 else f"{rest.size} others"
         draw(rest, name, GREY)
     together = efficiency(grad, batch / base)
@@ -227,9 +226,9 @@ def efficiency_by_group(tune: TuneEnd, names: Sequence[str]) -> Figure | None:
 
 
 def sweep_avoided(sweep: Sweep, step: int, error: float = math.nan) -> Figure | None:
-    """What each fixed batch would have taken to come as far, beside the run; None while nothing is known.
+    """Draw the time that each fixed batch would have needed for the same progress, and this run's time.
 
-    The band is one fit error wide, where that is known.
+    The band is one fit error wide, if that is known. None if there is no prediction yet.
     """
     if not sweep.seconds or not sweep.own_s > 0:
         return None
@@ -250,7 +249,7 @@ def sweep_avoided(sweep: Sweep, step: int, error: float = math.nan) -> Figure | 
 
 
 def _short(name: str) -> str:
-    """The end of a long name: beginnings are alike."""
+    """Shorten a long name to its end, because the beginnings are alike."""
     return name if len(name) <= _MAX_NAME else f"...{name[3 - _MAX_NAME :]}"
 
 
@@ -265,8 +264,8 @@ def _figure(title: str, x_label: str, y_label: str) -> tuple[Figure, Axes]:
 
 
 def _cells(axes: Axes, percent: np.ndarray) -> None:
-    """A heat map with its numbers, row 0 at the bottom; NaN is grey."""
-    # From the least to the most that is there: a surface is often flat near its best.
+    """Draw a heat map with its numbers, row 0 at the bottom; NaN is grey."""
+    # Colours span the values that occur, because goodput is often flat near its best.
     colours = matplotlib.colormaps["viridis"].with_extremes(bad=PALE)
     known = percent[np.isfinite(percent)]
     bright = known.min() + 0.6 * np.ptp(known) if known.size else math.inf
@@ -295,7 +294,7 @@ def _logarithmic(axes: Axes, *, y: bool = True, legend: bool = True) -> None:
 
 
 def _thinned(values: Sequence[int], keep: set[int]) -> list[int]:
-    """At most `_MAX_COLUMNS` values, ends and `keep` among them, the rest evenly spread."""
+    """Return at most `_MAX_COLUMNS` values, evenly spread, including the ends and `keep`."""
     values = sorted({*values} | {value for value in keep if value >= 1})
     if len(values) <= _MAX_COLUMNS:
         return values

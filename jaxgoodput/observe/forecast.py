@@ -1,8 +1,9 @@
-"""What other devices would do for a run, by what the run itself measured: `jaxgoodput plan WORKDIR`.
+"""What a run would do on other devices, predicted from what it measured itself: `jaxgoodput plan WORKDIR`.
 
-From the journal alone: the last fit of every strategy, the last noise, and the limits of the batch. On every
-shape each strategy keeps the devices that share one replica, and has as many replicas as there is room for.
-The model is asked where the run never was, so every line says how much of it was seen.
+Everything comes from the journal: the last fit of each strategy, the last gradient noise, and the limits of
+the batch. On a shape, each strategy keeps its number of devices per replica and gets as many replicas as
+there is room for. The model is also asked about placements that the run never had, so every prediction says
+how much of it was measured.
 """
 
 import dataclasses
@@ -11,18 +12,17 @@ import os
 import pathlib
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
-import numpy as np
-
-from jaxgoodput._serial import decode
-from jaxgoodput.goodput.efficiency import Grad, GradGroups, GradParams, is_known, noise_scale
+from jaxgoodput.goodput.efficiency import is_known, noise_scale
 from jaxgoodput.goodput.fit import PerfFit
 from jaxgoodput.goodput.model import GoodputModel
-from jaxgoodput.goodput.perf import Feeding, PerfParams, Placement, step_time
+from jaxgoodput.goodput.perf import Placement, step_time
 from jaxgoodput.goodput.search import BatchConfig, BatchLimits, best_batch
 from jaxgoodput.observe import journal
+from jaxgoodput.observe.events import FitStart, Regrouped, TuneEnd, Window
+from jaxgoodput.observe.journal import Record, of_kind
 from jaxgoodput.parallel.strategy import Strategy
 from jaxgoodput.specs import Shape
 
@@ -35,199 +35,82 @@ class ExpectedRun:
 
     shape: Shape
     strategy: str
-    """That of the run with as many copies as the shape has room for; "" where it has no name."""
+    """The run's strategy with as many copies as the shape has room for; "" if it has no name."""
     config: BatchConfig
     step_s: float
-    """Seconds of an update."""
+    """Seconds per update."""
     throughput: float
     """Samples per second."""
     efficiency: float
-    """Progress per sample relative to the base batch."""
+    """Progress per sample, relative to the base batch."""
     goodput: float
     """Useful samples per second."""
     speed_up: float
-    """Goodput over that of the run as it was last."""
+    """Goodput divided by the run's latest goodput."""
     known: Known
-    """Measured: this batch was timed there. Fitted: other batches were. Extrapolated: the run had another
-    number of replicas. Guessed: it never used such a link, which is taken to be as good as can be."""
+    """How much was measured. measured: this batch, on this shape. fitted: other batches on this shape.
+    extrapolated: other numbers of replicas. guessed: the run never used such a link between devices, and the
+    best possible one is assumed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """What a run was last, and what it would be elsewhere."""
+    """The latest state of a run, and what it would do on other devices."""
 
     workdir: pathlib.Path
     device_kind: str
     num_devices: int
-    """That the run had last."""
     num_processes: int
     config: BatchConfig
-    """In use last."""
+    """Latest batch."""
     goodput: float
-    """Of that, by the model; useful samples per second."""
+    """Goodput of that batch by the model, useful samples per second."""
     noise_scale: float
-    """In samples."""
+    """Noise scale, samples."""
     fit_error: float
-    """RMS log error of the fit of the strategy in use."""
+    """RMS log error of the fit of the latest strategy."""
     expected: tuple[ExpectedRun, ...]
-    """One for each shape on which the limits allow a batch, in the order asked for."""
+    """One prediction for each shape on which the limits allow a batch, in the order of the request."""
     left_out: Mapping[Shape, str]
-    """The other shapes, and why."""
+    """The other shapes, each with the reason."""
 
     @property
     def best(self) -> ExpectedRun | None:
-        """The greatest goodput; of equals the one on the fewest devices."""
+        """The prediction with the highest goodput; if equal, the one with the fewest devices."""
         return max(self.expected, key=lambda e: (e.goodput, -e.shape.num_devices), default=None)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Record(journal.RecordFields):
-    """What every line of a journal has."""
-
-    event: str
-    wall: float
-    step: int
-    restart: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Batch(journal.RecordFields):
-    """The user's own limits; those of the run are narrowed to its devices."""
-
-    base: int
-    max: int
-    micro: tuple[int, int] | None = None
-    min_global: int | None = None
-    max_micro_batches: int = 16
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Settings(journal.RecordFields):
-    batch: _Batch
-    policy: str | Mapping[str, int] = "goodput"
-    base_steps: float | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Limits(journal.RecordFields):
-    base: int
-    max: int
-    micro: tuple[int, int]
-    max_micro_batches: int = 16
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunStart(Record):
-    """A run began."""
-
-    config: BatchConfig
-    settings: _Settings
-    device_kind: str
-    num_devices: int
-    num_processes: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Span(Record):
-    """Averages over some steps."""
-
-    config: BatchConfig
-    measured_step_s: float
-    memory_limit: int = 0
-    progress: float = 0.0
-    throughput: float = math.nan
-    goodput_measured: float = math.nan
-    noise_confidence: float = 0.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Params(journal.RecordFields):
-    compute_base: float
-    compute_per_sample: float
-    intra_base: float
-    intra_per_replica: float
-    inter_base: float
-    inter_per_replica: float
-    overlap: float
-    update_s: float = 0.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Fit(journal.RecordFields):
-    params: _Params
-    error: float
-    links: tuple[str, ...] = ()
-    unidentified: tuple[str, ...] = ()
-    num_rows: int = 0
-    max_replicas: int = 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Grad(journal.RecordFields):
-    sqr: float | tuple[float, ...]
-    var: float | tuple[float, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class VerdictRecord(Record):
-    """A verdict was reached."""
-
-    before: BatchConfig
-    fit: _Fit | None
-    grad: _Grad
-    limits: _Limits
-    residuals: tuple[tuple[int, float], ...] = field(default=())
-    feeding: Feeding | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Regrouping(Record):
-    """Processes came or went."""
-
-    num_processes_before: int
-    num_processes: int
-    seconds: Mapping[str, float]
-
-
-_KINDS: Mapping[str, type[Record]] = {
-    "FitStart": RunStart,
-    "Window": Span,
-    "TuneEnd": VerdictRecord,
-    "Regrouped": Regrouping,
-}
-
-
-@dataclass(frozen=True, kw_only=True)
 class StrategyRecord:
-    """A strategy as the run knows it."""
+    """What a run has measured about one strategy."""
 
     name: str
     model: GoodputModel
-    """Links that were never used are as good as can be."""
+    """Model of the strategy; it assumes that links that were never used are as good as possible."""
     fit: PerfFit
     share: int
     """Devices of one replica."""
     micro: tuple[int, int]
-    """Of the run, on `num_replicas`."""
+    """Smallest and largest micro-batch on `num_replicas`."""
     num_replicas: int
 
 
 def forecast(workdir: str | os.PathLike[str], shapes: Sequence[Shape]) -> Forecast:
-    """What the run under `workdir` would do on each of `shapes`, whose kind is that of the run's own devices.
+    """Predict what the run in `workdir` would do on each of `shapes`, with devices of its present kind.
 
     Raises:
       FileNotFoundError: there is no such folder, or no run has written its journal there.
-      ValueError: the journal holds no run, or the run has not measured enough to tell.
+      ValueError: the journal contains no run, or the run has not measured enough.
     """
     folder = pathlib.Path(workdir)
     records = records_of(folder)
-    start = next((r for r in reversed(records) if isinstance(r, RunStart)), None)
-    if start is None:
+    starts, windows = of_kind(records, FitStart), of_kind(records, Window)
+    if not starts:
         raise ValueError(
             f"{folder / journal.FILE_NAME} holds no start of a run that can be read, so there is nothing to "
-            "plan by. Was it cut or edited?"
+            "plan from. Was it cut or edited?"
         )
-    windows = [r for r in records if isinstance(r, Span)]
+    start = starts[-1]
     learnt = learnt_of(folder, records, start)
     limits = limits_of(start, windows, learnt)
     last = windows[-1].config if windows else start.config
@@ -239,11 +122,11 @@ def forecast(workdir: str | os.PathLike[str], shapes: Sequence[Shape]) -> Foreca
     for shape in shapes:
         found, why = [], "no strategy of the run divides it"
         for one in learnt.values():
-            made = _expected(one, shape, limits[one.name], timed, now)
-            if isinstance(made, ExpectedRun):
-                found.append(made)
+            prediction = _expected(one, shape, limits[one.name], timed, now)
+            if isinstance(prediction, ExpectedRun):
+                found.append(prediction)
             else:
-                why = made
+                why = prediction
         if found:
             expected.append(max(found, key=lambda e: e.goodput))
         else:
@@ -263,125 +146,91 @@ def forecast(workdir: str | os.PathLike[str], shapes: Sequence[Shape]) -> Foreca
 
 
 def records_of(folder: pathlib.Path) -> list[Record]:
-    """The records that a forecast needs, without what a restart has undone and what cannot be read.
+    """Return the records of a run, except undone ones; damaged lines are skipped.
 
-    Raises FileNotFoundError where there is no folder, or no run has written its journal there.
+    Raises FileNotFoundError if there is no folder, or no run has written its journal there.
     """
-    path = folder / journal.FILE_NAME
-    if not folder.is_dir():
-        raise FileNotFoundError(
-            f"There is no folder {folder}. Pass the --workdir that the training was started with."
-        )
-    if not journal.segments(path):
-        raise FileNotFoundError(
-            f"{folder} holds no {journal.FILE_NAME}, so no jaxgoodput run has started there. Pass the "
-            "--workdir that the training was started with, or the script that trains."
-        )
-    records = []
-    for record in journal.read(path, on_torn=lambda where, text: None):
-        try:
-            records.append(decode(record, _KINDS.get(record["event"], Record), record["event"]))
-        except ValueError:  # a line that was edited; the others still tell
-            continue
-    return records
+    return journal.read_workdir(folder, on_torn=lambda where, text: None)
 
 
 def learnt_of(
-    folder: pathlib.Path, records: Sequence[Record], start: RunStart
+    folder: pathlib.Path, records: Sequence[Record], start: FitStart
 ) -> dict[str, StrategyRecord]:
-    """By name, each strategy that has a fit, with the last noise that was known.
+    """Return, by name, each strategy whose step times were fitted, with the latest known gradient noise.
 
-    Raises ValueError where the run has not measured enough.
+    Raises ValueError if the run has not measured enough.
     """
-    tunes = [r for r in records if isinstance(r, VerdictRecord)]
-    grads = [g for g in (_grad(t.grad) for t in tunes) if g is not None]
-    fitted = {t.before.strategy: t for t in tunes if t.fit is not None}
+    tunes = of_kind(records, TuneEnd)
+    noisy = [tune for tune in tunes if is_known(tune.grad)]
+    fitted = {tune.before.strategy: tune for tune in tunes if tune.fit is not None}
     if not fitted:
         raise ValueError(
-            f"the run in {folder} has not fitted its step times yet ({len(tunes)} verdicts), so it says "
-            "nothing of other devices. Let it train on: the first fit comes a few seconds after the start."
+            f"the run in {folder} has not fitted its step times yet ({len(tunes)} verdicts), so nothing "
+            f"can be predicted for other devices. Let it train longer: the first fit comes a few seconds "
+            f"after the start."
         )
-    if not grads:
+    if not noisy:
         raise ValueError(
             f"the run in {folder} does not know its gradient noise yet, so it cannot say what a larger batch "
-            "is worth. Let it train on; a run with policy='fixed' may not measure any."
+            "is worth. Let it train longer; a run with policy='fixed' may not measure any noise."
         )
     devices = _devices_at(records)
     found = {}
     for name, tune in fitted.items():
         assert tune.fit is not None
-        has = devices.get(id(tune), start.num_devices)
-        params = PerfParams(**dataclasses.asdict(tune.fit.params))
-        fit = PerfFit(
-            params=params,
-            error=tune.fit.error,
-            unidentified=tune.fit.unidentified,
-            links=tune.fit.links,
-            num_rows=tune.fit.num_rows,
-            max_replicas=tune.fit.max_replicas,
-        )
-        model = GoodputModel(
-            perf=fit.explore(),
-            grad=grads[-1],
-            base_batch_size=tune.limits.base,
-            residuals=tune.residuals,
-            feeding=tune.feeding,
-        )
+        # The latest noise holds for all strategies: it depends on the gradient alone.
+        model = dataclasses.replace(tune, grad=noisy[-1].grad).model
+        assert model is not None
         replicas = tune.before.num_replicas
         found[name] = StrategyRecord(
             name=name,
-            model=model,
-            fit=fit,
-            share=max(has // replicas, 1),
-            micro=tune.limits.micro,
+            model=dataclasses.replace(model, perf=tune.fit.explore()),
+            fit=tune.fit,
+            share=max(devices.get(id(tune), start.num_devices) // replicas, 1),
+            micro=tune.limits.span,
             num_replicas=replicas,
         )
     return found
 
 
 def _devices_at(records: Sequence[Record]) -> dict[int, int]:
-    """How many devices the run had when each verdict was reached, by the verdict's `id`."""
-    found, count, each = {}, 1, 1
+    """Return how many devices the run had at each verdict, by the `id` of the event."""
+    found, num_devices, per_process = {}, 1, 1
     for record in records:
-        if isinstance(record, RunStart):
-            count, each = (
-                record.num_devices,
-                max(record.num_devices // max(record.num_processes, 1), 1),
-            )
-        elif isinstance(record, Regrouping):
-            count = record.num_processes * each
-        elif isinstance(record, VerdictRecord):
-            found[id(record)] = count
+        event = record.event
+        if isinstance(event, FitStart):
+            num_devices = event.num_devices
+            per_process = max(event.num_devices // max(event.num_processes, 1), 1)
+        elif isinstance(event, Regrouped):
+            num_devices = event.num_processes * per_process
+        elif isinstance(event, TuneEnd):
+            found[id(event)] = num_devices
     return found
 
 
-def _grad(saved: _Grad) -> Grad | None:
-    """The moments, of groups where there are several; None where they were not known."""
-    if isinstance(saved.sqr, tuple) or isinstance(saved.var, tuple):
-        grad: Grad = GradGroups(sqr=np.array(saved.sqr), var=np.array(saved.var))
-    else:
-        grad = GradParams(sqr=saved.sqr, var=saved.var)
-    return grad if is_known(grad) else None
-
-
 def limits_of(
-    start: RunStart, windows: Sequence[Span], learnt: Mapping[str, StrategyRecord]
+    start: FitStart, windows: Sequence[Window], learnt: Mapping[str, StrategyRecord]
 ) -> dict[str, BatchLimits]:
-    """What the user allows, by strategy: the batches of his own limits, in micro-batches that fit.
+    """Return the user's limits of the batch for each strategy, with micro-batches that fit into memory.
 
-    Where memory was what limited a micro-batch in the run, it does so elsewhere.
+    If memory limited the micro-batch in the run, the same limit is assumed on other devices.
     """
-    batch, policy = start.settings.batch, start.settings.policy
+    settings = start.known_settings
+    batch, policy = settings.batch, settings.policy
     fixed = policy == "fixed"
     most = batch.base if fixed else batch.max
     if not isinstance(policy, str):
         most = max([most, *policy.values()])
     found = {}
     for name, one in learnt.items():
-        its = [w.memory_limit for w in windows if w.config.strategy == name and w.memory_limit > 0]
+        in_memory = [
+            w.memory_limit for w in windows if w.config.strategy == name and w.memory_limit > 0
+        ]
         high = most if batch.micro is None else batch.micro[1]
-        if its and its[-1] < min(one.micro[1], most // one.num_replicas):
-            high = its[-1]
+        # The largest micro-batch that was compiled is limited by memory, by the user or by the batch. Only
+        # if it is smaller than the latter two allow, it was memory.
+        if in_memory and in_memory[-1] < min(one.micro[1], most // one.num_replicas):
+            high = in_memory[-1]
         low = 1 if batch.micro is None else min(batch.micro[0], high)
         found[name] = BatchLimits(
             base=batch.base,
@@ -396,30 +245,20 @@ def limits_of(
 def _expected(
     one: StrategyRecord, shape: Shape, limits: BatchLimits, timed: set[BatchConfig], now: float
 ) -> ExpectedRun | str:
-    """A strategy on a shape, or why it cannot be."""
+    """Predict a strategy's run on a shape, or say why it cannot run there."""
     replicas, rest = divmod(shape.num_devices, one.share)
     if rest or replicas < shape.num_nodes:
         return f"a replica takes {one.share} devices of one node"
     strategy = _scaled(one.name, shape.num_devices)
     if strategy is None:
-        return f"{one.name} cannot be cut over {shape.num_devices} devices"
+        return f"{one.name} cannot be split over {shape.num_devices} devices"
     at = Placement(num_nodes=shape.num_nodes, num_replicas=replicas)
     try:
         config, goodput = best_batch(one.model, at, limits)
     except ValueError as error:
         return str(error).splitlines()[0]
     config = dataclasses.replace(config, strategy=one.name)
-    size, count = config.micro_batch_size, config.num_micro_batches
-    throughput = float(one.model.throughput(at, size, count))
-    on_one = shape.num_nodes == 1
-    if on_one and config in timed:
-        known: Known = "measured"
-    elif on_one and any((c.num_replicas, c.strategy) == (replicas, one.name) for c in timed):
-        known = "fitted"
-    elif math.isfinite(float(step_time(one.fit.params, at, size, count))):
-        known = "extrapolated"
-    else:
-        known = "guessed"
+    throughput = float(one.model.throughput(at, config.micro_batch_size, config.num_micro_batches))
     return ExpectedRun(
         shape=shape,
         strategy=strategy,
@@ -429,12 +268,25 @@ def _expected(
         efficiency=float(one.model.efficiency(config.global_batch_size)),
         goodput=goodput,
         speed_up=goodput / now,
-        known=known,
+        known=_known(one, at, config, timed),
     )
 
 
+def _known(
+    one: StrategyRecord, at: Placement, config: BatchConfig, timed: set[BatchConfig]
+) -> Known:
+    """Say how much of a prediction was measured."""
+    if at.num_nodes == 1:  # the journal does not say how many nodes a step was timed on
+        if config in timed:
+            return "measured"
+        if any((c.num_replicas, c.strategy) == (at.num_replicas, one.name) for c in timed):
+            return "fitted"
+    step_s = step_time(one.fit.params, at, config.micro_batch_size, config.num_micro_batches)
+    return "extrapolated" if math.isfinite(float(step_s)) else "guessed"
+
+
 def _scaled(name: str, num_devices: int) -> str | None:
-    """The strategy of that name with other copies, or other parts where it has none; None: it cannot be.
+    """Return the strategy of this name scaled to `num_devices`, or None if impossible.
 
     >>> _scaled("data8", 2), _scaled("data2.tensor2", 8), _scaled("fsdp4", 8), _scaled("tensor4", 2)
     ('data2', 'data4.tensor2', 'fsdp8', None)
@@ -443,7 +295,8 @@ def _scaled(name: str, num_devices: int) -> str | None:
     degrees = {part[1]: int(part[2]) for part in parts if part is not None}
     axes = {field.name for field in dataclasses.fields(Strategy) if field.type is int}
     if name != "single" and (len(degrees) < len(parts) or not set(degrees) <= axes):
-        return name  # a title of the user's
+        return name  # the user's own name
+    # Replicas are copies unless the parameters are sharded over all of them.
     grows = "fsdp" if "fsdp" in degrees and "data" not in degrees else "data"
     try:
         made: dict[str, Any] = {**degrees, grows: -1}
@@ -453,9 +306,9 @@ def _scaled(name: str, num_devices: int) -> str | None:
 
 
 def shapes_up_to(kind: str, num_devices: int, num_nodes: int) -> tuple[Shape, ...]:
-    """1, 2, 4, ... devices of one node, all of it, and as many whole nodes as there are, smallest first.
+    """Return 1, 2, 4, ... devices of one node, the whole node, then 2, 3, ... whole nodes.
 
-    Raises ValueError where the devices cannot be spread evenly over the nodes.
+    Raises ValueError if the devices cannot be spread evenly over the nodes.
 
     >>> [(s.num_nodes, s.num_devices) for s in shapes_up_to("h200", 12, 2)]
     [(1, 1), (1, 2), (1, 4), (1, 6), (2, 12)]

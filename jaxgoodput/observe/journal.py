@@ -1,13 +1,14 @@
-"""The run's own story as lines of JSON: `workdir/goodput.jsonl`, only ever appended to.
+"""The journal of a run: `workdir/goodput.jsonl`, one JSON object per line, only ever appended to.
 
-One object a line: `event` (the name of a class of `events.py`), `wall` (Unix seconds), `restart`,
-and the event's fields. After a crash the reader leaves out what the restart has undone, so that
-nothing counts twice. Lines that are none of these are passed over.
+A line holds `event` (the name of a class of `events.py`), `wall` (Unix seconds), `restart` (0 for the first
+run in this workdir) and the fields of the event. `Journal` writes events, `read` returns them. A run that
+resumes from a checkpoint undoes what was done after it; readers leave out what was undone, so that nothing
+counts twice. Lines that cannot be read are skipped.
 
-A file that has grown to `SEGMENT_BYTES` is set aside as `goodput.1.jsonl`, the next as `goodput.2.jsonl`,
-and so on. The newest `NUM_WHOLE` of them stay as they are; in older ones neighbouring windows of one
-batch become one, and verdicts that changed nothing a count, so that a month takes megabytes and its
-totals are what they were.
+A file that has grown to `SEGMENT_BYTES` is renamed to `goodput.1.jsonl`, the next to `goodput.2.jsonl`, and
+so on. The newest `NUM_WHOLE` of these segments stay as they are. In older ones, neighbouring windows with the
+same batch are merged into one, and verdicts that changed nothing are only counted. A month of training then
+takes megabytes, and its totals stay the same.
 """
 
 import dataclasses
@@ -16,31 +17,61 @@ import json
 import math
 import os
 import pathlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from absl import logging
 
-from jaxgoodput._serial import encode, parse
+from jaxgoodput._serial import decode, encode, parse
 from jaxgoodput.clock import Clock
+from jaxgoodput.observe import events
 from jaxgoodput.observe.badput import SavedLedger, TimeLedger
 from jaxgoodput.observe.events import EvalEnd, Event, FitStart, TuneEnd, Window
 
 FILE_NAME = "goodput.jsonl"
 SEGMENT_BYTES = 32 * 2**20
 NUM_WHOLE = 4
-MOST_MERGED = 100  # windows that become one
+MOST_MERGED = 100  # windows that are merged into one
 
-_BLOCK_BYTES = 2**20  # read at once, and the longest line that can be one of ours
-_LARGEST = 1e100  # beyond it a number is damage, and sums of it overflow
+_BLOCK_BYTES = 2**20  # read at once; a longer line is damaged
+_LARGEST = 1e100  # a larger number is damaged, and sums of such numbers overflow
 _START = f'"{FitStart.__name__}"'.encode()
+_KINDS = {
+    kind.__name__: kind
+    for kind in vars(events).values()
+    if isinstance(kind, type) and issubclass(kind, Event) and kind.journaled
+}
+
+E = TypeVar("E", bound=Event)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record(Generic[E]):
+    """One line of a journal: an event, when it was written and by which run."""
+
+    event: E
+    """Plain `Event` if this package has no class of that name: a user's own kind of event."""
+    wall: float
+    """Unix seconds."""
+    restart: int
+    """Number of the run; 0 for the first one in this workdir."""
+    num_merged: int = 1
+    """Number of events that this one stands for."""
+    undone: bool = False
+    """Whether a later run resumed from before this event."""
+
+
+def of_kind(records: Iterable[Record], kind: type[E]) -> list[E]:
+    """Return the events of one kind, in order."""
+    return [record.event for record in records if isinstance(record.event, kind)]
 
 
 class Journal:
-    """Appends records to `workdir/goodput.jsonl`; every line leaves the process at once.
+    """Appends events to `workdir/goodput.jsonl`; as a hook it writes every event whose class is `journaled`.
 
-    A disk that refuses a line costs that line and a warning, not the run.
+    Every line is handed to the operating system at once, so that a killed run loses nothing. If the disk
+    refuses a line, that line is lost and a warning is logged; the run continues.
     """
 
     def __init__(self, workdir: str | os.PathLike[str], *, clock: Clock):
@@ -54,7 +85,7 @@ class Journal:
         self._torn = _ends_mid_line(self._file)
 
     def write(self, event: Event) -> None:
-        """Append one event, less the fields that it keeps out of the journal."""
+        """Append one event, without the fields that are marked `NOT_JOURNALED`."""
         if isinstance(event, FitStart):
             self._restart = event.restart
         name = type(event).__name__
@@ -68,7 +99,7 @@ class Journal:
                 line[field.name] = encode(getattr(event, field.name))
         data = _line(line)
         if self._torn:
-            # A line that a killed run or a full disk left unfinished must not swallow this one.
+            # A killed run or a full disk left an unfinished line: begin a new one.
             data = b"\n" + data
         try:
             written = self._file.write(data)
@@ -77,21 +108,22 @@ class Journal:
             return
         self._torn = written != len(data)
         if self._torn:
-            self._lost(name, f"only {written} of {len(data)} bytes were taken")
+            self._lost(name, f"only {written} of {len(data)} bytes were written")
         elif self._file.tell() >= self._set_aside_at:
             self._set_aside()
 
+    on_record = write  # the method of a hook
+
     def close(self) -> None:
-        """Close the file; `write` may not be called afterwards."""
+        """Close the file. `write` must not be called afterwards."""
         self._file.close()
 
     def _open(self) -> Any:
-        # Unbuffered: after a refused write nothing lingers that would be written later,
-        # out of order.
+        # Unbuffered: data that the disk refused must not be written later, out of order.
         return open(self._path, "ab+", buffering=0)
 
     def _set_aside(self) -> None:
-        """Begin a new file; the one that is no longer among the newest becomes short."""
+        """Finish this segment, begin a new one, and shorten the one that is no longer among the newest."""
         older = _older(self._path)
         number = max(older, default=0) + 1
         try:
@@ -99,23 +131,26 @@ class Journal:
                 self._path.with_name(f"{self._path.stem}.{number}{self._path.suffix}")
             )
             file = self._open()
+            # From here on the new segment is in use, even if shortening an old one fails.
             self._file.close()
             self._file, self._set_aside_at = file, SEGMENT_BYTES
             if (long := number - NUM_WHOLE) in older:
                 _shorten(older[long])
-        # A full disk, or lines that nobody wrote like that: it grows on, or one stays long.
+        # The disk is full, or a damaged line is nested too deeply: the segment keeps growing.
         except (OSError, RecursionError) as error:
             self._set_aside_at = self._file.tell() + SEGMENT_BYTES
-            logging.warning("the journal %s could not be divided: %s", self._path, error)
+            logging.warning(
+                "the journal %s could not be divided into segments: %s", self._path, error
+            )
 
     def _lost(self, name: str, why: str) -> None:
         self._num_lost += 1
         if self._num_lost == 1 or self._num_lost % 100 == 0:
             logging.warning(
-                "%s could not take a %s record (%s); %d lost so far. Training goes on. "
-                "Free some space on that disk to have the rest recorded.",
-                self._file.name,
+                "a %s event could not be written to %s (%s); %d events lost so far. Training goes on. "
+                "Free some space on that disk so that later events are recorded.",
                 name,
+                self._file.name,
                 why,
                 self._num_lost,
             )
@@ -126,13 +161,13 @@ def _line(record: dict[str, Any]) -> bytes:
 
 
 def segments(path: str | os.PathLike[str]) -> list[pathlib.Path]:
-    """The files of a journal, oldest first; none where there is no journal."""
+    """Return the files of a journal, oldest first; [] if there is no journal."""
     path = pathlib.Path(path)
     return [*_older(path).values(), *([path] if path.is_file() else [])]
 
 
 def _older(path: pathlib.Path) -> dict[int, pathlib.Path]:
-    """What was set aside of a journal, by number, oldest first."""
+    """Return the finished segments of a journal by their number, oldest first."""
     found = {}
     for other in path.parent.glob(f"{path.stem}.*{path.suffix}"):
         number = other.name.removeprefix(f"{path.stem}.").removesuffix(path.suffix)
@@ -142,20 +177,21 @@ def _older(path: pathlib.Path) -> dict[int, pathlib.Path]:
 
 
 def _shorten(path: pathlib.Path) -> None:
-    """Rewrite a segment with windows merged and verdicts counted; what cannot be read is left out."""
+    """Rewrite a segment with windows merged and verdicts counted; drop lines that cannot be read."""
     brief = path.with_suffix(".tmp")
     try:
         with brief.open("wb") as file:
-            file.writelines(map(_line, _merged(filter(None, map(_record, _lines(path))))))
+            file.writelines(map(_line, _merged(filter(None, map(_parsed, _lines(path))))))
         brief.replace(path)
     finally:
         brief.unlink(missing_ok=True)
 
 
 def _merged(records: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The records with neighbouring windows of one batch as one, whatever verdicts lie between.
+    """Merge neighbouring windows with the same batch, and unchanging verdicts between them.
 
-    Across evaluations, but not across a checkpoint: a run that resumes there undoes whole ones.
+    Evaluations do not separate windows, but checkpoints do: a run that resumes from a checkpoint must undo
+    whole windows.
     """
     window: dict[str, Any] | None = None
     verdict: dict[str, Any] | None = None
@@ -167,8 +203,8 @@ def _merged(records: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
             yield from filter(None, (window, verdict))
             window, verdict = record, None
         elif record["event"] == TuneEnd.__name__ and not record.get("switched"):
-            told = 0 if verdict is None else num_merged(verdict)
-            verdict = {**record, "num_merged": told + num_merged(record)}
+            so_far = 0 if verdict is None else _num_merged(verdict)
+            verdict = {**record, "num_merged": so_far + _num_merged(record)}
         else:
             if record["event"] != EvalEnd.__name__:
                 yield from filter(None, (window, verdict))
@@ -177,8 +213,7 @@ def _merged(records: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     yield from filter(None, (window, verdict))
 
 
-def num_merged(record: dict[str, Any]) -> int:
-    """How many events a record stands for."""
+def _num_merged(record: dict[str, Any]) -> int:
     return record.get("num_merged", 1)
 
 
@@ -194,13 +229,13 @@ _AVERAGED = ("measured_step_s", "predicted_step_s", "throughput", "efficiency") 
 def _can_merge(a: dict[str, Any], b: dict[str, Any]) -> bool:
     whole = all(_is_number(window.get(name)) for window in (a, b) for name in _SUMMED)
     same = a["restart"] == b["restart"] and a.get("config") == b.get("config")
-    # A mean of what is known would be one over other steps than the mean beside it.
+    # A value known in only one of the two would be averaged over other steps than the rest.
     known = all(_is_number(a.get(name)) == _is_number(b.get(name)) for name in _AVERAGED)
-    return whole and same and known and num_merged(a) < MOST_MERGED
+    return whole and same and known and _num_merged(a) < MOST_MERGED
 
 
 def _merged_windows(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
-    """Sums and means by steps over both; of all else the newest that is known."""
+    """Add up sums, average means by steps, and take the newest known value of everything else."""
 
     def mean(x: Any, y: Any) -> Any:
         known = [(v, w["num_steps"]) for v, w in ((x, a), (y, b)) if _is_number(v)]
@@ -213,15 +248,15 @@ def _merged_windows(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
     x, y = a.get("metrics"), b.get("metrics")
     if isinstance(x, dict) and isinstance(y, dict):
         merged["metrics"] = {name: mean(x.get(name), y.get(name)) for name in x | y}
-    return {**merged, "num_merged": num_merged(a) + num_merged(b)}
+    return {**merged, "num_merged": _num_merged(a) + _num_merged(b)}
 
 
 def _is_number(value: Any) -> bool:
     return type(value) in (int, float)
 
 
-def _record(raw: bytes) -> dict[str, Any] | None:
-    """What a line holds; None where that is no record."""
+def _parsed(raw: bytes) -> dict[str, Any] | None:
+    """Return the object in a line; None if it lacks what every line of a journal has."""
     try:
         record = parse(raw, largest=_LARGEST)
     except ValueError:
@@ -237,7 +272,7 @@ def _record(raw: bytes) -> dict[str, Any] | None:
 
 
 def _lines(path: pathlib.Path) -> Iterator[bytes]:
-    """The lines of a file; of one that is too long to be ours the beginning."""
+    """Yield the lines of a file; of a line that is too long, only the beginning."""
     with path.open("rb") as file:
         while raw := file.readline(_BLOCK_BYTES):
             yield raw
@@ -246,14 +281,14 @@ def _lines(path: pathlib.Path) -> Iterator[bytes]:
 
 
 def _lines_backwards(path: pathlib.Path, holding: bytes = b"") -> Iterator[bytes]:
-    """The lines of a file that hold some text, the last one first, read as far as they are asked for."""
+    """Yield the lines that contain `holding`, last line first; only as much as is needed is read."""
     with path.open("rb") as file:
         end, tail = file.seek(0, os.SEEK_END), b""
         while end > 0:
             start = max(end - _BLOCK_BYTES, 0)
             file.seek(start)
             first, cut, whole = (file.read(end - start) + tail).partition(b"\n")
-            if cut and holding in whole:  # most blocks are passed over in one look
+            if cut and holding in whole:  # skips most blocks without splitting them
                 yield from (line for line in reversed(whole.split(b"\n")) if holding in line)
             end, tail = start, first[:_BLOCK_BYTES]
         yield tail
@@ -261,8 +296,8 @@ def _lines_backwards(path: pathlib.Path, holding: bytes = b"") -> Iterator[bytes
 
 def _warn_torn(where: str, text: str) -> None:
     logging.warning(
-        "%s of the journal cannot be read (a run was killed while writing it, or the disk was full) and "
-        "was left out: %.60s",
+        "%s of the journal cannot be read and is skipped; a run was killed while writing it, or the disk "
+        "was full: %.60s",
         where,
         text,
     )
@@ -273,46 +308,82 @@ def read(
     *,
     keep_undone: bool = False,
     on_torn: Callable[[str, str], None] = _warn_torn,
-) -> list[dict[str, Any]]:
-    """The records of a journal in order, what was set aside of it first, as the dictionaries written.
+) -> list[Record]:
+    """Return the records of a journal in order, oldest segment first.
 
-    A run that resumed at step s undid what earlier runs did beyond s: those records are left out,
-    or, with `keep_undone`, kept with `"undone": True`. Lines that hold no record are passed to
-    `on_torn("goodput.jsonl:LINE", text)`, by default a logged warning, and left out.
+    A run that resumed at step s undid what earlier runs did after s. Such records are left out, or, with
+    `keep_undone`, marked as `undone`. For each line that is damaged, `on_torn("goodput.jsonl:LINE", text)` is
+    called; by default it logs a warning.
 
     Raises:
       FileNotFoundError: there is no journal.
     """
-    records = [record for _, record in lines(path, on_torn)]
-    for record, gone in zip(records, undone(records), strict=True):
-        if gone:
-            record["undone"] = True
-    if keep_undone:
-        return records
-    return [record for record in records if not record.get("undone")]
-
-
-def lines(
-    path: str | os.PathLike[str], on_torn: Callable[[str, str], None]
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The records of a journal with where they are, one by one, as `read` reads them."""
+    records: list[Record] = []
     for segment in segments(path) or [pathlib.Path(path)]:
         for number, raw in enumerate(_lines(segment), start=1):
-            record, where = _record(raw), f"{segment.name}:{number}"
+            where = f"{segment.name}:{number}"
+            record = _record(raw, where)
             if record is not None:
-                yield where, record
+                records.append(record)
             elif raw.strip():
                 on_torn(where, raw[:200].decode("ascii", errors="replace"))
+    _mark_undone(records)
+    return [record for record in records if keep_undone or not record.undone]
 
 
-def undone(records: Sequence[Mapping[str, Any]]) -> list[bool]:
-    """Which of the records a later run undid, by resuming before their step."""
-    lowest, found = math.inf, []
-    for record in reversed(records):
-        found.append(record["step"] > lowest)
-        if record["event"] == FitStart.__name__:
-            lowest = min(lowest, record["step"])
-    return found[::-1]
+def _mark_undone(records: list[Record]) -> None:
+    """Mark what a later run has undone, by resuming from before its step."""
+    lowest = math.inf  # step from which a later run resumed
+    for place, record in reversed(list(enumerate(records))):
+        if record.event.step > lowest:
+            records[place] = dataclasses.replace(record, undone=True)
+        if isinstance(record.event, FitStart):
+            lowest = min(lowest, record.event.step)
+
+
+def read_workdir(
+    workdir: str | os.PathLike[str],
+    *,
+    keep_undone: bool = False,
+    on_torn: Callable[[str, str], None] = _warn_torn,
+) -> list[Record]:
+    """Return the records of the run in a workdir, as `read` does.
+
+    Raises:
+      FileNotFoundError: there is no such folder, or no run has started there; the message says which.
+    """
+    folder = pathlib.Path(workdir)
+    if not folder.is_dir():
+        raise FileNotFoundError(
+            f"There is no folder {folder}. Pass the --workdir that the training was started with."
+        )
+    if not segments(folder / FILE_NAME):
+        raise FileNotFoundError(
+            f"{folder} holds no {FILE_NAME}, so no jaxgoodput run has started there. Pass the --workdir that "
+            "the training was started with."
+        )
+    return read(folder / FILE_NAME, keep_undone=keep_undone, on_torn=on_torn)
+
+
+def _record(raw: bytes, where: str) -> Record | None:
+    """Return the record in a line; None if it is damaged."""
+    fields = _parsed(raw)
+    if fields is None:
+        return None
+    name, wall, restart = fields.pop("event"), fields.pop("wall"), fields["restart"]
+    num_merged = fields.pop("num_merged", 1)
+    kind = _KINDS.get(name, Event)
+    if kind is Event:
+        fields = {"step": fields["step"]}
+    elif kind is not FitStart:  # the one event that has a field `restart` itself
+        del fields["restart"]
+    try:
+        event = decode(fields, kind, where)
+        if isinstance(event, FitStart):
+            event.known_settings  # noqa: B018  # raises ValueError if they are damaged
+    except ValueError:
+        return None
+    return Record(event=event, wall=float(wall), restart=restart, num_merged=num_merged)
 
 
 def _ends_mid_line(file: Any) -> bool:
@@ -325,43 +396,26 @@ def _ends_mid_line(file: Any) -> bool:
     return last != b"\n"
 
 
-@dataclass(frozen=True, kw_only=True)
-class RecordFields:
-    """What a reader needs of an object of the journal, of this version and older ones."""
-
-    is_part: ClassVar[bool] = True
-
-
-class Recorder:
-    """The journal as a hook: it writes every event that does not say otherwise."""
-
-    def __init__(self, record: Journal):
-        self._record = record
-
-    def on_record(self, event: Event) -> None:
-        """Write the event, whatever its kind."""
-        self._record.write(event)
-
-
 class EarlierRuns(NamedTuple):
-    """What a journal tells of the runs before; times in Unix seconds, None where there was no run."""
+    """The earlier runs in a workdir. Times are Unix seconds, None if there was no run."""
 
     num_runs: int
     last_seen: float | None
-    """When the last record was written."""
+    """Time of the last line that any of them wrote."""
     latest_start: float | None
+    """Start of the latest run."""
 
 
 def earlier_runs(workdir: str | os.PathLike[str], *, before: int | None = None) -> EarlierRuns:
-    """The runs in this workdir so far, or those before restart number `before`.
+    """Return the runs in this workdir so far, or only those before restart number `before`.
 
-    Read from the end of the journal, as far as the start of the latest of them.
+    The journal is read from its end, only as far as the start of the latest of these runs.
     """
     files = segments(pathlib.Path(workdir) / FILE_NAME)[::-1]
 
     def latest(holding: bytes = b"") -> Iterator[dict[str, Any]]:
         for raw in itertools.chain.from_iterable(_lines_backwards(f, holding) for f in files):
-            record = _record(raw)
+            record = _parsed(raw)
             if record is not None and (before is None or record["restart"] < before):
                 yield record
 
@@ -373,10 +427,10 @@ def earlier_runs(workdir: str | os.PathLike[str], *, before: int | None = None) 
 
 
 def resume(workdir: str | os.PathLike[str], ledger: TimeLedger, saved: SavedLedger | None) -> int:
-    """Let `ledger` go on from those of the runs before in this workdir; how many there were.
+    """Continue the time ledger of the earlier runs in this workdir, and return how many there were.
 
-    `saved` is the ledger of the checkpoint, None where there is none: then all the time of the
-    latest run was lost with it. Buckets of `ledger` may be open meanwhile.
+    `saved` is the ledger in the checkpoint. If None, there is no checkpoint, and all time of the latest run
+    counts as lost. Buckets of `ledger` may be open.
     """
     runs = earlier_runs(workdir)
     if runs.latest_start is not None:

@@ -1,16 +1,18 @@
-"""The story of a run from its journal, as text of 80 columns or as numbers; several side by side.
+"""The report of a run, from its journal: text of 80 columns, JSON values, or several runs side by side.
 
 `jaxgoodput report WORKDIR`, with `--json`, or of several workdirs.
 """
 
+import functools
 import io
+import itertools
 import math
 import os
 import pathlib
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from rich import box
@@ -18,10 +20,19 @@ from rich.bar import Bar
 from rich.console import Console, RenderableType
 from rich.table import Table
 
-from jaxgoodput._serial import decode
+from jaxgoodput.goodput.search import BatchConfig
 from jaxgoodput.observe import journal
 from jaxgoodput.observe.badput import BUCKETS, PRODUCTIVE
-from jaxgoodput.observe.events import REGROUPED
+from jaxgoodput.observe.events import (
+    Checkpoint,
+    EvalEnd,
+    FitEnd,
+    FitStart,
+    Preempt,
+    TuneEnd,
+    Window,
+)
+from jaxgoodput.observe.journal import Record, of_kind
 from jaxgoodput.text import compact, count, seconds
 
 _SPARKS = "▁▂▃▄▅▆▇█"
@@ -32,189 +43,85 @@ _MOST_VERDICTS = 12
 _MOST_LINES = 8
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Record(journal.RecordFields):
-    """A line of the journal; those of other kinds only show that the run lived."""
-
-    event: str
-    step: int
-    wall: float
-    restart: int
-    num_merged: int = 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Config(journal.RecordFields):
-    micro_batch_size: int
-    num_micro_batches: int
-    num_replicas: int
-    strategy: str = ""
-
-    @property
-    def size(self) -> int:
-        return self.micro_batch_size * self.num_micro_batches * self.num_replicas
-
-    @property
-    def identity(self) -> str:
-        shape = f"{self.micro_batch_size} x {self.num_replicas} x {self.num_micro_batches}"
-        return f"{shape} {self.strategy}".strip()
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Limits(journal.RecordFields):
-    base: int
-    max: int
-    micro: tuple[int, int]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Settings(journal.RecordFields):
-    policy: str | Mapping[str, int] = "-"
-    rule: str | None = None
-    base_steps: float = math.nan
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Start(_Record):
-    progress: float
-    limits: _Limits
-    settings: _Settings
-    device_kind: str
-    num_devices: int
-    num_processes: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Window(_Record):
-    progress: float
-    samples: int
-    config: _Config
-    num_steps: int
-    seconds: float
-    metrics: Mapping[str, float]
-    measured_step_s: float
-    predicted_step_s: float
-    goodput_measured: float
-    throughput: float
-    efficiency: float
-    noise_scale: float
-    noise_is_lower_bound: bool = False
-    gain: float
-    skipped_steps: int
-    loss_gained: float = math.nan
-    loss_gained_error: float = math.nan
-    loss_gained_expected: float = math.nan
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Verdict(journal.RecordFields):
-    reason: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Fit(journal.RecordFields):
-    error: float
-    unidentified: tuple[str, ...] = ()
-    links: tuple[str, ...] = ()
-    num_rows: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Tune(_Record):
-    verdict: _Verdict
-    fit: _Fit | None
-    switched: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Eval(_Record):
-    seconds: float
-    metrics: Mapping[str, float]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Save(_Record):
-    seconds: float
-    error: str | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Stop(_Record):
-    signal: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class _End(_Record):
-    progress: float
-    samples: int | None = None
-    seconds: float
-    reason: str
-    buckets_s: Mapping[str, float] = field(default_factory=dict)
-
-    @property
-    def goes_on(self) -> bool:
-        return self.reason.startswith(REGROUPED)
-
-
-_KINDS: Mapping[str, type[_Record]] = {
-    "FitStart": _Start,
-    "Window": _Window,
-    "TuneEnd": _Tune,
-    "EvalEnd": _Eval,
-    "Checkpoint": _Save,
-    "Preempt": _Stop,
-    "FitEnd": _End,
-}
-R = TypeVar("R", bound=_Record)
-
-# What a step's time is made of, by the parameters of the fit.
+# The parts of a step's time, by the parameters of the fit.
 _COSTS = {
-    "compute_base": "a micro-batch's fixed time",
+    "compute_base": "the fixed time of a micro-batch",
     "compute_per_sample": "the time of a sample",
     "intra_base": "averaging within a host",
     "intra_per_replica": "averaging within a host",
     "inter_base": "averaging between hosts",
     "inter_per_replica": "averaging between hosts",
-    "overlap": "what runs beside each other",
+    "overlap": "the overlap of computing and averaging",
     "update_s": "the optimizer",
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Story:
-    """What a journal says, without what a restart has undone (`records` has that, too)."""
+    """What a journal says about a run."""
 
     folder: pathlib.Path
-    records: Sequence[_Record]
-    kept: Sequence[_Record]
-    starts: Sequence[_Start]
+    records: Sequence[Record]
+    """All records, also the ones that a restart has undone."""
     torn: Sequence[str]
+    """Places of the lines that cannot be read."""
 
-    @property
-    def windows(self) -> list[_Window]:
-        return _of(self.kept, _Window)
+    @functools.cached_property
+    def kept(self) -> list[Record]:
+        """The records that no restart has undone."""
+        return [record for record in self.records if not record.undone]
+
+    @functools.cached_property
+    def windows(self) -> list[Window]:
+        return of_kind(self.kept, Window)
+
+    @functools.cached_property
+    def tunes(self) -> list[TuneEnd]:
+        return of_kind(self.kept, TuneEnd)
+
+    @functools.cached_property
+    def evals(self) -> list[EvalEnd]:
+        return of_kind(self.kept, EvalEnd)
+
+    @functools.cached_property
+    def starts(self) -> list[FitStart]:
+        return of_kind(self.records, FitStart)
 
     @property
     def num_restarts(self) -> int:
-        """Of the job, or of its loop; where processes came or went, and the others went on, there is none."""
-        went_on = sum(end.goes_on for end in _of(self.records, _End))
-        return max(self.starts[-1].restart - went_on, 0)
+        """Number of restarts of the job; changes of processes that the others survived do not count."""
+        num_continued = sum(end.goes_on for end in of_kind(self.records, FitEnd))
+        return max(self.starts[-1].restart - num_continued, 0)
 
     @property
-    def ended(self) -> _End | None:
-        """The end of the newest run; None: it is still running, or was killed."""
-        ends = _of(self.kept, _End)
-        return ends[-1] if ends and ends[-1].wall >= self.starts[-1].wall else None
+    def ended(self) -> FitEnd | None:
+        """The end of the newest run; None if it still runs or was killed."""
+        for record in reversed(self.kept):
+            if isinstance(record.event, FitEnd):
+                return record.event
+            if isinstance(record.event, FitStart):
+                break
+        return None
+
+    @property
+    def last(self) -> FitEnd | Window | FitStart:
+        """The event that tells how far the run is."""
+        return self.ended or (self.windows[-1] if self.windows else self.starts[-1])
+
+    @property
+    def samples(self) -> int | None:
+        """Samples so far; None if that is not known yet."""
+        return None if isinstance(self.last, FitStart) else self.last.samples
 
 
 def report(workdir: str | os.PathLike[str], *, ascii: bool = False) -> str:
-    """What happened under `workdir`: where the time went, which batches were used, and why.
+    """Return a report of the run in `workdir`: where the time went, which batches were used, and why.
 
-    Lines have at most 80 columns; `ascii`: of nothing but ASCII.
+    Lines have at most 80 columns. With `ascii`, the text contains only ASCII characters.
 
     Raises:
       FileNotFoundError: there is no such folder, or no run has written its journal there.
-      ValueError: the journal holds no run.
+      ValueError: the journal contains no run.
     """
     story = _story(workdir)
     parts = [
@@ -222,25 +129,24 @@ def report(workdir: str | os.PathLike[str], *, ascii: bool = False) -> str:
         _time(story),
         _batches(story.windows),
         _evidence(story.windows),
-        _verdicts(_of(story.kept, _Tune)),
-        _curves(story.windows, _of(story.kept, _Eval)),
-        _incidents(story.records, story.windows, story.torn),
+        _verdicts(story.tunes, _num_verdicts(story)),
+        _curves(story.windows, story.evals),
+        _incidents(story),
     ]
     return _printable("\n\n".join(part for part in parts if part) + "\n", ascii)
 
 
 def numbers(workdir: str | os.PathLike[str]) -> dict[str, Any]:
-    """What `report` rests on, as JSON values; None: not known. Raises what `report` raises.
+    """Return the numbers behind `report` as JSON values; None for what is not known.
 
-    Seconds are wall time, `trained_s` that of all runs after their start-ups; batches are in samples,
-    throughputs in samples a second.
+    Seconds are wall time; `trained_s` is the time of all runs without their start-ups. Batches are in
+    samples, throughputs in samples per second. Raises what `report` raises.
     """
     story = _story(workdir)
-    start, last, windows = story.starts[-1], _last(story), story.windows
+    start, last, windows = story.starts[-1], story.last, story.windows
     spent, is_estimated = _spent(story)
-    tunes = _of(story.kept, _Tune)
     evals: dict[str, float] = {}
-    for one in _of(story.kept, _Eval):
+    for one in story.evals:
         evals |= one.metrics
     losses = [w.metrics["loss"] for w in windows if "loss" in w.metrics]
     found = {
@@ -248,13 +154,13 @@ def numbers(workdir: str | os.PathLike[str]) -> dict[str, Any]:
         "device_kind": start.device_kind,
         "num_devices": start.num_devices,
         "num_processes": start.num_processes,
-        "policy": start.settings.policy,
+        "policy": start.known_settings.policy,
         "base_batch": start.limits.base,
         "max_batch": start.limits.max,
         "step": last.step,
         "progress": last.progress,
-        "base_steps": start.settings.base_steps,
-        "samples": None if isinstance(last, _Start) else last.samples,
+        "base_steps": start.known_settings.base_steps,
+        "samples": story.samples,
         "outcome": story.ended.reason if story.ended else None,
         "restarts": story.num_restarts,
         "wall_s": sum(spent.values()),
@@ -262,10 +168,12 @@ def numbers(workdir: str | os.PathLike[str]) -> dict[str, Any]:
         "time_s": spent,
         "time_is_estimated": is_estimated,
         "batches": [vars(row) for row in _rows(windows)],
-        "changes": [{"step": t.step, "reason": t.verdict.reason} for t in tunes if t.switched],
-        "last_verdict": tunes[-1].verdict.reason if tunes else None,
+        "changes": [
+            {"step": t.step, "reason": t.verdict.reason} for t in story.tunes if t.switched
+        ],
+        "last_verdict": story.tunes[-1].verdict.reason if story.tunes else None,
         "goodput": _mean((w.goodput_measured, w.num_steps) for w in windows),
-        "last_batch": windows[-1].config.size if windows else None,
+        "last_batch": windows[-1].config.global_batch_size if windows else None,
         "last_noise_scale": windows[-1].noise_scale if windows else None,
         "last_noise_scale_is_lower_bound": windows[-1].noise_is_lower_bound if windows else None,
         "first_loss": losses[0] if losses else None,
@@ -278,7 +186,7 @@ def numbers(workdir: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def run_names(workdirs: Sequence[str | os.PathLike[str]]) -> list[str]:
-    """What runs are called side by side: their folders' names; where some are alike, from where they part."""
+    """Return a short name for each run: its folder's name, or more of its path if names would be equal."""
     folders = [os.path.abspath(workdir) for workdir in workdirs]
     names = [os.path.basename(folder) for folder in folders]
     if len(set(names)) == len(names):
@@ -288,7 +196,7 @@ def run_names(workdirs: Sequence[str | os.PathLike[str]]) -> list[str]:
 
 
 def compare(workdirs: Sequence[str | os.PathLike[str]], *, ascii: bool = False) -> str:
-    """Several runs side by side. Raises what `report` raises."""
+    """Return a table of several runs side by side. Raises what `report` raises."""
     runs = [numbers(workdir) for workdir in workdirs]
 
     def number(value: float | int | None) -> str:
@@ -298,63 +206,52 @@ def compare(workdirs: Sequence[str | os.PathLike[str]], *, ascii: bool = False) 
         total = sum(run["time_s"].values())
         return f"{run['time_s'].get(PRODUCTIVE, 0.0) / total:.1%}" if total else "-"
 
-    metrics = dict.fromkeys(name for run in runs for name in run["last_eval"])
-    rows = [
-        ("outcome", [run["outcome"] or "no end" for run in runs]),
-        ("devices", [f"{run['num_devices']} x {run['device_kind']}" for run in runs]),
-        ("policy", [str(run["policy"]) for run in runs]),
-        ("base batch", [str(run["base_batch"]) for run in runs]),
-        ("last batch", [number(run["last_batch"]) for run in runs]),
-        ("changes", [str(len(run["changes"])) for run in runs]),
-        ("steps", [number(run["step"]) for run in runs]),
-        ("samples", [number(run["samples"]) for run in runs]),
-        ("base steps", [number(run["progress"]) for run in runs]),
-        ("wall time", [seconds(run["wall_s"]) for run in runs]),
-        ("after start-up", [seconds(run["trained_s"]) for run in runs]),
-        ("productive", [productive(run) for run in runs]),
-        ("goodput", [number(run["goodput"]) for run in runs]),
-        ("loss, first", [number(run["first_loss"]) for run in runs]),
-        ("loss, last", [number(run["last_loss"]) for run in runs]),
-        *((f"eval/{n}", [number(run["last_eval"].get(n)) for run in runs]) for n in metrics),
-        ("restarts", [str(run["restarts"]) for run in runs]),
-    ]
-    names = run_names(workdirs)
-    body = _table(("", *names), [(name, *cells) for name, cells in rows])
+    rows = {
+        "outcome": lambda run: run["outcome"] or "no end",
+        "devices": lambda run: f"{run['num_devices']} x {run['device_kind']}",
+        "policy": lambda run: str(run["policy"]),
+        "base batch": lambda run: str(run["base_batch"]),
+        "last batch": lambda run: number(run["last_batch"]),
+        "changes": lambda run: str(len(run["changes"])),
+        "steps": lambda run: number(run["step"]),
+        "samples": lambda run: number(run["samples"]),
+        "base steps": lambda run: number(run["progress"]),
+        "wall time": lambda run: seconds(run["wall_s"]),
+        "after start-up": lambda run: seconds(run["trained_s"]),
+        "productive": productive,
+        "goodput": lambda run: number(run["goodput"]),
+        "loss, first": lambda run: number(run["first_loss"]),
+        "loss, last": lambda run: number(run["last_loss"]),
+        **{
+            f"eval/{name}": lambda run, name=name: number(run["last_eval"].get(name))
+            for name in dict.fromkeys(name for run in runs for name in run["last_eval"])
+        },
+        "restarts": lambda run: str(run["restarts"]),
+    }
+    body = _table(
+        ("", *run_names(workdirs)),
+        [(name, *map(cell, runs)) for name, cell in rows.items()],
+    )
     return _printable(body + "\n", ascii)
 
 
 def _story(workdir: str | os.PathLike[str]) -> _Story:
+    torn: list[str] = []
+    records = journal.read_workdir(
+        workdir, keep_undone=True, on_torn=lambda where, _: torn.append(where)
+    )
     folder = pathlib.Path(workdir)
-    path = folder / journal.FILE_NAME
-    if not folder.is_dir():
-        raise FileNotFoundError(
-            f"There is no folder {folder}. Pass the --workdir that the training was started with."
-        )
-    if not journal.segments(path):
-        raise FileNotFoundError(
-            f"{folder} holds no {journal.FILE_NAME}, so no jaxgoodput run has started there. "
-            "Pass the --workdir that the training was started with."
-        )
-    records, torn = _read(path)
-    starts = _of(records, _Start)
-    if not starts:
+    if not of_kind(records, FitStart):
         raise ValueError(
-            f"{path} holds {len(records)} record(s) but no start of a run, and {len(torn)} line(s) that "
-            "cannot be read. Was it cut or edited? The run itself can still be continued from its "
-            "checkpoints."
+            f"{folder / journal.FILE_NAME} holds {len(records)} record(s) but no start of a run, and "
+            f"{len(torn)} line(s) that cannot be read. Was it cut or edited? The run itself can still be "
+            "continued from its checkpoints."
         )
-    gone = journal.undone([vars(record) for record in records])
-    kept = [record for record, is_undone in zip(records, gone, strict=True) if not is_undone]
-    return _Story(folder=folder, records=records, kept=kept, starts=starts, torn=torn)
-
-
-def _last(story: _Story) -> "_End | _Window | _Start":
-    windows = story.windows
-    return story.ended or (windows[-1] if windows else story.starts[-1])
+    return _Story(folder=folder, records=records, torn=torn)
 
 
 def _as_json(value: Any) -> Any:
-    """With None for what JSON has no number for."""
+    """Replace NaN and infinities, which JSON cannot hold, by None."""
     if isinstance(value, Mapping):
         return {name: _as_json(one) for name, one in value.items()}
     if isinstance(value, list | tuple):
@@ -367,41 +264,31 @@ def _as_json(value: Any) -> Any:
 def _printable(text: str, ascii: bool) -> str:
     if ascii:
         text = text.translate(_ASCII).encode("ascii", "replace").decode()
-    # What a program or a damaged line put in between moves no cursor and ends no line.
+    # Names and damaged lines may contain control characters, which would move the cursor.
     return "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text)
 
 
-def _read(path: pathlib.Path) -> tuple[list[_Record], list[str]]:
-    """The records of a journal, and where lines are that hold none."""
-    records: list[_Record] = []
-    torn: list[str] = []
-    for where, record in journal.lines(path, lambda where, _: torn.append(where)):
-        try:
-            records.append(decode(record, _KINDS.get(record["event"], _Record), where))
-        except ValueError:
-            torn.append(where)
-    return records, torn
-
-
 def sparkline(values: Sequence[float], *, width: int = _WIDTH, log: bool = False) -> str:
-    """A curve in one line of text, oldest first; gaps where unknown.
+    """Return a curve as one line of text, oldest value first; unknown values are gaps.
 
     >>> sparkline([1.0, 2.0, 3.0, 4.0])
     '▁▃▆█'
     """
-    points = [math.log(v) if log and v > 0 else (math.nan if log else v) for v in values]
-    if not points:
+    points = np.array(values, float)
+    if log:
+        points = np.log(points, where=points > 0, out=np.full(points.shape, math.nan))
+    if not points.size:
         return ""
-    known = [part[np.isfinite(part)] for part in np.array_split(points, min(len(points), width))]
-    means = [float(part.mean()) for part in known if part.size]
-    low, span = min(means, default=0.0), max(means, default=0.0) - min(means, default=0.0)
-    places = iter((v - low) / span if span else 0.5 for v in means)
-    top = len(_SPARKS) - 1
-    return "".join(_SPARKS[math.floor(next(places) * top + 0.5)] if p.size else " " for p in known)
+    known = [part[np.isfinite(part)] for part in np.array_split(points, min(points.size, width))]
+    means = np.array([part.mean() if part.size else math.nan for part in known])
+    low, high = np.nanmin(means, initial=math.inf), np.nanmax(means, initial=-math.inf)
+    places = (means - low) / (high - low) if high > low else np.where(np.isnan(means), means, 0.5)
+    signs = np.floor(places * (len(_SPARKS) - 1) + 0.5)
+    return "".join(" " if math.isnan(sign) else _SPARKS[int(sign)] for sign in signs)
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[RenderableType]]) -> str:
-    """Columns aligned: the first to the left, the others to the right."""
+    """Return a table as text, the first column aligned to the left and the others to the right."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     for number, name in enumerate(header):
         table.add_column(name, justify="right" if number else "left")
@@ -411,7 +298,7 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[RenderableType]]) -> s
 
 
 def _pairs(rows: Iterable[tuple[str, str]]) -> str:
-    """Names and what there is to say about them, side by side."""
+    """Return names and their descriptions as two columns of text."""
     grid = Table.grid(padding=(0, 2, 0, 0))
     for row in rows:
         grid.add_row(*row)
@@ -419,7 +306,7 @@ def _pairs(rows: Iterable[tuple[str, str]]) -> str:
 
 
 def _plain(table: Table, width: int = _COLUMNS) -> str:
-    """Without colours, in 80 columns wherever it goes: a file has no width."""
+    """Render a table without colours, at the same width for terminals and files."""
     console = Console(
         file=io.StringIO(),
         width=width,
@@ -433,19 +320,15 @@ def _plain(table: Table, width: int = _COLUMNS) -> str:
     return "\n".join(line.rstrip() for line in written.get().splitlines())
 
 
-def _of(records: Iterable[_Record], kind: type[R]) -> list[R]:
-    return [record for record in records if isinstance(record, kind)]
-
-
 def _mean(pairs: Iterable[tuple[float, int]]) -> float:
-    """The mean of (value, weight) pairs, unknown values left out."""
+    """Return the mean of (value, weight) pairs; unknown values are left out."""
     known = [(v, w) for v, w in pairs if math.isfinite(v) and w > 0]
     total = sum(w for _, w in known)
     return sum(v * w for v, w in known) / total if total else math.nan
 
 
 def _wrapped(lines: Iterable[str]) -> str:
-    """Lines of any length in 80 columns."""
+    """Wrap lines at 80 columns."""
     wrapper = textwrap.TextWrapper(
         width=_COLUMNS,
         subsequent_indent="  ",
@@ -462,57 +345,58 @@ def _section(title: str, body: str) -> str:
 
 
 def _header(story: _Story) -> str:
-    start, last = story.starts[-1], _last(story)
-    limits, settings = start.limits, start.settings
-    ended = story.ended
-    samples = None if isinstance(last, _Start) else last.samples
-    length = settings.base_steps
-    rows = [
-        ("workdir", str(story.folder)),
-        ("devices", f"{start.num_devices} x {start.device_kind}, "
-         f"{count(start.num_processes, 'process')}"),
-        ("policy", f"{settings.policy}, learning-rate rule {settings.rule or 'chosen by the optimizer'}"),
-        ("limits", f"global batch base {limits.base}, at most {limits.max}; "
-         f"micro-batch {limits.micro[0]} to {limits.micro[1]}"),
-        ("progress", f"step {last.step}, {compact(last.progress)} base steps"
-         + (f" of {compact(length)}" if length > 0 else "")
-         + (f", {compact(samples)} samples" if samples is not None else "")),
-        ("outcome", ended.reason if ended else "no end recorded: still running, or killed"),
-        ("runs", f"{story.num_restarts + 1} ({count(story.num_restarts, 'restart')}), "
-         f"{seconds(_trained_s(story))} after start-up"),
-    ]  # fmt: skip
-    return _section("Run", _pairs(rows))
+    start, last, ended = story.starts[-1], story.last, story.ended
+    limits, settings = start.limits, start.known_settings
+    low, high = limits.span
+    length = f" of {compact(settings.base_steps)}" if settings.base_steps else ""
+    samples = "" if story.samples is None else f", {compact(story.samples)} samples"
+    rows = {
+        "workdir": str(story.folder),
+        "devices": f"{start.num_devices} x {start.device_kind}, "
+        f"{count(start.num_processes, 'process')}",
+        "policy": f"{settings.policy}, learning-rate rule {settings.rule or 'chosen by the optimizer'}",
+        "limits": f"global batch base {limits.base}, at most {limits.max}; micro-batch {low} to {high}",
+        "progress": f"step {last.step}, {compact(last.progress)} base steps{length}{samples}",
+        "outcome": ended.reason if ended else "no end recorded: still running, or killed",
+        "runs": f"{story.num_restarts + 1} ({count(story.num_restarts, 'restart')}), "
+        f"{seconds(_trained_s(story))} after start-up",
+    }
+    return _section("Run", _pairs(rows.items()))
 
 
 def _spent(story: _Story) -> tuple[dict[str, float], bool]:
-    """Seconds by bucket, and whether they are an estimate."""
-    ends = [end for end in _of(story.kept, _End) if end.buckets_s]
+    """Return the seconds by time bucket, and whether they are estimated."""
     spent: dict[str, float] = {}
-    since = story.kept
-    if ends:  # of this run and those that it went on from
-        spent = dict(ends[-1].buckets_s)
-        if PRODUCTIVE not in spent:
-            spent[PRODUCTIVE] = max(ends[-1].seconds - sum(spent.values()), 0.0)
-        if story.ended is ends[-1]:
-            return spent, False
-        since = [record for record in story.kept if record.wall > ends[-1].wall]
-    # A run that has not ended: what its records add up to.
+    since: Sequence[Record] = story.kept
+    # The ledger of the last end covers all runs until then; what came later has no ledger yet.
+    for place, record in reversed(list(enumerate(story.kept))):
+        end = record.event
+        if isinstance(end, FitEnd) and end.buckets_s:  # the time of this run and the earlier ones
+            spent, since = dict(end.buckets_s), story.kept[place + 1 :]
+            if end is story.ended:
+                return spent, False
+            break
+    # The run has not ended: add up what its events say.
     later = {
-        "evaluation": float(sum(e.seconds for e in _of(since, _Eval))),
-        "checkpoint_save": float(sum(c.seconds for c in _of(since, _Save))),
+        "evaluation": sum(one.seconds for one in of_kind(since, EvalEnd)),
+        "checkpoint_save": sum(one.seconds for one in of_kind(since, Checkpoint)),
     }
-    trained_s = float(sum(w.seconds for w in _of(since, _Window)))
+    trained_s = sum(one.seconds for one in of_kind(since, Window))
     later[PRODUCTIVE] = max(trained_s - sum(later.values()), 0.0)
-    return {n: spent.get(n, 0.0) + later.get(n, 0.0) for n in (PRODUCTIVE, *(spent | later))}, True
+    names = (PRODUCTIVE, *(spent | later))
+    return {n: float(spent.get(n, 0.0) + later.get(n, 0.0)) for n in names}, True
 
 
 def _trained_s(story: _Story) -> float:
-    """From the first to the last record of each run: without start-ups, and the time between runs."""
-    starts = [story.records.index(start) for start in story.starts]
-    lasts = [*(story.records[i - 1] for i in starts[1:]), story.records[-1]]
-    return sum(
-        max(last.wall - start.wall, 0.0) for start, last in zip(story.starts, lasts, strict=True)
-    )
+    """Return the time from each run's start to its last record: without start-ups and pauses."""
+    trained_s, began = 0.0, None
+    for record, following in itertools.zip_longest(story.records, story.records[1:]):
+        if isinstance(record.event, FitStart):
+            began = record.wall
+        is_last = following is None or isinstance(following.event, FitStart)
+        if is_last and began is not None:
+            trained_s += max(record.wall - began, 0.0)
+    return trained_s
 
 
 def _time(story: _Story) -> str:
@@ -523,13 +407,12 @@ def _time(story: _Story) -> str:
     note = ""
     if is_estimated:
         note = "\n(no end recorded yet: estimated from windows, evaluations and checkpoints)"
-    order = [PRODUCTIVE, *BUCKETS, *[n for n in spent if n not in BUCKETS and n != PRODUCTIVE]]
     rows = []
-    for name in order:
+    for name in dict.fromkeys((PRODUCTIVE, *BUCKETS, *spent)):
         value = spent.get(name, 0.0)
         if value > 0 or name == PRODUCTIVE:
             share = value / total
-            bar = Bar(1.0, 0.0, max(share, 1 / 240), width=20)  # at least its thinnest line
+            bar = Bar(1.0, 0.0, max(share, 1 / 240), width=20)  # its thinnest line at least
             rows.append((name, seconds(value), f"{share:.1%}", bar))
     rows.append(("total", seconds(total), "100.0%", ""))
     return _section("Where the time went", _table(("bucket", "time", "share", ""), rows) + note)
@@ -537,7 +420,7 @@ def _time(story: _Story) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class _Row:
-    """What was done with one batch."""
+    """The results of one batch."""
 
     batch: int
     shape: str
@@ -552,51 +435,58 @@ class _Row:
     goodput: float
 
 
-def _rows(windows: Sequence[_Window]) -> list[_Row]:
-    groups: dict[tuple[int, str], list[tuple[_Window, int]]] = {}
-    before: _Window | None = None
+def _shape(config: BatchConfig) -> str:
+    shape = f"{config.micro_batch_size} x {config.num_replicas} x {config.num_micro_batches}"
+    return f"{shape} {config.strategy}".strip()
+
+
+def _rows(windows: Sequence[Window]) -> list[_Row]:
+    """Return the results of each batch, smallest first."""
+    groups: dict[tuple[int, str], list[tuple[Window, int]]] = {}
+    before: Window | None = None
     for window in windows:
-        key = (window.config.size, window.config.identity)
+        key = (window.config.global_batch_size, _shape(window.config))
+        # Differences of the running count are exact; estimate if there is no earlier window to compare.
         samples = key[0] * window.num_steps
         if before is not None and window.samples >= before.samples:
             samples = window.samples - before.samples
         groups.setdefault(key, []).append((window, samples))
         before = window
-    rows = []
-    for (size, identity), members in sorted(groups.items()):
-
-        def mean(name: str, members: Sequence[tuple[_Window, int]] = members) -> float:
-            return _mean((getattr(w, name), w.num_steps) for w, _ in members)
-
-        # Where the model had said something, if it ever had: a row's numbers are of the same steps.
-        both = [m for m in members if math.isfinite(m[0].predicted_step_s * m[0].measured_step_s)]
-        step_s = mean("measured_step_s", both or members)
-        predicted_s, efficiency = mean("predicted_step_s", both), mean("efficiency")
-        throughput = size / step_s if step_s else math.nan
-        rows.append(
-            _Row(
-                batch=size,
-                shape=identity,
-                steps=sum(w.num_steps for w, _ in members),
-                samples=sum(samples for _, samples in members),
-                time_s=sum(w.seconds for w, _ in members),
-                step_s=step_s,
-                predicted_step_s=predicted_s,
-                predicted_error=predicted_s / step_s - 1 if step_s else math.nan,
-                throughput=throughput,
-                efficiency=efficiency,
-                goodput=throughput * efficiency,
-            )
-        )
-    return rows
+    return [_row(*key, members) for key, members in sorted(groups.items())]
 
 
-def _batches(windows: Sequence[_Window]) -> str:
+def _row(batch: int, shape: str, members: Sequence[tuple[Window, int]]) -> _Row:
+    windows = [window for window, _ in members]
+
+    def mean(name: str, windows: Sequence[Window] = windows) -> float:
+        return _mean((getattr(w, name), w.num_steps) for w in windows)
+
+    # Prediction and measurement are compared over the same steps, if the model ever predicted any.
+    both = [w for w in windows if math.isfinite(w.predicted_step_s * w.measured_step_s)]
+    step_s = mean("measured_step_s", both or windows)
+    predicted_s, efficiency = mean("predicted_step_s", both), mean("efficiency")
+    throughput = batch / step_s if step_s else math.nan
+    return _Row(
+        batch=batch,
+        shape=shape,
+        steps=sum(w.num_steps for w in windows),
+        samples=sum(samples for _, samples in members),
+        time_s=sum(w.seconds for w in windows),
+        step_s=step_s,
+        predicted_step_s=predicted_s,
+        predicted_error=predicted_s / step_s - 1 if step_s else math.nan,
+        throughput=throughput,
+        efficiency=efficiency,
+        goodput=throughput * efficiency,
+    )
+
+
+def _batches(windows: Sequence[Window]) -> str:
     rows = _rows(windows)
     if not rows:
         return ""
     total_s = sum(row.time_s for row in rows)
-    used = [
+    uses = [
         (
             str(row.batch),
             row.shape,
@@ -606,7 +496,7 @@ def _batches(windows: Sequence[_Window]) -> str:
         )
         for row in rows
     ]
-    gave = [
+    results = [
         (
             str(row.batch),
             seconds(row.step_s),
@@ -620,25 +510,24 @@ def _batches(windows: Sequence[_Window]) -> str:
     ]
     first = ("batch", "micro x replicas x accum", "steps", "samples", "time")
     second = ("batch", "step", "model says", "error", "samples/s", "efficiency", "goodput")
-    body = f"{_table(first, used)}\n\n{_table(second, gave)}"
-    return _section(
-        "Batch sizes",
-        body + "\n(step: with what it waited for its batch; goodput: useful samples a second)",
-    )
+    note = "(step: includes the wait for its batch; goodput: useful samples per second)"
+    return _section("Batch sizes", f"{_table(first, uses)}\n\n{_table(second, results)}\n{note}")
 
 
-def _evidence(windows: Sequence[_Window]) -> str:
-    """What the loss says of every stretch of one batch that was long enough, beside the model."""
-    last: list[_Window] = []
+def _evidence(windows: Sequence[Window]) -> str:
+    """Show how fast the loss fell with each batch that was in use for long, and what the model expected."""
+    last: list[Window] = []  # of each stretch of windows with the same batch
     for window in windows:
         if math.isnan(window.loss_gained):
             continue
-        if last and last[-1].config.size == window.config.size:
+        if last and last[-1].config.global_batch_size == window.config.global_batch_size:
             last.pop()
         last.append(window)
+    if not last:
+        return ""
     rows = [
         (
-            str(window.config.size),
+            str(window.config.global_batch_size),
             str(window.step),
             compact(window.loss_gained),
             compact(2 * window.loss_gained_error),
@@ -646,115 +535,130 @@ def _evidence(windows: Sequence[_Window]) -> str:
         )
         for window in last
     ]
-    if not rows:
+    body = _table(("batch", "until step", "decrease", "+-", "model expected"), rows)
+    note = (
+        "(decrease of the loss per e-fold of samples; +- two standard errors; expected\n"
+        "from what the previous batch achieved)"
+    )
+    return _section("What the loss says", f"{body}\n{note}")
+
+
+def _num_verdicts(story: _Story) -> int:
+    return sum(r.num_merged for r in story.kept if isinstance(r.event, TuneEnd))
+
+
+def _verdicts(tunes: Sequence[TuneEnd], num_verdicts: int) -> str:
+    if not tunes:
         return ""
-    body = _table(("batch", "until step", "loss lost", "+-", "model expected"), rows)
-    note = "\n(per e-fold of samples; two standard errors; expected from the batch before)"
-    return _section("What the loss says", body + note)
-
-
-def _verdicts(tunes: Sequence[_Tune]) -> str:
     switches = [tune for tune in tunes if tune.switched]
-    lines = []
-    shown = switches
-    if len(switches) > _MOST_VERDICTS:
+    lines = [f"step {tune.step}: {tune.verdict.reason}" for tune in switches]
+    if (num_left_out := len(lines) - _MOST_VERDICTS) > 0:
         half = _MOST_VERDICTS // 2
-        shown = switches[:half] + switches[-half:]
-    for number, tune in enumerate(shown):
-        if len(shown) < len(switches) and number == _MOST_VERDICTS // 2:
-            lines.append(f"  ... {len(switches) - len(shown)} more ...")
-        lines.append(f"step {tune.step}: {tune.verdict.reason}")
-    if tunes and not tunes[-1].switched:
+        lines[half:-half] = [f"  ... {num_left_out} more ..."]
+    if not tunes[-1].switched:
         lines.append(f"last, step {tunes[-1].step}: {tunes[-1].verdict.reason}")
-    if not lines:
-        return ""
-    fits = [tune.fit for tune in tunes if tune.fit is not None]
-    total = sum(t.num_merged for t in tunes)
-    summary = f"{count(total, 'verdict')}, {count(len(switches), 'change')}"
-    if fits:
-        fit = fits[-1]
+    summary = f"{count(num_verdicts, 'verdict')}, {count(len(switches), 'change')}"
+    fit = next((tune.fit for tune in reversed(tunes) if tune.fit is not None), None)
+    if fit is not None:
         summary += (
             f"; error of the last fit {fit.error:.1%} on {count(fit.num_rows, 'configuration')}"
         )
         unknown = dict.fromkeys(_COSTS.get(name, name) for name in fit.unidentified)
         if unknown:
-            summary += f"; what it cannot tell apart yet: {', '.join(unknown)}"
+            summary += f"; not yet known separately: {', '.join(unknown)}"
     return _section("Verdicts", _wrapped([summary, *lines]))
 
 
-def _curves(windows: Sequence[_Window], evals: Sequence[_Eval]) -> str:
+def _curves(windows: Sequence[Window], evals: Sequence[EvalEnd]) -> str:
     is_bound = bool(windows) and windows[-1].noise_is_lower_bound
-    curves: list[tuple[str, list[float], bool]] = [
-        ("global batch", [float(w.config.size) for w in windows], True),
-        (
-            "noise scale >=" if is_bound else "noise scale",
-            [w.noise_scale for w in windows],
-            True,
-        ),
-        ("goodput", [w.goodput_measured for w in windows], False),
-        ("lr gain", [w.gain for w in windows], False),
+    noise = "noise scale >=" if is_bound else "noise scale"
+    points = [
+        {
+            "global batch": float(w.config.global_batch_size),
+            noise: w.noise_scale,
+            "goodput": w.goodput_measured,
+            "lr gain": w.gain,
+            "loss": w.metrics.get("loss", math.nan),
+        }
+        for w in windows
     ]
-    if any("loss" in w.metrics for w in windows):
-        losses = [w.metrics.get("loss", math.nan) for w in windows]
-        curves.append(("loss", losses, False))
-    names = dict.fromkeys(name for e in evals for name in e.metrics)
-    for name in names:
-        results = [e.metrics.get(name, math.nan) for e in evals]
-        curves.append((f"eval/{name}", results, False))
-    rows = []
-    for name, values, log in curves:
-        known = [v for v in values if math.isfinite(v)]
-        if known:
-            # Four digits: an accuracy of 0.9987 is not 1.
-            first, last, low, high = (
-                compact(v, digits=4) for v in (known[0], known[-1], min(known), max(known))
-            )
-            if low == high:  # a line that is flat says nothing more
-                rows.append((name, low if len(known) == 1 else f"{low} throughout"))
-                continue
-            facts = f"{first} -> {last}  (min {low}, max {high})"
-            rows.append((name, f"{facts}\n{sparkline(values, log=log)}"))
+    results = [{f"eval/{name}": value for name, value in e.metrics.items()} for e in evals]
+    curves = _by_name(points) | _by_name(results)
+    rows = [
+        (name, _curve(values, log=name in ("global batch", noise)))
+        for name, values in curves.items()
+        if any(map(math.isfinite, values))
+    ]
     return _section("Over time", _pairs(rows)) if rows else ""
 
 
-def _incidents(records: Sequence[_Record], windows: Sequence[_Window], torn: Sequence[str]) -> str:
+def _by_name(points: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
+    """Return the values of each name over all points; NaN if a point lacks it."""
+    names = dict.fromkeys(name for point in points for name in point)
+    return {name: [point.get(name, math.nan) for point in points] for name in names}
+
+
+def _curve(values: Sequence[float], *, log: bool) -> str:
+    """Return the range of a curve in words, and the curve itself unless it is flat."""
+    known = [v for v in values if math.isfinite(v)]
+    # Four digits: an accuracy of 0.9987 is not 1.
+    first, last, low, high = (
+        compact(v, digits=4) for v in (known[0], known[-1], min(known), max(known))
+    )
+    if low == high:
+        return low if len(known) == 1 else f"{low} throughout"
+    return f"{first} -> {last}  (min {low}, max {high})\n{sparkline(values, log=log)}"
+
+
+def _incidents(story: _Story) -> str:
+    lines: list[str] = []
+    num_continued = (
+        0  # changes of processes: the journal numbers them like restarts, readers should not
+    )
+    furthest = 0  # the step that any run so far has reached
+    for before, record in itertools.pairwise([story.records[0], *story.records]):
+        event = record.event
+        pause = seconds(record.wall - before.wall)
+        if (
+            isinstance(before.event, FitEnd)
+            and before.event.goes_on
+            and isinstance(event, FitStart)
+        ):
+            num_continued += 1
+            processes = count(event.num_processes, "process")
+            lines.append(
+                f"step {event.step}: {before.event.reason}; continued with {processes} after {pause}"
+            )
+        elif isinstance(event, FitStart) and record is not story.records[0]:
+            undone = count(max(furthest - event.step, 0), "step")
+            lines.append(
+                f"restart {event.restart - num_continued}: resumed at step {event.step}, {undone} undone, "
+                f"{pause} after the last record"
+            )
+        elif isinstance(event, Preempt):
+            lines.append(f"step {event.step}: {event.signal}")
+        elif isinstance(event, Checkpoint) and event.error:
+            lines.append(f"step {event.step}: checkpoint failed: {event.error}")
+        furthest = max(furthest, event.step)
+    lines += _totals(story)
+    return _section("Restarts, checkpoints, skipped steps", _wrapped(lines))
+
+
+def _totals(story: _Story) -> list[str]:
+    """Return what there is to say about checkpoints, skipped updates and damaged lines."""
     lines = []
-    went_on = 0
-    for number, record in enumerate(records):
-        before = records[number - 1] if number else record
-        if isinstance(record, _Start) and isinstance(before, _End) and before.goes_on:
-            went_on += 1
-            lines.append(
-                f"step {record.step}: {before.reason}; went on with "
-                f"{count(record.num_processes, 'process')} after {seconds(record.wall - before.wall)}"
-            )
-        elif isinstance(record, _Start) and number:
-            lost = max(
-                (r.step for r in records[:number] if r.restart < record.restart),
-                default=record.step,
-            )
-            undone = max(lost - record.step, 0)
-            lines.append(
-                f"restart {record.restart - went_on}: resumed at step {record.step}, "
-                f"{count(undone, 'step')} undone, "
-                f"{seconds(record.wall - before.wall)} after the last record"
-            )
-        elif isinstance(record, _Stop):
-            lines.append(f"step {record.step}: {record.signal}")
-        elif isinstance(record, _Save) and record.error:
-            lines.append(f"step {record.step}: checkpoint failed: {record.error}")
-    saves = [save.seconds for save in _of(records, _Save) if not save.error]
+    saves = [save.seconds for save in of_kind(story.records, Checkpoint) if not save.error]
     if saves:
         lines.append(
-            f"{count(len(saves), 'checkpoint')}, the loop stood still for {seconds(sum(saves))} in all, "
+            f"{count(len(saves), 'checkpoint')}; training paused for {seconds(sum(saves))} in total, "
             f"{seconds(max(saves))} at most"
         )
-    skipped = windows[-1].skipped_steps if windows else 0
+    skipped = story.windows[-1].skipped_steps if story.windows else 0
     lines.append(f"{count(skipped, 'update')} skipped: a loss, gradient or update was not finite")
-    if torn:
+    if torn := story.torn:
         more = f" and {len(torn) - _MOST_LINES} more" if len(torn) > _MOST_LINES else ""
         lines.append(
-            f"journal lines left out, which cannot be read: {', '.join(torn[:_MOST_LINES])}{more} (a "
+            f"journal lines that cannot be read and were skipped: {', '.join(torn[:_MOST_LINES])}{more} (a "
             "run was killed while writing, the disk was full, or the file was changed)"
         )
-    return _section("Restarts, checkpoints, skipped steps", _wrapped(lines))
+    return lines

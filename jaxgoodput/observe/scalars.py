@@ -1,7 +1,7 @@
-"""The numbers of an event by their tags, as the dashboard and trackers show them.
+"""The numbers of an event by tag, for the dashboard and trackers.
 
-What is not known is left out: a gap in a curve is honest, a NaN mark on it is noise. What the user measures
-is shown as it is: a loss of NaN must be seen.
+Unknown numbers are left out, so that curves have gaps instead of NaN marks. The user's own metrics are kept
+as they are: a loss of NaN must be visible.
 """
 
 import functools
@@ -28,7 +28,7 @@ from jaxgoodput.observe.events import (
 
 @functools.singledispatch
 def scalars_of(event: Event) -> dict[str, float]:
-    """What there is to draw of an event; {} of most."""
+    """Return the numbers of an event by tag; {} for most kinds of events."""
     return {}
 
 
@@ -85,7 +85,7 @@ def _checkpoint(event: Checkpoint) -> dict[str, float]:
 
 
 def time_scalars(snapshot: Mapping[str, float]) -> dict[str, float]:
-    """Shares of the wall time, of a ledger's seconds by bucket."""
+    """Return shares of the wall time in percent, from a ledger's seconds by bucket."""
     wall_s = max(sum(snapshot.values()), 1e-9)
     values = {f"badput/{name}": 100.0 * snapshot.get(name, 0.0) / wall_s for name in BUCKETS}
     values["goodput_time/productive_pct"] = 100.0 * snapshot.get(PRODUCTIVE, 0.0) / wall_s
@@ -94,7 +94,7 @@ def time_scalars(snapshot: Mapping[str, float]) -> dict[str, float]:
 
 
 def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Settings within settings by names with dots."""
+    """Flatten nested settings: the names of inner settings are joined with dots."""
     found: dict[str, Any] = {}
     for name, value in settings.items():
         if isinstance(value, Mapping):
@@ -139,11 +139,12 @@ def _window_scalars(event: Window) -> dict[str, Any]:
 
 
 def _bands(event: Window) -> dict[str, float]:
-    """The model's predictions with one fit error to either side, and what the loss says with two of its own.
+    """Return predictions with a margin of one fit error, and the loss decrease with two standard errors.
 
-    All three or none: TensorBoard refuses a margin chart whose three curves differ in their steps.
+    Value and bounds are written together or not at all: TensorBoard rejects a margin chart whose three curves
+    have different steps.
     """
-    band = math.exp(min(event.predicted_error, 50.0))  # NaN where the fit's error is not known
+    band = math.exp(min(event.predicted_error, 50.0))  # NaN if the fit's error is unknown
     values = {}
     for value, name, unit in (
         (event.goodput_predicted, "goodput/predicted", ""),

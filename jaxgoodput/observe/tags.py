@@ -1,6 +1,6 @@
-"""What the dashboard shows: every tag with its unit and meaning, pictures, and how the charts are grouped.
+"""The dashboard's tags with their units and meanings, its pictures, and the layout of its charts.
 
-`TAGS` is the promise to whoever reads event files; tests hold the writer to it.
+Programs that read event files may rely on `TAGS`; tests check that the dashboard writes nothing else.
 """
 
 import json
@@ -15,10 +15,10 @@ from jaxgoodput.observe.badput import BUCKETS
 
 @dataclass(frozen=True)
 class Tag:
-    """One curve: its name in TensorBoard, unit and meaning.
+    """A curve: its name in TensorBoard, its unit and its meaning.
 
-    A name ending in `*` is a family. `model` says that the sub-run `model` holds the prediction
-    under the same name.
+    A name that ends in `*` stands for a family of tags. `model` says whether the sub-run `model` has the
+    prediction under the same name.
     """
 
     name: str
@@ -28,182 +28,112 @@ class Tag:
 
 
 TAGS: tuple[Tag, ...] = (
-    Tag(
-        "goodput/samples_per_sec",
-        "useful samples/s",
-        "throughput x statistical efficiency: what is maximised (not the productive share of time)",
-        model=True,
-    ),
+    Tag("goodput/samples_per_sec", "useful samples/s",
+        "throughput x statistical efficiency: the objective (not the productive share of time)", model=True),
     Tag("goodput/predicted", "useful samples/s", "the model's goodput for this configuration"),
-    Tag("goodput/predicted_lower", "useful samples/s", "predicted, less one fit error"),
+    Tag("goodput/predicted_lower", "useful samples/s", "predicted, minus one fit error"),
     Tag("goodput/predicted_upper", "useful samples/s", "predicted, plus one fit error"),
     Tag("goodput/throughput_samples_per_sec", "samples/s", "real samples applied per second"),
-    Tag(
-        "goodput/statistical_efficiency",
-        "1",
-        "worth of a sample relative to the base batch; above 1 below the base",
-    ),
-    Tag(
-        "evidence/loss_gained",
-        "loss",
-        "loss lost per e-fold of samples with this batch; the model's: what the batch before makes expect",
-        model=True,
-    ),
-    Tag(
-        "evidence/loss_gained_lower",
-        "loss",
-        "loss_gained, less two standard errors; the model's has none",
-        model=True,
-    ),
-    Tag(
-        "evidence/loss_gained_upper",
-        "loss",
-        "loss_gained, plus two standard errors; the model's has none",
-        model=True,
-    ),
-    Tag("goodput/predicted_gain", "1", "predicted goodput of the verdict over keeping the batch"),
-    Tag("batch/global", "samples", "samples behind one update, all replicas"),
+    Tag("goodput/statistical_efficiency", "1",
+        "progress per sample relative to the base batch; above 1 for smaller batches"),
+    Tag("evidence/loss_gained", "loss",
+        "decrease of the loss per e-fold of samples; model: expected from the previous batch", model=True),
+    Tag("evidence/loss_gained_lower", "loss",
+        "loss_gained, minus two standard errors; model: without a margin", model=True),
+    Tag("evidence/loss_gained_upper", "loss",
+        "loss_gained, plus two standard errors; model: without a margin", model=True),
+    Tag("goodput/predicted_gain", "1",
+        "predicted goodput of the verdict, divided by that of the present batch"),
+    Tag("batch/global", "samples", "samples of one update, all replicas"),
     Tag("batch/per_device", "samples", "micro-batch: samples that one replica computes at once"),
     Tag("batch/accumulation_steps", "1", "micro-batches per replica and update"),
     Tag("batch/num_replicas", "1", "replicas; global = per_device x accumulation x replicas"),
-    Tag("batch/memory_limit", "samples", "the largest micro-batch that fits into memory"),
-    Tag(
-        "gns/critical_batch_size",
-        "samples",
-        "gradient noise scale: the batch at which noise and signal are equal",
-    ),
+    Tag("batch/memory_limit", "samples", "largest micro-batch that fits into memory"),
+    Tag("gns/critical_batch_size", "samples",
+        "gradient noise scale: the batch at which noise and signal are equal"),
     Tag("gns/grad_sqr", "1", "squared norm of the true gradient, smoothed"),
     Tag("gns/grad_var", "1", "gradient variance at the base batch, smoothed"),
-    Tag("gns/confidence", "samples of the noise", "measurements that stand behind the estimate"),
+    Tag("gns/confidence", "samples of the noise", "effective number of measurements behind the estimate"),
     Tag("gns/age", "steps", "steps since the newest measurement of the gradient noise"),
-    Tag(
-        "gns/is_lower_bound",
-        "1",
-        "1 where the signal is below its own standard error: the noise scale may be any larger",
-    ),
+    Tag("gns/is_lower_bound", "1",
+        "1 if the signal is below its own standard error, so that the noise scale may be much larger"),
     Tag("stats/every", "steps", "steps between two measurements of the gradient noise"),
     Tag("lr/gain", "1", "factor on the optimizer's updates for the larger batch"),
-    Tag(
-        "lr/base",
-        "1",
-        "the user's own learning rate now; schedules go by progress, under `epochs` by samples",
-    ),
+    Tag("lr/base", "1",
+        "the user's learning rate; schedules use the progress, or the samples under `epochs`"),
     Tag("lr/effective", "1", "base x gain"),
     Tag("perf/step_time_s", "s", "median time of one update", model=True),
     Tag("perf/predicted_step_time_s", "s", "the model's time of one update"),
-    Tag("perf/predicted_step_time_lower_s", "s", "predicted, less one fit error"),
+    Tag("perf/predicted_step_time_lower_s", "s", "predicted, minus one fit error"),
     Tag("perf/predicted_step_time_upper_s", "s", "predicted, plus one fit error"),
-    Tag(
-        "perf/tflops_per_device",
-        "1e12/s",
-        "operations of the model's matrix products, of loss and gradient, on each device",
-    ),
-    Tag(
-        "perf/mfu",
-        "1",
-        "model flops utilisation: that, of what the chip can do in bfloat16; of chips that are known",
-    ),
+    Tag("perf/tflops_per_device", "1e12/s", "matrix-product operations of loss and gradient on each device"),
+    Tag("perf/mfu", "1", "model flops utilisation, relative to the bfloat16 peak; only for known chips"),
     Tag("perf/tokens_per_sec", "1/s", "samples/s x Reporting.tokens_per_sample"),
-    Tag(
-        "perf/feeding_s",
-        "s",
-        "bringing the rows of a batch to the device, beside the steps of others: none is shorter",
-    ),
+    Tag("perf/feeding_s", "s",
+        "time to bring a batch's table rows to the device, while others run; a lower bound of the step"),
     Tag("perf/compute_s", "s", "fitted: one micro-batch, forward and backward"),
     Tag("perf/sync_s", "s", "fitted: averaging the gradients over the replicas"),
     Tag("perf/update_s", "s", "fitted: the optimizer's own pass"),
     Tag("perf/fit_rmsle", "1", "root mean square log error of the fit"),
     Tag("perf/num_observations", "1", "measured configurations behind the fit"),
-    Tag("perf/compile_s", "s", "time that the loop waited for XLA so far"),
+    Tag("perf/compile_s", "s", "total time that training waited for XLA"),
     Tag("elastic/num_devices", "1", "devices of this run"),
     Tag("elastic/num_processes", "1", "processes of this run"),
     Tag("elastic/num_hosts", "1", "hosts of this run"),
     Tag("elastic/restarts", "1", "how often the run was resumed"),
-    Tag("elastic/generation", "1", "sets of processes that the job has had"),
-    Tag("elastic/regroup_s", "s", "until the processes of the newest set had found each other"),
-    Tag(
-        "elastic/slow_ratio",
-        "1",
-        "seconds per sample of a host that was left out, over the median of the others",
-    ),
-    Tag(
-        "elastic/excluded_s",
-        "s",
-        "until a host that was left out is checked again; 0: it was taken in again",
-    ),
-    Tag("elastic/last_resize_s", "s", "from the last record before a restart to the first window"),
-    Tag(
-        "goodput_time/productive_pct",
-        "% of wall time",
-        "time spent training (Google's sense of goodput)",
-    ),
+    Tag("elastic/generation", "1", "number of sets of processes so far"),
+    Tag("elastic/regroup_s", "s", "time that the latest change of processes took"),
+    Tag("elastic/slow_ratio", "1",
+        "seconds per sample of an excluded host, divided by the median of the other hosts"),
+    Tag("elastic/excluded_s", "s", "time until an excluded host is tried again; 0 when it is admitted"),
+    Tag("elastic/last_resize_s", "s", "time from the last record before a restart to the first window"),
+    Tag("goodput_time/productive_pct", "% of wall time", "time spent training (Google's sense of goodput)"),
     *(Tag(f"badput/{name}", "% of wall time", meaning) for name, meaning in BUCKETS.items()),
-    Tag(
-        "progress/scale_invariant_steps",
-        "base steps",
-        "steps that the base batch would have needed",
-    ),
+    Tag("progress/scale_invariant_steps", "base steps",
+        "steps that the base batch would have needed for the same progress"),
     Tag("progress/samples", "samples", "real samples applied since the first run"),
     Tag("progress/epoch", "1", "complete passes over the data"),
-    Tag("progress/eta_s", "s", "time left at the present pace"),
-    Tag(
-        "progress/skipped_steps", "1", "updates left out: a loss, gradient or update was not finite"
-    ),
-    Tag("train/*", "the user's", "the loss function's own scalars, means over the window"),
+    Tag("progress/eta_s", "s", "remaining time at the present pace"),
+    Tag("progress/skipped_steps", "1", "updates skipped because a loss, gradient or update was not finite"),
+    Tag("train/*", "the user's", "scalars of the user's loss function, means over the window"),
     Tag("eval/*", "the user's", "results of evaluations"),
     Tag("eval_time_s", "s", "duration of an evaluation"),
-    Tag("reshard/seconds", "s", "time that the loop stood still for a change of strategy"),
-    Tag("reshard/bytes_moved", "bytes", "what that change moved between devices"),
-    Tag("checkpoint/stall_s", "s", "time that the loop stood still for a checkpoint"),
+    Tag("reshard/seconds", "s", "pause of training for a change of strategy"),
+    Tag("reshard/bytes_moved", "bytes", "bytes that a change of strategy moved between devices"),
+    Tag("checkpoint/stall_s", "s", "pause of training for a checkpoint"),
     Tag("hparam/mean_goodput", "useful samples/s", "mean goodput of a run, by time"),
     Tag("hparam/productive_pct", "% of wall time", "productive time at the end of a run"),
-)
+)  # fmt: skip
 
 
 PICTURES: tuple[Tag, ...] = (
-    Tag(
-        "model/goodput_surface",
-        "% of the best",
-        "goodput that the model gives every micro-batch and number of micro-batches; framed: before, verdict",
-    ),
-    Tag(
-        "model/goodput_curve",
-        "samples/s",
-        "throughput and goodput over the batch, by the model; dashed: verdict, noise scale",
-    ),
-    Tag(
-        "model/fit",
-        "s",
-        "step times as predicted over those measured; dashed: one fit error to either side",
-    ),
-    Tag(
-        "model/efficiency_by_group",
-        "1",
-        "what a sample of a larger batch is worth to each group of parameters; thick: all, which decides",
-    ),
-    Tag(
-        "model/sweep",
-        "s",
-        "what fixed batches would have taken to come as far, by the model; dashed: this run",
-    ),
-)
-"""Drawn at a change of the batch and at the end."""
+    Tag("model/goodput_surface", "% of the best",
+        "predicted goodput by micro-batch size and count; framed: previous batch and verdict"),
+    Tag("model/goodput_curve", "samples/s",
+        "predicted throughput and goodput by batch size; dashed: verdict, noise scale"),
+    Tag("model/fit", "s", "predicted over measured step times; dashed: one fit error to either side"),
+    Tag("model/efficiency_by_group", "1",
+        "efficiency by batch size for each group of parameters; thick: all groups, which decides"),
+    Tag("model/sweep", "s",
+        "predicted time that fixed batches would have needed for the same progress; dashed: this run"),
+)  # fmt: skip
+"""Pictures, drawn when the batch changes and at the end."""
 
 
 def _lines(*tags: str) -> tuple[str, list[str]]:
-    # TensorBoard matches from the start only: without `$`, goodput/predicted takes its bounds along.
+    # TensorBoard matches prefixes: without `$`, goodput/predicted would include its bounds.
     return "Multiline", [f"^{tag}$" for tag in tags]
 
 
-# The custom-scalars page, by category and chart; at most two tags a chart: all tags of a run have one
-# colour. In the form that tensorboardX takes.
+# The custom-scalars page by category and chart, in the form that tensorboardX takes. A chart has at most two
+# tags, because all tags of a run have the same colour.
 Charts: TypeAlias = dict[str, dict[str, tuple[str, list[str]]]]
 CHARTS: Charts = {
     "Learning": {
         "loss": _lines("train/loss"),
         "evaluation": ("Multiline", ["^eval/"]),
         "learning rate, base and effective": _lines("lr/base", "lr/effective"),
-        "verdicts: goodput over that of the batch before (1: keep it)": _lines(
+        "verdicts: goodput relative to the present batch (1: keep it)": _lines(
             "goodput/predicted_gain"
         ),
     },
@@ -211,7 +141,7 @@ CHARTS: Charts = {
         "goodput, measured and model (useful samples/s)": _lines("goodput/samples_per_sec"),
         "throughput (samples/s)": _lines("goodput/throughput_samples_per_sec"),
         "statistical efficiency": _lines("goodput/statistical_efficiency"),
-        "loss lost per e-fold of samples, measured (+- 2 standard errors) and model": (
+        "loss decrease per e-fold of samples, measured (+- 2 standard errors) and model": (
             "Margin",
             [f"evidence/loss_gained{bound}" for bound in ("", "_lower", "_upper")],
         ),
@@ -221,7 +151,7 @@ CHARTS: Charts = {
         ),
     },
     "Batch size": {
-        # Apart, although they belong together: the noise scale may be a hundred times the batch.
+        # Two charts, because the noise scale may be a hundred times the batch.
         "global batch (samples)": _lines("batch/global"),
         "noise scale (samples)": _lines("gns/critical_batch_size"),
         "learning-rate gain": _lines("lr/gain"),
@@ -229,9 +159,7 @@ CHARTS: Charts = {
         "micro-batches per update": _lines("batch/accumulation_steps"),
         "largest micro-batch that fits (samples)": _lines("batch/memory_limit"),
         "noise scale is only a lower bound": _lines("gns/is_lower_bound"),
-        "noise measurements: steps between two, age of the newest": _lines(
-            "stats/every", "gns/age"
-        ),
+        "noise measurements: interval, age of the latest (steps)": _lines("stats/every", "gns/age"),
     },
     "Performance model": {
         "step time, measured and model (s)": _lines("perf/step_time_s"),
@@ -239,7 +167,7 @@ CHARTS: Charts = {
         "optimizer, fitted (s)": _lines("perf/update_s"),
         "fit error (rms log)": _lines("perf/fit_rmsle"),
         "configurations measured": _lines("perf/num_observations"),
-        "waited for compilation (s)": _lines("perf/compile_s"),
+        "waiting for compilation (s)": _lines("perf/compile_s"),
         "step time predicted, with the fit's error (s)": (
             "Margin",
             [f"perf/predicted_step_time{bound}_s" for bound in ("", "_lower", "_upper")],
@@ -249,8 +177,8 @@ CHARTS: Charts = {
         "devices and processes": _lines("elastic/num_devices", "elastic/num_processes"),
         "restarts": _lines("elastic/restarts"),
         "last restart (s)": _lines("elastic/last_resize_s"),
-        "slow hosts, x the others": _lines("elastic/slow_ratio"),
-        "slow hosts, left out for (s)": _lines("elastic/excluded_s"),
+        "slow hosts: time relative to the others": _lines("elastic/slow_ratio"),
+        "slow hosts: excluded for (s)": _lines("elastic/excluded_s"),
         "productive time (%)": _lines("goodput_time/productive_pct"),
         "lost: compilation, first runs (%)": _lines("badput/compilation", "badput/first_execution"),
         "lost: input, evaluation (%)": _lines("badput/data_loading_sync", "badput/evaluation"),
@@ -262,13 +190,13 @@ CHARTS: Charts = {
         "lost: start-up (%)": _lines("badput/program_startup", "badput/training_prep"),
         "progress (base steps)": _lines("progress/scale_invariant_steps"),
         "samples applied": _lines("progress/samples"),
-        "time left (s)": _lines("progress/eta_s"),
+        "remaining time (s)": _lines("progress/eta_s"),
     },
 }
 
 
 def shown(charts: Charts, tags: Set[str]) -> Charts:
-    """Of the charts, those that show one of these tags.
+    """Return the charts that show at least one of these tags.
 
     >>> shown({"A": {"loss": _lines("train/loss"), "gain": _lines("lr/gain")}, "B": {}}, {"lr/gain"})
     {'A': {'gain': ('Multiline', ['^lr/gain$'])}}
@@ -277,7 +205,7 @@ def shown(charts: Charts, tags: Set[str]) -> Charts:
         category: {
             title: (kind, patterns)
             for title, (kind, patterns) in inside.items()
-            # A margin names its tags whole, lines what they begin with.
+            # Margin charts name whole tags; line charts have regular expressions.
             if (
                 not tags.isdisjoint(patterns)
                 if kind == "Margin"
@@ -300,7 +228,7 @@ PINNED = (
 
 
 def description(tag: str) -> str:
-    """What a card of TensorBoard says of a tag; "" for one that is not promised."""
+    """Return the description of a tag on its card in TensorBoard; "" for an unknown tag."""
     for known in (*TAGS, *PICTURES):
         if tag == known.name or (known.name.endswith("*") and tag.startswith(known.name[:-1])):
             unit = "" if known.unit in ("1", "the user's") else f" ({known.unit})"
@@ -309,7 +237,7 @@ def description(tag: str) -> str:
 
 
 def tag_table() -> str:
-    """`TAGS` as a Markdown table."""
+    """Return `TAGS` and `PICTURES` as a Markdown table."""
     rows = [
         f"| {tag.name} | {tag.unit} | {tag.meaning}{'; model: same tag, run `model`' * tag.model} |"
         for tag in (*TAGS, *PICTURES)
@@ -318,14 +246,14 @@ def tag_table() -> str:
 
 
 def charts_link(base_url: str = "http://localhost:6006") -> str:
-    """The address of the custom-scalars page with smoothing off."""
+    """Return the address of the custom-scalars page, without smoothing."""
     return f"{base_url}/#custom_scalars&_smoothingWeight=0"
 
 
 def pinned_link(base_url: str = "http://localhost:6006") -> str:
-    """The address of TensorBoard with the goodput cards pinned and smoothing off.
+    """Return the address of TensorBoard with the goodput cards pinned, without smoothing.
 
-    Smoothing is on by default, and would draw the stairs of the batch size as ramps.
+    Smoothing is on by default, and would draw steps of the batch size as ramps.
     """
     cards = [{"plugin": "scalars", "tag": tag} for tag in PINNED]
     encoded = urllib.parse.quote(json.dumps(cards, separators=(",", ":")))
@@ -333,8 +261,8 @@ def pinned_link(base_url: str = "http://localhost:6006") -> str:
 
 
 def how_to_look(workdir: str) -> str:
-    """What starts TensorBoard on a run."""
-    # By default TensorBoard keeps ten texts and pictures a tag, picked at random.
+    """Return the commands that start TensorBoard on a run."""
+    # By default TensorBoard keeps ten random texts and pictures per tag.
     return (
         f"dashboard: jaxgoodput board {workdir}\n"
         "  or tensorboard --samples_per_plugin text=1000,images=50 "

@@ -1,7 +1,7 @@
-"""The run in TensorBoard: curves, the model beside the measurement, verdicts with reasons.
+"""The dashboard of a run in TensorBoard: measured curves beside the model's, and verdicts with reasons.
 
-Written under `workdir/tensorboard` as two runs, `measured` and `model`: the model's predictions are under
-the same tags, so that a chart shows both in two colours. `tags.py` lists what is written.
+It is written to `workdir/tensorboard` as two runs, `measured` and `model`. The model's predictions have the
+same tags as the measurements, so that each chart shows both in two colours. `tags.py` lists all tags.
 """
 
 import json
@@ -10,6 +10,7 @@ import os
 import pathlib
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from tensorboardX.proto.api_pb2 import Status  # pyright: ignore[reportAttributeAccessIssue]
@@ -22,11 +23,12 @@ from jaxgoodput.clock import Clock
 from jaxgoodput.goodput.search import BatchConfig
 from jaxgoodput.goodput.sweep import Sweep, fixed_goodput
 from jaxgoodput.observe import journal
-from jaxgoodput.observe.badput import PRODUCTIVE, TimeLedger
+from jaxgoodput.observe.badput import TimeLedger
 from jaxgoodput.observe.eventfile import EventFile
 from jaxgoodput.observe.events import (
     Checkpoint,
     EvalEnd,
+    Event,
     FitEnd,
     FitStart,
     HostJudged,
@@ -45,15 +47,24 @@ MAIN_RUN, MODEL_RUN = "measured", "model"
 
 _FLUSH_S = 5.0
 _BOUNDS = ("", "_lower", "_upper")
-_AT_REST = 10  # times as long until new pictures where the batch stays
+_AT_REST = 10  # pictures are this much rarer while the batch stays the same
+
+
+@dataclass(frozen=True)
+class _OpenRun:
+    """The event files of a run, and the event with which it started."""
+
+    measured: EventFile
+    model: EventFile
+    start: FitStart
 
 
 class Dashboard:
-    """Writes one run's events; for process 0, called from one background thread.
+    """A hook that writes a run's events for TensorBoard. Use it in process 0 only.
 
-    With a `ledger`, every window also shows where the wall time went. A window costs well below a
-    millisecond; the pictures cost more, so there is at most one set per `figures_every_s`, at a change of the
-    batch; one in ten times as long where it stays; and the last one at the end.
+    With a `ledger`, each window also shows where the wall time went. A window costs well below a millisecond.
+    Pictures cost more: they are drawn when the batch changes, at most every `figures_every_s`, ten times as
+    rarely while it stays the same, and once at the end.
     """
 
     def __init__(
@@ -67,55 +78,39 @@ class Dashboard:
         self._workdir = pathlib.Path(workdir)
         self._clock = clock
         self._ledger = ledger
-        self._figures_every_s = figures_every_s
-        self._run: EventFile | None = None
-        self._model: EventFile | None = None
-        self._start: FitStart | None = None
+        self._open: _OpenRun | None = None
         self._flushed_s = clock.now()
-        self._figures_s = -math.inf
-        self._pending: TuneEnd | None = None
-        self._missed = False  # pictures, for want of matplotlib, and it was said
-        self._last_kind = ""
+        self._pictures = _Pictures(clock, figures_every_s)
+        self._comparison = _Comparison()
+        self._charts: Charts = {}  # the charts on the page so far
+        self._last_kind = ""  # the last verdict's reason without its numbers
         self._skipped = 0
         self._window_step = self._judged_step = -1
-        self._has_session = self._has_experiment = False
-        self._last_seen: float | None = None  # Unix seconds, of the run before
-        self._useful = 0.0  # samples, and
-        self._useful_s = 0.0  # the seconds they took
-        self._sweep = Sweep()
-        self._known: TuneEnd | None = None  # the newest with a model
-        self._fixed: dict[int, float] | None = (
-            None  # its goodput of fixed batches; None: not asked yet
-        )
-        self._progress = math.nan  # at the last window
-        self._swept_step = -1  # of the last picture of the sweep
-        self._charts: Charts = {}  # on the page so far
+        self._last_seen: float | None = None  # end of the previous run, Unix seconds
 
     def on_fit_start(self, event: FitStart) -> None:
-        """Open the event files and write what does not change: layout, settings, tag table."""
-        self._start, self._progress = event, event.progress
-        # What stands at the resumed step is still true; a new run starts from nothing.
+        """Open the event files, and write the settings and the table of tags."""
+        # What the files say about the resumed step itself stays valid.
         first_step = event.step + 1 if event.step else 0
-        folder = self._workdir / DIRECTORY
-        self._run, self._model = (
+        measured, model = (
             EventFile(
-                where,
+                self._workdir / DIRECTORY / name,
                 clock=self._clock,
                 restart=event.restart,
                 first_step=first_step,
                 describe=description,
             )
-            for where in (folder / MAIN_RUN, folder / MODEL_RUN)
+            for name in (MAIN_RUN, MODEL_RUN)
         )
-        settings = flat(event.settings)
-        self._text("run/settings", _markdown(settings), event.step)
+        self._open = _OpenRun(measured, model, event)
+        self._pictures.progress = event.progress
+        self._text("run/settings", _markdown(flat(event.settings)), event.step)
         self._text("run/tags", tag_table(), event.step)
+        started = "started"
         if event.restart:
             before = journal.earlier_runs(self._workdir, before=event.restart)
             self._last_seen = before.last_seen
             started = f"restart {event.restart}, resumed"
-        else:
-            started = "started"
         self._log(
             event.step,
             f"{started} on {event.num_devices} x {event.device_kind}, "
@@ -124,52 +119,47 @@ class Dashboard:
         self.flush()
 
     def on_window(self, event: Window) -> None:
-        """One point on every curve."""
-        run, model, start = self._files()
-        now = self._clock.wall()
+        """Add a point to every curve."""
+        run = self._opened()
         values = scalars_of(event)
-        values["elastic/num_devices"] = start.num_devices
-        values["elastic/num_processes"] = start.num_processes
-        values["elastic/restarts"] = start.restart
-        if self._last_seen is not None:
-            values["elastic/last_resize_s"] = max(now - event.seconds - self._last_seen, 0.0)
+        values["elastic/num_devices"] = run.start.num_devices
+        values["elastic/num_processes"] = run.start.num_processes
+        values["elastic/restarts"] = run.start.restart
+        if self._last_seen is not None:  # the first window after a restart
+            paused_s = self._clock.wall() - event.seconds - self._last_seen
+            values["elastic/last_resize_s"] = max(paused_s, 0.0)
             self._last_seen = None
         if self._ledger is not None:
             values |= time_scalars(self._ledger.snapshot())
-        run.scalars(values, event.step)
+        run.measured.scalars(values, event.step)
         predicted = {
             "goodput/samples_per_sec": event.goodput_predicted,
             "perf/step_time_s": event.predicted_step_s,
-            # TensorBoard misses the bounds of a run that has the value alone.
+            # TensorBoard draws a margin chart only for runs that have the bounds, too.
             **{f"evidence/loss_gained{b}": event.loss_gained_expected for b in _BOUNDS},
         }
-        model.scalars({tag: x for tag, x in predicted.items() if math.isfinite(x)}, event.step)
+        known = {tag: value for tag, value in predicted.items() if math.isfinite(value)}
+        run.model.scalars(known, event.step)
         if event.skipped_steps > self._skipped:
-            self._log(
-                event.step,
-                f"{count(event.skipped_steps - self._skipped, 'update')} skipped: not finite",
-            )
+            skipped = count(event.skipped_steps - self._skipped, "update")
+            self._log(event.step, f"{skipped} skipped: not finite")
         self._skipped, self._window_step = event.skipped_steps, event.step
-        if math.isfinite(event.goodput_measured):
-            self._useful += event.goodput_measured * event.seconds
-            self._useful_s += event.seconds
-        if not self._has_session:
-            self._write_session(event.learning_rate, event.step)
-        self._sweep = self._swept(event)
-        self._progress = event.progress
-        self._draw_if_due(event.step)
+        self._comparison.add(event)
+        self._comparison.write_session(run, event.learning_rate, event.step)
+        self._pictures.add(event)
+        if self._pictures.are_due():
+            self._draw(event.step)
         if self._clock.now() - self._flushed_s >= _FLUSH_S:
             self._lay_out(event.step)
             self.flush()
 
     def on_tune_end(self, event: TuneEnd) -> None:
-        """The fit, the verdict and its reason; at a change of the batch, pictures."""
-        run, _, _ = self._files()
+        """Write the fit and the verdict with its reason; draw pictures if the batch changes."""
         verdict = event.verdict
-        run.scalars(scalars_of(event), event.step)
+        self._scalars(event)
         if event.switched:
             self._log(event.step, f"batch {describe(event.before)} -> {describe(verdict.config)}")
-        # A reason that differs in its numbers only is not news.
+        # A reason that differs only in its numbers is not news.
         kind = re.sub(r"[-+\d.,]+", "", verdict.reason)
         if event.switched or kind != self._last_kind:
             gain = "" if math.isnan(verdict.gain) else f" (goodput x {verdict.gain:.3g})"
@@ -179,19 +169,13 @@ class Dashboard:
                 event.step,
             )
         self._last_kind = kind
-        waits = self._pending is not None and self._pending.switched
-        if event.fit is not None and (event.switched or not waits):
-            self._pending = (
-                event  # a change that waits for its picture is not forgotten for a verdict
-            )
-        if event.model is not None:
-            self._known, self._fixed = event, None
-        self._draw_if_due(event.step)
+        self._pictures.add_verdict(event)
+        if self._pictures.are_due():
+            self._draw(event.step)
 
     def on_reshard(self, event: Resharded) -> None:
-        """What a change of strategy moved, and how long it took."""
-        run, _, _ = self._files()
-        run.scalars(scalars_of(event), event.step)
+        """Write how much a change of strategy moved, and how long it took."""
+        self._scalars(event)
         self._log(
             event.step,
             f"strategy {event.before} -> {event.after}: {event.bytes_moved / 2**20:.1f} MiB moved "
@@ -199,22 +183,23 @@ class Dashboard:
         )
 
     def on_regrouped(self, event: Regrouped) -> None:
-        """Which processes there are, and what coming together took."""
-        run, _, _ = self._files()
-        run.scalars(scalars_of(event), event.step)
+        """Write the number of processes, and how long each part of the change took."""
+        self._scalars(event)
         if event.generation > 1:
             parts = ", ".join(f"{name} {seconds(s)}" for name, s in event.seconds.items())
             self._log(
                 event.step,
                 f"generation {event.generation}: {event.num_processes_before} -> {event.num_processes} "
-                f"processes ({event.reason or 'this one has just come'}): {parts}",
+                f"processes ({event.reason or 'this one has just joined'}): {parts}",
             )
 
     def on_host_judged(self, event: HostJudged) -> None:
-        """Who was left out or taken in again, and why."""
-        run, _, _ = self._files()
-        if event.step != self._judged_step:  # a curve has one point at a step; the text has all
-            run.scalars(scalars_of(event), event.step)
+        """Write which host was excluded or admitted again, and why."""
+        run = self._opened()
+        if (
+            event.step != self._judged_step
+        ):  # a curve has one point per step; the text has all hosts
+            run.measured.scalars(scalars_of(event), event.step)
         self._judged_step = event.step
         self._log(event.step, f"host {event.host} {event.decision}: {event.why}")
         self._text(
@@ -224,177 +209,227 @@ class Dashboard:
         )
 
     def on_eval_end(self, event: EvalEnd) -> None:
-        """The evaluation's results."""
-        run, _, _ = self._files()
-        run.scalars(scalars_of(event), event.step)
-        if not self._has_experiment:
-            self._write_experiment([tag for tag in scalars_of(event) if tag.startswith("eval/")])
+        """Write the results of an evaluation."""
+        self._scalars(event)
+        evaluated = [tag for tag in scalars_of(event) if tag.startswith("eval/")]
+        self._comparison.write_experiment(self._opened(), evaluated)
         self._lay_out(event.step)
         self.flush()
 
     def on_checkpoint(self, event: Checkpoint) -> None:
-        """What the checkpoint cost; everything up to it is on disk from here on."""
-        run, _, _ = self._files()
-        run.scalars(scalars_of(event), event.step)
+        """Write the cost of a checkpoint, and flush: what came before it survives a crash."""
+        self._scalars(event)
         if event.error is not None:
             self._log(event.step, f"checkpoint FAILED: {event.error}")
         self.flush()
 
     def on_preempt(self, event: Preempt) -> None:
-        """That the run was asked to stop."""
+        """Write that the run was asked to stop."""
         self._log(event.step, f"{event.signal}: asked to stop")
         self.flush()
 
     def on_fit_end(self, event: FitEnd) -> None:
-        """The last pictures, the time ledger and the run's outcome."""
-        run, _, _ = self._files()
+        """Draw the last pictures, and write the time ledger and the run's outcome."""
+        run = self._opened()
         self._draw(event.step)
-        if not self._has_session:
-            self._write_session(math.nan, event.step)
-        if not self._has_experiment:
-            self._write_experiment([])
+        self._comparison.write_session(run, math.nan, event.step)
+        self._comparison.write_experiment(run, [])
         self._log(event.step, f"ended after {seconds(event.seconds)}: {event.reason}")
         values: dict[str, Any] = {}
         buckets = dict(event.buckets_s) or (self._ledger.snapshot() if self._ledger else {})
         if buckets:
-            if PRODUCTIVE not in buckets:
-                buckets[PRODUCTIVE] = max(event.seconds - sum(buckets.values()), 0.0)
             shares = time_scalars(buckets)
             values["hparam/productive_pct"] = shares["goodput_time/productive_pct"]
             if event.step != self._window_step or self._ledger is None:
-                values |= shares  # else the last window has shown them at this step
-        if self._useful_s > 0:
-            values["hparam/mean_goodput"] = self._useful / self._useful_s
-        run.scalars(values, event.step)
+                values |= shares  # otherwise the last window has shown them at this step
+        values |= self._comparison.mean_goodput()
+        run.measured.scalars(values, event.step)
         if not event.goes_on:  # TensorBoard keeps the first outcome that it reads
             good = event.reason in ("done", "preempted")
-            run.summary(_session_end(good, self._clock.wall()), event.step)
+            run.measured.summary(_session_end(good, self._clock.wall()), event.step)
         self._lay_out(event.step)
         self.flush()
 
-    def _lay_out(self, step: int) -> None:
-        """Write the page of charts, where it has grown: of all charts those that have something to show.
-
-        A run that goes on shows all: what was drawn before it is not known here.
-        """
-        run, _, start = self._files()
-        charts = CHARTS if start.restart else shown(CHARTS, run.nonzero)
-        if charts != self._charts:
-            self._charts = charts
-            run.summary(custom_scalars(charts), step)
-
     def flush(self) -> None:
-        """Hand everything to the disk."""
+        """Write everything to the disk."""
         self._flushed_s = self._clock.now()
-        for file in (self._run, self._model):
-            if file is not None:
-                file.flush()
+        if self._open is not None:
+            self._open.measured.flush()
+            self._open.model.flush()
 
     def close(self) -> None:
-        """Flush and close the files; a second call does nothing."""
-        if self._run is not None:
+        """Flush and close the files. Idempotent."""
+        if self._open is not None:
             self._lay_out(max(self._window_step, 0))
-        for file in (self._run, self._model):
-            if file is not None:
-                file.close()
-        self._run = self._model = None
+            self._open.measured.close()
+            self._open.model.close()
+        self._open = None
 
-    def _files(self) -> tuple[EventFile, EventFile, FitStart]:
-        if self._run is None or self._model is None or self._start is None:
+    def _opened(self) -> _OpenRun:
+        if self._open is None:
             raise RuntimeError(
                 "The dashboard has no open files: call on_fit_start before any other event, "
                 "and none after close."
             )
-        return self._run, self._model, self._start
+        return self._open
 
-    def _swept(self, event: Window) -> Sweep:
-        """The sweep as of the end of a window."""
-        known = self._known
-        model = None if known is None else known.model
-        if known is None or model is None:
-            return self._sweep
-        if self._fixed is None:
-            self._fixed = fixed_goodput(model, known.placement, known.limits)
-        config = event.config
-        now = model.goodput(known.placement, config.micro_batch_size, config.num_micro_batches)
-        gone, steps_s = event.progress - self._progress, event.num_steps * event.measured_step_s
-        if not math.isfinite(steps_s):  # no step was timed
-            steps_s = event.seconds
-        return self._sweep.after(gone, event.seconds, steps_s, float(now), self._fixed)
+    def _lay_out(self, step: int) -> None:
+        """Write the page of charts again if there is a new chart to show: charts without data are left out.
 
-    def _draw_if_due(self, step: int) -> None:
-        """Draw at a change of the batch and at the first fit, once a while; seldom where the batch stays."""
-        waits = self._clock.now() - self._figures_s
-        is_news = self._pending is not None and (self._pending.switched or math.isinf(waits))
-        if waits >= self._figures_every_s * (1 if is_news else _AT_REST):
-            self._draw(step)
+        A resumed run shows all charts, because data from before it is not known here.
+        """
+        run = self._opened()
+        charts = CHARTS if run.start.restart else shown(CHARTS, run.measured.nonzero)
+        if charts != self._charts:
+            self._charts = charts
+            run.measured.summary(custom_scalars(charts), step)
 
     def _draw(self, step: int) -> None:
-        """The pictures of the model as of the verdict that waits for them, and of the sweep as of now."""
-        if self._pending is None and not self._sweep.seconds:
-            return
-        run, _, start = self._files()
-        tune, self._pending = self._pending, None
-        self._figures_s = self._clock.now()
+        run = self._opened()
         try:
-            from jaxgoodput.observe import figures  # slow to import, and matplotlib is an extra
+            pictures = self._pictures.draw(step, run.start.groups)
         except ModuleNotFoundError:
-            if not self._missed:
-                line = "no pictures: they need matplotlib, pip install 'jaxgoodput[plots]'"
-                self._log(step, line)
-            self._missed = True
-            return
-        drawn = []
-        if tune is not None:
-            for tag, figure in (
-                ("model/goodput_surface", figures.goodput_surface(tune)),
-                ("model/goodput_curve", figures.goodput_curve(tune)),
-                ("model/fit", figures.fit_scatter(tune)),
-                ("model/efficiency_by_group", figures.efficiency_by_group(tune, start.groups)),
-            ):
-                drawn.append((tag, figure, tune.step))
-        if self._sweep.seconds and step > self._swept_step:  # one picture at a step
-            error = self._known.fit.error if self._known and self._known.fit else math.nan
-            drawn.append(("model/sweep", figures.sweep_avoided(self._sweep, step, error), step))
-            self._swept_step = step
-        for tag, figure, at in drawn:
-            if figure is not None:
-                run.image(tag, figures.png(figure), at)
+            pictures = []
+            if self._pictures.is_first_failure():
+                self._log(
+                    step, "no pictures: they need matplotlib, pip install 'jaxgoodput[plots]'"
+                )
+        for tag, png, at in pictures:
+            run.measured.image(tag, png, at)
+
+    def _scalars(self, event: Event) -> None:
+        self._opened().measured.scalars(scalars_of(event), event.step)
 
     def _text(self, tag: str, markdown: str, step: int) -> None:
-        run, _, _ = self._files()
-        run.summary(text(tag, markdown), step)
+        self._opened().measured.summary(text(tag, markdown), step)
 
     def _log(self, step: int, line: str) -> None:
         self._text("log/events", f"**step {step}** {line}", step)
 
-    def _write_session(self, learning_rate: float, step: int) -> None:
-        """The settings for the page that compares runs, once the optimizer's learning rate is known."""
-        run, _, start = self._files()
-        chosen = self._chosen(start)
-        if math.isfinite(learning_rate):
-            chosen["learning_rate"] = learning_rate
-        _, session, _ = hparams(chosen, {})
-        run.summary(session, step)
+
+class _Pictures:
+    """Decides when pictures are due, and draws them from the latest verdict and the whole run."""
+
+    def __init__(self, clock: Clock, every_s: float):
+        self.progress = math.nan  # base steps at the last window
+        self._clock = clock
+        self._every_s = every_s
+        self._drawn_s = -math.inf
+        self._pending: TuneEnd | None = None  # the verdict to draw next
+        self._known: TuneEnd | None = None  # the latest verdict with a model
+        self._fixed: dict[int, float] | None = None  # its goodput of fixed batches, if computed
+        self._sweep = Sweep()
+        self._swept_step = -1  # step of the last picture of the sweep
+        self._has_failed = False
+
+    def add(self, event: Window) -> None:
+        """Continue the sweep, which compares the run with fixed batches, to the end of a window."""
+        known = self._known
+        model = None if known is None else known.model
+        if known is not None and model is not None:
+            if self._fixed is None:
+                self._fixed = fixed_goodput(model, known.placement, known.limits)
+            config = event.config
+            now = model.goodput(known.placement, config.micro_batch_size, config.num_micro_batches)
+            gained = event.progress - self.progress
+            steps_s = event.num_steps * event.measured_step_s
+            if not math.isfinite(steps_s):  # no step was timed
+                steps_s = event.seconds
+            self._sweep = self._sweep.after(gained, event.seconds, steps_s, float(now), self._fixed)
+        self.progress = event.progress
+
+    def add_verdict(self, event: TuneEnd) -> None:
+        """Draw a verdict next, unless a change of the batch still waits for its picture."""
+        waits = self._pending is not None and self._pending.switched
+        if event.fit is not None and (event.switched or not waits):
+            self._pending = event
+        if event.model is not None:
+            self._known, self._fixed = event, None
+
+    def are_due(self) -> bool:
+        """Return whether to draw: at the first fit, when the batch changes, or after a long time."""
+        waited_s = self._clock.now() - self._drawn_s
+        is_news = self._pending is not None and (self._pending.switched or math.isinf(waited_s))
+        has_any = self._pending is not None or bool(self._sweep.seconds)
+        return has_any and waited_s >= self._every_s * (1 if is_news else _AT_REST)
+
+    def draw(self, step: int, groups: Sequence[str]) -> list[tuple[str, bytes, int]]:
+        """Return (tag, PNG, step) of each picture. Raises ModuleNotFoundError without matplotlib."""
+        if self._pending is None and not self._sweep.seconds:
+            return []
+        tune, self._pending = self._pending, None
+        self._drawn_s = self._clock.now()
+        from jaxgoodput.observe import figures  # slow to import, and matplotlib is an extra
+
+        drawn = []
+        if tune is not None:
+            drawn += [
+                ("model/goodput_surface", figures.goodput_surface(tune), tune.step),
+                ("model/goodput_curve", figures.goodput_curve(tune), tune.step),
+                ("model/fit", figures.fit_scatter(tune), tune.step),
+                ("model/efficiency_by_group", figures.efficiency_by_group(tune, groups), tune.step),
+            ]
+        if self._sweep.seconds and step > self._swept_step:  # one picture per step
+            error = self._known.fit.error if self._known and self._known.fit else math.nan
+            drawn.append(("model/sweep", figures.sweep_avoided(self._sweep, step, error), step))
+            self._swept_step = step
+        return [(tag, figures.png(figure), at) for tag, figure, at in drawn if figure is not None]
+
+    def is_first_failure(self) -> bool:
+        """Return whether this is called for the first time, so that a failure is reported only once."""
+        is_first, self._has_failed = not self._has_failed, True
+        return is_first
+
+
+class _Comparison:
+    """TensorBoard's page that compares runs by their settings and results (HParams)."""
+
+    def __init__(self):
+        self._useful = 0.0  # useful samples, and the seconds in which they were processed
+        self._useful_s = 0.0
+        self._has_session = self._has_experiment = False
+
+    def add(self, event: Window) -> None:
+        """Add a window to the mean goodput."""
+        if math.isfinite(event.goodput_measured):
+            self._useful += event.goodput_measured * event.seconds
+            self._useful_s += event.seconds
+
+    def mean_goodput(self) -> dict[str, float]:
+        """Return the mean goodput by its tag; {} if it was never measured."""
+        return {"hparam/mean_goodput": self._useful / self._useful_s} if self._useful_s else {}
+
+    def write_session(self, run: _OpenRun, learning_rate: float, step: int) -> None:
+        """Write the run's settings once, when the optimizer's learning rate is known."""
+        if self._has_session:
+            return
         self._has_session = True
+        rate = {"learning_rate": learning_rate} if math.isfinite(learning_rate) else {}
+        _, session, _ = hparams(_chosen(run.start) | rate, {})
+        run.measured.summary(session, step)
 
-    def _write_experiment(self, evaluated: Sequence[str]) -> None:
-        """What that page compares; TensorBoard reads the first that it meets, so metrics are known by now."""
-        run, _, start = self._files()
-        compared = ["hparam/mean_goodput", "hparam/productive_pct", "train/loss", *evaluated]
-        chosen = {**self._chosen(start), "learning_rate": 0.0}
-        experiment, _, _ = hparams(chosen, dict.fromkeys(compared, 0.0))
-        run.summary(experiment, start.step)
+    def write_experiment(self, run: _OpenRun, evaluated: Sequence[str]) -> None:
+        """Write once which settings and metrics are compared, after the first evaluation.
+
+        TensorBoard keeps the first list that it reads, so the names of the metrics must be known.
+        """
+        if self._has_experiment:
+            return
         self._has_experiment = True
+        compared = ["hparam/mean_goodput", "hparam/productive_pct", "train/loss", *evaluated]
+        chosen = {**_chosen(run.start), "learning_rate": 0.0}
+        experiment, _, _ = hparams(chosen, dict.fromkeys(compared, 0.0))
+        run.measured.summary(experiment, run.start.step)
 
-    def _chosen(self, start: FitStart) -> dict[str, Any]:
-        settings = flat(start.settings)
-        known = {n: v for n, v in settings.items() if isinstance(v, bool | int | float | str)}
-        return known | {"device_kind": start.device_kind, "num_devices": start.num_devices}
+
+def _chosen(start: FitStart) -> dict[str, Any]:
+    settings = flat(start.settings)
+    known = {n: v for n, v in settings.items() if isinstance(v, bool | int | float | str)}
+    return known | {"device_kind": start.device_kind, "num_devices": start.num_devices}
 
 
 def describe(config: BatchConfig) -> str:
-    """The batch as an identity: global = micro-batch x replicas x micro-batches.
+    """Format a batch as an equation: global = micro-batch x replicas x micro-batches.
 
     >>> describe(BatchConfig(micro_batch_size=64, num_micro_batches=1, num_replicas=8))
     '512 = 64 x 8 x 1'
@@ -412,9 +447,10 @@ def _markdown(settings: Mapping[str, Any]) -> str:
 
 
 def _session_end(good: bool, wall: float) -> Any:
-    """`SummaryWriter.add_hparams` would call every run a success, in a run of its own."""
+    """Return the outcome of a run. `SummaryWriter.add_hparams` would report success, in a run of its own."""
     *_, ended = hparams({}, {})
     plugin = ended.value[0].metadata.plugin_data
+    # tensorboardX always reports success: correct the status in its serialized message.
     data = HParamsPluginData.FromString(plugin.content)
     data.session_end_info.status = Status.Value("STATUS_SUCCESS" if good else "STATUS_FAILURE")
     data.session_end_info.end_time_secs = wall

@@ -1,10 +1,10 @@
-"""Trackers: the numbers of a run where somebody keeps those of all runs. Give them to a trainer as hooks.
+"""Trackers: hooks that send the numbers of a run to Weights & Biases, MLflow or a CSV file.
 
     MyTrainer(config, hooks=[jg.trackers.Wandb(project="digits"), jg.trackers.Csv()]).fit()
 
-A run that is gone on with goes on in them, too. They have the dashboard's numbers under the dashboard's tags,
-those of where the wall time went once, at the end. Why something was decided is in the journal,
-`goodput.jsonl`, which those that keep files get at the end.
+A resumed run continues in the same tracker run. Trackers get the dashboard's numbers under the dashboard's
+tags, and the shares of wall time once, at the end. The reasons for decisions are in the journal,
+`goodput.jsonl`, which trackers that store files get at the end.
 """
 
 import csv
@@ -19,50 +19,44 @@ from typing import Any
 
 from jaxgoodput.clock import Clock, SystemClock
 from jaxgoodput.observe import journal
-from jaxgoodput.observe.events import (
-    Checkpoint,
-    EvalEnd,
-    Event,
-    FitEnd,
-    FitStart,
-    HostJudged,
-    Regrouped,
-    Resharded,
-    TuneEnd,
-    Window,
-)
+from jaxgoodput.observe.events import Event, FitEnd, FitStart
 from jaxgoodput.observe.hooks import Hook
 from jaxgoodput.observe.scalars import flat, scalars_of, time_scalars
 
-IDENTITIES = "trackers.json"  # under the workdir: which runs of others this one is
+IDENTITIES = "trackers.json"  # in the workdir: the ids of the tracker runs of this run
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What a tracker is told of a run at its start."""
+    """A run, as a tracker learns about it at its start."""
 
     workdir: pathlib.Path
     step: int
-    """From which it goes on; 0: it is new."""
+    """Step from which it resumes; 0 for a new run."""
     restart: int
+    """0 for the first run in this workdir."""
     settings: Mapping[str, bool | int | float | str | None]
-    """The whole configuration and the devices, by names with dots."""
+    """Whole configuration and the devices; inner names are joined with dots."""
 
 
 class Tracker(Hook):
-    """Override `start`, `log` and `finish`. An exception in one of them stops training with a checkpoint."""
+    """Base class of trackers: override `start`, `log` and `finish`.
+
+    An exception in one of them saves a checkpoint and stops training.
+    """
 
     def start(self, run: Run) -> None:
-        """A run begins, or goes on."""
+        """Handle the start of a run, or of a resumed run."""
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Numbers by tag at a step. Steps do not always ascend: a verdict is about what was."""
+        """Record numbers by tag at a step. Steps do not always increase: a verdict has the step it was asked
+        for."""
 
     def finish(self, ok: bool) -> None:
-        """The run is over, or is to begin again with other processes; `ok`: nothing went wrong."""
+        """Handle the end of a run, or its continuation with other processes. `ok`: there was no error."""
 
     def on_fit_start(self, event: FitStart, /) -> None:
-        """Start."""
+        """Call `start`."""
         known = {"device_kind": event.device_kind, "num_devices": event.num_devices}
         settings = {
             name: value if isinstance(value, bool | int | float | str | None) else json.dumps(value)
@@ -71,51 +65,25 @@ class Tracker(Hook):
         workdir = pathlib.Path(event.settings["workdir"])
         self.start(Run(workdir=workdir, step=event.step, restart=event.restart, settings=settings))
 
-    def on_window(self, event: Window, /) -> None:
-        """Averages over a stretch."""
-        self._log(event)
-
-    def on_tune_end(self, event: TuneEnd, /) -> None:
-        """A verdict."""
-        self._log(event)
-
-    def on_reshard(self, event: Resharded, /) -> None:
-        """A move of the state."""
-        self._log(event)
-
-    def on_regrouped(self, event: Regrouped, /) -> None:
-        """A change of the processes."""
-        self._log(event)
-
-    def on_host_judged(self, event: HostJudged, /) -> None:
-        """A host that is slow, was left out, or was taken in again."""
-        self._log(event)
-
-    def on_eval_end(self, event: EvalEnd, /) -> None:
-        """An evaluation."""
-        self._log(event)
-
-    def on_checkpoint(self, event: Checkpoint, /) -> None:
-        """A checkpoint."""
-        self._log(event)
+    def on_record(self, event: Event) -> None:
+        """Log the numbers of any event that the journal records, too."""
+        values = scalars_of(event)
+        if values:
+            self.log(values, event.step)
 
     def on_fit_end(self, event: FitEnd, /) -> None:
-        """Where the wall time went, and the end; where only the processes change, the run goes on."""
+        """Log the shares of wall time, and call `finish`."""
         try:
             if event.buckets_s:
                 self.log(time_scalars(event.buckets_s), event.step)
         finally:
             self.finish(event.goes_on or event.reason in ("done", "preempted"))
 
-    def _log(self, event: Event) -> None:
-        values = scalars_of(event)
-        if values:
-            self.log(values, event.step)
-
 
 class Csv(Tracker):
-    """A table of a row for each number: step, seconds since 1970, tag, value. `path`: default
-    `workdir/scalars.csv`. What a run that is gone on with does again takes the place of what was there.
+    """A CSV file with one row per number: step, Unix seconds, tag, value.
+
+    `path` defaults to `workdir/scalars.csv`. A resumed run replaces the rows that it has undone.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None, *, clock: Clock | None = None):
@@ -124,13 +92,13 @@ class Csv(Tracker):
         self._file: Any = None
 
     def start(self, run: Run) -> None:
-        """Open the file, less what is behind the step."""
+        """Open the file, and drop the rows after the step from which the run resumes."""
         path = self._path or run.workdir / "scalars.csv"
         path.parent.mkdir(parents=True, exist_ok=True)
         rows = []
         if run.restart and path.exists():
             with path.open(newline="") as file:
-                # A line that was being written when its process was killed is not whole.
+                # Drop a line that a killed process has left incomplete.
                 rows = [row for row in csv.reader(file) if len(row) == 4 and row[0].isdigit()]
         text = io.StringIO()
         kept = [row for row in rows if int(row[0]) <= run.step]
@@ -139,7 +107,7 @@ class Csv(Tracker):
         self._file = path.open("a", newline="")
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """A row each."""
+        """Write a row for each number."""
         wall = f"{self._clock.wall():.3f}"
         csv.writer(self._file, lineterminator="\n").writerows(
             (step, wall, tag, repr(float(value))) for tag, value in values.items()
@@ -147,12 +115,12 @@ class Csv(Tracker):
         self._file.flush()
 
     def finish(self, ok: bool) -> None:
-        """Close it."""
+        """Close the file."""
         self._file.close()
 
 
 class Wandb(Tracker):
-    """Weights & Biases. `init`: arguments of `wandb.init`, such as project= and mode="offline"."""
+    """Weights & Biases. `init` are arguments of `wandb.init`, such as project= and mode="offline"."""
 
     def __init__(self, **init: Any):
         self._wandb = _library("wandb")
@@ -161,7 +129,7 @@ class Wandb(Tracker):
         self._workdir = pathlib.Path()
 
     def start(self, run: Run) -> None:
-        """Begin or resume."""
+        """Start or resume the tracker run."""
         self._workdir = run.workdir
         given = {
             "id": _identity(run, "wandb", lambda: uuid.uuid4().hex[:8]),
@@ -171,16 +139,16 @@ class Wandb(Tracker):
             **self._init,
         }
         self._run = self._wandb.init(**given)
-        # Steps of its own must ascend, and ours do not always.
+        # Its own steps must increase, and ours do not always: log ours as a metric.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """One row."""
+        """Log the numbers as one row."""
         self._run.log({**values, "step": step})
 
     def finish(self, ok: bool) -> None:
-        """With the journal."""
+        """Store the journal, and end the tracker run."""
         self._run.save(
             str(self._workdir / journal.FILE_NAME), base_path=str(self._workdir), policy="now"
         )
@@ -188,7 +156,7 @@ class Wandb(Tracker):
 
 
 class MLflow(Tracker):
-    """MLflow. `uri`: of the tracking server (default: as MLflow finds it, MLFLOW_TRACKING_URI)."""
+    """MLflow. `uri` is the tracking server (default: MLflow's own, from MLFLOW_TRACKING_URI)."""
 
     def __init__(
         self,
@@ -206,7 +174,7 @@ class MLflow(Tracker):
         self._workdir = pathlib.Path()
 
     def start(self, run: Run) -> None:
-        """Begin or resume."""
+        """Start or resume the tracker run."""
         self._workdir, client = run.workdir, self._client
         found = client.get_experiment_by_name(self._experiment)
         where = found.experiment_id if found else client.create_experiment(self._experiment)
@@ -216,15 +184,15 @@ class MLflow(Tracker):
             new = client.create_run(where, run_name=name).info.run_id
             param = self._mlflow.entities.Param
             params = [param(k, str(v)[:500]) for k, v in run.settings.items()]
-            for first in range(0, len(params), 100):  # as many as it takes at once
+            for first in range(0, len(params), 100):  # MLflow's limit per call
                 client.log_batch(new, params=params[first : first + 100])
-            return new  # its parameters cannot be changed
+            return new
 
         self._id = _identity(run, "mlflow", make)
         client.update_run(self._id, status="RUNNING")
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """One batch."""
+        """Log the numbers as one batch."""
         now = int(1000 * self._clock.wall())
         metric = self._mlflow.entities.Metric
         self._client.log_batch(
@@ -232,13 +200,13 @@ class MLflow(Tracker):
         )
 
     def finish(self, ok: bool) -> None:
-        """With the journal."""
+        """Store the journal, and end the tracker run."""
         self._client.log_artifact(self._id, str(self._workdir / journal.FILE_NAME))
         self._client.set_terminated(self._id, "FINISHED" if ok else "FAILED")
 
 
 def _write(path: pathlib.Path, text: str) -> None:
-    """All of it or, where the disk is full, what was there before."""
+    """Replace a file atomically: if the disk is full, the old content stays."""
     aside = path.with_name(f"{path.name}.tmp")
     aside.write_text(text)
     aside.replace(path)
@@ -256,7 +224,7 @@ def _library(name: str) -> Any:
 
 
 def _identity(run: Run, tracker: str, make: Any) -> str:
-    """Which run of the tracker's this one is: a new one's, or that of the run which is gone on with."""
+    """Return the id of the tracker run: a new one, or the one that the resumed run has used before."""
     path = run.workdir / IDENTITIES
     known = json.loads(path.read_text()) if run.restart and path.exists() else {}
     if tracker not in known:

@@ -1,16 +1,38 @@
-"""`adaptive(tx, rule)`: any optax optimizer, made ready for a batch size that changes in training.
-
-The user's transformation runs unchanged. What is added: gradient-noise statistics, progress in base
-steps (which drives the user's schedules instead of the update count), and a learning-rate factor
-that multiplies the updates that come out.
+"""`adaptive(tx, rule)` prepares any optax optimizer for a batch size that changes during training.
 
     tx = adaptive(optax.adamw(schedule), rules.adam_scale, base_batch_size=64)
     updates, state = tx.update(grads, state, params, global_batch_size=512, noise=sample)
+
+The user's optimizer runs unchanged. Three things are added: statistics of the gradient noise, progress in
+base steps, and a factor (the gain) that multiplies the resulting updates, `rule(scale, grad, progress)` for
+each label.
+
+Momentum, clipping and weight decay in `tx` therefore see the plain averaged gradient. An average of the
+parameters in `tx` would see updates without the factor, so it does not belong there. At the base batch every
+rule that depends on noise gives a factor of exactly 1, apart from the correction for a second moment below.
+The factor starts at 1. It grows by at most `max_gain_growth` per update, because momentum remembers about ten
+smaller steps and a sudden jump would act on all of them; it may fall at once.
+
+The moments in `grad` are cautious: unknown at first, and later off by some standard errors to the safe side.
+Without labels they describe a single group that is worth as much, at this scale, as all groups of parameters
+together. With labels they are the pooled moments of the label.
+
+Under `rules.adam_scale`, the root of the gain is enough only once Adam's second moment has shrunk to the
+second moment of the larger batch, which is smaller by the gain. Until then an update is too small by the root
+of the ratio, so the factor is multiplied by it. (If the moments did not move, Adam would be a fixed
+preconditioner, for which AdaScale's factor, the gain itself, is right. Adagrad's sum grows more slowly per
+update by the gain, and there are fewer updates by the gain, so in the long run its factor is 1.)
+
+Progress grows by what the batch is worth in base batches (`GradGroups`), whatever the rule, reduced by the
+share that `max_gain_growth` holds back. Before every update, schedules in `tx` are set to floor(progress). A
+schedule is a state with nothing but a `count`: `scale_by_schedule`, `inject_hyperparams`, scheduled weight
+decay. Counts that belong to the updates themselves, as in Adam's bias correction, are left alone.
 """
 
 import dataclasses
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import jax
@@ -26,43 +48,43 @@ from jaxgoodput.optim.learning_rate import Rule, adascale
 from jaxgoodput.optim.noise import Labels, NoiseSample, NoiseState
 
 Number = TypeVar("Number")
-# What schedules are called with: see `adaptive`.
+# The argument that schedules are called with: see `adaptive`.
 ScheduleClock = Literal["progress", "samples"]
 
 
 @struct
 class Adaptation:
-    """What `adaptive` knows and remembers: arrays, or Python's numbers and numpy's arrays on the host."""
+    """The state that `adaptive` adds: arrays, or Python numbers and numpy arrays on the host."""
 
     noise: NoiseState
-    """By label: what the learning rate goes by where there are labels."""
+    """Noise statistics by label, which decide the learning rate if there are labels."""
     groups: NoiseState
-    """By `noise.leaf_groups`: what a sample of another batch is worth; and, without labels, the rate."""
+    """Noise statistics by `noise.leaf_groups`, for the worth of a batch, and for the rate without labels."""
     progress: Any
-    """Base steps done; float."""
+    """Base steps done, a float."""
     progress_rest: Any
-    """What rounding left out of `progress` (Kahan), for runs of millions of steps."""
+    """Rounding error of `progress` (Kahan), for runs of millions of steps."""
     gain: Any
-    """[labels] the factor that the latest update was multiplied by."""
+    """Factors of the latest update, `[labels]`."""
     second_moment: Any
-    """[labels] the optimizer's second moment over what base batches would have made of it."""
+    """The optimizer's second moment, relative to its value with base batches, `[labels]`."""
     moment_weight: Any
-    """What Adam's bias correction divides by: 1 - b2 to the power of the updates."""
+    """Divisor in Adam's bias correction: 1 - b2 to the power of the updates."""
     base_batches: Any
-    """Samples gone by over the base batch size, those of skipped batches too; float."""
+    """Samples taken, including skipped batches, divided by the base batch size; a float."""
     base_batches_rest: Any
-    """What rounding left out of `base_batches`."""
+    """Rounding error of `base_batches`."""
     unmeasured: Any
-    """Base batches since the noise was measured."""
+    """Base batches since the noise was last measured."""
 
 
 class AdaptiveState(NamedTuple):
-    """The state of `adaptive`, checkpointed like any optax state. `find` reads it."""
+    """The state of `adaptive`, saved in checkpoints like any optax state; `find` reads it."""
 
     inner: Any
-    """The user's optimizer."""
+    """State of the user's optimizer."""
     own: Any
-    """All of ours, a `Packed[Adaptation]`: one array."""
+    """`PackedTree[Adaptation]`: everything that `adaptive` adds, in one array."""
 
 
 def adaptive(
@@ -82,56 +104,28 @@ def adaptive(
     shrinks: bool = True,
     seen: Callable[[PyTree], PyTree] = lambda tree: tree,
 ) -> optax.GradientTransformationExtraArgs:
-    """The optimizer `tx`, tuned at `base_batch_size`, for batches of any size.
+    """Wrap the optimizer `tx`, tuned at `base_batch_size`, so that the batch size may change in every update.
 
-    Its update is `update(grads, state, params, *, global_batch_size, noise=None, biased=False,
-    finite=None, **extra)`:
+    The head of this module explains the method. Call `update(grads, state, params, *, global_batch_size,
+    noise=None, biased=False, finite=None, **extra)`; see `_Adaptive.update`. The options:
 
-    * `global_batch_size`: samples behind `grads`, a number or a traced scalar; free to differ.
-    * `noise`: a `NoiseSample` of this batch, of every leaf of `seen(grads)`, or None to keep the
-      statistics; `biased` marks a differenced sample.
-    * `finite`: a bool scalar; where False, the updates are zero and the state stays, but for the samples
-      gone by.
-    * `extra` goes to `tx` where it takes extra arguments.
+    * `rule`: the factor of the updates; `max_gain_growth` limits how fast it may grow, per update.
+    * `labels`: a tree of strings with the structure of params (or a prefix, or a function that makes one), as
+      in `optax.multi_transform`. Each label is a group with its own noise and factor, in sorted order.
+    * `smoothing`: share of the noise averages kept per base batch, measured or not. With `keeps_fresh` they
+      also start over whenever the base batches done have doubled, as long as `smoothing` remembers more: the
+      signal may be a thousand times larger at first than later, and would distort an average for long.
+    * `num_std_errors`, `min_samples`: caution of the moments that the rule gets: see `noise.cautious_groups`.
+    * `schedules`: "progress" calls schedules in `tx` with base steps. "samples" calls them with the samples
+      done over the base batch size; use it if the run ends after a number of samples.
+    * `second_moment_decay`, for `rules.adam_scale`: Adam's b2, or 1 for Adagrad, which keeps a sum.
+    * `long_averages` (`probe.long_averages`): decays of the averages in the state of `tx` that are to forget
+      by progress (`memory`) instead of by updates.
+    * `shrinks`: whether a batch below the base lowers the learning rate; a plain loop would not.
+    * `seen`: selects the part of a gradient tree that noise is measured on.
 
-    The updates are multiplied, per label group, by `rule(scale, grad, progress)`, so momentum,
-    clipping and weight decay of `tx` see the plain averaged gradient (and an average of parameters, which
-    `tx` should not keep, sees updates that are too small by the factor). The factor starts at 1 and
-    grows at most `max_gain_growth`-fold per update (beyond 1): momentum remembers about ten smaller
-    steps, and a sudden jump would act on all of them. It falls at once. At the base batch every
-    noise-driven factor is exactly 1, but for what a second moment of larger batches leaves to make up.
-
-    `grad` are cautious moments (`noise.cautious_groups`): unknown below `min_samples`, and off by
-    `num_std_errors` to the safe side. They are those of one group that is worth as much as all the
-    groups of parameters at this scale; with `labels`, the pooled ones of the label, where
-    `num_std_errors=0, min_samples=0, max_gain_growth=inf, keeps_fresh=False` is AdaptDL. Where the averages
-    behind them are to keep fresh, they forget by `smoothing` per base batch, measured or not, and start over
-    whenever the base batches gone by have doubled, as long as `smoothing` remembers more: the signal of a
-    run's beginning may be a thousand times that of later, and would stay in an average for long.
-
-    `second_moment_decay`, under `rules.adam_scale`: Adam's b2, or 1 for Adagrad, which keeps a sum.
-    The root of the gain is enough only once the second moment has shrunk to that of the larger batch,
-    by the gain; until then an update is too small by the root of what is missing, which is thus
-    multiplied on. (Moments that do not move are a preconditioner, for which AdaScale's factor, the
-    gain itself, is right. A sum grows by the gain less per update, and there are fewer by the gain:
-    in the long run its factor is 1.)
-
-    `long_averages` (`probe.long_averages`) are what averages in the state of `tx` keep of themselves in an
-    update: they then forget by progress (`memory`). Without, they forget by updates.
-
-    Progress grows by what the batch is worth in base batches (`GradGroups`), whatever the rule, less
-    what `max_gain_growth` holds back.
-    Schedules in `tx` (states that are nothing but a `count`: `scale_by_schedule`,
-    `inject_hyperparams`, scheduled weight decay) are set to floor(progress) before every update;
-    counts that belong to the updates themselves (Adam's bias correction) are left alone. With
-    `schedules="samples"` they are set to the samples gone by over the base batch size instead: for a
-    run that ends after so many samples, whose progress would not have come to the schedule's end by
-    then.
-
-    Without `shrinks` a batch below the base keeps the learning rate of the base batch, as in a plain loop.
-
-    `labels` is a tree of strings with the structure of params (or a prefix, or a function that
-    makes one), as in `optax.multi_transform`; groups are in sorted order of their labels.
+    AdaptDL's behaviour is `num_std_errors=0, min_samples=0, max_gain_growth=inf, keeps_fresh=False`, with
+    labels.
     """
     if not base_batch_size > 0:
         raise ValueError(
@@ -140,18 +134,56 @@ def adaptive(
         )
     if not max_gain_growth > 1:
         raise ValueError(
-            f"max_gain_growth must be above 1, got {max_gain_growth}: it is the largest factor by "
-            "which the gain may grow per update; 1 / 0.9 suits a momentum of 0.9, inf is no limit."
+            f"max_gain_growth must be above 1, got {max_gain_growth}: it is the largest factor by which the "
+            "gain may grow per update. 1 / 0.9 suits a momentum of 0.9; inf means no limit."
         )
     if schedules not in ("progress", "samples"):
         raise ValueError(f"schedules must be 'progress' or 'samples', got {schedules!r}.")
-    tx = optax.with_extra_args_support(tx)
+    made = _Adaptive(
+        tx=optax.with_extra_args_support(tx),
+        rule=rule,
+        base_batch_size=base_batch_size,
+        smoothing=smoothing,
+        labels=labels,
+        max_gain_growth=max_gain_growth,
+        num_std_errors=num_std_errors,
+        min_samples=min_samples,
+        schedules=schedules,
+        second_moment_decay=second_moment_decay,
+        long_averages=long_averages,
+        keeps_fresh=keeps_fresh,
+        shrinks=shrinks,
+        seen=seen,
+    )
+    update: Any = made.update  # optax's type has no room for the required global_batch_size
+    return optax.GradientTransformationExtraArgs(made.init, update)
 
-    def init(params: PyTree) -> AdaptiveState:
-        num_labels = len(noises.label_names(labels, params))
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Adaptive:
+    """The options of `adaptive`, and the two functions that it returns."""
+
+    tx: optax.GradientTransformationExtraArgs
+    rule: Rule
+    base_batch_size: int
+    smoothing: float
+    labels: Labels
+    max_gain_growth: float
+    num_std_errors: float
+    min_samples: float
+    schedules: ScheduleClock
+    second_moment_decay: float | None
+    long_averages: memory.Decays
+    keeps_fresh: bool
+    shrinks: bool
+    seen: Callable[[PyTree], PyTree]
+
+    def init(self, params: PyTree) -> AdaptiveState:
+        """Return the state before the first update."""
+        num_labels = len(noises.label_names(self.labels, params))
         own = Adaptation(
             noise=noises.init_noise(num_labels),
-            groups=noises.init_noise(len(noises.leaf_groups(seen(params))[0])),
+            groups=noises.init_noise(len(noises.leaf_groups(self.seen(params))[0])),
             progress=jnp.zeros(()),
             progress_rest=jnp.zeros(()),
             gain=jnp.ones(num_labels),
@@ -161,9 +193,10 @@ def adaptive(
             base_batches_rest=jnp.zeros(()),
             unmeasured=jnp.zeros(()),
         )
-        return AdaptiveState(inner=tx.init(params), own=PackedTree.of(own))
+        return AdaptiveState(inner=self.tx.init(params), own=PackedTree.of(own))
 
     def update(
+        self,
         updates: PyTree,
         state: AdaptiveState,
         params: PyTree | None = None,
@@ -174,102 +207,43 @@ def adaptive(
         finite: Any = None,
         **extra: Any,
     ) -> tuple[PyTree, AdaptiveState]:
+        """Return the updates for averaged gradients, and the new state.
+
+        * `global_batch_size`: number of samples averaged over, a number or a traced scalar.
+        * `noise`: a `NoiseSample` of this batch with every leaf of `seen(grads)`; None keeps the statistics.
+          `biased` marks a differenced sample.
+        * `finite`: a bool scalar. If False, the updates are zero and the state stays, except that the samples
+          are counted.
+        * `extra`: passed to `tx` if it takes extra arguments.
+        """
         own = state.own.tree
-        scale = jnp.asarray(global_batch_size, own.progress.dtype) / base_batch_size
-        label_of_leaf = noises.label_indices(labels, updates)
-        statistics, by_group = own.noise, own.groups
-        elapsed = own.unmeasured + scale
-        unmeasured = elapsed
-        if noise is not None:
-            unmeasured = jnp.where(jnp.asarray(noise.num_groups) >= 2, 0, elapsed)
-            start_over = jnp.zeros((), bool)
-            if keeps_fresh and smoothing < 1:
-                now = own.base_batches + scale
-                then = now - elapsed
-                doubled = jnp.floor(jnp.log2(now)) > jnp.floor(jnp.log2(jnp.maximum(then, 0.5)))
-                start_over = doubled & (now < 4 / (1 - smoothing))
-            # A differenced sample is of two batches.
-            elapsed = jnp.maximum(elapsed, noise.num_samples / base_batch_size)
-            names, group_of_leaf = noises.leaf_groups(seen(updates))
-
-            def updated(old: NoiseState, sample: NoiseSample, **options: Any) -> NoiseState:
-                return noises.update_noise(
-                    old,
-                    sample,
-                    base_batch_size=base_batch_size,
-                    smoothing=smoothing,
-                    biased=biased,
-                    elapsed=elapsed if keeps_fresh else None,
-                    start_over=start_over,
-                    min_samples=min_samples,
-                    **options,
-                )
-
-            labels_seen = noises.label_indices(labels, seen(updates))
-            pooled = noise.pooled(jax.tree.leaves(labels_seen), own.gain.size)
-            statistics = updated(statistics, pooled)
-            by_group = updated(
-                by_group, noise.pooled(group_of_leaf, len(names)), outlier=noises.GROUP_OUTLIER
-            )
-
-        groups = noises.cautious_groups(by_group, num_std_errors, min_samples=min_samples)
-        as_one = _as_one(groups, scale)
-        worth = adascale(scale, as_one)  # 1 at most where that is unknown
-        if labels is None:
-            grad = jax.tree.map(lambda x: x[None], as_one)
-        else:
-            grad = noises.cautious_grad_params(
-                statistics, num_std_errors, min_samples=min_samples, per_group=True
-            )
-        rated = scale if shrinks else jnp.maximum(scale, 1)
-        over_labels = {"in_axes": (None, 0, None), "axis_size": own.gain.size}
-        wanted = jax.vmap(rule, **over_labels)(rated, grad, own.progress)
-        wanted = jnp.asarray(wanted, own.gain.dtype)
-        second_moment, moment_weight = own.second_moment, own.moment_weight
-        gains: Any = 1.0
-        if second_moment_decay is not None:
-            gains = jax.vmap(adascale, **over_labels)(rated, grad, own.progress)
-            wanted = wanted * jnp.sqrt(gains * second_moment)
-        # From 1 rather than from the last gain where that is smaller: a warm-up starts at 0.
-        factors = jnp.minimum(wanted, jnp.maximum(own.gain, 1) * max_gain_growth)
-        held_back = jnp.mean(jnp.where(wanted > 0, factors / wanted, 1))
-        progressed = worth * held_back
-        if second_moment_decay == 1:  # a sum over all updates; that of base batches has more
-            summed = own.progress * second_moment + 1 / gains
-            second_moment = summed / (own.progress + gains * held_back)
-        elif second_moment_decay is not None:
-            kept = second_moment_decay ** (progressed if long_averages else 1.0)
-            new = 1 - kept
-            moment_weight = kept * moment_weight + new
-            second_moment += new / moment_weight * (1 / gains - second_moment)
-
+        scale = jnp.asarray(global_batch_size, own.progress.dtype) / self.base_batch_size
+        measured = self._measured(own, updates, scale, noise, biased)
+        factors, progressed, second_moment, moment_weight = self._factors(measured, scale)
         clocks = {
             "progress": (own.progress, own.progress_rest),
             "samples": (own.base_batches, own.base_batches_rest),
         }
-        before = with_schedules_at(state.inner, _whole(*clocks[schedules]))
-        scaled, inner = tx.update(updates, before, params, **extra)
+        before = with_schedules_at(state.inner, _whole(*clocks[self.schedules]))
+        scaled, inner = self.tx.update(updates, before, params, **extra)
+        label_of_leaf = noises.label_indices(self.labels, updates)
         scaled = jax.tree.map(lambda u, i: (factors[i] * u).astype(u.dtype), scaled, label_of_leaf)
-
-        done, rest = _add(own.progress, own.progress_rest, progressed)
-        if long_averages:
-            inner = memory.by_progress(
-                before, inner, long_averages, own.progress + own.progress_rest, progressed
-            )
-        batches = _add(own.base_batches, own.base_batches_rest, scale)
-        new = Adaptation(
-            noise=statistics,
-            groups=by_group,
-            progress=done,
-            progress_rest=rest,
+        if self.long_averages:
+            done = own.progress + own.progress_rest
+            inner = memory.by_progress(before, inner, self.long_averages, done, progressed)
+        progress, progress_rest = _add(own.progress, own.progress_rest, progressed)
+        base_batches, base_batches_rest = _add(own.base_batches, own.base_batches_rest, scale)
+        changed = dataclasses.replace(
+            measured,
+            progress=progress,
+            progress_rest=progress_rest,
             gain=factors,
             second_moment=second_moment,
             moment_weight=moment_weight,
-            base_batches=batches[0],
-            base_batches_rest=batches[1],
-            unmeasured=unmeasured,
+            base_batches=base_batches,
+            base_batches_rest=base_batches_rest,
         )
-        new = AdaptiveState(inner=inner, own=PackedTree.of(new))
+        new = AdaptiveState(inner=inner, own=PackedTree.of(changed))
         if finite is not None:
             finite = jnp.asarray(finite, bool)
             scaled = jax.tree.map(lambda u: jnp.where(finite, u, jnp.zeros_like(u)), scaled)
@@ -277,12 +251,88 @@ def adaptive(
             new = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, passed)
         return scaled, new
 
-    extended: Any = update  # optax's type has no room for the required global_batch_size
-    return optax.GradientTransformationExtraArgs(init, extended)
+    def _measured(
+        self, own: Adaptation, updates: PyTree, scale: Array, noise: NoiseSample | None, biased: Any
+    ) -> Adaptation:
+        """Return `own` with the noise statistics after this batch."""
+        elapsed = own.unmeasured + scale
+        if noise is None:
+            return dataclasses.replace(own, unmeasured=elapsed)
+        unmeasured = jnp.where(jnp.asarray(noise.num_groups) >= 2, 0, elapsed)
+        start_over = jnp.zeros((), bool)
+        if self.keeps_fresh and self.smoothing < 1:
+            # Start over when the base batches done pass a power of two, while there are fewer than the
+            # averages remember anyway.
+            now = own.base_batches + scale
+            then = now - elapsed
+            doubled = jnp.floor(jnp.log2(now)) > jnp.floor(jnp.log2(jnp.maximum(then, 0.5)))
+            start_over = doubled & (now < 4 / (1 - self.smoothing))
+        # A differenced sample covers two batches.
+        elapsed = jnp.maximum(elapsed, noise.num_samples / self.base_batch_size)
+
+        def updated(old: NoiseState, sample: NoiseSample, **options: Any) -> NoiseState:
+            return noises.update_noise(
+                old,
+                sample,
+                base_batch_size=self.base_batch_size,
+                smoothing=self.smoothing,
+                biased=biased,
+                elapsed=elapsed if self.keeps_fresh else None,
+                start_over=start_over,
+                min_samples=self.min_samples,
+                **options,
+            )
+
+        names, group_of_leaf = noises.leaf_groups(self.seen(updates))
+        labels_seen = noises.label_indices(self.labels, self.seen(updates))
+        by_label = noise.pooled(jax.tree.leaves(labels_seen), own.gain.size)
+        by_group = noise.pooled(group_of_leaf, len(names))
+        return dataclasses.replace(
+            own,
+            noise=updated(own.noise, by_label),
+            groups=updated(own.groups, by_group, outlier=noises.GROUP_OUTLIER),
+            unmeasured=unmeasured,
+        )
+
+    def _factors(self, own: Adaptation, scale: Array) -> tuple[Array, Array, Array, Array]:
+        """Return the factor of each label, the base steps that this update is worth, and the second moment.
+
+        The last two values are `Adaptation.second_moment` and `moment_weight` after the update.
+        """
+        cautious = {"num_std_errors": self.num_std_errors, "min_samples": self.min_samples}
+        as_one = _as_one(noises.cautious_groups(own.groups, **cautious), scale)
+        worth = adascale(scale, as_one)  # at most 1 if the noise is unknown
+        if self.labels is None:
+            grad = jax.tree.map(lambda x: x[None], as_one)
+        else:
+            grad = noises.cautious_grad_params(own.noise, per_group=True, **cautious)
+        rated = scale if self.shrinks else jnp.maximum(scale, 1)
+        over_labels = {"in_axes": (None, 0, None), "axis_size": own.gain.size}
+        wanted = jax.vmap(self.rule, **over_labels)(rated, grad, own.progress)
+        wanted = jnp.asarray(wanted, own.gain.dtype)
+        gains: Any = 1.0
+        decay = self.second_moment_decay
+        if decay is not None:
+            gains = jax.vmap(adascale, **over_labels)(rated, grad, own.progress)
+            wanted = wanted * jnp.sqrt(gains * own.second_moment)
+        # The growth is limited from 1, not from the last gain if that is smaller: a warm-up starts at 0.
+        factors = jnp.minimum(wanted, jnp.maximum(own.gain, 1) * self.max_gain_growth)
+        held_back = jnp.mean(jnp.where(wanted > 0, factors / wanted, 1))
+        progressed = worth * held_back
+        second_moment, moment_weight = own.second_moment, own.moment_weight
+        if decay == 1:  # a sum over all updates, of which base batches would have made more
+            summed = own.progress * second_moment + 1 / gains
+            second_moment = summed / (own.progress + gains * held_back)
+        elif decay is not None:
+            kept = decay ** (progressed if self.long_averages else 1.0)
+            new = 1 - kept
+            moment_weight = kept * moment_weight + new
+            second_moment += new / moment_weight * (1 / gains - second_moment)
+        return factors, progressed, second_moment, moment_weight
 
 
 def find(opt_state: PyTree) -> Adaptation:
-    """What the one `AdaptiveState` in an optimizer state, at any depth, holds beside the user's optimizer."""
+    """Return the `Adaptation` in the one `AdaptiveState` of an optimizer state, at any depth."""
     return _own(opt_state).tree
 
 
@@ -291,74 +341,70 @@ def _own(opt_state: PyTree) -> PackedTree[Adaptation]:
     found = [x for x in leaves if isinstance(x, AdaptiveState)]
     if len(found) != 1:
         raise ValueError(
-            f"the optimizer state holds {len(found)} AdaptiveStates, not one. Wrap the whole "
-            "optimizer once: adaptive(tx, rule, base_batch_size=...), and pass the state that its "
-            "init returned."
+            f"the optimizer state holds {len(found)} AdaptiveStates instead of one. Wrap the whole optimizer "
+            "once: adaptive(tx, rule, base_batch_size=...), and pass the state that its init returned."
         )
     return found[0].own
 
 
 def noise_state(opt_state: PyTree) -> NoiseState:
-    """The gradient-noise statistics by label."""
+    """Return the gradient-noise statistics by label."""
     return find(opt_state).noise
 
 
 def grad_groups(opt_state: PyTree) -> GradGroups:
-    """The cautious moments by group of parameters: what decisions rest on."""
+    """Return the cautious moments by group of parameters; use these for decisions."""
     return noises.cautious_groups(find(opt_state).groups)
 
 
 def grad_params(opt_state: PyTree) -> GradParams:
-    """Both gradient moments at the base batch size, plain averages over the run's recent past.
+    """Return both gradient moments at the base batch size, as plain averages over the recent past.
 
-    For decisions take `grad_groups(opt_state)`.
+    They suit a chart; for decisions use `grad_groups(opt_state)`.
     """
     return noises.grad_params(noise_state(opt_state))
 
 
 def progress(opt_state: PyTree) -> Array:
-    """Base steps done: the steps that the base batch size would have needed. A scalar."""
+    """Return the base steps done: the steps that the base batch size would have needed. A scalar."""
     state = find(opt_state)
     return state.progress + state.progress_rest
 
 
 def progress_on_host(opt_state: PyTree) -> float:
-    """Likewise, as a number."""
+    """Return the base steps done, as a Python number."""
     state = _own(opt_state).host_tree
     return float(state.progress + state.progress_rest)
 
 
 def progress_between(before: PyTree, after: PyTree) -> Array:
-    """Base steps from one optimizer state to a later one, below the last digit of `progress` too."""
+    """Return the base steps between two optimizer states, even below the last digit of `progress`."""
     old, new = find(before), find(after)
     return (new.progress - old.progress) + (new.progress_rest - old.progress_rest)
 
 
 def gain(opt_state: PyTree) -> Array:
-    """The factor that the latest update was multiplied by, `[labels]`: one for each group that has its own.
-
-    Without labels there is one, `gain(opt_state)[0]`.
-    """
+    """Return the factors that multiplied the latest update, `[labels]`; without labels, `[1]`."""
     return find(opt_state).gain
 
 
 def with_noise_held(opt_state: PyTree, grad: GradGroups) -> PyTree:
-    """The optimizer state with these moments trusted until it has measured its own.
+    """Return the optimizer state with these moments trusted until it has measured its own.
 
-    Those by label, which learning rates of several labels go by, stay unknown.
+    The moments by label stay unknown; they matter only if there are labels.
     """
 
     def held(own: Adaptation) -> Adaptation:
         averages = noises.taken_for(grad, own.groups.held)
         return dataclasses.replace(own, groups=dataclasses.replace(own.groups, held=averages))
 
-    # Values, which stay where they were.
+    # The new values keep the sharding of the old ones.
     changed = with_own(opt_state, held)
     return jax.tree.map(lambda new, old: jax.device_put(new, old.sharding), changed, opt_state)
 
 
 def passed_over(opt_state: PyTree, base_batches: Array) -> PyTree:
-    """The optimizer state after a batch, in base batches, that was left out: only its samples count."""
+    """Return the optimizer state after a skipped batch, of which only the samples are counted."""
 
     def passed(own: Adaptation) -> Adaptation:
         done, rest = _add(own.base_batches, own.base_batches_rest, base_batches)
@@ -371,7 +417,7 @@ def passed_over(opt_state: PyTree, base_batches: Array) -> PyTree:
 
 
 def with_own(opt_state: PyTree, change: Callable[[Adaptation], Adaptation]) -> PyTree:
-    """The optimizer state with another `Adaptation`."""
+    """Return the optimizer state with its `Adaptation` replaced by `change` of it."""
 
     def is_own(node: Any) -> bool:
         return isinstance(node, AdaptiveState)
@@ -389,43 +435,43 @@ class NoiseReadout(Generic[Number]):
     """Gradient noise as a step reports it: arrays, or Python numbers and numpy arrays on the host."""
 
     sqr: Number
-    """The squared norm of the gradient's mean: a plain average."""
+    """Squared norm of the mean gradient, a plain average."""
     var: Number
-    """The trace of its covariance at the base batch size: a plain average."""
+    """Trace of the gradient's covariance at the base batch size, a plain average."""
     group_sqr: Any
-    """[groups] the signal that decisions use; NaN = unknown."""
+    """Signal of each group for decisions, `[groups]`; NaN if unknown."""
     group_var: Any
-    """[groups] the noise that decisions use; NaN = unknown."""
+    """Noise of each group for decisions, `[groups]`; NaN if unknown."""
     seen_groups: Number
-    """Groups whose signal is above its own standard error."""
+    """Number of groups whose signal is above its own standard error."""
     num_samples: Number
-    """How many samples stand behind the averages."""
+    """Number of noise samples in the trusted averages."""
     newest_samples: Number
-    """How many stand behind the latest averages, while older ones are still the trusted ones."""
+    """Number of noise samples in the newest averages, which may not be trusted yet."""
 
     @property
     def plain(self) -> GradParams:
-        """The plain averages."""
+        """Plain averages of the moments."""
         return GradParams(sqr=self.sqr, var=self.var)
 
     @property
     def cautious(self) -> GradGroups:
-        """The moments for decisions."""
+        """Moments by group for decisions."""
         return GradGroups(sqr=self.group_sqr, var=self.group_var)
 
     @property
     def is_known(self: "NoiseReadout[float]") -> bool:
-        """Whether decisions can rest on it; on the host."""
+        """Whether enough is known for decisions. Host values only."""
         return not math.isnan(self.group_sqr[0])
 
     @property
     def is_lower_bound(self: "NoiseReadout[float]") -> bool:
-        """Whether no signal is above its own standard error: the noise may then be any larger."""
+        """Whether no signal is above its own standard error, so that the noise scale may be any larger."""
         return self.seen_groups == 0
 
 
 def readout(opt_state: PyTree) -> NoiseReadout[Array]:
-    """The noise, as it is worth reporting."""
+    """Return the gradient noise in the form that a step reports."""
     state = find(opt_state).groups
     plain, cautious = grad_params(opt_state), noises.cautious_groups(state)
     return NoiseReadout(
@@ -440,27 +486,27 @@ def readout(opt_state: PyTree) -> NoiseReadout[Array]:
 
 
 def _as_one(grad: GradGroups, scale: Array) -> GradParams:
-    """The moments of one group that is worth as much at this scale; NaN where any is unknown.
+    """Return the moments of a single group with the same worth at this scale; NaN if any is unknown.
 
-    With shares s_i of the signal and noise scales n_i in base batches, 1 / (n + scale) is the mean
-    sum_i s_i / (n_i + scale): exact, and without a singularity at the base.
+    With shares s_i of the signal and noise scales n_i in base batches, its n follows from 1 / (n + scale) =
+    sum_i s_i / (n_i + scale). This is exact and has no singularity at the base.
     """
     signal = jnp.sum(grad.sqr)
     each = grad.var + scale * grad.sqr
     mean = jnp.sum(jnp.square(grad.sqr) / jnp.where(each == 0, 1, each))
     var = jnp.square(signal) / jnp.where(mean == 0, 1, mean) - scale * signal
-    # `<=` and not its opposite: a NaN must stay a NaN.
+    # Written with `<=`, because a NaN must stay a NaN.
     return GradParams(sqr=signal, var=jnp.where(mean <= 0, jnp.sum(grad.var), jnp.maximum(var, 0)))
 
 
 def _is_schedule(node: Any) -> bool:
-    # ScaleByScheduleState, WrappedScheduleState, WeightDecaySchedule, and a user's own: a state
-    # that is nothing but a count exists to call a function of it.
+    # ScaleByScheduleState, WrappedScheduleState, WeightDecaySchedule, and a user's own: if a state holds
+    # nothing but a count, it exists to call a function of that count.
     return getattr(type(node), "_fields", None) == ("count",)
 
 
 def with_schedules_at(state: PyTree, count: Array) -> PyTree:
-    """The optimizer state with the count of every schedule set to `count`."""
+    """Return the optimizer state with the count of every schedule set to `count`."""
 
     def place(node: Any) -> Any:
         if not _is_schedule(node):
@@ -471,13 +517,13 @@ def with_schedules_at(state: PyTree, count: Array) -> PyTree:
 
 
 def _add(total: Array, rest: Array, increment: Array) -> tuple[Array, Array]:
-    """Kahan's sum: `total + rest` stays exact where `total` alone would drop small increments."""
+    """Return Kahan's sum as (total, rest), whose sum keeps increments that `total` alone would lose."""
     increment = increment.astype(total.dtype) + rest
     new = total + increment
     return new, increment - (new - total)
 
 
 def _whole(total: Array, rest: Array) -> Array:
-    """floor(total + rest) as an int32, exact where their sum is not a float."""
+    """Return floor(total + rest) as an int32, exactly, even if no float equals their sum."""
     floor = jnp.floor(total)
     return floor.astype(jnp.int32) + jnp.floor((total - floor) + rest).astype(jnp.int32)

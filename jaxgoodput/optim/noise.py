@@ -1,9 +1,9 @@
-"""Gradient noise, estimated inside the jitted step from squared norms: one pass over the gradient.
+"""Estimates gradient noise inside the jitted step, from squared norms in one pass over the gradient.
 
-A batch of M samples is made of n groups (replicas, micro-batches, a part of the rows and the others, or
-two successive gradients) with mean gradients g_i and shares p_i of the loss weight; g = sum p_i g_i.
-With L = sum p_i |g_i|^2 and T = |g|^2, E[L] - |E g|^2 is n times E[T] - |E g|^2 = trace / M, hence the
-unbiased pair
+A batch of M samples consists of n groups: replicas, micro-batches, two parts of the rows, or two successive
+gradients. Their mean gradients are g_i, their shares of the loss weight p_i, and g = sum p_i g_i. With L =
+sum p_i |g_i|^2 and T = |g|^2, E[L] - |E g|^2 is n times E[T] - |E g|^2 = trace / M. This gives the unbiased
+pair
 
     sqr = (n T - L) / (n - 1)          trace = M (L - T) / (n - 1)
 
@@ -12,11 +12,11 @@ optimizers that divide by P the norm is g' P^-1 g: an update -P^-1 g is plain SG
 P^(1/2) x, whose gradient is P^(-1/2) g. (AdaptDL takes |P^-1 g|^2, which is invariant under no
 change of coordinates.) `var` is the trace at the base batch size, trace / base.
 
-A sample has these norms for every leaf of the parameters; they are pooled by label, for the
-learning rate, and by group (`leaf_groups`), for what a sample of a larger batch is worth.
+A noise sample holds these norms for every leaf of the parameters. They are pooled by label for the learning
+rate, and by group (`leaf_groups`) for the worth of a larger batch.
 
-Single estimates are wild and may be negative, so they are averaged, and the average knows its
-standard error and how many samples stand behind it: see `cautious_grad_params` and `cautious_groups`.
+A single estimate varies widely and may be negative. Estimates are therefore averaged, together with their
+standard error and their number: see `cautious_grad_params` and `cautious_groups`.
 """
 
 import dataclasses
@@ -35,44 +35,47 @@ from jaxgoodput.goodput.efficiency import GradGroups, GradParams
 from jaxgoodput.optim.preconditioner import is_settled as is_settled
 from jaxgoodput.optim.preconditioner import preconditioner as preconditioner
 
-MIN_SAMPLES = 8.0  # below it a standard error says little: the moments count as unknown
-_MIN_VAR = 1e-6  # AdaptDL's floor of the variance in its read-out
-_MAX_FORGET = 1 / 16  # per sample; more would leave too few for a standard error at large batches
-_OUTLIER = 30.0  # standard deviations beyond which a sample is taken for a spike
-GROUP_OUTLIER = 6.0  # the same for groups: a spike of one would hand its share to the others
-PLAUSIBLE = (
-    10.0  # times less noise, for its signal, than all together: a group is hardly expected to have
+MIN_SAMPLES = 8.0  # with fewer, a standard error says little, and the moments count as unknown
+_MIN_VAR = 1e-6  # AdaptDL's floor of the variance
+_MAX_FORGET = (
+    1 / 16
+)  # per sample; more would leave too few samples for a standard error at large batches
+_OUTLIER = 30.0  # standard deviations beyond which a sample is clipped as a spike
+GROUP_OUTLIER = (
+    6.0  # the same for groups: a spike in one group would change the shares of all others
 )
-MAX_GROUPS = 64  # of parameters, each with an efficiency of its own
+# A group is hardly expected to have less than a tenth of the pooled noise scale.
+PLAUSIBLE = 10.0
+MAX_GROUPS = 64  # groups of parameters, each with its own efficiency
 
 Labels = PyTree[str] | Callable[[PyTree], PyTree[str]] | None
 Scalar = Num[Array, ""]
-# Fields of a PyTree hold arrays, or whatever a tree map puts in their place (shardings, shapes).
+# Fields of a PyTree hold arrays, or anything that a tree map puts in their place (shardings, shapes).
 Leaf: TypeAlias = Any
 
 
 @struct
 class NoiseSample:
-    """What one batch says about gradient noise: two squared norms of every leaf, and two counts.
+    """The gradient noise measured in one batch: two squared norms of every leaf, and two counts.
 
-    A sample with fewer than two groups, or with anything not finite, is ignored by `update_noise`.
+    `update_noise` ignores a sample with fewer than two groups, or with a value that is not finite.
     """
 
     small_sqr: Leaf
-    """[leaves], or pooled, L = sum_i p_i g_i' P^-1 g_i."""
+    """L = sum_i p_i g_i' P^-1 g_i, `[leaves]`, or pooled."""
     large_sqr: Leaf
-    """[leaves], or pooled, T = g' P^-1 g."""
+    """T = g' P^-1 g, `[leaves]`, or pooled."""
     num_groups: Leaf
-    """Scalar n: gradient groups with weight above zero."""
+    """n, the number of gradient groups with weight above zero; a scalar."""
     num_samples: Leaf
-    """Scalar M: real samples of the whole batch."""
+    """M, the number of real samples in the whole batch; a scalar."""
 
     def pooled(self, groups: Sequence[int], num_groups: int) -> "NoiseSample":
-        """The norms of whole groups; `groups` is that of every entry."""
+        """Return the sample with the norms of each group added up; `groups` is the group of every entry."""
         if self.small_sqr.shape != (len(groups),):
             raise ValueError(
                 f"the noise sample has {self.small_sqr.size} norms, the parameters have {len(groups)} "
-                "leaves. Measure the gradients that the optimizer gets, all of them."
+                "leaves. Measure all of the gradients that the optimizer gets."
             )
 
         def pool(norms: Array) -> Array:
@@ -86,47 +89,47 @@ class NoiseSample:
 
 @struct
 class Averages:
-    """Running averages of the unbiased pair; the last entry is all groups together."""
+    """Running averages of the unbiased pair, `[groups + 1]`; the last entry is all groups together."""
 
     sqr: Leaf
-    """[groups + 1] squared norm of the expected gradient."""
+    """Squared norm of the expected gradient."""
     var: Leaf
-    """[groups + 1] trace of the covariance at the base batch size."""
+    """Trace of the covariance at the base batch size."""
     sqr_deviation: Leaf
-    """[groups + 1] standard deviation of one sample of `sqr`."""
+    """Standard deviation of one sample of `sqr`."""
     var_deviation: Leaf
-    """[groups + 1] standard deviation of one sample of `var`."""
+    """Standard deviation of one sample of `var`."""
     weight: Leaf
-    """Scalar: sum of the samples' weights, 1 once the memory is full."""
+    """Sum of the samples' weights, a scalar that tends to 1."""
     heaviest: Leaf
-    """Scalar: the largest weight of one sample."""
+    """Largest weight of one sample, a scalar."""
 
 
 @struct
 class NoiseState:
-    """The noise statistics of a training run: arrays only, so it is checkpointed as it is.
+    """The noise statistics of a training run: arrays only, so they can be saved in a checkpoint.
 
-    `held` keeps the last trusted averages while `current` is not to be trusted: when it has started over,
-    to keep fresh or because a differenced (biased) estimator has given way to an unbiased one; or when
-    the batch has grown, and the few samples since then outweigh all those before.
+    While `current` has too few samples to be trusted, `held` keeps the last trusted averages. This happens in
+    two cases. `current` may have started over, to stay fresh or because unbiased samples followed differenced
+    ones. Or the batch has grown, and the few samples since then outweigh all earlier ones.
     """
 
     current: Averages
-    """Averages that take in every sample."""
+    """Averages of all samples."""
     held: Averages
-    """The last trusted ones."""
+    """Last trusted averages."""
     biased: Leaf
-    """Bool: the latest sample was a differenced one."""
+    """Whether the latest sample was a differenced one, a bool."""
 
 
 def init_noise(num_groups: int = 1) -> NoiseState:
-    """No knowledge yet: `grad_params` reads sqr 1 and var 0 per group, as in AdaptDL."""
+    """Return statistics without samples, which `grad_params` reads as sqr 1 and var 0, as in AdaptDL."""
     if num_groups < 1:
         raise ValueError(
             f"num_groups must be at least 1, got {num_groups}: a model without labels is one group."
         )
 
-    def blank() -> Averages:  # twice, because a donated state must not share buffers
+    def blank() -> Averages:  # called twice, because a donated state must not share buffers
         return Averages(
             sqr=_with_total(jnp.ones(num_groups)),
             var=jnp.zeros(num_groups + 1),
@@ -152,17 +155,19 @@ def update_noise(
     start_over: Any = False,
     min_samples: float = MIN_SAMPLES,
 ) -> NoiseState:
-    """The statistics after one more sample, which is forgotten at `smoothing` per base batch.
+    """Return the statistics after one more sample.
 
-    The memory is `smoothing ** elapsed`, bias-corrected, as in AdaptDL, where `elapsed` are the base
-    batches since the sample before (default: those of this one); but one sample never takes more than
-    1/16 of it (at 0.999: beyond 64 base batches). `start_over` (a bool, traced or not) leaves the average
-    there, held, until there are `min_samples` new ones, where there were as many old ones. The first
-    unbiased sample after differenced ones (`biased`, a bool, traced or not) starts over; the
-    reverse does not. `overlapping` says that successive differenced samples share a gradient, the
-    second of one being the first of the next: each then counts for half. A sample that is not
-    finite, or has fewer than two groups, changes nothing. One that is more than `outlier` standard
-    deviations off counts as one that is so far off.
+    An average keeps `smoothing ** elapsed` of itself, bias-corrected, as in AdaptDL. `elapsed` is the number
+    of base batches since the sample before (default: the batch of this sample). A single sample never gets
+    more than 1/16 of the weight (at 0.999: beyond 64 base batches).
+
+    If `start_over` is true, a new average begins, and the old one is held until there are `min_samples` new
+    samples, provided that it had as many. The first unbiased sample after differenced ones (`biased`) starts
+    over, too; the reverse does not. Both flags may be traced. `overlapping` says that successive differenced
+    samples share a gradient; each of them then counts for half.
+
+    A sample that is not finite, or has fewer than two groups, changes nothing. A sample that is off by more
+    than `outlier` standard deviations is clipped to that distance.
     """
     if not 0 <= smoothing < 1:
         raise ValueError(
@@ -172,14 +177,14 @@ def update_noise(
     if sample.small_sqr.shape != (state.current.sqr.size - 1,):
         raise ValueError(
             f"the noise sample has {sample.small_sqr.size} groups, the statistics have "
-            f"{state.current.sqr.size - 1}. Pool the sample's leaves as these were."
+            f"{state.current.sqr.size - 1}. Pool the sample's leaves into the same groups."
         )
     dtype = state.current.sqr.dtype
     small, large = sample.small_sqr.astype(dtype), sample.large_sqr.astype(dtype)
     groups = jnp.asarray(sample.num_groups, dtype)
     samples = jnp.asarray(sample.num_samples, dtype)
     biased = jnp.asarray(biased, bool)
-
+    # The unbiased pair; a sample of a single group is invalid, and only must not divide by zero.
     spare = jnp.maximum(groups - 1, 1)
     sqr = _with_total((groups * large - small) / spare)
     var = _with_total((small - large) / spare * (samples / base_batch_size))
@@ -188,7 +193,7 @@ def update_noise(
     # 1 - smoothing ** scale, without cancellation in float32.
     forget_rate = math.log(smoothing) if smoothing > 0 else -math.inf
     forget = jnp.minimum(-jnp.expm1(forget_rate * samples / base_batch_size), _MAX_FORGET)
-    # What went by unmeasured ages the old samples; it gives the new one no more weight than another.
+    # Unmeasured batches age the old samples, but give the new one no additional weight.
     fade = forget
     if elapsed is not None:
         fade = jnp.minimum(-jnp.expm1(forget_rate * jnp.asarray(elapsed, dtype)), _MAX_FORGET)
@@ -198,11 +203,12 @@ def update_noise(
     )
     kept = jnp.where(start_over, 0, (1 - fade) * old.weight)
     weight = kept + forget
-    share = forget / weight  # 1 for a first sample: whatever the average was is then gone
+    share = forget / weight  # 1 for a first sample, which replaces the average
     # Samples that share a gradient with their neighbours count for half a sample each.
     heaviest = jnp.where(start_over, 0, (1 - fade) * old.heaviest)
     heaviest = jnp.maximum(heaviest, forget * (2 if overlapping else 1))
 
+    # A spike can be recognised only once there are enough samples for a standard deviation.
     reach = jnp.where(~start_over & (_count(old) >= MIN_SAMPLES), outlier, jnp.inf)
     sqr_mean, sqr_deviation = _average(old.sqr, old.sqr_deviation, sqr, share, reach)
     var_mean, var_deviation = _average(old.var, old.var_deviation, var, share, reach)
@@ -219,10 +225,10 @@ def update_noise(
 
 
 def grad_params(state: NoiseState, *, per_group: bool = False) -> GradParams:
-    """AdaptDL's read-out: sqr clipped at 0 and var at 1e-6 per group, then summed.
+    """Return plain moments as AdaptDL does: sqr clipped at 0 and var at 1e-6 per group, then summed.
 
-    Scalars, or `[groups]` with `per_group`. It always answers, even from one wild sample: for
-    decisions use `cautious_grad_params`.
+    Scalars, or `[groups]` with `per_group`. They are never unknown, even after a single sample; for decisions
+    use `cautious_grad_params`.
     """
     sqr = jnp.maximum(state.current.sqr[:-1], 0)
     var = jnp.maximum(state.current.var[:-1], _MIN_VAR)
@@ -230,7 +236,7 @@ def grad_params(state: NoiseState, *, per_group: bool = False) -> GradParams:
 
 
 def confidence(state: NoiseState) -> Scalar:
-    """How many samples stand behind the statistics: 1 / the largest share of any one sample.
+    """Return the effective number of samples in the statistics: 1 / the largest share of one sample.
 
     Samples from overlapping pairs count for half. At a constant scale it grows to about
     1 / (1 - smoothing ** scale).
@@ -239,7 +245,7 @@ def confidence(state: NoiseState) -> Scalar:
 
 
 def newest_confidence(state: NoiseState) -> Scalar:
-    """`confidence` of the latest averages, even while those before them are still the trusted ones."""
+    """Return the effective number of samples in the newest averages, even if older ones are still trusted."""
     return _count(state.current)
 
 
@@ -250,19 +256,19 @@ def cautious_grad_params(
     min_samples: float = MIN_SAMPLES,
     per_group: bool = False,
 ) -> GradParams:
-    """The moments, sqr raised and var lowered by standard errors: luck never overstates the noise.
+    """Return moments for decisions: sqr raised and var lowered by standard errors.
 
-    Law: with one standard error, no single sample of any size makes the noise scale larger than the
-    plain average of the other samples does. (A sample with share f that lies d away moves the
-    average by f d and its standard error by as much.) So one negative or wild estimate never sends
+    Chance then never overstates the noise. With one standard error, no single sample makes the noise scale
+    larger than the plain average of the other samples would. (A sample with share f at distance d moves the
+    average by f d and its standard error by as much.) So a single negative or extreme estimate cannot send
     the batch to its maximum.
 
-    Scalars, or `[groups]` with `per_group`. NaN (unknown) while fewer than `min_samples` stand
-    behind them; `num_std_errors=0, min_samples=0` is the plain read-out.
+    Scalars, or `[groups]` with `per_group`. NaN (unknown) with fewer than `min_samples`. With
+    `num_std_errors=0, min_samples=0` they are the plain averages.
     """
     averages = _trusted(state, min_samples)
     count = _count(averages)
-    # The margin covers rounding where one sample is many orders above the others.
+    # The margin covers rounding errors if one sample is many orders of magnitude above the others.
     step = num_std_errors * (1 + 1e-4) / _root(count)
     sqr = jnp.maximum(averages.sqr[:-1], 0)
     sqr = jnp.append(sqr, sqr.sum()) + step * averages.sqr_deviation
@@ -277,13 +283,13 @@ def cautious_grad_params(
 def cautious_groups(
     state: NoiseState, num_std_errors: float = 1.0, *, min_samples: float = MIN_SAMPLES
 ) -> GradGroups:
-    """The moments of every group for decisions; NaN while unknown, as in `cautious_grad_params`.
+    """Return the moments of every group for decisions; NaN while unknown, as in `cautious_grad_params`.
 
-    Groups that are nearly all noise, such as tables of embeddings, may hold most of what is left to learn,
-    and small ones, such as biases, little, long before either is told from none. So the signal of a group is
-    what is to be expected of it: of a normal distribution with what was measured and its standard error, cut
-    off below zero, where a noise scale below a `PLAUSIBLE`-th of the pooled one is not expected beforehand.
-    Where a group's signal is well above its error, that is what was measured.
+    The signal of a group may matter long before it stands out from its error. Embedding tables, which are
+    nearly all noise, may hold most of what is left to learn; biases hold little. So the signal returned is an
+    expected value: the mean of a normal distribution with the measured signal and its standard error, cut off
+    below zero. Beforehand, a noise scale below a `PLAUSIBLE`-th of the pooled one is considered unlikely. If
+    a signal is well above its error, the result is the measured signal.
     """
     averages = _trusted(state, min_samples)
     count = _count(averages)
@@ -292,7 +298,7 @@ def cautious_groups(
     share = var[:-1] / jnp.where(var[-1] > 0, var[-1], 1)
     wide = PLAUSIBLE * _expected(averages.sqr[-1], error[-1]) * share
     wide = jnp.where(var[-1] > 0, jnp.maximum(wide, 1e-30), jnp.inf)
-    weight = 1 / (1 + (error[:-1] / wide) ** 2)  # of what was measured
+    weight = 1 / (1 + (error[:-1] / wide) ** 2)  # weight of the measured signal against the prior
     signal = _expected(weight * averages.sqr[:-1], jnp.sqrt(weight) * error[:-1])
     known = (count > 0) & (count >= min_samples)
     return GradGroups(
@@ -301,7 +307,7 @@ def cautious_groups(
 
 
 def _expected(estimate: Array, error: Array) -> Array:
-    """The mean of a normal distribution cut off below zero."""
+    """Return the mean of a normal distribution that is cut off below zero."""
     uncertain = error > 0
     z = jnp.maximum(jnp.where(uncertain, estimate / jnp.where(uncertain, error, 1), 0), -10.0)
     hazard = jnp.exp(-0.5 * z**2 - jax.scipy.special.log_ndtr(z)) / math.sqrt(2 * math.pi)
@@ -309,7 +315,7 @@ def _expected(estimate: Array, error: Array) -> Array:
 
 
 def taken_for(grad: GradGroups, like: Averages) -> Averages:
-    """Averages that `cautious_groups` reads `grad` from, as of so many samples as just make them known."""
+    """Return averages that `cautious_groups` reads as `grad`, with just enough samples to count as known."""
     values = Averages(
         sqr=np.append(grad.sqr, np.sum(grad.sqr)),
         var=np.append(grad.var, np.sum(grad.var)),
@@ -322,7 +328,7 @@ def taken_for(grad: GradGroups, like: Averages) -> Averages:
 
 
 def num_seen(state: NoiseState) -> Scalar:
-    """How many groups have a signal above its own standard error; NaN while unknown."""
+    """Return how many groups have a signal above its own standard error; NaN while unknown."""
     averages = _trusted(state, MIN_SAMPLES)
     count = _count(averages)
     error = averages.sqr_deviation / _root(count)
@@ -331,17 +337,17 @@ def num_seen(state: NoiseState) -> Scalar:
 
 
 def label_names(labels: Labels, tree: PyTree) -> tuple[str, ...]:
-    """The distinct labels, sorted: the order of every `[labels]` array. ("all",) without labels."""
+    """Return the distinct labels in the order of `[labels]` arrays, sorted; ("all",) without labels."""
     if labels is None:
         return ("all",)
     return tuple(sorted(set(jax.tree.leaves(labels(tree) if callable(labels) else labels))))
 
 
 def label_indices(labels: Labels, tree: PyTree) -> PyTree:
-    """For every leaf of `tree`, the index of its label group as a Python int.
+    """Return a tree like `tree` with the index of each leaf's label, a Python int.
 
-    `labels` is a tree of strings, a prefix of `tree`, or a function that makes one (as in
-    `optax.multi_transform`).
+    `labels` is a tree of strings, a prefix of `tree`, or a function that makes one, as in
+    `optax.multi_transform`.
     """
     if labels is None:
         return jax.tree.map(lambda _: 0, tree)
@@ -351,10 +357,10 @@ def label_indices(labels: Labels, tree: PyTree) -> PyTree:
 
 
 def leaf_groups(tree: PyTree) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """The names of the groups of parameters that have an efficiency of their own, and that of every leaf.
+    """Return the names of the groups of parameters with their own efficiency, and the group of every leaf.
 
-    Every leaf is one. Of more than 64 leaves, those are pooled whose paths differ in numbers only
-    ("layers_*/kernel"); where that leaves too many, the smallest are pooled as "others".
+    Each leaf is a group of its own, up to 64 leaves. If there are more, leaves whose paths differ only in
+    numbers are pooled ("layers_*/kernel"). If that leaves too many, the smallest are pooled as "others".
     """
     paths, sizes = [], []
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
@@ -373,14 +379,14 @@ def leaf_groups(tree: PyTree) -> tuple[tuple[str, ...], tuple[int, ...]]:
 
 
 def squared_norms(tree: PyTree, preconditioner: PyTree | None = None) -> Float[Array, " leaves"]:
-    """The squared 2-norm of every leaf; of g / P^(1/2) where a `preconditioner` P is given."""
+    """Return the squared 2-norm of every leaf; of g / P^(1/2) if a `preconditioner` P is given."""
     return _inner_products([(tree, tree)], preconditioner, one_pass=True)[0]
 
 
 def products_of_two(
     x: PyTree, y: PyTree, preconditioner: PyTree | None = None, *, cut: bool = False
 ) -> tuple[Float[Array, " leaves"], Float[Array, " leaves"], Float[Array, " leaves"]]:
-    """x' P^-1 x, x' P^-1 y and y' P^-1 y of every leaf; `cut` says that leaves are cut over devices."""
+    """Return x' P^-1 x, x' P^-1 y and y' P^-1 y of every leaf; `cut`: leaves are partitioned over devices."""
     first, both, second = _inner_products(
         [(x, x), (x, y), (y, y)], preconditioner, one_pass=not cut
     )
@@ -390,18 +396,18 @@ def products_of_two(
 def _inner_products(
     pairs: Sequence[tuple[PyTree, PyTree]], preconditioner: PyTree | None, *, one_pass: bool
 ) -> list[Float[Array, " leaves"]]:
-    """The inner products x' P^-1 y of pairs of trees, of every leaf.
+    """Return the inner products x' P^-1 y of every leaf, for each pair of trees.
 
-    In `one_pass` over memory where leaves are whole: sums of their own would write the quotients out
-    for each other, or work out the root and the quotient anew, a third of a small language model's
-    step. The compiler cannot cut such a joint sum, and would gather leaves that are cut.
+    `one_pass` makes a single pass over memory. Separate sums would write quotients to memory or compute them
+    again, which takes a third of a small language model's step. Do not use it if leaves are partitioned: the
+    compiler cannot partition such a joint sum, and would gather them.
     """
     num_leaves = len(jax.tree.leaves(pairs[0][0]))
     scales = [None] * num_leaves if preconditioner is None else jax.tree.leaves(preconditioner)
     sums: list[list[Array]] = [[] for _ in pairs]
     leaves = zip(*(zip(*map(jax.tree.leaves, pair), strict=True) for pair in pairs), strict=True)
     for scale, both in zip(scales, leaves, strict=True):
-        # A leaf that is used twice is worked out once.
+        # A leaf that appears in two pairs is converted once.
         real = {id(x): _real(x) for pair in both for x in pair}
         products = [real[id(x)] * real[id(y)] for x, y in both]
         if scale is not None:
@@ -415,12 +421,12 @@ def _inner_products(
 
 
 def _sums(arrays: tuple[Array, ...], *, one_pass: bool) -> list[Array]:
-    """The sums of arrays of one shape."""
+    """Return the sums of arrays of one shape."""
     if one_pass and len(arrays) > 1 and arrays[0].ndim:
-        # Along the last axis only: one running sum over millions of elements would lose digits.
+        # Along the last axis only, because one running sum over millions of elements would lose digits.
         zeros = tuple(jnp.zeros((), x.dtype) for x in arrays)
         arrays = tuple(jax.lax.reduce(arrays, zeros, _added, (arrays[0].ndim - 1,)))
-    # Not vdot: it ravels, and a sharded leaf would be gathered.
+    # vdot would flatten the arrays, for which a sharded leaf would be gathered.
     return [jnp.sum(x) for x in arrays]
 
 
@@ -429,7 +435,7 @@ def _added(xs: tuple[Array, ...], ys: tuple[Array, ...]) -> tuple[Array, ...]:
 
 
 def _real(x: Array) -> Array:
-    """At least float32; a complex number as its two parts, on a last axis."""
+    """Return the array in float32 or wider, with complex numbers as two real parts on a last axis."""
     if jnp.iscomplexobj(x):
         x = jnp.stack([x.real, x.imag], -1)
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
@@ -446,19 +452,18 @@ def differenced_sample(
     previous_weight: Any = 1.0,
     cut: bool = False,
 ) -> NoiseSample:
-    """A noise sample from two successive gradients, for one replica with one micro-batch.
+    """Return a noise sample from two successive gradients, for one replica with one micro-batch.
 
-    `num_samples` is the batch of `grads`, `previous_num_samples` (default: the same) that of
-    `previous_grads`; 0 says that nothing was remembered, and the sample is then ignored. Both trees
-    are divided by their `weight`, so that sums of gradients may be given as they are. The estimate is
-    biased by what the parameters moved in between: pass `biased=True` with it. `cut` says that leaves
-    are cut over devices.
+    `num_samples` and `previous_num_samples` (default: the same) are the batch sizes of the two gradients. If
+    the latter is 0, nothing was remembered, and `update_noise` ignores the sample. Both trees are divided by
+    their `weight`, so you can pass sums of gradients. The movement of the parameters in between makes the
+    estimate biased: pass `biased=True` with it. `cut` says that leaves are partitioned over devices.
     """
     dtype = jnp.zeros(()).dtype
     now = jnp.asarray(num_samples, dtype)
     before = now if previous_num_samples is None else jnp.asarray(previous_num_samples, dtype)
     share = now / jnp.maximum(now + before, 1)
-    # From inner products alone: no tree of means is written to memory.
+    # Computed from inner products, so that no tree of means is written to memory.
     pairs = [(grads, grads), (previous_grads, previous_grads), (grads, previous_grads)]
     new, old, both = _inner_products(pairs, preconditioner, one_pass=not cut)
     new, old = new / weight**2, old / previous_weight**2
@@ -477,20 +482,20 @@ def value_grad_and_noise(
     num_groups: int,
     has_aux: bool = False,
 ) -> Callable[..., tuple[tuple[Array, Any], PyTree, NoiseSample]]:
-    """`jax.value_and_grad` that measures gradient noise too, for a loss that is the batch mean.
+    """Make a `jax.value_and_grad` that also measures gradient noise, for a loss that is a batch mean.
 
-    Returns `f(params, batch, key=None, *, preconditioner=None) -> ((loss, aux), grads,
-    NoiseSample)`. `loss_fn(params, batch)` (or `(params, batch, key)` where a key is passed: each
-    group gets its own) returns the mean loss, with `has_aux` the pair (loss, aux); aux comes back
-    stacked, one row per group, and is None otherwise. The batch is split along axis 0 into
-    `num_groups` interleaved groups, so that a batch sharded over devices stays where it is.
+    Returns `f(params, batch, key=None, *, preconditioner=None) -> ((loss, aux), grads, NoiseSample)`.
+    `loss_fn(params, batch)` returns the mean loss, or (loss, aux) with `has_aux`; aux is then stacked, one
+    row per group. If f gets a key, it calls `loss_fn(params, batch, key)` with another key for each group.
+    The batch is split along axis 0 into `num_groups` interleaved groups, so that a sharded batch need not
+    move.
 
-    Raises ValueError where the batch does not divide into at least two equal groups.
+    Raises ValueError if the batch cannot be split into at least two equal groups.
     """
     if num_groups < 2:
         raise ValueError(
-            f"num_groups={num_groups}: noise is the disagreement between groups, so at least 2 are "
-            "needed. Where only one gradient per step fits, use differenced_sample."
+            f"num_groups={num_groups}, but at least 2 are needed: noise is the disagreement between "
+            "groups. If only one gradient per step fits, use differenced_sample."
         )
 
     def measured(
@@ -509,7 +514,7 @@ def value_grad_and_noise(
             )
         (global_batch_size,) = sizes
         losses, auxes, grads, small = [], [], None, 0.0
-        # Unrolled: the gradient of a convolution inside scan is 20-40 times slower on CPU.
+        # Unrolled, because the gradient of a convolution inside scan is 20-40 times slower on CPU.
         for i in range(num_groups):
             group = jax.tree.map(
                 lambda x, i=i: x.reshape(-1, num_groups, *x.shape[1:])[:, i],
@@ -542,11 +547,11 @@ def _with_total(per_group: Array) -> Array:
 def _average(
     mean: Array, deviation: Array, x: Array, share: Array, reach: Array
 ) -> tuple[Array, Array]:
-    """Weighted mean and standard deviation after `x` joins with `share` of the weight (West 1979).
+    """Return weighted mean and standard deviation after `x` joins with `share` of the weight (West 1979).
 
-    The deviation is kept as a root: squares of squared norms leave the range of float32. A sample
-    counts as at most `reach` deviations away, so that a spike is forgotten soon; a lasting change still
-    gets through, for the deviation grows with every clipped sample.
+    The deviation is stored as a root, because squares of squared norms leave the range of float32. A sample
+    is clipped to `reach` deviations, so that a spike is soon forgotten. A lasting change still gets through,
+    because the deviation grows with every clipped sample.
     """
     reach = jnp.where(deviation > 0, reach * deviation, jnp.inf)
     x = jnp.clip(x, mean - reach, mean + reach)
@@ -560,12 +565,12 @@ def _count(averages: Averages) -> Array:
 
 
 def _root(count: Array) -> Array:
-    """What a deviation is divided by for the standard error of a mean."""
+    """Return the divisor that turns a deviation into the standard error of a mean."""
     return jnp.sqrt(jnp.maximum(count - 1, 1e-6))
 
 
 def _trusted(state: NoiseState, min_samples: float) -> Averages:
-    """The current averages; the held ones while only those are old enough."""
+    """Return the current averages, or the held ones while only these have enough samples."""
     use_held = (_count(state.current) < min_samples) & (_count(state.held) >= min_samples)
     return _select(use_held, state.held, state.current)
 

@@ -1,4 +1,4 @@
-"""Finds what an adaptive optimizer divides gradients by, in any nesting of optax states."""
+"""Finds the preconditioner of an adaptive optimizer, the divisor of its gradients, in nested states."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,28 +13,28 @@ _ADAM_WARMUP = 5  # updates before a bias-corrected second moment is trusted (Ad
 
 @dataclass(frozen=True)
 class MomentConstants:
-    """Of an optimizer that divides by a second moment. See `probe.moment_constants`."""
+    """The constants of an optimizer that divides by a second moment; `probe.moment_constants` finds them."""
 
     b2: float = 0.999
-    """The second moment's memory of one update."""
+    """Share of the second moment that is kept per update."""
     eps: float = 1e-8
-    """What is added to its root."""
+    """Number added to the root of the second moment."""
 
 
 def preconditioner(
     opt_state: PyTree, params: PyTree, *, b2: float = 0.999, eps: float = 1e-8
 ) -> PyTree | None:
-    """What the optimizer divides gradients by: sqrt(second moment) + eps; None for SGD and its kin.
+    """Return the divisor of the gradients, sqrt(second moment) + eps; None for SGD and its kin.
 
-    Finds the states of adam, adamw, nadam, lamb, amsgrad, adabelief, rmsprop and adagrad at any
-    depth (chain, multi_transform, masked, inject_hyperparams, apply_if_finite). Leaves that none of
-    them covers get 1. The first 5 updates of a bias-corrected moment count as 1, as in AdaptDL.
-    An element whose second moment is still 0 (a row of a table that no sample has read) has no scale
-    yet and gets infinity, which leaves it out: 1 / eps would drown everything else.
+    It finds the states of adam, adamw, nadam, lamb, amsgrad, adabelief, rmsprop and adagrad at any depth
+    (chain, multi_transform, masked, inject_hyperparams, apply_if_finite). Leaves that are not covered get 1.
+    So do all leaves in the first 5 updates of a bias-corrected moment, as in AdaptDL. An element whose second
+    moment is still 0 (a table row that no sample has read) has no scale yet. It gets infinity, which leaves
+    it out, because 1 / eps would outweigh everything else.
 
-    optax keeps neither b2 nor eps in its state: pass yours (`probe.moment_constants` finds them);
-    those that `inject_hyperparams` holds are used before either. (adamax stores a maximum under
-    adam's name and is not supported.)
+    optax stores neither b2 nor eps in its state, so pass yours (`probe.moment_constants` finds them). If
+    `inject_hyperparams` holds them, its values are used instead. (adamax stores a maximum under adam's name
+    and is not supported.)
     """
     found: dict[Any, Array] = {}
     _collect_scales(opt_state, {"b2": b2, "eps": eps}, found)
@@ -47,8 +47,8 @@ def preconditioner(
         if scale is not None and scale.shape != leaf.shape:
             raise ValueError(
                 f"the optimizer's second moment for params{jax.tree_util.keystr(path)} has shape "
-                f"{scale.shape}, the parameter has {leaf.shape}. Pass the params that the state "
-                "was made for."
+                f"{scale.shape}, but the parameter has {leaf.shape}. Pass the params that the state was "
+                "made for."
             )
         scales.append(jnp.ones(leaf.shape) if scale is None else scale)
     return jax.tree.unflatten(structure, scales)
@@ -66,9 +66,9 @@ _COUNTED_NAMES = ("ScaleByRmsWithCountState", "ScaleByRStdDevWithCountState")  #
 
 
 def is_settled(opt_state: PyTree) -> Array:
-    """Whether every second moment has seen enough updates; a bool scalar, to be traced.
+    """Return whether every second moment has seen enough updates; a bool scalar that may be traced.
 
-    Until then `preconditioner` answers 1, and norms are of other units than those that follow.
+    Until then `preconditioner` returns 1, so norms have other units than later ones.
     """
     counts: list[Any] = [node.count for node in _adaptive(opt_state) if "count" in node._fields]
     settled = jnp.ones((), bool)
@@ -78,21 +78,21 @@ def is_settled(opt_state: PyTree) -> Array:
 
 
 def second_moments(opt_state: PyTree) -> list[Array]:
-    """The leaves of the second moments of Adam and AMSGrad."""
+    """Return the leaves of the second moments of Adam and AMSGrad."""
     kinds = (optax.ScaleByAdamState, optax.ScaleByAmsgradState)
     found = [node.nu for node in _adaptive(opt_state) if isinstance(node, kinds)]
     return jax.tree.leaves(found)
 
 
 def _adaptive(opt_state: PyTree) -> list[Any]:
-    """The states of transformations that divide by a second moment, at any depth."""
+    """Return the states of transformations that divide by a second moment, at any depth."""
     return [x for x in jax.tree.leaves(opt_state, is_leaf=_is_adaptive) if _is_adaptive(x)]
 
 
 def moment_memory(opt_state: PyTree, b2: float) -> float | None:
-    """What second moments keep of themselves in an update: `b2`, or 1 where they are sums (Adagrad).
+    """Return the share of second moments that is kept per update: `b2`, or 1 if they are sums (Adagrad).
 
-    None where they adapt within a few updates, or never shrink (RMSProp, AMSGrad), or are of several kinds.
+    None if they adapt within a few updates or never shrink (RMSProp, AMSGrad), or if there are several kinds.
     """
     kinds = {type(node) for node in _adaptive(opt_state)}
     if kinds == {optax.ScaleByRssState}:
@@ -102,7 +102,7 @@ def moment_memory(opt_state: PyTree, b2: float) -> float | None:
 
 
 def is_adam_like(opt_state: PyTree) -> bool:
-    """Whether the optimizer divides the gradient, element by element, by a root of its squares."""
+    """Return whether the optimizer divides each element of the gradient by a root of its squares."""
     return bool(_adaptive(opt_state))
 
 
@@ -111,7 +111,7 @@ def _is_adaptive(node: Any) -> bool:
 
 
 def _collect_scales(state: PyTree, constants: dict[str, Any], found: dict[Any, Array]) -> None:
-    """Adds path -> P of every adaptive state under `state`; the first to cover a leaf wins."""
+    """Add path -> P of every adaptive state under `state` to `found`; the first to cover a leaf wins."""
     injected = optax.InjectStatefulHyperparamsState
 
     def is_leaf(node: Any) -> bool:
@@ -136,7 +136,7 @@ def _scales(state: Any, *, b2: Any, eps: Any) -> list[tuple[Any, Array]]:
         moment = jax.tree.map(lambda nu, mu: nu - jnp.square(mu), state.nu, state.mu)
     else:
         moment = state.nu
-    # By field: every tuple has a method called count.
+    # Checked by field, because every tuple has a method called count.
     count: Any = state.count if "count" in state._fields else None
     corrected = isinstance(state, optax.ScaleByAmsgradState)
 
@@ -145,7 +145,7 @@ def _scales(state: Any, *, b2: Any, eps: Any) -> list[tuple[Any, Array]]:
         correction: Any = 1.0
         if count is not None and not corrected:
             correction = 1 - b2 ** jnp.maximum(count, 1).astype(x.dtype)
-        # A sum, not a choice between two: XLA:CPU takes twice as long over a root in a branch.
+        # A sum instead of a choice, because XLA:CPU takes twice as long over a root in a branch.
         found = jnp.sqrt(x / correction) + (eps + jnp.where(x > 0, 0.0, jnp.inf))
         return (found if count is None else jnp.where(count < _ADAM_WARMUP, 1, found)).astype(
             x.dtype

@@ -1,11 +1,12 @@
-"""Asks an optimizer what it does, by giving it gradients that are known. Once, before training.
+"""Probes an optimizer: gives it known gradients before training, and infers its properties from the updates.
 
-optax keeps neither constants nor names in its states. So the transformation is run for a few updates on a
-tree of the parameters' structure, one element a leaf, and its answers are compared.
+optax stores neither constants nor names in its states. So the transformation is run for a few updates on a
+tree with the structure of the parameters, but one element per leaf, and the results are compared.
 """
 
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,25 +19,36 @@ from jaxgoodput.optim.adaptive import with_schedules_at
 from jaxgoodput.optim.memory import Decays, averages, decays_of
 from jaxgoodput.optim.preconditioner import MomentConstants, second_moments
 
-NORM = 1e-3  # of a probing gradient: below every usual limit for clipping
+T = TypeVar("T")
+
+NORM = 1e-3  # norm of a probing gradient, below every usual clipping limit
 NUM_UPDATES = 3
-NOISE = 3.0  # over the gradient, in a test of what noise does
+NOISE = 3.0  # noise of probing gradients, relative to their mean
 NUM_ALTERNATING = 40
-NUM_NOISY, NUM_RUNS = 256, 16  # updates of such a test, and how often
-MAX_COMPILED = 100  # leaves; of more, running operation by operation takes less time than compiling
+NUM_NOISY, NUM_RUNS = 256, 16  # updates of a probe with noise, and its repetitions
+MAX_COMPILED = 100  # with more leaves, compiling takes longer than running operation by operation
 
 
 class NeedsMore(TypeError):
-    """A transformation that asks for arguments which training does not give it."""
+    """Error: a transformation requires arguments that training does not pass."""
+
+
+def _probed(what: str, probe: Callable[[], T], default: T) -> T:
+    """Return the result of `probe`, or `default` if the optimizer fails on it, with a line in the log."""
+    try:
+        return probe()
+    except Exception as error:  # a user's own link may raise anything
+        logging.info("cannot probe the optimizer for %s: %r", what, error)
+        return default
 
 
 def normalised_share(tx: optax.GradientTransformation, params: PyTree) -> float:
-    """The share of parameters whose update stays as it is when the gradient is twice as large.
+    """Return the share of parameters whose update stays the same if the gradient doubles.
 
-    About 0 for SGD with or without momentum, 1 for whatever divides by the gradient's size: Adam, Lion,
-    Adafactor, sign and normalised SGD. `params` may be abstract. NaN where all updates are zero.
+    It is about 0 for SGD with or without momentum, and 1 for optimizers that divide by the gradient's size:
+    Adam, Lion, Adafactor, sign and normalised SGD. NaN if all updates are zero. `params` may be abstract.
 
-    Raises NeedsMore for a transformation that asks for more than gradients, parameters and the loss.
+    Raises NeedsMore if the transformation requires more than gradients, parameters and the loss.
 
     >>> normalised_share(optax.sgd(0.1), {"w": jnp.zeros(3)})
     0.0
@@ -44,7 +56,7 @@ def normalised_share(tx: optax.GradientTransformation, params: PyTree) -> float:
     1.0
     """
     sizes = np.array([math.prod(x.shape) for x in jax.tree.leaves(params)], float)
-    # Not at zero: some measure their steps by the parameters.
+    # The parameters are not zero, because some optimizers scale their steps by them.
     moved, _ = _updates(tx, _small(params, 0.1), (NORM, 2 * NORM), NUM_UPDATES)
     seen = (moved > 0).all(axis=0)
     if not seen.any():
@@ -54,11 +66,11 @@ def normalised_share(tx: optax.GradientTransformation, params: PyTree) -> float:
 
 
 def noise_share(tx: optax.GradientTransformation, params: PyTree) -> float:
-    """How much of the gradient's noise is left in what a normalising optimizer divides, in [0, 1].
+    """Return how much of the gradient's noise is left in what a normalising optimizer divides, in [0, 1].
 
-    From its mean update for gradients with noise over that without, as it is for c / sqrt(c^2 + share d^2)
-    with noise d on a gradient c: 1 for Adam and sign SGD, 0.01 for Lion, which takes the sign of a momentum.
-    `params` may be abstract. 1 where it cannot be asked.
+    It follows from the mean update with and without noise, whose ratio is c / sqrt(c^2 + share d^2) for noise
+    d on a gradient c. It is 1 for Adam and sign SGD, and 0.01 for Lion, which takes the sign of a momentum.
+    If the optimizer cannot be probed, it is 1. `params` may be abstract.
 
     >>> noise_share(optax.sign_sgd(0.1), {"w": jnp.zeros(3)}) > 0.9
     True
@@ -83,11 +95,7 @@ def noise_share(tx: optax.GradientTransformation, params: PyTree) -> float:
         moved = jax.vmap(over_sizes, (None, None, 0))(keys, sizes, signs).mean(axis=2)
         return (moved[0] - moved[1]) / 2  # without weight decay
 
-    try:
-        noisy, quiet = np.abs(np.asarray(both()))
-    except Exception as error:  # whatever a user's own link may raise
-        logging.info("the optimizer cannot be asked what it does with noise: %r", error)
-        return 1.0
+    noisy, quiet = _probed("noise", lambda: np.abs(np.asarray(both())), np.zeros((2, 1)))
     seen = quiet > 0
     if not seen.any():
         return 1.0
@@ -96,11 +104,11 @@ def noise_share(tx: optax.GradientTransformation, params: PyTree) -> float:
 
 
 def lags(tx: optax.GradientTransformation, params: PyTree) -> bool:
-    """Whether all updates of a moment's optimizer are in proportion to the gradient while its moment rests.
+    """Return whether updates are proportional to the gradient while the second moment hardly changes.
 
-    So they are for Adam, whose second moment hardly moves in one update, and not for what normalises the
-    result again, such as LAMB, or for groups of parameters under another optimizer. Asked by gradients that
-    alternate for some updates, and then by small ones of two sizes.
+    This holds for Adam, whose second moment hardly moves in one update. It does not hold for optimizers that
+    normalise the result again, such as LAMB, or if groups of parameters have another optimizer. The probe
+    uses alternating gradients for some updates, and then small gradients of two sizes.
 
     >>> lags(optax.adam(0.1), {"w": jnp.zeros(3)}), lags(optax.lamb(0.1), {"w": jnp.zeros(3)})
     (True, False)
@@ -115,20 +123,20 @@ def lags(tx: optax.GradientTransformation, params: PyTree) -> bool:
         _, updates = jax.lax.scan(one, tx.init(small), jnp.append(before, size * NORM))
         return updates[-1]
 
-    try:
-        none, once, twice = np.asarray(jax.jit(jax.vmap(moved))(jnp.array([0.0, 0.05, 0.1])))
-    except Exception as error:  # whatever a user's own link may raise
-        logging.info("the optimizer cannot be asked whether its moments lag: %r", error)
-        return False
+    sizes = jnp.array([0.0, 0.05, 0.1])
+    none, once, twice = _probed(
+        "lagging moments", lambda: np.asarray(jax.jit(jax.vmap(moved))(sizes)), np.zeros((3, 1))
+    )
     ratios = (twice - none) / np.where(once == none, np.nan, once - none)
     return bool(np.all(np.abs(ratios - 2) < 0.1))
 
 
 def averages_parameters(tx: optax.GradientTransformation, params: PyTree) -> bool:
-    """Whether the state keeps an average of the parameters that goes by updates. `params` may be abstract.
+    """Return whether the state keeps an average of the parameters, over updates. `params` may be abstract.
 
-    Asked by parameters that jump once, from 0 to 1: of what was there, an average then keeps the same share
-    in every update. A reference point stays, and what weight decay adds to a momentum grows otherwise.
+    The probe lets the parameters jump once, from 0 to 1. An average then loses the same share of the old
+    value in every update. A reference point would stay, and what weight decay adds to a momentum grows
+    differently.
 
     >>> averages_parameters(optax.sgd(0.1, momentum=0.9), {"w": jnp.zeros(3)})
     False
@@ -150,21 +158,19 @@ def averages_parameters(tx: optax.GradientTransformation, params: PyTree) -> boo
         still, after = jax.vmap(states)(jnp.array([0.0, 1.0]))
         return after - still
 
-    try:
-        first, *_, last = np.asarray(change(), np.float64)
-    except Exception as error:  # whatever a user's own link may raise
-        logging.info("the optimizer cannot be asked whether it averages parameters: %r", error)
-        return False
-    # A sum of something small looks like an average of very long memory.
+    first, *_, last = _probed(
+        "averages of parameters", lambda: np.asarray(change(), np.float64), np.zeros((2, 1))
+    )
+    # A sum of small values looks like an average with a very long memory.
     kept = (first > 5e-6) & (first < 1)
     expected = 1 - (1 - first[kept]) ** NUM_ALTERNATING
     return bool(np.any(np.abs(last[kept] - expected) < 3e-3 * expected))
 
 
 def moment_constants(tx: optax.GradientTransformation, params: PyTree) -> MomentConstants:
-    """The b2 and eps of Adam and its kin; optax's defaults for others. `params` may be abstract.
+    """Return the b2 and eps of Adam and its kin; optax's defaults for others. `params` may be abstract.
 
-    Where groups of parameters have constants of their own, the median.
+    If groups of parameters have different constants, the median is returned.
 
     >>> moment_constants(optax.adam(0.1, b2=0.95, eps=1e-6), {"w": jnp.zeros(3)})
     MomentConstants(b2=0.95, eps=1e-06)
@@ -173,23 +179,23 @@ def moment_constants(tx: optax.GradientTransformation, params: PyTree) -> Moment
     params = _small(params, 0.0)
     moved, first = _updates(tx, params, (NORM, NORM**2), 1)
     _, second = _updates(tx, params, (NORM, NORM**2), 2)
-    # (1 - b2) c^2, then (1 + b2) times that, for the same gradient c, whatever links before make of it.
+    # The moment is (1 - b2) c^2, and then (1 + b2) times that, for a constant gradient c that reaches it.
     seen = (first > 0).all(axis=0)
     decays = second[0, seen] / first[0, seen] - 1
     decays = decays[(decays > 0) & (decays < 1)]
     if not decays.size:
-        return default  # of another kind, whose eps is elsewhere
+        return default  # another kind of optimizer, whose eps acts differently
     b2 = float(np.median(decays))
     large, small = map(float, np.median(np.sqrt(first[:, seen] / (1 - b2)), axis=1))
     eps = _epsilon(moved, large, small)
-    # As people write them: 0.95, not 0.94999996.
+    # Rounded as people write constants: 0.95, not 0.94999996.
     return MomentConstants(
         b2=float(f"{b2:.4g}"), eps=default.eps if math.isnan(eps) else float(f"{eps:.2g}")
     )
 
 
 def long_averages(tx: optax.GradientTransformation, params: PyTree) -> Decays:
-    """What the long averages in the state of `tx` keep of themselves in an update; () where it has none.
+    """Return the share of themselves that long averages in the state of `tx` keep per update; () without any.
 
     `params` may be abstract.
 
@@ -207,20 +213,16 @@ def long_averages(tx: optax.GradientTransformation, params: PyTree) -> Decays:
         first, _ = _updated(tx, small, tx.init(small), entry)
         return first, _updated(tx, small, first, entry)[0]
 
-    try:
-        found = decays_of(*jax.device_get(jax.jit(two_updates)()))
-    except Exception as error:  # whatever a user's own link may raise
-        logging.info("the optimizer cannot be asked how long it remembers: %r", error)
-        return ()
+    found = _probed("long averages", lambda: decays_of(*jax.device_get(jax.jit(two_updates)())), ())
     return () if set(found) == {None} else found
 
 
 def _epsilon(moved: np.ndarray, large: float, small: float) -> float:
-    """eps, from the first updates for two sizes c of the gradient: each is in proportion to c / (c + eps)."""
+    """Return eps from first updates for two gradient sizes c, which are proportional to c / (c + eps)."""
     seen = (moved > 0).all(axis=0)
     ratio = np.minimum(moved[1, seen] / moved[0, seen], 1.0)
     below = ratio * large - small
-    of_adam = below > 1e-4 * small  # other updates grow as the gradient does
+    of_adam = below > 1e-4 * small  # updates of other optimizers grow with the gradient
     if not of_adam.any():
         return math.nan
     return float(np.median(large * small * (1 - ratio[of_adam]) / below[of_adam]))
@@ -229,9 +231,9 @@ def _epsilon(moved: np.ndarray, large: float, small: float) -> float:
 def _updates(
     tx: optax.GradientTransformation, params: PyTree, norms: tuple[float, ...], count: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """[norms, leaves] sizes of the updates, all of `count` added up; [norms, moments] second moments.
+    """Return summed sizes of `count` updates, `[norms, leaves]`, and second moments, `[norms, moments]`.
 
-    Of an update the part that turns around with the gradient: weight decay does not.
+    Only the part of an update that changes sign with the gradient is counted, which excludes weight decay.
     """
     tx = optax.with_extra_args_support(tx)
     leaves = jax.tree.leaves(params)
@@ -252,11 +254,11 @@ def _updates(
         both_ways = jax.jit(both_ways)
     try:
         found = [both_ways(jnp.asarray(_entry(norm, len(leaves)))) for norm in norms]
-    except Exception as error:  # whatever a user's own link may raise
+    except Exception as error:  # a user's own link may raise anything
         said = str(error) if isinstance(error, (TypeError, ValueError, KeyError)) else ""
         if any(words in said for words in ("missing", "must be provided")):
             raise NeedsMore(str(error)) from error
-        logging.info("the optimizer cannot be asked what it does: %r", error)
+        logging.info("cannot probe the optimizer for its updates: %r", error)
         return np.zeros((len(norms), len(leaves))), np.zeros((len(norms), 0))
     moved, moments = zip(*jax.device_get(found), strict=True)
     return np.stack(moved), np.stack(moments)
@@ -265,7 +267,7 @@ def _updates(
 def _updated(
     tx: optax.GradientTransformationExtraArgs, params: PyTree, state: PyTree, entry: Array
 ) -> tuple[PyTree, Array]:
-    """The state after one update by gradients of `entry` everywhere, and what it adds to every leaf."""
+    """Return the state after one update by gradients that are `entry` everywhere, and each leaf's change."""
     grads = jax.tree.map(lambda x: jnp.full(x.shape, entry, x.dtype), params)
     state = with_schedules_at(state, jnp.ones((), jnp.int32))  # a warm-up begins at zero
     update, state = tx.update(grads, state, params, value=jnp.ones(()))
@@ -277,7 +279,7 @@ def _entry(norm: float, num_leaves: int) -> float:
 
 
 def _small(params: PyTree, value: float) -> PyTree:
-    """One element for each leaf, in as many dimensions: masks may go by them."""
+    """Return a tree with one element per leaf, of the same rank, because masks may depend on the rank."""
 
     def leaf(x: Any) -> Array:
         return jnp.full((1,) * len(x.shape), value, x.dtype)

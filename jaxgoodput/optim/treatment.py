@@ -1,6 +1,6 @@
-"""How an optimizer is treated when its batch changes: which rule, which norm, which memory.
+"""Chooses how an optimizer is treated when its batch changes: its rule, the norm of its noise, its memory.
 
-The optimizer is asked (`probe`), once and before training: optax keeps neither names nor constants.
+Optimizers are probed once before training (`probe`), because optax stores neither names nor constants.
 """
 
 from dataclasses import dataclass
@@ -27,48 +27,48 @@ from jaxgoodput.optim.probe import (
 
 @dataclass(frozen=True, kw_only=True)
 class Treatment:
-    """What `adaptive` and the statistics should know of an optimizer."""
+    """The properties of an optimizer that `adaptive` and the noise statistics depend on."""
 
     is_adam_like: bool
-    """Whether it divides by a root of squares, by which the norms of its noise are then divided."""
+    """Whether it divides by a root of squares, as the norms of its noise then are, too."""
     rule: Rule
-    """By what a larger batch multiplies its learning rate: the user's, or the one that suits it."""
+    """Learning-rate rule, the user's or the one that suits the optimizer."""
     moments: MomentConstants
-    """Of its second moment."""
+    """Constants of its second moment."""
     second_moment_decay: float | None
-    """See `adaptive`."""
+    """Option of `adaptive`."""
     long_averages: Decays
-    """See `adaptive`."""
+    """Option of `adaptive`."""
 
 
 def treatment_of(
     tx: optax.GradientTransformation, params: PyTree, rule: Rule | None = None
 ) -> Treatment:
-    """How `tx` is treated; `rule` is the user's own, `params` may be abstract. Warns of what goes badly.
+    """Return how to treat `tx`; `params` may be abstract. Warns if the user's own `rule` does not suit it.
 
-    Raises NeedsMore for a transformation that asks for more than gradients, parameters and the loss.
+    Raises NeedsMore if the transformation requires more than gradients, parameters and the loss.
     """
     opt_state = jax.eval_shape(tx.init, params)
     adam_like = is_adam_like(opt_state)
-    # Whatever is not known by name is asked: Lion, sign and normalised SGD, and a user's own.
+    # Optimizers that are not known by type are probed: Lion, sign and normalised SGD, and a user's own.
     normalises = adam_like or normalised_share(tx, params) > 0.5
     moments = moment_constants(tx, params) if adam_like else MomentConstants()
     _warn_of_averages(tx, params, opt_state)
     decay = moment_memory(opt_state, moments.b2)
     if decay is not None and not lags(tx, params):
         decay = None
+    better = rules.adam_scale if normalises else rules.adascale
+    worse = rules.adascale if normalises else rules.adam_scale
     if rule is None:
-        rule = rules.adam_scale if normalises else rules.adascale
-        if normalises and decay is None:
-            rule = rules.of_noise_share(noise_share(tx, params))
-    elif (rule is rules.adascale and normalises) or (rule is rules.adam_scale and not normalises):
-        better = "adam_scale" if normalises else "adascale"
+        is_lagging = not normalises or decay is not None
+        rule = better if is_lagging else rules.of_noise_share(noise_share(tx, params))
+    elif rule is worse:
         logging.warning(
-            "the rule %s does not suit this optimizer, which %s the gradient by its size: "
-            "%s does. Leave Config.rule None to have it chosen.",
-            getattr(rule, "__name__", rule),
+            "the rule %s does not suit this optimizer, which %s the gradient by its size. Use %s, or leave "
+            "Config.rule None to have it chosen.",
+            worse.__name__,
             "divides" if normalises else "does not divide",
-            better,
+            better.__name__,
         )
     return Treatment(
         is_adam_like=adam_like,
@@ -82,15 +82,15 @@ def treatment_of(
 def _warn_of_averages(tx: optax.GradientTransformation, params: PyTree, opt_state: PyTree) -> None:
     if _holds(opt_state, optax.contrib.ScheduleFreeState):
         logging.warning(
-            "optimizer() is schedule-free: it averages parameters by steps of its own, which the "
-            "learning-rate gain of a larger batch does not reach, so that most of the gain is lost. Use "
-            'Config.policy "fixed", under which there is none.'
+            "optimizer() is schedule-free: it averages parameters with steps of its own, which the "
+            "learning-rate gain of a larger batch does not change, so most of the gain is lost. Use "
+            'Config.policy "fixed", which keeps the batch and needs no gain.'
         )
     elif _holds(opt_state, optax.EmaState) or averages_parameters(tx, params):
         logging.warning(
             "optimizer() keeps an average (optax.ema, or one of the parameters), which sees updates before "
-            "the learning-rate gain. As a momentum it is right; as an average of the parameters it falls "
-            "behind them at a larger batch. Config.ema keeps one that does not."
+            "the learning-rate gain. That is right for a momentum, but an average of the parameters falls "
+            "behind them at a larger batch. Use Config.ema instead, which includes the gain."
         )
 
 

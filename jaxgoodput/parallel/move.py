@@ -1,12 +1,12 @@
-"""Live state from one layout to another, in memory: planned and compiled ahead, run without compiling.
+"""Moves of live state from one layout to another, in memory: planned and compiled ahead.
 
-`Move.compile` does everything that takes time or can be refused; calling the move runs group after
-group and deletes each group's sources before the next one starts. Equal groups run one program, inside
-a move and between the moves that are given the same `Once`. Over several processes all of them compile
-and call the same moves in the same order, and both layouts have the same devices in the same order.
+`Move.compile` does everything that takes time or may be refused. Calling the move runs group after group and
+deletes each group's sources before the next one starts. Equal groups run one program, inside a move and
+between moves that share a `Once`. Over several processes, all must compile and call the same moves in the
+same order, and both layouts need the same devices in the same order.
 
-Which way a group of leaves goes is read from XLA's memory analysis and the bytes in the program's
-collectives, never timed, so that every process and every run picks the same.
+The route of a group of leaves is chosen from XLA's memory analysis and the bytes in the program's
+collectives, never from timings, so every process and every run picks the same.
 """
 
 import collections
@@ -47,48 +47,48 @@ from jaxgoodput.parallel.transfers import (
 )
 
 ALL_ROUTES: tuple[Route, ...] = ("alias", "direct", "hop", "pieces")
-# A jitted move is taken where its temporaries on a device are at most this part of the group's leaves,
-# each counted once, and it sends at most this many times what has to be sent. XLA's moves either stay
-# well within both or build whole arrays on every device, so the limits are not delicate.
+# A jitted move is good if its temporaries on a device are at most this fraction of the group's leaves, each
+# counted once, and if it sends at most this many times the bytes that have to be sent. XLA's moves either
+# stay well within both limits or build whole arrays on every device, so the limits are not delicate.
 MAX_TEMPORARY_RATIO = 0.5
 MAX_EXCESS_TRAFFIC = 2.0
-# A group that occurs once, of so few leaves and so small a part of what moves, is not worth a program of
-# its own: it takes two that moves from or to other layouts run too.
+# A group that occurs once, with few leaves and a small part of the bytes, is not worth its own program. It
+# takes two programs that moves from or to other layouts run too.
 FEW_LEAVES, SMALL_PART = 16, 1 / 8
 
 
 class MoveDoesNotFit(MemoryError):
-    """A move was refused before it started: some device has too little memory. The state is intact."""
+    """A move was refused before it started, because a device has too little memory. The state is intact."""
 
 
 @dataclass(frozen=True)
 class CompiledGroup:
-    """A group with its final route, and what runs it."""
+    """A group with its final route, and the function that runs it."""
 
     plan: GroupPlan
-    """With the final route."""
+    """Plan with the final route."""
     run: Callable[[Sequence[jax.Array]], list[jax.Array]]
-    """From leaves to leaves; leaves its inputs alone unless it aliases."""
+    """Function from leaves to moved leaves; only the alias route takes its inputs over."""
     collective_bytes: int | None = None
-    """What XLA's program sends; None where the pieces are ours."""
+    """Bytes that XLA's program sends; None if pieces are sent."""
     xla_temporary_bytes: int = 0
-    """What XLA's program needs besides, per device."""
+    """Bytes that XLA's program needs besides its arguments and results, per device."""
 
 
 @dataclass(frozen=True)
 class Move:
-    """A compiled change of layout for one structure of state; call it as often as that state occurs.
+    """A compiled change of layout for one structure of state. Call it for every such state.
 
-    With `donate` the sources are deleted by the move, group by group; without, they stay. The result
-    owns its buffers in both cases, so that a training step may write into them.
+    With `donate` the move deletes the sources, group by group; without, they stay. The result owns its
+    buffers in both cases, so a training step may write into them.
     """
 
     plan: MovePlan
-    """With the final routes."""
+    """Plan with the final routes."""
     groups: tuple[CompiledGroup, ...]
-    """In the order in which they run."""
+    """Groups in the order in which they run."""
     structure: Hashable
-    """The tree's."""
+    """Structure of the state's tree."""
 
     @classmethod
     def compile(
@@ -104,15 +104,14 @@ class Move:
     ) -> "Move":
         """Plan and compile the move of `tree` (arrays, or shapes with shardings) to `shardings`.
 
-        `memory_bytes` is the most that any device may hold of this state during the move, source,
-        target and temporaries together; None takes the device's own limit, where it reports one.
-        `routes` leaves out ways that shall not be used. `programs` is shared by moves that may have
-        groups in common.
+        `memory_bytes` is the most that any device may hold of this state during the move: source, target
+        and temporaries together. None takes the device's own limit, if it reports one. `routes` are the
+        allowed routes. Pass one `programs` to all moves that may have groups in common.
 
         Raises:
-            MoveDoesNotFit: the move needs more memory than there is.
-            ValueError: structures differ, a target does not divide a leaf, over several processes
-                other devices, or no allowed route.
+            MoveDoesNotFit: the move needs more memory than a device has.
+            ValueError: structures differ, a target does not divide a leaf, no allowed route can take a
+                group, or layouts over several processes have different devices.
         """
         plan = plan_move(tree, shardings, group_bytes=group_bytes, donate=donate)
         programs = Once() if programs is None else programs
@@ -137,7 +136,7 @@ class Move:
         return cls(plan=plan, groups=tuple(groups), structure=jax.tree.structure(tree))
 
     def __call__(self, tree: PyTree) -> PyTree:
-        """The same values in the target layout. Compiles nothing.
+        """Return the same values in the target layout. Compiles nothing.
 
         Raises, before anything has moved:
             ValueError: `tree` is not what the move was compiled for, or two leaves share a buffer.
@@ -160,7 +159,7 @@ class Move:
             moved = group.run(sources)
             if self.plan.donate:
                 for array in sources:
-                    if not array.is_deleted():  # the program that aliases has done it
+                    if not array.is_deleted():  # an alias has taken it over already
                         array.delete()
             for position, value in zip(positions, moved, strict=True):
                 results[position] = _as_before(leaves[position], value)
@@ -168,11 +167,22 @@ class Move:
         return jax.tree.unflatten(self.structure, results)
 
     def require_room(self) -> None:
-        """Raise MoveDoesNotFit where a device reports less free memory than the move needs."""
-        _require_room(self.plan)
+        """Raise MoveDoesNotFit if a device reports less free memory than the move needs."""
+        before = self.plan.before_bytes
+        for device, needed in self.plan.peak_bytes.items():
+            limit, used = _reported(device, "bytes_limit"), _reported(device, "bytes_in_use")
+            if limit is None or used is None:
+                continue  # CPUs report neither
+            new = needed - before.get(device, 0)
+            if new > limit - used:
+                raise MoveDoesNotFit(
+                    f"the move needs {mebibytes(new)} more on {device} than it holds now, and "
+                    f"{mebibytes(limit - used)} of {mebibytes(limit)} are free. Nothing was moved. Free "
+                    "memory there, or use a smaller group_bytes."
+                )
 
     def _checked(self, position: int, leaf: Any) -> jax.Array:
-        """The leaf's data, known to be what the move was compiled for."""
+        """Return the leaf's data; raise ValueError unless the move was compiled for it."""
         plan = self.plan.leaves[position]
         if not isinstance(leaf, jax.Array):
             raise ValueError(
@@ -182,7 +192,7 @@ class Move:
         if leaf.is_deleted():
             raise ValueError(
                 f"{plan.name} has been deleted: it was donated to a step or to another move. Pass the "
-                "state that came out of it."
+                "state that was returned instead."
             )
         shape, dtype, source, _ = as_data(plan.name, leaf, leaf.sharding)
         same = source == plan.source or source.is_equivalent_to(plan.source, len(shape))
@@ -194,13 +204,13 @@ class Move:
         return jax.random.key_data(leaf) if _is_key(leaf) else leaf
 
     def _require_own_buffers(self, data: Sequence[jax.Array]) -> None:
-        """A source is deleted with its group; another leaf in its memory would be lost with it."""
+        """Raise ValueError if leaves share a buffer: deleting one would delete the other before it moves."""
         owner: dict[tuple[Device, int], int] = {}
         for position, array in enumerate(data):
             if not array.size:
                 continue
             for index in range(len(array.sharding.addressable_devices)):
-                # One that is the same everywhere gives its first shard each time, which does.
+                # A replicated array returns its first shard every time, which is enough to find its buffer.
                 shard: Any = array.addressable_data(index)
                 place = next(iter(shard.devices())), shard.unsafe_buffer_pointer()
                 first = owner.setdefault(place, position)
@@ -218,7 +228,7 @@ def _is_key(leaf: Any) -> bool:
 
 
 def _as_before(leaf: Any, data: jax.Array) -> jax.Array:
-    """`data`, as PRNG keys where the leaf was made of them."""
+    """Return `data` as PRNG keys if the leaf holds keys."""
     if not _is_key(leaf):
         return data
     return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
@@ -237,44 +247,29 @@ def _require_limit(plan: MovePlan, memory_bytes: int | None) -> None:
             )
 
 
-def _require_room(plan: MovePlan) -> None:
-    before = plan.before_bytes
-    for device, needed in plan.peak_bytes.items():
-        limit, used = _reported(device, "bytes_limit"), _reported(device, "bytes_in_use")
-        if limit is None or used is None:
-            continue  # CPUs report neither
-        new = needed - before.get(device, 0)
-        if new > limit - used:
-            raise MoveDoesNotFit(
-                f"the move needs {mebibytes(new)} more on {device} than it holds now, and "
-                f"{mebibytes(limit - used)} of {mebibytes(limit)} are free. Nothing was moved. Free "
-                "memory there, or use a smaller group_bytes."
-            )
-
-
 def _reported(device: Device, name: str) -> int | None:
     if device.process_index != jax.process_index():
-        return None  # its own process asks
+        return None  # only its own process can ask
     return (device.memory_stats() or {}).get(name)
 
 
-# -- the ways a group can go -------------------------------------------------------------------------
+# -- routes of a group -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class IdentityProgram:
-    """One identity for leaves of certain kinds, whichever leaves of a state they are."""
+    """A jitted identity between two layouts, for any leaves of certain kinds."""
 
     program: Callable[..., Sequence[jax.Array]]
-    """The executable."""
+    """Executable."""
     leaves: tuple[LeafPlan, ...]
-    """Those that it was compiled for."""
+    """Leaves that it was compiled for."""
     temporary_bytes: int | None
-    """Per device; None where the backend does not tell."""
+    """Temporary bytes per device; None if the backend does not report them."""
     sent_bytes: int | None
-    """By its collectives; None where they cannot be read."""
+    """Bytes sent by its collectives; None if they cannot be read."""
     problem: str = ""
-    """Why one of both is not known."""
+    """Reason why one of the two is not known."""
 
 
 def _kinds(leaves: Sequence[LeafPlan]) -> Hashable:
@@ -290,45 +285,22 @@ def compile_group(
     programs: Once,
     is_rest: bool = False,
 ) -> CompiledGroup:
-    """Compile the ways that may be best for `group`, in order of preference, and keep the first good one.
+    """Compile the routes that may be best for `group`, in order of preference; return the first good one.
 
-    `leaves` are the group's own. `is_rest` takes a hop in two programs, which many moves share. Otherwise
-    "hop" is for where "pieces" are not allowed: those send less and need less memory. Raises ValueError
-    where no allowed route can take the group.
+    `leaves` are the group's own. `is_rest` takes a hop in two programs, which many moves share. Otherwise a
+    hop is tried only if pieces are not allowed, because pieces send less and need less memory. Raises
+    ValueError if no allowed route can take the group.
     """
     if group.route == "alias":
         return _compile_alias(group, leaves, donate, programs)
-    same_devices = all(tuple(x.source_boxes) == tuple(x.target_boxes) for x in leaves)
-    if all(x.source.is_fully_addressable and x.target.is_fully_addressable for x in leaves):
-        pieces = "pieces" in allowed
-    elif same_devices:
-        pieces = False
-    else:
-        raise ValueError(
-            f"{leaves[0].name} would go from {leaves[0].source} to {leaves[0].target}, to other devices or "
-            "another order of them. Between processes a move keeps both: save and restore a checkpoint."
-        )
-    tried: list[CompiledGroup] = []
-    # The runtime has to do no more than one copy of each shard where shards only change devices.
-    if same_devices and not (pieces and only_relocates(leaves)):
-        if is_rest and {"direct", "hop"} <= set(allowed):
-            return _compile_rest(group, leaves, programs)
-        for route in ("direct", "hop"):
-            if route not in allowed or (route == "hop" and pieces):
-                continue
-            jitted = _jitted(leaves, programs, hop=route == "hop")
-            found = _jitted_group(group, leaves, jitted, route)
-            if not jitted.problem and is_good(found):
-                return found
-            tried.append(found)
-            if jitted.problem:
-                way = '"pieces"' if pieces else "the program that needs the least memory"
-                logging.warning(
-                    "The move of %s and %d more leaves is left to %s: %s",
-                    *(leaves[0].name, len(leaves) - 1, way, jitted.problem),
-                )
-                break
-    if pieces:
+    may_send = _may_send_pieces(leaves, allowed)
+    routes = _jitted_routes(leaves, allowed, may_send)
+    if is_rest and routes and {"direct", "hop"} <= set(allowed):
+        return _compile_rest(group, leaves, programs)
+    good, tried = _try_jitted(group, leaves, routes, programs, falls_back=may_send)
+    if good is not None:
+        return good
+    if may_send:
         transfers = compile_transfers(leaves, programs)
         plan = replace(group, route="pieces", temporary_bytes=transfers.temporary_bytes)
         return CompiledGroup(plan, transfers)
@@ -340,8 +312,58 @@ def compile_group(
     return min(tried, key=lambda one: (one.xla_temporary_bytes, one.collective_bytes or 0))
 
 
+def _may_send_pieces(leaves: Sequence[LeafPlan], allowed: Collection[Route]) -> bool:
+    """Return whether pieces may be sent; raise ValueError if nothing else would work between processes."""
+    if all(x.source.is_fully_addressable and x.target.is_fully_addressable for x in leaves):
+        return "pieces" in allowed
+    if all(leaf.keeps_devices for leaf in leaves):
+        return False
+    raise ValueError(
+        f"{leaves[0].name} would go from {leaves[0].source} to {leaves[0].target}, to other devices or "
+        "another order of them. Between processes a move keeps both: save and restore a checkpoint."
+    )
+
+
+def _jitted_routes(
+    leaves: Sequence[LeafPlan], allowed: Collection[Route], may_send: bool
+) -> list[Route]:
+    """Return the allowed routes that XLA may compile, in order of preference."""
+    # If shards only change devices, pieces need no more than one copy of each shard.
+    is_for_pieces = may_send and only_relocates(leaves)
+    if is_for_pieces or not all(leaf.keeps_devices for leaf in leaves):
+        return []
+    order: tuple[Route, ...] = ("direct",) if may_send else ("direct", "hop")
+    return [route for route in order if route in allowed]
+
+
+def _try_jitted(
+    group: GroupPlan,
+    leaves: Sequence[LeafPlan],
+    routes: Sequence[Route],
+    programs: Once,
+    *,
+    falls_back: bool,
+) -> tuple[CompiledGroup | None, list[CompiledGroup]]:
+    """Compile jitted moves until one is good; return it, if any, and the others that were tried."""
+    tried: list[CompiledGroup] = []
+    for route in routes:
+        jitted = _jitted(leaves, programs, hop=route == "hop")
+        found = _jitted_group(group, leaves, jitted, route)
+        if not jitted.problem and is_good(found):
+            return found, tried
+        tried.append(found)
+        if jitted.problem:
+            way = '"pieces"' if falls_back else "the program that needs the least memory"
+            logging.warning(
+                "The move of %s and %d more leaves uses %s: %s",
+                *(leaves[0].name, len(leaves) - 1, way, jitted.problem),
+            )
+            break
+    return None, tried
+
+
 def is_good(jitted: CompiledGroup) -> bool:
-    """Whether a jitted move stays within the limits on temporaries and traffic."""
+    """Return whether a jitted move stays within the limits on temporaries and traffic."""
     plan, sent = jitted.plan, jitted.collective_bytes or 0
     return (
         jitted.xla_temporary_bytes <= MAX_TEMPORARY_RATIO * plan.whole_bytes
@@ -352,7 +374,7 @@ def is_good(jitted: CompiledGroup) -> bool:
 def _compile_alias(
     group: GroupPlan, leaves: Sequence[LeafPlan], donate: bool, programs: Once
 ) -> CompiledGroup:
-    """An identity whose outputs are its inputs' buffers; copies of them where the sources stay."""
+    """Compile an identity that hands its inputs' buffers on, or copies them if the sources stay."""
 
     def same(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         return arrays if donate else tuple(jnp.copy(x) for x in arrays)
@@ -372,7 +394,7 @@ def _compile_alias(
 
 
 def _under(array: jax.Array, sharding: Sharding, leaf: LeafPlan) -> jax.Array:
-    """The same buffers under another name for the same boxes."""
+    """Return the same buffers under a sharding with the same boxes."""
     if array.sharding == sharding and array.shape == leaf.shape:
         return array
     held = shards(array)
@@ -387,7 +409,7 @@ def _jitted(leaves: Sequence[LeafPlan], programs: Once, *, hop: bool = False) ->
 
 
 def _compile_jitted(leaves: Sequence[LeafPlan], *, hop: bool) -> IdentityProgram:
-    """One identity for the whole group, directly or through a layout cut along one dimension."""
+    """Compile an identity for a whole group, directly or through a layout cut along one dimension."""
 
     def moved(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         if not hop:
@@ -403,7 +425,7 @@ def _compile_jitted(leaves: Sequence[LeafPlan], *, hop: bool) -> IdentityProgram
     stats: Any = program.memory_analysis()
     problem = ""
     if stats is None:
-        problem = "this backend does not tell how much memory a program needs."
+        problem = "this backend does not report how much memory a program needs."
     sent = None
     try:
         sent = received_bytes(program.as_text() or "", len(leaves[0].target_boxes))
@@ -417,10 +439,9 @@ def _jitted_group(
     group: GroupPlan, leaves: Sequence[LeafPlan], jitted: IdentityProgram, route: Route
 ) -> CompiledGroup:
     devices = tuple(leaves[0].target_boxes)
-    # What is not known is taken for the most that there can be.
+    # If it is not known, assume the most that is possible.
     temporary = group.whole_bytes if jitted.temporary_bytes is None else jitted.temporary_bytes
-    # XLA:CPU runs the collectives of several programs on one pool of threads, where they can wait for
-    # each other for ever.
+    # XLA:CPU runs the collectives of several programs on one thread pool, and they may deadlock there.
     waits = jitted.sent_bytes != 0 and all(device.platform == "cpu" for device in devices)
 
     def run(arrays: Sequence[jax.Array]) -> list[jax.Array]:
@@ -435,32 +456,30 @@ def _jitted_group(
 
 
 def _compile_rest(group: GroupPlan, leaves: Sequence[LeafPlan], programs: Once) -> CompiledGroup:
-    """A hop in two programs: with n layouts there are 2 n of them, and n (n - 1) pairs."""
-    devices = tuple(leaves[0].source_boxes)
-    whole = NamedSharding(_flat(leaves[0]), PartitionSpec())
-    middle = [one_dimensional(leaf) or whole for leaf in leaves]
-    held = [boxes(m, leaf.shape) for m, leaf in zip(middle, leaves, strict=True)]
-    there = [
-        replace(leaf, target=m, target_boxes=box)
-        for leaf, m, box in zip(leaves, middle, held, strict=True)
-    ]
-    on = [
-        replace(leaf, source=m, source_boxes=box)
-        for leaf, m, box in zip(leaves, middle, held, strict=True)
-    ]
+    """Compile a hop as two programs: n layouts have 2 n such programs, but n (n - 1) pairs."""
+    there, on = zip(*map(_through_middle, leaves), strict=True)
     steps = [_jitted_group(group, half, _jitted(half, programs), "hop") for half in (there, on)]
 
     def run(arrays: Sequence[jax.Array]) -> list[jax.Array]:
         return steps[1].run(steps[0].run(arrays))
 
-    between = total(
-        shard_bytes(box, leaf.dtype.itemsize) for box, leaf in zip(held, leaves, strict=True)
-    )
+    between = total(shard_bytes(x.target_boxes, x.dtype.itemsize) for x in there)
     temporary = max(step.xla_temporary_bytes for step in steps)
+    devices = tuple(leaves[0].source_boxes)
     plan = replace(
         group, route="hop", temporary_bytes=total([between, dict.fromkeys(devices, temporary)])
     )
     return CompiledGroup(plan, run, sum(step.collective_bytes or 0 for step in steps), temporary)
+
+
+def _through_middle(leaf: LeafPlan) -> tuple[LeafPlan, LeafPlan]:
+    """Split a leaf's move in two, through a layout cut along one dimension (whole if none divides)."""
+    middle = one_dimensional(leaf) or NamedSharding(_flat(leaf), PartitionSpec())
+    held = boxes(middle, leaf.shape)
+    return (
+        replace(leaf, target=middle, target_boxes=held),
+        replace(leaf, source=middle, source_boxes=held),
+    )
 
 
 def _flat(leaf: LeafPlan) -> Mesh:
@@ -468,7 +487,7 @@ def _flat(leaf: LeafPlan) -> Mesh:
 
 
 def one_dimensional(leaf: LeafPlan) -> NamedSharding | None:
-    """A layout that cuts one dimension over all devices; None where none is divisible."""
+    """Return a sharding that cuts one dimension over all devices; None if no dimension is divisible."""
     mesh = _flat(leaf)
     fits = [dim for dim, length in enumerate(leaf.shape) if length and length % mesh.size == 0]
     if not fits:
@@ -498,55 +517,59 @@ _BITS = re.compile(r"\d+")
 
 
 def received_bytes(hlo_text: str, num_devices: int) -> int:
-    """Bytes that arrive on all `num_devices` together in one run of the program, loops counted once.
+    """Return the bytes that all `num_devices` together receive in one run of a program, loops counted once.
 
-    XLA's memory analysis tells temporaries but not traffic, and its cost analysis mixes traffic with
-    memory. The optimised HLO names every collective with its result shape and its groups, which is enough:
-    the bytes that arrive on a device and did not lie there before. Raises ValueError for a collective that
-    is not known here, which no jitted identity holds.
+    XLA's memory analysis reports temporaries but no traffic, and its cost analysis mixes traffic with memory.
+    The optimised HLO names every collective with its result shape and its groups, which is enough: it gives
+    the bytes that arrive on a device and were not there before. Raises ValueError for an unknown collective,
+    which no jitted identity holds.
 
     >>> line = "%x = f32[8]{0} all-gather(f32[2]{0} %p), replica_groups=[2,4]<=[8], dimensions={0}"
     >>> received_bytes(line, 8)
     192
     """
-    arrived = 0
     operations = list(_OPERATION.finditer(hlo_text))
     if len(operations) != len(_NAMED.findall(hlo_text)):
         raise ValueError(
-            "this program holds collectives in a form that is not known here, so its traffic cannot be "
-            'told. Use Move.compile(..., routes=("alias", "pieces")).'
+            "this program holds collectives in a form that is not known, so its traffic cannot be "
+            'read. Use Move.compile(..., routes=("alias", "pieces")).'
         )
-    for found in operations:
-        kind, rest = found["kind"], found["rest"]
-        text = found["result"]
-        if found["start"] and kind in ("all-gather", "collective-permute"):
-            # The asynchronous form returns its operands too: (operand, result, contexts), or, of
-            # several, ((operands), (results)).
-            several = re.findall(r"\(([^()]*)\)", text[1:-1]) if text.startswith("((") else []
-            text = several[1] if several else _SHAPE.findall(text)[1:2]
-            text = text if isinstance(text, str) else "{}[{}]".format(*text[0])
-        result = sum(_shape_bytes(shape) for shape in _SHAPE.finditer(text))
-        if kind == "collective-permute":
-            pairs = _PAIRS.search(rest)
-            if pairs is None:
-                raise ValueError(
-                    f"no source_target_pairs in {found[0]!r}: this HLO is not known here."
-                )
-            numbers = [int(n) for n in re.findall(r"\d+", pairs["pairs"])]
-            moves = sum(a != b for a, b in zip(numbers[::2], numbers[1::2], strict=True))
-            arrived += result * moves
-            continue
-        size = _group_size(rest, num_devices)
-        if kind in ("all-gather", "all-to-all"):
-            # Each holds one part in `size` of its result already.
-            arrived += num_devices * result * (size - 1) // size
-        elif kind == "all-reduce":
-            arrived += 2 * num_devices * result * (size - 1) // size
-        elif kind == "reduce-scatter":
-            arrived += num_devices * result * (size - 1)
+    return sum(_received_by(found, num_devices) for found in operations)
+
+
+def _received_by(found: re.Match[str], num_devices: int) -> int:
+    """Return the bytes that one collective brings to all devices."""
+    kind, rest, result = found["kind"], found["rest"], _result_bytes(found)
+    if kind == "collective-permute":
+        pairs = _PAIRS.search(rest)
+        if pairs is None:
+            raise ValueError(
+                f"no source_target_pairs in {found[0]!r}: this HLO has an unknown form."
+            )
+        numbers = [int(n) for n in re.findall(r"\d+", pairs["pairs"])]
+        return result * sum(a != b for a, b in zip(numbers[::2], numbers[1::2], strict=True))
+    size = _group_size(rest, num_devices)
+    if kind in ("all-gather", "all-to-all"):
+        # Each device holds one part in `size` of its result already.
+        return num_devices * result * (size - 1) // size
+    if kind == "all-reduce":
+        return 2 * num_devices * result * (size - 1) // size
+    if kind == "reduce-scatter":
+        return num_devices * result * (size - 1)
+    raise ValueError(f"{kind} has no fixed traffic: {found[0]!r}.")
+
+
+def _result_bytes(found: re.Match[str]) -> int:
+    text = found["result"]
+    if found["start"] and found["kind"] in ("all-gather", "collective-permute"):
+        # The asynchronous form returns its operands too: (operand, result, contexts), or for several
+        # operands ((operands), (results)).
+        several = re.findall(r"\(([^()]*)\)", text[1:-1]) if text.startswith("((") else []
+        if len(several) > 1:
+            text = several[1]
         else:
-            raise ValueError(f"{kind} has no fixed traffic: {found[0]!r}.")
-    return arrived
+            text = "{}[{}]".format(*_SHAPE.findall(text)[1])
+    return sum(_shape_bytes(shape) for shape in _SHAPE.finditer(text))
 
 
 def _shape_bytes(shape: re.Match[str]) -> int:

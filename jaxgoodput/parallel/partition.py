@@ -186,7 +186,7 @@ def _require_matches(strategy: Strategy, own: OwnSpecs, names: Iterable[str]) ->
             )
     if unknown := sorted({name for name, _ in own} - set(names)):
         raise ValueError(
-            f"the model's metadata speaks of {unknown[0]!r}, which is no parameter. Paths are {shown}: "
+            f"the model's metadata names {unknown[0]!r}, which is no parameter. Paths are {shown}: "
             "let Variables.specs name the parameters that Variables.params holds."
         )
 
@@ -262,14 +262,14 @@ def whole_leaves(specs: ParamSpecs, params: PyTree) -> tuple[str, ...]:
     sizes = [math.prod(leaf.shape) * leaf.dtype.itemsize for _, leaf in leaves]
     least, share = WORTH_A_WORD
     large = max(least, share * sum(sizes))
-    found = []
+    whole = []
     for (path, leaf), size in zip(leaves, sizes, strict=True):
         name = path_name(path)
         is_chosen = any(re.search(pattern, name) for pattern, _ in strategy.rules)
-        if degrees and size > large and not is_chosen and not any(specs.spec(path, leaf.shape)):
+        if size > large and not is_chosen and not any(specs.spec(path, leaf.shape)):
             why = _why_whole(leaf.shape, degrees)
-            found.append((-size, f"{name}, {size / 2**20:.0f} MiB, stays whole because {why}."))
-    return tuple(sentence for _, sentence in sorted(found))
+            whole.append((-size, f"{name}, {size / 2**20:.0f} MiB, stays whole because {why}."))
+    return tuple(sentence for _, sentence in sorted(whole)) if degrees else ()
 
 
 def _why_whole(shape: Sequence[int], degrees: Mapping[str, int]) -> str:

@@ -135,18 +135,9 @@ def place(
     Raises ValueError for a strategy that does not use exactly those devices, for two that differ and have
     one name, and for several if processes come and go.
     """
-    count = jax.process_count()
-    if count > 1 and devices is not None:
-        raise ValueError(
-            f"devices= is for one process; this job has {count}. Start the processes with the devices "
-            "that they should use."
-        )
-    everyone = jax.devices() if count > 1 else jax.local_devices() if devices is None else devices
-    made = {
-        "process_index": jax.process_index(),
-        "process_count": count,
-        "store": shared_store() if count > 1 else None,
-    }
+    everyone, count = _everyone(devices), jax.process_count()
+    store = shared_store() if count > 1 else None
+    made = {"process_index": jax.process_index(), "process_count": count, "store": store}
     if group_size is not None:
         layouts, world = _in_groups(everyone, strategies, group_size)
         return Place(layouts, world, group_size=group_size, is_elastic=True, **made)
@@ -158,14 +149,27 @@ def place(
     return Place({name: plan.on(everyone) for name, plan in plans.items()}, None, **made)
 
 
+def _everyone(devices: Sequence[Any] | None) -> Sequence[Any]:
+    """Return the devices of all processes; `devices` may narrow them in a single process."""
+    count = jax.process_count()
+    if devices is None:
+        return jax.devices() if count > 1 else jax.local_devices()
+    if count > 1:
+        raise ValueError(
+            f"devices= is for one process; this job has {count}. Start the processes with the devices "
+            "that they should use."
+        )
+    return devices
+
+
 def _plans(strategies: Sequence[Strategy], num_devices: int) -> dict[str, Strategy]:
     """Return the resolved strategies by name; plain data parallelism under "" if there are none."""
     plans = list(dict.fromkeys(strategy.resolved(num_devices) for strategy in strategies))
     names = [plan.name for plan in plans]
     if len(set(names)) < len(names):
         raise ValueError(
-            f"Config.strategies has two of one name: {', '.join(names)}. On {num_devices} devices they have "
-            "the same degrees, and other rules: give each a `title`, or leave one of them out."
+            f"Config.strategies has two strategies of one name: {', '.join(names)}. On {num_devices} devices "
+            "they differ in their rules alone. Give each a `title`, or leave one of them out."
         )
     return dict(zip(names, plans, strict=True)) or {"": Strategy(data=num_devices)}
 

@@ -1,23 +1,22 @@
 """What a change of layout has to move, in which groups and with how much memory, before anything runs.
 
-A sharding gives every device a box: an interval per dimension. What a device needs and does not hold
-already comes from other devices, one *piece* per part that it lacks. Where several devices hold a part,
-the one that has the least to send so far sends it (greedy list scheduling of the send load; what has to
-be received is given).
+A sharding gives every device a box: an interval per dimension. The parts of its new box that a device does
+not hold yet come from other devices, one *piece* per part. If several devices hold a part, the one that has
+the least to send so far sends it (greedy list scheduling of the send load; the load of receiving is fixed).
 
-The plan is pure: shapes, dtypes and shardings go in, numbers and pieces come out. `bytes_moved` is a
-lower bound for every way of moving: what devices need and do not hold. Leaves move in *groups*, and the
-sources of a group are gone before the next group starts, so that a move needs the memory of one group
-and not of a second state. How a group moves is its *route*:
+The plan is pure: shapes, dtypes and shardings go in, numbers and pieces come out. `bytes_moved`, what devices
+need and do not hold, is a lower bound for every route. Leaves move in *groups*, and the sources of a group
+are gone before the next group starts, so a move needs extra memory for one group, not for a second state.
+How a group moves is its *route*:
 
-* "alias": every device holds its target already; the buffers change hands (a copy where the source
-  stays);
+* "alias": every device holds its target already; the buffers change hands (a copy if the source stays);
 * "direct": one jitted identity; XLA picks the collectives;
-* "hop": the same through a layout cut along one dimension, where XLA's direct way would build whole
-  arrays on every device ("involuntary full rematerialization");
+* "hop": an identity through a layout cut along one dimension, for groups that XLA's direct way would build
+  whole on every device ("involuntary full rematerialization");
 * "pieces": one transfer per piece, put together on the receiver; the way to other devices.
 """
 
+import collections
 import functools
 import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -34,33 +33,33 @@ Box = tuple[tuple[int, int], ...]  # per dimension: first index, and one past th
 Device = Any  # a jax.Device: hashed and compared, never used
 Route = Literal["alias", "direct", "hop", "pieces"]
 GROUP_BYTES = 32 * 2**20
-GROUP_LEAVES = 64  # a program of more takes long to compile
-# Buffers that change hands do so by so many leaves of one kind at a time: few programs, few calls.
+GROUP_LEAVES = 64  # a program with more takes long to compile
+# Buffers change hands in groups of these sizes, of one kind of leaf: few programs, few calls.
 ALIASED = (64, 8, 1)
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One part of an array that `receiver` needs and `sender` holds; the same device: it stays there."""
+    """Part of an array that `receiver` needs and `sender` holds; it stays if both are the same device."""
 
     sender: Device
-    """One that holds it."""
+    """Device that holds it."""
     receiver: Device
-    """The one that needs it."""
+    """Device that needs it."""
     box: Box
-    """Of the whole array."""
+    """Box within the whole array."""
 
 
 @dataclass(frozen=True)
 class Overlap:
-    """What one receiver needs: parts of its target box, each with every device that holds it."""
+    """Parts of the box that one receiver needs, each with the devices that hold it."""
 
     receiver: Device
-    """Who needs it."""
+    """Device that needs them."""
     local: Box | None
-    """What it holds already."""
+    """Part that it holds already."""
     lacking: tuple[tuple[Box, tuple[Device, ...]], ...]
-    """What it does not, and who does."""
+    """Parts that it lacks, and the devices that hold each."""
 
 
 @dataclass(frozen=True)
@@ -68,88 +67,83 @@ class LeafPlan:
     """How one leaf lies before and after, and the pieces that take it there."""
 
     name: str
-    """Its path, for errors."""
+    """Path of the leaf, for errors."""
     shape: tuple[int, ...]
-    """Of the key data, for an array of PRNG keys."""
+    """Shape of the array, or of its key data if it holds PRNG keys."""
     dtype: np.dtype
-    """Of the key data, for an array of PRNG keys."""
+    """Type of the array, or of its key data."""
     source: Sharding
-    """How it lies before."""
+    """Sharding before the move."""
     target: Sharding
-    """How it lies afterwards."""
+    """Sharding after the move."""
     pieces: tuple[Piece, ...]
-    """What every device needs, sent or held already."""
+    """Parts that every device needs, sent or held already."""
     source_boxes: Mapping[Device, Box] = field(repr=False)
-    """Device -> what it holds before."""
+    """Box that each device holds before."""
     target_boxes: Mapping[Device, Box] = field(repr=False)
-    """Device -> what it holds afterwards."""
+    """Box that each device holds afterwards."""
+
+    @property
+    def keeps_devices(self) -> bool:
+        """Whether source and target have the same devices in the same order."""
+        return tuple(self.source_boxes) == tuple(self.target_boxes)
 
     @functools.cached_property
     def kind(self) -> Hashable:
-        """The same for leaves that one program can move, whatever their shardings are called."""
+        """Key that is equal for leaves that one program can move, whatever their shardings are called."""
         held, wanted = tuple(self.source_boxes.values()), tuple(self.target_boxes.values())
         return self.shape, str(self.dtype), held, wanted
 
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """Leaves that move together, on one route. Bytes by device are of the whole group."""
+    """Leaves that move together, on one route. Bytes by device cover the whole group."""
 
     leaves: tuple[int, ...]
     """Positions in the flattened tree."""
     route: Route
-    """How they go."""
+    """Route on which they move."""
     bytes_moved: int
-    """What devices need and lack, summed."""
+    """Sum of what devices need and lack."""
     whole_bytes: int
-    """Of the leaves, each counted once."""
+    """Bytes of the leaves, each counted once."""
     source_bytes: Mapping[Device, int]
-    """By device, before."""
+    """Bytes by device, before."""
     target_bytes: Mapping[Device, int]
-    """By device, afterwards."""
+    """Bytes by device, afterwards."""
     temporary_bytes: Mapping[Device, int] = field(default_factory=dict)
-    """By device, beside source and target."""
-
-    @property
-    def largest_bytes(self) -> int:
-        """The most that one device holds of the group, before or after."""
-        return max([*self.source_bytes.values(), *self.target_bytes.values()], default=0)
+    """Bytes by device, besides source and target."""
 
 
 @dataclass(frozen=True)
 class MovePlan:
-    """A whole move. The groups run in order.
-
-    `peak_bytes` is, for each device, the most it holds of this state at any time of the move;
-    `peak_extra_bytes` is the largest excess of that, on any device, over the larger of what the
-    device holds before and after.
-    """
+    """A whole move. The groups run in order."""
 
     leaves: tuple[LeafPlan, ...]
-    """In the tree's order."""
+    """Leaves in the tree's order."""
     groups: tuple[GroupPlan, ...]
-    """In the order in which they run."""
+    """Groups in the order in which they run."""
     donate: bool
     """Whether sources are deleted on the way."""
     bytes_moved: int
-    """What devices need and lack, summed: no way of moving sends less."""
+    """Sum of what devices need and lack: no route sends less."""
     largest_send_bytes: int
-    """By one device, where the least loaded holder sends."""
+    """Most bytes that one device sends, if the least loaded holder of each piece sends it."""
 
     @property
     def before_bytes(self) -> dict[Device, int]:
-        """Device -> what it holds before."""
+        """Bytes that each device holds before."""
         return total(group.source_bytes for group in self.groups)
 
     @property
     def after_bytes(self) -> dict[Device, int]:
-        """Device -> what it holds afterwards: with `donate` the target alone."""
+        """Bytes that each device holds afterwards: with `donate` only the target."""
         targets = total(group.target_bytes for group in self.groups)
         return targets if self.donate else total([targets, self.before_bytes])
 
     @property
     def peak_bytes(self) -> dict[Device, int]:
-        """Device -> the most it holds at any time, source, target and temporaries together."""
+        """Most bytes that each device holds at any time: source, target and temporaries together."""
         held = self.before_bytes
         peak = dict(held)
         for group in self.groups:
@@ -164,7 +158,7 @@ class MovePlan:
 
     @property
     def peak_extra_bytes(self) -> int:
-        """The most any device needs beyond what it holds before or after, whichever is more."""
+        """Most bytes that any device needs beyond what it holds before or after, whichever is more."""
         before, after = self.before_bytes, self.after_bytes
         return max(
             (
@@ -175,14 +169,12 @@ class MovePlan:
         )
 
     def with_groups(self, groups: Sequence[GroupPlan]) -> "MovePlan":
-        """The same move on other routes."""
+        """Return the same move with other groups or routes."""
         return replace(self, groups=tuple(groups))
 
     def __str__(self) -> str:
-        """One line: how much, who sends most, extra memory, routes."""
-        counts: dict[str, int] = {}
-        for group in self.groups:
-            counts[group.route] = counts.get(group.route, 0) + 1
+        """Return a line with bytes, the largest sender, extra memory and routes."""
+        counts = collections.Counter(group.route for group in self.groups)
         ways = ", ".join(f"{route} x {count}" for route, count in counts.items()) or "nothing"
         return (
             f"{mebibytes(self.bytes_moved)} moved, {mebibytes(self.largest_send_bytes)} by the largest "
@@ -195,16 +187,17 @@ def plan_move(
 ) -> MovePlan:
     """Plan the move of `tree` (arrays, or shapes with a sharding) to `shardings` (same structure).
 
-    Every group holds up to `group_bytes` on the device that holds most of it, or one leaf. Leaves are
-    dealt out evenly by kind, so that most groups are equal and share their programs. Routes are those
-    that need no compilation to know: "alias" or "pieces"; `Move.compile` replaces the latter where XLA's
-    analysis of a jitted move is as good.
+    Every group has one leaf, or up to `group_bytes` on the device that holds most of it. Leaves are dealt out
+    evenly by kind, so most groups are equal and share their programs. Routes are "alias" or "pieces", which
+    need no compilation to plan; `Move.compile` replaces "pieces" if XLA's analysis of a jitted move is as
+    good.
 
-    Raises ValueError where structures differ, a leaf has no sharding, or a target does not divide a
-    leaf.
+    Raises ValueError if structures differ, a leaf has no sharding, or a target does not divide a leaf.
     """
     if group_bytes < 1:
-        raise ValueError(f"group_bytes must be at least 1; got {group_bytes}.")
+        raise ValueError(
+            f"group_bytes must be at least 1; got {group_bytes}. Use {GROUP_BYTES} if unsure."
+        )
     sent: dict[Device, int] = {}
     known: dict[Any, tuple[dict[Device, Box], dict[Device, Box], tuple[Overlap, ...]]] = {}
     leaves = []
@@ -228,7 +221,7 @@ def plan_move(
 
 
 def mebibytes(size: int) -> str:
-    """For messages.
+    """Return a size as text, for messages.
 
     >>> mebibytes(3 * 2**19)
     '1.5 MiB'
@@ -237,7 +230,7 @@ def mebibytes(size: int) -> str:
 
 
 def total(parts: Iterable[Mapping[Device, int]]) -> dict[Device, int]:
-    """Sums by device.
+    """Return sums by device.
 
     >>> total([{"a": 1}, {"a": 2, "b": 3}])
     {'a': 3, 'b': 3}
@@ -252,7 +245,7 @@ def total(parts: Iterable[Mapping[Device, int]]) -> dict[Device, int]:
 def as_data(
     name: str, value: Any, target: Any
 ) -> tuple[tuple[int, ...], np.dtype, Sharding, Sharding]:
-    """Shape, dtype, source and target of a leaf's data; PRNG keys as the integers they are made of."""
+    """Return shape, dtype, source and target of a leaf's data; PRNG keys are treated as integers."""
     source = getattr(value, "sharding", None)
     if not isinstance(source, Sharding):
         raise ValueError(
@@ -268,7 +261,7 @@ def as_data(
         return tuple(value.shape), np.dtype(value.dtype), source, target
     abstract = jax.ShapeDtypeStruct(value.shape, value.dtype)
     data = jax.eval_shape(jax.random.key_data, abstract)
-    # The last dimensions of key data are whole, which a shorter spec says too.
+    # The last dimensions of key data are whole, so the keys' shorter spec is valid for them.
     return tuple(data.shape), np.dtype(data.dtype), source, target
 
 
@@ -295,27 +288,27 @@ def _divided(name: str, shape: tuple[int, ...], target: Sharding) -> dict[Device
 
 
 def shard_bytes(boxes_held: Mapping[Device, Box], item_bytes: int) -> dict[Device, int]:
-    """Device -> bytes of its box."""
+    """Return the bytes of each device's box."""
     return {device: num_elements(box) * item_bytes for device, box in boxes_held.items()}
 
 
 def _grouped(leaves: Sequence[LeafPlan], group_bytes: int) -> list[GroupPlan]:
-    """Leaves on the same devices, those that stay apart from those that move, by what they free."""
+    """Group leaves on the same devices, separately if they stay or move, ordered by what they free."""
     kinds: dict[Any, dict[Any, list[int]]] = {}
     for position, leaf in enumerate(leaves):
         held, wanted = leaf.source_boxes, leaf.target_boxes
-        where = held == wanted, tuple(held), tuple(wanted)
-        kinds.setdefault(where, {}).setdefault(leaf.kind, []).append(position)
+        devices = held == wanted, tuple(held), tuple(wanted)
+        kinds.setdefault(devices, {}).setdefault(leaf.kind, []).append(position)
     groups: list[GroupPlan] = []
     for (stays, *_), found in kinds.items():
-        # In an order that does not depend on the tree: equal groups are then equal programs.
+        # In an order that does not depend on the tree, so that equal groups are equal programs.
         by_kind = [found[kind] for kind in sorted(found)]
         if stays:
             dealt = [part for kind in by_kind for part in _aliased(kind)]
         else:
             dealt = _dealt([(kind, _cost(leaves[kind[0]])) for kind in by_kind], group_bytes)
         groups += [_group(positions, [leaves[i] for i in positions], stays) for positions in dealt]
-    # Those that free the most come first: the later ones find room.
+    # Groups that free the most come first, which makes room for later ones.
     return sorted(groups, key=_growth)
 
 
@@ -327,9 +320,9 @@ def _aliased(positions: Sequence[int]) -> Iterable[list[int]]:
 
 
 def _dealt(kinds: Sequence[tuple[Sequence[int], int]], group_bytes: int) -> list[list[int]]:
-    """Groups of leaves of several kinds, (positions, bytes of one): as many equal ones as can be.
+    """Deal leaves of several kinds, (positions, bytes of one), into as many equal groups as possible.
 
-    Every group of `count` gets as many of a kind as every other; what is left over is dealt again.
+    Every group of a round gets as many leaves of a kind as every other; the rest is dealt in another round.
 
     >>> _dealt([([0, 1, 2, 3, 4, 5], 1), ([6, 7, 8], 2)], 4)
     [[0, 1, 6], [2, 3, 7], [4, 5, 8]]
@@ -337,25 +330,35 @@ def _dealt(kinds: Sequence[tuple[Sequence[int], int]], group_bytes: int) -> list
     kinds = [(positions, size) for positions, size in kinds if positions]
     if not kinds:
         return []
-    needed = -(-sum(len(positions) * size for positions, size in kinds) // group_bytes)
-    needed = max(needed, -(-sum(len(positions) for positions, _ in kinds) // GROUP_LEAVES))
-    most = max(len(positions) for positions, _ in kinds)
-    if needed > most and len(kinds) > 1:
+    count = _num_groups(kinds, group_bytes)
+    if count is None:
         return [group for kind in kinds for group in _dealt([kind], group_bytes)]
-    counts = range(min(needed, most), min(2 * needed, most) + 1)
-    count = min(counts, key=lambda n: sum(len(positions) % n for positions, _ in kinds))
-    groups: list[list[int]] = [[] for _ in range(count)]
-    rest = []
-    for positions, size in kinds:
-        each = len(positions) // count
-        for i, group in enumerate(groups):
-            group += positions[i * each : (i + 1) * each]
-        rest.append((positions[each * count :], size))
+    dealt = [(positions, len(positions) // count) for positions, _ in kinds]
+    groups = [
+        [p for positions, each in dealt for p in positions[i * each : (i + 1) * each]]
+        for i in range(count)
+    ]
+    rest = [(positions[len(positions) // count * count :], size) for positions, size in kinds]
     return groups + _dealt(rest, group_bytes)
 
 
+def _num_groups(kinds: Sequence[tuple[Sequence[int], int]], group_bytes: int) -> int | None:
+    """Return how many groups to deal leaves to; None if kinds have too few leaves to share groups.
+
+    Groups stay within `group_bytes` and `GROUP_LEAVES`. There are up to twice as many groups as that needs,
+    if fewer leaves are then left over.
+    """
+    lengths = [len(positions) for positions, _ in kinds]
+    num_bytes = sum(len(positions) * size for positions, size in kinds)
+    needed, most = max(-(-num_bytes // group_bytes), -(-sum(lengths) // GROUP_LEAVES)), max(lengths)
+    if needed > most and len(kinds) > 1:
+        return None
+    counts = range(min(needed, most), min(2 * needed, most) + 1)
+    return min(counts, key=lambda n: sum(length % n for length in lengths))
+
+
 def _cost(leaf: LeafPlan) -> int:
-    """What one device holds of the leaf at most, before or after."""
+    """Return the most bytes that one device holds of the leaf, before or after."""
     held = [*leaf.source_boxes.values(), *leaf.target_boxes.values()]
     return max(map(num_elements, held)) * leaf.dtype.itemsize
 
@@ -377,32 +380,29 @@ def _group(positions: Sequence[int], leaves: Sequence[LeafPlan], stays: bool) ->
 
 
 def _growth(group: GroupPlan) -> int:
-    """What the fullest device gains by the group's move."""
+    """Return the most bytes that a device gains by the group's move."""
     return max(size - group.source_bytes.get(d, 0) for d, size in group.target_bytes.items())
 
 
-# -- which device lacks which part, and who sends it: integer boxes, no device values ----------------
+# -- which device lacks which part, and which one sends it: integer boxes, no device values ----------
 
 
 def boxes(sharding: Sharding, shape: Sequence[int]) -> dict[Device, Box]:
-    """The box of every device, in the order of the sharding's devices.
+    """Return the box of every device, in the order of the sharding's devices.
 
     >>> import jax
     >>> from jaxgoodput.parallel.strategy import Strategy
     >>> list(boxes(Strategy().on(jax.devices()[:1]).replicated, (2, 3)).values())
     [((0, 2), (0, 3))]
     """
-    found = {}
-    for device, index in sharding.devices_indices_map(tuple(shape)).items():
-        found[device] = tuple(
-            (cut.start or 0, length if cut.stop is None else cut.stop)
-            for cut, length in zip(index, shape, strict=True)
-        )
-    return found
+    return {
+        device: tuple(cut.indices(n)[:2] for cut, n in zip(index, shape, strict=True))
+        for device, index in sharding.devices_indices_map(tuple(shape)).items()
+    }
 
 
 def num_elements(box: Box) -> int:
-    """Elements of a box; 1 for a scalar's.
+    """Return the number of elements in a box; 1 for a scalar.
 
     >>> num_elements(((2, 4), (0, 3)))
     6
@@ -411,7 +411,7 @@ def num_elements(box: Box) -> int:
 
 
 def intersection(one: Box, other: Box) -> Box | None:
-    """The common part of two boxes of one array, None where there is none.
+    """Return the common part of two boxes of one array; None if they do not overlap.
 
     >>> intersection(((0, 4), (0, 2)), ((2, 6), (0, 8)))
     ((2, 4), (0, 2))
@@ -421,7 +421,7 @@ def intersection(one: Box, other: Box) -> Box | None:
 
 
 def within(box: Box, outer: Box) -> tuple[slice, ...]:
-    """Where `box` lies in the shard that holds `outer`.
+    """Return the slices of `box` within the shard that holds `outer`.
 
     >>> within(((4, 6),), ((4, 8),))
     (slice(0, 2, None),)
@@ -430,10 +430,10 @@ def within(box: Box, outer: Box) -> tuple[slice, ...]:
 
 
 def overlaps(source: Mapping[Device, Box], target: Mapping[Device, Box]) -> tuple[Overlap, ...]:
-    """For every device of `target`, what it holds already and who holds the rest.
+    """Return, for every device of `target`, what it holds already and which devices hold the rest.
 
-    Shardings cut an array into boxes that are equal or disjoint, so the distinct source boxes, cut
-    to the target's, are the pieces.
+    Shardings cut an array into boxes that are equal or disjoint, so the pieces are the distinct source boxes,
+    each intersected with the target box.
     """
     owners: dict[Box, list[Device]] = {}
     for device, box in source.items():
@@ -454,7 +454,7 @@ def overlaps(source: Mapping[Device, Box], target: Mapping[Device, Box]) -> tupl
 def assigned(
     found: Sequence[Overlap], item_bytes: int, sent_bytes: dict[Device, int]
 ) -> tuple[Piece, ...]:
-    """The pieces with a sender each; adds what each sends to `sent_bytes`, which spans many arrays."""
+    """Choose a sender for every piece; add its bytes to `sent_bytes`, which covers many arrays."""
     pieces = []
     for overlap in found:
         if overlap.local is not None:

@@ -102,13 +102,7 @@ class Strategy:
         for pattern, spec in self.rules:
             _check_rule(pattern, spec)
         for logical, entry in self.activations:
-            axes = axes_of(entry)
-            if not logical or not set(axes) <= set(MESH_AXES) or len(set(axes)) < len(axes):
-                raise ValueError(
-                    f"Strategy.activations gives {logical!r} the axes {entry!r}; they must be None, one of "
-                    f"{', '.join(MESH_AXES)}, or a tuple of those, each once. Correct the axes, or leave "
-                    "the name to DEFAULT_ACTIVATIONS."
-                )
+            _check_activation(logical, entry)
         if self.title and not re.fullmatch(r"[A-Za-z0-9_.-]+", self.title):
             raise ValueError(
                 f"Strategy.title is {self.title!r}; it names files and charts and may have letters, digits "
@@ -194,7 +188,8 @@ class Strategy:
         Raises ValueError if it needs another number of devices.
         """
         open_axes = [axis for axis, degree in self.degrees.items() if degree == WHAT_IS_LEFT]
-        taken = math.prod(degree for degree in self.degrees.values() if degree != WHAT_IS_LEFT)
+        # The product of the known degrees, times -1 if one is open.
+        taken = abs(math.prod(self.degrees.values()))
         if open_axes and num_devices > 0 and num_devices % taken == 0:
             return replace(self, **{open_axes[0]: num_devices // taken})
         if not open_axes and num_devices == taken:
@@ -202,9 +197,9 @@ class Strategy:
         needs = f"a multiple of {taken}" if open_axes else f"{taken}"
         remedy = "Pass exactly that many"
         if num_devices > 0:
-            is_simple = not open_axes and taken == self.data  # data parallelism alone
-            other = f"Strategy(data={num_devices})"
-            remedy += f", or use {other if is_simple else f'one of candidates({num_devices})'}"
+            is_plain = not open_axes and taken == self.data
+            others = "Strategy(data={})" if is_plain else "one of candidates({})"
+            remedy += f", or use {others.format(num_devices)}"
         raise ValueError(
             f"Strategy({self.name}) needs {needs} devices; got {num_devices}. {remedy}."
         )
@@ -233,7 +228,7 @@ def device_grid(strategy: Strategy, devices: Sequence[Any]) -> np.ndarray:
     cannot hold whole copies.
     """
     hosts = [(getattr(d, "slice_index", 0) or 0, getattr(d, "process_index", 0)) for d in devices]
-    is_tpu = bool(devices) and getattr(devices[0], "platform", "") == "tpu"
+    is_tpu = any(getattr(d, "platform", "") == "tpu" for d in devices[:1])
     if not is_tpu and len(set(hosts)) == 1:
         return _array(devices).reshape([strategy.degrees[axis] for axis in MESH_AXES])
     shape = [strategy.degrees[axis] for axis in BY_TRAFFIC]
@@ -306,6 +301,16 @@ def _check_rule(pattern: str, spec: Iterable[Any]) -> None:
             "It is searched for in paths such as 'layers/0/mlp/kernel'."
         ) from error
     check_axes(spec, f"the rule ({pattern!r}, {spec})")
+
+
+def _check_activation(logical: str, entry: Any) -> None:
+    axes = axes_of(entry)
+    if not logical or not set(axes) <= set(MESH_AXES) or len(set(axes)) < len(axes):
+        raise ValueError(
+            f"Strategy.activations gives {logical!r} the axes {entry!r}; they must be None, one of "
+            f"{', '.join(MESH_AXES)}, or a tuple of those, each once. Correct the axes, or leave "
+            "the name to DEFAULT_ACTIVATIONS."
+        )
 
 
 def check_axes(spec: Iterable[Any], source: str) -> None:

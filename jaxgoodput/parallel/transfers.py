@@ -1,11 +1,11 @@
-"""Pieces sent one by one between devices: the way to other devices, and where collectives are too dear.
+"""Pieces sent one by one between devices: the way to other devices, and if collectives cost too much.
 
-Shards are split into *tiles*, the largest boxes that divide the shards of both layouts alike. One program
-over all senders splits a group, all tiles that others need are handed to the runtime in one call, and
-one program over all receivers joins the group. A shard that is a tile is sent as it is; a tile
-that is a shard of the target is the target. What is held beside source and target are the tiles.
+Shards are split into *tiles*, the largest boxes that divide the shards of both layouts. One program over all
+senders splits a group, one call hands all tiles that other devices need to the runtime, and one program over
+all receivers joins the group. A shard that is a single tile is sent as it is, and a tile that is a whole
+shard of the target needs no joining. Only the tiles are held besides source and target.
 
-Split and join depend on shapes alone, not on who sends what: equal groups share them.
+Split and join depend on shapes alone, not on which device sends what, so equal groups share them.
 """
 
 import itertools
@@ -24,108 +24,136 @@ from jaxgoodput.parallel.plan import Box, Device, LeafPlan, intersection, total
 
 Program = Callable[..., Sequence[jax.Array]]
 Shards = Mapping[Device, jax.Array]
-# A function, and the shapes and types of its arguments.
+# A function, with the shapes and types of its arguments.
 Built = tuple[Callable[..., list[jax.Array]], list[tuple[tuple[int, ...], Any]]]
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """How one leaf goes."""
+    """How one leaf is split, sent and joined."""
 
     leaf: LeafPlan
-    """Where from, where to."""
+    """Plan of the leaf, with its boxes."""
     is_split: bool
-    """Whether a shard is more than a tile."""
+    """Whether a shard has several tiles."""
     is_joined: bool
-    """Whether a shard of the target is made of tiles, or must be a copy of one."""
+    """Whether a shard of the target is joined from tiles, or must be a copy of one."""
     tiles: Mapping[Device, tuple[tuple[Device, int], ...]]
-    """Receiver -> the sender of each of its tiles, and which of the sender's tiles it is."""
+    """Tiles of each receiver in order, as the sender and the number among its tiles."""
 
     @property
     def held(self) -> tuple[int, ...]:
-        """The shape of a shard before."""
+        """Shape of a shard before the move."""
         return _shape(self.leaf.source_boxes)
 
     @property
     def wanted(self) -> tuple[int, ...]:
-        """The shape of a shard afterwards."""
+        """Shape of a shard after the move."""
         return _shape(self.leaf.target_boxes)
 
     @property
     def tile(self) -> tuple[int, ...]:
-        """The shape of a tile."""
+        """Shape of a tile."""
         return _tile(self.leaf)
+
+    @property
+    def temporary_bytes(self) -> dict[Device, int]:
+        """Bytes that each device holds besides source and target."""
+        parts, item = [], self.leaf.dtype.itemsize
+        if self.is_split:
+            parts.append(dict.fromkeys(self.leaf.source_boxes, math.prod(self.held) * item))
+        if self.is_joined:
+            size = math.prod(self.tile) * item
+            parts.append(
+                {r: size * sum(s != r for s, _ in tiles) for r, tiles in self.tiles.items()}
+            )
+        return total(parts)
 
 
 @dataclass(frozen=True)
 class Transfers:
-    """A compiled group."""
+    """A compiled group of leaves that move by pieces."""
 
     leaves: tuple[Transfer, ...]
-    """The group's own."""
+    """Leaves of the group."""
     split: Program | None
-    """From the shards of all senders to their tiles, of the leaves that are split."""
+    """Program from the shards of all senders to their tiles, for leaves that are split."""
     join: Program | None
-    """From tiles to the shards of all receivers, of the leaves that are joined."""
+    """Program from tiles to the shards of all receivers, for leaves that are joined."""
     temporary_bytes: Mapping[Device, int]
-    """By device, beside source and target."""
+    """Bytes by device, besides source and target."""
 
     def __call__(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
-        """The group's leaves in their target layout; `arrays` stay, and nothing waits."""
-        leaves = [one.leaf for one in self.leaves]
-        senders, receivers = tuple(leaves[0].source_boxes), tuple(leaves[0].target_boxes)
-        held = [[shards(array)] for array in arrays]
+        """Return the group's leaves in their target layout; `arrays` stay, and nothing waits."""
+        # Tiles are passed on without a name, so that senders can free them once they have arrived.
+        joined = self._joined(self._arrived(self._tiles(arrays)))
+        return [
+            jax.make_array_from_single_device_arrays(one.leaf.shape, one.leaf.target, parts)
+            for one, parts in zip(self.leaves, joined, strict=True)
+        ]
+
+    def _tiles(self, arrays: Sequence[jax.Array]) -> list[list[Shards]]:
+        """Return the tiles of each leaf on their senders."""
+        held: list[list[Shards]] = [[shards(array)] for array in arrays]
         if self.split is not None:
+            senders = tuple(self.leaves[0].leaf.source_boxes)
             chosen = [i for i, one in enumerate(self.leaves) if one.is_split]
             found = iter(self.split(*(same_everywhere(held[i][0], senders) for i in chosen)))
             for i in chosen:
                 count = len(_slices(self.leaves[i].held, self.leaves[i].tile))
                 held[i] = [shards(tile) for tile in itertools.islice(found, count)]
+        return held
+
+    def _arrived(self, tiles: list[list[Shards]]) -> list[list[list[jax.Array]]]:
+        """Send tiles to other devices; return the tiles of each leaf for each receiver."""
         remote = [
-            (tiles[number][sender], SingleDeviceSharding(receiver))
-            for one, tiles in zip(self.leaves, held, strict=True)
+            (held[number][sender], SingleDeviceSharding(receiver))
+            for one, held in zip(self.leaves, tiles, strict=True)
             for receiver, wanted in one.tiles.items()
             for sender, number in wanted
             if sender != receiver
         ]
-        sent, places = zip(*remote, strict=True) if remote else ((), ())
-        arrived = iter(jax.device_put(list(sent), list(places)) if sent else [])
-        del remote, sent
-        inbox = [
-            [
-                [
-                    tiles[number][sender] if sender == receiver else next(arrived)
-                    for sender, number in wanted
-                ]
-                for receiver, wanted in one.tiles.items()
+        sent, places = [x for x, _ in remote], [place for _, place in remote]
+        arrived = iter(jax.device_put(sent, places) if sent else [])
+
+        def received(held: list[Shards], receiver: Device, wanted: Any) -> list[jax.Array]:
+            return [
+                held[number][sender] if sender == receiver else next(arrived)
+                for sender, number in wanted
             ]
-            for one, tiles in zip(self.leaves, held, strict=True)
-        ]
-        del held
-        shares = [[tiles[0] for tiles in got] if got[0] else [] for got in inbox]
-        if self.join is not None:
-            chosen = [i for i, one in enumerate(self.leaves) if one.is_joined]
-            columns = [c for i in chosen for c in zip(*inbox[i], strict=True)]
-            parts = [dict(zip(receivers, column, strict=True)) for column in columns]
-            made = self.join(*(same_everywhere(part, receivers) for part in parts))
-            for i, joined in zip(chosen, map(shards, made), strict=True):
-                shares[i] = [joined[device] for device in receivers]
+
         return [
-            jax.make_array_from_single_device_arrays(leaf.shape, leaf.target, parts)
-            for leaf, parts in zip(leaves, shares, strict=True)
+            [received(held, receiver, wanted) for receiver, wanted in one.tiles.items()]
+            for one, held in zip(self.leaves, tiles, strict=True)
+        ]
+
+    def _joined(self, inbox: list[list[list[jax.Array]]]) -> list[list[jax.Array]]:
+        """Return the shards of each leaf on their receivers."""
+        made: Iterator[jax.Array] = iter(())
+        receivers = tuple(self.leaves[0].leaf.target_boxes)
+        if self.join is not None:
+            joining = [got for one, got in zip(self.leaves, inbox, strict=True) if one.is_joined]
+            columns = [column for got in joining for column in zip(*got, strict=True)]
+            parts = [dict(zip(receivers, column, strict=True)) for column in columns]
+            made = iter(self.join(*(same_everywhere(part, receivers) for part in parts)))
+        return [
+            list(map(shards(next(made)).__getitem__, receivers))
+            if one.is_joined
+            else [tiles[0] for tiles in got]
+            for one, got in zip(self.leaves, inbox, strict=True)
         ]
 
 
 def shards(array: jax.Array) -> dict[Device, jax.Array]:
-    """Device -> what it holds."""
+    """Return what each device of this process holds."""
     return {shard.device: shard.data for shard in array.addressable_shards}
 
 
 def same_everywhere(parts: Shards, devices: tuple[Device, ...]) -> jax.Array:
-    """Arrays of one shape, one on each of `devices` that is this process's, as one array.
+    """Return one array made of `parts`, which have one shape, on this process's share of `devices`.
 
-    It passes for replicated, though every device holds something else: a program without collectives
-    reads nothing but its own.
+    It is declared replicated, though every device holds something else: in a program without collectives,
+    each device reads only its own part.
     """
     mine = [parts[device] for device in devices if device in parts]
     return jax.make_array_from_single_device_arrays(mine[0].shape, _whole(devices), mine)
@@ -142,7 +170,7 @@ def compile_locally(
     *,
     donate: bool = False,
 ) -> Program:
-    """One program for all `devices`, each of which runs `function` on what it holds: (shape, dtype) each."""
+    """Compile a program in which each device applies `function` to its own values, of (shape, dtype)."""
     here = _whole(devices)
     abstract = [jax.ShapeDtypeStruct(shape, dtype, sharding=here) for shape, dtype in arguments]
     numbers = tuple(range(len(arguments))) if donate else ()
@@ -150,7 +178,7 @@ def compile_locally(
 
 
 def only_relocates(leaves: Sequence[LeafPlan]) -> bool:
-    """Whether every device receives one whole shard of another's per leaf: nothing to cut or join."""
+    """Return whether every device receives one whole shard per leaf, so nothing is split or joined."""
     return all(
         len(leaf.pieces) == len(leaf.target_boxes)
         and all(
@@ -161,19 +189,8 @@ def only_relocates(leaves: Sequence[LeafPlan]) -> bool:
 
 
 def compile_transfers(leaves: Sequence[LeafPlan], programs: Once) -> Transfers:
-    """Compile what `programs` does not hold yet; all leaves have the same devices."""
+    """Compile the programs that `programs` does not hold yet. All leaves must have the same devices."""
     transfers = [_transfer(leaf) for leaf in leaves]
-    splitting = [one for one in transfers if one.is_split]
-    joining = [one for one in transfers if one.is_joined]
-    temporary: dict[Device, int] = {}
-    for one in transfers:
-        if one.is_split:
-            size = math.prod(one.held) * one.leaf.dtype.itemsize
-            temporary = total([temporary, dict.fromkeys(one.leaf.source_boxes, size)])
-        if one.is_joined:
-            size = math.prod(one.tile) * one.leaf.dtype.itemsize
-            received = {r: sum(s != r for s, _ in found) for r, found in one.tiles.items()}
-            temporary = total([temporary, {r: size * count for r, count in received.items()}])
 
     def compiled(
         build: Callable[[Sequence[Transfer]], Built],
@@ -188,16 +205,18 @@ def compile_transfers(leaves: Sequence[LeafPlan], programs: Once) -> Transfers:
             (build, shapes, devices), lambda: compile_locally(function, arguments, devices)
         )
 
+    splitting = [one for one in transfers if one.is_split]
+    joining = [one for one in transfers if one.is_joined]
     return Transfers(
         leaves=tuple(transfers),
         split=compiled(_split, splitting, tuple(leaves[0].source_boxes)),
         join=compiled(_join, joining, tuple(leaves[0].target_boxes)),
-        temporary_bytes=temporary,
+        temporary_bytes=total(one.temporary_bytes for one in transfers),
     )
 
 
 def _split(transfers: Sequence[Transfer]) -> Built:
-    """From shards to tiles: the function, and the shapes and types of its arguments."""
+    """Build the function from shards to tiles."""
 
     def split(*held: jax.Array) -> list[jax.Array]:
         return [
@@ -210,7 +229,7 @@ def _split(transfers: Sequence[Transfer]) -> Built:
 
 
 def _join(transfers: Sequence[Transfer]) -> Built:
-    """From tiles to shards in memory of their own."""
+    """Build the function from tiles to shards in buffers of their own."""
 
     def join(*tiles: jax.Array) -> list[jax.Array]:
         rest = iter(tiles)
@@ -230,7 +249,7 @@ def _join(transfers: Sequence[Transfer]) -> Built:
 
 
 def _shape(held: Mapping[Device, Box]) -> tuple[int, ...]:
-    """Of one shard; all have the same."""
+    """Return the shape of a shard; all shards have the same."""
     return tuple(stop - start for start, stop in next(iter(held.values())))
 
 
@@ -239,7 +258,7 @@ def _tile(leaf: LeafPlan) -> tuple[int, ...]:
 
 
 def _boxes(box: Box, tile: tuple[int, ...]) -> list[Box]:
-    """The tiles of a box, row by row; none of an empty one.
+    """Return the tiles of a box, row by row; an empty box has none.
 
     >>> _boxes(((0, 2), (4, 8)), (2, 2))
     [((0, 2), (4, 6)), ((0, 2), (6, 8))]
@@ -257,24 +276,25 @@ def _slices(shape: tuple[int, ...], tile: tuple[int, ...]) -> list[tuple[slice, 
 
 
 def _transfer(leaf: LeafPlan) -> Transfer:
+    """Plan how a leaf is split into tiles, which tile comes from which device, and how they are joined."""
     tile, wanted = _tile(leaf), _shape(leaf.target_boxes)
     numbers = {
         sender: {box: number for number, box in enumerate(_boxes(held, tile))}
         for sender, held in leaf.source_boxes.items()
     }
-    tiles = {
-        receiver: tuple(
-            (sender, numbers[sender][box])
-            for box in _boxes(target, tile)
-            for sender in [
-                p.sender
-                for p in leaf.pieces
-                if p.receiver == receiver and intersection(p.box, box) == box
-            ]
+
+    def source(receiver: Device, box: Box) -> tuple[Device, int]:
+        sender = next(
+            p.sender
+            for p in leaf.pieces
+            if p.receiver == receiver and intersection(p.box, box) == box
         )
+        return sender, numbers[sender][box]
+
+    tiles = {
+        receiver: tuple(source(receiver, box) for box in _boxes(target, tile))
         for receiver, target in leaf.target_boxes.items()
     }
-
     is_split = tile != _shape(leaf.source_boxes)
     # A tile that stays is a part of the source, which the move deletes, unless it was cut out of it.
     stays = any(sender == receiver for receiver, found in tiles.items() for sender, _ in found)

@@ -18,13 +18,13 @@ from jaxgoodput.clock import Clock
 from jaxgoodput.engine.state import StepMetrics
 from jaxgoodput.goodput.efficiency import Grad, noise_scale
 from jaxgoodput.goodput.fit import PerfFit
-from jaxgoodput.goodput.perf import Feeding
 from jaxgoodput.goodput.search import BatchConfig, BatchLimits
-from jaxgoodput.observe.events import Event, FitEnd, TuneEnd
-from jaxgoodput.train.compile_ahead import ReadyStrategies
+from jaxgoodput.observe import hooks as hooking
+from jaxgoodput.observe.events import Event, FitEnd, StepEnd, TuneEnd
+from jaxgoodput.train.compile_ahead import StrategyCompiler
 from jaxgoodput.train.config import Config
 from jaxgoodput.train.control import DEPTH, Control, Requests
-from jaxgoodput.train.reporter import UNKNOWN, Reporter, WindowInputs
+from jaxgoodput.train.reporter import Reporter, WindowInputs
 from jaxgoodput.train.watcher import StepResult
 from jaxgoodput.tune.batch import tune
 from jaxgoodput.tune.cadence import FIRST_CADENCE, NoiseCadence
@@ -35,7 +35,6 @@ from jaxgoodput.tune.remembered import BatchHistory, ProgramMemory
 from jaxgoodput.tune.timings import (
     FeedingTimes,
     StrategyTimings,
-    SwitchCosts,
     TimingRow,
     TimingTable,
 )
@@ -59,7 +58,7 @@ class Analyst:
     def __init__(
         self,
         config: Config,
-        strategies: ReadyStrategies,
+        strategies: StrategyCompiler,
         *,
         current: BatchConfig,
         requests: Requests,
@@ -89,9 +88,8 @@ class Analyst:
             dataset_size=dataset_size,
             schedule=schedule,
         )
-        self._timings = StrategyTimings(num_nodes=1)
+        self._timings = StrategyTimings(1, lambda seconds: book("first_execution", seconds))
         self._feeding = FeedingTimes()
-        self._switches = SwitchCosts(lambda seconds: book("first_execution", seconds))
         self._evidence = Evidence()
         self._cadence = NoiseCadence(config.statistics.every_steps, config.statistics.overhead)
         self._due = VerdictTimer(
@@ -105,16 +103,20 @@ class Analyst:
         self._trials = Trials()
         self._history = BatchHistory(current)
         self._latest: StepResult | None = None
-        self._reporter = Reporter(
+        self._teller = hooking.Teller(
             hooks,
-            window_s=config.reporting.window_s,
-            tokens_per_sample=float(config.reporting.tokens_per_sample or UNKNOWN),
-            length=self._length,
-            learning_rate=learning_rate,
-            clock=clock,
             is_stopping=lambda: requests.signal is not None,
+            clock=clock,
             on_error=on_error,
             book=book,
+        )
+        self._reporter = Reporter(
+            self._teller.tell,
+            config.reporting,
+            length=self._length,
+            hears_steps=hooking.hear(hooks, StepEnd),
+            learning_rate=learning_rate,
+            clock=clock,
         )
         self._worker: QueueWorker[StepResult | TunerAnswer | Event] = QueueWorker(
             "analyst", self._handle, on_error=on_error
@@ -126,11 +128,11 @@ class Analyst:
     @property
     def is_awaited(self) -> bool:
         """Whether training waits for hooks."""
-        return self._reporter.is_awaited
+        return self._teller.is_awaited
 
     def result(self, result: StepResult) -> None:
         """Hand in a finished step. Blocks while hooks are far behind, unless the run is stopping."""
-        self._reporter.hold_up()
+        self._teller.hold_up()
         self._worker.put(result)
 
     def fed(self, global_batch_size: int, seconds: float) -> None:
@@ -169,14 +171,14 @@ class Analyst:
     def flush(self) -> None:
         """Wait until everything handed in so far has been handled, by hooks too."""
         done = threading.Event()
-        self._worker.call_when_done(lambda: self._reporter.tell_when_done(done))
+        self._worker.call_when_done(lambda: self._teller.tell_when_done(done))
         done.wait()
 
     def close(self) -> None:
         """Handle everything that was handed in, then end the threads."""
         self._tuner.close()
         self._worker.close()
-        self._reporter.close()
+        self._teller.close()
 
     # -- on the analyst's own thread -------------------------------------------------------------
 
@@ -191,7 +193,7 @@ class Analyst:
             self._due.has_ended |= isinstance(item, FitEnd)
             if not self._reporter.is_empty:
                 self._draw()
-            self._reporter.tell(item)
+            self._teller.tell(item)
 
     def _take(self, result: StepResult) -> None:
         """Learn from a finished step, report it, and ask for a verdict if one is due."""
@@ -235,8 +237,8 @@ class Analyst:
             )
         elif is_changed:
             key = self._timings.key(ticket.config, measured=ticket.measured)
-            self._switches.add_first_step(key, parts.step_s)
-        self._switches.compare(self._table)
+            self._timings.switches.add_first_step(key, parts.step_s)
+        self._timings.switches.compare(self._table)
 
     def _decide(self, metrics: StepMetrics[float], step: int) -> None:
         """Follow the user's schedule, start compiling other batches, or ask for a verdict, if it is time."""
@@ -251,36 +253,33 @@ class Analyst:
                 has_fit=self._fit is not None,
             )
         )
-        # Considered at every step at first, while most of the time is left, and then with every verdict.
-        if (is_due or self._due.is_warming_up) and self._is_compiling_worth_it(metrics):
-            self._strategies.start()
-            self._compile_s = None
         if is_due:
             self._due.asked(now_s, step, is_known=is_known)
             self._evidence.review(self._noise_scale(metrics.noise.cautious))
+        # Compiling is considered at every step at first, while most time is left, and then with every
+        # verdict.
+        if is_due or self._due.is_warming_up:
+            self._start_compiling(metrics, step)
+        if is_due:
             # Until the answer is handled: the tuner is free earlier, but another verdict would not know of
             # it.
             self._due.is_judging = self._tuner.ask(self._situation(step))
 
-    def _is_compiling_worth_it(self, metrics: StepMetrics[float]) -> bool:
-        """Return whether to start compiling other batches in the background."""
+    def _start_compiling(self, metrics: StepMetrics[float], step: int) -> None:
+        """Start compiling other batches in the background, if that is expected to pay off."""
         if self._compile_s is None or self._config.policy != "goodput":
-            return False
-        grad, strategy = metrics.noise.cautious, self._current.strategy
+            return
+        situation = self._situation(step)
         is_known = self._adapt and metrics.noise.is_known
-        return compiling_pays(
-            grad,
-            self._limits,
-            self._current,
-            sizes=self._strategies.sizes(strategy),
-            ready=self._strategies.ready(strategy),
-            table=self._table,
-            num_nodes=self._timings.num_nodes,
-            left_s=self._left_s(grad),
+        if compiling_pays(
+            situation,
+            self._strategies.sizes(self._current.strategy),
+            self._table,
             compile_s=self._compile_s,
-            min_gain=self._config.tuning.min_gain,
             num_strategies=self._strategies.num_strategies if is_known else 1,
-        )
+        ):
+            self._strategies.start()
+            self._compile_s = None
 
     def _follow_schedule(self, step: int) -> bool:
         """Change to the batch that the user's schedule asks for; return whether a change was posted.
@@ -316,7 +315,7 @@ class Analyst:
             self._trials.kept(situation, verdict)
         if verdict.statistics_every != self._cadence.every:
             self._set_cadence(verdict.statistics_every)
-        self._reporter.tell(
+        self._teller.tell(
             TuneEnd(
                 step=situation.step,
                 before=current,
@@ -341,15 +340,12 @@ class Analyst:
         """Close the window and tell the hooks about it."""
         self._reporter.draw(
             WindowInputs(
-                limits=self._limits,
-                placement=self._timings.placement(self._current),
-                fit=self._fit,
+                here=self._here(),
                 statistics_every=self._cadence.every,
                 measured_at=self._cadence.measured_at,
                 memory_limit=self._strategies.memory_limit(self._current.strategy),
                 stretch=self._evidence.now(),
                 stretch_before=self._evidence.before,
-                feeding=self._feeding_line(),
                 feeding_s=self._feeding.of(self._current.global_batch_size),
                 arithmetic=self._strategies.arithmetic(self._current),
             )
@@ -362,16 +358,7 @@ class Analyst:
         assert self._latest is not None
         metrics, samples = self._latest.metrics, self._latest.ticket.samples
         current, noise, table = self._current, metrics.noise, self._table
-        clean, is_disturbed = self._timings.timed(current, clean=True), self._due.is_disturbed
-        here = StrategyOption(
-            config=current,
-            limits=self._limits,
-            placement=self._timings.placement(current),
-            ready=self._strategies.ready(current.strategy),
-            timed=self._timings.timed(current, clean=False) if is_disturbed else clean,
-            fit=self._fit,
-            feeding=self._feeding_line(),
-        )
+        here = self._here()
         others = map(self._timings.known, self._strategies.others() if self._adapt else ())
         share_done = self._length.share_done(metrics.progress, samples)
         return Situation(
@@ -384,8 +371,8 @@ class Analyst:
             grad=noise.cautious,
             noise_is_lower_bound=noise.is_lower_bound,
             timings=table.timings(step),
-            clean=clean,
-            disturbed=is_disturbed,
+            clean=self._timings.timed(current, clean=True),
+            disturbed=self._due.is_disturbed,
             steps_since_change=self._due.steps_since_change(step),
             caution=self._caution(),
             accumulate=self._config.accumulates,
@@ -406,6 +393,21 @@ class Analyst:
             step_s=self._timings.step_s(current),
         )
 
+    def _here(self) -> StrategyOption:
+        """Return the strategy and batch in use, with its measurements."""
+        current = self._current
+        step_s = self._timings.step_s(current)
+        return StrategyOption(
+            config=current,
+            limits=self._limits,
+            placement=self._timings.placement(current),
+            ready=self._strategies.ready(current.strategy),
+            timed=self._timings.timed(current, clean=not self._due.is_disturbed),
+            fit=self._fit,
+            # A batch was prepared during a step, so that took no longer than the step.
+            feeding=self._feeding.line(current.global_batch_size, step_s),
+        )
+
     def _caution(self) -> Caution:
         """Return the conditions that a change must meet now."""
         tuning, doubt = self._config.tuning, self._table.disturbance()
@@ -414,7 +416,7 @@ class Analyst:
             doubt=(UNKNOWN_DOUBT if math.isnan(doubt) else doubt) * self._due.is_disturbed,
             dwell_steps=PROBE_STEPS if self._trials.is_running else tuning.dwell_steps,
             max_growth=self._history.max_growth(self._current, tuning.max_growth),
-            switch_s=self._switches.median_s,
+            switch_s=self._timings.switches.median_s,
         )
 
     def _home(self, here: StrategyOption) -> StrategyOption | None:
@@ -449,12 +451,6 @@ class Analyst:
             global_batch_size=self._current.global_batch_size,
             base=self._limits.base,
             step_s=self._timings.step_s(self._current),
-        )
-
-    def _feeding_line(self) -> Feeding | None:
-        """Return the time to prepare a batch, which was at most the time of the step that ran meanwhile."""
-        return self._feeding.line(
-            self._current.global_batch_size, self._timings.step_s(self._current)
         )
 
     def _noise_scale(self, grad: Grad) -> float:

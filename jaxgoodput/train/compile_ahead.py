@@ -8,7 +8,6 @@ strategy whose step does not fit into memory is left out. The tuner is only offe
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, runtime_checkable
 
 from absl import logging
 
@@ -28,54 +27,14 @@ from jaxgoodput.tune.verdict import StrategyOption
 ASSUMED_BYTES_PER_S = 1e9
 
 
-@runtime_checkable
-class ReadyStrategies(Protocol):
-    """The strategies and sizes that could be used now, as the analyst asks for them.
-
-    Strategies are referred to by name; the name is "" if the user has configured none.
-    """
-
-    @property
-    def num_strategies(self) -> int:
-        """Number of strategies, prepared or not."""
-        ...
-
-    def limits(self, strategy: str) -> BatchLimits:
-        """Return the batches that data, devices and memory allow."""
-        ...
-
-    def sizes(self, strategy: str) -> Sequence[int]:
-        """Return the micro-batch sizes that may ever be used, in samples per replica."""
-        ...
-
-    def ready(self, strategy: str) -> Sequence[int]:
-        """Return the micro-batch sizes that are compiled."""
-        ...
-
-    def memory_limit(self, strategy: str) -> int:
-        """Return the largest micro-batch size expected to fit into memory; 0 if unknown."""
-        ...
-
-    def arithmetic(self, config: BatchConfig) -> Arithmetic:
-        """Return the operations per sample under a configuration, and the peak rate of its devices."""
-        ...
-
-    def others(self) -> Sequence[StrategyOption]:
-        """Return the other strategies that are ready, without their step times."""
-        ...
-
-    def start(self) -> None:
-        """Compile other sizes and strategies in the background from now on."""
-        ...
-
-
 class StrategyCompiler:
     """Holds a `SizeCompiler` for every strategy used so far, and the thread that prepares the others.
 
     `engines` are the engines of all strategies by name, `plan` is the plan of the strategy to start with, and
     `plan_of` makes the plan of another one. `budget` is the memory of a device in bytes, `reach` the factor
     by which one change may grow the batch. Without `background` everything is compiled when it is needed.
-    `compile_more` compiles other programs that a strategy needs, such as an evaluation.
+    `compile_more` compiles other programs that a strategy needs, such as an evaluation. Strategies are
+    referred to by name; the name is "" if the user has configured none.
     """
 
     def __init__(
@@ -250,6 +209,7 @@ class StrategyCompiler:
         with self._lock:
             seconds, count = (sum(values) for values in zip((0.0, 0), *self._moves, strict=True))
             least = min((s for s, _ in self._moves), default=0.0)
+        # Latency dominates small moves, so no move is expected to be faster than the fastest one so far.
         per_byte = seconds / count if count else 1 / ASSUMED_BYTES_PER_S
         return max(moved * per_byte, least)
 
@@ -301,7 +261,7 @@ class StrategyCompiler:
         )
 
     def _raise_error(self) -> None:
-        """Raise the error that has ended the thread, if any, on every call."""
+        """Raise the error that ended the thread, if any; it is raised again on every call."""
         if self._worker is not None and self._worker.error is not None:
             raise self._worker.error
 

@@ -1,4 +1,4 @@
-"""How a run is set up: one frozen dataclass of a few small ones, their validation, and changes by name."""
+"""The settings of a run: frozen dataclasses, their validation, and overrides by name."""
 
 import contextlib
 import dataclasses
@@ -23,37 +23,37 @@ LAST_BATCHES = ("smaller", "drop")
 
 @dataclass(frozen=True, kw_only=True)
 class Tuning:
-    """When the batch and the strategy are looked at again, and what a change must promise."""
+    """Conditions for changing the batch and the strategy."""
 
     min_gain: float = 0.05
-    """Predicted gain in goodput, as a share, below which nothing changes."""
+    """Smallest predicted gain in goodput, as a share, that justifies a change."""
     dwell_steps: int = 20
-    """Steps between two changes."""
+    """Minimum number of steps between two changes."""
     max_growth: float = 4.0
-    """The global batch grows at most by this factor in one change."""
+    """Largest factor by which one change may grow the global batch."""
     warm_up_steps: int = 10
-    """Steps before the first verdict."""
+    """Number of steps before the first verdict."""
     every_s: float = 5.0
-    """Seconds between two verdicts, if `every_steps` have not passed before."""
+    """Seconds between two verdicts, unless `every_steps` is reached first."""
     every_steps: int = 200
-    """Steps between two verdicts, if `every_s` has not passed before."""
+    """Steps between two verdicts, unless `every_s` is reached first."""
     accumulate: bool = True
-    """Allow several micro-batches per replica."""
+    """Whether a batch may consist of several micro-batches per replica."""
     fixed_tolerance: float = 0.0
-    """With `policy="fixed"`: how far the global batch may be from the base, as a share of it."""
+    """Largest deviation of the global batch from the base with `policy="fixed"`, as a share of the base."""
     remember: bool = True
-    """Leave step times, a batch and the first noise to the next run of the same program.
+    """Whether step times, the last batch and the first noise are kept for the next run of the same program.
 
-    With `policy="goodput"` and one process. Such a run compiles the batches that it will want before it
-    starts, needs no probes, and begins with the batch that the earlier one ended with, where that one's
-    first noise is known and rates have no labels. It tries no smaller one before as many samples have gone
-    by as the earlier run took to get there, and a tenth of the run at most. Its learning rate goes by its own
-    noise, and by the remembered one until that is known.
-    Kept in `execution.compilation_cache`; where that is None, not at all.
+    This needs `policy="goodput"` and a single process. The next run then compiles the batches that it will
+    want before it starts and needs no probes. It begins with the batch that the earlier run ended with, if
+    that run's first noise is known and learning rates have no labels. It tries no smaller batch until it has
+    trained on as many samples as the earlier run had when it chose that batch, but for at most a tenth of the
+    run. Until its own noise is known, its learning rate follows the remembered noise. The memory is a file in
+    `execution.compilation_cache`; if that is None, nothing is kept.
     """
 
     def __post_init__(self):
-        """Refuse what cannot work, naming what to change."""
+        """Refuse values that cannot work, and name what to change."""
         _check_positive(self, "every_s", "every_steps")
         _check_not_negative(self, "min_gain", "dwell_steps", "warm_up_steps")
         _check_share(self, "fixed_tolerance")
@@ -66,88 +66,91 @@ class Tuning:
 
 @dataclass(frozen=True, kw_only=True)
 class Statistics:
-    """How the gradient noise is measured."""
+    """Measurement of the gradient noise, which decides the batch and the learning rate."""
 
     every_steps: int | None = None
-    """Steps between two measurements; None: picked by what they cost."""
+    """Steps between two measurements; None chooses the number by their cost."""
     overhead: float = 0.02
-    """Share of the step time that they may cost."""
+    """Largest share of the step time that measurements may cost."""
     smoothing: float = 0.999
-    """Share of what is known that is kept per base step; 0.999 remembers about 1000 of them."""
+    """Share of the average that is kept per base step; 0.999 remembers about 1000 base steps."""
     preconditioned: bool | None = None
-    """Measure after Adam's division; None: for Adam-like optimizers."""
+    """Whether noise is measured after Adam's division; None does so for Adam-like optimizers."""
     from_norm_layers: bool = False
-    """Measure on the normalisation layers of a flax.linen model alone, sample by sample (Gray et al. 2024).
+    """Whether noise is measured only on the normalization layers of a flax.linen model (Gray et al. 2024).
 
-    For models under one global gradient (fsdp, tensor), where there is nothing else to compare within a batch
-    of one micro-batch. One noise scale for all parameters, of plain gradients: under Adam it is below that of
-    its own coordinates. Layers must be called in the open: not inside a `jax.jit`, `jax.checkpoint` or body
-    of a scan that outlives one call of the loss, nor in the stages of a pipeline.
+    Use this for models under one global gradient (fsdp, tensor): with one micro-batch, nothing else in the
+    batch can be compared. It gives one noise scale for all parameters, of plain gradients. Under Adam this is
+    smaller than the noise scale of Adam's coordinates. The layers must not be called inside a `jax.jit`,
+    `jax.checkpoint` or scan body that outlives one call of the loss, nor in the stages of a pipeline.
     """
 
     def __post_init__(self):
-        """Refuse what cannot work, naming what to change."""
+        """Refuse values that cannot work, and name what to change."""
         _check_positive(self, "every_steps", "overhead")
         _check_share(self, "smoothing")
         if self.preconditioned and self.from_norm_layers:
             raise ValueError(
-                "Statistics.preconditioned has no meaning with from_norm_layers, whose factors are no "
-                "parameters of the optimizer. Leave one of them out."
+                "Statistics.preconditioned and from_norm_layers exclude each other, because the factors of "
+                "the layers are not parameters of the optimizer. Set only one of them."
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Execution:
-    """How steps are compiled, and how much memory they may take."""
+    """Compilation of steps, memory, and reading of data."""
 
     memory_bytes: int | None = None
-    """Of one device; None: what the device reports."""
+    """Memory of one device in bytes; None for the number that the device reports."""
     memory_margin: float = 0.08
-    """Share of it that is left free."""
+    """Share of the memory that is left free."""
     prefetch: int = 2
-    """Global batches that wait on the devices."""
+    """Number of global batches that wait on the devices."""
     readers: int | None = None
-    """Threads that read a data set sample by sample; None: 16 for a grain `MapDataset`, as grain itself has,
-    and one for others, of which nothing says that `[]` may be called by several threads.
+    """Number of threads that read a data set sample by sample; None for a default.
 
-    More of them help with reads that wait (disks, networks) or decode outside of the interpreter; those that
-    compute in Python wait for one another. Arrays, streams, and sources with a `batch` of their own have one.
+    The default is 16 for a grain `MapDataset`, as in grain itself, and 1 for other data sets, whose
+    `__getitem__` may not be thread-safe. More threads help if reads wait (disks, networks) or decode outside
+    of the interpreter. Reads that compute in Python wait for one another. Arrays, streams, and sources with
+    a `batch` method of their own use one thread.
     """
     read_retries: int = 3
-    """How often a read is repeated that failed with an OSError (TimeoutError is one): after 0.5 s, 1 s, ...
+    """Number of retries after a read fails with an OSError, such as TimeoutError: after 0.5 s, 1 s, ...
 
-    The log and the journal say so. A stream is not read again.
+    Retries are reported in the log and in the journal. Reads of a stream are not repeated.
     """
     background_compile: bool = True
-    """Compile other batch sizes and strategies while training goes on."""
+    """Whether other batch sizes and strategies are compiled while training goes on."""
     compilation_cache: str | None = ""
-    """Folder of compiled programs; "": under the workdir; None: JAX's own setting is left alone.
+    """Folder of compiled programs: "" for one under the workdir, None to leave JAX's own setting alone.
 
-    Where JAX has a folder set, programs go there; what runs remember (`Tuning.remember`) stays in this one.
+    If JAX has a cache folder set, programs go there; the memory of runs (`Tuning.remember`) stays in this
+    one.
     """
 
     leases: bool = False
-    """Over processes that each have a copy of the model: give the micro-batches of a step to whoever is free.
+    """Whether the micro-batches of a step are given to the processes as they become free.
 
-    A process that is slower than others then takes fewer of them, and the update is the same. It needs
-    batches of several micro-batches, such as `BatchLimits(micro=(1, 4))`: the finer, the more even, at a
-    fraction of a millisecond each. Samples are then read when they are needed, not ahead.
+    This is for processes that each hold a copy of the model. A straggler then takes fewer micro-batches, and
+    the update stays the same. Batches must have several micro-batches, such as `BatchLimits(micro=(1, 4))`.
+    The smaller these are, the more even is the load; each costs a fraction of a millisecond. Samples are read
+    when they are needed, not ahead.
     """
     keep_freed_pages: bool = False
-    """On CPU: have glibc keep the memory that steps free, in this process and for good.
+    """Whether glibc keeps the memory that steps free, on CPU, in this process until it ends.
 
-    Goes before glibc's own variables. `jaxgoodput run` does so by itself, through the environment of its
-    workers, where none of these is set.
+    This overrides glibc's own environment variables. `jaxgoodput run` does the same through the environment
+    of its workers, unless one of these variables is set.
     """
     swap_cpu_products: bool = False
-    """On CPU: rewrite the gradient's products of matrices so that XLA has fast kernels for them.
+    """Whether matrix products in the gradient are rewritten, on CPU, so that XLA uses fast kernels for them.
 
-    Steps of decoders take 0.7-0.9 of the time, and the last bits of gradients are others. The trace of the
-    loss is changed for it; nothing is, on other devices.
+    Steps of decoders then take 0.7-0.9 of the time, and the last bits of the gradients change. The trace of
+    the loss is rewritten for this. On other devices nothing changes.
     """
 
     def __post_init__(self):
-        """Refuse what cannot work, naming what to change."""
+        """Refuse values that cannot work, and name what to change."""
         _check_positive(self, "memory_bytes", "readers")
         _check_not_negative(self, "prefetch", "read_retries")
         _check_share(self, "memory_margin")
@@ -155,56 +158,56 @@ class Execution:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """How often the model is evaluated; neither: at the end only."""
+    """Times of evaluations; without `every_s` and `every_base_steps` there is one at the end only."""
 
     every_s: float | None = None
     """Seconds between two evaluations."""
     every_base_steps: float | None = None
-    """Progress between two evaluations."""
+    """Base steps between two evaluations."""
     micro_batch_size: int | None = None
-    """Samples per replica at once; None: as many as with the base batch."""
+    """Samples per replica at once; None for as many as with the base batch."""
 
     def __post_init__(self):
-        """Refuse what cannot work, naming what to change."""
+        """Refuse values that cannot work, and name what to change."""
         _check_positive(self, "every_s", "every_base_steps", "micro_batch_size")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Saving:
-    """How often the run is saved, and which checkpoints stay.
+    """Times of checkpoints, and the choice of checkpoints to keep.
 
-    No checkpoint that is due is written while updates are being skipped; those that are asked for are.
+    While updates are being skipped, no periodic checkpoint is written; requested ones are.
     """
 
     every_s: float | None = 600.0
-    """Seconds between two checkpoints; None: not by time."""
+    """Seconds between two checkpoints; None for no limit."""
     every_base_steps: float | None = None
-    """Progress between two checkpoints; None: not by progress."""
+    """Base steps between two checkpoints; None for no limit."""
     keep: int = 3
-    """Newest checkpoints that stay; older ones are deleted."""
+    """Number of newest checkpoints that are kept; older ones are deleted."""
     keep_every_base_steps: float | None = None
-    """Besides, the first checkpoint after every so much progress stays for good."""
+    """Base steps after which one more checkpoint is kept for good; None to keep none of them."""
     best: str | None = None
-    """Besides, the checkpoint with the best value of this metric of the evaluations stays.
+    """Evaluation metric whose best checkpoint is kept as well; None for none.
 
-    An evaluation that is the best so far is saved at once.
+    If an evaluation is the best so far, the run is saved at once.
     """
     best_mode: Literal["min", "max"] = "min"
-    """Which value of it is the best."""
+    """Direction in which the metric is better."""
     at_end: bool = True
-    """Save once more when training is done."""
+    """Whether the run is saved once more when training ends."""
     allow_changed_data: bool = False
-    """Go on from a checkpoint though the data set or `batch.base` is not the one that it was written with."""
+    """Whether to resume even if the data set or `batch.base` is not the same as in the checkpoint."""
     grace_s: float = 60.0
-    """Seconds from a stop signal to the end of the process; a launcher's own `--grace-s` goes before it."""
+    """Seconds from a stop signal to the end of the process; a launcher's own `--grace-s` takes precedence."""
     hang_after_s: float = 600.0
-    """Seconds without a step after which a run counts as hanging, and ten times the usual time at least.
+    """Seconds without a finished step after which a run counts as hung, and at least ten usual step times.
 
-    It then writes the stacks of all its threads to the log, and stops as if by a signal.
+    The run then writes the stacks of all its threads to the log and stops as if by a signal.
     """
 
     def __post_init__(self):
-        """Refuse what cannot work, naming what to change."""
+        """Refuse values that cannot work, and name what to change."""
         _check_positive(self, "every_s", "every_base_steps", "keep", "keep_every_base_steps")
         _check_positive(self, "grace_s", "hang_after_s")
         if self.best_mode not in ("min", "max"):
@@ -213,92 +216,97 @@ class Saving:
 
 @dataclass(frozen=True, kw_only=True)
 class Reporting:
-    """What a run tells while it runs."""
+    """Output of a run while it trains."""
 
     window_s: float = 2.0
-    """Seconds that one point of the dashboard stands for."""
+    """Seconds that one point of the dashboard covers."""
     tensorboard: bool = True
-    """Write the dashboard's events under the workdir."""
+    """Whether the dashboard's events are written under the workdir."""
     progress: bool = True
-    """A progress bar on a terminal, lines with the time left elsewhere."""
+    """Whether a progress bar is shown on a terminal, and lines with the time left elsewhere."""
     tokens_per_sample: int | None = None
-    """To show tokens per second of a model of text; None: it is none."""
+    """Number of tokens in a sample, to show tokens per second; None if samples are not text."""
 
     def __post_init__(self):
-        """Refuse what cannot work, naming what to change."""
-        _check_positive(self, "window_s")
-        if self.tokens_per_sample is not None:
-            _check_positive(self, "tokens_per_sample")
+        """Refuse values that cannot work, and name what to change."""
+        _check_positive(self, "window_s", "tokens_per_sample")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """What `Trainer` needs to know besides the model. Only `workdir`, `batch` and a length are needed.
+    """The settings of a run. Only `workdir`, `batch` and a length are required.
 
-    Exactly one of `base_steps` and `epochs` says when training ends.
+    The length is either `base_steps` or `epochs`.
     """
 
     workdir: str
-    """Where checkpoints/, tensorboard/, compilation_cache/, config.json and goodput.jsonl go."""
+    """Folder of checkpoints/, tensorboard/, compilation_cache/, config.json and goodput.jsonl."""
     batch: BatchLimits
-    """Which batches are allowed."""
+    """Batches that are allowed."""
     base_steps: float | None = None
-    """Length in *progress*: updates that the base batch would have needed; the last one may pass it."""
+    """Length in base steps: the updates that the base batch would need. The last update may exceed it."""
     epochs: int | None = None
-    """Length in whole passes over the data, to the sample."""
+    """Length in whole passes over the data, exact to the sample."""
     last_batch: Literal["smaller", "drop"] = "smaller"
-    """What is left at the end of `epochs`: "smaller", a batch of its own size, for which a program is
-    compiled behind the loop; "drop", not trained on."""
-    seed: int = 0
-    """Of the parameters, the order of the data and the keys that losses get."""
-    shuffle: bool = True
-    """Whether every epoch has an order of its own."""
-    strategies: tuple[Strategy, ...] = ()
-    """How the model may lie on the devices; (): a copy on every device.
+    """Treatment of the samples left at the end of `epochs`.
 
-    The first that fits into memory is the start; where there are several, the one of highest goodput is
-    found while training.
+    "smaller" trains on them as a batch of their own size, whose program is compiled in the background. "drop"
+    leaves them out."""
+    seed: int = 0
+    """Seed of the parameters, the order of the data, and the keys passed to losses."""
+    shuffle: bool = True
+    """Whether every epoch has its own random order."""
+    strategies: tuple[Strategy, ...] = ()
+    """Strategies that lay the model out on the devices; () for a copy of the model on every device.
+
+    Training starts with the first strategy that fits into memory. If there are several, the one with the
+    highest goodput is found while training.
     """
     loss: Literal["auto", "global", "separate", "whole"] = "auto"
-    """"global": `loss` sees the rows of all replicas, in one program that the compiler cuts; "separate":
-    those of one whole copy of the model; "auto": separate where each device holds a whole copy and the model
-    constrains no sharding; "whole": all rows of the batch, which is never split into micro-batches either,
-    for losses in which samples see each other.
+    """Samples that one call of `loss` sees.
+
+    With "global" it sees the samples of all replicas, in one program that the compiler partitions. With
+    "separate" it sees the samples of one whole copy of the model. "auto" chooses separate if every device
+    holds a whole copy and the model constrains no sharding, else global. "whole" passes the whole batch,
+    never split into micro-batches; use this for losses in which samples see each other.
     """
     rule: Rule | None = None
-    """Learning-rate gain; None: adam_scale for Adam and its kin, of_noise_share for others that divide the
-    gradient by its size (Lion, Adafactor, sign SGD: the optimizer is asked), else adascale."""
-    policy: str | Mapping[int | float, int] = "goodput"
-    """"goodput"; "fixed" to keep `batch.base` as the global batch; or a schedule of your own.
+    """Rule for the learning-rate gain; None chooses one that suits the optimizer.
 
-    A schedule says from which share of the run on (of progress, or of the samples of `epochs`) which global
-    batch is used, such as `{0: 256, 0.03: 512}`. All of them are compiled before training.
+    The choice is adam_scale for Adam and its kin, of_noise_share for other optimizers that divide the
+    gradient by its size (Lion, Adafactor, sign SGD), and adascale for the rest. The optimizer is probed to
+    find out."""
+    policy: str | Mapping[int | float, int] = "goodput"
+    """Policy for the batch: "goodput", "fixed" to stay at `batch.base`, or a schedule.
+
+    A schedule maps shares of the run (of base steps, or of the samples of `epochs`) to the global batch used
+    from there on, such as `{0: 256, 0.03: 512}`. All its batches are compiled before training.
     """
     compute_dtype: str | None = None
-    """With "bfloat16", loss() gets parameters in it, and masters stay as init() made them.
+    """Type of the parameters passed to loss(), such as "bfloat16"; the master copies keep init()'s type.
 
-    A batch keeps its own types: cast its floating inputs in loss(), or their products with parameters are
+    The batch keeps its types. Cast its floating inputs in loss(), or their products with parameters are
     float32.
     """
     ema: float | None = None
-    """Share of an average of the trainable parameters that is kept per base step, such as 0.999; None: none.
+    """Share of a running average of trainable parameters kept per base step, such as 0.999; None for none.
 
-    It goes by progress, so that it covers the same stretch of a run at every batch; its weights add up to 1
-    from the first update on. Evaluations use it (`TrainState.averaged`), batch statistics stay those of
-    training, and checkpoints hold it. One in the optimizer's own chain would see updates before the
+    It is measured in base steps, so that it covers the same stretch of the run at every batch. Its weights
+    add up to 1 from the first update on. Evaluations use it (`TrainState.averaged`), with the batch
+    statistics of training, and checkpoints hold it. An average in the optimizer's own chain would miss the
     learning-rate gain.
     """
     max_skipped_in_a_row: int = 10
-    """Updates refused, as not finite or without weight, before training stops."""
+    """Number of consecutive updates skipped, as not finite or without weight, after which training stops."""
 
     tuning: Tuning = field(default_factory=Tuning)
-    """When the batch changes."""
+    """Changes of the batch."""
     statistics: Statistics = field(default_factory=Statistics)
-    """How the noise is measured."""
+    """Measurement of the gradient noise."""
     execution: Execution = field(default_factory=Execution)
-    """Compiling and memory."""
+    """Compilation and memory."""
     evaluation: Evaluation = field(default_factory=Evaluation)
-    """How often to evaluate."""
+    """Times of evaluations."""
     saving: Saving = field(default_factory=Saving)
     """Checkpoints."""
     reporting: Reporting = field(default_factory=Reporting)
@@ -306,21 +314,21 @@ class Config:
 
     @property
     def accumulates(self) -> bool:
-        """Whether a batch may be made of several micro-batches."""
+        """Whether a batch may consist of several micro-batches."""
         return self.tuning.accumulate and self.loss != "whole"
 
     @property
     def compiles_behind(self) -> bool:
-        """Whether other batches are compiled while training goes on; those of a schedule are there before."""
+        """Whether other batches are compiled in the background instead of before training."""
         return self.execution.background_compile and isinstance(self.policy, str)
 
     def __post_init__(self):
-        """Refuse what cannot work, naming what to change."""
+        """Refuse values that cannot work, and name what to change."""
         if not isinstance(self.batch, BatchLimits):
             raise ValueError(
                 f"Config.batch says which batches are allowed; got {self.batch!r}. Write "
-                "batch=BatchLimits(base=64, max=4096); base is the batch that the learning rate was tuned "
-                "for, and where max is the same, so is every batch."
+                "batch=BatchLimits(base=64, max=4096). base is the batch that the learning rate was tuned "
+                "for; with max equal to base the batch stays constant."
             )
         if (self.base_steps is None) == (self.epochs is None):
             raise ValueError(
@@ -328,61 +336,65 @@ class Config:
                 f"base_steps={self.base_steps}, epochs={self.epochs}. "
                 "base_steps counts progress, epochs counts passes over the data."
             )
-        if isinstance(self.policy, str):
-            if self.policy not in POLICIES:
-                raise ValueError(
-                    f"Config.policy must be one of {POLICIES} or a schedule such as {{0: 256, 0.03: 512}}; "
-                    f"got {self.policy!r}."
-                )
-        else:
+        if not isinstance(self.policy, str):
             _check_schedule(self.policy, self.batch)
+        elif self.policy not in POLICIES:
+            raise ValueError(
+                f"Config.policy must be one of {POLICIES} or a schedule such as {{0: 256, 0.03: 512}}; "
+                f"got {self.policy!r}."
+            )
         _check_local(self.workdir)
         evaluation = self.evaluation
         if self.saving.best is not None and not (evaluation.every_s or evaluation.every_base_steps):
             raise ValueError(
-                f"Config.saving.best={self.saving.best!r} needs evaluations while training: set "
+                f"Config.saving.best={self.saving.best!r} needs evaluations during training: set "
                 "evaluation.every_base_steps or evaluation.every_s."
             )
-        if self.loss not in LOSSES:
-            raise ValueError(f"Config.loss must be one of {LOSSES}; got {self.loss!r}.")
-        if self.last_batch not in LAST_BATCHES:
-            raise ValueError(
-                f"Config.last_batch must be one of {LAST_BATCHES}; got {self.last_batch!r}."
-            )
+        _check(self, ("loss",), f"one of {LOSSES}", LOSSES.__contains__)
+        _check(self, ("last_batch",), f"one of {LAST_BATCHES}", LAST_BATCHES.__contains__)
         _check_positive(self, "base_steps", "epochs", "max_skipped_in_a_row")
-        whole = "a whole number of passes, an int (base_steps ends a run within one)"
+        whole = "a whole number of passes, an int (base_steps can end a run within a pass)"
         _check(self, ("epochs",), whole, lambda value: isinstance(value, int))
         _check(self, ("ema",), "a share, above 0 and below 1", lambda value: 0 < value < 1)
-        if self.compute_dtype is not None and not _is_floating(self.compute_dtype):
-            raise ValueError(
-                "Config.compute_dtype must name a floating type such as 'bfloat16'; got "
-                f"{self.compute_dtype!r}. None computes in the precision of the parameters."
-            )
-        if self.compute_dtype is not None and jnp.dtype(self.compute_dtype) == jnp.float16:
-            raise ValueError(
-                "Config.compute_dtype='float16' needs losses scaled against underflow, which is not done "
-                "here: gradients below 6e-8 would vanish. Use 'bfloat16', which has float32's range."
-            )
+        if self.compute_dtype is not None:
+            _check_compute_dtype(self.compute_dtype)
 
 
 def _check_local(workdir: str) -> None:
     if re.match(r"[\w+.-]+:[/\\]|~", str(workdir)):
         raise ValueError(
-            f"Config.workdir must be a folder of a mounted file system; got {workdir!r}. A bucket can be "
-            "mounted (gcsfuse, s3fs); write a home folder out, or use os.path.expanduser."
+            f"Config.workdir must be a folder of a mounted file system; got {workdir!r}. Mount a bucket "
+            "(gcsfuse, s3fs), and expand a home folder with os.path.expanduser."
         )
 
 
 def _check_schedule(schedule: Mapping[int | float, int], limits: BatchLimits) -> None:
     if 0 not in schedule or not all(0 <= share < 1 for share in schedule):
         raise ValueError(
-            "a schedule of batches needs shares of the run from 0 to below 1, and one for its beginning, "
+            "a schedule of batches needs shares of the run from 0 to below 1, and 0 must be one of them, "
             f"such as {{0: {limits.base}, 0.03: {limits.max}}}; got {dict(schedule)}."
         )
     if not all(limits.smallest <= batch <= limits.max for batch in schedule.values()):
         raise ValueError(
             f"a schedule's batches must lie between {limits.smallest} and {limits.max} samples, as "
             f"Config.batch says; got {dict(schedule)}. Widen batch.min_global and batch.max."
+        )
+
+
+def _check_compute_dtype(name: str) -> None:
+    try:
+        is_floating = bool(jnp.issubdtype(jnp.dtype(name), jnp.floating))
+    except TypeError:
+        is_floating = False
+    if not is_floating:
+        raise ValueError(
+            f"Config.compute_dtype must name a floating type such as 'bfloat16'; got {name!r}. None computes "
+            "in the precision of the parameters."
+        )
+    if jnp.dtype(name) == jnp.float16:
+        raise ValueError(
+            "Config.compute_dtype='float16' is not supported: it would need loss scaling, because gradients "
+            "below 6e-8 vanish. Use 'bfloat16', which has the range of float32."
         )
 
 
@@ -398,24 +410,18 @@ def _check_share(settings: Any, *names: str) -> None:
     _check(settings, names, "a share, at least 0 and below 1", lambda value: 0 <= value < 1)
 
 
-def _check(settings: Any, names: Sequence[str], what: str, holds: Callable[[float], bool]) -> None:
+def _check(settings: Any, names: Sequence[str], what: str, holds: Callable[[Any], bool]) -> None:
+    """Raise ValueError for each setting that is given, but for which `holds` is false; NaN never holds."""
     for name in names:
         value = getattr(settings, name)
-        if value is not None and not holds(value):  # None: left to us; NaN holds nowhere
-            raise ValueError(f"{type(settings).__name__}.{name} must be {what}; got {value}.")
-
-
-def _is_floating(name: str) -> bool:
-    try:
-        return bool(jnp.issubdtype(jnp.dtype(name), jnp.floating))
-    except TypeError:
-        return False
+        if value is not None and not holds(value):
+            raise ValueError(f"{type(settings).__name__}.{name} must be {what}; got {value!r}.")
 
 
 def with_overrides(config: Config, overrides: Sequence[str]) -> Config:
-    """`config` with `name=value` changes, values as JSON (or plain text); `tuning.min_gain=0.1` reaches in.
+    """Return `config` with overrides such as `tuning.min_gain=0.1`; values are JSON or plain text.
 
-    Raises ValueError naming the field where there is none of that name or the value has another type.
+    Raises ValueError with the name if there is no such setting or the value has another type.
     """
     for override in overrides:
         name, separator, text = override.partition("=")
@@ -428,7 +434,7 @@ def with_overrides(config: Config, overrides: Sequence[str]) -> Config:
 
 
 def _names(settings: Any, before: str = "") -> Iterator[str]:
-    """The names of all settings, those of groups with a dot."""
+    """Yield the names of all settings, with a dot for settings in groups."""
     for name in (f.name for f in dataclasses.fields(settings)):
         yield before + name
         if dataclasses.is_dataclass(value := getattr(settings, name)):
@@ -436,7 +442,7 @@ def _names(settings: Any, before: str = "") -> Iterator[str]:
 
 
 def _meant(name: str, known: Sequence[str]) -> str:
-    """The end of a sentence that says there is no `name`: what may have been meant."""
+    """Return the end of an error about an unknown setting: the names that may have been meant."""
     last = name.rpartition(".")[-1]
     close = [k for k in known if k.rpartition(".")[-1] == last]
     close = close or difflib.get_close_matches(name, known, n=3)
@@ -462,6 +468,6 @@ def _read(text: str, type_: Any, where: str) -> Any:
     try:
         return decode(value, type_, where)
     except ValueError:
-        with contextlib.suppress(ValueError):  # a name may look like a number
+        with contextlib.suppress(ValueError):  # text may look like a number
             return decode(text, type_, where)
         raise

@@ -1,7 +1,7 @@
-"""Evaluation: per-sample outputs of the user's `metrics` over a whole data set, exactly once each.
+"""Evaluation: the user's `metrics` for every sample of a data set, exactly once each.
 
-It runs wherever the state lies, which may change from one evaluation to the next: batches go to the
-state's own mesh, and each way of cutting parameters has an executable of its own.
+It runs on the mesh that the state lies on, which may change between evaluations. Every layout of the
+parameters has its own compiled program.
 """
 
 import math
@@ -28,32 +28,27 @@ from jaxgoodput.parallel.strategy import DATA_AXIS, REPLICA_AXES, Layout, in_mes
 
 Metrics = Callable[[PyTree, PyTree, PyTree], Mapping[str, Any]]
 
-# Batches under way at once, behind which outputs are fetched: memory stays bounded.
+# Batches in flight before their outputs are fetched, so that memory stays bounded.
 DEPTH = 3
 
 
 @dataclass(frozen=True)
-class _Placed:
-    """`metrics` compiled for states that lie in one way."""
+class _CompiledMetrics:
+    """The user's `metrics` compiled for states with one layout."""
 
     run: Any
-    num_rows: int  # of a batch, all replicas together
+    num_rows: int  # rows of a batch, over all replicas
     batch_sharding: NamedSharding
-    depth: int
-
-    @property
-    def spans(self) -> bool:
-        """Whether the states lie on devices of several processes."""
-        return not self.batch_sharding.is_fully_addressable
+    depth: int  # batches in flight
 
 
 class Evaluator:
-    """Owns the compiled `metrics`. Each process covers its own part of the samples.
+    """Evaluates states with the user's `metrics`, which it compiles as needed.
 
-    Where a state spans processes, those cover every batch together, each with the rows of its devices.
-    States may lie on any mesh of a `Layout`, and are evaluated there; one that lies on no mesh, on the
-    devices of `layout`. `read` makes of a batch on the host the one that `metrics` gets, and `blank` one of
-    the same shapes, without reading.
+    Each process evaluates its own part of the samples. If a state spans processes, they evaluate every batch
+    together, each with the rows of its devices. A state is evaluated on the mesh that it lies on, or on the
+    devices of `layout` if it lies on no mesh. `read` turns a batch on the host into the batch that `metrics`
+    gets, and `blank` makes one of the same shapes without reading.
     """
 
     def __init__(
@@ -84,37 +79,37 @@ class Evaluator:
         self._compute_dtype = compute_dtype
         self._process_index = process_index
         self._process_count = process_count
-        self._placed: dict[tuple[Any, ...], _Placed] = {}
-        self.num_batches = 0  # begun so far: a sign of life
+        self._compiled: dict[tuple[Any, ...], _CompiledMetrics] = {}
+        self.num_batches = 0  # begun so far, which serves as a heartbeat
 
     def check(self, abstract: TrainState) -> tuple[str, ...]:
-        """The names of the metrics; nothing is compiled.
+        """Return the names of the metrics, without compiling.
 
-        Raises TypeError where one is not one value per sample.
+        Raises TypeError if a metric is not one value per sample.
         """
         return self._planned(abstract)[3]
 
     def compile(self, abstract: TrainState) -> None:
-        """Compile ahead for states that lie like this abstract one; safe from any thread.
+        """Compile ahead for states with the layout of `abstract`. Thread-safe.
 
-        Raises TypeError where a metric is not one value per sample.
+        Raises TypeError if a metric is not one value per sample.
         """
         key = _placement(abstract)
-        if key not in self._placed:
-            self._placed[key] = self._compile(abstract)
+        if key not in self._compiled:
+            self._compiled[key] = self._compile(abstract)
 
     def bytes_of(self, abstract: TrainState) -> StepBytes | None:
-        """Predicted peak bytes per device of one batch, once compiled for such states."""
-        found = self._placed.get(_placement(abstract))
+        """Return the predicted peak bytes per device of one batch; None before `compile`."""
+        found = self._compiled.get(_placement(abstract))
         return None if found is None else step_bytes(found.run)
 
     def _planned(self, abstract: TrainState) -> tuple[Program, int, NamedSharding, tuple[str, ...]]:
-        """The program of a batch, its rows, where they lie, and the names of what it gives."""
-        where = abstract.step.sharding
-        mesh: Any = where.mesh if isinstance(where, NamedSharding) else self._layout.mesh
+        """Return the program of a batch, its rows, their sharding, and the names of its outputs."""
+        own = abstract.step.sharding
+        mesh: Any = own.mesh if isinstance(own, NamedSharding) else self._layout.mesh
         sharding = NamedSharding(mesh, self._layout.batch_sharding.spec)
         num_replicas = math.prod(mesh.shape[axis] for axis in REPLICA_AXES)
-        # Not more than there is: a small set should not be padded to a large batch.
+        # A small data set should not be padded to a large batch.
         num_parts, _ = self._parts(sharding)
         share = -(-len(self._source) // (num_replicas * num_parts))
         num_rows = min(self._micro_batch_size, share) * num_replicas
@@ -131,7 +126,7 @@ class Evaluator:
         metrics = in_mesh(self._metrics, mesh.abstract_mesh, self._layout.strategy)
 
         def run(params: PyTree, model_state: PyTree, batch: PyTree) -> Mapping[str, Any]:
-            # An average has more bits than some masters.
+            # An average may have a wider type than the parameters.
             params = jax.tree.map(lambda x, own: x.astype(own.dtype), params, abstract.params)
             return metrics(cast(params, self._compute_dtype), model_state, batch)
 
@@ -140,16 +135,15 @@ class Evaluator:
         for name, out in shapes.items():
             if not out.shape or out.shape[0] != num_rows:
                 raise TypeError(
-                    f"metrics[{name!r}] has shape {out.shape} for {num_rows} samples. Return one "
-                    f"value (or row) per sample, shape ({num_rows}, ...): padding is left out and "
-                    "parts are put together afterwards."
+                    f"metrics[{name!r}] has shape {out.shape} for {num_rows} samples. Return one value "
+                    f"(or row) per sample, shape ({num_rows}, ...), so that padding can be removed."
                 )
         spans = not sharding.is_fully_addressable
-        # What every process is to fetch has to lie whole in every process.
+        # Every process fetches the outputs, so they must be replicated if the state spans processes.
         out = NamedSharding(mesh, PartitionSpec()) if spans else sharding
         return Program(run, (), arguments, out), num_rows, sharding, tuple(shapes)
 
-    def _compile(self, abstract: TrainState) -> _Placed:
+    def _compile(self, abstract: TrainState) -> _CompiledMetrics:
         program, num_rows, sharding, _ = self._planned(abstract)
         mesh: Any = sharding.mesh
         spans = not sharding.is_fully_addressable
@@ -157,11 +151,11 @@ class Evaluator:
         options: dict[str, str | bool] = {}
         depth = DEPTH
         if (cuts or spans) and mesh.devices.flat[0].platform == "cpu":
-            # XLA:CPU gathers all parameters before it computes anything, unless told otherwise. And it
-            # runs out of threads, and hangs, where many executables with collectives wait at once.
+            # By default XLA:CPU gathers all parameters before it computes anything. It also runs out of
+            # threads and hangs if many executables with collectives wait at once.
             options["xla_cpu_scheduler_type"] = "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"
             depth = 1
-        return _Placed(
+        return _CompiledMetrics(
             run=program.lower().compile(compiler_options=options),
             num_rows=num_rows,
             batch_sharding=sharding,
@@ -171,21 +165,21 @@ class Evaluator:
     def __call__(
         self, state: TrainState, *, meanwhile: Callable[[], None] = lambda: None
     ) -> dict[str, np.ndarray]:
-        """The outputs for every sample of the set, in its order, on the host.
+        """Return the outputs for every sample, in the order of the data set, on the host.
 
-        Of the average of the parameters where the state has one (`TrainState.averaged`). `meanwhile` is
-        called before every batch, and may raise.
+        Uses the average of the parameters if the state has one (`TrainState.averaged`). `meanwhile` is called
+        before every batch and may raise.
         """
         self.compile(jax.tree.map(_abstract, state))
-        placed = self._placed[_placement(state)]
-        if placed.depth == 1:
+        compiled = self._compiled[_placement(state)]
+        if compiled.depth == 1:
             jax.block_until_ready(state)
-        total, num_rows, sharding = len(self._source), placed.num_rows, placed.batch_sharding
+        total, num_rows, sharding = len(self._source), compiled.num_rows, compiled.batch_sharding
         num_parts, part = self._parts(sharding)
         mine = np.array_split(np.arange(total), num_parts)[part]
         held = held_rows(sharding, num_rows)
         pending, parts = [], []
-        # A process without a sample runs one batch all the same: the others wait for its outputs.
+        # A process without samples still runs one batch, because the others wait for its outputs.
         cut = [mine[i : i + num_rows] for i in range(0, max(len(mine), 1), num_rows)]
         with self._readers() as readers:
 
@@ -197,26 +191,26 @@ class Evaluator:
             for indices, following in zip(cut, [*cut[1:], None], strict=True):
                 self.num_batches += 1
                 meanwhile()
-                if (
-                    following is not None
-                ):  # read while this one is computed, where there are threads
+                if following is not None:  # reader threads read it while this one is computed
                     ahead.append(begun(following))
                 rows = self._read(narrow(ahead.popleft().result()))
                 batch = put_rows(rows, held, sharding, num_rows=num_rows)
-                pending.append((len(indices), placed.run(state.averaged, state.model_state, batch)))
-                if len(pending) >= placed.depth:
+                outputs = compiled.run(state.averaged, state.model_state, batch)
+                pending.append((len(indices), outputs))
+                if len(pending) >= compiled.depth:
                     parts.append(_fetch(*pending.pop(0)))
         parts += [_fetch(*p) for p in pending]
         merged = {name: np.concatenate([p[name] for p in parts]) for name in parts[0]}
         return merged if num_parts == 1 else self._everyone(merged, total, num_parts)
 
     def _parts(self, sharding: NamedSharding) -> tuple[int, int]:
-        """How many meshes share the samples, and the number of this one."""
+        """Return how many meshes share the samples, and the index of this one."""
         return parts_of(sharding, self._process_index, self._process_count)
 
     def _everyone(
         self, mine: dict[str, np.ndarray], total: int, num_parts: int
     ) -> dict[str, np.ndarray]:
+        """Gather the outputs of all processes, in the order of the data set."""
         longest = -(-total // num_parts)
         gathered: dict[str, np.ndarray] = {}
         counts = [len(p) for p in np.array_split(np.arange(total), num_parts)]
@@ -224,13 +218,13 @@ class Evaluator:
             row = np.zeros((longest, *part.shape[1:]), part.dtype)
             row[: len(part)] = part
             every = np.asarray(multihost_utils.process_allgather(row))
-            every = every[:: self._process_count // num_parts]  # those of a mesh have the same
+            every = every[:: self._process_count // num_parts]  # one process for each mesh
             gathered[name] = np.concatenate([r[:n] for r, n in zip(every, counts, strict=True)])
         return gathered
 
 
 def _placement(state: TrainState) -> tuple[Any, ...]:
-    """Where parameters and model state lie; with their shapes, all that an executable depends on."""
+    """Return the shardings and types of parameters and model state, which the compiled program depends on."""
     tree = (state.averaged, state.model_state, state.step)
     return tuple((x.sharding, x.dtype) for x in jax.tree.leaves(tree))
 

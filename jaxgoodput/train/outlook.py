@@ -1,9 +1,9 @@
-"""What each strategy would do with a task, on devices that need not be there: compiled, never run.
+"""Predicts how each strategy would run a task; programs are compiled, not run, and need no devices.
 
-The engine's own step is compiled for each strategy from abstract values. What fits, what a chip holds at its
-peak, what is sent and how much of it beside the computation are read from the executable; the step time is
-what a roofline of the chip gives (Williams et al. 2009): the slowest of arithmetic, memory and network, each
-at its peak rate. No program reaches it; what it is good for is the order.
+The engine's step is compiled for each strategy from abstract values. The executable tells how much memory it
+needs, how much it sends, and how much of that overlaps with computation. The step time is a roofline estimate
+(Williams et al. 2009): the slowest of arithmetic, memory and network, each at the chip's peak rate. No
+program reaches peak rates, so only the order of the strategies is meaningful.
 """
 
 import time
@@ -20,33 +20,33 @@ from jaxgoodput.goodput.memory import largest_that_fits
 from jaxgoodput.parallel.partition import suitable
 from jaxgoodput.parallel.strategy import Strategy, candidates
 from jaxgoodput.train.config import Config
-from jaxgoodput.train.prepare import problem_of
+from jaxgoodput.train.start.problem import problem_of
 from jaxgoodput.train.task import Task
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outlook:
-    """What to expect of one strategy."""
+    """The prediction for one strategy."""
 
     strategy: Strategy
     micro_batch_size: int
-    """Samples per replica that were compiled."""
+    """Samples per replica that the step was compiled for."""
     num_micro_batches: int
-    """Of a global batch of the base size, or one more sample per replica than nothing."""
+    """Number of micro-batches of a global batch near the base, at least 1."""
     largest_micro_batch_size: int
-    """That fits, extrapolated from what was compiled; 0: none."""
+    """Largest micro-batch size that fits, extrapolated from the compiled ones; 0 if none fits."""
     budget: float
     """Bytes that a step may use on a device."""
     analysis: Analysis
-    """Of the step of one micro-batch."""
+    """Analysis of the step of one micro-batch."""
     rooflines_s: dict[str, float]
-    """Seconds of a step by what bounds it; empty for a chip that is not known."""
+    """Seconds that arithmetic, memory and network each need for a micro-batch; empty for an unknown chip."""
     compile_s: float
-    """What compiling took here."""
+    """Seconds that compiling took."""
 
     @property
     def fits(self) -> bool:
-        """Whether the step that was compiled does."""
+        """Whether the compiled step fits into memory."""
         return self.analysis.bytes.peak <= self.budget
 
     @property
@@ -56,13 +56,13 @@ class Outlook:
 
     @property
     def step_s(self) -> float:
-        """By the roofline, of all micro-batches; NaN for a chip that is not known."""
+        """Seconds of a step of all micro-batches, by the roofline; NaN for an unknown chip."""
         return max(self.rooflines_s.values(), default=float("nan")) * self.num_micro_batches
 
 
 @dataclass(frozen=True)
 class LeftOut:
-    """A strategy that cannot be followed, and why."""
+    """A strategy that cannot be used, and the reason."""
 
     strategy: Strategy
     reason: str
@@ -71,7 +71,10 @@ class LeftOut:
 def candidates_for(
     task: Task, config: Config, num_devices: int, *, memory_bytes: float | None
 ) -> tuple[tuple[Strategy, ...], tuple[LeftOut, ...]]:
-    """The strategies of the configuration, or every one that suits the model; those left out."""
+    """Return the strategies to compare, and those left out.
+
+    They come from the configuration; if it has none, all strategies that suit the model are considered.
+    """
     asked = config.strategies or candidates(num_devices)
     resolved = dict.fromkeys(strategy.resolved(num_devices) for strategy in asked)
     problem = problem_of(task, config)
@@ -96,9 +99,9 @@ def outlooks(
     budget: float,
     micro_batch_size: int | None = None,
 ) -> Iterator[Outlook | LeftOut]:
-    """One after the other, as they are compiled; `devices` may be a topology's.
+    """Yield the prediction of each strategy as soon as it is compiled; `devices` may come from a topology.
 
-    Samples per replica are `micro_batch_size`, or those of the base batch, halved until they fit.
+    If `micro_batch_size` is None, the share of the base batch is used, or the largest size that fits.
     """
     engines = Engines(
         problem_of(task, config),
@@ -124,7 +127,7 @@ def _outlook(
     budget: float,
     chip: Chip | None,
 ) -> Outlook:
-    start_s = time.perf_counter()  # of this machine, said beside the table only
+    start_s = time.perf_counter()
     known = {}
     size = micro_batch_size or max(base // engine.num_replicas, 1)
     while True:
@@ -153,14 +156,14 @@ def _rooflines(found: Analysis, chip: Chip, num_devices: int) -> dict[str, float
     need = found.bytes
     return {
         "arithmetic": found.flops / num_devices / chip.flops,
-        # State is read and written, what lies between is written and read.
+        # The state is read and written; temporaries are written and read.
         "memory": 2 * (need.arguments + need.temporaries) / chip.memory_bandwidth,
         "network": sum(found.traffic.values()) / chip.network_bandwidth,
     }
 
 
 def by_throughput(found: Sequence[Outlook]) -> list[Outlook]:
-    """Best first: what fits, then by samples per second of the roofline, without one by bytes sent."""
+    """Sort predictions: first what fits, then by samples per second, or on unknown chips by bytes sent."""
 
     def order(one: Outlook) -> tuple[Any, ...]:
         sent = sum(one.analysis.traffic.values()) * one.num_micro_batches

@@ -1,4 +1,4 @@
-"""The reporter tells hooks about steps and other events, and sums steps up in windows for the dashboard.
+"""The reporter tells hooks about steps, and sums steps up in windows for the dashboard.
 
 A window is a few seconds of steps under one configuration: averages, and the model's view of them.
 """
@@ -6,10 +6,8 @@ A window is a few seconds of steps under one configuration: averages, and the mo
 import dataclasses
 import math
 import statistics
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -17,29 +15,23 @@ from jaxgoodput.clock import Clock
 from jaxgoodput.engine.chips import Arithmetic
 from jaxgoodput.engine.state import StepMetrics
 from jaxgoodput.goodput.efficiency import efficiency, noise_scale
-from jaxgoodput.goodput.fit import PerfFit
-from jaxgoodput.goodput.model import GoodputModel
-from jaxgoodput.goodput.perf import Feeding, Placement
 from jaxgoodput.goodput.search import BatchLimits
-from jaxgoodput.observe import hooks as hooking
 from jaxgoodput.observe.events import Event, StepEnd, Window
+from jaxgoodput.train.config import Reporting
 from jaxgoodput.train.watcher import StepResult
 from jaxgoodput.tune.evidence import Stretch
 from jaxgoodput.tune.payoff import RunLength
+from jaxgoodput.tune.verdict import StrategyOption
 
 UNKNOWN = math.nan
 
 
 @dataclass(frozen=True, kw_only=True)
 class WindowInputs:
-    """What the analyst knows at the end of a window."""
+    """The analyst's knowledge at the end of a window."""
 
-    limits: BatchLimits
-    """Batches that are allowed under the strategy in use."""
-    placement: Placement
-    """Nodes and replicas in use."""
-    fit: PerfFit | None
-    """Model of the step time; None before the first fit."""
+    here: StrategyOption
+    """Strategy and batch in use, with its model."""
     statistics_every: int
     """Steps between two measurements of the gradient noise."""
     measured_at: float
@@ -50,8 +42,6 @@ class WindowInputs:
     """Loss decrease at the present batch."""
     stretch_before: Stretch | None
     """Loss decrease at the batch before."""
-    feeding: Feeding | None
-    """Time to prepare a batch, as a line in its size."""
     feeding_s: float
     """Seconds to prepare a batch of the present size; NaN if unknown."""
     arithmetic: Arithmetic
@@ -59,63 +49,36 @@ class WindowInputs:
 
 
 class Reporter:
-    """Tells `hooks` about every event on a thread of its own, and draws a window every `window_s` seconds.
+    """Sums steps up in windows of `window_s` seconds, and tells hooks about steps and windows.
 
-    `learning_rate` is the user's own schedule, for the dashboard. `book` records the seconds for which slow
-    hooks hold training up.
+    `tell` passes an event on to the hooks; `hears_steps` says whether any of them wants `StepEnd`.
+    `learning_rate` is the user's own schedule, for the dashboard.
     """
 
     def __init__(
         self,
-        hooks: Sequence[Any],
+        tell: Callable[[Event], None],
+        config: Reporting,
         *,
-        window_s: float,
-        tokens_per_sample: float,
         length: RunLength,
+        hears_steps: bool,
         learning_rate: Callable[[float], float | None],
         clock: Clock,
-        is_stopping: Callable[[], bool],
-        on_error: Callable[[BaseException], None],
-        book: Callable[[str, float], None],
     ):
-        self._hears_steps = hooking.hear(hooks, StepEnd)
-        self._window_s = window_s
-        self._tokens_per_sample = tokens_per_sample
+        self._tell = tell
+        self._config = config
         self._length = length
+        self._hears_steps = hears_steps
         self._learning_rate = learning_rate
         self._clock = clock
         self._results: list[StepResult] = []  # of the open window
         self._start_s = clock.now()
-        self._teller = hooking.Teller(
-            hooks, is_stopping=is_stopping, clock=clock, on_error=on_error, book=book
-        )
-
-    @property
-    def is_awaited(self) -> bool:
-        """Whether training waits for hooks."""
-        return self._teller.is_awaited
-
-    def hold_up(self) -> None:
-        """Block the caller while hooks are far behind, unless the run is stopping."""
-        self._teller.hold_up()
-
-    def tell(self, event: Event) -> None:
-        """Pass an event on to the hooks, after all earlier events."""
-        self._teller.tell(event)
-
-    def tell_when_done(self, done: threading.Event) -> None:
-        """Set `done` once the hooks have handled every event so far."""
-        self._teller.tell_when_done(done)
-
-    def close(self) -> None:
-        """Deliver the remaining events and end the thread."""
-        self._teller.close()
 
     def add(self, result: StepResult) -> None:
         """Add a step to the open window and tell the hooks about it."""
         self._results.append(result)
         if self._hears_steps:
-            self._teller.tell(_step_end(result))
+            self._tell(_step_end(result))
 
     @property
     def is_empty(self) -> bool:
@@ -125,7 +88,7 @@ class Reporter:
     @property
     def is_due(self) -> bool:
         """Whether the open window has lasted long enough."""
-        return self._clock.now() - self._start_s >= self._window_s
+        return self._clock.now() - self._start_s >= self._config.window_s
 
     def draw(self, inputs: WindowInputs) -> None:
         """Close the window, which holds at least one step, and tell the hooks about it."""
@@ -136,16 +99,16 @@ class Reporter:
         # The argument that the optimizer's schedules are called with: see `Task.optimizer`.
         at = latest.metrics.progress
         if self._length.epochs is not None:
-            at = latest.ticket.samples / inputs.limits.base
+            at = latest.ticket.samples / inputs.here.limits.base
         rate = self._learning_rate(at)
-        self._teller.tell(
+        self._tell(
             window_of(
                 results,
                 seconds,
                 inputs,
                 eta_s=_eta_s(results, self._length),
                 learning_rate=UNKNOWN if rate is None else float(rate),
-                tokens_per_sample=self._tokens_per_sample,
+                tokens_per_sample=float(self._config.tokens_per_sample or UNKNOWN),
             )
         )
 
@@ -161,16 +124,17 @@ def window_of(
 ) -> Window:
     """Return the window of `results`, at least one step, which took `seconds` of wall time.
 
-    Its configuration is that of the last step. `eta_s` is the time left to the end of the run.
+    Its configuration is the last step's. `eta_s` is the time left to the end of the run.
     """
     latest = results[-1]
-    metrics, ticket, limits = latest.metrics, latest.ticket, inputs.limits
+    metrics, ticket, here = latest.metrics, latest.ticket, inputs.here
+    limits = here.limits
     config, noise = ticket.config, metrics.noise
     timed = [r.parts.step_s for r in results if r.ticket.timed and r.ticket.config == config]
     measured = statistics.median(timed) if timed else UNKNOWN
     throughput = config.global_batch_size / measured if measured else UNKNOWN
     worth = _worth(latest, limits)
-    predicted_s = _predicted_s(latest, inputs)
+    predicted_s = _predicted_s(latest, here)
     tflops = throughput * inputs.arithmetic.tflops_per_sample / inputs.arithmetic.num_devices
     stretch = inputs.stretch or Stretch(config=config, num_steps=0)
     return Window(
@@ -184,7 +148,7 @@ def window_of(
         metrics=_means(results),
         measured_step_s=measured,
         predicted_step_s=predicted_s,
-        predicted_error=UNKNOWN if inputs.fit is None else inputs.fit.error,
+        predicted_error=UNKNOWN if here.fit is None else here.fit.error,
         goodput_measured=throughput * worth,
         goodput_predicted=config.global_batch_size / predicted_s * worth,
         throughput=throughput,
@@ -218,20 +182,13 @@ def _worth(latest: StepResult, limits: BatchLimits) -> float:
     return 1.0 if scale == 1 else UNKNOWN  # the base batch has efficiency 1 whatever the noise
 
 
-def _predicted_s(latest: StepResult, inputs: WindowInputs) -> float:
+def _predicted_s(latest: StepResult, here: StrategyOption) -> float:
     """Return the step time that the model predicts; NaN before the first fit."""
-    if inputs.fit is None:
+    if here.fit is None:
         return UNKNOWN
     config = latest.ticket.config
-    model = GoodputModel(
-        perf=inputs.fit.params,
-        grad=latest.metrics.noise.cautious,
-        base_batch_size=inputs.limits.base,
-        feeding=inputs.feeding,
-    )
-    throughput = model.throughput(
-        inputs.placement, config.micro_batch_size, config.num_micro_batches
-    )
+    model = here.model(latest.metrics.noise.cautious)
+    throughput = model.throughput(here.placement, config.micro_batch_size, config.num_micro_batches)
     return config.global_batch_size / float(throughput)
 
 
@@ -296,7 +253,7 @@ def _step_end(result: StepResult) -> StepEnd:
 
 
 def _by_name(metrics: StepMetrics[float]) -> dict[str, float]:
-    """Return the numbers of a step by the names that hooks know, without those of `_SAID_ELSEWHERE`."""
+    """Return the numbers of a step by the names that hooks know, without the fields in `_SAID_ELSEWHERE`."""
     own = {f.name: getattr(metrics, f.name) for f in dataclasses.fields(metrics)}
     noise, aux = own.pop("noise"), own.pop("aux")
     found = {name: value for name, value in own.items() if name not in _SAID_ELSEWHERE}

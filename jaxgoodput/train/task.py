@@ -1,6 +1,4 @@
-"""`Task`: the few methods that a user writes; pure functions of their arguments. And what is wrong with
-them, said before any of them is traced.
-"""
+"""`Task`: the few methods that a user writes, and the checks of them that run before anything is traced."""
 
 import inspect
 from collections.abc import Mapping
@@ -14,28 +12,30 @@ from jaxtyping import Array, PyTree
 
 
 class Task:
-    """What is trained: a model, a loss, an optimizer and data.
+    """The subject of training: a model, a loss, an optimizer and data.
 
-    All methods are traced, compiled for several batch sizes, and called from more than one thread.
+    Subclass it and write `init`, `loss`, `optimizer` and `dataset`; the other methods are optional. Methods
+    must be pure functions of their arguments: they are traced, compiled for several batch sizes, and called
+    from several threads.
     """
 
     def init(self, key: Array) -> Any:
-        """The parameters, a PyTree; `Variables(params=, model_state=)` for a model with mutable state."""
+        """Return the parameters, a PyTree, or `Variables(params=, model_state=)` with mutable state."""
         raise _undefined(self, "init", "init(self, key) -> the parameters, a dict of arrays")
 
     def loss(self, params: PyTree, batch: PyTree, key: Array) -> Any:
-        """The loss of one micro-batch, leaves of `batch` being `[micro_batch_size, ...]`.
+        """Return the loss of one micro-batch, whose leaves are `[micro_batch_size, ...]`.
 
-        Returns per-sample losses `[micro_batch_size]`; or `Loss(sum, weight, aux)`, per sample or in
-        total, where the weight is not the number of samples; or a scalar mean, which cannot leave
-        padded samples out. `key` is a fresh key for every micro-batch on every replica. A further
-        parameter called `mask` is given 1 for real rows and 0 for padding, `[micro_batch_size]`, for losses
-        in which samples see each other; see `Config.loss` for what splitting a batch means for those. One
-        called `rows` is given the embeddings that the micro-batch reads, by table: see `ids`.
+        Return per-sample losses `[micro_batch_size]` if you can. If the weight is not the number of samples,
+        return `Loss(sum, weight, aux)`, per sample or in total. A scalar mean works too, but cannot leave out
+        padded samples. `key` is fresh for every micro-batch on every replica.
 
-        It is traced, like `optimizer`'s update, and not called again for every step; in a job whose hosts
-        come and go it is not called again for another set of them either. So it must not read what changes
-        meanwhile: attributes, `jax.process_count()`.
+        The method may take two more parameters. `mask`, `[micro_batch_size]`, is 1 for real rows and 0 for
+        padding, for losses in which samples see each other (`Config.loss` says how batches are split for
+        them). `rows` holds the embeddings that the micro-batch reads, by table: see `ids`.
+
+        It is traced, not called for every step, and an elastic job does not trace it again when hosts come or
+        go. So it must not read anything that changes, such as attributes or `jax.process_count()`.
         """
         raise TypeError(
             f"{type(self).__name__} defines neither loss nor loss_and_state. Write "
@@ -46,30 +46,28 @@ class Task:
     def loss_and_state(
         self, params: PyTree, model_state: PyTree, batch: PyTree, key: Array
     ) -> tuple[Any, PyTree]:
-        """`loss` for a model with mutable state: also returns the state after the micro-batch.
+        """Return the loss and the model state after the micro-batch; replaces `loss` for mutable state.
 
-        It is given `mask`, too, where it has a parameter of that name.
-
-        Floating leaves (BatchNorm statistics) are averaged over replicas, weighted by samples; other
-        leaves (counters, keys) must advance alike on every replica.
+        It may take `mask` and `rows`, like `loss`. Floating leaves of the state (BatchNorm statistics) are
+        averaged over replicas, weighted by samples. Other leaves (counters, keys) must change in the same way
+        on every replica.
         """
         return self.loss(params, batch, key), model_state
 
     def tables(self) -> Mapping[str, Any] | None:
-        """Tables of rows by id, `embedding.Table`s by name, for what may be larger than the device.
+        """Return embedding tables (`embedding.Table`) by name, which may be larger than the device; or None.
 
-        None: there are none. `fit` opens and saves them: where it goes on from a checkpoint, they are as they
-        were saved with it, whatever came after. Their own optimizer changes the rows that a step reads, and
-        no others, with its learning rate times the gain. Several devices and processes hold them
-        together.
+        `fit` opens and saves them. When a run resumes, they are restored as they were saved with its
+        checkpoint. Their own optimizer updates only the rows that a step reads, at its learning rate times
+        the gain. All devices and processes hold the tables together.
         """
         return None
 
     def ids(self, batch: PyTree) -> Mapping[str, Any]:
-        """The ids that a batch reads of every table, integers `[batch, ...]`, by the table's name.
+        """Return the ids that a batch reads from each table, integers `[batch, ...]`, by the table's name.
 
-        `batch` are NumPy arrays, and it is called behind the loop. `loss` and `metrics` then get a
-        parameter called `rows`: the embeddings by table, float32 in the shape of the ids and one axis more.
+        It is called in the background with NumPy arrays. `loss` and `metrics` receive the embeddings as a
+        parameter called `rows`: by table, float32, with the shape of the ids and one more axis.
         """
         raise TypeError(
             f"{type(self).__name__} has tables() and no ids(). Write ids(self, batch) -> {{table: the ids "
@@ -77,44 +75,44 @@ class Task:
         )
 
     def optimizer(self) -> optax.GradientTransformation:
-        """Any optax optimizer, tuned at the base batch size.
+        """Return any optax optimizer, tuned at the base batch size.
 
-        It sees the averaged gradient of the whole batch (so clipping does too); its schedules are
-        called with progress in base steps, or, where `Config.epochs` ends the run, with the samples
-        taken over the base batch size, so that a decay ends when the run does; its updates are
-        multiplied by the learning-rate gain. An average of the parameters is no link of it: `Config.ema`
-        keeps one of what the gain made of them.
+        It receives the averaged gradient of the whole batch, so clipping acts on that. Its updates are
+        multiplied by the learning-rate gain. Its schedules are called with progress in base steps. If
+        `Config.epochs` ends the run, they are called with the samples taken divided by the base batch size
+        instead, so that a decay ends with the run. Do not put an average of the parameters into the chain,
+        where it would miss the gain; use `Config.ema`.
         """
         raise _undefined(self, "optimizer", "optimizer(self): return optax.adam(1e-3), or another")
 
     def learning_rate(self, progress: Any) -> Any:
-        """The optimizer's own learning rate at `progress` base steps, for the dashboard; None: unknown.
+        """Return the optimizer's learning rate at `progress`, for the dashboard; None if unknown.
 
-        `progress` is what schedules are called with: see `optimizer`.
-
-        An optax optimizer does not say what its schedule is. By itself this changes nothing but a
-        chart; `optimizer()` may hand it to optax as its schedule.
+        `progress` is the argument of schedules: see `optimizer`. An optax optimizer does not reveal its
+        schedule, so this method only fills a chart; `optimizer()` may pass it to optax as the schedule.
         """
         return None
 
     def dataset(self) -> Any:
-        """Training samples: a dict of arrays, anything with `__len__` and `__getitem__`, a `Source`, a grain
-        `MapDataset`, or a stream.
+        """Return the training samples, as one of several kinds of data set.
 
-        Samples are PyTrees of numbers of one shape. Each is used exactly once an epoch, in an order that
-        follows from `Config.seed` and the epoch, over any change of batch, devices and processes.
+        It may be a dict of arrays, anything with `__len__` and `__getitem__`, a `Source`, a grain
+        `MapDataset`, or a stream. Samples are PyTrees of numbers, all of one shape. Each is used exactly once
+        per epoch, in an order that depends only on `Config.seed` and the epoch, however batch, devices and
+        processes change.
 
-        Random augmentation: a grain `MapDataset` draws anew in every epoch (sample i of epoch e is read at
-        `e * len + i`); an object with a method `item_of_epoch(index, epoch)` is read through that instead of
-        `[index]`, and a `Source` by `batch_of_epochs(indices, epochs)`. Drawn from (index, epoch) alone, it
-        is the same in a resumed run. Evaluations read epoch 0. `Config.execution.readers` says how many
-        threads may call `[index]` at once.
+        Random augmentation should depend on (index, epoch) alone, so that a resumed run repeats it. A grain
+        `MapDataset` is read at `epoch * len + index`. An object with a method `item_of_epoch(index, epoch)`
+        is read through it instead of `[index]`, and a `Source` through `batch_of_epochs(indices, epochs)`.
+        Evaluations read epoch 0. `Config.execution.readers` is the number of threads that may call `[index]`
+        at once.
 
-        Without epochs, under `Config.base_steps`, in their own order: a `MapDataset` after `.repeat()`, by
-        place; and a stream (a grain `IterDataset`, or anything iterable whose iterator has
-        `get_state()` and `set_state(state)`, of JSON values or bytes), whose state is part of the checkpoint.
-        Its samples are used exactly once if, set back, it gives the same ones again. The run ends where it
-        does. Each process reads all of it and trains on its part, so it is to be the same in all of them.
+        Two kinds have no epochs. They are read in their own order and need `Config.base_steps`: a
+        `MapDataset` after `.repeat()`, and a stream. A stream is a grain `IterDataset`, or an iterable whose
+        iterator has `get_state()` and `set_state(state)`, with JSON values or bytes. Its state is saved in
+        checkpoints, and samples are used exactly once if the restored stream repeats them. The run ends when
+        the stream does. Every process reads the whole stream and trains on its part, so it must be the same
+        in all processes.
         """
         raise _undefined(
             self,
@@ -123,11 +121,11 @@ class Task:
         )
 
     def eval_dataset(self) -> Any:
-        """Held-out samples, or None. `Config.evaluation` says when they are evaluated; at the end anyway."""
+        """Return held-out samples, or None; evaluated as `Config.evaluation` says, and at the end."""
         return None
 
     def metrics(self, params: PyTree, batch: PyTree) -> Mapping[str, Any]:
-        """Per-sample outputs of an evaluation, name -> `[batch, ...]`."""
+        """Return the per-sample outputs of an evaluation by name, each `[batch, ...]`."""
         raise TypeError(
             f"{type(self).__name__} has an eval_dataset but no metrics. Write "
             "metrics(self, params, batch) -> {name: one value per sample}."
@@ -136,21 +134,21 @@ class Task:
     def metrics_with_state(
         self, params: PyTree, model_state: PyTree, batch: PyTree
     ) -> Mapping[str, Any]:
-        """`metrics` for a model with mutable state, which an evaluation only reads."""
+        """Return the outputs of `metrics`, for a model with mutable state; the state is only read."""
         return self.metrics(params, batch)
 
     def summarize(self, outputs: Mapping[str, np.ndarray]) -> Mapping[str, float]:
-        """Numbers from the outputs of all held-out samples; the mean of each unless overridden."""
+        """Return the metrics computed from the outputs of all held-out samples; by default, their means."""
         return {name: float(np.mean(values)) for name, values in outputs.items()}
 
     def trainable(self, params: PyTree) -> PyTree | None:
-        """A tree of bool like `params`: False freezes a leaf. None trains all of them."""
+        """Return a tree of bool like `params`, in which False freezes a leaf; None trains all leaves."""
         return None
 
     def labels(self, params: PyTree) -> PyTree | None:
-        """A tree of str like `params`: groups with noise statistics and a gain of their own.
+        """Return a tree of str like `params`, which names groups with their own noise statistics and gain.
 
-        None is one group.
+        None makes one group of all parameters.
         """
         return None
 
@@ -159,24 +157,13 @@ def _undefined(task: Task, name: str, what: str) -> TypeError:
     return TypeError(f"{type(task).__name__} does not define {name}. Write {what}.")
 
 
-# What each is called with; those a task need not write are looked at where it has.
+# The arguments of each method, without self. An optional method is checked only if the task defines it.
 ARGUMENTS = {
-    "init": ("key",),
-    "loss": ("params", "batch", "key"),
-    "loss_and_state": ("params", "model_state", "batch", "key"),
-    "optimizer": (),
-    "dataset": (),
-    "learning_rate": ("progress",),
-    "eval_dataset": (),
-    "metrics": ("params", "batch"),
-    "metrics_with_state": ("params", "model_state", "batch"),
-    "summarize": ("outputs",),
-    "trainable": ("params",),
-    "labels": ("params",),
-    "tables": (),
-    "ids": ("batch",),
+    name: tuple(inspect.signature(method).parameters)[1:]
+    for name, method in vars(Task).items()
+    if inspect.isfunction(method)
 }
-ASKED = {  # given by name where it is asked for
+ASKED = {  # optional parameters, passed by name if the method has them
     "loss": ("mask", "rows"),
     "loss_and_state": ("mask", "rows"),
     "metrics": ("rows",),
@@ -185,18 +172,18 @@ ASKED = {  # given by name where it is asked for
 
 
 def require_methods(task: Task) -> None:
-    """Raise TypeError where a method of a task cannot be called with what it is given."""
+    """Raise TypeError if a method of a task cannot be called with its arguments."""
     for name, arguments in ARGUMENTS.items():
         if not callable(value := getattr(task, name)):
             raise TypeError(
-                f"{type(task).__name__}.{name} is {value!r:.60}, but {name} is a method of a Trainer. Write "
-                f"`def {name}({', '.join(('self', *arguments))})`, or give the attribute another name."
+                f"{type(task).__name__}.{name} is {value!r:.60}, but {name} must be a method. Write `def "
+                f"{name}({', '.join(('self', *arguments))})`, or give the attribute another name."
             )
         if getattr(type(task), name) is getattr(Task, name):
-            continue  # it raises by itself where it is needed
+            continue  # the default raises a better error when it is needed
         try:
             signature = inspect.signature(getattr(task, name))
-        except ValueError:  # of a callable that is written in C
+        except ValueError:  # a callable written in C has no signature
             continue
         asked = dict.fromkeys(one for one in ASKED.get(name, ()) if one in signature.parameters)
         try:
@@ -204,28 +191,28 @@ def require_methods(task: Task) -> None:
         except TypeError as error:
             own = ", ".join(("self", *arguments, *(f"{one}=None" for one in asked)))
             raise TypeError(
-                f"{type(task).__name__}.{name}{signature} is called with ({', '.join(arguments)}), and "
-                f"cannot be: {error}. Write {name}({own})."
+                f"{type(task).__name__}.{name}{signature} cannot be called with ({', '.join(arguments)}): "
+                f"{error}. Write {name}({own})."
             ) from None
 
 
 def require_bools(mask: PyTree, params: PyTree) -> None:
-    """Raise TypeError where what `trainable` returned is not a bool for every parameter."""
+    """Raise TypeError if the result of `trainable` is not a bool for every parameter."""
     given, wanted = _by_path(mask), _by_path(params)
     wrong = [f"{path} is missing" for path in wanted if path not in given]
-    wrong += [f"{path} is no parameter" for path in given if path not in wanted]
-    wrong += [
-        f"{path} is {x!r:.60}" for path, x in given.items() if not isinstance(x, bool | np.bool_)
-    ]
+    for path, x in given.items():
+        if path not in wanted:
+            wrong.append(f"{path} is not a parameter")
+        elif not isinstance(x, bool | np.bool_):
+            wrong.append(f"{path} is {x!r:.60}")
     if not wrong and jax.tree.structure(mask) != jax.tree.structure(params):
-        wrong = ["its containers (dict, list, tuple) are others"]
-    if not wrong:
-        return
-    what = "; ".join(wrong[:3]) + (f"; and {len(wrong) - 3} more" if len(wrong) > 3 else "")
-    raise TypeError(
-        f"trainable() must give a bool for every parameter; {what}. For one answer for a whole part, write "
-        "jax.tree.map(lambda _: False, params[part])."
-    )
+        wrong = ["its containers (dict, list, tuple) differ from those of the parameters"]
+    if wrong:
+        what = "; ".join(wrong[:3]) + (f"; and {len(wrong) - 3} more" if len(wrong) > 3 else "")
+        raise TypeError(
+            f"trainable() must return a bool for every parameter, but {what}. To freeze a whole part, write "
+            "jax.tree.map(lambda _: False, params[part])."
+        )
 
 
 def _by_path(tree: PyTree) -> dict[str, Any]:
@@ -234,11 +221,11 @@ def _by_path(tree: PyTree) -> dict[str, Any]:
 
 
 def require_floating(kept: PyTree) -> None:
-    """Raise TypeError where a parameter that is to learn holds no numbers that have a gradient."""
-    for path, x in jax.tree_util.tree_flatten_with_path(kept)[0]:
+    """Raise TypeError if a trainable parameter is not of a type that has a gradient."""
+    for path, x in _by_path(kept).items():
         dtype = jnp.result_type(x)
         if not jnp.issubdtype(dtype, jnp.inexact):
             raise TypeError(
-                f"init(): params{jax.tree_util.keystr(path)} is {dtype}, and what learns is floating. Put "
-                "counters into model_state (Variables), write 0.0 for 0, or have trainable() say False of it."
+                f"init(): {path} is {dtype}, but trainable parameters must be floating. Put counters into "
+                "model_state (Variables), write 0.0 instead of 0, or return False for it in trainable()."
             )

@@ -1,4 +1,4 @@
-"""Which batch next, and why: a pure function from a `Situation` to a `Verdict`.
+"""Chooses the next batch and gives the reason: a pure function from a `Situation` to a `Verdict`.
 
 The goodput model, corrected by measured step times, names the best configuration. A change to it must gain at
 least `min_gain` (hysteresis), come `dwell_steps` after the last change, and earn back the cost of the switch
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxgoodput.goodput.efficiency import Grad, efficiency, is_known, noise_scale
-from jaxgoodput.goodput.search import BatchLimits, best_batch
+from jaxgoodput.goodput.search import BatchConfig, BatchLimits, best_batch
 from jaxgoodput.text import compact
 from jaxgoodput.tune.evidence import is_denied
 from jaxgoodput.tune.strategy import choose_strategy, judge_trial
@@ -96,8 +96,8 @@ def _not_ready(situation: Situation) -> Verdict | None:
         return situation.keep(reason)
     if situation.steps_since_change < least:
         return situation.keep(
-            f"keep: {situation.steps_since_change} steps have passed since the last change, and the next may "
-            f"come after {least} (Tuning.dwell_steps)",
+            f"keep: {situation.steps_since_change} steps have passed since the last change, and the next "
+            f"may come after {least}",
             here.goodput(situation.incumbent, situation.grad),
         )
     return None
@@ -160,14 +160,14 @@ def _probe(situation: Situation) -> Verdict | None:
 
 def _search(situation: Situation) -> Verdict:
     """Return the verdict on the best batch of compiled sizes that one change may reach."""
-    here, grad, caution = situation.here, situation.grad, situation.caution
+    here, grad = situation.here, situation.grad
     limits, current, home = here.limits, here.config, situation.incumbent
     critical = float(noise_scale(grad, limits.base))
     bound = "at least " if situation.noise_is_lower_bound else ""
     at = f"noise scale {bound}{compact(critical)} samples"
     now = here.goodput(home, grad)
     # Checked before the search, which refuses to choose among unknowns. A run that resumes with step times
-    # of another number of replicas knows nothing about this one yet.
+    # of another number of replicas cannot predict anything for this one yet.
     if not math.isfinite(now):
         return situation.keep(f"keep: the model cannot predict the present batch yet ({at})", now)
     smallest = max(limits.smallest, min(situation.floor, situation.largest))
@@ -177,14 +177,20 @@ def _search(situation: Situation) -> Verdict:
     config = dataclasses.replace(config, strategy=current.strategy)
     if not math.isfinite(best):
         return situation.keep(f"keep: the model cannot predict any batch yet ({at})", now)
-    gain = best / now
-    # A trial is judged without the doubt, or no trial during a compilation could ever succeed.
-    asked = max(caution.min_gain, caution.doubt) if home == current else caution.min_gain
+    if config == home:
+        return _stay(situation, _already_best(situation, sizes, now, at), now)
+    return _judge(situation, config, best, now, at)
+
+
+def _judge(situation: Situation, config: BatchConfig, best: float, now: float, at: str) -> Verdict:
+    """Return the verdict on another batch than the incumbent, of goodput `best` instead of `now`."""
+    caution, home, gain = situation.caution, situation.incumbent, best / now
     what = (
         f"{home.global_batch_size} -> {config.global_batch_size} samples "
         f"({config.micro_batch_size} x {config.num_replicas} replicas "
         f"x {config.num_micro_batches} micro-batches)"
     )
+    asked = _asked(situation)
     payback_s = caution.switch_s / (1 - 1 / gain) if gain > 1 else math.inf
     if situation.noise_is_lower_bound and config.global_batch_size < home.global_batch_size:
         # A larger noise scale would make the smaller batch worth less, by an unknown amount.
@@ -192,14 +198,12 @@ def _search(situation: Situation) -> Verdict:
             f"{what} cannot be judged: the gradient signal is below its own standard error, so the noise may "
             f"be larger ({at})"
         )
-    elif config == home:
-        why = _already_best(situation, sizes, now * (1 + asked), now, at)
     elif gain < 1 + asked:
         limit = f"the {asked:.0%} that a change must bring (Tuning.min_gain)"
         if asked > caution.min_gain:
             limit = f"the {asked:.0%} asked for while a compilation disturbs the step times"
         why = f"{what} would gain {gain - 1:.1%} goodput, below {limit} ({at})"
-    elif config == current:
+    elif config == situation.current:
         reason = f"keep: {what} was tried and gains {gain - 1:.1%} goodput ({at})"
         return situation.keep(reason, best, gain)
     elif payback_s > caution.horizon_s:
@@ -210,15 +214,27 @@ def _search(situation: Situation) -> Verdict:
     else:
         reason = f"change: {what} gains {gain - 1:.1%} goodput ({at})"
         return situation.change(config, reason, best, gain)
-    if home == current:
-        return situation.keep(f"keep: {why}", now)
-    return situation.change(home, f"return: {why}", now)
+    return _stay(situation, why, now)
 
 
-def _already_best(
-    situation: Situation, sizes: Sequence[int], worth_it: float, now: float, at: str
-) -> str:
-    """Explain why the incumbent stays, and name a batch out of reach whose goodput is `worth_it`."""
+def _stay(situation: Situation, why: str, now: float) -> Verdict:
+    """Return the verdict to use the incumbent, which ends a trial."""
+    home = situation.incumbent
+    word = "keep" if home == situation.current else "return"
+    return situation.change(home, f"{word}: {why}", now)
+
+
+def _asked(situation: Situation) -> float:
+    """Return the gain that a change must promise, as a share.
+
+    A trial is judged without the doubt, or no trial during a compilation could ever succeed.
+    """
+    caution, is_trial = situation.caution, situation.incumbent != situation.current
+    return caution.min_gain if is_trial else max(caution.min_gain, caution.doubt)
+
+
+def _already_best(situation: Situation, sizes: Sequence[int], now: float, at: str) -> str:
+    """Explain why the incumbent stays, and name a batch out of reach that would merit a change."""
     here, limits, home = situation.here, situation.here.limits, situation.incumbent
     what, also = "is the best batch", ""
     wide = _narrowed(limits, limits.smallest, limits.max, situation.accumulate)
@@ -226,7 +242,7 @@ def _already_best(
     beyond, hoped = best_batch(
         here.model(situation.grad), here.placement, wide, micro_batch_sizes=everything
     )
-    if hoped >= worth_it:
+    if hoped >= now * (1 + _asked(situation)):
         what += " within reach" if beyond.micro_batch_size in sizes else " among the compiled ones"
         also = f"; the model predicts {hoped / now - 1:.0%} more with {beyond.global_batch_size}"
     why = f"{home.global_batch_size} samples {what} ({at}){also}"
@@ -236,7 +252,7 @@ def _already_best(
 
 
 def hoped_gain(grad: Grad, limits: BatchLimits, now: int, there: np.ndarray) -> np.ndarray:
-    """Return what may be hoped for before a size was timed, for deciding whether to probe or compile it.
+    """Return a guess of the gain of a batch whose step time is unknown, to decide whether to try it.
 
     The result, `[batches]`, is the goodput of each batch `there` relative to the batch `now`, if the step
     time grew as the square root of the batch: half-way between not at all and in proportion. Unknown noise

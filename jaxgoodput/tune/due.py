@@ -1,4 +1,4 @@
-"""When the next verdict is due."""
+"""Decides when the next verdict is due."""
 
 from jaxgoodput.tune.verdict import PROBE_STEPS
 
@@ -72,11 +72,7 @@ class VerdictTimer:
         self, now_s: float, step: int, *, is_trial: bool, is_known: bool, has_fit: bool
     ) -> bool:
         """Return whether to ask for a verdict now; `is_known` says whether the gradient noise is."""
-        if self.is_judging or self._num_steps < self._warm_up_steps:
-            return False
-        if not self.has_arrived(step):
-            return False
-        if 0 < self._num_calm < CALM_STEPS:  # undisturbed step times will be there soon
+        if self._must_wait(step):
             return False
         if is_trial:
             return self.steps_since_change(step) >= PROBE_STEPS
@@ -91,6 +87,12 @@ class VerdictTimer:
         if not (is_known and has_fit):
             every_steps = min(every_steps, self._warm_up_steps)
         return now_s - self._asked_s >= self._every_s or since_asked >= every_steps
+
+    def _must_wait(self, step: int) -> bool:
+        """Return whether a verdict would be of no use yet, or has been asked for."""
+        is_calming = 0 < self._num_calm < CALM_STEPS  # undisturbed step times will be there soon
+        is_early = self._num_steps < self._warm_up_steps
+        return self.is_judging or is_early or is_calming or not self.has_arrived(step)
 
     def asked(self, now_s: float, step: int, *, is_known: bool) -> None:
         """Note that the tuner is asked now."""

@@ -1,15 +1,15 @@
-"""What training really gained at each batch, beside what the model says of it; it may deny a larger batch.
+"""Measures how fast the loss falls at each batch, which may overrule the model and reject a batch.
 
-A *stretch* is the steps between two changes of the global batch, as far as they lie in the newer half of
-the run. What it gained is minus the slope of the loss over the logarithm of the samples gone by, by
-weighted least squares: a loss that falls as a power of the samples has a slope in samples that halves
-whenever they double, whatever the batch, while its slope in their logarithm hardly moves between two
-neighbours.
+A *stretch* is the steps between two changes of the global batch, as far as they lie in the newer half of the
+run. Its gain is minus the slope of the loss over the logarithm of the samples trained on, by weighted least
+squares. The logarithm makes neighbouring stretches comparable: a loss that falls as a power of the samples
+has a slope per sample that halves whenever the samples double, whatever the batch, but a nearly constant
+slope per logarithm.
 
-A change to a larger batch that the model wanted is *denied* where the loss falls so much more slowly after
-it that even two standard errors leave less gained per second than before. The run then goes back, and that
-batch is barred until the noise scale has doubled. Training slows down by itself too: if the stretch after
-the way back gains no more than the denied one did, it was not the batch, and the bar is lifted.
+A larger batch that the model wanted is *rejected* if the loss then falls so much more slowly that even two
+standard errors leave less gain per second than before. The run goes back, and the batch is barred until the
+noise scale has doubled. But training also slows down by itself. If the stretch after the return gains no more
+than the rejected one did, the batch was not the cause, and the bar is lifted.
 """
 
 import dataclasses
@@ -21,42 +21,44 @@ import numpy as np
 
 from jaxgoodput.goodput.search import BatchConfig
 
-SETTLE_STEPS = 10  # after a change: momentum and the learning rate's gain are still those of before
-MIN_STEPS = 20  # fewer tell no slope
-NUM_ERRORS = 2.0
-MOST_POINTS = 512  # neighbours are merged beyond it
+SETTLE_STEPS = (
+    10  # ignored after a change: momentum and learning-rate gain still follow the batch before
+)
+MIN_STEPS = 20  # needed for a slope
+NUM_ERRORS = 2.0  # standard errors by which a rejection must be certain
+MOST_POINTS = 512  # beyond this, neighbouring points are merged
 
 Point = tuple[float, float, float, int]
-"""Logarithm of the samples gone by, mean loss, samples and steps behind it."""
+"""Logarithm of the samples trained on, mean loss, and the numbers of samples and steps it is taken over."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stretch:
-    """What the steps between two changes of the batch gained."""
+    """The loss decrease measured between two changes of the batch."""
 
     config: BatchConfig
-    """The last of this global batch."""
+    """Last configuration with this global batch."""
     num_steps: int
-    """That the slope is made of."""
+    """Number of steps that the slope was fitted to."""
     gained: float = math.nan
-    """Loss lost per e-fold of samples; NaN: too few steps to tell."""
+    """Decrease of the loss per e-fold of samples; NaN after too few steps."""
     error: float = math.nan
-    """Its standard error."""
+    """Standard error of `gained`."""
 
     @property
     def is_known(self) -> bool:
-        """Whether there are steps enough to tell."""
+        """Whether there were enough steps for a slope."""
         return math.isfinite(self.gained) and math.isfinite(self.error)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bar:
-    """A batch that loss has denied."""
+    """A batch that the loss has rejected."""
 
     noise_scale: float
-    """In samples, when it was denied."""
+    """Noise scale at that time, in samples."""
     was: Stretch
-    """The steps with it."""
+    """Stretch of the rejected batch."""
 
     @property
     def global_batch_size(self) -> int:
@@ -64,15 +66,15 @@ class Bar:
         return self.was.config.global_batch_size
 
     def holds(self, noise_scale: float) -> bool:
-        """Whether it still does at a noise scale; an unknown one does not lift it."""
+        """Return whether the bar still holds at a noise scale; an unknown one does not lift it."""
         return not noise_scale > 2 * self.noise_scale
 
 
 def is_denied(before: Stretch, now: Stretch, throughput_ratio: float) -> bool:
-    """Whether the loss falls more slowly per second than before, beyond doubt.
+    """Return whether the loss now falls more slowly per second than before, beyond doubt.
 
-    `throughput_ratio` is samples per second now over those before. Where the loss before did not fall beyond
-    doubt, nothing can be denied.
+    `throughput_ratio` is the throughput now, relative to before. If the loss before did not clearly fall,
+    nothing can be rejected.
     """
     grown = now.config.global_batch_size > before.config.global_batch_size
     if not (grown and before.is_known and now.is_known):
@@ -82,7 +84,7 @@ def is_denied(before: Stretch, now: Stretch, throughput_ratio: float) -> bool:
 
 
 class Evidence:
-    """The loss of every step by stretch, and the bar, if there is one. Used by one thread."""
+    """Collects the loss of every step, and holds the bar, if there is one. Not thread-safe."""
 
     def __init__(self):
         self._points: list[Point] = []
@@ -92,7 +94,7 @@ class Evidence:
         self.bar: Bar | None = None
 
     def add(self, config: BatchConfig, samples: int, loss: float, num_samples: int) -> None:
-        """One applied update: `samples` since training began, `num_samples` of them in this update."""
+        """Add one applied update: `samples` since training began, `num_samples` of them in this update."""
         old = self._config
         if old is None or config.global_batch_size != old.global_batch_size:
             self._before = self.now()
@@ -102,6 +104,8 @@ class Evidence:
             self._skip -= 1
             return
         self._points.append((math.log(max(samples, 1)), loss, float(num_samples), 1))
+        # Merging neighbours bounds the memory. It keeps the slope, because a merged point stands for the mean
+        # of its steps with their weight.
         if len(self._points) > MOST_POINTS:
             pairs = zip(self._points[::2], self._points[1::2], strict=False)
             last = self._points[-1:] * (len(self._points) % 2)
@@ -109,30 +113,33 @@ class Evidence:
 
     @property
     def before(self) -> Stretch | None:
-        """The stretch before the present one."""
+        """The stretch before the last change of the batch; None before the first change."""
         return self._before
 
     def now(self) -> Stretch | None:
-        """The present stretch, where it is of the newer half of the run; None before the first update."""
+        """Return the stretch since the last change, within the newer half of the run; None before any update."""
         if self._config is None:
             return None
         if not self._points:
             return Stretch(config=self._config, num_steps=0)
-        since = self._points[-1][0] - math.log(2)
+        since = self._points[-1][0] - math.log(
+            2
+        )  # half of the samples so far, as x is their logarithm
         return _fitted(self._config, [p for p in self._points if p[0] >= since])
 
     def deny(self, noise_scale: float) -> None:
-        """Bar the present batch and all above it."""
+        """Bar the present batch and all larger ones."""
         now = self.now()
         assert now is not None
         self.bar = Bar(noise_scale=noise_scale, was=now)
 
     def review(self, noise_scale: float) -> None:
-        """Lift the bar where the noise has grown, or where it turns out that it was not the batch."""
+        """Lift the bar if the noise has grown, or if the batch turns out not to have been the cause."""
         if self.bar is None:
             return
         now, was = self.now(), self.bar.was
-        least = was.num_steps * was.config.global_batch_size  # samples behind what is compared
+        # The comparison is fair only after as many samples as the rejected stretch was judged by.
+        least = was.num_steps * was.config.global_batch_size
         if not self.bar.holds(noise_scale):
             self.bar = None
         elif (
@@ -152,7 +159,7 @@ def _merged(a: Point, b: Point) -> Point:
 
 
 def _fitted(config: BatchConfig, points: Sequence[Point]) -> Stretch:
-    """The slope by weighted least squares; a mean of more samples varies less."""
+    """Fit the slope by weighted least squares, with more weight on the mean of more samples."""
     x, y, weight, steps = (np.asarray(column, np.float64) for column in zip(*points, strict=True))
     made = Stretch(config=config, num_steps=int(steps.sum()))
     if len(points) < MIN_STEPS or not weight.sum() > 0:

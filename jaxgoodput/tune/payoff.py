@@ -1,22 +1,22 @@
-"""What the rest of the run is worth: how much is left, and whether compiling other batches pays off."""
+"""Estimates how much of the run is left, and whether compiling other batches pays off in that time."""
 
 import dataclasses
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from jaxgoodput.goodput.efficiency import Grad, gain
-from jaxgoodput.goodput.search import BatchConfig, BatchLimits
 from jaxgoodput.tune.batch import hoped_gain
 from jaxgoodput.tune.plan import scheduled
 from jaxgoodput.tune.timings import TimingTable
+from jaxgoodput.tune.verdict import Situation
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunLength:
-    """How long the run is; exactly one of `base_steps` and `epochs` is given."""
+    """The length of the run; exactly one of `base_steps` and `epochs` is given."""
 
     base_steps: float | None
     """Length in base steps."""
@@ -33,7 +33,7 @@ class RunLength:
         return (self.epochs or 0) * self.dataset_size
 
     def share_done(self, progress: float, samples: int) -> float:
-        """Return how much of the run is done after so many base steps and samples."""
+        """Return how much of the run is done after `progress` base steps and `samples`."""
         if self.base_steps is not None:
             return progress / self.base_steps
         return samples / self.num_samples
@@ -63,51 +63,47 @@ class RunLength:
 
 
 def compiling_pays(
-    grad: Grad,
-    limits: BatchLimits,
-    current: BatchConfig,
-    *,
+    situation: Situation,
     sizes: Sequence[int],
-    ready: Collection[int],
     table: TimingTable,
-    num_nodes: int,
-    left_s: float,
+    *,
     compile_s: float,
-    min_gain: float,
     num_strategies: int,
 ) -> bool:
     """Return whether other batches may save more of the time left than compiling them takes.
 
-    `sizes` are all micro-batch sizes that may be used, `ready` those that are compiled, and `compile_s` the
-    seconds that one size takes. `num_strategies` above 1 says that other strategies may be compiled, too.
+    `sizes` are all micro-batch sizes that may be used, `table` has the step times of the present strategy,
+    and `compile_s` is the time that one size takes. `num_strategies` above 1 says that other strategies may
+    be compiled, too.
     """
+    current, limits, min_gain = situation.current, situation.here.limits, situation.caution.min_gain
     batches = np.multiply.outer(sizes, np.arange(1, limits.max_micro_batches + 1))
     batches *= current.num_replicas
-    hopes = hoped_gain(grad, limits, current.global_batch_size, batches)
-    hopes *= _correction(current, sizes, batches, table, num_nodes)
-    is_ready = np.isin(sizes, list(ready))
+    hopes = hoped_gain(situation.grad, limits, current.global_batch_size, batches)
+    hopes *= _correction(situation, sizes, batches, table)
+    is_ready = np.isin(sizes, list(situation.here.ready))
     hope = float(hopes[~is_ready].max(initial=0.0) / hopes[is_ready].max(initial=1.0))
     price_s = compile_s * max(len(sizes) - 1, 1)
     if num_strategies > 1:
         # The gain of another strategy is unknown; assume one that barely justifies a change.
         price_s = compile_s * num_strategies
-        if left_s * min_gain > price_s:
+        if situation.left_s * min_gain > price_s:
             return True
-    return hope >= 1 + min_gain and left_s * (1 - 1 / hope) > price_s
+    return hope >= 1 + min_gain and situation.left_s * (1 - 1 / hope) > price_s
 
 
 def _correction(
-    current: BatchConfig,
-    sizes: Sequence[int],
-    batches: np.ndarray,
-    table: TimingTable,
-    num_nodes: int,
+    situation: Situation, sizes: Sequence[int], batches: np.ndarray, table: TimingTable
 ) -> np.ndarray:
     """Return by what factor each hope, [sizes, counts], must be corrected; 1 for sizes not timed."""
-    now_s = table.step_s(num_nodes, current)
+    current, num_nodes = situation.current, situation.here.placement.num_nodes
     one = [dataclasses.replace(current, micro_batch_size=s, num_micro_batches=1) for s in sizes]
     there_s = np.array([table.step_s(num_nodes, c) for c in one])
     there_s[np.asarray(sizes) == current.micro_batch_size] = math.nan
     counts = batches / batches[:, :1]  # a micro-batch never takes longer than a whole step of one
-    known = now_s / (there_s[:, None] * counts) * np.sqrt(batches / current.global_batch_size)
+    known = (
+        situation.step_s
+        / (there_s[:, None] * counts)
+        * np.sqrt(batches / current.global_batch_size)
+    )
     return np.nan_to_num(known, nan=1.0)

@@ -1,12 +1,13 @@
-"""From what a user allows to what can run: batch limits by data, devices and memory; pure.
+"""Turns what a user allows into batches that can run, given data, devices and memory. Pure.
 
-How many bytes a step needs is asked through `needs`, which may compile to find out.
+The bytes that a step needs are asked for through `needs`, which may compile to find out.
 """
 
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from absl import logging
 
@@ -15,7 +16,7 @@ from jaxgoodput.goodput.search import BatchConfig, BatchLimits
 
 
 class Indivisible(ValueError):
-    """A batch that cannot be cut into equal micro-batches over the replicas of a strategy."""
+    """A batch that cannot be split into equal micro-batches over the replicas of a strategy."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,16 +24,16 @@ class BatchPlan:
     """The configuration to start with, and the sizes that may ever be used."""
 
     start: BatchConfig
-    """The base batch."""
+    """Configuration of the base batch."""
     sizes: tuple[int, ...]
     """Micro-batch sizes, ascending."""
     limits: BatchLimits
-    """What the user allows, narrowed to data, devices and memory."""
+    """The user's limits, narrowed to data, devices and memory."""
     accumulate: bool
-    """Whether any batch has more than one micro-batch."""
+    """Whether a batch may have more than one micro-batch."""
 
     def nearest(self, micro_batch_size: int, wanted: int) -> BatchConfig | None:
-        """The batch of micro-batches of one size nearest to `wanted` samples; None where none is allowed."""
+        """Return the batch with this micro-batch size nearest to `wanted` samples; None if there is none."""
         return min(
             self.batches([micro_batch_size]),
             key=lambda c: abs(math.log(c.global_batch_size / wanted)),
@@ -40,7 +41,7 @@ class BatchPlan:
         )
 
     def batches(self, micro_batch_sizes: Sequence[int]) -> list[BatchConfig]:
-        """All batches of these sizes within the limits."""
+        """Return all batches with these sizes within the limits."""
         most = self.limits.max_micro_batches if self.accumulate else 1
         made = [
             dataclasses.replace(self.start, micro_batch_size=size, num_micro_batches=count)
@@ -51,9 +52,9 @@ class BatchPlan:
         return [c for c in made if low <= c.global_batch_size <= high]
 
     def resumed(self, saved: BatchConfig, fits: Callable[[int], bool]) -> BatchConfig:
-        """The batch of a run that was saved with `saved`: the same, or the nearest global batch allowed here.
+        """Return the batch to resume with: the saved one, or the nearest global batch that is allowed here.
 
-        `fits` says of a micro-batch size whether the present memory allows it; the plan's start does.
+        `fits` says whether a micro-batch size fits into the present memory; the size of `start` does.
         """
         sizes = self.sizes
         while True:
@@ -62,8 +63,8 @@ class BatchPlan:
             if size == self.start.micro_batch_size or fits(size):
                 return near
             logging.warning(
-                "the run was saved with micro-batches of %d samples per replica, or is closest to it with "
-                "%d, which does not fit into memory now: a smaller size is used.",
+                "the run was saved with micro-batches of %d samples per replica. The nearest size here, %d, "
+                "does not fit into memory: a smaller size is used.",
                 saved.micro_batch_size,
                 size,
             )
@@ -83,7 +84,7 @@ class BatchPlan:
 
 
 def scheduled(schedule: Mapping[int | float, int], share: int | float) -> int:
-    """The global batch after this share of the run, by a user's own schedule.
+    """Return the global batch that the user's schedule asks for after this share of the run.
 
     >>> scheduled({0: 256, 0.03: 512}, 0.02), scheduled({0: 256, 0.03: 512}, 0.03)
     (256, 512)
@@ -104,14 +105,14 @@ def batch_plan(
     strategy: str = "",
     schedule: Mapping[int | float, int] | None = None,
 ) -> BatchPlan:
-    """Resolve the limits by data, devices and memory.
+    """Return the plan that the limits allow with this number of replicas and samples.
 
-    `needs` tells the bytes of a step with micro-batches of a size, and whether there are several; `budget`
-    is what a device has. `fixed` keeps the base batch, within `tolerance` (a share of it). Of a `schedule`
-    only its own batches are planned for, and the first of them is the start.
+    `needs(size, several)` returns the bytes of a step with micro-batches of a size, `several` of them or one;
+    `budget` is the memory of a device. `fixed` keeps the base batch, within `tolerance` (a share of it). With
+    a `schedule`, only its batches are planned for, and its first one is the start.
 
-    Raises TooLarge where the base batch does not fit into memory at any split, Indivisible where it
-    cannot be made of equal micro-batches, ValueError where it is larger than the data set.
+    Raises TooLarge if the base batch does not fit into memory in any split, Indivisible if it cannot be split
+    into equal micro-batches, ValueError if it is larger than the data set.
     """
     base, largest = limits.base, limits.max
     if schedule is not None:
@@ -128,41 +129,23 @@ def batch_plan(
             num_samples,
         )
         largest = num_samples
-    tolerance = tolerance if fixed else 0.0
-    low, high = limits.micro or (None, None)
-    most = high or max(largest // num_replicas, 1)
-    most_micros = limits.max_micro_batches if accumulate else 1
+    most = (limits.micro or (None, None))[1] or max(largest // num_replicas, 1)
     several = accumulate and limits.max_micro_batches > 1
-    start = fixed_config(
-        base, num_replicas, most, tolerance=tolerance, max_micro_batches=most_micros
+    split = partial(
+        fixed_config,
+        num_replicas=num_replicas,
+        max_micro_batches=limits.max_micro_batches if accumulate else 1,
     )
-    known: dict[int, StepBytes] = {}
-    while True:
-        micro, parts = start.micro_batch_size, start.num_micro_batches > 1
-        need = known[micro] = needs(micro, parts)
-        if need.peak <= budget:
-            break
-        if micro > 1 and 1 not in known:
-            known[1] = needs(1, parts)  # two sizes tell the samples' bytes from those of the state
-        fits = largest_that_fits(range(1, micro), known, budget)
-        if fits < 1 or not accumulate:
-            raise TooLarge(
-                f"a step with {micro} samples per replica needs {need.peak / 2**20:.0f} MiB "
-                f"({need.arguments / 2**20:.0f} of it state and batch), and there are "
-                f"{budget / 2**20:.0f} MiB. Raise execution.memory_bytes if that is wrong, allow "
-                "accumulation, "
-                "cut the model over devices with Config.strategies (fsdp), or use a smaller model or "
-                "base batch."
-            )
-        start = fixed_config(
-            base, num_replicas, fits, tolerance=tolerance, max_micro_batches=most_micros
-        )
+    start = _first_that_fits(
+        partial(split, base, tolerance=tolerance if fixed else 0.0),
+        most,
+        budget=budget,
+        needs=needs,
+        accumulate=accumulate,
+    )
     start = dataclasses.replace(start, strategy=strategy)
     if schedule is not None:
-        parts = [
-            fixed_config(batch, num_replicas, most, max_micro_batches=most_micros).micro_batch_size
-            for batch in schedule.values()
-        ]
+        parts = [split(batch, largest_micro=most).micro_batch_size for batch in schedule.values()]
         sizes = tuple(sorted({*parts, start.micro_batch_size}))
         limits = dataclasses.replace(
             limits,
@@ -171,25 +154,63 @@ def batch_plan(
             micro=(sizes[0], sizes[-1]),
             sizes=sizes,
         )
-        return BatchPlan(start=start, sizes=sizes, limits=limits, accumulate=several)
-    if fixed:
-        only = start.micro_batch_size
-        limits = dataclasses.replace(limits, micro=(only, only), sizes=None)
-        return BatchPlan(start=start, sizes=(only,), limits=limits, accumulate=several)
-    # Sizes below the base's are of use only where batches may be smaller, or memory asks for it.
+    elif fixed:
+        sizes = (start.micro_batch_size,)
+        limits = dataclasses.replace(limits, micro=(*sizes, *sizes), sizes=None)
+    else:
+        limits = _narrowed(limits, start, most, largest)
+        sizes = tuple(sorted({*limits.ladder(num_replicas), start.micro_batch_size}))
+    return BatchPlan(start=start, sizes=sizes, limits=limits, accumulate=several)
+
+
+def _first_that_fits(
+    split: Callable[..., BatchConfig],
+    most: int,
+    *,
+    budget: int,
+    needs: Callable[[int, bool], StepBytes],
+    accumulate: bool,
+) -> BatchConfig:
+    """Return the split with the fewest micro-batches, of `most` samples each at most, that fits into memory.
+
+    `split` makes the configuration for a largest micro-batch size.
+    """
+    start = split(largest_micro=most)
+    known: dict[int, StepBytes] = {}
+    while True:
+        micro, parts = start.micro_batch_size, start.num_micro_batches > 1
+        need = known[micro] = needs(micro, parts)
+        if need.peak <= budget:
+            return start
+        if micro > 1 and 1 not in known:
+            # Two sizes tell the bytes of the samples from the bytes of the state.
+            known[1] = needs(1, parts)
+        fits = largest_that_fits(range(1, micro), known, budget)
+        if fits < 1 or not accumulate:
+            raise TooLarge(
+                f"a step with {micro} samples per replica needs {need.peak / 2**20:.0f} MiB "
+                f"({need.arguments / 2**20:.0f} of them for state and batch), but only "
+                f"{budget / 2**20:.0f} MiB are available. Raise execution.memory_bytes if that is wrong, "
+                "allow accumulation, partition the model over devices with Config.strategies (fsdp), or "
+                "use a smaller model or base batch."
+            )
+        start = split(largest_micro=fits)
+
+
+def _narrowed(limits: BatchLimits, start: BatchConfig, most: int, largest: int) -> BatchLimits:
+    """Narrow the limits to micro-batch sizes that are of use, up to `most`, and batches up to `largest`."""
+    low, _ = limits.micro or (None, None)
+    # Sizes below the base's are of use only if batches may be smaller, or memory demands it.
     floor = limits.min_global if limits.min_global is not None else start.global_batch_size
-    low = low or max(1, min(start.micro_batch_size, floor // num_replicas))
+    low = low or max(1, min(start.micro_batch_size, floor // start.num_replicas))
     high = max(most, low)
     own = limits.sizes
-    if (
-        own is not None
-    ):  # a user's sizes are for any number of replicas: here those that may be used here
+    if own is not None:
+        # The user's sizes are for any number of replicas; keep the ones that may be used with this number.
         within = {size for size in (*own, start.micro_batch_size) if low <= size <= high}
-        # None of them may be where the base's is below `micro` and the data are few.
+        # There may be none, if the base's size is below `micro` and the data set is small.
         own = tuple(sorted(within or {min(max(start.micro_batch_size, low), high)}))
-    limits = dataclasses.replace(limits, max=largest, micro=(low, high), sizes=own)
-    sizes = tuple(sorted({*limits.ladder(num_replicas), start.micro_batch_size}))
-    return BatchPlan(start=start, sizes=sizes, limits=limits, accumulate=several)
+    return dataclasses.replace(limits, max=largest, micro=(low, high), sizes=own)
 
 
 def fixed_config(
@@ -200,7 +221,7 @@ def fixed_config(
     tolerance: float = 0.0,
     max_micro_batches: int = 1024,
 ) -> BatchConfig:
-    """The configuration with the fewest micro-batches whose global batch is `base`, within tolerance.
+    """Return the configuration with the fewest micro-batches whose global batch is `base`, within tolerance.
 
     Raises Indivisible, a ValueError, naming the nearest global batches that the replicas can divide.
 
@@ -210,29 +231,27 @@ def fixed_config(
     if largest_micro < 1:
         raise ValueError(
             "not even one sample per replica fits into the memory budget; raise execution.memory_bytes, or "
-            "make the model smaller."
+            "use a smaller model."
         )
-    best: tuple[float, int, BatchConfig] | None = None
+    options: list[tuple[float, int, int]] = []  # deviation, number and size of micro-batches
     for count in range(1, max_micro_batches + 1):
         exact = base / (num_replicas * count)
-        for micro in {math.floor(exact), math.ceil(exact)}:
-            if not 1 <= micro <= largest_micro:
-                continue
-            config = BatchConfig(
-                micro_batch_size=micro, num_micro_batches=count, num_replicas=num_replicas
-            )
-            off = abs(config.global_batch_size - base) / base
-            if off <= tolerance + 1e-12 and (best is None or (off, count) < best[:2]):
-                best = (off, count, config)
-        if best is not None and best[0] == 0:
+        options += [
+            (abs(num_replicas * micro * count - base) / base, count, micro)
+            for micro in {math.floor(exact), math.ceil(exact)}
+            if 1 <= micro <= largest_micro
+        ]
+        # More micro-batches cannot help if the batch is met exactly, or is less than one sample each.
+        if exact < 1 or any(off == 0 for off, _, _ in options[-2:]):
             break
-        if exact < 1:
-            break
-    if best is not None:
-        return best[2]
+    off, count, micro = min(options, default=(math.inf, 1, 1))
+    if off <= tolerance + 1e-12:
+        return BatchConfig(
+            micro_batch_size=micro, num_micro_batches=count, num_replicas=num_replicas
+        )
     near = " and ".join(map(str, _nearest(base, num_replicas, largest_micro, max_micro_batches)))
     raise Indivisible(
-        f"a global batch of {base} samples cannot be cut into equal micro-batches over "
+        f"a global batch of {base} samples cannot be split into equal micro-batches over "
         f"{num_replicas} replicas (at most {max_micro_batches} of at most {largest_micro} samples, "
         f"tolerance {tolerance:.0%}). "
         f"The nearest global batches that can are {near}: set batch.base to one of them, or raise "
@@ -241,7 +260,7 @@ def fixed_config(
 
 
 def _nearest(base: int, num_replicas: int, largest_micro: int, most_micros: int) -> list[int]:
-    """The largest global batch below `base` and the smallest above it that can be cut evenly."""
+    """Return the largest global batch below `base` and the smallest above it that can be split evenly."""
 
     def can(share: int) -> bool:  # samples per replica
         return any(

@@ -189,15 +189,20 @@ def test_a_lookup_joins_each_sample_with_its_row_and_reads_a_row_once(tmp_path):
     [
         ({"k": np.array([1.5])}, "sum", TypeError, "Keys of dtype float64"),
         ({"k": np.array([1]), "v": np.array([0.5])}, "sum", TypeError, "depends on its order"),
-        ({"k": np.array([1]), "v": np.array([1, 2])}, "sum", ValueError, "each key has one value"),
+        ({"k": np.array([1]), "v": np.array([1, 2])}, "sum", ValueError, "Pass one value per key"),
         ({"k": np.array([1])}, "mean", ValueError, "reduce='mean' is not known"),
         ({"key": np.array([1])}, "sum", KeyError, "no column 'k'; it has"),
-        ({"k": np.array([2**63], np.uint64)}, "sum", ValueError, "Keys hold 9223372036854775808"),
+        (
+            {"k": np.array([2**63], np.uint64)},
+            "sum",
+            ValueError,
+            "Keys contain 9223372036854775808",
+        ),
         (
             {"k": np.array([1]), "v": np.array([2**63], np.uint64)},
             "max",
             ValueError,
-            "Values hold 9223372036854775808",
+            "Values contain 9223372036854775808",
         ),
     ],
 )
@@ -215,7 +220,7 @@ def test_the_smallest_float_is_found_and_nothing_is_reduced_to_nothing():
 def test_a_process_that_does_not_come_is_named(tmp_path):
     clock = FakeClock()
     exchange = FolderExchange(tmp_path, index=0, count=2, patience_s=60.0, clock=clock)
-    with pytest.raises(TimeoutError, match=r"000000-1-to-0\.npz did not come within 60 s"):
+    with pytest.raises(TimeoutError, match=r"000000-1-to-0\.npz did not appear within 60 s"):
         flow_of([{"k": np.arange(3)}]).aggregate("k", None, exchange=exchange)
     with pytest.raises(ValueError, match="index=2, count=2"):
         FolderExchange(tmp_path, index=2, count=2)
@@ -224,7 +229,7 @@ def test_a_process_that_does_not_come_is_named(tmp_path):
 def test_what_another_process_did_not_write_is_named(tmp_path):
     exchange = FolderExchange(tmp_path, index=0, count=2)
     (tmp_path / "000000-1-to-0.npz").write_bytes(b"PK nonsense")
-    with pytest.raises(ValueError, match="is not what another process wrote"):
+    with pytest.raises(ValueError, match="was not written by this job"):
         exchange.all_to_all([{}, {}])
 
 

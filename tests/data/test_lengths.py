@@ -78,7 +78,7 @@ def test_a_larger_micro_batch_never_computes_many_more_rows(counts, num_replicas
 
 
 def test_what_cannot_be_split_is_refused_with_a_remedy():
-    with pytest.raises(ValueError, match="document 1 has 9 tokens.*Cut documents off"):
+    with pytest.raises(ValueError, match="document 1 has 9 tokens.*Truncate documents"):
         split_by_length([3, 9], (4, 8))
     with pytest.raises(ValueError, match=r"must ascend; got \(8, 4\)"):
         split_by_length([3], (8, 4))
@@ -91,5 +91,5 @@ def test_what_cannot_be_split_is_refused_with_a_remedy():
     documents = [np.ones(3, np.uint8)] * 3
     with pytest.raises(ValueError, match="2 rows hold 1 to 2 documents; got 3"):
         padded(documents, length=4, num_rows=2)
-    with pytest.raises(ValueError, match="document 0 has 3 tokens and its row 2"):
+    with pytest.raises(ValueError, match="document 0 has 3 tokens, but its row holds 2"):
         padded(documents, length=2, num_rows=4)

@@ -588,7 +588,7 @@ def test_a_source_that_breaks_its_promises_is_named():
     ("config", "message"),
     [
         (config_of(4, 1, 3), "num_replicas=3 cannot be split evenly over 2 processes"),
-        (config_of(4, 1, 6), "3 replicas here.*cannot be cut"),
+        (config_of(4, 1, 6), "3 replicas here.*cannot be split"),
     ],
 )
 def test_a_batch_that_does_not_fit_the_devices_is_refused(config, message):

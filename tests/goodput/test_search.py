@@ -124,10 +124,8 @@ def test_a_base_batch_that_the_limits_allow_is_on_the_ladder(replicas, size, cou
         max=replicas * size * count * above,
         micro=(max(1, size // below), size * above),
     )
-    config = limits.base_config(replicas)
-    assert config.global_batch_size == limits.base
-    assert config.num_micro_batches <= count
-    assert config.micro_batch_size in limits.ladder(replicas)
+    counts = [limits.base / (replicas * rung) for rung in limits.ladder(replicas)]
+    assert any(1 <= exact <= count and exact % 1 == 0 for exact in counts)
 
 
 def test_the_search_is_at_least_as_good_as_the_published_one(golden):
@@ -227,7 +225,7 @@ def test_one_replica_without_accumulation_may_grow_its_batch():
         ({"max_micro_batches": 0}, "max_micro_batches=0 must be at least 1"),
         ({"sizes": (8, 8)}, "must be increasing"),
         ({"sizes": ()}, "not empty"),
-        ({"sizes": (8, 128)}, r"leaves micro=\(8, 64\)"),
+        ({"sizes": (8, 128)}, r"goes beyond micro=\(8, 64\)"),
     ],
 )
 def test_limits_that_contradict_each_other_are_refused(wrong, message):
@@ -254,16 +252,6 @@ def test_nothing_that_fits_is_an_error_with_a_remedy(limits, replicas, message):
         best_batch(known, Placement(num_nodes=1, num_replicas=replicas), limits)
 
 
-def test_a_base_batch_that_the_replicas_cannot_share_names_the_nearest_that_they_can():
-    limits = BatchLimits(base=100, max=512, micro=(1, 64))
-    with pytest.raises(ValueError, match="base=100.*8 replicas.*nearest.*96 and 104"):
-        limits.base_config(8)
-    assert limits.base_config(4) == BatchConfig(
-        micro_batch_size=25, num_micro_batches=1, num_replicas=4
-    )
-    assert limits.base_config(1).num_micro_batches == 2  # 50 is the most that fits
-
-
 def test_a_configuration_counts_from_one():
     with pytest.raises(ValueError, match="num_micro_batches must be at least 1, got 0"):
         BatchConfig(micro_batch_size=8, num_micro_batches=0, num_replicas=1)
@@ -274,4 +262,3 @@ def test_without_bounds_any_micro_batch_up_to_the_largest_batch_is_allowed():
     assert limits.span == (1, 1000)
     sizes = limits.ladder()
     assert sizes[0] == 1 and sizes[-1] == 1000 and len(sizes) <= 16
-    assert limits.base_config(8).micro_batch_size == 8

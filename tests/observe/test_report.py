@@ -107,7 +107,7 @@ def test_verdicts_come_with_their_reasons(planted):
     assert lines[0].startswith(
         "1 verdict, 1 change; error of the last fit 7.0% on 12 configurations"
     )
-    assert "what it cannot tell apart yet: averaging between hosts" in lines[0]
+    assert "not yet known separately: averaging between hosts" in lines[0]
     assert lines[1].startswith("step 100: change: 64 -> ")
 
 
@@ -117,7 +117,7 @@ def test_incidents_are_told(planted):
         "restart 1: resumed at step 400, 50 steps undone, 1 min 00 s after the last record"
     )
     assert lines[1] == "step 400: checkpoint failed: No space left on device"
-    assert lines[2].startswith("1 checkpoint, the loop stood still for 250 ms in all")
+    assert lines[2].startswith("1 checkpoint; training paused for 250 ms in total")
     assert lines[3].startswith("7 updates skipped")
     assert "accuracy" in report(planted[0]) and "0.9877" in report(planted[0])
 
@@ -140,7 +140,7 @@ def test_a_run_that_was_killed_or_goes_on_is_reported_too(tmp_path, clock):
     text = report(tmp_path)
     assert "still running, or killed" in text
     assert "no end recorded yet" in text
-    assert "journal lines left out, which cannot be read: goodput.jsonl:13 " in text
+    assert "journal lines that cannot be read and were skipped: goodput.jsonl:13 " in text
 
 
 def test_a_run_without_a_window_is_reported(tmp_path, clock):
@@ -353,5 +353,5 @@ def test_processes_that_come_and_go_are_no_restart(tmp_path, clock):
     found = numbers(tmp_path)
     assert found["restarts"] == 1 and found["trained_s"] == pytest.approx(15.0 + 20.0)
     lines = section(report(tmp_path), "Restarts, checkpoints, skipped steps")
-    assert lines[0] == "step 10: regrouped: b has come; went on with 1 process after 2 s"
+    assert lines[0] == "step 10: regrouped: b has come; continued with 1 process after 2 s"
     assert lines[1].startswith("restart 1: resumed at step 20")

@@ -383,7 +383,7 @@ class EventWorld:
             quota = self.cluster.quota.get(view.spec.tenant, math.inf)
             if not plan.allocations[view.spec.id].devices and size_limits(view.spec)[0] > quota:
                 said = plan.reasons[view.spec.id]
-                assert not said.startswith("waits: others"), said
+                assert not said.startswith("waits: other jobs make"), said
         for tenant, limit in self.cluster.quota.items():
             its = [v.spec.id for v in views if v.spec.tenant == tenant]
             used = sum(plan.allocations[id_].num_devices for id_ in its)

@@ -13,6 +13,7 @@ from jaxgoodput.goodput.search import BatchConfig, BatchLimits
 from jaxgoodput.observe.hooks import Hook
 from jaxgoodput.optim.adaptive import NoiseReadout
 from jaxgoodput.train.analyst import Analyst
+from jaxgoodput.train.compile_ahead import StrategyCompiler
 from jaxgoodput.train.control import Requests
 from jaxgoodput.train.watcher import StepResult, Ticket
 from jaxgoodput.tune.due import CALM_STEPS
@@ -25,13 +26,15 @@ STEP_S = {512: 0.0093, 2048: 0.0120, 8192: 0.0225, 16384: 0.0560}
 BESIDE_COMPILATION = 2.0  # times as long
 
 
-class OneStrategy:
+class OneStrategy(StrategyCompiler):
     """What a run with one strategy could use."""
-
-    num_strategies = 1
 
     def __init__(self, stage, limits):
         self.stage, self.allowed = stage, limits
+
+    @property
+    def num_strategies(self):
+        return 1
 
     def limits(self, strategy):
         return self.allowed

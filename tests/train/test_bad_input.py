@@ -109,7 +109,7 @@ def test_limits_in_the_wrong_order(limits, what):
         ({"epochs": 0}, "epochs must be positive; got 0"),
         ({"saving__every_s": 0.0}, "Saving.every_s must be positive"),
         ({"policy": "greedy"}, "policy must be one of .* got 'greedy'"),
-        ({"compute_dtype": "float16"}, "losses scaled against underflow.* Use 'bfloat16'"),
+        ({"compute_dtype": "float16"}, "would need loss scaling.* Use 'bfloat16'"),
         ({"tuning__max_growth": 1.0}, 'policy="fixed"'),
     ],
 )
@@ -322,12 +322,12 @@ class Noted(Mean):
         (Transposed, TypeError, r"loss returned shape \(\d+, 4\).*one loss per sample"),
         (Pair, TypeError, "got tuple. Wrap auxiliary numbers as Loss.of"),
         (NoInit, TypeError, r"NoInit does not define dataset. Write dataset\(self\): return"),
-        (Counted, TypeError, r"params\['count'\] is int32, and what learns .* model_state"),
+        (Counted, TypeError, r"params\['count'\] is int32, but trainable .* model_state"),
         (NoKey, TypeError, r"NoKey.loss\(params, batch\).* Write loss\(self, params, batch, key\)"),
         (KeyOfItsOwn, TypeError, r"KeyOfItsOwn.loss.* Write loss\(self, params, batch, key\)"),
-        (AllTrain, TypeError, r"a bool for every parameter; params\['w'\] is missing"),
-        (NotAllNamed, TypeError, r"a bool for every parameter; params\['count'\] is missing"),
-        (Numbered, TypeError, r"a bool for every parameter; params\['w'\] is 1"),
+        (AllTrain, TypeError, r"a bool for every parameter, but params\['w'\] is missing"),
+        (NotAllNamed, TypeError, r"a bool for every parameter, but params\['count'\] is missing"),
+        (Numbered, TypeError, r"a bool for every parameter, but params\['w'\] is 1"),
         (
             NotOptax,
             TypeError,
@@ -339,7 +339,11 @@ class Noted(Mean):
             TypeError,
             r"Rated.learning_rate is 0.001, .*`def learning_rate\(self, progress\)`",
         ),
-        (Labelled, TypeError, r"Labelled.labels is array\(\[0, 1, 2\]\), but labels is a method"),
+        (
+            Labelled,
+            TypeError,
+            r"Labelled.labels is array\(\[0, 1, 2\]\), but labels must be a method",
+        ),
         (
             MaskedMetrics,
             TypeError,

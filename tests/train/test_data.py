@@ -235,7 +235,7 @@ def test_reads_that_fail_in_passing_are_counted_in_the_journal(tmp_path, readers
     np.testing.assert_array_equal(state.params["count"], 1)
     assert seen.of(ReadsRetried)[-1].num_retried == 5
     records = journal.read(tmp_path / journal.FILE_NAME)
-    assert [r["num_retried"] for r in records if r["event"] == "ReadsRetried"][-1] == 5
+    assert journal.of_kind(records, ReadsRetried)[-1].num_retried == 5
 
 
 @pytest.mark.parametrize("first", [0, 1, 7])

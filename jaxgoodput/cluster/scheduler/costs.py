@@ -27,7 +27,7 @@ class Purse(NamedTuple):
     """Warning for the job's user."""
 
 
-def cost(received_s: Mapping[str, float], price_per_hour: Mapping[str, float]) -> float:
+def cost(received_s: Mapping[str, float | int], price_per_hour: Mapping[str, float]) -> float:
     """Return the cost of device-seconds by kind.
 
     >>> cost({"t4": 7200.0}, {"t4": 0.5})

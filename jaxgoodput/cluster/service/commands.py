@@ -6,7 +6,7 @@
 import argparse
 import pathlib
 
-from jaxgoodput._commands import Command, Commands, OneOf, argument, number, switch, text
+from jaxgoodput._commands import Action, Commands, OneOf, Option, argument, number, switch, text
 
 _FOLDER = text("--folder", "DIR", "folder of the service (default: .jaxgoodput/service in the home folder)",
                type=pathlib.Path)  # fmt: skip
@@ -132,133 +132,130 @@ _DRAIN = (
 
 def add_commands(commands: Commands) -> None:
     """Register this room's commands."""
-    commands.add(*_of_nodes(), *_of_jobs(), order=40)
+
+    def add(action: Action, usage: str, options: tuple[Option | OneOf, ...], **settings: bool):
+        name = action.__name__.removeprefix("_")
+        commands.add(40, name, action, f"jaxgoodput {name} {usage}", options, **settings)
+
+    to_service = "[--scheduler URL --token-file F]"
+    nodes_usage = "--scheduler URL --engine local|slurm|ray [--count N] --devices D [options]"
+    add(_serve, "[--local NODESxDEVICES] [options]", _SERVE)
+    add(_node, "--scheduler URL --devices N [options]", (*_NODE, *_DEVICES))
+    add(_nodes, nodes_usage, (*_NODES, *_DEVICES))
+    add(_manifests, "--image IMAGE [--nodes N] [--devices D] [options]", _MANIFESTS)
+    submit_usage = "[--min A --max B] [options] -- python train.py [args ...]"
+    add(_submit, submit_usage, _SUBMIT, takes_command=True)
+    add(_status, f"{to_service} [JOB]", (*_STATUS, *_CONNECTION))
+    add(_logs, f"{to_service} [-f] JOB", (_JOB, _FOLLOW, *_CONNECTION))
+    add(_cancel, f"{to_service} JOB", (_JOB, *_CONNECTION))
+    add(_explain, f"{to_service} JOB", (_JOB, *_CONNECTION))
+    add(_drain, f"{to_service} NODE", (*_DRAIN, *_CONNECTION))
 
 
-def _of_nodes() -> tuple[Command, ...]:
-    return (
-        Command(
-            name="serve",
-            action=_call,
-            summary="share devices among jobs: start the scheduler, its page, and agents on this machine",
-            usage="jaxgoodput serve [--local NODESxDEVICES] [options]",
-            description="Serve a cluster over HTTP: users submit jobs, which get devices and grow and "
-            "shrink by goodput. By default the cluster has one node, this machine, with a device per "
-            "processor; other nodes join with `jaxgoodput node`.\n\n"
-            "Ctrl-C stops the service and its nodes, whose jobs save. SIGTERM stops only the service: jobs "
-            "continue with their devices until a service with the same --folder is started again.",
-            examples=(
-                "jaxgoodput serve --local 1x8",
-                "jaxgoodput serve --host 0.0.0.0 --tls-certificate c.pem --tls-key k.pem --local 0",
-            ),
-            options=_SERVE,
-        ),
-        Command(
-            name="node",
-            action=_call,
-            summary="add this machine's devices to a cluster",
-            usage="jaxgoodput node --scheduler URL --devices N [options]",
-            description="Run the agent of a node: it starts, resizes and stops the processes of jobs as the "
-            "scheduler tells it. SIGTERM removes the node: its jobs save and continue elsewhere.",
-            options=(*_NODE, *_DEVICES),
-        ),
-        Command(
-            name="nodes",
-            action=_call,
-            summary="add several nodes to a cluster, with agents that an engine starts",
-            usage="jaxgoodput nodes --scheduler URL --engine local|slurm|ray [--count N] --devices D "
-            "[options]",
-            description="Keep an agent running on each of several nodes. `local` simulates N nodes on this "
-            "machine, `slurm` uses all nodes of the allocation that it is started in, `ray` all nodes of the "
-            "running cluster (at RAY_ADDRESS), including nodes that join later. Agents that crash are "
-            "restarted.",
-            options=(*_NODES, *_DEVICES),
-        ),
-        Command(
-            name="manifests",
-            action=_call,
-            summary="print Kubernetes manifests for a cluster",
-            usage="jaxgoodput manifests --image IMAGE [--nodes N] [--devices D] [options]",
-            description="Print a JobSet with the scheduler and the agents of N nodes, which come and go "
-            "with it.",
-            options=_MANIFESTS,
-        ),
-    )
+# The actions. Their docstrings are the help texts; the work is done in `terminal`, which is imported late.
 
 
-def _of_jobs() -> tuple[Command, ...]:
-    usage = "jaxgoodput {} [--scheduler URL --token-file F] {}"
-    return (
-        Command(
-            name="submit",
-            action=_call,
-            summary="submit a job",
-            usage="jaxgoodput submit [--min A --max B] [options] -- python train.py [args ...]",
-            description="Submit a job, which gets between A and B devices; the number changes over time. The "
-            "job is started in the current folder. The scheduler learns what the job measures from the "
-            "--workdir among its arguments.",
-            options=_SUBMIT,
-            takes_command=True,
-        ),
-        Command(
-            name="status",
-            action=_call,
-            summary="show the cluster and its jobs",
-            usage=usage.format("status", "[JOB]"),
-            description="Show which jobs have which devices, and which jobs wait. A terminal is refreshed.",
-            options=(*_STATUS, *_CONNECTION),
-        ),
-        Command(
-            name="logs",
-            action=_call,
-            summary="print the output of a job",
-            usage=usage.format("logs", "[-f] JOB"),
-            description="Print what the processes of a job have written.",
-            options=(_JOB, _FOLLOW, *_CONNECTION),
-        ),
-        Command(
-            name="cancel",
-            action=_call,
-            summary="cancel a job",
-            usage=usage.format("cancel", "JOB"),
-            description="Cancel a job: it saves its state and ends.",
-            options=(_JOB, *_CONNECTION),
-        ),
-        Command(
-            name="explain",
-            action=_call,
-            summary="explain why a job has its devices, or none",
-            usage=usage.format("explain", "JOB"),
-            description="Explain why a job waits or has its devices, and which changes would give it others. "
-            "Each suggested change was tried by asking the policy again.",
-            options=(_JOB, *_CONNECTION),
-        ),
-        Command(
-            name="drain",
-            action=_call,
-            summary="give a node no new work",
-            usage=usage.format("drain", "NODE"),
-            description="Give a node no new work. Jobs that run on it stay there.",
-            options=(*_DRAIN, *_CONNECTION),
-        ),
-    )
+def _serve(options, command: list[str], parser: argparse.ArgumentParser) -> int:
+    """Share devices among jobs: start the scheduler, its page, and agents on this machine.
 
+    Users submit jobs over HTTP. The jobs get devices, and grow and shrink by goodput. By default the cluster
+    has one node, this machine, with a device per processor; other nodes join with `jaxgoodput node`.
 
-def _call(options, command: list[str], parser: argparse.ArgumentParser) -> int:
+    Ctrl-C stops the service and its nodes, whose jobs save. SIGTERM stops only the service: jobs continue
+    with their devices until a service with the same --folder is started again.
+
+    examples:
+      jaxgoodput serve --local 1x8
+      jaxgoodput serve --host 0.0.0.0 --tls-certificate c.pem --tls-key k.pem --local 0
+    """
     from jaxgoodput.cluster.service import terminal
 
-    if options.called == "submit":
-        return terminal.submit(options, command, parser)
-    if options.called == "manifests":
-        return terminal.manifests(options)
-    actions = {
-        "serve": terminal.serve,
-        "node": terminal.node,
-        "nodes": terminal.nodes,
-        "status": terminal.status,
-        "logs": terminal.logs,
-        "cancel": terminal.cancel,
-        "explain": terminal.explain,
-        "drain": terminal.drain,
-    }
-    return actions[options.called](options, parser)
+    return terminal.serve(options, parser)
+
+
+def _node(options, command: list[str], parser: argparse.ArgumentParser) -> int:
+    """Add this machine's devices to a cluster.
+
+    The agent of a node starts, resizes and stops the processes of jobs as the scheduler tells it. SIGTERM
+    removes the node: its jobs save and continue elsewhere.
+    """
+    from jaxgoodput.cluster.service import terminal
+
+    return terminal.node(options, parser)
+
+
+def _nodes(options, command: list[str], parser: argparse.ArgumentParser) -> int:
+    """Add several nodes to a cluster, with agents that an engine starts.
+
+    One agent is kept running on each node. `local` simulates N nodes on this machine, `slurm` uses all nodes
+    of the allocation that it is started in, `ray` all nodes of the running cluster (at RAY_ADDRESS),
+    including nodes that join later. Agents that crash are restarted.
+    """
+    from jaxgoodput.cluster.service import terminal
+
+    return terminal.nodes(options, parser)
+
+
+def _manifests(options, command: list[str], parser: argparse.ArgumentParser) -> int:
+    """Print Kubernetes manifests for a cluster.
+
+    The result is a JobSet with the scheduler and the agents of N nodes, which come and go with it.
+    """
+    from jaxgoodput.cluster.service import terminal
+
+    return terminal.manifests(options)
+
+
+def _submit(options, command: list[str], parser: argparse.ArgumentParser) -> int:
+    """Submit a job.
+
+    The job gets between A and B devices; the number changes over time. It is started in the current folder.
+    The scheduler learns what the job measures from the --workdir among its arguments.
+    """
+    from jaxgoodput.cluster.service import terminal
+
+    return terminal.submit(options, command, parser)
+
+
+def _status(options, command: list[str], parser: argparse.ArgumentParser) -> int:
+    """Show the cluster and its jobs.
+
+    The tables say which jobs have which devices, and which jobs wait. On a terminal they are refreshed.
+    """
+    from jaxgoodput.cluster.service import terminal
+
+    return terminal.status(options, parser)
+
+
+def _logs(options, command: list[str], parser: argparse.ArgumentParser) -> int:
+    """Print what the processes of a job have written."""
+    from jaxgoodput.cluster.service import terminal
+
+    return terminal.logs(options, parser)
+
+
+def _cancel(options, command: list[str], parser: argparse.ArgumentParser) -> int:
+    """Cancel a job: it saves its state and ends."""
+    from jaxgoodput.cluster.service import terminal
+
+    return terminal.cancel(options, parser)
+
+
+def _explain(options, command: list[str], parser: argparse.ArgumentParser) -> int:
+    """Explain why a job has its devices, or none, and which changes would give it others.
+
+    Each suggested change was tried by asking the policy again.
+    """
+    from jaxgoodput.cluster.service import terminal
+
+    return terminal.explain(options, parser)
+
+
+def _drain(options, command: list[str], parser: argparse.ArgumentParser) -> int:
+    """Give a node no new work.
+
+    Jobs that run on the node stay there, unless --down is given.
+    """
+    from jaxgoodput.cluster.service import terminal
+
+    return terminal.drain(options, parser)

@@ -6,7 +6,7 @@ import pathlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 
-from jaxgoodput._commands import DONE, Command, Commands, OneOf, number, switch, text, wrong
+from jaxgoodput._commands import DONE, Commands, OneOf, number, switch, text, wrong
 
 _OPTIONS = (
     text("--policy", "A,B,...", "names of policies, see --list (default: goodput,sia,pollux,tiresias; "
@@ -57,27 +57,26 @@ _OPTIONS = (
 
 def add_commands(commands: Commands) -> None:
     """Register this room's command."""
-    simulate = Command(
-        name="simulate",
-        action=_simulate,
-        summary="compare scheduling policies on a workload, in simulated time",
-        usage="jaxgoodput simulate [--policy A,B,...] [--workload W] [--cluster C] [--out DIR] [options]",
-        description="Run a workload under each policy, with the same decisions as the real scheduler, and "
-        "print how long jobs took, how much of the cluster was used and how fair it was. FTF is finish-time "
-        "fairness: a job's time divided by the time it would take alone on its share; above 1 is unfair.",
-        examples=(
-            "jaxgoodput simulate --policy goodput,sia,tiresias --out /tmp/compared",
-            "jaxgoodput simulate --workload sia/workloads/philly/workload-1.csv --policy goodput,sia "
-            "--cluster aws:6x4,dgx-ext:2x8,rtx:3x8",
-            "jaxgoodput simulate --explain vision-small-12@3h",
-            "jaxgoodput simulate --what-if language-model:8,weight=2@3h",
-        ),
-        options=_OPTIONS,
+    usage = (
+        "jaxgoodput simulate [--policy A,B,...] [--workload W] [--cluster C] [--out DIR] [options]"
     )
-    commands.add(simulate, order=30)
+    commands.add(30, "simulate", _simulate, usage, _OPTIONS)
 
 
 def _simulate(options, command: list[str], parser: argparse.ArgumentParser) -> int:
+    """Compare scheduling policies on a workload, in simulated time.
+
+    Each policy makes its decisions as in the real scheduler. The results say how long jobs took, how much of
+    the cluster was used and how fair it was. FTF is finish-time fairness: a job's time divided by the time it
+    would take alone on its share; above 1 is unfair.
+
+    examples:
+      jaxgoodput simulate --policy goodput,sia,tiresias --out /tmp/compared
+      jaxgoodput simulate --workload sia/workloads/philly/workload-1.csv \\
+          --cluster aws:6x4,dgx-ext:2x8,rtx:3x8 --policy goodput,sia
+      jaxgoodput simulate --explain vision-small-12@3h
+      jaxgoodput simulate --what-if language-model:8,weight=2@3h
+    """
     from jaxgoodput.cluster.scheduler import catalogue
     from jaxgoodput.cluster.simulate import StalledError
 

@@ -15,7 +15,7 @@ from jaxgoodput.cluster.scheduler.policies.goodput import Goodput
 from jaxgoodput.cluster.simulate.comparison import tenants_table
 from jaxgoodput.cluster.simulate.conditions.tenants import deal_out, read_tenants, with_budgets
 from jaxgoodput.cluster.simulate.generator import synthetic_applications
-from jaxgoodput.cluster.simulate.model_jobs import ModelTruth
+from jaxgoodput.cluster.simulate.jobs.model import ModelTruth
 from jaxgoodput.cluster.simulate.records import Result
 from jaxgoodput.cluster.simulate.settings import Settings
 from jaxgoodput.cluster.simulate.simulator import simulate, uniform_cluster
@@ -185,7 +185,7 @@ WRONG = {
     "half a device": (["--tenants", "a:limit=0.5"], "whole numbers"),
     "unknown key": (["--tenants", "a:size=2"], "size=2"),
     "a tree that cannot be": (["--tenants", "p/a"], "below 'p'"),
-    "a guarantee above the limit": (["--tenants", "a:guaranteed=3:limit=2"], "may have 2 at most"),
+    "a guarantee above the limit": (["--tenants", "a:guaranteed=3:limit=2"], "limited to 2"),
     "more than there is": (["--tenants", "a:guaranteed=5"], "more than the 4 devices"),
     "nobody's jobs": (["--tenants", "a:jobs=0"], "nobody has any jobs"),
     "a budget without prices": (["--budgets", "all=3"], "add --prices"),

@@ -1,1 +1,1 @@
-"""From shapes to devices."""
+"""Placement: which devices of which nodes each job gets."""

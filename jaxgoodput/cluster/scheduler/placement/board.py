@@ -1,36 +1,48 @@
-"""The nodes of one kind as a board: who holds which devices, best fit, and the cheapest way to make room.
+"""A board of the nodes of one kind: which job holds which devices, and how to make room at the least price.
 
-Placing the largest first, each on the fullest node that still has room, never splits a job of a
-power-of-two size (see `shapes`). Around jobs that stay where they are the same holds, as long as room is
-left; where it is not, `make_room` moves smaller jobs away from one node, and places them like new ones.
+Placing the largest job first, each on the fullest node that still has room, never splits a job of a
+power-of-two size (see `shapes`). The same holds around jobs that keep their devices, as long as there is
+room. If there is none, `make_room` moves smaller jobs away from one node and places them like new ones.
 """
 
 import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from jaxgoodput.cluster.scheduler.shapes import domain_of
 from jaxgoodput.specs import Node, Shape
 
-LIKELY_NODES = 64  # where room is looked for first; all nodes only where none of these will do
+LIKELY_NODES = 64  # searched first for room; the other nodes only if none of these is suitable
+_NO_ROOM = np.iinfo(np.int64).max
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """Devices for one job, or for all jobs of a share group."""
+    """Devices wanted for one job, or for all jobs of a share group."""
 
     key: str
     shape: Shape
     price: float  # of moving it
-    previous: Mapping[str, tuple[int, ...]]  # devices at present, of whatever shape
-    keeps: bool  # whether these have the wanted shape, so that it may stay
-    level: str | None = None  # all nodes in one domain of this level
+    previous: Mapping[str, tuple[int, ...]]  # present devices, of whatever shape
+    keeps: bool  # whether the present devices have the wanted shape, so that it may stay
+    level: str | None = None  # all nodes must lie in one domain of this level
+
+
+class _Eviction(NamedTuple):
+    """Room that can be made by moving other requests."""
+
+    price: float
+    nodes: list[int]
+    keys: set[str]  # of the requests to move
 
 
 def chunks(shape: Shape, node_size: int) -> list[int]:
-    """Devices on each node, largest first: whole nodes and a rest; evenly spread if the shape has more nodes.
+    """Return the devices on each node, largest first.
+
+    These are whole nodes and a rest, or an even spread if the shape has more nodes than that.
 
     >>> chunks(Shape("h200", 2, 12), 8), chunks(Shape("h200", 4, 6), 8)
     ([8, 4], [2, 2, 1, 1])
@@ -43,7 +55,8 @@ def chunks(shape: Shape, node_size: int) -> list[int]:
 
 
 class Board:
-    """The nodes of one kind while they are being filled. Devices are bits of one integer per node."""
+    """The nodes of one kind while they are being filled. The devices of a node are the bits of one
+    integer."""
 
     def __init__(self, nodes: Sequence[Node], *, one_multi_node_job_per_node: bool = False):
         self.nodes = nodes
@@ -51,7 +64,7 @@ class Board:
         self.index = {node.name: i for i, node in enumerate(nodes)}
         self.mask = [0 if n.state == "down" else _bits(n) for n in nodes]
         self.up = np.array([node.state == "up" for node in nodes], dtype=bool)
-        # What new jobs may take: nothing of a node that is draining.
+        # Number of devices that new jobs may take: none on a node that is draining.
         self.free = np.array([m.bit_count() for m in self.mask], dtype=np.int64) * self.up
         self.on: list[set[str]] = [set() for _ in nodes]
         self.held: dict[str, dict[int, int]] = {}  # key -> node index -> bits
@@ -61,7 +74,7 @@ class Board:
         self._domains: dict[str, np.ndarray] = {}
 
     def take(self, request: Request, bits: Mapping[int, int]):
-        """Gives these devices, which must be free, to the request."""
+        """Give these devices, which must be free, to the request."""
         for node, taken in bits.items():
             assert taken & self.mask[node] == taken
             self.mask[node] &= ~taken
@@ -74,7 +87,7 @@ class Board:
         self.requests[request.key] = request
 
     def release(self, key: str) -> Request:
-        """Takes its devices from a request, and hands the request back."""
+        """Take the devices back from a request and return the request."""
         bits = self.held.pop(key)
         for node, taken in bits.items():
             self.mask[node] |= taken
@@ -86,7 +99,7 @@ class Board:
         return self.requests.pop(key)
 
     def keep(self, request: Request) -> bool:
-        """Leaves the request where it is, if that has the wanted shape and is still free."""
+        """Give the request its present devices if they have the wanted shape and are free."""
         if not request.keeps:
             return False
         bits: dict[int, int] = {}
@@ -102,61 +115,51 @@ class Board:
         return True
 
     def fit(self, request: Request) -> bool:
-        """Gives the request free devices on the fewest nodes, the fullest that have room; False = no room."""
+        """Give the request free devices on the fewest nodes, preferring full ones; False if there is no
+        room."""
         sizes = chunks(request.shape, self.node_size)
         if len(sizes) == 1:
-            node = self._fullest(sizes[0], request)
-            if node is None:
-                return False
-            self.take(request, {node: self._pick(node, sizes[0], request)})
-            return True
-        found = self._fit_several(sizes, request)
-        if found is None:
+            nodes = self._fullest(sizes[0], request)
+        else:
+            nodes = self._fit_several(sizes, request)
+        if nodes is None:
             return False
-        self.take(
-            request, {n: self._pick(n, s, request) for n, s in zip(found, sizes, strict=True)}
-        )
+        self._take_chunks(request, nodes, sizes)
         return True
 
-    def _fullest(self, size: int, request: Request) -> int | None:
-        """Among the nodes with room the one with least of it; its own node, or else the first, of equals."""
-        room = np.where(self.free >= size, self.free, np.iinfo(np.int64).max)
+    def _take_chunks(self, request: Request, nodes: list[int], sizes: list[int]):
+        self.take(
+            request, {n: self._pick(n, s, request) for n, s in zip(nodes, sizes, strict=True)}
+        )
+
+    def _fullest(self, size: int, request: Request) -> list[int] | None:
+        """Return the node with the least room that is enough; of equal ones the request's own, or the
+        first."""
+        room = np.where(self.free >= size, self.free, _NO_ROOM)
         best = int(room.argmin())
         if self.free[best] < size:
             return None
         for name in request.previous:
             own = self.index.get(name)
             if own is not None and room[own] == room[best]:
-                return own
-        return best
+                return [own]
+        return [best]
 
     def _fit_several(self, sizes: list[int], request: Request) -> list[int] | None:
-        room = self._room_several()
+        room = np.where(self._networked, 0, self.free) if self._exclusive else self.free
+        own = [self.index[n] for n in request.previous if n in self.index]
         for nodes in self._domain_groups(request.level, room, sizes):
-            found: list[int] = []
-            own = [self.index[n] for n in request.previous if n in self.index]
             left = np.zeros(len(self.nodes), dtype=np.int64)
             left[nodes] = room[nodes]
-            for size in sizes:
-                fits = np.where(left >= size, left, np.iinfo(np.int64).max)
-                least = fits.min()
-                if least == np.iinfo(np.int64).max:
-                    break
-                mine = [i for i in own if fits[i] == least]
-                node = mine[0] if mine else int(fits.argmin())
-                found.append(node)
-                left[node] = 0
-            else:
+            found = _fit_in(left, sizes, own)
+            if found is not None:
                 return found
         return None
-
-    def _room_several(self) -> np.ndarray:
-        return np.where(self._networked, 0, self.free) if self._exclusive else self.free
 
     def _domain_groups(
         self, level: str | None, room: np.ndarray, sizes: list[int]
     ) -> Iterable[np.ndarray]:
-        """The nodes of each domain that may be large enough, the domain with least room first."""
+        """Return the nodes of each domain that may be large enough, the domain with least room first."""
         if level is None:
             return [np.arange(len(self.nodes))]
         domains = self._domain_ids(level)
@@ -171,7 +174,7 @@ class Board:
         return self._domains[level]
 
     def _pick(self, node: int, count: int, request: Request) -> int:
-        """Free devices of a node: an aligned block, the one with most of its own devices; else the lowest."""
+        """Choose free devices of a node: the aligned block with most of the request's own, or the lowest."""
         mask = self.mask[node]
         if mask.bit_count() == count:
             return mask
@@ -188,96 +191,92 @@ class Board:
         return taken | _lowest(mask & ~taken, count - taken.bit_count())
 
     def make_room(self, request: Request) -> list[Request] | None:
-        """Takes the cheapest smaller ones off the devices that the request needs, and gives it these.
+        """Evict the cheapest smaller requests so that this one fits, and place it.
 
-        Returns those that must be placed again; None where even that does not help (and nothing has changed).
+        Returns the evicted requests, which must be placed again, or None if no eviction makes enough room;
+        then nothing has changed.
         """
         sizes = chunks(request.shape, self.node_size)
-        every = np.arange(len(self.nodes))
-        groups = [every]
+        groups = [np.arange(len(self.nodes))]
         if len(sizes) > 1 and request.level is not None:
             domains = self._domain_ids(request.level)
             groups = [np.flatnonzero(domains == d) for d in range(int(domains.max()) + 1)]
-        best: tuple[float, list[int], set[str]] | None = None
-        for group in groups:
-            found = self._cheapest(group, sizes, request)
-            if found is not None and (best is None or found[0] < best[0]):
-                best = found
-        if best is None:
+        found = [e for g in groups if (e := self._cheapest(g, sizes, request)) is not None]
+        if not found:
             return None
-        _, nodes, evicted = best
-        out = [self.release(key) for key in sorted(evicted)]
-        self.take(
-            request, {n: self._pick(n, s, request) for n, s in zip(nodes, sizes, strict=True)}
-        )
-        return out
+        best = min(found, key=lambda eviction: eviction.price)
+        evicted = [self.release(key) for key in sorted(best.keys)]
+        self._take_chunks(request, best.nodes, sizes)
+        return evicted
 
-    def _cheapest(
-        self, group: np.ndarray, sizes: list[int], request: Request
-    ) -> tuple[float, list[int], set[str]] | None:
-        """Price, nodes and evicted keys of room for chunks on nodes of a group, node by node."""
-        nodes: list[int] = []
-        evicted: set[str] = set()
-        price = 0.0
+    def _cheapest(self, group: np.ndarray, sizes: list[int], request: Request) -> _Eviction | None:
+        """Find room for chunks of these sizes on nodes of a group, greedily, one node after the other."""
         candidates = group[self.up[group]]
-        candidates = candidates[np.argsort(-self.free[candidates], kind="stable")]
+        candidates = candidates[np.argsort(-self.free[candidates], kind="stable")].tolist()
+        found = _Eviction(0.0, [], set())
         for size in sizes:
-            best: tuple[float, int, set[str]] | None = None
-            for position, node in enumerate(candidates.tolist()):
-                if position >= LIKELY_NODES + len(sizes) and best is not None:
-                    break
-                if node in nodes:
-                    continue
-                found = self._eviction(node, size, request, evicted, several=len(sizes) > 1)
-                if found is not None and (best is None or found[0] < best[0]):
-                    best = (found[0], node, found[1])
-                    if found[0] == 0:
-                        break
+            best = self._cheapest_node(candidates, size, request, found, num_chunks=len(sizes))
             if best is None:
                 return None
-            price += best[0]
-            nodes.append(best[1])
-            evicted |= best[2]
-        return price, nodes, evicted
+            found = _Eviction(
+                found.price + best.price, found.nodes + best.nodes, found.keys | best.keys
+            )
+        return found
+
+    def _cheapest_node(
+        self,
+        candidates: list[int],
+        size: int,
+        request: Request,
+        so_far: _Eviction,
+        *,
+        num_chunks: int,
+    ) -> _Eviction | None:
+        best: _Eviction | None = None
+        for position, node in enumerate(candidates):
+            if position >= LIKELY_NODES + num_chunks and best is not None:
+                break
+            if node in so_far.nodes:
+                continue
+            found = self._eviction(node, size, request, so_far.keys, several=num_chunks > 1)
+            if found is not None and (best is None or found.price < best.price):
+                best = found
+                if best.price == 0:
+                    break
+        return best
 
     def _eviction(
         self, node: int, size: int, request: Request, gone: set[str], *, several: bool
-    ) -> tuple[float, set[str]] | None:
-        """The cheapest set of smaller holders of a node whose devices make `size` free ones."""
-        if (
-            self.mask[node].bit_count()
-            + sum(self.held[key][node].bit_count() for key in self.on[node])
-            < size
-        ):
+    ) -> _Eviction | None:
+        """Find the cheapest set of smaller requests on a node whose eviction leaves `size` devices free.
+
+        Requests in `gone` are evicted already.
+        """
+        on = self.on[node]
+        count = {key: self.held[key][node].bit_count() for key in on}
+        if self.mask[node].bit_count() + sum(count.values()) < size:
             return None
-        need = size - int(self.free[node])
         must: set[str] = set()
-        if several and self._exclusive:  # its network is for one
-            must = {key for key in self.on[node] if len(self.held[key]) > 1}
-            if any(self.requests[k].shape.num_devices >= request.shape.num_devices for k in must):
-                return None
-        need -= sum(self.held[key][node].bit_count() for key in gone & self.on[node] | must)
-        # cheapest[n] = (price, overshoot, keys) to free at least n devices
-        cheapest: dict[int, tuple[float, tuple[str, ...]]] = {max(need, 0): (0.0, ())}
-        smaller = [
-            key
-            for key in sorted(self.on[node] - gone - must)
-            if self.requests[key].shape.num_devices < request.shape.num_devices
-        ]
-        for key in smaller:
-            bits, cost = self.held[key][node].bit_count(), self.requests[key].price
-            for missing, (price, keys) in sorted(cheapest.items()):
-                left, total = max(missing - bits, 0), price + cost
-                if missing > 0 and (left not in cheapest or total < cheapest[left][0]):
-                    cheapest[left] = (total, (*keys, key))
-        if 0 not in cheapest:
+        if several and self._exclusive:  # only one job of several nodes may use a node's network
+            must = {key for key in on if len(self.held[key]) > 1}
+        smaller = {k for k in on if self.requests[k].shape.num_devices < request.shape.num_devices}
+        if not must <= smaller:
             return None
-        price, keys = cheapest[0]
-        return price + sum(self.requests[k].price for k in must - gone), set(keys) | must
+        need = size - int(self.free[node]) - sum(count[key] for key in gone & on | must)
+        holders = sorted(smaller - gone - must)
+        found = _cheapest_set([(k, count[k], self.requests[k].price) for k in holders], need)
+        if found is None:
+            return None
+        price, keys = found
+        price += sum(self.requests[k].price for k in sorted(must - gone))
+        return _Eviction(price, [node], {*keys, *must})
 
     def fill(self, pending: Iterable[Request], *, move: bool) -> list[Request]:
-        """Places all it can, largest first; with `move`, smaller ones give way. Returns what is left out."""
-        queue = [(-r.shape.num_devices, r.level is None, r.key, r) for r in pending]
+        """Place as many requests as fit, largest first, and return the rest.
+
+        With `move`, smaller requests are evicted to make room, and placed again.
+        """
+        queue = [_in_queue(request) for request in pending]
         heapq.heapify(queue)
         left_out: list[Request] = []
         while queue:
@@ -289,17 +288,54 @@ class Board:
                 left_out.append(request)
                 continue
             for other in evicted:
-                heapq.heappush(
-                    queue, (-other.shape.num_devices, other.level is None, other.key, other)
-                )
+                heapq.heappush(queue, _in_queue(other))
         return left_out
 
     def devices(self, key: str) -> dict[str, tuple[int, ...]]:
-        """What a request holds, by node name."""
+        """Return the devices that a request holds, by node name."""
         return {
             self.nodes[node].name: tuple(i for i in range(bits.bit_length()) if bits >> i & 1)
             for node, bits in sorted(self.held[key].items())
         }
+
+
+def _in_queue(request: Request) -> tuple[int, bool, str, Request]:
+    return -request.shape.num_devices, request.level is None, request.key, request
+
+
+def _fit_in(left: np.ndarray, sizes: list[int], own: list[int]) -> list[int] | None:
+    """Choose a different node for each chunk, the fullest that has room; `left` is changed.
+
+    Of equally full nodes, one in `own` is preferred.
+    """
+    found: list[int] = []
+    for size in sizes:
+        fits = np.where(left >= size, left, _NO_ROOM)
+        least = fits.min()
+        if least == _NO_ROOM:
+            return None
+        mine = [i for i in own if fits[i] == least]
+        node = mine[0] if mine else int(fits.argmin())
+        found.append(node)
+        left[node] = 0
+    return found
+
+
+def _cheapest_set(
+    holders: Sequence[tuple[str, int, float]], need: int
+) -> tuple[float, tuple[str, ...]] | None:
+    """Choose holders (key, devices, price) with at least `need` devices at the least total price.
+
+    Returns that price and the keys, or None if all holders together have fewer devices.
+    """
+    # cheapest[n]: the cheapest holders so far after which n devices are still missing.
+    cheapest: dict[int, tuple[float, tuple[str, ...]]] = {max(need, 0): (0.0, ())}
+    for key, count, cost in holders:
+        for missing, (price, keys) in sorted(cheapest.items()):
+            left, total = max(missing - count, 0), price + cost
+            if missing > 0 and (left not in cheapest or total < cheapest[left][0]):
+                cheapest[left] = (total, (*keys, key))
+    return cheapest.get(0)
 
 
 def _bits(node: Node) -> int:

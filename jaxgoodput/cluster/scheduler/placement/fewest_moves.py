@@ -1,14 +1,15 @@
-"""Which jobs must give way so that all fit, at the least total price: a small integer program (HiGHS).
+"""Choose which jobs must move so that all fit, at the least total price, by an integer program (HiGHS).
 
-Only jobs smaller than the largest that is waiting can be in the way, and where the others go does not matter
-(they fit largest first, see `board`); so the program decides who stays, and counts the slots of each size
-that the nodes keep for the rest:
+Only jobs smaller than the largest waiting one can be in its way, and where the moved jobs go does not matter
+(they fit largest first, see `board`). So the program decides which jobs stay, and counts the slots of each
+size that the nodes keep for the rest:
 
     max  sum_i price_i stay_i
     s.t. sum_{i on k} g_ik stay_i + sum_s s slots_ks <= n_k         for every node k
          sum_k slots_ks + sum_{i of size s} parts_i stay_i = all_s  for every size s
 """
 
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -16,29 +17,26 @@ from scipy import optimize, sparse
 
 from jaxgoodput.cluster.scheduler.placement.board import Board, Request, chunks
 
-LARGEST_PROGRAM = 6_000  # variables; beyond, the greedy way is used
-NODE_LIMIT = 2_000  # of the branch-and-bound tree: where it stops does not depend on the clock
+LARGEST_PROGRAM = 6_000  # variables; larger placements are left to the greedy method
+# A limit on branch-and-bound nodes, because a time limit alone would make the result depend on the clock.
+NODE_LIMIT = 2_000
 
 
 def fewest_moves(
     board: Board, pending: Sequence[Request], *, time_limit_s: float
 ) -> set[str] | None:
-    """The holders on the board that must move so that all pending ones fit; None = not found.
+    """Return the keys of requests on the board that must move so that all pending ones fit.
 
-    The board holds everybody that could stay. Not found means: the program is too large, was out of time
-    without an answer, has none, or a pending request has a shape of parts other than whole nodes and single
-    parts.
+    The board must hold every request that could keep its devices. Returns None if the program is too large,
+    is infeasible or finds nothing in time, or if a pending request is neither whole nodes nor a single
+    chunk.
     """
     size = board.node_size
-    parts = {r.key: chunks(r.shape, size) for r in pending}
-    if any(len(parts[r.key]) > 1 and (set(parts[r.key]) != {size} or r.level) for r in pending):
-        return None
-    largest = max(part[0] for part in parts.values())
-    movable = [
-        key
-        for key, bits in board.held.items()
-        if board.requests[key].shape.num_devices < largest and all(board.up[k] for k in bits)
-    ]
+    parts = [chunks(request.shape, size) for request in pending]
+    for request, part in zip(pending, parts, strict=True):
+        if len(part) > 1 and (set(part) != {size} or request.level):
+            return None
+    movable = _movable(board, largest=max(part[0] for part in parts))
     if not movable or any(len(board.held[key]) > 1 for key in movable):
         return None
     room = board.free.copy()
@@ -46,14 +44,8 @@ def fewest_moves(
         for node, bits in board.held[key].items():
             room[node] += bits.bit_count()
     nodes = np.flatnonzero(room > 0)
-    position = {int(node): row for row, node in enumerate(nodes)}
-    waiting: dict[int, int] = {}  # how many parts of each size need a slot if nobody stays
-    for part in parts.values():
-        for count in part:
-            waiting[count] = waiting.get(count, 0) + 1
-    for key in movable:
-        count = board.requests[key].shape.num_devices
-        waiting[count] = waiting.get(count, 0) + 1
+    waiting = Counter(count for part in parts for count in part)
+    waiting.update(board.requests[key].shape.num_devices for key in movable)
     slots = [
         (row, count)
         for row, node in enumerate(nodes)
@@ -62,35 +54,41 @@ def fewest_moves(
     ]
     if len(movable) + len(slots) > LARGEST_PROGRAM:
         return None
-    return _solve(board, movable, position, room[nodes], waiting, slots, time_limit_s)
+    return _solve(board, movable, nodes, room[nodes], waiting, slots, time_limit_s)
+
+
+def _movable(board: Board, largest: int) -> list[str]:
+    """Return the keys of requests smaller than `largest` on nodes that are up."""
+    return [
+        key
+        for key, bits in board.held.items()
+        if board.requests[key].shape.num_devices < largest and all(board.up[k] for k in bits)
+    ]
 
 
 def _solve(
     board: Board,
     movable: list[str],
-    position: dict[int, int],
+    nodes: np.ndarray,
     room: np.ndarray,
-    waiting: dict[int, int],
+    waiting: Counter[int],
     slots: list[tuple[int, int]],
     time_limit_s: float,
 ) -> set[str] | None:
+    """Solve the program; `room`: [nodes] devices, `waiting`: number of chunks by size, `slots`: node and
+    size."""
+    position = {int(node): row for row, node in enumerate(nodes)}
     row_of_size = {s: len(room) + i for i, s in enumerate(sorted(waiting))}
-    rows: list[int] = []
-    columns: list[int] = []
-    values: list[int] = []
-    for column, key in enumerate(movable):
-        (node,) = board.held[key]
-        count = board.requests[key].shape.num_devices
-        rows += [position[node], row_of_size[count]]
-        columns += [column, column]
-        values += [count, 1]
-    for column, (row, count) in enumerate(slots, start=len(movable)):
-        rows += [row, row_of_size[count]]
-        columns += [column, column]
-        values += [count, 1]
-    num_columns = len(movable) + len(slots)
+    holders = [
+        (position[next(iter(board.held[key]))], board.requests[key].shape.num_devices)
+        for key in movable
+    ]
+    variables = holders + slots  # node and size of each
+    rows = [row for node, count in variables for row in (node, row_of_size[count])]
+    columns = [column for column in range(len(variables)) for _ in range(2)]
+    values = [value for _, count in variables for value in (count, 1)]
     matrix = sparse.csr_array(
-        (values, (rows, columns)), shape=(len(room) + len(row_of_size), num_columns)
+        (values, (rows, columns)), shape=(len(room) + len(row_of_size), len(variables))
     )
     wanted = np.array([waiting[s] for s in sorted(waiting)])
     lower = np.concatenate([np.full(len(room), -np.inf), wanted])
@@ -100,7 +98,7 @@ def _solve(
     result = optimize.milp(
         np.concatenate([-price, np.zeros(len(slots))]),
         constraints=(matrix, lower, upper),
-        integrality=np.ones(num_columns),
+        integrality=np.ones(len(variables)),
         bounds=(0, np.concatenate([np.ones(len(movable)), limit])),
         options={"time_limit": time_limit_s, "node_limit": NODE_LIMIT, "mip_rel_gap": 0.0},
     )

@@ -1,1 +1,1 @@
-"""Policies: frozen dataclasses that turn jobs and a cluster into a decision."""
+"""The scheduler's own policy, and the parts that policies of shapes are made of."""

@@ -1,34 +1,37 @@
-"""Nobody waits for ever: who has had far less than an equal share runs, whatever others make of the devices.
+"""Starvation guard: a job that has had far less than an equal share runs, whatever others would gain.
 
-Utility counts jobs, so many small ones outbid a large one in every round. An equal share gives every job the
-same part of its life on the fewest devices that it takes, by weight: part = w C / sum_j w_j n_j, at most 1,
-for C devices and jobs that need n_j. A job that is older than a patience and has run for less than a
-guaranteed share of part x age is *due*, and remains so until it has had twice that: it is not interrupted at
-once, and who alternates does so in stretches that grow with its age.
+Utility counts jobs, so many small jobs outbid a large one in every round. An equal share would give every
+job the same part of its life on the fewest devices that it accepts, by weight: part = w C / sum_j w_j n_j,
+at most 1, for C devices and jobs that need n_j. A job older than a patience is *due* if it has run for less
+than a guaranteed share of part x age. It stays due until it has had twice that, so it is not interrupted at
+once; if jobs alternate, they do so in stretches that grow with their age.
 
-The due are served in order of submission, before those that are restarting or began lately. So the oldest
-that waits runs at once where it fits beside none, and a younger one waits for those before it only, each of
-whom takes at most twice its guaranteed share of the time: together less than all of it.
+Due jobs are served in order of submission, before jobs that are restarting or began lately. So the oldest
+waiting job runs at once if it does not fit beside others. A younger one waits only for the jobs before it,
+and these together take less than all of the time, because each takes at most twice its guaranteed share.
 """
+
+from dataclasses import replace
 
 import numpy as np
 
 from jaxgoodput.cluster.scheduler.policies.promises import Claim
 from jaxgoodput.cluster.scheduler.policies.shape_choice import ShapeProblem
+from jaxgoodput.cluster.scheduler.policy import Decision
 from jaxgoodput.cluster.scheduler.shapes import capacity
 
 
 def due(problem: ShapeProblem, guaranteed: float, patience_s: float) -> np.ndarray:
-    """[jobs] bool: older than `patience_s` and behind the guaranteed share of an equal part.
+    """Return [jobs] bool: older than `patience_s` and behind the guaranteed share of an equal part.
 
-    A job that waits is behind below `guaranteed` of its part, one that runs below twice that.
+    A waiting job is behind below `guaranteed` of its part, a running job below twice that.
     """
     if not problem.goodput.size:
         return np.zeros(len(problem.jobs), bool)
     fewest = np.where(np.isnan(problem.goodput), np.inf, problem.devices).min(1)
     can = np.isfinite(fewest)
     fewest = np.where(can, fewest, 1.0)
-    weight = np.array([view.spec.weight for view in problem.jobs], np.float64)
+    weight = problem.weight()
     wanted = float((weight * fewest)[can].sum())
     part = np.minimum(weight * sum(capacity(problem.cluster).values()) / max(wanted, 1e-9), 1.0)
     counted_s = np.array([sum(v.fraction_received_s.values()) for v in problem.jobs], np.float64)
@@ -39,9 +42,18 @@ def due(problem: ShapeProblem, guaranteed: float, patience_s: float) -> np.ndarr
 
 
 def claims_of(problem: ShapeProblem, is_due: np.ndarray) -> list[Claim]:
-    """What the due claim: any of their shapes, the oldest first."""
+    """Return the claims of due jobs, the oldest first: any of their shapes, the smallest first."""
     order = sorted(
         np.flatnonzero(is_due).tolist(),
         key=lambda i: (problem.jobs[i].submitted_s, problem.jobs[i].spec.id),
     )
     return [Claim(i, problem.sizes(i)) for i in order]
+
+
+def with_due(decision: Decision, problem: ShapeProblem, is_due: np.ndarray) -> Decision:
+    """Return the decision with the reasons of due jobs that start completed."""
+    reasons = dict(decision.reasons)
+    for view in (problem.jobs[i] for i in np.flatnonzero(is_due)):
+        if view.spec.id in decision.allocations and not view.allocation.devices:
+            reasons[view.spec.id] += ": it has had less than its guaranteed share of the time"
+    return replace(decision, reasons=reasons)

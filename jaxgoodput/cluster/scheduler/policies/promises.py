@@ -1,10 +1,10 @@
-"""What the choice of shapes has to keep, whatever it is worth: claims in order, as far as they fit together.
+"""Promises that the choice of shapes has to keep: claims granted in order, as far as they fit together.
 
 A claim names a job and the shapes that satisfy it. Claims are granted one after the other, each on the first
-of its shapes for which capacity and limits have room beside those granted before; so all that is granted can
-be kept together, and the choice may still give a job any other of its claimed shapes. A later claim of the
-same job is granted on shapes that satisfy both. Then who is restarting keeps its shape, and who began lately
-runs on.
+of its shapes for which capacity and limits have room beside the claims granted before. So all granted claims
+can be kept together, and the choice may still give a job any other of its claimed shapes. A later claim of
+the same job is granted only on shapes that satisfy both claims. After the claims, restarting jobs keep their
+shapes, and jobs that began lately run on.
 """
 
 from collections.abc import Sequence
@@ -17,72 +17,88 @@ from jaxgoodput.cluster.scheduler.shapes import capacity_rows
 
 
 class Claim(NamedTuple):
-    """A job that is to run on one of these shapes."""
+    """A job that has to run on one of these shapes."""
 
     job: int
     shapes: Sequence[int]
-    """The one that is tried first in front; before it, one that it was granted before or is restarting on."""
+    """Shapes in the order in which they are tried. A shape that the job was granted before, or on which it is
+    restarting, is tried first."""
 
 
 class Promises(NamedTuple):
-    """What the choice of shapes has to keep; all of it can be kept together."""
+    """Promises that can all be kept together."""
 
     pinned: np.ndarray
-    """[jobs] the shape that a job keeps, -1 = free."""
+    """[jobs] shape that a job keeps, -1 = free."""
     at_least: np.ndarray
-    """[jobs] bool: runs, on an allowed shape."""
+    """[jobs] bool: whether a job has to run, on any allowed shape."""
     allowed: np.ndarray
-    """[jobs, shapes] bool: False where a granted claim does not name the shape."""
+    """[jobs, shapes] bool: False if a granted claim of the job does not name the shape."""
     granted: np.ndarray
-    """[jobs] shapes with which all that is kept, -1 = none."""
+    """[jobs] shapes that keep all promises, -1 = none."""
 
 
 def promises(
     problem: ShapeProblem, claims: Sequence[Claim], restoring: np.ndarray, young: np.ndarray
 ) -> Promises:
-    """Who surely runs: the claims in order, then who is restarting, then who began lately.
+    """Grant the claims in order, then the shapes of restarting jobs, then shapes of young jobs.
 
-    restoring: [jobs] the shape of who is restarting, else -1; young: [jobs] bool.
+    `restoring`: [jobs] shape of a job that is restarting, else -1; `young`: [jobs] bool, began lately.
     """
-    allowed = np.ones(problem.goodput.shape, bool)
     if not claims:
-        granted = np.where(young | (restoring >= 0), problem.present, -1)  # they run, so they fit
+        allowed = np.ones(problem.goodput.shape, bool)
+        # All of these jobs run at present, so their shapes fit together.
+        granted = np.where(young | (restoring >= 0), problem.present, -1)
         return Promises(restoring, young & (restoring < 0), allowed, granted)
-    room = Room(problem)
-    pinned = np.full(len(problem.jobs), -1)
-    granted = np.full(len(problem.jobs), -1)
+    grants = _Grants(problem, restoring)
+    for claim in claims:
+        grants.grant(claim)
+    for i in np.flatnonzero((restoring >= 0) & (grants.granted < 0)).tolist():
+        if grants.take(i, [int(restoring[i])]):
+            grants.pinned[i] = restoring[i]
+    for i in np.flatnonzero(young & (restoring < 0) & (grants.granted < 0)).tolist():
+        grants.take(i, problem.sizes(i))
+    at_least = (grants.granted >= 0) & (grants.pinned < 0)
+    return Promises(grants.pinned, at_least, grants.allowed, grants.granted)
 
-    def take(i: int, shapes: Sequence[int]) -> bool:
-        """Grant the first of these shapes that fits, if one does."""
-        shape = room.take(i, shapes)
-        granted[i] = -1 if shape is None else shape
+
+class _Grants:
+    """The promises made so far, and the room that they leave."""
+
+    def __init__(self, problem: ShapeProblem, restoring: np.ndarray):
+        self._room = Room(problem)
+        self._restoring = restoring
+        self.pinned = np.full(len(problem.jobs), -1)
+        self.granted = np.full(len(problem.jobs), -1)
+        self.allowed = np.ones(problem.goodput.shape, bool)
+
+    def take(self, job: int, shapes: Sequence[int]) -> bool:
+        """Grant the first of these shapes that fits; False if none does."""
+        shape = self._room.take(job, shapes)
+        self.granted[job] = -1 if shape is None else shape
         return shape is not None
 
-    for i, shapes in claims:
-        had = int(granted[i])
-        both = [s for s in shapes if allowed[i, s]]
+    def grant(self, claim: Claim):
+        """Grant a claim on shapes that satisfy earlier claims of the same job too, if one of them fits."""
+        i, shapes = claim
+        had, present = int(self.granted[i]), int(self._restoring[i])
+        both = [s for s in shapes if self.allowed[i, s]]
         if not both:
-            continue
+            return
         if had >= 0:
-            room.give_back(i, had)
-        first = [s for s in (int(restoring[i]), had) if s in both]
-        if take(i, [*first, *both]):
-            pinned[i] = restoring[i] if granted[i] == restoring[i] else -1
-            allowed[i] = False
-            allowed[i, both] = True
+            self._room.give_back(i, had)
+        first = [s for s in (present, had) if s in both]
+        if self.take(i, [*first, *both]):
+            self.pinned[i] = present if self.granted[i] == present else -1
+            self.allowed[i] = False
+            self.allowed[i, both] = True
         elif had >= 0:
-            again = take(i, [had])
+            again = self.take(i, [had])
             assert again, "it was there a moment ago"
-    for i in np.flatnonzero((restoring >= 0) & (granted < 0)).tolist():
-        if take(i, [int(restoring[i])]):
-            pinned[i] = restoring[i]
-    for i in np.flatnonzero(young & (restoring < 0) & (granted < 0)).tolist():
-        take(i, problem.sizes(i))
-    return Promises(pinned, (granted >= 0) & (pinned < 0), allowed, granted)
 
 
 class Room:
-    """What is left of capacity and limits while jobs are promised devices one after the other."""
+    """What is left of capacity and limits while devices are promised to one job after the other."""
 
     def __init__(self, problem: ShapeProblem):
         rows = capacity_rows(problem.cluster, problem.shapes)
@@ -95,7 +111,7 @@ class Room:
         self._counts = np.column_stack([every, *(counted for _, counted, _ in limits)])
 
     def take(self, job: int, shapes: Sequence[int]) -> int | None:
-        """Take the first of these shapes that fits, and say which; None where none does."""
+        """Take the first of these shapes that fits and return it; None if none does."""
         counted = self._counts[job]
         for shape in shapes:
             use = np.where(counted, self._use[:, shape], 0.0)
@@ -105,5 +121,5 @@ class Room:
         return None
 
     def give_back(self, job: int, shape: int):
-        """As if the job had not taken it."""
+        """Undo `take` for a job and the shape that it took."""
         self._left = self._left + np.where(self._counts[job], self._use[:, shape], 0.0)

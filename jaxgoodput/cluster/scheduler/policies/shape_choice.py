@@ -1,4 +1,5 @@
-"""A decision as matrices, and a choice of shapes as a decision: what the goodput policies share."""
+"""Jobs and shapes as matrices, and a choice of shapes as a decision; shared by all policies that resize
+jobs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,10 @@ from jaxgoodput.specs import Allocation, ClusterSpec, Shape
 
 @dataclass(frozen=True, kw_only=True)
 class ShapeProblem:
-    """Jobs against shapes; indices are those of `jobs`, `shapes` and `kinds`."""
+    """Jobs against shapes, as arrays. Indices refer to `jobs`, `shapes` and `kinds`.
+
+    Use this to write a policy: compute a utility [jobs, shapes], then call `choose` and `decide`.
+    """
 
     jobs: tuple[JobView, ...]
     cluster: ClusterSpec
@@ -33,13 +37,13 @@ class ShapeProblem:
     goodput: np.ndarray
     """[jobs, shapes]; NaN = not allowed or unknown."""
     devices: np.ndarray
-    """[shapes] how many it has."""
+    """[shapes] number of devices."""
     kind: np.ndarray
-    """[shapes] which of `kinds` it has."""
+    """[shapes] index of the kind in `kinds`."""
     present: np.ndarray
-    """[jobs] the shape that a job has; -1 = none of these."""
+    """[jobs] present shape; -1 = none of `shapes`."""
     running: np.ndarray
-    """[jobs] bool, whether it has devices."""
+    """[jobs] bool: whether the job has devices."""
 
     @classmethod
     def of(
@@ -50,26 +54,18 @@ class ShapeProblem:
         *,
         growth: float | None = None,
     ) -> "ShapeProblem":
-        """Reads jobs and cluster.
+        """Build the problem of these jobs on this cluster.
 
-        `growth`: a job that has not run yet starts at its smallest size, and no job is offered more
-        than this many times the largest size that it has run on; None = no such limit.
+        If `growth` is given, a job is offered at most `growth` times the largest size on which it has run,
+        and a job that has not run yet only its smallest size.
         """
         offered = shapes(cluster, jobs)
         goodput = goodput_matrix(jobs, offered, cluster)
         goodput[goodput <= 0.0] = np.nan
         devices = np.array([shape.num_devices for shape in offered], np.int64)
         kinds = tuple(sorted({shape.kind for shape in offered}))
-        index = {kind: i for i, kind in enumerate(kinds)}
         if growth is not None and len(jobs):
-            profiled = np.array([view.largest_profiled for view in jobs], np.float64)
-            free = np.array([view.spec.mode != "rigid" for view in jobs], bool)
-            least = np.array([view.spec.min_devices for view in jobs], np.float64)
-            most = np.where(free, np.maximum(growth * profiled, least), np.inf)
-            smallest = np.min(
-                np.where(np.isnan(goodput), np.inf, devices.astype(float)), 1, initial=np.inf
-            )
-            goodput[devices > np.maximum(most, smallest)[:, None]] = np.nan
+            goodput[devices > _largest_sizes(jobs, goodput, devices, growth)[:, None]] = np.nan
         kind_of = {node.name: node.kind for node in cluster.nodes}
         column = {shape: i for i, shape in enumerate(offered)}
         held = [shape_of(view.allocation.devices, kind_of) for view in jobs]
@@ -81,31 +77,26 @@ class ShapeProblem:
             kinds=kinds,
             goodput=goodput,
             devices=devices,
-            kind=np.array([index[shape.kind] for shape in offered], np.int64),
+            kind=np.array([kinds.index(shape.kind) for shape in offered], np.int64),
             present=np.array([column.get(h, -1) if h else -1 for h in held], np.int64),
             running=np.array([h is not None for h in held], bool),
         )
 
     @property
     def changes(self) -> np.ndarray:
-        """[jobs, shapes] bool: another shape than the one that the running job has."""
+        """[jobs, shapes] bool: the job runs, and on another shape."""
         return self.running[:, None] & (np.arange(len(self.shapes)) != self.present[:, None])
 
     def restoring(self) -> np.ndarray:
-        """[jobs] the shape of a job that is still restarting and may stay, -1 for the others.
+        """Return [jobs] the shape of a job that is still restarting and may stay, -1 for other jobs.
 
-        It may not where its devices are no longer offered (a reservation has begun), nor where those
-        of its tenant that restart exceed the quota together: then none of these is sure of its devices.
+        A job may not stay if its devices are no longer offered (a reservation has begun). If the restarting
+        jobs under one limit exceed it together, none of them is sure of its devices.
         """
         until = np.array([view.restoring_until_s or -np.inf for view in self.jobs], np.float64)
         offered = offered_devices(self.cluster, draining=True)
-        stays = (until > self.now_s) & np.array(
-            [
-                all(offered.get(name, set()).issuperset(local) for name, local in devices.items())
-                for devices in (view.allocation.devices for view in self.jobs)
-            ],
-            bool,
-        )
+        on_offer = [_all_in(offered, view.allocation) for view in self.jobs]
+        stays = (until > self.now_s) & np.array(on_offer, bool)
         devices = np.append(self.devices, 0)[self.present]
         kind = np.append(self.kind, -1)[self.present]
         for limit, counted, units in self.limits():
@@ -115,42 +106,46 @@ class ShapeProblem:
         return np.where(stays, self.present, -1)
 
     def limits(self) -> list[tuple[Limit, np.ndarray, np.ndarray]]:
-        """Each limit with [jobs] bool, whose use counts, and [kinds] what a device counts."""
+        """Return each limit with [jobs] bool, whether a job counts, and [kinds] the units of a device."""
         found = limits_of(self.cluster)
         counted = counts(found, [view.spec.tenant for view in self.jobs])
         return list(zip(found, counted, per_device(found, self.kinds), strict=True))
 
     def sizes(self, job: int) -> list[int]:
-        """The shapes that a job may have, the smallest first."""
+        """Return the shapes that a job may have, the smallest first."""
         allowed = np.flatnonzero(~np.isnan(self.goodput[job]))
         return [int(s) for s in allowed[np.argsort(self.devices[allowed], kind="stable")]]
 
+    def weight(self) -> np.ndarray:
+        """Return [jobs] the weights that users gave."""
+        return np.array([view.spec.weight for view in self.jobs], np.float64)
+
     def paused(self) -> np.ndarray:
-        """[jobs] bool: has no devices, but has had some."""
+        """Return [jobs] bool: has no devices now, but had some before."""
         had = [view.num_restarts > 0 or any(view.received_s.values()) for view in self.jobs]
         return ~self.running & np.array(had, bool)
 
     def age_s(self) -> np.ndarray:
-        """[jobs] seconds since submission, at least 0 (clocks differ)."""
+        """Return [jobs] seconds since submission, at least 0 (clocks differ)."""
         submitted_s = np.array([view.submitted_s for view in self.jobs], np.float64)
         return np.maximum(self.now_s - submitted_s, 0.0)
 
     def restart_s(self) -> np.ndarray:
-        """[jobs] seconds that a change of allocation was measured to cost."""
+        """Return [jobs] the estimated seconds that a change of allocation costs."""
         return np.array([view.restart_s for view in self.jobs], np.float64)
 
     def num_restarts(self) -> np.ndarray:
-        """[jobs] changes so far."""
+        """Return [jobs] the number of restarts so far."""
         return np.array([view.num_restarts for view in self.jobs], np.float64)
 
     def received_s(self) -> np.ndarray:
-        """[jobs] device-seconds so far, all kinds alike."""
+        """Return [jobs] device-seconds so far, summed over kinds."""
         return np.array([sum(view.received_s.values()) for view in self.jobs], np.float64)
 
     def declared_s(self) -> np.ndarray:
-        """[jobs] device-seconds left at the shape that uses devices best; NaN where that is unknown.
+        """Return [jobs] device-seconds left on the shape that uses devices best.
 
-        Unknown are jobs that declare nothing, have measured nothing yet, or have no shape.
+        NaN if a job declares no work, is not measured, or has no shape.
         """
         left = np.array([v.remaining if v.remaining is not None else np.nan for v in self.jobs])
         best = np.where(np.isnan(self.goodput), 0.0, self.goodput / self.devices).max(
@@ -170,14 +165,14 @@ class ShapeProblem:
         relative_gap: float,
         time_limit_s: float,
     ) -> Choice:
-        """The best choice within capacity, placeability and quotas.
+        """Return the choice of highest utility that fits capacity, placement and limits.
 
-        `pinned` jobs keep their shape; those of `at_least` run, where they fit. start: [jobs] shapes that
-        keep all that, where such are known.
+        `utility`: [jobs, shapes], NaN = not allowed. `pinned` jobs keep their shape; `at_least` jobs run if
+        they fit. `start`: [jobs] shapes that satisfy all constraints, if known. See `allocate`.
         """
         each = capacity(self.cluster)
-        limits = np.array([each[kind] for kind in self.kinds], np.float64)
         rows = capacity_rows(self.cluster, self.shapes)
+        # `allocate` has a row for each kind already; only the other rows are further ones.
         plain = [
             limit == each[kind] and np.array_equal(row, np.where(self._is(kind), self.devices, 0))
             for row, limit, kind in zip(rows.matrix, rows.limits, rows.kinds, strict=True)
@@ -191,7 +186,7 @@ class ShapeProblem:
             utility,
             self.devices,
             self.kind,
-            limits,
+            np.array([each[kind] for kind in self.kinds], np.float64),
             pinned=pinned,
             at_least=at_least,
             quotas=quotas,
@@ -203,7 +198,7 @@ class ShapeProblem:
         )
 
     def decide(self, choice: Choice, *, one_multi_node_job_per_node: bool = False) -> Decision:
-        """Devices for a choice, with a reason for every job."""
+        """Place the chosen shapes on devices, and give a reason for every job."""
         wanted = {
             view.spec.id: self.shapes[index]
             for view, index in zip(self.jobs, choice.shape, strict=True)
@@ -215,36 +210,17 @@ class ShapeProblem:
             self.cluster,
             one_multi_node_job_per_node=one_multi_node_job_per_node,
         )
+        used_up = self._used_up(choice)
         reasons = {}
-        limits = self.limits()
-        used_up = self._used_up(choice, limits)
         for row, view in enumerate(self.jobs):
             id_ = view.spec.id
             if id_ in allocations:
                 reasons[id_] = self._why(row, int(choice.shape[row]), allocations)
             elif id_ in wanted:
-                reasons[id_] = (
-                    f"waits: {shape_in_words(wanted[id_])} do not fit beside the jobs placed first"
-                )
-            elif np.isnan(self.goodput[row]).all():
-                offered = set(self.shapes)
-                free = capacity(self.cluster)  # `reconcile` has taken out what others keep
-                why = no_shape_reason(
-                    view,
-                    free,
-                    offered.__contains__,
-                    status="neither held nor reserved",
-                )
-                reasons[id_] = f"waits: {why}"
-            elif (least := int(self.devices[self.sizes(row)[0]])) > self._quota(view):
-                reasons[id_] = (
-                    f"waits: {self._quota(view)} devices are left of the quota of tenant "
-                    f"{view.spec.tenant!r}, and it needs at least {least}"
-                )
-            elif used_up[row] >= 0:
-                reasons[id_] = f"waits: {limits[used_up[row]][0].said}, leaves it no shape"
+                said = shape_in_words(wanted[id_])
+                reasons[id_] = f"waits: {said} do not fit beside jobs that were placed before it"
             else:
-                reasons[id_] = "waits: others make more of every device that it could use"
+                reasons[id_] = f"waits: {self._why_waits(row, used_up[row])}"
         return Decision(
             allocations=allocations,
             reasons=reasons,
@@ -252,25 +228,36 @@ class ShapeProblem:
             bound=choice.bound,
         )
 
-    def _used_up(
-        self, choice: Choice, limits: Sequence[tuple[Limit, np.ndarray, np.ndarray]]
-    ) -> np.ndarray:
-        """[jobs] the limit that leaves a job no shape beside what was chosen; -1 = none."""
-        found = np.full(len(self.jobs), -1)
+    def _used_up(self, choice: Choice) -> list[Limit | None]:
+        """Return, for every job, the first limit that leaves it no shape beside what was chosen."""
+        found: list[Limit | None] = [None] * len(self.jobs)
         if not len(self.shapes):
             return found
         chosen = np.flatnonzero(choice.shape >= 0)
-        for at, (limit, counted, units) in enumerate(limits):
+        for limit, counted, units in self.limits():
             use = units[self.kind] * self.devices
             its = chosen[counted[chosen]]
             left = limit.left - use[choice.shape[its]].sum()
             least = np.where(np.isnan(self.goodput), np.inf, use).min(1)
-            found[(found < 0) & counted & (least > left + 1e-9)] = at
+            for job in np.flatnonzero(counted & (least > left + 1e-9)):
+                found[job] = found[job] or limit
         return found
 
-    def _quota(self, view: JobView) -> int:
-        """Devices that the job's tenant may have, without those of jobs that stay."""
-        return self.cluster.quota.get(view.spec.tenant, int(self.devices.max(initial=0)))
+    def _why_waits(self, row: int, used_up: Limit | None) -> str:
+        view = self.jobs[row]
+        sizes = self.sizes(row)
+        if not sizes:
+            # `reconcile` has taken out what held jobs and reservations use.
+            free, offered = capacity(self.cluster), set(self.shapes)
+            status = "that are neither held nor reserved"
+            return no_shape_reason(view, free, offered.__contains__, status=status)
+        least, tenant = int(self.devices[sizes[0]]), view.spec.tenant
+        quota = self.cluster.quota.get(tenant, least)
+        if least > quota:
+            return f"its tenant {tenant!r} has {quota} devices of its quota left; it needs at least {least}"
+        if used_up is not None:
+            return f"{used_up.said}, leaves it no shape"
+        return "other jobs make better use of every device that it could have"
 
     def _why(self, row: int, shape: int, allocations: Mapping[str, Allocation]) -> str:
         said = shape_in_words(self.shapes[shape])
@@ -288,26 +275,43 @@ class ShapeProblem:
         return f"gets {said}"
 
     def _why_moved(self, left: Allocation, allocations: Mapping[str, Allocation]) -> str:
-        """Why a job of the same shape is elsewhere now: who has the devices that it left, or nobody may."""
-        offered = offered_devices(self.cluster)
-        if any(not offered.get(name, set()).issuperset(d) for name, d in left.devices.items()):
-            return "because those that it had are not to be given away now"
+        """Explain why a job leaves its devices for others of the same shape."""
+        if not _all_in(offered_devices(self.cluster), left):
+            return "because its old devices are no longer offered"
         takers = sorted(
             id_
             for id_, given in allocations.items()
             if any(set(given.devices.get(name, ())) & set(d) for name, d in left.devices.items())
         )
         if not takers:
-            return "so that all fit"
+            return "so that all jobs fit"
         more = f" and {len(takers) - 1} more" if len(takers) > 1 else ""
-        return f"so that {takers[0]}{more} can be placed where it was"
+        return f"to make room for {takers[0]}{more}"
 
     def _is(self, kind: str) -> np.ndarray:
         return np.array([shape.kind == kind for shape in self.shapes], bool)
 
 
+def _largest_sizes(
+    jobs: Sequence[JobView], goodput: np.ndarray, devices: np.ndarray, growth: float
+) -> np.ndarray:
+    """Return [jobs] the most devices to offer: `growth` times the largest measured size.
+
+    A job that has not run yet is offered its smallest size; a rigid job any.
+    """
+    profiled = np.array([view.largest_profiled for view in jobs], np.float64)
+    free = np.array([view.spec.mode != "rigid" for view in jobs], bool)
+    least = np.array([view.spec.min_devices for view in jobs], np.float64)
+    most = np.where(free, np.maximum(growth * profiled, least), np.inf)
+    known = np.where(np.isnan(goodput), np.inf, devices.astype(float))
+    return np.maximum(most, np.min(known, 1, initial=np.inf))
+
+
 def offered_devices(cluster: ClusterSpec, *, draining: bool = False) -> dict[str, set[int]]:
-    """Node name -> local indices that may be given away; with `draining` those of draining nodes, too."""
+    """Return the local device indices that may be allocated, by node name.
+
+    With `draining`, include the devices of draining nodes, which their present jobs may keep.
+    """
     states = ("up", "draining") if draining else ("up",)
     return {
         node.name: set(range(node.num_devices)) - set(node.withheld)
@@ -316,7 +320,14 @@ def offered_devices(cluster: ClusterSpec, *, draining: bool = False) -> dict[str
     }
 
 
+def _all_in(offered: Mapping[str, set[int]], allocation: Allocation) -> bool:
+    """Return whether all devices of an allocation are on offer."""
+    return all(
+        offered.get(name, set()).issuperset(local) for name, local in allocation.devices.items()
+    )
+
+
 def normalised(goodput: np.ndarray) -> np.ndarray:
-    """[jobs, shapes] each row divided by its smallest entry; NaN stays NaN."""
+    """Return [jobs, shapes] each row divided by its smallest entry; NaN stays NaN."""
     least = np.min(np.where(np.isnan(goodput), np.inf, goodput), axis=1, initial=np.inf)
     return goodput / least[:, None]

@@ -1,11 +1,11 @@
-"""Where nothing happens nothing is decided anew: soon after an event, weights and prices stand still.
+"""Keep decisions steady while nothing happens: weights stand still soon after the last event.
 
-Weights fall with service and the price of a change falls with age. Of jobs that all run, the one on more
-devices falls behind, gives them to another, gets them back, and so on for ever: 30 endless jobs on 64
-devices, where nothing ever happens, changed 113 times in rounds 50 to 400. What service says of jobs is worth
-something when somebody comes, leaves or measures something new, and jobs tell when that was last: at the
-latest arrival or change of devices. While somebody waits, all is of now: he has to get his turn. The price of
-a change is always of now: what jobs measure while nothing else happens is worth acting on.
+Weights fall with service and the price of a change falls with age. Without this rule, the running job with
+more devices falls behind, gives devices to another job, gets them back, and so on for ever: 30 endless jobs
+on 64 devices, with no event at all, changed 113 times in rounds 50 to 400. Service received says something
+about a job's length when a job arrives, ends or is measured. The last such event is known from the jobs
+themselves: the latest arrival or change of devices. While a job waits, the present counts, so that it gets
+its turn. The price of a change always follows the present, because new measurements are worth acting on.
 """
 
 from collections.abc import Mapping
@@ -17,9 +17,9 @@ from jaxgoodput.cluster.scheduler.policies.shape_choice import ShapeProblem
 
 
 def as_of_last_event(problem: ShapeProblem, settle_s: float) -> ShapeProblem:
-    """The problem as it was `settle_s` after the last arrival or change, with the service had by then.
+    """Return the problem as it was `settle_s` after the last arrival or change, with the service until then.
 
-    As it is until then, and where a job waits that could run.
+    Earlier than that, or while a job waits that could run, return the problem unchanged.
     """
     could = ~np.isnan(problem.goodput).all(1) if problem.goodput.size else problem.running
     if not problem.jobs or (could & ~problem.running).any():
@@ -37,7 +37,7 @@ def as_of_last_event(problem: ShapeProblem, settle_s: float) -> ShapeProblem:
 
 
 def _less(received_s: Mapping[str, float], device_s: float) -> dict[str, float]:
-    """Device-seconds by kind with so many fewer in all, 0 at least; only their sum is of interest."""
+    """Return device-seconds by kind, scaled so that their sum is `device_s` smaller, but at least 0."""
     total_s = sum(received_s.values())
     left = max(1.0 - device_s / total_s, 0.0) if total_s > 0.0 else 1.0
     return {kind: had_s * left for kind, had_s in received_s.items()}

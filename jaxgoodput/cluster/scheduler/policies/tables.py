@@ -1,18 +1,18 @@
-"""Tables that contradict themselves are smoothed: every entry counts by how well it is known.
+"""Smooth goodput tables whose entries contradict each other, each entry according to how well it is known.
 
-Of twenty entries that are each wrong by 30 %, the best looking one is mostly the luckiest one; a policy that
-takes it at its word gives a job many devices for nothing. But how goodput grows with devices is a smooth
-curve, so what an entry is off by shows in how far it lies from its neighbours.
+If every entry may be wrong by 30 %, the best looking of twenty is mostly the luckiest. A policy that trusts
+it gives the job many devices for nothing. But goodput is a smooth function of the number of devices, so the
+error of an entry shows in its distance from its neighbours. For every job and kind of device, fit
 
     log G(k devices) = level + slope x + sum_m bend_m max(x - m, 0) + step [several nodes],
     x = log2 k, m = 1, 1.5, 2, ...
 
-for every job and kind of device; least squares with a prior on slope, bends and step, which few or noisy
-entries hardly move. *Noise* is how far entries scatter about the line between their two neighbours: a median,
-which single outliers do not move. Rows too short to know theirs (of three entries, a knee looks like noise)
-use that of the others, and are taken at their word where there are none. An entry keeps
-MISFIT^2 / (MISFIT^2 + noise^2) of its distance to the curve, MISFIT being that of exact tables: empirical
-Bayes. Entries with less noise than EXACT, which tables of fitted models have, stay as they are, to the bit.
+by least squares, with a prior on slope, bends and step that a few or noisy entries hardly move. *Noise* is
+how far entries scatter about the line between their two neighbours; it is a median, which single outliers do
+not move. A row too short to know its own noise (among three entries, a knee looks like noise) uses the other
+rows' noise, or is trusted if there are none. An entry keeps MISFIT^2 / (MISFIT^2 + noise^2) of its distance
+from the curve (empirical Bayes); MISFIT is the distance of exact tables from it. Entries with less noise
+than EXACT, such as tables of fitted models, stay as they are, to the bit.
 """
 
 import numpy as np
@@ -21,10 +21,10 @@ from jaxgoodput.cluster.scheduler.policies.shape_choice import ShapeProblem
 
 EXACT = 0.05  # relative noise below which a row is left alone
 MISFIT = 0.02  # relative distance of exact tables from the curve
-# Prior means and deviations, in log goodput: of what the first doubling adds (0.62 = 1.86 times as much), of
-# how that changes with every further half of one, and of what it means to lie on several nodes.
+# Prior means and deviations, in log goodput: gain of the first doubling (0.62 = 1.86 times as much), change
+# of that gain with every further half doubling, and effect of lying on several nodes.
 SLOPE, BEND, STEP = (0.62, 0.20), (-0.05, 0.06), (-0.10, 0.15)
-LEAST = 5  # differences by which a row knows its own noise: one of them may be a knee
+LEAST = 5  # differences that a row needs to know its own noise, because one of them may be a knee
 QUARTILE = 0.6745  # of a standard normal number
 
 
@@ -35,10 +35,10 @@ def shrunk(
     kind: np.ndarray,
     error: np.ndarray | None = None,
 ) -> np.ndarray:
-    """[jobs, shapes] goodput with noisy rows drawn towards their smooth curve; the others to the bit.
+    """Return [jobs, shapes] goodput with noisy rows drawn towards their smooth curve, and others unchanged.
 
-    goodput: [jobs, shapes] > 0, NaN = not allowed, which stays; devices, nodes, kind: [shapes], kinds counted
-    from 0; error: [jobs, shapes] the relative standard error that is known of an entry, NaN = unknown.
+    `goodput`: [jobs, shapes] > 0; NaN = not allowed, and stays. `devices`, `nodes`, `kind`: [shapes], kinds
+    counted from 0. `error`: [jobs, shapes] known relative standard error of an entry; NaN = unknown.
     """
     found, log = goodput, np.log(goodput)
     groups = [np.flatnonzero(kind == k) for k in np.unique(kind)]
@@ -75,10 +75,10 @@ def shrunk(
 
 
 def differences(log: np.ndarray, x: np.ndarray, wide: np.ndarray) -> np.ndarray:
-    """[jobs, triples] what the middle of three entries differs by from the line between the outer two,
-    in standard deviations of an entry; NaN where one is missing.
+    """Return [jobs, triples] the distance of the middle of three entries from the line between the outer two.
 
-    log: [jobs, sizes] by increasing x; triples across the border between one and several nodes are left out.
+    It is in standard deviations of an entry, NaN if one of the three is missing. `log`: [jobs, sizes] by
+    increasing x. Triples across the border between one and several nodes (`wide`) are left out.
     """
     a, b, c = np.arange(len(x) - 2), np.arange(1, len(x) - 1), np.arange(2, len(x))
     good = (wide[a] == wide[c]) & (x[c] > x[b]) & (x[b] > x[a])
@@ -89,11 +89,11 @@ def differences(log: np.ndarray, x: np.ndarray, wide: np.ndarray) -> np.ndarray:
 
 
 def noise_of(rough: list[np.ndarray]) -> np.ndarray:
-    """[jobs, groups] relative noise of an entry, from the differences of the row; 0 where nobody knows.
+    """Return [jobs, groups] relative noise of entries, from the differences of their row; 0 if unknown.
 
-    It is the median distance from their median: curves that all bend alike are not noise. A row of a dozen
-    differences knows its own to a quarter only, so the mean with the median of all counts, unless it is
-    exact; that median alone for a row of fewer than LEAST.
+    Noise is the median distance of the differences from their median, because a common bend is not noise. A
+    dozen differences give it only to a quarter, so it is averaged with the median over all rows, unless the
+    row is exact. A row of fewer than LEAST differences gets that median alone.
     """
     own = np.stack([_scatter(r) for r in rough], 1)
     if np.isnan(own).all():
@@ -104,7 +104,7 @@ def noise_of(rough: list[np.ndarray]) -> np.ndarray:
 
 
 def _scatter(rough: np.ndarray) -> np.ndarray:
-    """[rows] standard deviation of the differences of a row, NaN where they are too few to tell."""
+    """Return [rows] standard deviation of each row's differences; NaN if they are too few to tell."""
     found = np.full(len(rough), np.nan)
     rows = np.flatnonzero((~np.isnan(rough)).sum(1) >= LEAST)
     if len(rows):
@@ -114,7 +114,7 @@ def _scatter(rough: np.ndarray) -> np.ndarray:
 
 
 def smooth(log: np.ndarray, variance: np.ndarray, x: np.ndarray, wide: np.ndarray) -> np.ndarray:
-    """[jobs, sizes] the curve through the entries that are there, for every size."""
+    """Return [jobs, sizes] the fitted curve at every size, from the entries that are known."""
     knots = np.arange(1.0, np.floor(x.max()), 0.5)
     columns = [np.ones_like(x), x, *(np.maximum(x - m, 0.0) for m in knots), wide.astype(float)]
     prior = [(0.0, 1e4), SLOPE, *[BEND] * len(knots), STEP]
@@ -129,7 +129,7 @@ def smooth(log: np.ndarray, variance: np.ndarray, x: np.ndarray, wide: np.ndarra
 
 
 def shrunk_tables(problem: ShapeProblem) -> np.ndarray:
-    """[jobs, shapes] goodput of a problem with noisy rows smoothed; `shrunk` says how."""
+    """Return [jobs, shapes] the goodput of a problem with noisy rows smoothed (see `shrunk`)."""
     error = None
     if any(view.goodput_error for view in problem.jobs):
         error = np.array(

@@ -1,18 +1,18 @@
-"""What tenants are guaranteed, as claims; and the part of the rest that each deserves, as factors of weights.
+"""Turn the guarantees of tenants into claims, and what tenants deserve of the rest into factors of weights.
 
-A tenant whose jobs want them has its guaranteed devices in the same decision, whoever has borrowed them.
-From the leaves of the tree upwards, each tenant spends what it is guaranteed on its own jobs: in order of
-their weights, of equals whoever makes most of a device (what changes cost included), then who came first, a
-job starts on its smallest shape, one that has waited too long (`guarantee.py`) before all others; then those
-that run grow, again where a device is worth most. What a tenant leaves is spent on the jobs of the others
-below its parent. So of every subtree at least the guaranteed devices run, as far as its jobs can use them;
-only what is left after that is borrowed, and goes to whom the choice of shapes finds best, where weights are
+A tenant whose jobs want its guaranteed devices gets them in the same decision, whichever jobs have borrowed
+them. From the leaves of the tree upwards, each tenant spends its guarantee on its own jobs. Jobs that have
+waited too long (`guarantee.py`) come first, then others in order of their weights; at equal weight, the job
+that makes most of a device (change costs included), then the earlier one. Each job starts on its smallest
+shape; then jobs grow, again where a device is worth most. What a tenant leaves over is spent on the jobs of
+the other tenants below its parent. So at least the guaranteed devices of every subtree run, as far as its
+jobs can use them. Only what is left is borrowed. It goes where the choice of shapes finds best, with weights
 multiplied by what tenants deserve over what they had (`fair_share.py`).
 """
 
 import heapq
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -21,7 +21,7 @@ from jaxgoodput.cluster.scheduler.fair_share import factors
 from jaxgoodput.cluster.scheduler.limits import subtrees, together, use_by_tenant
 from jaxgoodput.cluster.scheduler.policies.promises import Claim, Room
 from jaxgoodput.cluster.scheduler.policies.shape_choice import ShapeProblem
-from jaxgoodput.cluster.scheduler.policy import Decision
+from jaxgoodput.cluster.scheduler.policy import Decision, JobView
 from jaxgoodput.cluster.scheduler.shapes import capacity
 from jaxgoodput.specs import ClusterSpec
 
@@ -31,20 +31,17 @@ class GuaranteedClaims(NamedTuple):
 
     claims: list[Claim]
     whose: dict[int, str]
-    """By job, the tenant out of whose guarantee it comes."""
+    """Tenant whose guarantee pays for a job, by index of the job."""
     devices: dict[int, int]
-    """By job, how many of these it is."""
+    """Number of devices that the guarantee pays for, by index of the job."""
 
 
 def fair_factors(problem: ShapeProblem, power: float) -> np.ndarray:
-    """[jobs] what weights are multiplied by, so that tenants have what they deserve over time."""
+    """Return [jobs] factors on weights, so that tenants get what they deserve over time."""
     cluster = problem.cluster
     active = {view.spec.tenant for view in problem.jobs}
     active |= {name for name, by_kind in cluster.in_use.items() if sum(by_kind.values())}
-    had_s: dict[str, float] = {}
-    for view in problem.jobs:
-        had_s |= view.tenant_received_s
-        break  # all jobs say the same
+    had_s = problem.jobs[0].tenant_received_s if problem.jobs else {}  # all jobs carry the same
     found = factors(cluster, active, had_s, float(_num_devices(cluster)), power=power)
     return np.array([found[view.spec.tenant] for view in problem.jobs], np.float64)
 
@@ -55,11 +52,13 @@ def guaranteed(
     urgency: np.ndarray,
     preferred: Mapping[int, Sequence[int]],
 ) -> GuaranteedClaims:
-    """What tenants claim out of their guarantees.
+    """Return what tenants claim out of their guarantees.
 
-    utility: [jobs, shapes] what the policy makes of them, NaN = not allowed; urgency: [jobs] the lowest
-    comes first; preferred: by job, the shapes that it is to have where one of them fits into what is left of
-    the guarantee. Where fewer devices are in service than are guaranteed, all guarantees shrink alike.
+    If fewer devices are in service than are guaranteed, all guarantees shrink alike.
+
+    `utility`: [jobs, shapes] of the policy, NaN = not allowed; `urgency`: [jobs] rank, the lowest comes
+    first; `preferred`: by job, the shapes that it is to have if one of them fits into what is left of the
+    guarantee.
     """
     cluster = problem.cluster
     below = subtrees(cluster)
@@ -68,23 +67,21 @@ def guaranteed(
     top = sum(tenant.guaranteed for tenant in cluster.tenants if tenant.parent is None)
     scale = min(1.0, _num_devices(cluster) / max(top, 1))
     whose: dict[int, str] = {}
-    # Who is within another has the smaller subtree.
+    # Tenants inside another one come before it, because their subtrees are smaller.
     for tenant in sorted(cluster.tenants, key=lambda tenant: len(below[tenant.name])):
         its = below[tenant.name]
         jobs = [i for i in order if problem.jobs[i].spec.tenant in its]
         left = int(tenant.guaranteed * scale + 1e-9)
         left -= sum(sum(cluster.in_use.get(name, {}).values()) for name in its)
         left -= sum(spending.devices(i) for i in jobs)
-        if not jobs or left <= 0:
-            continue
         for i in jobs:
-            if i not in whose and left > 0:
-                taken = spending.start(i, left)
-                left -= taken
-                if taken:
-                    whose[i] = tenant.name
-            elif left > 0:  # of one that is within it
+            if left <= 0:
+                break
+            if i in whose:  # paid for by a tenant inside this one
                 left -= spending.prefer(i, left)
+            elif taken := spending.start(i, left):
+                left -= taken
+                whose[i] = tenant.name
         spending.grow([i for i in jobs if i in whose], left)
     devices = {i: spending.devices(i) for i in whose}
     spending.let_restart()
@@ -92,13 +89,13 @@ def guaranteed(
 
 
 def _num_devices(cluster: ClusterSpec) -> int:
-    """In service: those to give, and those in use."""
+    """Return the number of devices in service: those to allocate and those in use."""
     used = sum(sum(by_kind.values()) for by_kind in cluster.in_use.values())
     return sum(capacity(cluster).values()) + used
 
 
 def _order(problem: ShapeProblem, utility: np.ndarray, urgency: np.ndarray) -> list[int]:
-    """Jobs that can run at all, in the order in which a tenant serves its own."""
+    """Return the jobs that can run at all, in the order in which a tenant serves its own."""
     if not utility.size:
         return []
     per_device = np.where(np.isnan(utility), -np.inf, utility / problem.devices).max(1)
@@ -117,7 +114,7 @@ def _order(problem: ShapeProblem, utility: np.ndarray, urgency: np.ndarray) -> l
 
 
 class _Spending:
-    """Shapes for jobs while tenants spend their guarantees; all of them fit together."""
+    """The shapes of jobs while tenants spend their guarantees; all of them fit together."""
 
     def __init__(
         self, problem: ShapeProblem, utility: np.ndarray, preferred: Mapping[int, Sequence[int]]
@@ -129,22 +126,23 @@ class _Spending:
         self._room = Room(problem)
         self._restoring = problem.restoring()
         self._shape: dict[int, int] = {}  # by job
-        # By job that began on no shape that it prefers, the utility of those.
+        # Utility of the preferred shapes of each job that began on another shape.
         self._fallen: dict[int, np.ndarray] = {}
-        self._pinned: set[int] = set()  # restart, and keep their shape
-        self._moved: set[int] = set()  # restart, and may not keep it
+        self._pinned: set[int] = set()  # restarting jobs that keep their shape
+        self._moved: set[int] = set()  # restarting jobs that may not keep it
 
     def devices(self, job: int) -> int:
-        """Of the shape that it has so far; 0 = none."""
+        """Return the number of devices of the shape that a job has so far; 0 = none."""
         return int(self._problem.devices[self._shape[job]]) if job in self._shape else 0
 
     def start(self, job: int, left: int) -> int:
-        """The devices that it begins with, at most `left`; 0 where nothing fits."""
+        """Give a job its first shape of at most `left` devices; return how many it takes, 0 if nothing
+        fits."""
         taken = self._start(job, left)
         if taken or np.array_equal(self._utility[job], self._whole[job], equal_nan=True):
             return taken
         preferred, self._utility[job] = self._utility[job].copy(), self._whole[job]
-        taken = self._start(job, left)  # better one that it does not prefer than none
+        taken = self._start(job, left)  # another shape is better than none
         if taken:
             self._fallen[job] = preferred
         else:
@@ -152,7 +150,8 @@ class _Spending:
         return taken
 
     def prefer(self, job: int, left: int) -> int:
-        """What a job takes more, at most `left`, for a shape that it prefers where it began without one."""
+        """Move a job that began on another shape to a preferred one; return how many more devices it
+        takes."""
         if job not in self._fallen or job in self._pinned:
             return 0
         devices, at = self._problem.devices, self.devices(job)
@@ -179,9 +178,9 @@ class _Spending:
         return int(devices[shape])
 
     def grow(self, jobs: list[int], left: int):
-        """Spend what is left on those that have begun, wherever a device more is worth most."""
+        """Spend what is left on jobs that have a shape, always where one more device is worth most."""
         devices = self._problem.devices
-        queue: list[tuple[float, int, int]] = []  # of a step: -worth, job, to
+        queue: list[tuple[float, int, int]] = []  # steps: -worth per device, job, new shape
 
         def offer(jobs: list[int]):
             at = np.array([self._shape[job] for job in jobs], np.int64)
@@ -207,11 +206,11 @@ class _Spending:
                 if self._change(job, to):
                     left -= more
                 else:
-                    utility[job, to] = np.nan  # does not fit beside the others
+                    utility[job, to] = np.nan  # does not fit beside the other jobs
             offer([job])
 
     def let_restart(self):
-        """Who is restarting on more than its tenant is guaranteed keeps that where it is free."""
+        """Let jobs that restart on more devices than are guaranteed keep their shape if it is free."""
         for job in self._shape:
             present = int(self._restoring[job])
             if present < 0 or job in self._pinned:
@@ -223,7 +222,7 @@ class _Spending:
                 self._moved.add(job)
 
     def claim(self, job: int) -> Claim:
-        """Its shape, or any that has as many devices."""
+        """Return the claim of a job: its shape, or any with at least as many devices."""
         devices, at = self._problem.devices, self._shape[job]
         enough = ~np.isnan(self._utility[job]) & (devices >= devices[at])
         if job in self._moved:
@@ -243,38 +242,70 @@ class _Spending:
         return fits
 
 
-def with_tenants(decision: Decision, problem: ShapeProblem, own: GuaranteedClaims) -> Decision:
-    """The decision with reasons that say what is guaranteed, what is borrowed, and who takes back."""
+@dataclass(frozen=True)
+class _Accounts:
+    """What tenants are guaranteed and have."""
+
+    guarantee: Mapping[str, int]
+    has: Mapping[str, int]
+    """Devices that each tenant and those below it use after the decision."""
+    below: Mapping[str, frozenset[str]]
+    takers: list[str]
+    """Tenants whose guarantees give their jobs more devices than before, sorted."""
+
+
+def _accounts(decision: Decision, problem: ShapeProblem, own: GuaranteedClaims) -> _Accounts:
     cluster = problem.cluster
-    guarantee = {t.name: t.guaranteed for t in cluster.tenants}
     kind_of = {node.name: node.kind for node in cluster.nodes}
     tenants = {view.spec.id: view.spec.tenant for view in problem.jobs}
-    given = {view.spec.id: decision.allocations.get(view.spec.id) for view in problem.jobs}
     use = together((cluster.in_use, use_by_tenant(decision.allocations, tenants, kind_of)))
     total = {name: sum(by_kind.values()) for name, by_kind in use.items()}
     below = subtrees(cluster)
-    has = {name: sum(total.get(one, 0) for one in its) for name, its in below.items()}
-    took: set[str] = set()  # whose jobs have more devices than before, out of its guarantee
+    takers = set()
     for i, name in own.whose.items():
-        now, before = given[problem.jobs[i].spec.id], problem.jobs[i].allocation.num_devices
-        if now is not None and now.num_devices > before:
-            took.add(name)
+        view = problem.jobs[i]
+        now = decision.allocations.get(view.spec.id)
+        if now is not None and now.num_devices > view.allocation.num_devices:
+            takers.add(name)
+    return _Accounts(
+        guarantee={t.name: t.guaranteed for t in cluster.tenants},
+        has={name: sum(total.get(one, 0) for one in its) for name, its in below.items()},
+        below=below,
+        takers=sorted(takers),
+    )
+
+
+def with_tenants(decision: Decision, problem: ShapeProblem, own: GuaranteedClaims) -> Decision:
+    """Return the decision with reasons that say what is guaranteed, borrowed, and taken back."""
+    accounts = _accounts(decision, problem, own)
     reasons = dict(decision.reasons)
     for i, view in enumerate(problem.jobs):
-        id_, tenant = view.spec.id, view.spec.tenant
-        now, sure = given[id_], own.devices.get(i, 0)
-        if now is None:
-            back = sorted(name for name in took if tenant not in below[name])
-            if view.allocation.devices and not sure and back:
-                names = " and ".join(f"{name!r} ({guarantee[name]} devices)" for name in back)
-                reasons[id_] += f"; it gives way to what is guaranteed to {names}"
-            continue
-        whole = own.whose.get(i, tenant)
-        if sure and (whole != tenant or not view.allocation.devices):
-            reasons[id_] += f"; of the {guarantee[whole]} devices guaranteed to {whole!r}"
-        if now.num_devices > sure and has.get(tenant, 0) > guarantee.get(tenant, 0):
-            reasons[id_] += (
-                f"; borrowed: {tenant!r} has {has[tenant]} devices and is guaranteed "
-                f"{guarantee[tenant]}"
-            )
+        now, sure = decision.allocations.get(view.spec.id), own.devices.get(i, 0)
+        if now is not None:
+            payer = own.whose.get(i, view.spec.tenant)
+            remark = _runs_on(view, payer, sure, now.num_devices, accounts)
+        else:
+            remark = "" if sure else _gives_way(view, accounts)
+        reasons[view.spec.id] += remark
     return replace(decision, reasons=reasons)
+
+
+def _gives_way(view: JobView, accounts: _Accounts) -> str:
+    back = [name for name in accounts.takers if view.spec.tenant not in accounts.below[name]]
+    if not view.allocation.devices or not back:
+        return ""
+    names = " and ".join(f"{name!r} ({accounts.guarantee[name]} devices)" for name in back)
+    return f"; it gives way to the guarantee of {names}"
+
+
+def _runs_on(
+    view: JobView, payer: str, guaranteed: int, num_devices: int, accounts: _Accounts
+) -> str:
+    """Say which devices of a job are guaranteed, and whether others are borrowed."""
+    tenant, remark = view.spec.tenant, ""
+    guarantee = accounts.guarantee.get(tenant, 0)
+    if guaranteed and (payer != tenant or not view.allocation.devices):
+        remark += f"; from the {accounts.guarantee[payer]} devices guaranteed to {payer!r}"
+    if num_devices > guaranteed and accounts.has.get(tenant, 0) > guarantee:
+        remark += f"; borrowed: {tenant!r} has {accounts.has[tenant]} devices and is guaranteed {guarantee}"
+    return remark

@@ -1,1 +1,1 @@
-"""The optimisation problems behind the policies."""
+"""Solvers: the choice of shapes of greatest utility within the capacity."""

@@ -1,12 +1,12 @@
-"""Who gets which shape: a multiple-choice knapsack per kind of device, solved to a proven gap.
+"""Choose a shape for every job: a multiple-choice knapsack over kinds of device, solved to a proven gap.
 
     maximise    sum_js utility[j, s] x[j, s]
-    subject to  sum_s x[j, s] <= 1                      for every job (= 1 where it must run)
+    subject to  sum_s x[j, s] <= 1                      for every job (= 1 if it must run)
                 sum_js demand[s] x[j, s] <= capacity    for every kind, and likewise for every quota
 
-The linear relaxation has a vertex at which at most (kinds + quotas) jobs are fractional, so its prices
-decide nearly every job. What they leave open (items whose reduced cost is below the gap) is a small
-exact problem: `multiple_choice.py`.
+The linear relaxation has a vertex at which at most (kinds + quotas) jobs are fractional, so its prices decide
+nearly every job. The items that they leave open (reduced cost below the gap) form a small exact problem, see
+`multiple_choice.py`.
 """
 
 from collections.abc import Sequence
@@ -19,25 +19,62 @@ from jaxgoodput.cluster.scheduler.solve.multiple_choice import Knapsack, Selecti
 
 @dataclass(frozen=True, kw_only=True)
 class Quota:
-    """A limit on what some jobs use together, in devices or in any unit that grows with devices."""
+    """A limit on what some jobs use together, in devices or any unit that grows with devices."""
 
     jobs: np.ndarray
-    """[jobs] bool: whose use counts."""
+    """[jobs] bool: whether a job's use counts."""
     limit: float | int
     per_device: np.ndarray | None = None
-    """[kinds] >= 0: units of one device; None = 1."""
+    """[kinds] units that one device counts, at least 0; None = 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """A shape for every job, and the most that any choice could be worth."""
+    """A shape for every job, and an upper bound on the value of any choice."""
 
     shape: np.ndarray
-    """[jobs] index of the shape; -1 = does not run."""
+    """[jobs] index of the shape; -1 if the job does not run."""
     objective: float
     bound: float
     unserved: tuple[int, ...] = ()
-    """Jobs that had to run and do not fit."""
+    """Jobs that had to run but do not fit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Rows:
+    """All constraints as rows: capacities of kinds, then quotas, then further rows."""
+
+    demand: np.ndarray  # [shapes]
+    kind: np.ndarray  # [shapes]
+    num_kinds: int
+    quotas: Sequence[Quota]
+    more: np.ndarray  # [further rows, shapes]
+    limit: np.ndarray  # [rows]
+
+    def use(self, jobs: np.ndarray, shapes: np.ndarray) -> np.ndarray:
+        """Return [pairs, rows]: what pairs of a job and a shape use of each row."""
+        used = np.zeros((len(jobs), len(self.limit)))
+        kind, demand = self.kind[shapes], self.demand[shapes]
+        used[np.arange(len(jobs)), kind] = demand
+        for row, quota in enumerate(self.quotas, self.num_kinds):
+            units = np.ones(self.num_kinds) if quota.per_device is None else quota.per_device
+            used[:, row] = np.asarray(quota.jobs)[jobs] * units[kind] * demand
+        used[:, self.num_kinds + len(self.quotas) :] = self.more[:, shapes].T
+        return used
+
+    def held(self, pinned: np.ndarray) -> np.ndarray:
+        """Return [rows]: what pinned jobs use. Raises ValueError if it exceeds a limit."""
+        jobs = np.flatnonzero(pinned >= 0)
+        used = self.use(jobs, pinned[jobs]).sum(0)
+        if (used > self.limit + 1e-9).any():
+            row = int(np.argmax(used - self.limit))
+            more = row - self.num_kinds
+            what = f"kind {row}" if more < 0 else f"quota or further row {more}"
+            raise ValueError(
+                f"the pinned jobs use {used[row]:g} of {what}, but only {self.limit[row]:g} exist: they "
+                "cannot all keep what they have. Release the jobs whose devices are gone first."
+            )
+        return used
 
 
 def allocate(
@@ -55,18 +92,26 @@ def allocate(
     relative_gap: float = 1e-4,
     time_limit_s: float = 10.0,
 ) -> Choice:
-    """The choice of highest total utility within the capacity, to `relative_gap` where time allows.
+    """Return the choice of highest total utility within the capacity, to `relative_gap` if time allows.
 
-    utility: [jobs, shapes]; NaN = not allowed. Running nowhere is worth 0, so a shape of utility
-    <= 0 is only taken by a job that must run. demand: [shapes] devices; kind: [shapes] index of the
-    kind; capacity: [kinds] devices. pinned: [jobs] shape that a job keeps, -1 = free. at_least:
-    [jobs] bool, must run on some shape; those that cannot all fit are in `unserved`, and the rest
-    is served nevertheless. rows: [rows, shapes] further capacities, each growing with the devices of
-    a kind, and row_limit: [rows] how much of them there is. start: [jobs] shape, -1 = none, of a choice that
-    is known to keep all this; it is needed only where many must run.
+    Not running is worth 0, so a shape of utility <= 0 is taken only by a job that must run.
 
-    Raises SolverTimeout where no choice is known after `time_limit_s`, ValueError where the pinned
-    jobs alone exceed the capacity or a quota.
+    Args:
+      utility: [jobs, shapes]; NaN = not allowed.
+      demand: [shapes] devices.
+      kind: [shapes] index of the kind.
+      capacity: [kinds] devices.
+      pinned: [jobs] shape that a job keeps, -1 = free.
+      at_least: [jobs] bool: must run on some shape. If these jobs cannot all fit, some are reported in
+        `unserved`.
+      quotas: limits on what some jobs use together.
+      rows: [rows, shapes] use of further capacities, each growing with the devices of a kind.
+      row_limit: [rows] limits of `rows`.
+      start: [jobs] shape, -1 = none, of a choice that is known to satisfy all constraints. It is needed only
+        if many jobs must run.
+
+    Raises SolverTimeout if no choice is known after `time_limit_s`, ValueError if the pinned jobs alone
+    exceed the capacity or a quota.
 
     >>> allocate(np.array([[1.0, 1.5], [1.0, 1.2]]), np.array([1, 2]), np.array([0, 0]),
     ...     np.array([3])).shape.tolist()
@@ -74,48 +119,33 @@ def allocate(
     """
     utility = np.asarray(utility, np.float64)
     demand, kind = np.asarray(demand, np.float64), np.asarray(kind, np.int64)
-    num_jobs, num_kinds = len(utility), len(capacity)
-    pinned = np.full(num_jobs, -1) if pinned is None else np.asarray(pinned, np.int64)
-    forced = np.zeros(num_jobs, bool) if at_least is None else np.asarray(at_least, bool)
+    pinned = np.full(len(utility), -1) if pinned is None else np.asarray(pinned, np.int64)
+    forced = np.zeros(len(utility), bool) if at_least is None else np.asarray(at_least, bool)
     rows = np.zeros((0, len(demand))) if rows is None else np.asarray(rows, np.float64)
     more = np.zeros(0) if row_limit is None else np.asarray(row_limit, np.float64)
     limit = np.array([*capacity, *(quota.limit for quota in quotas), *more], np.float64)
-
-    def use(jobs: np.ndarray, shapes: np.ndarray) -> np.ndarray:
-        """[pairs, rows] of every capacity and quota that these pairs of job and shape use."""
-        used = np.zeros((len(jobs), len(limit)))
-        used[np.arange(len(jobs)), kind[shapes]] = demand[shapes]
-        for row, quota in enumerate(quotas, num_kinds):
-            units = np.ones(num_kinds) if quota.per_device is None else quota.per_device
-            used[:, row] = np.asarray(quota.jobs)[jobs] * units[kind[shapes]] * demand[shapes]
-        used[:, num_kinds + len(quotas) :] = rows[:, shapes].T
-        return used
-
+    constraints = _Rows(
+        demand=demand, kind=kind, num_kinds=len(capacity), quotas=quotas, more=rows, limit=limit
+    )
+    used = constraints.held(pinned)
     held = np.flatnonzero(pinned >= 0)
-    used = use(held, pinned[held]).sum(0)
-    if (used > limit + 1e-9).any():
-        row = int(np.argmax(used - limit))
-        what = f"kind {row}" if row < num_kinds else f"quota or further row {row - num_kinds}"
-        raise ValueError(
-            f"the pinned jobs use {used[row]:g} of {what}, but only {limit[row]:g} exist: they "
-            "cannot all keep what they have. Release the jobs whose devices are gone first."
-        )
     kept = float(np.nansum(utility[held, pinned[held]]))
     job, shape = np.nonzero(_undominated(utility, demand, kind, forced) & (pinned < 0)[:, None])
-    needs = use(job, shape)
+    needs = constraints.use(job, shape)
     fits = (needs <= limit - used + 1e-9).all(1)
+    job, shape = job[fits], shape[fits]
     knapsack = Knapsack(
-        job=job[fits],
-        value=utility[job[fits], shape[fits]],
+        job=job,
+        value=utility[job, shape],
         use=needs[fits],
         limit=limit - used,
         forced=forced & (pinned < 0),
     )
-    known = None if start is None else _items(start, job[fits], shape[fits], utility, demand, kind)
+    known = None if start is None else _items(start, job, shape, utility, demand, kind)
     solution, unserved = _solve_what_fits(knapsack, known, relative_gap, time_limit_s)
     chosen = pinned.copy()
     taken = solution.item >= 0
-    chosen[taken] = shape[fits][solution.item[taken]]
+    chosen[taken] = shape[solution.item[taken]]
     return Choice(
         shape=chosen,
         objective=solution.objective + kept,
@@ -127,9 +157,9 @@ def allocate(
 def _undominated(
     utility: np.ndarray, demand: np.ndarray, kind: np.ndarray, forced: np.ndarray
 ) -> np.ndarray:
-    """[jobs, shapes] bool: allowed, worth something, and no fewer devices of the kind are as good.
+    """Return [jobs, shapes] bool: allowed, useful, and better than every smaller shape of the same kind.
 
-    A quota never makes a dominated shape better: it too counts more for more devices.
+    A quota never makes a dominated shape better, because it counts more for more devices too.
     """
     order = np.lexsort((demand, kind))
     value = np.where(np.isnan(utility), -np.inf, utility)[:, order]
@@ -151,24 +181,24 @@ def _items(
     demand: np.ndarray,
     kind: np.ndarray,
 ) -> np.ndarray:
-    """[jobs] the items of a choice of shapes, or what is better than these and no larger; -1 = none."""
+    """Return [jobs] the item for each shape of `start`, or a better one that is no larger; -1 = none."""
     wanted = start[job]
     no_larger = (wanted >= 0) & (kind[shape] == kind[wanted]) & (demand[shape] <= demand[wanted])
     items = np.flatnonzero(no_larger)
     items = items[np.argsort(utility[job[items], shape[items]], kind="stable")]
     known = np.full(len(start), -1)
-    known[job[items]] = items  # of several the last, which is the best
+    known[job[items]] = items  # if a job has several, the last one wins, which is the best
     return known
 
 
 def _solve_what_fits(
     knapsack: Knapsack, start: np.ndarray | None, relative_gap: float, time_limit_s: float
 ) -> tuple[Selection, tuple[int, ...]]:
-    """The best choice, and the jobs that had to run and are left out because they cannot all fit."""
+    """Return the best choice, and jobs that had to run but are left out because not all of them fit."""
     solution = solve(knapsack, relative_gap, time_limit_s, start)
     if solution is not None:
         return solution, ()
-    # Serve as many of them as fit; of equally many, those that use the least.
+    # Serve as many of the forced jobs as fit; among equally many, the ones that use the least.
     share = (knapsack.use / np.maximum(knapsack.limit, 1.0)).sum(1)
     among = knapsack.forced[knapsack.job]
     count = knapsack.replace(
@@ -178,8 +208,7 @@ def _solve_what_fits(
     most = solve(count, relative_gap=0.0, time_limit_s=time_limit_s)
     served = knapsack.forced & (most.item >= 0) if most else np.zeros_like(knapsack.forced)
     unserved = tuple(int(job) for job in np.flatnonzero(knapsack.forced & ~served))
-    worth = knapsack.value > 0.0
-    worth |= served[knapsack.job]
+    worth = (knapsack.value > 0.0) | served[knapsack.job]
     solution = solve(
         knapsack.replace(forced=served, value=np.where(worth, knapsack.value, -np.inf)),
         relative_gap,

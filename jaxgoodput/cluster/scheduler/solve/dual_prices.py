@@ -1,35 +1,35 @@
-"""The price of every capacity at which supply meets demand: the dual of the relaxed knapsack.
+"""Find the price of every capacity at which supply meets demand: the dual of the relaxed knapsack.
 
     D(p) = limit . p + sum_j max(0, max_o value[o] - use[o] . p),   p >= 0
 
-is a bound on every choice, whatever the prices, and it has as few variables as there are rows. Its
-maxima are smoothed (softmax at a temperature that falls) and the sum is minimised by Newton steps, so
-that the cost is a few passes over the items however many jobs there are.
+bounds every choice, whatever the prices, and it has only one variable per row. Its maxima are smoothed
+(softmax at a falling temperature) and the sum is minimised by Newton steps, so the cost is a few passes over
+the items, however many jobs there are.
 """
 
 import numpy as np
 
 TEMPERATURES = (0.2, 0.04, 0.008, 1.6e-3, 3e-4)  # in units of the mean value of an item
-STEPS = 12  # Newton steps per temperature at most
+STEPS = 12  # most Newton steps per temperature
 
 
 def dual_prices(
     value: np.ndarray, use: np.ndarray, limit: np.ndarray, job: np.ndarray, forced: np.ndarray
 ) -> np.ndarray:
-    """[rows] prices close to a minimiser of D.
+    """Return [rows] prices close to a minimiser of D.
 
-    value: [items]; use: [items, rows]; limit: [rows]; job: [items], sorted; forced: [jobs]
-    bool, these take exactly one item.
+    `value`: [items]; `use`: [items, rows]; `limit`: [rows]; `job`: [items], sorted; `forced`: [jobs] bool,
+    takes exactly one item.
     """
     start = np.flatnonzero(np.r_[True, np.diff(job) > 0])
-    # Which of the jobs that have an item at all an item is of.
+    # [items] position of the item's job among the jobs that have items at all.
     position = np.cumsum(np.r_[False, np.diff(job) > 0])
     idle = np.where(forced[job[start]], 0.0, 1.0)  # whether taking nothing is possible
     scale = float(np.mean(np.abs(value))) or 1.0
     prices = np.zeros(len(limit))
 
     def smoothed(prices: np.ndarray, heat: float) -> tuple[float, np.ndarray, np.ndarray]:
-        """The value, its slope and its curvature."""
+        """Return the smoothed D, its slope and its curvature."""
         z = (value - use @ prices) / heat
         top = np.maximum.reduceat(z, start)
         top = np.where(idle > 0, np.maximum(top, 0.0), top)
@@ -53,12 +53,12 @@ def dual_prices(
             inner = curve[np.ix_(free, free)]
             ridge = 1e-9 * (1.0 + np.trace(inner))
             step[free] = np.linalg.solve(inner + ridge * np.eye(free.sum()), -slope[free])
-            # A flat stretch (nobody near indifferent) would throw the prices far off.
+            # In a flat stretch, with no job near indifference, a full step would go far too far.
             step = np.clip(step, -0.5 * scale, 0.5 * scale)
             size = 1.0
             while size > 1e-4:
                 trial = np.maximum(prices + size * step, 0.0)
-                # Nearly always the first one will do, so its derivatives are not in vain.
+                # The first trial nearly always succeeds, so its derivatives are rarely wasted.
                 ahead = smoothed(trial, heat)
                 if ahead[0] <= level - 1e-4 * float(slope @ (prices - trial)):
                     break

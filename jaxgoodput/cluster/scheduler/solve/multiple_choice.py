@@ -1,14 +1,14 @@
-"""The best choice among items that share a few capacities, with a bound on what any could be worth.
+"""Choose one item per job, from items that share a few capacities, with a bound on the best possible value.
 
-A dynamic program over the free capacity where that is cheap. Otherwise the linear relaxation gives a
-price for every row; rounding it gives a choice; and only items whose reduced cost is smaller than
-what separates the two can be part of a better one. They are solved exactly, by the dynamic program or
-by branch and bound (HiGHS).
+If the capacities are small, a dynamic program is exact and cheap. Otherwise the linear relaxation gives a
+price for every row, and rounding it gives a choice. Only items whose reduced cost is smaller than the gap
+between the two can be part of a better choice. These few are solved exactly, by the dynamic program or by
+branch and bound (HiGHS).
 """
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy import optimize, sparse
@@ -18,23 +18,23 @@ from jaxgoodput.cluster.scheduler.solve.dual_prices import dual_prices
 
 CHEAP = 1_000_000  # cells (items x states) that a dynamic program visits in about 5 ms
 CHEAP_CORE = 20_000_000  # after the relaxation: still less than branch and bound needs
-LARGEST_PROGRAM = 3_000  # items that the linear program is given where the smoothed prices serve
-SMALL_CORE = 600  # items that branch and bound is given first: tens of milliseconds
-LARGE_CORE = 4_000  # where that is not close enough
+LARGEST_PROGRAM = 3_000  # items in the linear program; above, smoothed prices decide the other jobs
+SMALL_CORE = 600  # items given to branch and bound first: tens of milliseconds
+LARGE_CORE = 4_000  # items given to it if the first result is not close enough
 
 
 @dataclass(frozen=True, kw_only=True)
 class Knapsack:
-    """Pairs of a job and something it may take, sorted by job."""
+    """Pairs of a job and an item that it may take, sorted by job."""
 
-    job: np.ndarray  # [items] which job's
+    job: np.ndarray  # [items] index of the job
     value: np.ndarray  # [items]; -inf = never
     use: np.ndarray  # [items, rows] >= 0
     limit: np.ndarray  # [rows]
-    forced: np.ndarray  # [jobs] bool: takes exactly one; the others take at most one
+    forced: np.ndarray  # [jobs] bool: takes exactly one item; other jobs take at most one
 
     def replace(self, **changes: Any) -> "Knapsack":
-        """The same, with other fields."""
+        """Return a copy with other fields."""
         return dataclasses.replace(self, **changes)
 
 
@@ -47,16 +47,26 @@ class Selection:
     bound: float
 
 
+class _Dual(NamedTuple):
+    """What follows from prices of the rows, whatever they are."""
+
+    slack: np.ndarray  # [items] reduced cost: how much worse an item is than its job's best one
+    worth: (
+        np.ndarray
+    )  # [jobs] value of the best item after paying for its use, at least 0 if not forced
+    bound: float  # on every choice, by weak duality
+
+
 def solve(
     knapsack: Knapsack,
     relative_gap: float,
     time_limit_s: float,
     start: np.ndarray | None = None,
 ) -> Selection | None:
-    """A choice within `relative_gap` of the best where time allows; None where none is feasible.
+    """Return a choice within `relative_gap` of the best if time allows; None if none is feasible.
 
-    start: [jobs] items, -1 = none, of a choice that is known to be feasible: what rounding falls back on.
-    Raises SolverTimeout where the time ends before any choice is known.
+    `start`: [jobs] items, -1 = none, of a choice that is known to be feasible. Rounding falls back on it.
+    Raises SolverTimeout if the time ends before any choice is known.
     """
     keep = np.flatnonzero(np.isfinite(knapsack.value))
     if len(keep) < len(knapsack.job):
@@ -74,152 +84,181 @@ def solve(
     if _cells(knapsack) <= CHEAP:
         return _by_program(knapsack)
     found = _from_prices(knapsack, time_limit_s, start)
-    if found is None:
-        return None
-    prices, chosen = found
-    slack, worth, bound = _dual(knapsack, prices)
+    return None if found is None else _close_gap(knapsack, *found, relative_gap, time_limit_s)
+
+
+def _close_gap(
+    knapsack: Knapsack,
+    prices: np.ndarray,
+    chosen: np.ndarray | None,
+    relative_gap: float,
+    time_limit_s: float,
+) -> Selection | None:
+    """Improve a choice until it is within `relative_gap` of its bound, or as far as two attempts lead."""
+    dual = _dual(knapsack, prices)
     for largest in (SMALL_CORE, LARGE_CORE):
         objective = -np.inf if chosen is None else _objective(knapsack, chosen)
-        if bound - objective <= relative_gap * abs(objective):
+        if dual.bound - objective <= relative_gap * abs(objective):
             break
-        chosen, bound = _finish(
-            knapsack, chosen, bound, slack, worth, relative_gap, time_limit_s, largest
-        )
+        chosen, bound = _finish(knapsack, chosen, dual, relative_gap, time_limit_s, largest)
+        dual = dual._replace(bound=bound)
     if chosen is None:
         return None
     objective = _objective(knapsack, chosen)
-    return Selection(item=chosen, objective=objective, bound=max(bound, objective))
+    return Selection(item=chosen, objective=objective, bound=max(dual.bound, objective))
 
 
-def _dual(knapsack: Knapsack, prices: np.ndarray) -> tuple[np.ndarray, np.ndarray, float]:
-    """What an item is worse than its job's best one, [items], and what jobs are worth, [jobs].
-
-    Both at these prices; and the bound that follows from them by weak duality, whatever they are.
-    """
+def _dual(knapsack: Knapsack, prices: np.ndarray) -> _Dual:
     reduced = knapsack.value - knapsack.use @ prices
     worth = np.where(knapsack.forced, -np.inf, 0.0)
     np.maximum.at(worth, knapsack.job, reduced)
-    return worth[knapsack.job] - reduced, worth, float(knapsack.limit @ prices + worth.sum())
+    bound = float(knapsack.limit @ prices + worth.sum())
+    return _Dual(worth[knapsack.job] - reduced, worth, bound)
 
 
 def _from_prices(
     knapsack: Knapsack, time_limit_s: float, start: np.ndarray | None
 ) -> tuple[np.ndarray, np.ndarray | None] | None:
-    """Prices of the relaxation and a choice that they suggest; None where nothing is feasible.
+    """Return prices of the relaxation and a choice that they suggest; None if nothing is feasible.
 
-    Large instances: only the jobs nearest to indifference enter the linear program; the others
-    take what is best at smoothed prices.
+    In large instances only the jobs nearest to indifference enter the linear program. The others take what is
+    best at smoothed prices.
     """
-    if len(knapsack.job) <= LARGEST_PROGRAM:
-        relaxed = _relax(knapsack, time_limit_s)
-        return relaxed and (relaxed[0], _round(knapsack, relaxed[1], start))
-    prices = dual_prices(
-        knapsack.value, knapsack.use, knapsack.limit, knapsack.job, knapsack.forced
-    )
-    slack, worth, bound = _dual(knapsack, prices)
+    if len(knapsack.job) > LARGEST_PROGRAM:
+        prices = dual_prices(
+            knapsack.value, knapsack.use, knapsack.limit, knapsack.job, knapsack.forced
+        )
+        found = _relax_the_nearest(knapsack, prices, time_limit_s)
+        if found is not None:
+            return found[0], _round(knapsack, found[1], start)
+    # A small instance; or the prices were too far off, or there is no solution.
+    relaxed = _relax(knapsack, time_limit_s)
+    return relaxed and (relaxed[0], _round(knapsack, relaxed[1], start))
+
+
+def _relax_the_nearest(
+    knapsack: Knapsack, prices: np.ndarray, time_limit_s: float
+) -> tuple[np.ndarray, np.ndarray] | None:
+    """Fix the jobs that prices decide clearly and relax the rest: prices and fractions, or None."""
+    dual = _dual(knapsack, prices)
     best = np.full(len(knapsack.forced), -1)
-    at_best = np.flatnonzero(slack <= 0.0)
+    at_best = np.flatnonzero(dual.slack <= 0.0)
     best[knapsack.job[at_best[::-1]]] = at_best[::-1]
-    best[~knapsack.forced & (worth <= 0.0)] = -1
-    lead = np.where(knapsack.forced | (best < 0), np.inf, worth)
-    others = np.flatnonzero(best[knapsack.job] != np.arange(len(slack)))
-    np.minimum.at(lead, knapsack.job[others], slack[others])
-    order = np.argsort(lead, kind="stable")
-    sizes = np.bincount(knapsack.job, minlength=len(best))[order]
-    near = np.zeros(len(best), bool)
-    near[order[np.cumsum(sizes) <= LARGEST_PROGRAM]] = True
-    settled = np.where(near, -1, best)
-    fixed = settled[settled >= 0]
+    best[~knapsack.forced & (dual.worth <= 0.0)] = -1
+    sizes = np.bincount(knapsack.job, minlength=len(best))
+    near = _nearest(_indifference(knapsack, best, dual), sizes, LARGEST_PROGRAM)
+    fixed = best[~near & (best >= 0)]
     left = knapsack.limit - knapsack.use[fixed].sum(0)
-    relaxed = None
     inside = np.flatnonzero(near[knapsack.job])
-    if len(inside) and (left >= 0).all():
-        inner = _subset(knapsack, inside).replace(limit=left, forced=knapsack.forced & near)
-        relaxed = _relax(inner, time_limit_s)
-    if relaxed is None:  # the prices were too far off, or there is no solution: the whole program
-        relaxed = _relax(knapsack, time_limit_s)
-        return relaxed and (relaxed[0], _round(knapsack, relaxed[1], start))
-    fractions = np.zeros(len(slack))
+    if not len(inside) or (left < 0).any():
+        return None
+    inner = _subset(knapsack, inside).replace(limit=left, forced=knapsack.forced & near)
+    relaxed = _relax(inner, time_limit_s)
+    if relaxed is None:
+        return None
+    fractions = np.zeros(len(dual.slack))
     fractions[fixed] = 1.0
     fractions[inside] = relaxed[1]
-    if _dual(knapsack, relaxed[0])[2] < bound:
-        prices = relaxed[0]
-    return prices, _round(knapsack, fractions, start)
+    better = _dual(knapsack, relaxed[0]).bound < dual.bound
+    return relaxed[0] if better else prices, fractions
 
 
-def _finish(
-    knapsack: Knapsack,
-    chosen: np.ndarray | None,
-    bound: float,
-    slack: np.ndarray,
-    worth: np.ndarray,
-    relative_gap: float,
-    time_limit_s: float,
-    largest: int,
-) -> tuple[np.ndarray | None, float]:
-    """Reduced-cost fixing, then the exact solution of what is left open: a choice and a bound.
+def _indifference(knapsack: Knapsack, chosen: np.ndarray, dual: _Dual) -> np.ndarray:
+    """Return [jobs]: how much worse than the chosen item (or none) the next best option is."""
+    second = np.where(knapsack.forced | (chosen < 0), np.inf, dual.worth)
+    others = np.flatnonzero(chosen[knapsack.job] != np.arange(len(dual.slack)))
+    np.minimum.at(second, knapsack.job[others], dual.slack[others])
+    return second
 
-    Where more than `largest` items are left open, only those of the jobs nearest to indifference.
+
+def _nearest(indifference: np.ndarray, sizes: np.ndarray, most: int) -> np.ndarray:
+    """Return [jobs] bool: the jobs nearest to indifference that together have at most `most` items.
+
+    `sizes`: [jobs] number of items.
+    """
+    order = np.argsort(indifference, kind="stable")
+    near = np.zeros(len(order), bool)
+    near[order[np.cumsum(sizes[order]) <= most]] = True
+    return near
+
+
+class _Core(NamedTuple):
+    """What is left to decide after reduced-cost fixing."""
+
+    items: np.ndarray  # indices of the open items
+    free: np.ndarray  # [jobs] bool: undecided
+    settled: np.ndarray  # [jobs] the item of a decided job, -1 = none or undecided
+    exact: bool  # whether no better choice exists outside
+
+    def problem(self, knapsack: Knapsack, left: np.ndarray) -> Knapsack:
+        """Return the open items as a problem of their own, within what is left of the limits."""
+        inner = _subset(knapsack, self.items)
+        return inner.replace(limit=left, forced=knapsack.forced & self.free)
+
+
+def _core(knapsack: Knapsack, chosen: np.ndarray | None, dual: _Dual, largest: int) -> _Core:
+    """Fix items by reduced cost.
+
+    If more than `largest` items are left open, keep only the items of the jobs nearest to indifference
+    between two items, because a better choice is most likely found there.
     """
     num_jobs = len(knapsack.forced)
     objective = -np.inf if chosen is None else _objective(knapsack, chosen)
-    room = bound - objective + 1e-9 * (1.0 + abs(bound))
-    alive = slack <= room
-    idle = ~knapsack.forced & (worth <= room)
+    room = dual.bound - objective + 1e-9 * (1.0 + abs(dual.bound))
+    alive = dual.slack <= room
+    idle = ~knapsack.forced & (dual.worth <= room)
     count = np.bincount(knapsack.job[alive], minlength=num_jobs) + idle
     free = count > 1
-    exact = True
-    if chosen is not None and alive[free[knapsack.job]].sum() > largest:
-        # The jobs nearest to indifference between two items are where a better choice is found.
-        second = np.full(num_jobs, np.inf)
-        others = chosen[knapsack.job] != np.arange(len(slack))
-        np.minimum.at(second, knapsack.job[others], slack[others])
-        second = np.minimum(second, np.where(knapsack.forced | (chosen < 0), np.inf, worth))
+    exact = chosen is None or alive[free[knapsack.job]].sum() <= largest
+    if chosen is not None and not exact:
         sizes = np.where(free, count, 0)
-        order = np.argsort(second, kind="stable")
-        inside = np.zeros(num_jobs, bool)
-        inside[order[np.cumsum(sizes[order]) <= largest]] = True
-        free &= inside
-        exact = False
+        free &= _nearest(_indifference(knapsack, chosen, dual), sizes, largest)
         settled = chosen.copy()
     else:
         settled = np.full(num_jobs, -1)
         lone = np.flatnonzero(alive & ~free[knapsack.job])
         settled[knapsack.job[lone]] = lone
     settled[free] = -1
-    fixed = settled[settled >= 0]
+    return _Core(np.flatnonzero(alive & free[knapsack.job]), free, settled, bool(exact))
+
+
+def _finish(
+    knapsack: Knapsack,
+    chosen: np.ndarray | None,
+    dual: _Dual,
+    relative_gap: float,
+    time_limit_s: float,
+    largest: int,
+) -> tuple[np.ndarray | None, float]:
+    """Solve exactly what reduced-cost fixing leaves open; return a choice and a bound."""
+    objective = -np.inf if chosen is None else _objective(knapsack, chosen)
+    bound = dual.bound
+    core = _core(knapsack, chosen, dual, largest)
+    fixed = core.settled[core.settled >= 0]
     left = knapsack.limit - knapsack.use[fixed].sum(0)
-    value = float(knapsack.value[fixed].sum())
-    core = np.flatnonzero(alive & free[knapsack.job])
-    if (left < -1e-9).any():
-        core = core[:0]  # nothing beats what was rounded
-    else:
-        core = core[(knapsack.use[core] <= left + 1e-9).all(1)]
-    inner = knapsack.replace(
-        job=knapsack.job[core],
-        value=knapsack.value[core],
-        use=knapsack.use[core],
-        limit=left,
-        forced=knapsack.forced & free,
-    )
+    fits = (knapsack.use[core.items] <= left + 1e-9).all(1)
+    # If the fixed items alone exceed a limit, nothing beats the rounded choice.
+    core = core._replace(items=core.items[fits & ~(left < -1e-9).any()])
     allowed = relative_gap * abs(objective if np.isfinite(objective) else bound)
-    found = _exact(inner, allowed, time_limit_s) if len(core) else None
+    found = None
+    if len(core.items):
+        found = _exact(core.problem(knapsack, left), allowed, time_limit_s)
     if found is not None:
-        item = settled.copy()
+        item = core.settled.copy()
         taken = found.item >= 0
-        item[taken] = core[found.item[taken]]
+        item[taken] = core.items[found.item[taken]]
         item = _improve(knapsack, item)
-        if exact:
-            bound = min(bound, max(objective, found.bound + value))
+        if core.exact:
+            bound = min(bound, max(objective, found.bound + float(knapsack.value[fixed].sum())))
         if _objective(knapsack, item) > objective:
-            chosen, objective = item, _objective(knapsack, item)
-    elif exact and chosen is not None:
+            chosen = item
+    elif core.exact and chosen is not None:
         bound = objective
     return chosen, bound
 
 
 def _by_program(knapsack: Knapsack) -> Selection | None:
-    """The best choice by dynamic program, which is its own bound."""
+    """Return the best choice by dynamic program, which is its own bound; None if infeasible."""
     chosen = _program(knapsack)
     if chosen is None:
         return None
@@ -228,7 +267,7 @@ def _by_program(knapsack: Knapsack) -> Selection | None:
 
 
 def _exact(knapsack: Knapsack, allowed: float, time_limit_s: float) -> Selection | None:
-    """The best choice, within `allowed` (in units of the objective) where HiGHS must find it."""
+    """Return the best choice; if HiGHS must find it, one within `allowed` of the best objective."""
     knapsack = _without_slack_rows(knapsack)
     if _cells(knapsack) <= CHEAP_CORE:
         return _by_program(knapsack)
@@ -254,7 +293,7 @@ def _exact(knapsack: Knapsack, allowed: float, time_limit_s: float) -> Selection
 
 
 def _rows(knapsack: Knapsack) -> tuple[sparse.csc_array, np.ndarray, np.ndarray]:
-    """The constraint matrix [rows + jobs, items] and its two sides."""
+    """Return the constraint matrix [rows + jobs, items] and its lower and upper sides."""
     num_items, num_rows = knapsack.use.shape
     column, row = np.nonzero(knapsack.use)
     every = np.arange(num_items)
@@ -271,7 +310,7 @@ def _rows(knapsack: Knapsack) -> tuple[sparse.csc_array, np.ndarray, np.ndarray]
 
 
 def _relax(knapsack: Knapsack, time_limit_s: float) -> tuple[np.ndarray, np.ndarray] | None:
-    """The prices [rows] and the fractions [items] of a vertex of the relaxation; None = infeasible."""
+    """Return prices [rows] and fractions [items] at a vertex of the relaxation; None if infeasible."""
     matrix, low, high = _rows(knapsack)
     equal = np.isfinite(low)
     result = optimize.linprog(
@@ -299,9 +338,9 @@ def _relax(knapsack: Knapsack, time_limit_s: float) -> tuple[np.ndarray, np.ndar
 def _round(
     knapsack: Knapsack, fractions: np.ndarray, start: np.ndarray | None
 ) -> np.ndarray | None:
-    """The whole part of a fractional choice, filled up greedily.
+    """Return the whole part of a fractional choice, filled up greedily.
 
-    Where a forced job is left, as near to that as `start` allows; None without one.
+    If a forced job has no item that fits, return the nearest choice that `start` allows, or None without one.
     """
     chosen = np.full(len(knapsack.forced), -1)
     whole = np.flatnonzero(fractions > 1.0 - 1e-6)
@@ -319,10 +358,8 @@ def _round(
 
 
 def _mended(knapsack: Knapsack, chosen: np.ndarray, start: np.ndarray) -> np.ndarray:
-    """A choice that is feasible: job after job as `start` has it, the cheapest first, until it is."""
-    none = len(knapsack.value)
-    value = np.append(knapsack.value, 0.0)
-    use = np.concatenate([knapsack.use, np.zeros((1, knapsack.use.shape[1]))])
+    """Make a choice feasible: change job after job to its item in `start`, the cheapest change first."""
+    none, value, use = _with_none(knapsack)
     use = use / np.maximum(knapsack.limit, 1e-9)
     then = np.where(start >= 0, start, none)
     now = np.where(knapsack.forced & (chosen < 0), then, np.where(chosen >= 0, chosen, none))
@@ -339,11 +376,9 @@ def _mended(knapsack: Knapsack, chosen: np.ndarray, start: np.ndarray) -> np.nda
 
 
 def _improve(knapsack: Knapsack, chosen: np.ndarray) -> np.ndarray:
-    """Single changes that fit what is left, the most valuable first, until there is none."""
+    """Make single changes that fit what is left, the most valuable first, until there is none."""
     chosen = chosen.copy()
-    none = len(knapsack.value)
-    value = np.append(knapsack.value, 0.0)
-    use = np.concatenate([knapsack.use, np.zeros((1, knapsack.use.shape[1]))])
+    none, value, use = _with_none(knapsack)
     while True:
         present = np.where(chosen >= 0, chosen, none)
         left = knapsack.limit - use[present].sum(0)
@@ -356,11 +391,17 @@ def _improve(knapsack: Knapsack, chosen: np.ndarray) -> np.ndarray:
         chosen[knapsack.job[best]] = best
 
 
-def _program(knapsack: Knapsack) -> np.ndarray | None:
-    """The exact best by dynamic programming over what is left of every row; None = infeasible.
+def _with_none(knapsack: Knapsack) -> tuple[int, np.ndarray, np.ndarray]:
+    """Return the items' values and uses with one more item, which stands for none, and its index."""
+    use = np.concatenate([knapsack.use, np.zeros((1, knapsack.use.shape[1]))])
+    return len(knapsack.value), np.append(knapsack.value, 0.0), use
 
-    best[c] is the most that the jobs so far are worth within capacity c, so that the last entry is
-    the answer: O(items x states). Of equals, the first item in order.
+
+def _program(knapsack: Knapsack) -> np.ndarray | None:
+    """Return the best choice by dynamic programming over the capacity of every row; None if infeasible.
+
+    best[c] is the greatest value of the jobs so far within capacity c, so the last entry is the answer. The
+    cost is O(items x states). Of equally good items the first is chosen.
     """
     limit = np.floor(knapsack.limit + 1e-9).astype(int)
     use = np.rint(knapsack.use).astype(int)
@@ -394,7 +435,7 @@ def _program(knapsack: Knapsack) -> np.ndarray | None:
 
 
 def _cells(knapsack: Knapsack) -> float:
-    """What the dynamic program would cost; infinite where a row is not counted in whole numbers."""
+    """Return the cost of the dynamic program in cells; infinite if a row does not use whole numbers."""
     if (knapsack.use != np.rint(knapsack.use)).any():
         return np.inf
     states = float(np.prod(np.floor(knapsack.limit + 1e-9) + 1.0))
@@ -402,11 +443,11 @@ def _cells(knapsack: Knapsack) -> float:
 
 
 def _without_slack_rows(knapsack: Knapsack) -> Knapsack:
-    """Without the rows that no choice can exceed."""
+    """Drop the rows that no choice can exceed."""
     most = np.zeros((len(knapsack.forced), knapsack.use.shape[1]))
     np.maximum.at(most, knapsack.job, knapsack.use)
     binding = most.sum(0) > knapsack.limit + 1e-9
-    if not binding.any():  # one row is kept so that there always is one
+    if not binding.any():  # keep one row, so that there always is one
         return knapsack.replace(use=np.zeros((len(knapsack.job), 1)), limit=np.zeros(1))
     return knapsack.replace(use=knapsack.use[:, binding], limit=knapsack.limit[binding])
 

@@ -11,16 +11,9 @@ from typing import Any
 import numpy as np
 
 from jaxgoodput.observe import journal
-from jaxgoodput.observe.forecast import (
-    Record,
-    Regrouping,
-    RunStart,
-    Span,
-    StrategyRecord,
-    learnt_of,
-    limits_of,
-    records_of,
-)
+from jaxgoodput.observe.events import FitStart, Regrouped, Window
+from jaxgoodput.observe.forecast import StrategyRecord, learnt_of, limits_of, records_of
+from jaxgoodput.observe.journal import Record, of_kind
 from jaxgoodput.specs import LARGEST, MOST_COUNTS, Hints, LayoutHints, StepCost
 
 MOST_RESTARTS = 16
@@ -36,35 +29,37 @@ def hints_of(
     if not journal.segments(workdir / journal.FILE_NAME):
         return None
     records = records_of(workdir)
-    start = next((r for r in reversed(records) if isinstance(r, RunStart)), None)
-    if start is None:
+    starts, windows = of_kind(records, FitStart), of_kind(records, Window)
+    if not starts:
         return None
-    spans = [r for r in records if isinstance(r, Span)]
+    start = starts[-1]
     try:
         learnt = learnt_of(workdir, records, start)
     except ValueError:  # not enough has been measured
         learnt = {}
-    limits = limits_of(start, spans, learnt)
+    limits = limits_of(start, windows, learnt)
     layouts = tuple(_layout(one, limits[name].span) for name, one in learnt.items())
     sizes = [one.fit.max_replicas * one.share for one in learnt.values()]
     count = _num_devices(records, devices_per_process)
+    now: dict[str, Any] = _now(windows[-1]) if windows else {"progress": 0.0}
     return Hints(
         generation=generation,
         number=max(int(1000 * records[-1].wall), 0),
         kind=kind,
         num_devices=count,
         largest=max([1, *sizes, count if _has_trained(records) else 1]),
-        total=start.settings.base_steps,
+        total=start.known_settings.base_steps,
         layouts=layouts,
         restarts_s=tuple(_restarts(records)[-MOST_RESTARTS:]),
         **_batch_limits(start, len(layouts)),
         **_noise(learnt),
-        **_now(spans),
+        **now,
     )
 
 
-def _batch_limits(start: RunStart, num_layouts: int) -> dict[str, Any]:
-    batch, is_fixed = start.settings.batch, start.settings.policy == "fixed"
+def _batch_limits(start: FitStart, num_layouts: int) -> dict[str, Any]:
+    settings = start.known_settings
+    batch, is_fixed = settings.batch, settings.policy == "fixed"
     return {
         "base_batch_size": batch.base,
         "max_global_batch_size": batch.base if is_fixed else max(batch.max, batch.base),
@@ -81,11 +76,8 @@ def _noise(learnt: Mapping[str, StrategyRecord]) -> dict[str, Any]:
     return {"grad_sqr": _numbers(grad.sqr), "grad_var": _numbers(grad.var)}
 
 
-def _now(spans: list[Span]) -> dict[str, Any]:
+def _now(last: Window) -> dict[str, Any]:
     """Return what a run measured in its last window."""
-    if not spans:
-        return {"progress": 0.0}
-    last = spans[-1]
     return {
         "progress": last.progress,
         "noise_confidence": _number(last.noise_confidence) or 0.0,
@@ -111,26 +103,27 @@ def _layout(one: StrategyRecord, span: tuple[int, int]) -> LayoutHints:
 def _num_devices(records: list[Record], each: int) -> int:
     """Return the number of devices that the run uses now."""
     for record in reversed(records):
-        if isinstance(record, Regrouping):
-            return max(record.num_processes * each, 1)
-        if isinstance(record, RunStart):
-            return max(record.num_devices, 1)
+        if isinstance(record.event, Regrouped):
+            return max(record.event.num_processes * each, 1)
+        if isinstance(record.event, FitStart):
+            return max(record.event.num_devices, 1)
     return 1
 
 
 def _has_trained(records: list[Record]) -> bool:
     """Whether the run has trained since its processes last changed."""
-    last = next((r for r in reversed(records) if isinstance(r, Span | Regrouping | RunStart)), None)
-    return isinstance(last, Span)
+    events = [record.event for record in reversed(records)]
+    last = next((e for e in events if isinstance(e, Window | Regrouped | FitStart)), None)
+    return isinstance(last, Window)
 
 
 def _restarts(records: list[Record]) -> list[float]:
     """Return the seconds that each change of processes took, without the records of newcomers."""
     return [
         total
-        for record in records
-        if isinstance(record, Regrouping) and record.num_processes_before
-        for total in (_number(sum(record.seconds.values())),)
+        for change in of_kind(records, Regrouped)
+        if change.num_processes_before
+        for total in (_number(sum(change.seconds.values())),)
         if total is not None
     ]
 

@@ -114,7 +114,7 @@ def test_of_too_many_the_one_that_needs_most_is_given_up_and_told():
     jobs = [view("short", 500.0, 1000.0), view("long", 800.0, 1100.0), view("mid", 550.0, 1200.0)]
     cluster = uniform_cluster("t4", 1, 1)
     plan = reconcile(jobs, cluster, Goodput(), 0.0)
-    assert "cannot be met beside those of others" in plan.reasons["long"]
+    assert "cannot be met beside other deadlines" in plan.reasons["long"]
     assert "its deadline is in 1000 s" in plan.reasons["short"]
     done = finish(jobs, cluster, Goodput(), rounds=60)
     assert done["short"] <= 1000.0 and done["mid"] <= 1200.0 and "long" in done
@@ -132,8 +132,8 @@ def test_a_deadline_that_the_offered_shapes_alone_miss_is_told():
     job = view("a", 1000.0, 700.0, sizes=(1, 2, 4))
     # Not more than it has run on yet.
     plan = reconcile([job], uniform_cluster("t4", 1, 4), Goodput(growth=1.0), 0.0)
-    assert "its deadline in 700 s can be met on no shape that it is offered" in plan.reasons["a"]
-    assert "that would take 1000 s" in plan.reasons["a"]
+    assert "its deadline in 700 s cannot be met on any offered shape" in plan.reasons["a"]
+    assert "the fastest takes 1000 s" in plan.reasons["a"]
 
 
 def test_what_a_tenant_may_not_have_pushes_nobody_out():
@@ -206,7 +206,7 @@ def test_who_must_run_and_finds_no_room_is_told():
         for i in range(4)
     ]
     reason = reconcile([late, *sure], cluster, Goodput(), 0.0).reasons["late"]
-    assert "its deadline is in 1500 s, and what others are promised leaves no shape" in reason
+    assert "its deadline is in 1500 s, but promises to other jobs leave no shape" in reason
 
 
 def test_who_has_measured_nothing_runs_at_once_for_its_deadline():

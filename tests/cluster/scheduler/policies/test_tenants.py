@@ -145,7 +145,7 @@ def test_who_may_not_be_stopped_is_not():
               jobs[:-1]), jobs[-1])  # fmt: skip
     plan = reconcile(jobs, SIXTEEN, Goodput(), 10.0)
     assert plan.start == ("a",) and len(plan.pause) == 1
-    assert "gives way to what is guaranteed to 'a' (4 devices)" in plan.reasons[plan.pause[0]]
+    assert "gives way to the guarantee of 'a' (4 devices)" in plan.reasons[plan.pause[0]]
 
 
 @pytest.mark.parametrize(
@@ -262,7 +262,7 @@ WRONG = {
          Tenant(name="b", parent="p", guaranteed=2)),
         "guaranteed 4 devices, but it is itself guaranteed 3",
     ),
-    "no prices": ((Tenant(name="a", budget_per_hour=1.0),), "nobody knows what a 'k' costs"),
+    "no prices": ((Tenant(name="a", budget_per_hour=1.0),), "kind 'k' has no price"),
 }  # fmt: skip
 
 
@@ -276,7 +276,7 @@ def test_trees_that_cannot_be(tenants, says):
     "fields, says",
     [
         ({"guaranteed": -1}, "0 or more"),
-        ({"guaranteed": 5, "limit": 4}, "may have 4 at most"),
+        ({"guaranteed": 5, "limit": 4}, "limited to 4"),
         ({"weight": 0.0}, "above 0"),
         ({"budget_per_hour": float("nan")}, "finite"),
     ],

@@ -1,0 +1,288 @@
+"""Makes micro-batches: from a place in the order of samples to arrays on the devices.
+
+Making one has two halves, so that reads can overlap. `MicroBatchReader.begin` works out which samples a
+micro-batch holds and begins to read them; `finish` waits for them, checks them, and puts them on the devices.
+Only this process's part is read. Each process computes its part from the same cursor, so none has to ask
+another.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+from jaxtyping import Array, Float, Int, PyTree
+
+from jaxgoodput.clock import Clock
+from jaxgoodput.data.cursor import Cursor, Permutations, epochs_of, take
+from jaxgoodput.data.readers import Readers, Reading
+from jaxgoodput.data.rows import check_same_kind, held_rows, narrow, parts_of, put_rows
+from jaxgoodput.data.sources import Source, StreamSource, StreamState, is_endless
+from jaxgoodput.goodput.search import BatchConfig
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """The samples that all replicas of a mesh compute at once, split over the replicas."""
+
+    data: PyTree[jax.Array]
+    """Samples of all replicas; leaves `[rows, ...]`."""
+    mask: Float[Array, " rows"]
+    """1 for samples, 0 for padding. Padding repeats a real sample, so that a masked loss stays finite."""
+    on_host: Any = None
+    """Result of the loader's `on_host` function for the same rows."""
+
+
+@dataclass(frozen=True)
+class Position:
+    """A place in the order of samples."""
+
+    cursor: Cursor
+    handed_out: int = 0
+    """Samples before this place, counted since the loader was made."""
+
+
+@dataclass(frozen=True)
+class Places:
+    """Consecutive samples of the order."""
+
+    indices: Int[np.ndarray, " num_samples"]
+    epochs: Int[np.ndarray, " num_samples"]
+    after: Position
+
+
+@dataclass(frozen=True)
+class PendingRead:
+    """A micro-batch whose samples are being read."""
+
+    before: Position
+    places: Places
+    """Its samples, over all processes."""
+    num_mine: int
+    """Number of its samples that this process reads."""
+    mesh_rows: int
+    """Rows of this process's mesh, with padding."""
+    num_rows: int
+    """Rows of all meshes, with padding."""
+    sharding: NamedSharding
+    reading: Reading
+
+
+@dataclass(frozen=True)
+class Portion:
+    """A finished micro-batch of all processes, with this process's part of it."""
+
+    micro_batch: MicroBatch
+    num_rows: int
+    """Rows over all processes, with padding."""
+    indices: Int[np.ndarray, " num_samples"]
+    """Samples over all processes."""
+    after: Position
+    read_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class ReadFailure:
+    """A micro-batch that could not be read."""
+
+    error: BaseException
+    message: str
+
+    @classmethod
+    def of(
+        cls, error: BaseException, position: Position, indices: Int[np.ndarray, " n"]
+    ) -> "ReadFailure":
+        """Describe an error in a micro-batch of these samples, which begins at `position`."""
+        shown = ", ".join(map(str, indices[:8])) + (", ..." if len(indices) > 8 else "")
+        return cls(
+            error,
+            f"The micro-batch of samples {shown or '(unknown)'} (epoch {position.cursor.epoch}, offset "
+            f"{position.cursor.offset}) could not be loaded. {type(error).__name__}: {error}",
+        )
+
+
+@dataclass(frozen=True)
+class DataEnd:
+    """The data have ended, or enough samples have been handed out."""
+
+
+class MicroBatchReader:
+    """Reads this process's part of micro-batches. The arguments are `Loader`'s.
+
+    Not thread-safe: one thread at a time begins, and one at a time finishes.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        *,
+        clock: Clock,
+        process_index: int,
+        process_count: int,
+        max_samples: int | None,
+        drop_last: bool,
+        shuffle: bool,
+        num_readers: int | None,
+        num_retries: int,
+        on_host: Callable[[PyTree], Any] | None,
+    ):
+        self.drop_last = drop_last
+        self.dataset_size = len(source)
+        self.readers = Readers(
+            source, clock=clock, num_readers=num_readers, num_retries=num_retries
+        )
+        self._stream = source if isinstance(source, StreamSource) else None
+        self._clock = clock
+        self._process_index = process_index
+        self._process_count = process_count
+        self._max_samples = max_samples
+        self._shuffle = shuffle and not is_endless(source)
+        self._on_host = on_host
+        self._permutations = Permutations()
+        self._kind: PyTree | None = None  # structure, shapes and dtypes of the first batch
+        # For one sharding and number of rows: which rows this process holds, and the mask without padding.
+        self._held: tuple[tuple[NamedSharding, int], np.ndarray, Array] | None = None
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether the source is a stream, whose samples cannot be read again."""
+        return self._stream is not None
+
+    def stream_state(self, position: Position) -> StreamState | None:
+        """Return what a stream must be set back to in order to resume at `position`; None: no stream."""
+        return None if self._stream is None else self._stream.state_at(position.cursor.offset)
+
+    def release(self, position: Position) -> None:
+        """Forget the samples of a stream before `position`, which have been handed out."""
+        if self._stream is not None:
+            self._stream.release(position.cursor.offset)
+
+    def mesh_of(self, sharding: NamedSharding) -> tuple[int, int]:
+        """Return how many meshes share a batch, and the number of this process's mesh."""
+        return parts_of(sharding, self._process_index, self._process_count)
+
+    def places(self, position: Position, most: int) -> Places | None:
+        """Return the next samples from `position` on, `most` at the most; None if there are none left.
+
+        With `drop_last`, returns None if fewer than `most` are left.
+        """
+        count = most
+        if self._max_samples is not None:
+            count = min(count, self._max_samples - position.handed_out)
+        if self._stream is not None:
+            count = self._stream.available(position.cursor.offset, count)
+        if count == 0 or (self.drop_last and count < most):
+            return None
+        indices, after = take(
+            position.cursor,
+            self.dataset_size,
+            count,
+            shuffle=self._shuffle,
+            permutations=self._permutations,
+        )
+        epochs = epochs_of(position.cursor, self.dataset_size, count)
+        return Places(indices, epochs, Position(after, position.handed_out + count))
+
+    def begin(
+        self, position: Position, config: BatchConfig, sharding: NamedSharding
+    ) -> PendingRead | ReadFailure | DataEnd:
+        """Begin to read the micro-batch at `position`."""
+        indices = np.empty(0, np.int64)
+        try:
+            places = self.places(position, config.num_replicas * config.micro_batch_size)
+            if places is None:
+                return DataEnd()
+            indices = places.indices
+            # The last micro-batch has as few rows as possible. Pipeline stages divide a micro-batch into a
+            # fixed number of parts, so theirs is padded to full size.
+            if sharding.mesh.shape.get("stage", 1) == 1:
+                size = -(-len(indices) // config.num_replicas)
+                config = dataclasses.replace(config, micro_batch_size=size)
+            num_meshes, mesh = self.mesh_of(sharding)
+            mesh_rows = config.num_replicas // num_meshes * config.micro_batch_size
+            num_mine, reading = self._begin_rows(sharding, mesh_rows, mesh, places)
+            return PendingRead(
+                before=position,
+                places=places,
+                num_mine=num_mine,
+                mesh_rows=mesh_rows,
+                num_rows=mesh_rows * num_meshes,
+                sharding=sharding,
+                reading=reading,
+            )
+        except Exception as error:  # raised in the loop when this micro-batch is due
+            return ReadFailure.of(error, position, indices)
+
+    def finish(
+        self, pending: PendingRead | ReadFailure | DataEnd
+    ) -> Portion | ReadFailure | DataEnd:
+        """Wait for the samples of a micro-batch, and put them on the devices."""
+        if not isinstance(pending, PendingRead):
+            return pending
+        began_s = self._clock.now()
+        try:
+            micro_batch = self._assembled(
+                pending.reading, pending.num_mine, pending.sharding, pending.mesh_rows
+            )
+            return Portion(
+                micro_batch=micro_batch,
+                num_rows=pending.num_rows,
+                indices=pending.places.indices,
+                after=pending.places.after,
+                read_s=0.0 if self.readers.are_threads else self._clock.now() - began_s,
+            )
+        except Exception as error:  # raised in the loop when this micro-batch is due
+            return ReadFailure.of(error, pending.before, pending.places.indices)
+
+    def read_part(
+        self, part: int, places: Places, sharding: NamedSharding, num_rows: int
+    ) -> MicroBatch:
+        """Read rows `part * num_rows` to `(part + 1) * num_rows` of a batch, on the caller's thread.
+
+        If the batch has fewer rows, the rest is padding. Raises what reading raises.
+        """
+        num_mine, reading = self._begin_rows(sharding, num_rows, part, places)
+        return self._assembled(reading, num_mine, sharding, num_rows)
+
+    def _begin_rows(
+        self, sharding: NamedSharding, num_rows: int, part: int, places: Places
+    ) -> tuple[int, Reading]:
+        """Begin to read the rows of a part that this process holds; return how many of them are samples."""
+        held, _ = self._held_rows(sharding, num_rows)
+        rows = part * num_rows + held
+        mine = rows[rows < len(places.indices)]
+        # If rows are missing, one more sample is read to pad with, even if there is no other.
+        wanted = mine if len(mine) == len(rows) else np.append(mine, 0)
+        return len(mine), self.readers.begin(places.indices[wanted], places.epochs[wanted])
+
+    def _assembled(
+        self, reading: Reading, num_mine: int, sharding: NamedSharding, num_rows: int
+    ) -> MicroBatch:
+        held, full_mask = self._held_rows(sharding, num_rows)
+        num_padded = len(held) - num_mine
+        rows = reading.result()
+        self._kind = check_same_kind(rows, self._kind, num_mine + bool(num_padded))
+        rows = narrow(rows)
+        if num_padded > 1:
+            # Padding repeats a real sample. With zeros, a loss could be infinite, and 0 times it is NaN.
+            rows = jax.tree.map(
+                lambda x: np.concatenate([x, x[-1:].repeat(num_padded - 1, 0)]), rows
+            )
+        data, mask = put_rows(rows, held, sharding, num_rows=num_rows), full_mask
+        if num_padded:
+            ones = (np.arange(len(held)) < num_mine).astype(np.float32)
+            mask = put_rows(ones, held, sharding, num_rows=num_rows)
+        on_host = None if self._on_host is None else self._on_host(rows)
+        return MicroBatch(data=data, mask=mask, on_host=on_host)
+
+    def _held_rows(self, sharding: NamedSharding, num_rows: int) -> tuple[np.ndarray, Array]:
+        """Return which rows this process holds, and the mask that micro-batches without padding share."""
+        key = (sharding, num_rows)
+        if self._held is None or self._held[0] != key:
+            held = held_rows(sharding, num_rows)
+            ones = np.ones(len(held), np.float32)
+            self._held = key, held, put_rows(ones, held, sharding, num_rows=num_rows)
+        return self._held[1:]

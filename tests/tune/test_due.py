@@ -1,0 +1,79 @@
+"""When a verdict is due: by time, by steps, and as soon as what was waited for has happened."""
+
+import pytest
+
+from jaxgoodput.tune.due import CALM_STEPS, VerdictTimer
+from jaxgoodput.tune.verdict import PROBE_STEPS
+
+DEPTH = 2
+
+
+class Run:
+    """Steps of a second each, without a tuner."""
+
+    def __init__(self):
+        self.step, self.num_taken, self.asked_at = 0, 0, []
+        self.state = {"is_trial": False, "is_known": True, "has_fit": True}
+        self.due = VerdictTimer(
+            0.0, warm_up_steps=4, dwell_steps=20, every_s=1e9, every_steps=50, depth=DEPTH
+        )
+
+    def go(self, steps, *, changed=False, disturbed=False):
+        """Take steps; the first one uses another batch if `changed`."""
+        for i in range(steps):
+            self.step += 1
+            self.due.add_step(
+                self.step,
+                is_changed=changed and i == 0,
+                is_disturbed=disturbed,
+                num_taken=self.num_taken,
+            )
+            if self.due.is_due(float(self.step), self.step, **self.state):
+                self.due.asked(float(self.step), self.step, is_known=self.state["is_known"])
+                self.asked_at.append(self.step)
+        return self.asked_at
+
+
+def test_verdicts_come_at_regular_intervals():
+    assert Run().go(160) == [50, 100, 150]
+
+
+def test_while_the_noise_is_unknown_they_come_often_and_then_at_once():
+    run = Run()
+    run.state["is_known"] = False
+    assert run.go(11) == [4, 8]
+    run.state["is_known"] = True
+    assert run.go(1) == [4, 8, 12]
+
+
+def test_the_end_of_a_compilation_asks_once_times_are_undisturbed():
+    run = Run()
+    assert run.go(60, disturbed=True) == [50]
+    assert run.go(20) == [50, 60 + CALM_STEPS]
+
+
+def test_nothing_is_asked_before_the_last_change_is_in_use_and_has_settled():
+    run = Run()
+    run.go(50)
+    run.due.posted(1)
+    assert run.go(100) == [50], "the loop has not accepted the change"
+    run.num_taken = 1
+    start = run.step + 1
+    assert run.go(30, changed=True) == [50, start + 20]
+
+
+@pytest.mark.parametrize("ending", ["is_judging", "has_ended"])
+def test_an_answer_that_is_awaited_or_over_keeps_the_timer_still(ending):
+    run = Run()
+    run.due.is_judging = ending == "is_judging"
+    assert bool(run.go(60)) == (ending != "is_judging")
+
+
+def test_a_trial_is_judged_after_its_few_steps():
+    run = Run()
+    run.state["is_trial"] = True
+    run.go(10)
+    run.due.asked(0.0, run.step, is_known=True)
+    run.asked_at.clear()
+    start = run.step + 1
+    assert run.go(PROBE_STEPS + 1, changed=True) == [start + PROBE_STEPS]
