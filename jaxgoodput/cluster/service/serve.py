@@ -256,7 +256,7 @@ async def _watch(book: Book, heartbeats: Heartbeats, clock: Clock) -> None:
             if entry.node.state == "down" or heartbeats.silent_s(name) < heartbeats.limit_s:
                 continue
             why = f"it sent no heartbeat for {heartbeats.limit_s:g} s"
-            logging.warning("node %s: %s", name, why)
+            logging.warning("node %s is down: %s", name, why)
 
             def lose(state, name=name, why=why):
                 return commands.change_node(state, name, "down", why, silent=True)
@@ -295,7 +295,7 @@ class _LocalAgents:
         await asyncio.Event().wait()
 
     async def stop(self) -> None:
-        """Let all jobs of this machine save, and end its agents, including those of an earlier service."""
+        """Let all jobs of this machine save, and end its agents, including the agents of an earlier service."""
         self._is_stopping = True
         if not self._has_begun:
             return

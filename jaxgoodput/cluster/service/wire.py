@@ -74,6 +74,10 @@ class Submission:
     def __post_init__(self):
         check_name(self.spec.id, "a job")
         said = f"job {self.spec.id!r}"
+        self._check_texts(said)
+        self._check_numbers(said)
+
+    def _check_texts(self, said: str) -> None:
         texts = (*self.command, self.cwd, self.workdir or "")
         longest = max(map(len, self.command), default=0)
         if not self.command:
@@ -93,6 +97,8 @@ class Submission:
             raise ValueError(
                 f"{said} has a NUL character in its command or paths, which no system accepts. Remove it."
             )
+
+    def _check_numbers(self, said: str) -> None:
         for name, (least, most) in BOUNDS.items():
             value = getattr(self.spec, name)
             if value is not None and not least <= value <= most:

@@ -291,7 +291,7 @@ class NodeAgent:
                 self._note_absence(error)
                 return
             except RequestRefused as error:  # the job has ended, or has other devices by now
-                logging.info("hints of %s: %s", task.job, error)
+                logging.info("the service refused the hints of job %s: %s", task.job, error)
 
     def _hints_of(self, task: JobTask) -> Hints | None:
         """Return the hints of a run, or None. An unreadable journal is logged and costs only its own job."""

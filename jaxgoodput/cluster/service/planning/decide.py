@@ -1,4 +1,4 @@
-"""From the state to a plan: the state as `JobView`s, and the same `reconcile` that the simulator calls.
+"""The plan for a state: the state as `JobView`s, and the same `reconcile` that the simulator calls.
 
 Everything here is pure: the time and the rules are arguments.
 """

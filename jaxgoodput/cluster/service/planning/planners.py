@@ -112,7 +112,7 @@ class Planners:
         return said["answer"]
 
     async def close(self) -> None:
-        """End the adviser."""
+        """End the adviser's process."""
         if self._reading is not None:
             self._reading.cancel()
         if self._adviser is not None:

@@ -35,7 +35,7 @@ class GoodputTable:
 
 
 def table_of(entry: JobEntry, offered: Sequence[Shape], now_s: float) -> GoodputTable:
-    """Return the table of a job over those of the offered shapes that the job may have."""
+    """Return the table of a job over all offered shapes that the job may have."""
     hints = entry.hints
     shapes = _allowed(entry, offered)
     largest = max(_seen(entry, now_s), 0 if hints is None else hints.largest)
@@ -43,6 +43,12 @@ def table_of(entry: JobEntry, offered: Sequence[Shape], now_s: float) -> Goodput
         return _linear(shapes, largest)
     if hints is not None and hints.layouts and hints.grad_sqr:
         return _measured(hints, shapes, largest)
+    return _unmeasured(entry, shapes, largest)
+
+
+def _unmeasured(entry: JobEntry, shapes: Sequence[Shape], largest: int) -> GoodputTable:
+    """Return the table of a job that has not measured enough: linear, up to a size that limits the risk."""
+    hints = entry.hints
     smallest = min((shape.num_devices for shape in shapes), default=0)
     if not largest:
         first = {shape: 1.0 for shape in shapes if shape.num_devices == smallest}
@@ -90,15 +96,15 @@ def _measured(hints: Hints, shapes: Sequence[Shape], largest: int) -> GoodputTab
     """Return the table that follows from a job's measurements, up to `GROWTH` times its largest size."""
     smallest = min((shape.num_devices for shape in shapes), default=0)
     widest = max(GROWTH * largest, smallest)
+    asked = [shape for shape in shapes if shape.num_devices <= widest]
     best: dict[Shape, tuple[float, float]] = {}
     for layout in hints.layouts:
         each = layout.devices_per_replica
+        # Every node of a shape must hold at least one whole replica.
         fits = [
             shape
-            for shape in shapes
-            if shape.num_devices <= widest
-            and shape.num_devices % each == 0
-            and shape.num_devices // each >= shape.num_nodes
+            for shape in asked
+            if shape.num_devices % each == 0 and shape.num_devices // each >= shape.num_nodes
         ]
         if not fits:
             continue

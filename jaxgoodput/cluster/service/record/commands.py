@@ -30,7 +30,7 @@ class CommandRefused(Exception):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What happens, and the answer to the caller."""
+    """The result of a decision: the events that happen, and the answer to the caller."""
 
     events: tuple[Event, ...] = ()
     answer: Any = field(default_factory=Receipt)

@@ -47,7 +47,7 @@ async def _misfit(_: Request, error: Any) -> Response:
 
 
 def in_words(error: Mapping[str, Any]) -> str:
-    """Say where a request does not fit, what was sent, and what is expected.
+    """Return one sentence with the field that does not fit, its value, and the value that is expected.
 
     >>> in_words({"loc": ("body", "spec", "weight"), "input": "1", "msg": "Input should be a number"})
     "body.spec.weight is '1': Input should be a number"
