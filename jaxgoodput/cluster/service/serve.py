@@ -295,7 +295,7 @@ class _LocalAgents:
         await asyncio.Event().wait()
 
     async def stop(self) -> None:
-        """Let all jobs of this machine save, and end its agents, including the agents of an earlier service."""
+        """Let all jobs of this machine save, and end its agents, also if an earlier service started them."""
         self._is_stopping = True
         if not self._has_begun:
             return
