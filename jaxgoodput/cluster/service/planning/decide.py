@@ -48,13 +48,8 @@ def cluster_of(state: State, sharing: Sharing) -> ClusterSpec | None:
     nodes = tuple(entry.node for entry in state.nodes.values())
     if not nodes:
         return None
-    return ClusterSpec(
-        nodes=nodes,
-        reservations=tuple(r for r in sharing.reservations if r.node in state.nodes),
-        price_per_hour=sharing.price_per_hour,
-        quota=sharing.quota,
-        tenants=sharing.tenants,
-    )
+    present = tuple(r for r in sharing.reservations if r.node in state.nodes)
+    return ClusterSpec(nodes=nodes, **vars(dataclasses.replace(sharing, reservations=present)))
 
 
 def views_of(
@@ -192,14 +187,7 @@ def explained(state: State, job: str, now_s: float, rules: PlanRules) -> JobExpl
         why = entry.reason if entry.is_over else "waits: no node has joined"
         return JobExplanation(job=job, constraint="none", message=why, changes=(), devices={})
     views = views_of(state, now_s, rules)
-    said = explain(job, views, cluster, rules.named.policy, now_s)
-    return JobExplanation(
-        job=job,
-        constraint=said.constraint,
-        message=said.message,
-        changes=said.changes,
-        devices=said.devices,
-    )
+    return JobExplanation(**vars(explain(job, views, cluster, rules.named.policy, now_s)))
 
 
 def what_if(state: State, submission: Submission, now_s: float, rules: PlanRules) -> WhatIf:

@@ -56,6 +56,8 @@ def in_words(error: Mapping[str, Any]) -> str:
     got = error.get("input")
     is_scalar = isinstance(got, str | int | float) and error.get("type") != "json_invalid"
     said = f"{where} is {reprlib.repr(got)}" if is_scalar else where
+    if error.get("type") == "unexpected_keyword_argument":
+        return f"{said}: there is no such field. Remove it, or correct its name."
     return f"{said}: {error['msg'].removeprefix('Value error, ')}"
 
 
