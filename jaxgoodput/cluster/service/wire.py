@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar, dataclass_transform
 
-from jaxgoodput.specs import STRICT, Hints, JobSpec, Node, Reservation, Tenant
+from jaxgoodput.specs import STRICT, Hints, JobSpec, Node, Reservation, Tenant, require_within
 
 T = TypeVar("T")
 
@@ -100,14 +100,9 @@ class Submission:
 
     def _check_numbers(self, said: str) -> None:
         for name, (least, most) in BOUNDS.items():
-            value = getattr(self.spec, name)
-            if value is not None and not least <= value <= most:
-                raise ValueError(
-                    f"{said} has {name}={value}. Give a value from {least:g} to {most:g}."
-                )
+            require_within(said, {name: getattr(self.spec, name)}, least, most)
         each = self.devices_per_process
-        if each < 1:
-            raise ValueError(f"{said} has devices_per_process={each}. It must be at least 1.")
+        require_within(said, {"devices_per_process": each}, 1)
         for name in ("min_devices", "max_devices", "num_devices"):
             size = getattr(self.spec, name)
             if size is not None and size % each:
