@@ -302,15 +302,15 @@ def _with_tables(
 
 def _gavel(path: pathlib.Path, cluster: str | None) -> Scenario:
     folders = path.resolve().parents[:4]
-    tables = [p / name for p in folders for name in _GAVEL_TABLES if (p / name).is_file()]
-    if not tables:
+    measured = [p / name for p in folders for name in _GAVEL_TABLES if (p / name).is_file()]
+    if not measured:
         raise ValueError(
             f"--workload {path}: found none of {', '.join(_GAVEL_TABLES)} beside or above it, which have the "
             "speeds of its jobs."
         )
-    throughputs = traces.read_gavel_throughputs(tables[0])
+    throughputs = traces.read_gavel_throughputs(measured[0])
     spec = read_cluster(cluster or CLUSTERS["gavel"], kind="v100")
-    kinds = _kinds(spec, tables[0], throughputs)
+    kinds = _kinds(spec, measured[0], throughputs)
     return Scenario(
         name=path.stem,
         origin="gavel",
