@@ -112,7 +112,10 @@ def _nodes(found: re.Match[str], kind: str, before: Iterable[Node]) -> Iterable[
 
 def read_speeds(text: str | None) -> dict[str, float]:
     """Return the assumed speeds, updated by `KIND=SPEED,...`. Raises ValueError for any other text."""
-    return {**SPEEDS, **(read_numbers("--speed", text, example="a100=4") if text else {})}
+    return {
+        **SPEEDS,
+        **(read_numbers("--speed", text, key="KIND", example="a100=4") if text else {}),
+    }
 
 
 def read_scenario(
@@ -171,7 +174,7 @@ def read_scenario(
 
 
 def _with_prices(scenario: Scenario, text: str) -> Scenario:
-    found = read_numbers("--prices", text, example="t4=0.35,a100=3")
+    found = read_numbers("--prices", text, key="KIND", example="t4=0.35,a100=3")
     with naming("--prices"):
         unknown = sorted(set(found) - {node.kind for node in scenario.cluster.nodes})
         if unknown:

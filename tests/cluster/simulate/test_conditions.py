@@ -185,7 +185,7 @@ WRONG = [
     ("--costs", "resume=-1", "at least 0"),
     ("--costs", "storage=0", "above 0"),
     ("--costs", "move", "NAME=NUMBER"),
-    ("--inputs", "llm=3", "add cpus=NUMBER"),
+    ("--inputs", "llm=3", "Add cpus=NUMBER"),
     ("--inputs", "cpus=0,vision-small=1", "above 0"),
     ("--inputs", "cpus=8,gpt=1", "no job runs 'gpt'"),
 ]

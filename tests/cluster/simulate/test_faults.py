@@ -201,7 +201,7 @@ def test_the_means_are_those_that_were_asked_for():
         ("fire=3", "node=HOURS:REPAIR"),
         ("crash=often", "such as node=720"),
         ("node=1:1,node=2:1", "twice"),
-        ("crash=0.01", "get nowhere"),
+        ("crash=0.01", "never finishes"),
         ("slow=1:1:2", "below 1"),
         ("node=0:1", "above 0"),
         ("cancel=2:1", "at most 1"),

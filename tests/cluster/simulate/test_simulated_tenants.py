@@ -187,17 +187,20 @@ WRONG = {
     "a tree that cannot be": (["--tenants", "p/a"], "below 'p'"),
     "a guarantee above the limit": (["--tenants", "a:guaranteed=3:limit=2"], "limited to 2"),
     "more than there is": (["--tenants", "a:guaranteed=5"], "more than the 4 devices"),
-    "nobody's jobs": (["--tenants", "a:jobs=0"], "nobody has any jobs"),
-    "a budget without prices": (["--budgets", "all=3"], "add --prices"),
+    "nobody's jobs": (["--tenants", "a:jobs=0"], "no tenant has jobs"),
+    "a budget without prices": (["--budgets", "all=3"], "Add --prices"),
     "an hourly budget without prices": (["--tenants", "a:budget=3"], "price_per_hour"),
     "a price of nothing there": (["--prices", "h100=3"], "no 'h100'"),
     "a price below 0": (["--prices", "t4=-1"], "finite number, 0 or more"),
-    "a budget of nobody": (["--prices", "t4=1", "--budgets", "nobody=3"], "'nobody' is no job"),
+    "a budget of nobody": (
+        ["--prices", "t4=1", "--budgets", "nobody=3"],
+        "'nobody' is neither a job",
+    ),
     "a limit that a job exceeds": (
         ["--tenants", "a:limit=0", "--policy", "max-min"],
         "more than the limit of tenant 'a', 0 devices",
     ),
-    "a baseline": (["--tenants", "a", "--policy", "static"], "knows no tenants"),
+    "a baseline": (["--tenants", "a", "--policy", "static"], "does not support tenants"),
 }
 
 

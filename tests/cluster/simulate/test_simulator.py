@@ -327,12 +327,16 @@ def test_decisions_are_timed_with_the_clock_that_is_given():
         ({"min_gap_s": 70.0}, "swap"),
         ({"growth": 0.0}, "growth"),
         ({"slowdown": {"x": 0.0}}, "slowdown"),
-        ({"failures": Failures(mean_between_s=0.0)}, "mean_between_s"),
     ],
 )
 def test_impossible_rules_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         Settings(**changes)
+
+
+def test_nodes_cannot_fail_all_the_time():
+    with pytest.raises(ValueError, match="mean_between_s"):
+        Failures(mean_between_s=0.0)
 
 
 def test_restart_costs_by_application():
