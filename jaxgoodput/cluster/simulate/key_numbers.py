@@ -34,8 +34,8 @@ def read_numbers(
 ) -> dict[str, float]:
     """Return the numbers of `NAME=NUMBER,...` by name; `known` None = any names.
 
-    Raises ValueError, quoting the option, if a part has another form or a name occurs twice. Its message calls
-    a name `key`.
+    Raises ValueError, quoting the option, if a part has another form or a name occurs twice. The message
+    calls a name `key`, and shows `example`.
 
     >>> read_numbers("--prices", "t4=0.35,a100=3", key="KIND", example="t4=1")
     {'t4': 0.35, 'a100': 3.0}
