@@ -1,4 +1,4 @@
-"""Tenants and budgets over simulated time: shares by weight, guarantees, limits, and money that runs out."""
+"""Tenants and budgets over simulated time: shares by weight, guarantees, limits, and used-up budgets."""
 
 import dataclasses
 import json
@@ -30,7 +30,7 @@ FOUR = uniform_cluster("t4", 1, 4)
 
 
 def stream(tenant, load, hours, *, start_h=0.0, each_h=2.0, seed=0, cluster=FOUR):
-    """Jobs of about `each_h` hours that want `load` times the devices that there are."""
+    """Return jobs of about `each_h` hours that want `load` times the devices of the cluster."""
     rng = np.random.default_rng([seed, sum(map(ord, tenant))])
     devices = sum(node.num_devices for node in cluster.nodes)
     at_s = 3600.0 * np.sort(start_h + rng.random(int(load * devices * hours / each_h)) * hours)
@@ -48,7 +48,7 @@ def stream(tenant, load, hours, *, start_h=0.0, each_h=2.0, seed=0, cluster=FOUR
 
 
 def had(result, tenants, until_s=math.inf):
-    """Device-seconds of these tenants' jobs up to a moment."""
+    """Return the device-seconds of these tenants' jobs up to a moment."""
     return sum(
         max(min(stay.end_s, until_s) - stay.start_s, 0.0) * stay.num_devices
         for job in result.jobs
@@ -58,7 +58,7 @@ def had(result, tenants, until_s=math.inf):
 
 
 def at_once(result, tenants):
-    """The most devices that these tenants ever had."""
+    """Return the most devices that these tenants had at once."""
     change = sorted(
         (moment, devices)
         for job in result.jobs
@@ -83,7 +83,7 @@ def test_tenants_that_are_always_busy_have_what_their_weights_say_over_a_day(see
     assert 1.8 <= ratio <= 2.2
     a, b = result.tenants
     assert a.device_s == pytest.approx(had(result, "a"), rel=1e-6)
-    assert 1.0 < b.deserved_s / a.deserved_s <= 2.0  # by weight while both are there
+    assert 1.0 < b.deserved_s / a.deserved_s <= 2.0  # by weight while both have jobs
     assert a.num_jobs + b.num_jobs == len(jobs)
 
 
