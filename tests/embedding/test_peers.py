@@ -168,9 +168,7 @@ def test_processes_that_have_planned_differently_say_so():
         rows = share.rows(0, ids, slots, own)
         np.testing.assert_array_equal(rows[:, 0], share.owner(ids))
         with pytest.raises(RuntimeError, match="round 1 of 'user: rows' .* planned differently"):
-            share.rows(
-                1, ids, slots[:: 1 - 2 * rank], own
-            )  # the same number from each, but for other slots
+            share.rows(1, ids, slots[:: 1 - 2 * rank], own)  # the same ids for other slots
         with pytest.raises(RuntimeError, match="round 2 of 'user: coming' .* planned differently"):
             share.most("coming", 2, np.zeros(5 + rank), ids[: 5 + rank])
 

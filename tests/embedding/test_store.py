@@ -152,10 +152,8 @@ def test_what_is_compacted_meanwhile_can_still_be_read(tmp_path):
 def test_stale_and_small_segments_are_chosen_to_be_written_anew():
     assert to_compact([100] * 3, [100, 51, 50], 100) == []
     assert to_compact([100] * 3, [0, 49, 100], 100) == [0, 1]
-    assert to_compact([100] * 3, [49, 48, 47], 100) == [
-        1,
-        2,
-    ]  # more rows would not fit into one segment
+    # More rows would not fit into one segment.
+    assert to_compact([100] * 3, [49, 48, 47], 100) == [1, 2]
     assert to_compact([10] * 16, [10] * 16, 100) == []
     assert to_compact([10] * 17, [10] * 17, 100) == list(range(10))
 

@@ -115,9 +115,7 @@ def test_a_pipeline_that_is_closed_early_leaves_the_table_as_it_was_trained(
     with table_in(tmp_path) as table:
         run = Run(table)
         for first, last in ((0, 13), (13, 14), (14, 40)):
-            with run.pipeline(
-                batches(first), depth=depth
-            ) as pipeline:  # the pipeline has read ahead
+            with run.pipeline(batches(first), depth=depth) as pipeline:  # which reads ahead
                 for placed in pipeline:
                     run.train(pipeline, placed)
                     if run.num_trained == last:

@@ -52,9 +52,8 @@ def test_the_rate_swells_to_its_peak():
     jobs = synthetic_workload(12000, hours=24.0, seed=1, peak=3.0)
     hour = Counter(int(job.submit_s // 3600) for job in jobs)
     quiet = np.mean([hour[h] for h in range(8, 24)])
-    assert hour[3] / quiet == pytest.approx(
-        2.92, rel=0.1
-    )  # 3 at the middle of the peak, less at its ends
+    # 3 at the middle of the peak, less at its ends.
+    assert hour[3] / quiet == pytest.approx(2.92, rel=0.1)
     flat = synthetic_workload(12000, hours=24.0, seed=1, peak=1.0)
     count = Counter(int(job.submit_s // 3600) for job in flat)
     assert max(count.values()) < 1.25 * min(count.values())
