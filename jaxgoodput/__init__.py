@@ -4,74 +4,74 @@ A name is loaded when it is first used; importing the package loads neither JAX 
 
 Training:
   Trainer               Subclass it, write `init`, `loss`, `optimizer` and `dataset`, and call `fit()`
-  Config                What `Trainer` needs to know besides the model
-  Tuning                When the batch and the strategy are looked at again
+  Config                The settings of a run
+  Tuning                When the batch and the strategy are reconsidered, and what a change must promise
   Statistics            How the gradient noise is measured
-  Execution             How steps are compiled, and how much memory they may take
+  Execution             How steps are compiled, and how much memory they may use
   Evaluation            How often the model is evaluated
-  Saving                How often the run is saved, and which checkpoints stay
-  Reporting             What a run tells while it runs
-  with_overrides        `config` with `name=value` changes, values as JSON
-  BatchLimits           What the user allows, in samples; no configuration ever leaves it
-  TrainState            Everything that training needs to go on, as device values
-  Loss                  What a user's loss may return where its weight is not the number of samples
-  Variables             What `Trainer.init` returns for a model with mutable state
-  FromCheckpoint        What another run learned, of any layout, for `Trainer(initial=...)`
-  load                  The parameters and the model state of a run, as NumPy arrays
-  from_linen            A linen module
-  from_nnx              An nnx module, given the function that makes it
+  Saving                How often the run is saved, and which checkpoints are kept
+  Reporting             What a run shows while it is training
+  with_overrides        Return `config` with overrides such as `tuning.min_gain=0.1`
+  BatchLimits           The batches that the user allows, in samples
+  TrainState            Everything that training needs to continue, as device values
+  Loss                  Loss of a micro-batch with its weight
+  Variables             What `Trainer.init` returns for a model with mutable state or its own partitioning
+  FromCheckpoint        Initial values from another run, for `Trainer(initial=...)`
+  load                  Load the parameters and the model state of a run as NumPy arrays
+  from_linen            Make pure functions of a linen module
+  from_nnx              Make pure functions of an nnx module, from the function that creates it
   Preempted             The run was asked to stop; its state is saved
   NotSaved              The run is over and its last step could not be saved
   PeerLost              Another process of this job has gone, or does not answer any more
   Diverged              Too many updates in a row had a loss or gradient that was not finite
-  initialize            Join the job that `environ` (default: the process's own) describes
+  initialize            Join the job that `environ` describes (default: this process's environment)
 Watching:
   Hook                  Base class of hooks: override the methods you need; the others do nothing
   Every                 Calls a function with every n-th `StepEnd`
-  Profile               Captures a profile of `steps` steps, from step `start`
-  trackers              Trackers: the numbers of a run where somebody keeps those of all runs
-  events                Events: frozen records of what happens in a run, for hooks, the dashboard
+  Profile               Captures a profile of `steps` steps
+  trackers              Trackers: hooks that send the numbers of a run to Weights & Biases
+  events                Events: frozen records of what happens in a run, for hooks
 Samples:
-  Source                Random access to equally shaped samples; subclass it to read a format of your own
+  Source                Random access to equally shaped samples
   Loader                Hands out every sample in the cursor's order exactly once
-  Cursor                The whole state of a data pipeline: three Python ints
-  flow                  Streams of batches that are joined with tables and reduced by key
+  Cursor                A place in a run's order of samples: the whole state of the data pipeline
+  flow                  Pipelines over batches that join columns with tables and reduce them by key
   embedding             Tables larger than the device
-  lengths               Documents of very different lengths, split so that little of what is computed
+  lengths               Batches of documents whose lengths differ much
 Layouts:
   Strategy              How a model is copied and cut over devices
-  candidates            Every strategy that uses all of `num_devices`; plain data parallelism first
-  pipeline              `layer(params, x) -> x` for every layer of a stack in turn
-  bubble_fraction       The part of a pipeline's time in which a stage waits
-  Layout                A strategy on real devices; passed to whoever needs a mesh, never kept globally
-  Problem               What is trained: the user's functions and how their gradient is measured
-  SampleShape           What a micro-batch looks like: samples per replica
-  Engines               One problem on any number of layouts: an engine for each
+  candidates            Return every strategy that uses all of `num_devices`, plain data parallelism first
+  pipeline              Apply `layer(params, x) -> x` for every layer of a stack in turn
+  bubble_fraction       Return the fraction of a pipeline's time in which a stage waits: (S - 1) / (M + S - 1)
+  Layout                A strategy on real devices
+  Problem               What is trained: the user's functions, and how the noise of their gradient is measured
+  SampleShape           What a micro-batch looks like
+  Engines               One problem on any number of layouts: an engine for each, and the moves between them
   Engine                One problem on one layout
   StepBytes             Bytes per device that one execution needs
-  listen_for_compilations  Call `callback` after every backend compilation
+  listen_for_compilations  Call `callback` after every backend compilation, in the thread that waited
 An optax loop of your own:
-  adaptive              The optimizer `tx`, tuned at `base_batch_size`, for batches of any size
-  rules                 Learning-rate rules: by what factor a batch of another size multiplies
-  value_grad_and_noise  `jax.value_and_grad` that measures gradient noise too
-  NoiseSample           What one batch says about gradient noise: two squared norms of every leaf
-  progress              Base steps done: the steps that the base batch size would have needed
-  gain                  The factor that the latest update was multiplied by
-  grad_groups           The cautious moments by group of parameters: what decisions rest on
-  noise_state           The gradient-noise statistics by label
+  adaptive              Wrap the optimizer `tx`, tuned at `base_batch_size`
+  rules                 Learning-rate rules: the factor by which another batch size multiplies the tuned
+  value_grad_and_noise  Make a `jax.value_and_grad` that also measures gradient noise
+  NoiseSample           The gradient noise measured in one batch
+  progress              Return the base steps done: the steps that the base batch size would have needed
+  gain                  Return the factors that multiplied the latest update, `[labels]`
+  grad_groups           Return the cautious moments by group of parameters; use these for decisions
+  noise_state           Return the gradient-noise statistics by label
 The model of goodput:
-  GradParams            The two moments of the gradient that decide the batch
+  GradParams            The two moments of the gradient that decide the batch, both at the base batch size
   GradGroups            The two moments of every group of parameters, at the base batch size
-  noise_scale           The batch size, in samples, at which gradient noise and signal are equal
-  StepTimings           What was measured: one row per configuration
-  fit_perf_params       The time model that explains `timings` best, with what it cannot know marked
+  noise_scale           Return the batch size, in samples, at which gradient noise and signal are equal
+  StepTimings           Measured times, one row per configuration; every field is an array `[rows]`
+  fit_perf_params       Return the time model that explains `timings` best
   PerfFit               Fitted parameters and how far to trust them
-  PerfParams            What a step costs; scalars, or arrays of one shape
-  Placement             Where the replicas of one job run: scalars, or arrays of one shape
-  GoodputModel          Useful samples per second of any configuration, from what a job measured
-  BatchConfig           One way to run a step: the global batch is the product of the three
-  best_batch            The configuration of highest goodput within the limits
-  goodput_table         [placements] useful samples/s of the best configuration on each
+  PerfParams            The cost of a step; scalars, or arrays of one shape
+  Placement             The nodes and replicas that one job runs on: scalars, or arrays of one shape
+  GoodputModel          Predicts the useful samples per second of any configuration, from a job's measurements
+  BatchConfig           One way to run a step; the global batch is the product of its three numbers
+  best_batch            Return the configuration with the highest goodput within the limits
+  goodput_table         Return the useful samples/s of the best configuration on each placement
 Many jobs:
   scheduler             Which job gets which devices
   simulate              Scheduling policies on a workload, in simulated time

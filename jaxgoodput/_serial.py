@@ -38,7 +38,7 @@ def encode(value: Any) -> Any:
         return int(value)
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else None
-    if hasattr(value, "tolist"):  # arrays and their scalars, of NumPy and JAX
+    if hasattr(value, "tolist"):  # arrays and scalars of NumPy and JAX
         return encode(value.tolist())
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: encode(getattr(value, f.name)) for f in dataclasses.fields(value)}
@@ -163,6 +163,7 @@ def _decode_union(value: Any, kind: Any, parts: Sequence[Any], where: str) -> An
     """Return `value` as the first of the types that it fits; null is None if None is one of them."""
     if value is None and types.NoneType in parts:
         return None
+    # The types must differ in their JSON: the first that fits is taken.
     errors = []
     for part in parts:
         if part is not types.NoneType:

@@ -47,6 +47,7 @@ class Channel:
         self._mine, self._theirs = (b"server", b"client") if is_server else (b"client", b"server")
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        # The system's defaults would notice a broken link only after hours, or 15 minutes while sending.
         for name, value in (
             ("TCP_KEEPIDLE", _IDLE_S),
             ("TCP_KEEPINTVL", _PROBE_S),
@@ -72,6 +73,7 @@ class Channel:
         if len(theirs) != 2 * _NONCE_BYTES:
             self.close()
             raise WrongSecret("the peer's greeting is not that of a jaxgoodput process")
+        # Both sides contribute a nonce, so that neither can make an old recording valid again.
         nonces = mine + theirs if is_server else theirs + mine
         self._key = hmac.digest(secret.encode(), nonces, "sha256")
 
@@ -119,7 +121,9 @@ class Channel:
             line = self._file.readline(longest)
         except (OSError, ValueError):
             return None
-        if not line.endswith(b"\n"):
+        if not line.endswith(
+            b"\n"
+        ):  # cut off by the end of the connection, or longer than `longest`
             return None
         signature, _, body = line[:-1].partition(b" ")
         self._check(signature, body)

@@ -46,6 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = command_parser()
     if any("\0" in argument for argument in (*arguments, *command)):
         parser.error("an argument contains a NUL character, which no file name or number has")
+    # argparse's own message for a mistyped command lists all choices, and suggests none.
     _require_known(arguments, parser)
     options, unknown = parser.parse_known_args(arguments)
     if unknown:

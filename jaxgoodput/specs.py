@@ -170,6 +170,7 @@ class ClusterSpec:
             self._require_prices()
 
     def _require_prices(self):
+        # A budget is meaningless if a device that the tenant may get has no price.
         unpriced = sorted({node.kind for node in self.nodes} - set(self.price_per_hour))
         for tenant in self.tenants:
             if tenant.budget_per_hour is not None and unpriced:

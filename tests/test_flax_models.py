@@ -307,7 +307,7 @@ def test_the_old_name_of_the_metadata_is_understood(key):
         ),
         (
             {"names": (("fsdp", "tensor"), None)},
-            r"becomes \[\['fsdp', 'tensor'\], \[\]\].*each dimension be cut over one axis",
+            r"becomes \[\['fsdp', 'tensor'\], \[\]\].*each dimension only over one axis",
         ),
         ({"stack": "layers"}, r"'layers', which is neither.*Map it in axes=\{'layers'"),
     ],
@@ -321,7 +321,7 @@ def test_metadata_that_means_nothing_is_refused_with_its_remedy(net, settings, m
 @pytest.mark.parametrize("net", [linen_net, nnx_net])
 def test_an_axis_that_no_mesh_has_is_refused(net):
     with pytest.raises(
-        ValueError, match="maps 'mlp' to 'model'; it must be 'fsdp', 'tensor' or None"
+        ValueError, match="maps 'mlp' to 'model'; it must be 'fsdp', 'tensor', or None"
     ):
         net(axes={"mlp": "model"})
 

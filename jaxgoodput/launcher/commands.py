@@ -96,7 +96,7 @@ _PLAN = (
         (
             text("--topology", "KIND:SHAPE", "TPUs, which need not be present, such as v5e:16x16, v6e:4x4 or "
                  "v5p:4x4x4 (needs libtpu)"),
-            number("--devices", "N", 1, "number of devices of the kind at hand; virtual ones on CPU"),
+            number("--devices", "N", 1, "number of devices of this machine's kind; virtual ones on CPU"),
         ),
         required=True,
     ),

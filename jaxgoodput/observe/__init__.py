@@ -1,1 +1,1 @@
-"""What a run tells: events, the journal, the dashboard, the terminal."""
+"""How runs are watched: events, hooks, the journal and reports from it, the dashboard, trackers."""

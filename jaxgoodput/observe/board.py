@@ -76,20 +76,14 @@ def show(
         text=True,
     )
     try:
-        until_s = clock.now() + LIMIT_S
-        while child.poll() is not None or not _answers(url):
-            if child.poll() is not None or clock.now() > until_s:
-                child.kill()
-                said = child.communicate()[1].strip().rpartition("\n")[2]
-                print(f"jaxgoodput: TensorBoard did not start: {said}", file=sys.stderr)
-                return 1
-            clock.sleep(LOOK_S)
+        if not _comes_up(child, url, clock):
+            child.kill()
+            print(f"jaxgoodput: TensorBoard did not start: {_last_words(child)}", file=sys.stderr)
+            return 1
         print(f"TensorBoard is at {url}/ (Ctrl-C stops it)", flush=True)
         if not look(pinned_link(url)):
             print("no browser could be opened: open the address yourself", flush=True)
-        # Reading keeps the pipe from filling up, which would block TensorBoard.
-        said = child.communicate()[1].strip().rpartition("\n")[2]
-        print(f"jaxgoodput: TensorBoard ended by itself: {said}", file=sys.stderr)
+        print(f"jaxgoodput: TensorBoard ended by itself: {_last_words(child)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 0
@@ -99,6 +93,24 @@ def show(
             child.wait()
         if child.stderr is not None:
             child.stderr.close()
+
+
+def _comes_up(child: subprocess.Popen, url: str, clock: Clock) -> bool:
+    """Wait until the server answers; False if it ends or the time is up."""
+    until_s = clock.now() + LIMIT_S
+    while child.poll() is None and clock.now() <= until_s:
+        if _answers(url):
+            return True
+        clock.sleep(LOOK_S)
+    return False
+
+
+def _last_words(child: subprocess.Popen) -> str:
+    """Wait for the end of a process and return the last line of its errors.
+
+    Reading them all the time keeps the pipe from filling up, which would block the process.
+    """
+    return child.communicate()[1].strip().rpartition("\n")[2]
 
 
 def _free_port() -> int:

@@ -126,7 +126,9 @@ class Console:
     def _line(self, text: str) -> None:
         if self._bar is not None:
             self._bar.console.print(text, highlight=False, markup=False)
-        elif not self._given and logging.level_info():
+        elif (
+            not self._given and logging.level_info()
+        ):  # absl's log adds the time, and may go to a file
             logging.info("%s", text)
         else:
             print(text, file=self._stream, flush=True)

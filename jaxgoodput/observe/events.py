@@ -80,7 +80,7 @@ class FitStart(Event):
 
     @property
     def known_settings(self) -> RunSettings:
-        """The settings with their types. Raises ValueError if they are not those of a run."""
+        """The settings with their types. Raises ValueError if they do not describe a run."""
         return decode(self.settings, RunSettings, "settings")
 
 
@@ -175,7 +175,7 @@ class Window(Event):
     loss_gained_expected: float = math.nan
     """Decrease with the previous batch, scaled by the ratio of efficiencies that the model predicts."""
     tflops_per_device: float = math.nan
-    """10^12 matrix-product operations/s, without those that measure the noise; NaN if unknown."""
+    """10^12 matrix-product operations/s, without the measurement of the noise; NaN if unknown."""
     mfu: float = math.nan
     """Model flops utilisation, relative to the chip's bfloat16 peak; NaN for an unlisted chip."""
     tokens_per_s: float = math.nan

@@ -146,7 +146,7 @@ def forecast(workdir: str | os.PathLike[str], shapes: Sequence[Shape]) -> Foreca
 
 
 def records_of(folder: pathlib.Path) -> list[Record]:
-    """Return the records of a run without those that a restart has undone; damaged lines are skipped.
+    """Return the records of a run, except undone ones; damaged lines are skipped.
 
     Raises FileNotFoundError if there is no folder, or no run has written its journal there.
     """
@@ -227,6 +227,8 @@ def limits_of(
             w.memory_limit for w in windows if w.config.strategy == name and w.memory_limit > 0
         ]
         high = most if batch.micro is None else batch.micro[1]
+        # The largest micro-batch that was compiled is limited by memory, by the user or by the batch. Only
+        # if it is smaller than the latter two allow, it was memory.
         if in_memory and in_memory[-1] < min(one.micro[1], most // one.num_replicas):
             high = in_memory[-1]
         low = 1 if batch.micro is None else min(batch.micro[0], high)
@@ -294,6 +296,7 @@ def _scaled(name: str, num_devices: int) -> str | None:
     axes = {field.name for field in dataclasses.fields(Strategy) if field.type is int}
     if name != "single" and (len(degrees) < len(parts) or not set(degrees) <= axes):
         return name  # the user's own name
+    # Replicas are copies unless the parameters are sharded over all of them.
     grows = "fsdp" if "fsdp" in degrees and "data" not in degrees else "data"
     try:
         made: dict[str, Any] = {**degrees, grows: -1}

@@ -189,6 +189,7 @@ def hear(hooks: Sequence[Any], kind: type[Event]) -> bool:
 
     Use it to skip making events that no hook would use.
     """
+    # Bound methods differ from object to object: compare the functions behind them.
     idle = (None, Hook.on_event, getattr(Hook, kind.hook, None))
     names = ("on_event", kind.hook, *_for_record(kind))
     methods = [getattr(hook, name, None) for hook in hooks for name in names]

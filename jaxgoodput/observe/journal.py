@@ -68,7 +68,7 @@ def of_kind(records: Iterable[Record], kind: type[E]) -> list[E]:
 
 
 class Journal:
-    """Appends events to `workdir/goodput.jsonl`. It is a hook, too: it writes every event with `journaled`.
+    """Appends events to `workdir/goodput.jsonl`; as a hook it writes every event whose class is `journaled`.
 
     Every line is handed to the operating system at once, so that a killed run loses nothing. If the disk
     refuses a line, that line is lost and a warning is logged; the run continues.
@@ -131,6 +131,7 @@ class Journal:
                 self._path.with_name(f"{self._path.stem}.{number}{self._path.suffix}")
             )
             file = self._open()
+            # From here on the new segment is in use, even if shortening an old one fails.
             self._file.close()
             self._file, self._set_aside_at = file, SEGMENT_BYTES
             if (long := number - NUM_WHOLE) in older:
@@ -326,13 +327,18 @@ def read(
                 records.append(record)
             elif raw.strip():
                 on_torn(where, raw[:200].decode("ascii", errors="replace"))
+    _mark_undone(records)
+    return [record for record in records if keep_undone or not record.undone]
+
+
+def _mark_undone(records: list[Record]) -> None:
+    """Mark what a later run has undone, by resuming from before its step."""
     lowest = math.inf  # step from which a later run resumed
     for place, record in reversed(list(enumerate(records))):
         if record.event.step > lowest:
             records[place] = dataclasses.replace(record, undone=True)
         if isinstance(record.event, FitStart):
             lowest = min(lowest, record.event.step)
-    return [record for record in records if keep_undone or not record.undone]
 
 
 def read_workdir(

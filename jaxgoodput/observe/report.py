@@ -62,7 +62,7 @@ class _Story:
 
     folder: pathlib.Path
     records: Sequence[Record]
-    """All records, including those that a restart has undone."""
+    """All records, also the ones that a restart has undone."""
     torn: Sequence[str]
     """Places of the lines that cannot be read."""
 
@@ -89,7 +89,7 @@ class _Story:
 
     @property
     def num_restarts(self) -> int:
-        """Restarts of the job. If processes joined or left and the others continued, that is none."""
+        """Number of restarts of the job; changes of processes that the others survived do not count."""
         num_continued = sum(end.goes_on for end in of_kind(self.records, FitEnd))
         return max(self.starts[-1].restart - num_continued, 0)
 
@@ -274,15 +274,17 @@ def sparkline(values: Sequence[float], *, width: int = _WIDTH, log: bool = False
     >>> sparkline([1.0, 2.0, 3.0, 4.0])
     '▁▃▆█'
     """
-    points = [math.log(v) if log and v > 0 else (math.nan if log else v) for v in values]
-    if not points:
+    points = np.array(values, float)
+    if log:
+        points = np.log(points, where=points > 0, out=np.full(points.shape, math.nan))
+    if not points.size:
         return ""
-    known = [part[np.isfinite(part)] for part in np.array_split(points, min(len(points), width))]
-    means = [float(part.mean()) for part in known if part.size]
-    low, span = min(means, default=0.0), max(means, default=0.0) - min(means, default=0.0)
-    places = iter((v - low) / span if span else 0.5 for v in means)
-    top = len(_SPARKS) - 1
-    return "".join(_SPARKS[math.floor(next(places) * top + 0.5)] if p.size else " " for p in known)
+    known = [part[np.isfinite(part)] for part in np.array_split(points, min(points.size, width))]
+    means = np.array([part.mean() if part.size else math.nan for part in known])
+    low, high = np.nanmin(means, initial=math.inf), np.nanmax(means, initial=-math.inf)
+    places = (means - low) / (high - low) if high > low else np.where(np.isnan(means), means, 0.5)
+    signs = np.floor(places * (len(_SPARKS) - 1) + 0.5)
+    return "".join(" " if math.isnan(sign) else _SPARKS[int(sign)] for sign in signs)
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[RenderableType]]) -> str:
@@ -366,6 +368,7 @@ def _spent(story: _Story) -> tuple[dict[str, float], bool]:
     """Return the seconds by time bucket, and whether they are estimated."""
     spent: dict[str, float] = {}
     since: Sequence[Record] = story.kept
+    # The ledger of the last end covers all runs until then; what came later has no ledger yet.
     for place, record in reversed(list(enumerate(story.kept))):
         end = record.event
         if isinstance(end, FitEnd) and end.buckets_s:  # the time of this run and the earlier ones
@@ -443,6 +446,7 @@ def _rows(windows: Sequence[Window]) -> list[_Row]:
     before: Window | None = None
     for window in windows:
         key = (window.config.global_batch_size, _shape(window.config))
+        # Differences of the running count are exact; estimate if there is no earlier window to compare.
         samples = key[0] * window.num_steps
         if before is not None and window.samples >= before.samples:
             samples = window.samples - before.samples
@@ -568,21 +572,30 @@ def _verdicts(tunes: Sequence[TuneEnd], num_verdicts: int) -> str:
 def _curves(windows: Sequence[Window], evals: Sequence[EvalEnd]) -> str:
     is_bound = bool(windows) and windows[-1].noise_is_lower_bound
     noise = "noise scale >=" if is_bound else "noise scale"
-    curves = {
-        "global batch": [float(w.config.global_batch_size) for w in windows],
-        noise: [w.noise_scale for w in windows],
-        "goodput": [w.goodput_measured for w in windows],
-        "lr gain": [w.gain for w in windows],
-        "loss": [w.metrics.get("loss", math.nan) for w in windows],
-    }
-    for name in dict.fromkeys(name for e in evals for name in e.metrics):
-        curves[f"eval/{name}"] = [e.metrics.get(name, math.nan) for e in evals]
+    points = [
+        {
+            "global batch": float(w.config.global_batch_size),
+            noise: w.noise_scale,
+            "goodput": w.goodput_measured,
+            "lr gain": w.gain,
+            "loss": w.metrics.get("loss", math.nan),
+        }
+        for w in windows
+    ]
+    results = [{f"eval/{name}": value for name, value in e.metrics.items()} for e in evals]
+    curves = _by_name(points) | _by_name(results)
     rows = [
         (name, _curve(values, log=name in ("global batch", noise)))
         for name, values in curves.items()
         if any(map(math.isfinite, values))
     ]
     return _section("Over time", _pairs(rows)) if rows else ""
+
+
+def _by_name(points: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
+    """Return the values of each name over all points; NaN if a point lacks it."""
+    names = dict.fromkeys(name for point in points for name in point)
+    return {name: [point.get(name, math.nan) for point in points] for name in names}
 
 
 def _curve(values: Sequence[float], *, log: bool) -> str:
@@ -599,7 +612,10 @@ def _curve(values: Sequence[float], *, log: bool) -> str:
 
 def _incidents(story: _Story) -> str:
     lines: list[str] = []
-    num_continued, furthest = 0, 0  # the step that any run so far has reached
+    num_continued = (
+        0  # changes of processes: the journal numbers them like restarts, readers should not
+    )
+    furthest = 0  # the step that any run so far has reached
     for before, record in itertools.pairwise([story.records[0], *story.records]):
         event = record.event
         pause = seconds(record.wall - before.wall)

@@ -205,7 +205,7 @@ def shown(charts: Charts, tags: Set[str]) -> Charts:
         category: {
             title: (kind, patterns)
             for title, (kind, patterns) in inside.items()
-            # The patterns of a margin chart are whole tags; those of lines are regular expressions.
+            # Margin charts name whole tags; line charts have regular expressions.
             if (
                 not tags.isdisjoint(patterns)
                 if kind == "Margin"

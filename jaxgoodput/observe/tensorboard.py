@@ -125,7 +125,7 @@ class Dashboard:
         values["elastic/num_devices"] = run.start.num_devices
         values["elastic/num_processes"] = run.start.num_processes
         values["elastic/restarts"] = run.start.restart
-        if self._last_seen is not None:
+        if self._last_seen is not None:  # the first window after a restart
             paused_s = self._clock.wall() - event.seconds - self._last_seen
             values["elastic/last_resize_s"] = max(paused_s, 0.0)
             self._last_seen = None
@@ -450,6 +450,7 @@ def _session_end(good: bool, wall: float) -> Any:
     """Return the outcome of a run. `SummaryWriter.add_hparams` would report success, in a run of its own."""
     *_, ended = hparams({}, {})
     plugin = ended.value[0].metadata.plugin_data
+    # tensorboardX always reports success: correct the status in its serialized message.
     data = HParamsPluginData.FromString(plugin.content)
     data.session_end_info.status = Status.Value("STATUS_SUCCESS" if good else "STATUS_FAILURE")
     data.session_end_info.end_time_secs = wall

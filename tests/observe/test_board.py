@@ -105,7 +105,7 @@ def test_a_link_is_a_way_round_a_path_that_tensorboard_would_cut(tmp_path):
     (tmp_path / "x,y" / "tensorboard").mkdir(parents=True)
     (tmp_path / "link").symlink_to(tmp_path / "x,y")
     board.command(board.named([str(tmp_path / "link")]), 6006)
-    with pytest.raises(ValueError, match="Make a link"):
+    with pytest.raises(ValueError, match="Make a symbolic link"):
         board.command(board.named([str(tmp_path / "x,y")]), 6006)
 
 

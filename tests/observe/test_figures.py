@@ -208,7 +208,7 @@ def test_groups_of_hardly_any_signal_have_no_curve_of_their_own():
 
 
 def test_groups_and_names_that_do_not_belong_together_are_refused():
-    with pytest.raises(ValueError, match="2 groups, and there are 3 names"):
+    with pytest.raises(ValueError, match="2 groups, but there are 3 names"):
         figures.efficiency_by_group(tune(), ("a", "b", "c"))
     unknown = GradGroups(sqr=np.full(2, math.nan), var=np.ones(2))
     assert figures.efficiency_by_group(tune(grad=unknown), NAMES) is None

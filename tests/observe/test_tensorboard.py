@@ -357,7 +357,12 @@ def test_hparams_hold_the_settings_and_the_outcome(tmp_path, clock, reason, stat
     )
     dashboard.on_fit_end(
         FitEnd(
-            step=10, progress=1.0, samples=1, seconds=8.0, reason=reason, buckets_s={"other": 2.0}
+            step=10,
+            progress=1.0,
+            samples=1,
+            seconds=8.0,
+            reason=reason,
+            buckets_s={"other": 2.0, "productive": 6.0},
         )
     )
     dashboard.close()

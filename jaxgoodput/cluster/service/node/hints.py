@@ -41,6 +41,7 @@ def hints_of(
     layouts = tuple(_layout(one, limits[name].span) for name, one in learnt.items())
     sizes = [one.fit.max_replicas * one.share for one in learnt.values()]
     count = _num_devices(records, devices_per_process)
+    now: dict[str, Any] = _now(windows[-1]) if windows else {"progress": 0.0}
     return Hints(
         generation=generation,
         number=max(int(1000 * records[-1].wall), 0),
@@ -52,7 +53,7 @@ def hints_of(
         restarts_s=tuple(_restarts(records)[-MOST_RESTARTS:]),
         **_batch_limits(start, len(layouts)),
         **_noise(learnt),
-        **(_now(windows[-1]) if windows else {"progress": 0.0}),
+        **now,
     )
 
 
