@@ -179,9 +179,8 @@ def test_a_commit_that_was_gone_back_from_counts_no_more_after_a_kill(two_commit
     shutil.copytree(two_commits, folder)
     with RowStore(folder, at=1, keep=3, **SMALL) as store:
         assert store.commit() == 3
-    shutil.copy(
-        two_commits / "commits/00000002.json", folder / "commits"
-    )  # killed before it was deleted
+    # Killed before it was deleted.
+    shutil.copy(two_commits / "commits/00000002.json", folder / "commits")
     shutil.copy(two_commits / "00000002.rows", folder)
     with RowStore(folder, keep=3, **SMALL) as store:
         assert list(manifests(folder)) == [3, 2, 1]
