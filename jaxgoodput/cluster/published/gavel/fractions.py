@@ -78,7 +78,7 @@ class FractionProblem:
         if self.pairs == () and self.pair_throughput.shape[-1] != num_kinds:
             object.__setattr__(self, "pair_throughput", np.zeros((0, 2, num_kinds)))
         self._check()
-        barred = np.tile(np.asarray(self.capacity) == 0, (num_jobs, 1))
+        barred: np.ndarray = np.tile(np.asarray(self.capacity) == 0, (num_jobs, 1))
         for limit in self.limits:
             if limit.left <= 0:
                 its = counts([limit], self.tenant)[0]
