@@ -254,13 +254,13 @@ def test_factors_are_bounded_and_fall_with_what_was_had():
 
 
 WRONG = {
-    "unknown parent": ((Tenant(name="a", parent="z"),), "below 'z', which is not one"),
+    "unknown parent": ((Tenant(name="a", parent="z"),), "the parent 'z', which is not one"),
     "cycle": ((Tenant(name="a", parent="b"), Tenant(name="b", parent="a")), "is below itself"),
     "twice": ((Tenant(name="a"), Tenant(name="a")), "occur more than once"),
     "more than the parent": (
         (Tenant(name="p", guaranteed=3), Tenant(name="a", parent="p", guaranteed=2),
          Tenant(name="b", parent="p", guaranteed=2)),
-        "guaranteed 4 devices, but it is itself guaranteed 3",
+        "guaranteed 4 devices, but 'p' itself is guaranteed 3",
     ),
     "no prices": ((Tenant(name="a", budget_per_hour=1.0),), "kind 'k' has no price"),
 }  # fmt: skip
