@@ -19,7 +19,7 @@ from models import made
 import jaxgoodput as jg
 from jaxgoodput.data.sources import abstract_sample, as_source
 from jaxgoodput.engine.engine import Engines
-from jaxgoodput.train.prepare import problem_of
+from jaxgoodput.train.start.problem import problem_of
 
 FLAGS = flags.FLAGS
 flags.DEFINE_integer("switches", 30, "Changes of the batch.")
@@ -53,7 +53,8 @@ class Mover(jg.Hook):
         self._last = (now, size)
         if self.compiled_before is None:
             self.trainer.compile_sizes()  # whatever the noise of random data promises
-            if set(SIZES) <= set(run.sizes.ready()) and not run.sizes.is_busy:
+            sizes = run.start.strategies.compiler(run.now.batch.strategy)
+            if set(SIZES) <= set(sizes.ready()) and not sizes.is_busy:
                 self.compiled_before = run.compilations.num
                 self._since = 0
             return

@@ -1,65 +1,127 @@
-"""Whether a change made training slower: `step_overhead.py` in two checkouts, turn by turn.
+"""Whether a change made anything slower: the same measurement in two checkouts, in turns.
 
-    python benchmarks/before_after.py --before ../older-checkout --only cnn:1
+    python benchmarks/before_after.py --before ../older-checkout
+    python benchmarks/before_after.py --before ../older-checkout --only step,decision --pairs 9
 
-Each turn is a process of its own, first of one checkout, then of the other, on the same machine and with the
-same environment. The hand-written loop is the same in both, so all figures are over it; the last column is
-the ratio of the two, within a turn: median and range.
+A pair measures one checkout and then the other, each in processes of its own, on the same machine and with
+the same environment; the order alternates. The table gives the ratio after / before: median and quartiles.
+Step overhead is itself a ratio to the same hand-written loop, so pairs can be compared.
 """
 
+import argparse
 import json
 import os
 import pathlib
+import re
 import statistics
 import subprocess
 import sys
-
-from absl import app, flags
+from collections.abc import Callable, Mapping
+from functools import partial
 
 from jaxgoodput.launcher.local import keep_freed_pages
 
-FLAGS = flags.FLAGS
-flags.DEFINE_string("before", None, "The checkout to compare with.", required=True)
-flags.DEFINE_list("only", ["cnn:1", "byte LM:1", "cnn:8", "byte LM:8"], "Rows of step_overhead.py.")
-flags.DEFINE_integer("turns", 3, "Turns of both checkouts.")
-
 HERE = pathlib.Path(__file__).resolve().parents[1]
-PARTS = {"fit": "fit", "plain": "step", "statistics": "step with statistics"}
 
 
-def turn(checkout: pathlib.Path, row: str) -> dict[str, float]:
-    """Median seconds of each part over the hand-written loop's, in a process of its own."""
-    command = [sys.executable, str(checkout / "benchmarks" / "step_overhead.py")]
-    command += [f"--only={row}", "--worker", "--rounds=2"]
+def run(checkout: pathlib.Path, *arguments: str) -> str:
+    """What Python prints when it runs with `checkout` as its package; raises if it fails."""
     environ = {**os.environ, **keep_freed_pages(os.environ), "PYTHONPATH": str(checkout)}
-    done = subprocess.run(command, env=environ, stdout=subprocess.PIPE, text=True, check=True)
-    rounds = json.loads(done.stdout.splitlines()[-1])["rounds"]
-    ratios = {
-        part: [a / b for a, b in zip(rounds[part], rounds["hand"], strict=True)] for part in PARTS
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=checkout,
+        env=environ,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    return done.stdout
+
+
+def step(row: str, checkout: pathlib.Path) -> Mapping[str, float]:
+    """Time of each kind of step over that of the hand-written loop."""
+    script = ["benchmarks/step_overhead.py", f"--only={row}", "--worker", "--rounds=2"]
+    rounds = json.loads(run(checkout, *script).splitlines()[-1])["rounds"]
+    parts = {"fit": "fit", "plain": "plain step", "statistics": "step with statistics"}
+    return {
+        f"{row}: {name} / by hand": statistics.median(
+            a / b for a, b in zip(rounds[part], rounds["hand"], strict=True)
+        )
+        for part, name in parts.items()
     }
-    return {part: statistics.median(values) for part, values in ratios.items()}
 
 
-def main(argv):
-    """Run both checkouts in turns and print the table."""
-    del argv
-    before = pathlib.Path(FLAGS.before).resolve()
-    print(f"{'row':12} {'part':22} {'before / hand':>14} {'after / hand':>13}  after / before")
-    for row in FLAGS.only:
-        pairs = []
-        for number in range(FLAGS.turns):
-            order = (before, HERE) if number % 2 == 0 else (HERE, before)
-            found = {checkout: turn(checkout, row) for checkout in order}
-            pairs.append((found[before], found[HERE]))
-        for part, name in PARTS.items():
-            old, new = ([pair[i][part] for pair in pairs] for i in (0, 1))
-            change = [b / a for a, b in zip(old, new, strict=True)]
+def decision(checkout: pathlib.Path) -> Mapping[str, float]:
+    """CPU milliseconds of a scheduling decision, by size of the cluster."""
+    said = run(checkout, "benchmarks/scheduler_decisions.py", "--rounds", "5")
+    rows = [line.split() for line in said.splitlines() if re.match(r"\s*\d+\s+\d+\s+[13]\s", line)]
+    # The columns are devices, jobs, kinds, shapes, tables, CPU median.
+    return {
+        f"decision, ms CPU: {row[0]} devices, {row[1]} jobs, kinds {row[2]}, row {number}": float(
+            row[5]
+        )
+        for number, row in enumerate(rows, start=1)
+    }
+
+
+def move(checkout: pathlib.Path) -> Mapping[str, float]:
+    """Milliseconds of a move of the state between two layouts."""
+    pair = "fsdp8>tensor8"
+    said = run(checkout, "benchmarks/reshard.py", f"--only={pair}", "--mebibytes=100", "--rounds=5")
+    (row,) = (line.split() for line in said.splitlines() if line.split()[:2] == pair.split(">"))
+    return {f"move {pair}, 100 MiB, ms": float(row[4])}
+
+
+def start(checkout: pathlib.Path) -> Mapping[str, float]:
+    """Seconds to the first step of the quickstart, and of the command line's help."""
+    found = {}
+    said = run(checkout, "benchmarks/first_step.py", "--repeats", "1", "--asked-s", "1000")
+    for line in said.splitlines():
+        if parts := re.match(r"\s*(imports|processor|first step)\s+([\d.]+)", line):
+            found[f"quickstart, seconds to: {parts[1]}"] = float(parts[2])
+    timer = "import time; t = time.process_time(); import {0}; print(time.process_time() - t)"
+    for module in ("jaxgoodput", "jaxgoodput.cli", "jaxgoodput.train.trainer"):
+        found[f"import {module}, s CPU"] = float(run(checkout, "-c", timer.format(module)))
+    return found
+
+
+MEASURES: Mapping[str, tuple[Callable[[pathlib.Path], Mapping[str, float]], ...]] = {
+    "step": tuple(partial(step, row) for row in ("cnn:1", "byte LM:1", "mlp:1", "cnn:8")),
+    "decision": (decision,),
+    "move": (move,),
+    "start": (start,),
+}
+
+
+def main() -> None:
+    """Measure both checkouts in turns and print the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument(
+        "--before", type=pathlib.Path, required=True, help="the checkout to compare with"
+    )
+    parser.add_argument("--only", default=",".join(MEASURES), help=f"some of {', '.join(MEASURES)}")
+    parser.add_argument("--pairs", type=int, default=7)
+    options = parser.parse_args()
+    print("| what | before | after | after / before: median (quartiles) |\n|---|---|---|---|")
+    for measure in (each for name in options.only.split(",") for each in MEASURES[name]):
+        pairs: list[dict[pathlib.Path, Mapping[str, float]]] = []
+        for number in range(options.pairs):
+            checkouts = [options.before.resolve(), HERE]
+            pairs.append(
+                {each: measure(each) for each in checkouts[:: 1 if number % 2 == 0 else -1]}
+            )
+        for what in pairs[0][HERE]:
+            old, new = (
+                [pair[each][what] for pair in pairs] for each in (options.before.resolve(), HERE)
+            )
+            ratios = [b / a for a, b in zip(old, new, strict=True)]
+            low, middle, high = statistics.quantiles(ratios, n=4)
             print(
-                f"{row:12} {name:22} {statistics.median(old):14.3f} {statistics.median(new):13.3f}  "
-                f"{statistics.median(change):.3f} ({min(change):.3f}-{max(change):.3f})",
+                f"| {what} | {statistics.median(old):.3g} | {statistics.median(new):.3g} | "
+                f"{middle:.3f} ({low:.3f}-{high:.3f}) |",
                 flush=True,
             )
 
 
 if __name__ == "__main__":
-    app.run(main)
+    main()

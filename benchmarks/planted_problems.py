@@ -44,7 +44,7 @@ from jaxgoodput.observe.events import StepEnd
 from jaxgoodput.optim import adaptive as adaptation
 from jaxgoodput.optim import noise as noises
 from jaxgoodput.train.loop import Loop
-from jaxgoodput.train.prepare import problem_of
+from jaxgoodput.train.start.problem import problem_of
 from jaxgoodput.tune.tuner import Tuner, TunerAnswer, answer
 from jaxgoodput.tune.verdict import Situation
 

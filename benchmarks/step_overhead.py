@@ -77,7 +77,7 @@ def measure(name: str, num_devices: int, per_device: int) -> dict:
     )
     from jaxgoodput.data.sources import abstract_sample, as_source
     from jaxgoodput.engine.engine import Engines
-    from jaxgoodput.train.prepare import problem_of
+    from jaxgoodput.train.start.problem import problem_of
 
     devices = jax.devices()[:num_devices]
     base = per_device * num_devices

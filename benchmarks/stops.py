@@ -149,7 +149,7 @@ class Stopped(Trainer):
         hanging = {"hanging data": 0, "hanging peer": 1, "hanging writer": 0}
         if hanging.get(self.moment) != jax.process_index() or self._loop is None:
             return False
-        if self._loop.step < 10:
+        if self._loop.now.step < 10:
             return False
         self.mark()
         return True
@@ -196,7 +196,7 @@ class Evaluating(Stopped):
 
         class Slow(Rows):
             def __getitem__(self, index):
-                if task._loop is not None and task._loop.step >= 3:
+                if task._loop is not None and task._loop.now.step >= 3:
                     task.mark()
                     if task.moment == "hanging evaluation":
                         time.sleep(1e6)

@@ -163,3 +163,17 @@ def test_a_room_promises_exactly_its_names_and_each_says_what_it_is(room):
     assert {name for name in public if not name.startswith("_")} == set(module.__all__)
     for name in module.__all__:
         assert (inspect.getdoc(getattr(module, name)) or "").strip(), f"{name} has no docstring"
+
+
+@pytest.mark.parametrize("room", sorted(ROOMS))
+def test_a_room_promises_the_same_whatever_was_imported_before(room):
+    """A function may have the name of its module, which an import of the module must not put in its place."""
+    program = f"""
+    import importlib, pkgutil, types
+    package = importlib.import_module({room!r})
+    for found in pkgutil.iter_modules(package.__path__):
+        importlib.import_module(f"{room}." + found.name)
+    wrong = [n for n in package.__all__ if isinstance(getattr(package, n), types.ModuleType)]
+    assert not wrong, wrong
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True)

@@ -59,10 +59,10 @@ def matrix_flops(jaxpr: Jaxpr) -> float:
 
     A scan counts times its length, a conditional as its largest branch, a `while` as one iteration.
     """
-    return sum(map(_flops_of, jaxpr.eqns), 0.0)
+    return float(sum(map(_flops_of, jaxpr.eqns)))
 
 
-def _flops_of(one: JaxprEqn) -> float:
+def _flops_of(one: JaxprEqn) -> float | int:
     name, inner = one.primitive.name, [matrix_flops(j) for j in jaxprs_in_params(one.params)]
     if name == "scan":
         return one.params["length"] * sum(inner)

@@ -11,11 +11,10 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any, ParamSpec, Protocol, TypeVar
 
-import jax
 from jaxtyping import PyTree
 
 from jaxgoodput.engine.analysis import matrix_flops
-from jaxgoodput.engine.programs import Program, Programs
+from jaxgoodput.engine.programs import Program, Programs, shardings_of
 from jaxgoodput.parallel.move import Move
 from jaxgoodput.parallel.once import Once
 
@@ -140,5 +139,4 @@ class Moves:
         return self._move(old.reduced_sums(), new.reduced_sums(), donate=True)
 
     def _move(self, old: PyTree, new: PyTree, *, donate: bool) -> LayoutMove:
-        shardings = jax.tree.map(lambda x: x.sharding, new)
-        return LayoutMove(old, shardings, donate, self.memory_bytes, self.programs)
+        return LayoutMove(old, shardings_of(new), donate, self.memory_bytes, self.programs)

@@ -112,9 +112,9 @@ class Engines:
                 found = Engine(self, layout)
                 if self._engines and not found.programs.can_switch:
                     raise ValueError(
-                        f"this job adds up its sums over groups of processes, which works under one layout, "
-                        f"and it has engines for {len(self._engines)} already, so there is none for "
-                        f"{layout.strategy.name}. Pass one strategy, or use a single process."
+                        f"a job that adds up its gradients over several processes has one layout, here "
+                        f"{next(iter(self._engines)).strategy.name}; got {layout.strategy.name} too. Pass "
+                        "one strategy, or use a single process."
                     )
                 self._engines[layout] = found
         return found
@@ -235,15 +235,15 @@ class Engine:
         return self.layout.num_replicas * self.programs.num_groups
 
     def can_measure(self, size: Size) -> bool:
-        """Return whether a batch of one micro-batch of this size tells its noise.
+        """Return whether the gradient noise can be measured in a batch of one micro-batch of this size.
 
-        A batch of several micro-batches always does.
+        In a batch of several micro-batches it always can.
         """
         return self.programs.can_measure(self.shape(size).micro_batch_size)
 
     @property
     def has_groups(self) -> bool:
-        """Whether every batch tells its noise, because other groups of processes have parts of it."""
+        """Whether every batch gives a noise sample, because other groups of processes have parts of it."""
         return self.programs.has_groups
 
     @property
@@ -502,8 +502,8 @@ class Engine:
         """Run the last micro-batch and the update in one executable. Not for an elastic job.
 
         Returns the new state and the metrics vector, followed by the sum of every process's `control`.
-        `measure` takes a noise sample if a batch of one micro-batch tells any (`can_measure`). Donates
-        the state.
+        `measure` takes a noise sample, if a batch of one micro-batch of this size allows it (`can_measure`).
+        Donates the state.
         """
         if not self.programs.is_fused:
             raise ValueError(

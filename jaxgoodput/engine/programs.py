@@ -196,12 +196,12 @@ class Programs(abc.ABC):
 
     @property
     def has_groups(self) -> bool:
-        """Whether every batch tells its noise, because several groups have a part of it."""
+        """Whether every batch gives a noise sample, because several groups have a part of it."""
         return False
 
     @abc.abstractmethod
     def can_measure(self, micro_batch_size: int) -> bool:
-        """Return whether a batch of one micro-batch of this many samples per replica tells its noise."""
+        """Return whether a batch of one micro-batch, of this size per replica, gives a noise sample."""
 
     @property
     def is_paced(self) -> bool:
@@ -250,7 +250,7 @@ class Programs(abc.ABC):
     def rehearsals(self, *, accumulate: bool) -> tuple[int, ...]:
         """Return the batches to rehearse, each as the number of micro-batches before its last one.
 
-        None if several processes would have to run the collectives together.
+        There are none if several processes would have to run the collectives together.
         """
         if self.layout.mesh.is_multi_process:
             return ()
@@ -442,13 +442,13 @@ class Programs(abc.ABC):
             return pure.init_state(problem, key, dict(zip(given, values, strict=True)))
 
         arguments = (key, *(leaves[name] for name in given))
-        return Program(run, tuple(range(1, len(arguments))), arguments, _shardings(state))
+        return Program(run, tuple(range(1, len(arguments))), arguments, shardings_of(state))
 
     def average(self) -> Program:
         """Build the program from parameters to an average that starts at them."""
         state = self.abstract_state()
         run = partial(pure.first_average, self.problem)
-        return Program(run, (), (state.params,), _shardings(state.ema))
+        return Program(run, (), (state.params,), shardings_of(state.ema))
 
     def zeros(self) -> Program:
         """Build the program that makes a throw-away state of zeros."""
@@ -458,7 +458,7 @@ class Programs(abc.ABC):
                 return jnp.broadcast_to(jax.random.key(0), s.shape)
             return jnp.zeros(s.shape, s.dtype)
 
-        out = _shardings(self.abstract_state())
+        out = shardings_of(self.abstract_state())
         return Program(lambda: jax.tree.map(zero, self.state), (), (), out)
 
     def begin(self) -> Program:
@@ -468,7 +468,7 @@ class Programs(abc.ABC):
         """
         state, (params, scale, *_) = self.abstract_state(), self.abstract_work
         out = (() if self.problem.compute_dtype is None else params, scale)
-        return Program(self._begin, (), (state.params, state.opt_state), _shardings(out))
+        return Program(self._begin, (), (state.params, state.opt_state), shardings_of(out))
 
     def update(self) -> Program:
         """Build the program from (state, reduced sums) to (state, packed metrics); donates the state."""
@@ -478,7 +478,7 @@ class Programs(abc.ABC):
             state, metrics = self._update(state, total, measure=True)
             return state, metrics.packed()
 
-        out = (_shardings(state), self.layout.replicated)
+        out = (shardings_of(state), self.layout.replicated)
         return Program(run, (0,), (state, self.reduced_sums()), out)
 
     def _begin(self, params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
@@ -514,8 +514,8 @@ class Programs(abc.ABC):
             return self._accumulate(arguments[:5], arguments[5 : len(fixed)], old)
 
         if first:
-            return Program(run, (), fixed, _shardings(sums))
-        return Program(run, (len(fixed),), (*fixed, sums), _shardings(sums))
+            return Program(run, (), fixed, shardings_of(sums))
+        return Program(run, (len(fixed),), (*fixed, sums), shardings_of(sums))
 
     def step(self, shape: SampleShape, *, measure: bool) -> Program:
         """Build the step of one micro-batch: (state, batch, mask, control) to (state, packed metrics).
@@ -549,7 +549,7 @@ class Programs(abc.ABC):
         return Program(run, (0,), arguments, self._out())
 
     def _out(self) -> tuple[PyTree, NamedSharding]:
-        return _shardings(self.abstract_state()), self.layout.replicated
+        return shardings_of(self.abstract_state()), self.layout.replicated
 
     def _fused(self, state: TrainState, inputs: Trees, sums: Sums | None, *, measure: bool) -> Sums:
         """Return the sums of the whole batch, from `sums` so far and the last micro-batch."""
@@ -570,7 +570,7 @@ class Programs(abc.ABC):
 
 
 class RowComparison:
-    """Compares a part of a micro-batch's rows with all of them, which tells the noise of its gradient.
+    """Measures gradient noise in one micro-batch, by comparing a part of its rows with all of them.
 
     `state` and `rows`, a batch of two, are abstract. `couples` says that the samples of a micro-batch must be
     computed together.
@@ -592,7 +592,7 @@ class RowComparison:
         self.couples = couples
 
     def is_possible(self, micro_batch_size: int) -> bool:
-        """Return whether one micro-batch of this many samples per replica tells its noise."""
+        """Return whether one micro-batch, of this many samples per replica, gives a noise sample."""
         if self.problem.from_norm_layers or self._is_apart(micro_batch_size):
             return True
         return self._can_leave_out and self.layout.num_replicas * micro_batch_size > 1
@@ -723,7 +723,7 @@ class SeparatePrograms(Programs):
     def reduce(self) -> Program:
         """Build the program from the sums of the replicas to those of the batch; donates nothing."""
         run = self._manual(lambda sums: self._total(first_row(sums)), (ROWS,), WHOLE)
-        return Program(run, (), (self.partial_sums(),), _shardings(self.reduced_sums()))
+        return Program(run, (), (self.partial_sums(),), shardings_of(self.reduced_sums()))
 
     def spread(self) -> Program:
         """Build the program from reduced sums to parts of them, from which a batch goes on."""
@@ -733,7 +733,7 @@ class SeparatePrograms(Programs):
             return as_row(sums.part_of(replica, self.layout.num_replicas))
 
         run = self._manual(body, (WHOLE,), ROWS)
-        return Program(run, (), (self.reduced_sums(),), _shardings(self.partial_sums()))
+        return Program(run, (), (self.reduced_sums(),), shardings_of(self.partial_sums()))
 
     def abstract_batch(self, shape: SampleShape) -> tuple[PyTree, ...]:
         """Return (batch, mask, the number of each replica among those of all processes)."""
@@ -817,7 +817,8 @@ def _placed(tree: PyTree, sharding: NamedSharding) -> PyTree:
     return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), tree)
 
 
-def _shardings(tree: PyTree) -> PyTree:
+def shardings_of(tree: PyTree) -> PyTree:
+    """Return the shardings of a tree's leaves."""
     return jax.tree.map(lambda x: x.sharding, tree)
 
 

@@ -34,6 +34,7 @@ from jaxgoodput.engine.programs import (
     as_row,
     control_rows,
     first_row,
+    shardings_of,
 )
 from jaxgoodput.engine.state import StepMetrics, Sums, TrainState
 from jaxgoodput.parallel.place import DEVICE_AXIS, GROUP_AXIS
@@ -64,10 +65,10 @@ class OverGroups(Programs):
     @property
     @abc.abstractmethod
     def has_groups(self) -> bool:
-        """Whether every batch tells its noise, because several groups of samples are part of it."""
+        """Whether every batch gives a noise sample, because several groups have a part of it."""
 
     def can_measure(self, micro_batch_size: int) -> bool:
-        """Return whether a batch of one micro-batch tells its noise: by groups, or by rows if alone."""
+        """Return whether a batch of one micro-batch gives a noise sample: by groups, or by rows if alone."""
         return self.has_groups or self.row_comparison.is_possible(micro_batch_size)
 
     def training(self, shape: SampleShape, *, accumulate: bool) -> tuple[partial[Program], ...]:
@@ -150,7 +151,7 @@ class OverGroups(Programs):
             total = self._compared(arguments[:5], arguments[5:])
             return dataclasses.replace(total, square=None)  # other groups' sums have none
 
-        return Program(run, (), fixed, jax.tree.map(lambda x: x.sharding, sums))
+        return Program(run, (), fixed, shardings_of(sums))
 
     @abc.abstractmethod
     def pack(self) -> Program:

@@ -27,7 +27,7 @@ from jaxgoodput.embedding.rows import EMBEDDING
 from jaxgoodput.embedding.step import read_rows, write_rows
 from jaxgoodput.embedding.table import Lookup
 from jaxgoodput.engine import step as pure
-from jaxgoodput.engine.programs import GlobalPrograms, Program, SampleShape
+from jaxgoodput.engine.programs import GlobalPrograms, Program, SampleShape, shardings_of
 from jaxgoodput.engine.state import StepMetrics, Sums, TrainState, cast, split
 from jaxgoodput.optim import adaptive as adaptation
 from jaxgoodput.optim.noise import leaf_groups
@@ -224,7 +224,7 @@ class RowPrograms(GlobalPrograms):
         inputs = (*self.abstract_batch(shape), *self.abstract_control())
         arguments = (state, slots, self.abstract_lookups(shape), *inputs)
         out = (
-            jax.tree.map(lambda x: x.sharding, state),
+            shardings_of(state),
             dict.fromkeys(slots, self.layout.replicated),
             self.layout.replicated,
         )

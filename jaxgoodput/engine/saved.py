@@ -252,7 +252,7 @@ def from_host(leaves: Mapping[str, HostLeaf], abstract: PyTree) -> PyTree:
     told = differences(given, {path: LeafKind.of(abstract_data(x)) for path, x in wanted.items()})
     if told:
         raise ValueError(
-            f"the state that another process holds is of another model: {told[0]}. Start all processes with "
+            f"the state that another process sent is of another model: {told[0]}. Start all processes with "
             "the same program."
         )
 

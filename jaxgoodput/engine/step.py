@@ -184,28 +184,27 @@ def loss_kind(
             "cross-entropy, not a count of hits."
         )
     if isinstance(out, Loss):
-        total, weight = jnp.shape(out.sum), jnp.shape(out.weight)
-        if total == weight == (num_samples,):
-            return "sample"
-        if total == weight == ():
-            return "mean"
-        raise TypeError(
+        shapes = jnp.shape(out.sum), jnp.shape(out.weight)
+        wrong = (
             f"Loss.sum and Loss.weight must both have shape ({num_samples},) (one value per sample) "
-            f"or both be scalars; got {total} and {weight}."
+            f"or both be scalars; got {shapes[0]} and {shapes[1]}."
         )
-    if not hasattr(out, "shape"):
+    elif hasattr(out, "shape"):
+        shapes = (out.shape,)
+        wrong = (
+            f"loss returned shape {out.shape} for a micro-batch of {num_samples} samples. Return one loss "
+            f"per sample, shape ({num_samples},), summed over every other axis; or a scalar mean."
+        )
+    else:
         raise TypeError(
             f"loss must return per-sample losses [batch], Loss(sum, weight, aux), or a scalar mean; "
             f"got {type(out).__name__}. Wrap auxiliary numbers as Loss.of(sum, weight, name=value)."
         )
-    if out.shape == (num_samples,):
+    if set(shapes) == {(num_samples,)}:
         return "sample"
-    if out.shape == ():
+    if set(shapes) == {()}:
         return "mean"
-    raise TypeError(
-        f"loss returned shape {out.shape} for a micro-batch of {num_samples} samples. Return one loss "
-        f"per sample, shape ({num_samples},), summed over every other axis; or a scalar mean."
-    )
+    raise TypeError(wrong)
 
 
 def require_dependence(problem: Problem, state: TrainState, batch: PyTree) -> None:

@@ -126,4 +126,5 @@ def noise_scale(grad: Grad, base_batch_size: Numeric) -> Numeric:
         middle = (low + high) / 2
         worth = xp.sum(share * sizes / (sizes + xp.exp(middle)[..., None]), axis=-1)
         low, high = xp.where(worth > 0.5, middle, low), xp.where(worth > 0.5, high, middle)
+    # Adding `0 * signal` makes the result NaN if the moments of any group are NaN.
     return xp.where(signal <= 0, xp.inf, xp.exp((low + high) / 2) + 0 * signal)

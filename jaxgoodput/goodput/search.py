@@ -217,7 +217,8 @@ def _goodput(
     The formulas are those in `GoodputModel.goodput`, except that powers are computed once for all numbers
     of micro-batches.
     """
-    exists = (sizes > 0)[..., None]  # size 0 means that a placement has fewer sizes
+    # Placements differ in their number of sizes; the missing ones are 0 here, and computed as if they were 1.
+    exists = (sizes > 0)[..., None]
     sizes = np.maximum(sizes, 1)
     at = Placement(num_nodes=nodes[:, None], num_replicas=replicas[:, None])
     alone = np.asarray(compute_time(model.perf, sizes))[..., None]

@@ -1,1 +1,1 @@
-"""What an optax user takes without the rest: noise estimators, rules, `adaptive`."""
+"""Tools for any optax training loop: noise estimators, learning-rate rules, `adaptive`."""

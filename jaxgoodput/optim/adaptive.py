@@ -261,6 +261,8 @@ class _Adaptive:
         unmeasured = jnp.where(jnp.asarray(noise.num_groups) >= 2, 0, elapsed)
         start_over = jnp.zeros((), bool)
         if self.keeps_fresh and self.smoothing < 1:
+            # Start over when the base batches done pass a power of two, while there are fewer than the
+            # averages remember anyway.
             now = own.base_batches + scale
             then = now - elapsed
             doubled = jnp.floor(jnp.log2(now)) > jnp.floor(jnp.log2(jnp.maximum(then, 0.5)))
@@ -402,7 +404,7 @@ def with_noise_held(opt_state: PyTree, grad: GradGroups) -> PyTree:
 
 
 def passed_over(opt_state: PyTree, base_batches: Array) -> PyTree:
-    """Return the optimizer state after a skipped batch of so many base batches: only its samples count."""
+    """Return the optimizer state after a skipped batch, of which only the samples are counted."""
 
     def passed(own: Adaptation) -> Adaptation:
         done, rest = _add(own.base_batches, own.base_batches_rest, base_batches)

@@ -53,7 +53,7 @@ def decays_of(first: PyTree, second: PyTree) -> Decays:
 
 
 def by_progress(before: PyTree, after: PyTree, decays: Decays, done: Array, worth: Array) -> PyTree:
-    """Return the state `after` an update, with long averages as if it had been `worth` so many base steps.
+    """Return the state `after` an update, with long averages as if it had been `worth` that many base steps.
 
     `done` is the number of base steps before the update. If every update so far was worth one, nothing
     changes.

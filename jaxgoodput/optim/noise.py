@@ -177,14 +177,14 @@ def update_noise(
     if sample.small_sqr.shape != (state.current.sqr.size - 1,):
         raise ValueError(
             f"the noise sample has {sample.small_sqr.size} groups, the statistics have "
-            f"{state.current.sqr.size - 1}. Pool the sample's leaves as these were."
+            f"{state.current.sqr.size - 1}. Pool the sample's leaves into the same groups."
         )
     dtype = state.current.sqr.dtype
     small, large = sample.small_sqr.astype(dtype), sample.large_sqr.astype(dtype)
     groups = jnp.asarray(sample.num_groups, dtype)
     samples = jnp.asarray(sample.num_samples, dtype)
     biased = jnp.asarray(biased, bool)
-
+    # The unbiased pair; a sample of a single group is invalid, and only must not divide by zero.
     spare = jnp.maximum(groups - 1, 1)
     sqr = _with_total((groups * large - small) / spare)
     var = _with_total((small - large) / spare * (samples / base_batch_size))
@@ -208,6 +208,7 @@ def update_noise(
     heaviest = jnp.where(start_over, 0, (1 - fade) * old.heaviest)
     heaviest = jnp.maximum(heaviest, forget * (2 if overlapping else 1))
 
+    # A spike can be recognised only once there are enough samples for a standard deviation.
     reach = jnp.where(~start_over & (_count(old) >= MIN_SAMPLES), outlier, jnp.inf)
     sqr_mean, sqr_deviation = _average(old.sqr, old.sqr_deviation, sqr, share, reach)
     var_mean, var_deviation = _average(old.var, old.var_deviation, var, share, reach)

@@ -473,7 +473,7 @@ def _compile_rest(group: GroupPlan, leaves: Sequence[LeafPlan], programs: Once) 
 
 
 def _through_middle(leaf: LeafPlan) -> tuple[LeafPlan, LeafPlan]:
-    """Return the leaf's way to a layout cut along one dimension (whole if none divides), and on."""
+    """Split a leaf's move in two, through a layout cut along one dimension (whole if none divides)."""
     middle = one_dimensional(leaf) or NamedSharding(_flat(leaf), PartitionSpec())
     held = boxes(middle, leaf.shape)
     return (

@@ -186,7 +186,7 @@ def _require_matches(strategy: Strategy, own: OwnSpecs, names: Iterable[str]) ->
             )
     if unknown := sorted({name for name, _ in own} - set(names)):
         raise ValueError(
-            f"the model's metadata speaks of {unknown[0]!r}, which is no parameter. Paths are {shown}: "
+            f"the model's metadata names {unknown[0]!r}, which is no parameter. Paths are {shown}: "
             "let Variables.specs name the parameters that Variables.params holds."
         )
 

@@ -168,8 +168,8 @@ def _plans(strategies: Sequence[Strategy], num_devices: int) -> dict[str, Strate
     names = [plan.name for plan in plans]
     if len(set(names)) < len(names):
         raise ValueError(
-            f"Config.strategies has two of one name: {', '.join(names)}. On {num_devices} devices they have "
-            "the same degrees, and other rules: give each a `title`, or leave one of them out."
+            f"Config.strategies has two strategies of one name: {', '.join(names)}. On {num_devices} devices "
+            "they differ in their rules alone. Give each a `title`, or leave one of them out."
         )
     return dict(zip(names, plans, strict=True)) or {"": Strategy(data=num_devices)}
 

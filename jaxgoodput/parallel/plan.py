@@ -102,7 +102,7 @@ class GroupPlan:
     leaves: tuple[int, ...]
     """Positions in the flattened tree."""
     route: Route
-    """Way in which they move."""
+    """Route on which they move."""
     bytes_moved: int
     """Sum of what devices need and lack."""
     whole_bytes: int
@@ -195,7 +195,9 @@ def plan_move(
     Raises ValueError if structures differ, a leaf has no sharding, or a target does not divide a leaf.
     """
     if group_bytes < 1:
-        raise ValueError(f"group_bytes must be at least 1; got {group_bytes}.")
+        raise ValueError(
+            f"group_bytes must be at least 1; got {group_bytes}. Use {GROUP_BYTES} if unsure."
+        )
     sent: dict[Device, int] = {}
     known: dict[Any, tuple[dict[Device, Box], dict[Device, Box], tuple[Overlap, ...]]] = {}
     leaves = []
@@ -243,7 +245,7 @@ def total(parts: Iterable[Mapping[Device, int]]) -> dict[Device, int]:
 def as_data(
     name: str, value: Any, target: Any
 ) -> tuple[tuple[int, ...], np.dtype, Sharding, Sharding]:
-    """Return shape, dtype, source and target of a leaf's data: for PRNG keys, of their integers."""
+    """Return shape, dtype, source and target of a leaf's data; PRNG keys are treated as integers."""
     source = getattr(value, "sharding", None)
     if not isinstance(source, Sharding):
         raise ValueError(

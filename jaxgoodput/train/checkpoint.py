@@ -209,7 +209,9 @@ class Checkpoints:
         else:
             error = self.error()
         step = self._writing = meta.step
-        if self._manager.latest_step() == step:
+        if (
+            self._manager.latest_step() == step
+        ):  # a run that stops right after resuming saves nothing new
             return error
         refusal = self._refusal()
         if self._spans and not self._everywhere(refusal is None):
@@ -217,6 +219,7 @@ class Checkpoints:
         if refusal is not None:
             return f"step {step}: {refusal}"
         meta = dataclasses.replace(meta, leaves=describe(state))
+        # Noted before saving, because Orbax asks which steps to keep while it saves.
         self._notes[step] = Note.of(meta, self._saving)
         try:
             args = ocp.args.Composite(

@@ -209,6 +209,7 @@ class StrategyCompiler:
         with self._lock:
             seconds, count = (sum(values) for values in zip((0.0, 0), *self._moves, strict=True))
             least = min((s for s, _ in self._moves), default=0.0)
+        # Latency dominates small moves, so no move is expected to be faster than the fastest one so far.
         per_byte = seconds / count if count else 1 / ASSUMED_BYTES_PER_S
         return max(moved * per_byte, least)
 
@@ -260,7 +261,7 @@ class StrategyCompiler:
         )
 
     def _raise_error(self) -> None:
-        """Raise the error that has ended the thread, if any, on every call."""
+        """Raise the error that ended the thread, if any; it is raised again on every call."""
         if self._worker is not None and self._worker.error is not None:
             raise self._worker.error
 

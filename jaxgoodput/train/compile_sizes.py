@@ -132,6 +132,7 @@ class SizeCompiler:
 
     def compile_first(self, sizes: Iterable[int]) -> None:
         """Queue these sizes before all others and compile them at once; call it before any step runs."""
+        # Without the lock, because no thread has been started.
         first = [s for s in dict.fromkeys(sizes) if s in self._sizes]
         self._order = [*first, *(s for s in self._order if s not in first)]
         for size in first:
@@ -148,7 +149,7 @@ class SizeCompiler:
     def ready(self, *, first: int | None = None) -> tuple[int, ...]:
         """Return the sizes that can be used now, in the order in which they were queued.
 
-        `first`, if given, leaves out all but the first so many in the queue.
+        `first`, if given, is the number of queued sizes to consider.
 
         Raises the error that has stopped the background compilation, if any.
         """
@@ -182,7 +183,7 @@ class SizeCompiler:
             self._changed.notify_all()
 
     def compile_soon(self, programs: Sequence[Callable[[], Program]]) -> None:
-        """Compile these next, in the background; without one, they are compiled when they are needed."""
+        """Compile these programs next, on the thread; without `background`, leave them until they are needed."""
         with self._changed:
             self._urgent = tuple(programs) if self._background else ()
             if self._urgent:
@@ -257,7 +258,9 @@ class SizeCompiler:
         Urgent programs come first, then the measuring program of the size in use, then the next size.
         """
         if urgent := self._urgent:
-            self._compile(urgent)
+            self._compile(
+                urgent
+            )  # without the lock, so that `compile_soon` may replace them meanwhile
             with self._changed:
                 self._urgent = self._urgent if self._urgent is not urgent else ()
                 self._changed.notify_all()

@@ -23,7 +23,7 @@ LAST_BATCHES = ("smaller", "drop")
 
 @dataclass(frozen=True, kw_only=True)
 class Tuning:
-    """When the batch and the strategy are reconsidered, and what a change must promise."""
+    """Conditions for changing the batch and the strategy."""
 
     min_gain: float = 0.05
     """Smallest predicted gain in goodput, as a share, that justifies a change."""
@@ -66,7 +66,7 @@ class Tuning:
 
 @dataclass(frozen=True, kw_only=True)
 class Statistics:
-    """How the gradient noise is measured."""
+    """Measurement of the gradient noise, which decides the batch and the learning rate."""
 
     every_steps: int | None = None
     """Steps between two measurements; None chooses the number by their cost."""
@@ -98,7 +98,7 @@ class Statistics:
 
 @dataclass(frozen=True, kw_only=True)
 class Execution:
-    """How steps are compiled, and how much memory they may use."""
+    """Compilation of steps, memory, and reading of data."""
 
     memory_bytes: int | None = None
     """Memory of one device in bytes; None for the number that the device reports."""
@@ -158,7 +158,7 @@ class Execution:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """How often the model is evaluated; without `every_s` and `every_base_steps`, at the end only."""
+    """Times of evaluations; without `every_s` and `every_base_steps` there is one at the end only."""
 
     every_s: float | None = None
     """Seconds between two evaluations."""
@@ -174,7 +174,7 @@ class Evaluation:
 
 @dataclass(frozen=True, kw_only=True)
 class Saving:
-    """How often the run is saved, and which checkpoints are kept.
+    """Times of checkpoints, and the choice of checkpoints to keep.
 
     While updates are being skipped, no periodic checkpoint is written; requested ones are.
     """
@@ -216,7 +216,7 @@ class Saving:
 
 @dataclass(frozen=True, kw_only=True)
 class Reporting:
-    """What a run shows while it is training."""
+    """Output of a run while it trains."""
 
     window_s: float = 2.0
     """Seconds that one point of the dashboard covers."""
@@ -319,8 +319,7 @@ class Config:
 
     @property
     def compiles_behind(self) -> bool:
-        """Whether other batches are compiled in the background, and not before training, as for a
-        schedule."""
+        """Whether other batches are compiled in the background instead of before training."""
         return self.execution.background_compile and isinstance(self.policy, str)
 
     def __post_init__(self):

@@ -1,35 +1,38 @@
 """What the loop is asked to do, and how all processes come to do it at the same step.
 
-Requests are posted from any thread (the tuner's verdict, a signal, a hook). In one process the loop
-takes them at its next step. In several, each process sends its own requests as a small vector with
-the reduction of a step; the sum is known to everyone before step + `DEPTH` is dispatched, and takes
-effect there: no further message, no further collective, and never a different answer.
+Any thread may post a request: a verdict of the tuner, a signal, a hook. In one process the loop takes the
+requests at its next step. In several, each process sends its own requests as a small vector with the
+reduction of a step. Every process knows the sum before it dispatches step + `DEPTH`, and obeys it there. This
+takes no further message and no further collective, and all processes get the same answer.
 """
 
 import dataclasses
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+import jax
 import numpy as np
 
+from jaxgoodput._jax import PeerGone
 from jaxgoodput.engine.state import TrainState
 from jaxgoodput.goodput.search import BatchConfig
+from jaxgoodput.parallel.place import Place
+from jaxgoodput.train.compile_ahead import StrategyCompiler
 from jaxgoodput.train.config import Config
+from jaxgoodput.train.watcher import StepResult
 
 # A step is dispatched once the step this many before it is done: one runs, one waits behind it.
 DEPTH = 2
-CONTROL_SIZE = 13
-
 
 SAVED, UNSAVED = 143, 75  # exit codes; 75 is EX_TEMPFAIL of <sysexits.h>
 
 
 class Preempted(SystemExit):
-    """The run was asked to stop; its state is saved. Exit code 143: it wants a restart.
+    """The run was asked to stop, and its state is saved. Exit code 143 asks for a restart.
 
-    `step` is the last one; None where the run was still getting ready, and had nothing to lose.
+    `step` is the last step; None if the run was still getting ready and had nothing to lose.
     """
 
     def __init__(self, step: int | None, signal_name: str):
@@ -39,10 +42,10 @@ class Preempted(SystemExit):
 
 
 class NotSaved(SystemExit):
-    """The run is over and its last step could not be saved. Exit code 75: started again, it repeats some.
+    """The run is over and its last step could not be saved. Exit code 75: a restart repeats some steps.
 
-    `step` is the last one, `safe_step` that of the newest checkpoint (None: there is none), and `state` what
-    was trained, where training was done.
+    `step` is the last step, `safe_step` the step of the newest checkpoint (None if there is none), and
+    `state` the trained state if training was done.
     """
 
     def __init__(self, step: int, safe_step: int | None, why: str, state: TrainState | None = None):
@@ -58,11 +61,11 @@ class NotSaved(SystemExit):
 
 
 class Stopping(Exception):
-    """A stop was asked for, and what was waited for is not needed any more; caught by the loop."""
+    """A stop was requested while the loop waited for something it no longer needs. The loop catches it."""
 
 
 class PeerLost(RuntimeError):
-    """Another process of this job has gone, or does not answer any more."""
+    """Another process of this job has died or no longer answers."""
 
 
 class Diverged(RuntimeError):
@@ -71,11 +74,10 @@ class Diverged(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class BatchWish:
-    """A batch by its numbers, as a user asks for it; the loop knows the rest."""
+    """A batch as a user asks for it, under the strategy that is in use when the loop takes it up."""
 
     micro_batch_size: int
     num_micro_batches: int
-    strategy: str | None = None  # the one in use when it is taken up
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +89,7 @@ class Control:
     save: bool = False
     evaluate: bool = False
     show: bool = False  # the parameters to the hooks
-    regroup: bool = False  # processes are to come or go
+    regroup: bool = False  # processes are about to join or leave
     keep: bool = False  # a copy of the state, here and on a neighbour
     batch: BatchConfig | BatchWish | None = None  # to use from now on
     statistics_every: int | None = None
@@ -95,23 +97,74 @@ class Control:
     num_measuring: int = 0  # processes in which the size in use can measure the noise
 
     def also(self, later: "Control") -> "Control":
-        """Both; of two batches or cadences the later one."""
-        return Control(
-            stop=self.stop or later.stop,
-            finish=self.finish or later.finish,
-            save=self.save or later.save,
-            evaluate=self.evaluate or later.evaluate,
-            show=self.show or later.show,
-            regroup=self.regroup or later.regroup,
-            keep=self.keep or later.keep,
+        """Combine two requests; the later one wins if both name a batch or a cadence."""
+        return dataclasses.replace(
+            self,
+            **{name: getattr(self, name) or getattr(later, name) for name in FLAGS},
+            **{name: getattr(self, name) + getattr(later, name) for name in COUNTS},
             batch=later.batch or self.batch,
             statistics_every=later.statistics_every or self.statistics_every,
-            num_ready=self.num_ready + later.num_ready,
-            num_measuring=self.num_measuring + later.num_measuring,
         )
 
+    def batch_after(self, in_use: BatchConfig) -> BatchConfig | None:
+        """Return the batch to use from now on, complete; None to stay with the one in use."""
+        if isinstance(self.batch, BatchWish):
+            return dataclasses.replace(in_use, **dataclasses.asdict(self.batch))
+        return self.batch
 
+
+FLAGS = ("stop", "finish", "save", "evaluate", "show", "regroup", "keep")
+COUNTS = ("num_ready", "num_measuring")
+CONTROL_SIZE = len(FLAGS) + len(COUNTS) + len(("cadence", "micro", "count", "strategy"))
 NOTHING = Control()
+
+
+class ControlWire:
+    """How a `Control` crosses between processes: a float32 vector `[CONTROL_SIZE]` that is summed.
+
+    `replicas` has the number of replicas of each strategy by name, in the same order in every process.
+    """
+
+    def __init__(self, replicas: Mapping[str, int]):
+        self._replicas = dict(replicas)
+        self._names = tuple(replicas)
+
+    def encode(self, control: Control) -> np.ndarray:
+        """Return the vector of one process."""
+        batch, numbers = control.batch, (0, 0, 0)
+        if batch is not None:
+            named = isinstance(batch, BatchConfig)
+            strategy = 1 + self._names.index(batch.strategy) if named else 0
+            numbers = batch.micro_batch_size, batch.num_micro_batches, strategy
+        own = [getattr(control, name) for name in (*FLAGS, *COUNTS)]
+        return np.asarray([*own, control.statistics_every or 0, *numbers], np.float32)
+
+    def decode(self, total: np.ndarray) -> Control:
+        """Return the control that all processes agreed on, from the sum of their vectors.
+
+        Only process 0 decides on batches and cadences, so that the sum of those is its own.
+        """
+        numbers = [round(float(x)) for x in total]
+        counts, rest = numbers[len(FLAGS) : -4], numbers[-4:]
+        every, micro, count, strategy = rest
+        batch = None
+        if strategy:
+            name = self._names[strategy - 1]
+            batch = BatchConfig(
+                micro_batch_size=micro,
+                num_micro_batches=count,
+                num_replicas=self._replicas[name],
+                strategy=name,
+            )
+        elif micro:
+            batch = BatchWish(micro_batch_size=micro, num_micro_batches=count)
+        return dataclasses.replace(
+            NOTHING,
+            **{name: number > 0 for name, number in zip(FLAGS, numbers, strict=False)},
+            **dict(zip(COUNTS, counts, strict=True)),
+            batch=batch,
+            statistics_every=every or None,
+        )
 
 
 class Requests:
@@ -121,7 +174,9 @@ class Requests:
         self._lock = threading.Lock()
         self._wish = NOTHING
         self.signal: str | None = None  # what asked to stop, for the record
-        self.is_overdue = False  # whether that was long ago: nobody is waited for any more
+        self.is_overdue = (
+            False  # whether that was so long ago that the loop must not wait for others
+        )
         self.num_batches = 0  # wishes for a batch that were posted
         self.num_batches_taken = 0
 
@@ -132,115 +187,214 @@ class Requests:
             self.num_batches += wish.batch is not None
 
     def forget_regroup(self) -> None:
-        """What was asked of a set of processes that is over by itself is not asked of the next."""
+        """Drop a request to regroup that was meant for a generation which has ended."""
         with self._lock:
             self._wish = dataclasses.replace(self._wish, regroup=False)
 
     def interrupt(self, signal: str) -> None:
-        """Ask to save and stop. Safe inside a signal handler: takes no lock."""
+        """Ask to save and stop. Takes no lock, so that a signal handler may call it."""
         self.signal = signal
 
     def take(self) -> Control:
-        """All wishes since the last call."""
+        """Return all wishes since the last call."""
         with self._lock:
             wish, self._wish = self._wish, NOTHING
             self.num_batches_taken = self.num_batches
         return wish if self.signal is None else dataclasses.replace(wish, stop=True)
 
 
-class Due:
-    """Which checkpoints, copies and evaluations are due by time or progress; remembers the last of each.
+@dataclass
+class OwnDecisions:
+    """How a run of one process decides: a request takes effect at its next step.
 
-    Copies every `keep_s`: first soon, then as `kept` says.
+    Both kinds of decisions have the same methods.
     """
 
-    def __init__(self, config: Config, now_s: float, progress: float, *, keep_s: float = math.inf):
-        self._config = config
-        self._keep_every_s = keep_s
-        self._save_s = self._evaluate_s = self._keep_s = now_s
-        self._saved = self._progress = progress
+    requests: Requests
+    strategies: StrategyCompiler
+    is_together: bool = False
+    """Whether other processes act at the same steps as this one."""
+
+    def leave(self) -> None:
+        """Act without other processes from now on: they may have died, or wait in a step."""
+
+    def sent(self, batch: BatchConfig) -> np.ndarray | None:
+        """Return what this process tells the others along with a step of `batch`."""
+        return None
+
+    def received(self, result: StepResult | None, in_use: BatchConfig) -> Control:
+        """Return what to do now, by the newest result that every process has; None if there is none."""
+        return self.requests.take()
+
+    def can_measure(self, batch: BatchConfig) -> bool:
+        """Whether every process has compiled what measures the noise in a step of `batch`."""
+        return self.strategies.compiler(batch.strategy).can_measure(batch.micro_batch_size)
+
+    def everywhere(self, holds: bool) -> bool:
+        """Whether something holds in every process. All processes call this together."""
+        return holds
+
+    def meet(self, moment: str) -> None:
+        """Wait for all processes at this moment."""
+
+    def is_stop_due(self) -> bool:
+        """Whether the loop must stop waiting for data, because a stop was requested."""
+        return self.requests.signal is not None
+
+    def blames_a_peer(self, error: BaseException) -> bool:
+        """Whether an error looks as if another process has died."""
+        return False
+
+
+class SharedDecisions:
+    """How several processes decide: requests ride along with a step, and their sum takes effect in all."""
+
+    def __init__(
+        self, requests: Requests, strategies: StrategyCompiler, where: Place, first: BatchConfig
+    ):
+        self.is_together = True
+        self._requests = requests
+        self._strategies = strategies
+        self._where = where
+        names = strategies.names
+        self._wire = ControlWire({n: strategies.engine(n).num_replicas for n in names})
+        # Sizes whose noise every process can measure: the first was compiled before the start.
+        self._measuring = {(first.strategy, first.micro_batch_size)}
+        self._settled = strategies.settled_everywhere = {}
+
+    def leave(self) -> None:
+        """Act without the other processes from now on: they may have died, or wait in a step."""
+        self.is_together = False
+
+    def sent(self, batch: BatchConfig) -> np.ndarray:
+        """Return this process's requests, and how far its compiler has come."""
+        sizes = self._strategies.compiler(batch.strategy)
+        wishes = dataclasses.replace(
+            self._requests.take(),
+            num_ready=sizes.num_settled,
+            num_measuring=int(sizes.can_measure(batch.micro_batch_size)),
+        )
+        return self._wire.encode(wishes)
+
+    def received(self, result: StepResult | None, in_use: BatchConfig) -> Control:
+        """Return the sum of all requests that were sent with the step of `result`."""
+        if result is None:
+            return NOTHING
+        control, then = self._wire.decode(result.control), result.ticket.config
+        if control.num_measuring == self._where.process_count:
+            self._measuring.add((then.strategy, then.micro_batch_size))
+        if then.strategy != in_use.strategy:
+            return control
+        # The sum bounds the slowest process from below: no other has settled more than was taken up.
+        others = self._where.process_count - 1
+        wanted = self._strategies.compiler(in_use.strategy).num_wanted
+        slowest = control.num_ready - others * wanted
+        self._settled[then.strategy] = max(self._settled.get(then.strategy, 0), slowest)
+        return control
+
+    def can_measure(self, batch: BatchConfig) -> bool:
+        """Whether every process has said that it can measure the noise in a step of `batch`."""
+        return (batch.strategy, batch.micro_batch_size) in self._measuring
+
+    def everywhere(self, holds: bool) -> bool:
+        """Whether something holds in every process. All processes call this together."""
+        with jax.transfer_guard("allow"):
+            return self._where.everywhere(holds)
+
+    def meet(self, moment: str) -> None:
+        """Wait for all processes at this moment."""
+        self._where.meet(moment)
+
+    def is_stop_due(self) -> bool:
+        """Whether a requested stop is overdue: otherwise the others hear of it with the next step."""
+        return self._requests.is_overdue
+
+    def blames_a_peer(self, error: BaseException) -> bool:
+        """Whether an error looks like a collective that failed because another process has died."""
+        return is_of_a_peer(error)
+
+
+Decisions = OwnDecisions | SharedDecisions
+
+
+def is_of_a_peer(error: BaseException) -> bool:
+    """Whether an error looks like a collective that failed because another process has died."""
+    if isinstance(error, PeerGone):
+        return True
+    if not isinstance(error, jax.errors.JaxRuntimeError | ValueError):
+        return False
+    text = str(error).lower()
+    return any(word in text for word in ("gloo", "nccl", "connection", "heartbeat", "coordination"))
+
+
+@dataclass
+class Interval:
+    """Something that is due every so often, in seconds or base steps; never if `every` is None or 0."""
+
+    every: float | None
+    last: float = math.inf
+    """When it was due last; infinite before `begin`."""
+
+    def begin(self, at: float) -> None:
+        """Count from `at` on, unless it counts from an earlier moment already."""
+        self.last = min(self.last, at)
+
+    def is_due(self, at: float) -> bool:
+        """Whether it is due at `at`; if so, it is next due `every` later."""
+        if not self.every or at - self.last < self.every:
+            return False
+        self.last = at
+        return True
+
+
+class Due:
+    """Which checkpoints, copies and evaluations are due by time or progress.
+
+    It belongs to the run: a new generation of processes does not reset its timers.
+    """
+
+    def __init__(self, config: Config):
+        saving, evaluation = config.saving, config.evaluation
+        self._saves = Interval(saving.every_s), Interval(saving.every_base_steps)
+        self._evaluations = Interval(evaluation.every_s), Interval(evaluation.every_base_steps)
+        self._copies = Interval(None)
+
+    def begin(self, now_s: float, progress: float, *, keep_s: float = math.inf) -> None:
+        """Start with the first step of a generation; copies are due every `keep_s` until `kept` says more.
+
+        Timers that run already go on. If the generation resumes from an earlier state, intervals of progress
+        begin there.
+        """
+        for by_time, by_progress in (self._saves, self._evaluations):
+            by_time.begin(now_s)
+            by_progress.begin(progress)
+        self._copies = Interval(keep_s, now_s)
 
     def asked(
         self, now_s: float, progress: float | None, *, skipping: bool = False
     ) -> Control | None:
-        """The wishes of this moment, None where there are none; `progress` None: not known yet.
+        """Return what is due at this moment, or None. Pass `progress=None` while it is unknown.
 
-        While updates are being skipped (`skipping`), no checkpoint is due: it would take the place of one
-        from before whatever went wrong.
+        No checkpoint is due while updates are being skipped (`skipping`): it would replace one from before
+        whatever went wrong.
         """
-        config, save, evaluate, keep = self._config, False, False, False
-        if now_s - self._keep_s >= self._keep_every_s and not skipping:
-            self._keep_s, keep = now_s, True
-        every_s, every = config.saving.every_s, config.saving.every_base_steps
-        if every_s and now_s - self._save_s >= every_s and not skipping:
-            self._save_s, save = now_s, True
-        if every and progress and progress - self._saved >= every and not skipping:
-            self._saved, save = progress, True
-        if config.evaluation.every_s and now_s - self._evaluate_s >= config.evaluation.every_s:
-            self._evaluate_s, evaluate = now_s, True
-        every = config.evaluation.every_base_steps
-        if every and progress and progress - self._progress >= every:
-            self._progress, evaluate = progress, True
-        wish = Control(save=save, evaluate=evaluate, keep=keep)
+        moments = now_s, progress or -math.inf
+
+        def is_due(intervals: tuple[Interval, Interval]) -> bool:
+            # Both count from now on if both are due.
+            return any([x.is_due(at) for x, at in zip(intervals, moments, strict=True)])
+
+        wish = Control(
+            save=not skipping and is_due(self._saves),
+            evaluate=is_due(self._evaluations),
+            keep=not skipping and self._copies.is_due(now_s),
+        )
         return None if wish == NOTHING else wish
 
     def kept(self, cost_s: float, failure_every_s: float) -> None:
-        """A copy took the loop so long: the next when it and the work that a failure undoes cost least.
+        """Schedule copies so that they and the work that a failure undoes cost least together.
 
-        By the root of twice the cost times the time between failures (Young 1974).
+        `cost_s` is how long a copy takes, `failure_every_s` the time between failures. The interval is the
+        root of twice their product (Young 1974).
         """
-        self._keep_every_s = math.sqrt(2 * cost_s * failure_every_s)
-
-
-def encode(control: Control, strategies: Sequence[str]) -> np.ndarray:
-    """The vector that is summed over processes, float32 `[CONTROL_SIZE]`.
-
-    `strategies` are the names of all, in the same order in every process.
-    """
-    batch = control.batch
-    strategy = None if batch is None else batch.strategy
-    return np.asarray(
-        [
-            control.stop,
-            control.finish,
-            control.save,
-            control.evaluate,
-            0 if batch is None else batch.micro_batch_size,
-            0 if batch is None else batch.num_micro_batches,
-            control.statistics_every or 0,
-            control.num_ready,
-            control.num_measuring,
-            0 if strategy is None else 1 + strategies.index(strategy),
-            control.show,
-            control.regroup,
-            control.keep,
-        ],
-        np.float32,
-    )
-
-
-def decode(total: np.ndarray, strategies: Sequence[str]) -> Control:
-    """The agreed control. Batches come from process 0 alone, so that their sum is its own."""
-    numbers = (int(round(float(x))) for x in total)
-    stop, finish, save, evaluate, micro, count, every, *numbers = numbers
-    ready, measuring, strategy, show, regroup, keep = numbers
-    batch = None
-    if micro and count:
-        batch = BatchWish(
-            micro_batch_size=micro,
-            num_micro_batches=count,
-            strategy=strategies[strategy - 1] if strategy else None,
-        )
-    return Control(
-        stop=stop > 0,
-        finish=finish > 0,
-        save=save > 0,
-        evaluate=evaluate > 0,
-        show=show > 0,
-        regroup=regroup > 0,
-        keep=keep > 0,
-        batch=batch,
-        statistics_every=every or None,
-        num_ready=ready,
-        num_measuring=measuring,
-    )
+        self._copies.every = math.sqrt(2 * cost_s * failure_every_s)

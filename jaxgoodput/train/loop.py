@@ -1,16 +1,16 @@
-"""The loop: dispatch step n, look at step n - 2, obey; and what surrounds it, readable in one sitting.
+"""The loop: get a batch, dispatch step n, look at the result of step n - 2, obey.
 
-The loop's thread dispatches step n while step n - 1 runs, and looks only at results of steps before
-that; results, windows, the fit and verdicts are dealt with by the watcher and the analyst behind it.
-Whatever is decided elsewhere (a verdict, a stop, a save) arrives as a `Control`, at the same step in
-every process.
+The loop's thread dispatches step n while step n - 1 runs, and looks only at results of earlier steps. The
+watcher and the analyst behind it deal with results, windows, the fit and verdicts. A verdict, a stop or a
+request to save reaches the loop as a `Control`, at the same step in every process. How batches come, how a
+step is made and how processes agree is up to the kind of run (`runs/`); saving, evaluating and changing the
+batch have an object each (`duties/`).
 """
 
-import contextlib
 import dataclasses
 import math
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import jax
 import numpy as np
@@ -18,64 +18,64 @@ from absl import logging
 from jaxtyping import Array
 
 from jaxgoodput import _serial
-from jaxgoodput._jax import PeerGone, shared_store
 from jaxgoodput.clock import Clock
-from jaxgoodput.data.cursor import Cursor
 from jaxgoodput.data.loader import StepBatch
-from jaxgoodput.data.sources import StreamState
-from jaxgoodput.engine.engine import Engine
-from jaxgoodput.engine.programs import Program
-from jaxgoodput.engine.saved import describe, on_host
 from jaxgoodput.engine.state import StepMetrics, TrainState, host_copy
-from jaxgoodput.goodput.memory import TooLarge
-from jaxgoodput.goodput.search import BatchConfig
 from jaxgoodput.observe.badput import TimeLedger
 from jaxgoodput.observe.events import (
     REGROUPED,
-    Checkpoint,
-    EvalEnd,
     FitEnd,
     FitStart,
     Preempt,
-    ReadsRetried,
     Regrouped,
-    Resharded,
     StateShown,
 )
-from jaxgoodput.parallel.move import MoveDoesNotFit
 from jaxgoodput.train.analyst import Analyst
-from jaxgoodput.train.checkpoint import ELSEWHERE, CheckpointMeta
-from jaxgoodput.train.compile_ahead import SizeCompiler
 from jaxgoodput.train.config import Config
 from jaxgoodput.train.control import (
     DEPTH,
-    SAVED,
-    UNSAVED,
-    BatchWish,
     Control,
     Diverged,
     Due,
     NotSaved,
-    PeerLost,
     Preempted,
     Requests,
     Stopping,
-    decode,
-    encode,
 )
-from jaxgoodput.train.membership import Agreement, Membership, OwnPart, Regroup, RunSnapshot
+from jaxgoodput.train.duties.evaluating import Evaluations
+from jaxgoodput.train.duties.reading import BatchReader
+from jaxgoodput.train.duties.saving import Saver
+from jaxgoodput.train.duties.switching import BatchSwitcher
 from jaxgoodput.train.prepare import PreparedRun
 from jaxgoodput.train.process import Compilations
-from jaxgoodput.train.tables.commits import committed
+from jaxgoodput.train.runs.membership import Regroup
+from jaxgoodput.train.runs.processes import peer_lost
 from jaxgoodput.train.task import Task
 from jaxgoodput.train.watcher import StepResult, Ticket, Watcher
 from jaxgoodput.tune.tuner import Tuner
 
-FIRST_COPY_S = 2.0  # into a generation, of a state that nobody else has
+
+@dataclass
+class Ending:
+    """What ended a run before its last step, if anything did."""
+
+    stopped_by: str | None = None
+    """The signal or request that asked to stop."""
+    regroup: str | None = None
+    """Why this generation of processes is over; the run is not."""
+    error: BaseException | None = None
+    """What a hook or the task's own code raised."""
+    reason: str = "interrupted"
+    """What the record says of the end."""
+
+    @property
+    def is_early(self) -> bool:
+        """Whether the run, or its generation, was told to end."""
+        return self.stopped_by is not None or self.regroup is not None
 
 
 class Loop:
-    """One call of `Trainer.fit`: owns the state, and the threads behind it."""
+    """One call of `Trainer.fit`, or one generation of it: owns the state, and the threads behind it."""
 
     def __init__(
         self,
@@ -84,833 +84,359 @@ class Loop:
         start: PreparedRun,
         *,
         requests: Requests,
+        due: Due,
         ledger: TimeLedger,
         compilations: Compilations,
         clock: Clock,
-        membership: Membership | None = None,
         tuner: Callable[..., Tuner] = Tuner,
     ):
         self.task = task
         self.config = config
         self.start = start
+        self.now = start.now
+        self.kind = start.run
         self.requests = requests
         self.ledger = ledger
         self.compilations = compilations
         self.clock = clock
-        self.where = start.where
-        self.is_chief = start.where.process_index == 0
-        self.strategies = start.strategies
-        self.checkpoints = start.checkpoints
-        self.loader = start.loader
-        self.feed = start.feed
-        self.evaluator = start.evaluator
-        # What the next step goes on from.
-        self.engine: Engine = start.engine
-        self.state: TrainState = start.state
-        self.batch: BatchConfig = start.batch
-        self.step: int = start.step
-        self.samples: int = start.samples
-        self.cursor: Cursor = start.loader.cursor  # behind the last step; the loader may be ahead
-        self.stream: StreamState | None = start.loader.stream  # the same, where the data are one
-        # What the loop remembers between steps.
-        self._latest: StepResult | None = None
-        self._evaluated: tuple[int, dict[str, float]] = (
-            -1,
-            {},
-        )  # the step of the newest one, and its metrics
-        self._untimed = DEPTH  # steps that are not to be timed
-        self._num_retried = 0  # reads, as last told
-        self._rest_of: BatchConfig | None = None  # batch whose rest at the end was asked for
-        self._outcome: str | None = None  # what ended the run before its end
-        self._agreement: Agreement | None = None  # with the other processes of an elastic job
-        self._membership = membership
-        self._regroups: str | None = None  # why this set of them is over
-        self._error: BaseException | None = None  # of a hook or of the task
-        self._is_alone = False  # whether other processes may have gone, or wait in a step
-        self._is_dispatching = False  # whether state, step, samples and cursor may disagree
-        self._expects_steps = False  # whether a run without steps hangs
-        self._saving = threading.Lock()
-        self._began_s = clock.now()  # made anew at the first step
-        # Where no other group has the state, parts of it are copied.
-        only_group = self.where.is_elastic and 1 < self.where.group_size == self.where.process_count
-        self._keep_s = FIRST_COPY_S if only_group else math.inf
-        self._due = Due(config, self._began_s, start.progress, keep_s=self._keep_s)
-        # Sizes whose noise every process can measure, by strategy: the first was compiled before the start.
-        self._measuring = {(start.batch.strategy, start.batch.micro_batch_size)}
-        if self.where.process_count > 1:
-            self.strategies.settled_everywhere = {}
-        self.watcher = Watcher(self._read, self._on_result, clock)
-        self.analyst = Analyst(
-            config,
-            start.strategies,
-            current=start.batch,
-            requests=requests,
-            compile_s=start.compile_s,
-            hooks=start.hooks,
-            clock=clock,
-            on_error=self._hook_failed,
-            book=ledger.add,
-            learning_rate=task.learning_rate,
-            dataset_size=start.dataset_size,
-            adapt=self.is_chief and config.policy == "goodput",
-            schedule=config.policy
-            if self.is_chief and not isinstance(config.policy, str)
-            else None,
-            tuner=tuner,
+        self._due = due
+        self._ending = Ending()
+        self._num_untimed = (
+            DEPTH  # steps whose times say nothing: the first ones, and after a change
         )
-        if start.memory is not None and start.memory.earlier is not None:
-            self.analyst.recall(start.memory.earlier)
-        if start.restored is not None:  # the run's own go before
-            self.analyst.restore(start.restored.timings, start.restored.statistics_every)
+        self._began_s = clock.now()  # set again at the first step
+        self.watcher = Watcher(self._read, self._on_result, clock)
+        self.analyst = _analyst_of(self, self._hook_failed, tuner)
         self._every = self.analyst.statistics_every  # steps between two measurements of the noise
+        given = (start, config, self.analyst, ledger, clock)
+        self._reader = BatchReader(*given)
+        self._switcher = BatchSwitcher(*given)
+        self._evaluations = Evaluations(*given, summarize=task.summarize)
+        self._saver = Saver(*given, done=lambda: self.done)
+
+    # -- what others ask of it -------------------------------------------------------------------
 
     def announce(self, regrouped: Regrouped | None = None) -> None:
         """Tell the hooks that the run begins, and with which processes."""
-        layout = self.engine.layout
+        now, where = self.now, self.start.where
+        layout = now.engine.layout
         self.analyst.tell(
             FitStart(
-                step=self.step,
-                progress=self.start.progress,
+                step=now.step,
+                progress=now.progress,
                 restart=self.start.restart,
-                config=self.batch,
+                config=now.batch,
                 limits=self.start.limits,
                 device_kind=layout.mesh.devices.flat[0].device_kind,
-                num_devices=self.where.num_devices,
-                num_processes=self.where.process_count,
+                num_devices=where.num_devices,
+                num_processes=where.process_count,
                 settings=_serial.encode(self.config),
                 at_s=self.clock.now(),
-                groups=self.engine.programs.param_groups,
+                groups=now.engine.programs.param_groups,
             )
         )
-        if regrouped is not None:  # by now it is known where the run goes on
-            self.analyst.tell(dataclasses.replace(regrouped, step=self.step))
+        if regrouped is not None:  # only now is the step known at which the run goes on
+            self.analyst.tell(dataclasses.replace(regrouped, step=now.step))
 
     def close(self) -> None:
         """End the threads: results stop before the analyst does."""
-        if self.requests.signal is not None:  # what is being read or compiled is not waited for
-            self.loader.close(wait=False)
-            self.strategies.abandon()
+        if self.requests.signal is not None:  # don't wait for what is being read or compiled
+            self.start.loader.close(wait=False)
+            self.start.strategies.abandon()
         self.watcher.close()
         self.analyst.close()
 
-    @property
-    def sizes(self) -> SizeCompiler:
-        """What compiles the sizes of the strategy in use."""
-        return self.strategies.compiler(self.batch.strategy)
-
-    # -- the loop --------------------------------------------------------------------------------
+    # -- the run ---------------------------------------------------------------------------------
 
     def run(self) -> TrainState:
-        """The whole run. See `Trainer.fit` for what it raises."""
-        first, reason = self.step, "interrupted"
-        must_save = is_best = False
+        """Train to the end. See `Trainer.fit` for what it raises."""
+        first, ending = self.now.step, self._ending
         self._began_s = self.clock.now()
-        self._due = Due(self.config, self._began_s, self.start.progress, keep_s=self._keep_s)
-        unsaved: str | None = None
-        failure: NotSaved | None = None
+        self._due.begin(self._began_s, self.now.progress, keep_s=self.kind.first_copy_s)
         try:
-            try:
-                is_best = self._train(first)
-            except Diverged:
-                raise  # what came of it is not worth keeping
-            except Exception as error:
-                if not (self.where.is_elastic and is_of_a_peer(error)):
-                    self._error, self._is_alone = error, self.where.process_count > 1
-                else:  # also where this one is told to stop: those who wait have one of them save
-                    self._regroups = f"a process was lost: {error}"
-            if self._regroups is not None:
-                reason = f"{REGROUPED}{self._regroups}"
-                self.analyst.flush()
-                if self._error is None:
-                    raise Regroup(self._kept(), self._regroups)
-                self._is_alone = self.where.process_count > 1  # a hook has failed; the others go on
-            if must_save := is_best or self._must_save(first):
-                unsaved = self._save_last()
-            elif self.feed is not None:  # what is returned goes with rows
-                _, unsaved = self._with_tables(self._snapshot()[1])
-            if self._outcome and self._error is None:
-                self.analyst.tell(Preempt(step=self.step, signal=self._outcome))
-            self.analyst.flush()  # the hooks have heard of every step
-            reason = "preempted" if self._outcome else "done"
-            if unsaved is not None:
-                failure = NotSaved(self.step, self._safe_step(), unsaved, self.state)
-                reason = _named(failure)
-            if self._error is not None:
-                reason = _named(self._error)
-            elif self.start.memory is not None:
-                self.start.memory.write(self.analyst.remembered(self.step))
-        except Regroup:
-            raise
+            is_best = self._train_or_note_error(first)
+            if ending.regroup is not None:
+                self._regroup(ending.regroup)
+            must_save = is_best or self._must_save(first)
+            if must_save:
+                unsaved = self._saver.save_last(look=ending.error is None)
+            else:  # tables are committed with the state that is returned
+                unsaved = self._saver.with_tables()[1]
+            failure = self._tell_hooks(unsaved)
         except Exception as error:
-            reason = _named(error)
+            if not isinstance(error, Regroup):
+                ending.reason = _named(error)
             raise
         finally:
-            self._finish(reason)
-        if self._error is not None:
-            if not must_save and self.where.process_count == 1 and self.step > first:
-                self._save(wait=True)  # a hook failed at the very end
-            if not is_of_a_peer(self._error) or self.where.process_count == 1:
-                raise self._error
-            if self._outcome is None and self.requests.signal is None:
-                raise self._peer_lost() from self._error
-            self._outcome = self._outcome or self.requests.signal  # the others have left already
-            logging.warning("another process has left before the last step: %s", self._error)
+            self._finish(ending.reason)
+        if ending.error is not None:
+            self._raise_error(ending.error, is_saved=must_save or self.now.step == first)
         if failure is not None:
-            logging.error("%s", failure)  # a SystemExit says nothing
+            logging.error("%s", failure)  # Python prints nothing for a SystemExit
             raise failure
-        if self._outcome:
-            raise Preempted(self.step, self._outcome)
-        return self.state
+        if ending.stopped_by:
+            raise Preempted(self.now.step, ending.stopped_by)
+        return self.now.state
+
+    def _regroup(self, why: str) -> None:
+        """Hand the state to the next generation, unless a hook has failed here, which ends the run."""
+        self._ending.reason = f"{REGROUPED}{why}"
+        self.analyst.flush()
+        if self._ending.error is None:
+            raise Regroup(self._saver.kept(), why)
+        self.kind.decisions.leave()  # the others go on
+
+    def _tell_hooks(self, unsaved: str | None) -> NotSaved | None:
+        """Tell the hooks how the run has ended; returns the error to raise if the last step is not safe."""
+        ending, failure = self._ending, None
+        if ending.stopped_by and ending.error is None:
+            self.analyst.tell(Preempt(step=self.now.step, signal=ending.stopped_by))
+        self.analyst.flush()  # the hooks have heard of every step
+        ending.reason = "preempted" if ending.stopped_by else "done"
+        if unsaved is not None:
+            failure = NotSaved(self.now.step, self._saver.safe_step(), unsaved, self.now.state)
+            ending.reason = _named(failure)
+        if ending.error is not None:
+            ending.reason = _named(ending.error)
+        elif self.start.memory is not None:
+            self.start.memory.write(self.analyst.remembered(self.now.step))
+        return failure
+
+    def _train_or_note_error(self, first: int) -> bool:
+        """Train, and note what was raised: the state may still be saved. Returns what `_train` does."""
+        try:
+            return self._train(first)
+        except Diverged:
+            raise  # the state is not worth saving
+        except Exception as error:
+            # A lost peer comes first, even if a stop was requested: the processes that wait for each other
+            # then have one of them save.
+            ended_by = self.kind.ended_by(error)
+            if ended_by is not None:
+                self._ending.regroup = ended_by
+            else:
+                self._ending.error = error
+                self.kind.decisions.leave()
+            return False
+
+    def _must_save(self, first: int) -> bool:
+        """Whether to save the last step at the end; the same in all processes that are together."""
+        if self._ending.error is not None and not self.kind.decisions.is_together:
+            return self.now.step > first
+        return self._ending.stopped_by is not None or self.config.saving.at_end
+
+    def _raise_error(self, error: BaseException, *, is_saved: bool) -> None:
+        """Raise what ended the run, unless the others have left first because of a stop."""
+        ending, run = self._ending, self.kind
+        if not is_saved and not run.decisions.is_together:
+            self._saver.save(wait=True)  # a hook failed after the last step
+        if not run.decisions.blames_a_peer(error):
+            raise error
+        ending.stopped_by = ending.stopped_by or self.requests.signal
+        if ending.stopped_by is None:
+            raise peer_lost(self.start.where, self.clock, self._saver.safe_step()) from error
+        logging.warning("another process has left before the last step: %s", error)
 
     def _train(self, first: int) -> bool:
-        """Step to the end, or to where a stop is due; True where the evaluation at the end is the best."""
-        has_ended = False  # the data have
+        """Step to the end, or until a stop is due; True if the last evaluation is the best."""
+        has_data = True
         if self.start.restored is not None:
-            self._tell_nothing_to_do()
-        self._expects_steps = True
+            self._reader.tell_if_nothing_is_left(is_complete=self._is_complete())
+        self.now.expects_steps = True
         try:
             with jax.transfer_guard("disallow"):
                 while self._obey(self._settled(first)):
                     batch = self._next_batch()
                     if batch is None:
-                        self._tell_dropped()
-                        has_ended = True
+                        has_data = False
                         break
-                    with jax.profiler.StepTraceAnnotation("train", step_num=self.step + 1):
+                    with jax.profiler.StepTraceAnnotation("train", step_num=self.now.step + 1):
                         self._dispatch(batch)
-            self._drain(first)
-            if has_ended:
-                self._tell_cut_short()
-            if self.evaluator is not None and self._outcome is None and self._regroups is None:
-                return self._evaluate()
-            return False
+            for step in range(max(self.now.step + 2 - DEPTH, first + 1), self.now.step + 1):
+                self.now.look_at(self.watcher.result(step))
+            if not has_data and not self._ending.is_early:
+                self._reader.tell_end()
+            return not self._ending.is_early and self._evaluate()
         finally:
-            self._expects_steps = False
+            self.now.expects_steps = False
 
     def _settled(self, first: int) -> StepResult | None:
-        """The newest result that every process has by now: of the step before the one in flight."""
-        wanted = self.step + 1 - DEPTH
+        """Return the newest result that every process has by now: the step before the one in flight."""
+        wanted = self.now.step + 1 - DEPTH
         if wanted <= first:
             return None
         result = self.watcher.result(wanted)
-        self._latest = result
+        self.now.look_at(result)
         in_a_row = result.metrics.skipped_in_a_row
         if in_a_row >= self.config.max_skipped_in_a_row:
-            why, remedy = _refused(result.metrics.weight)
+            why, remedy = _refusal(result.metrics.weight)
             raise Diverged(
                 f"{in_a_row} updates in a row {why}, the last at step {wanted}. None of them was applied, "
-                f"and the checkpoints in {self.config.workdir} are from before. Of the last, "
+                f"and the checkpoints in {self.config.workdir} are from before. Of the last update, "
                 f"{_fault(result)}. {remedy}"
             )
         return result
 
     def _obey(self, result: StepResult | None) -> bool:
-        """Do what was asked; False to end the loop."""
-        if self.is_chief:  # the answer takes effect everywhere
-            progress = None if result is None else result.metrics.progress
-            skipping = result is not None and result.metrics.skipped_in_a_row > 0
-            wish = self._due.asked(self.clock.now(), progress, skipping=skipping)
-            if wish is not None:
-                self.requests.post(wish)
-        control = self._control(result)
+        """Do what was asked for; False to end the loop."""
+        self._post_what_is_due(result)
+        control = self.kind.decisions.received(result, self.now.batch)
         if control.stop:
-            self._outcome = self.requests.signal or "peer"
+            self._ending.stopped_by = self.requests.signal or "peer"
             return False
         if control.finish or self._is_complete():
             return False
-        if control.regroup and self.where.is_elastic:
-            self._regroups = "processes are to come or go"
+        if control.regroup:
+            self._ending.regroup = "processes are about to join or leave"
             return False
         is_best = control.evaluate and self._evaluate()
-        if self._outcome:
+        if self._ending.stopped_by:
             return False
         if control.save or is_best:
-            self._save()
+            self._saver.save()
+        self._obey_quietly(control)
+        return True
+
+    def _post_what_is_due(self, result: StepResult | None) -> None:
+        """Request the checkpoints, copies and evaluations that are due; process 0 does it for all."""
+        if not self.start.is_chief:
+            return
+        progress = None if result is None else result.metrics.progress
+        skipping = result is not None and result.metrics.skipped_in_a_row > 0
+        wish = self._due.asked(self.clock.now(), progress, skipping=skipping)
+        if wish is not None:
+            self.requests.post(wish)
+
+    def _obey_quietly(self, control: Control) -> None:
+        """Do what does not end the loop."""
         if control.keep:
             self._keep_copy()
         if control.show:
             self._show()
         if control.statistics_every:
             self._every = control.statistics_every
-        if control.batch is not None:
-            self._take_up(control.batch)
-        return True
+        batch = control.batch_after(self.now.batch)
+        if batch is not None and self._switcher.take_up(batch):
+            self._num_untimed = 1
 
     def _is_complete(self) -> bool:
-        """Whether `base_steps` are done. Where the steps in flight may do the rest, it waits for them."""
-        total, progress = self.config.base_steps, self._progress()
+        """Whether `base_steps` are done. If the steps in flight may do the rest, wait for them."""
+        total, progress = self.config.base_steps, self.now.progress
         if total is None:
             return False
-        seen = self.start.step if self._latest is None else self._latest.ticket.step
-        most = max(self.batch.global_batch_size / self.config.batch.base, 1) * (self.step - seen)
+        in_flight = self.now.step - self.now.progress_step
+        most = max(self.now.batch.global_batch_size / self.config.batch.base, 1) * in_flight
         if progress < total <= progress + most:
-            progress = self.watcher.result(self.step, keep=True).metrics.progress
+            progress = self.watcher.result(self.now.step, keep=True).metrics.progress
         return progress >= total
 
-    def _take_up(self, wish: BatchConfig | BatchWish) -> None:
-        with self._pausing():
-            self._change(wish)
-
-    @contextlib.contextmanager
-    def _pausing(self) -> Iterator[None]:
-        """No step is expected while the block lasts: a compilation may take any time."""
-        before, self._expects_steps = self._expects_steps, False
-        try:
-            yield
-        finally:
-            self._expects_steps = before
-
-    def _change(self, wish: BatchConfig | BatchWish) -> None:
-        strategy = self.batch.strategy if wish.strategy is None else wish.strategy
-        batch = BatchConfig(
-            micro_batch_size=wish.micro_batch_size,
-            num_micro_batches=wish.num_micro_batches,
-            num_replicas=self.strategies.engine(strategy).num_replicas,
-            strategy=strategy,
-        )
-        refusal = self._refusal(batch)
-        if refusal is not None:
-            logging.warning(
-                "training goes on with batches of %d samples: %d in %d micro-batches of %d on each of %d "
-                "replicas %s.",
-                self.batch.global_batch_size,
-                batch.global_batch_size,
-                batch.num_micro_batches,
-                batch.micro_batch_size,
-                batch.num_replicas,
-                refusal,
-            )
-            return
-        if batch.strategy != self.batch.strategy and not self._switch(batch):
-            return  # the batch asked for belongs to the other strategy
-        if self.engine.spans:
-            self._compile_everywhere(batch)
-        self.batch = batch
-        self._untimed = 1
-        with self.ledger.bucket("compilation"), jax.transfer_guard("allow"):
-            self.strategies.use(
-                batch
-            )  # compiles here only where nothing is compiled in the background
-
-    def _refusal(self, batch: BatchConfig) -> str | None:
-        """Why a batch that is asked for cannot be used; None where it can."""
-        if not self.config.batch.allows(batch):
-            return "are not what Config.batch allows"
-        if batch.num_micro_batches > 1 and not self.config.accumulates:
-            return "would be split, which Config does not allow"
-        with self.ledger.bucket("compilation"), jax.transfer_guard("allow"):
-            fits = self.strategies.fits(batch)
-            self.where.meet(f"a batch, step {self.step}")
-        return None if self._everywhere(fits) else "do not fit into memory"
-
-    def _switch(self, batch: BatchConfig) -> bool:
-        """Move the state to the layout of a batch's strategy, in memory; the loop waits for it.
-
-        False, and nothing has moved, where it does not fit into the memory of some process.
-        """
-        strategy, refusal = batch.strategy, None
-        try:
-            with self.ledger.bucket("compilation"), jax.transfer_guard("allow"):
-                self.strategies.require(strategy)
-                jax.block_until_ready(self.state)  # steps under way take room
-                new = self.strategies.engine(strategy).layout
-                self.engine.engines.require_room(self.engine.layout, new)
-        except (MoveDoesNotFit, TooLarge) as error:
-            refusal = error
-        if not self._everywhere(refusal is None):
-            return self._stay(strategy, refusal or "it does not fit in another process")
-        try:
-            self._move(strategy)
-        except (MoveDoesNotFit, TooLarge) as error:
-            return self._stay(strategy, error)
-        return True
-
-    def _stay(self, strategy: str, why: object) -> bool:
-        logging.warning("training goes on under %s: %s", self.batch.strategy, why)
-        self.strategies.leave_out(strategy)
-        return False
-
-    def _everywhere(self, holds: bool) -> bool:
-        with jax.transfer_guard("allow"):
-            return self.where.everywhere(holds)
-
-    def _compile_everywhere(self, batch: BatchConfig) -> None:
-        """Have every process compile a batch's steps before one of them waits in a collective."""
-        with self.ledger.bucket("compilation"), jax.transfer_guard("allow"):
-            engine = self.strategies.engine(batch.strategy)
-            for program in engine.training_programs(
-                batch.micro_batch_size, accumulate=batch.num_micro_batches > 1
-            ):
-                engine.compile_program(program)
-            if batch.num_micro_batches > 1:
-                for program in engine.shared_programs(accumulate=True):
-                    engine.compile_program(program)
-            self.where.meet(f"step {self.step}")
-
-    def _move(self, strategy: str) -> None:
-        old, new = self.engine, self.strategies.engine(strategy)
-        with self.ledger.bucket("resharding"), jax.transfer_guard("allow"):
-            jax.block_until_ready(self.state)  # its computation is no part of the price
-            start_s = self.clock.now()
-            plan = old.plan_move(new.layout)
-            self.state = jax.block_until_ready(old.move(self.state, new.layout))
-        seconds = self.clock.now() - start_s
-        self.strategies.switched(seconds, plan.bytes_moved)
-        self.analyst.tell(
-            Resharded(
-                step=self.step,
-                before=self.batch.strategy,
-                after=strategy,
-                seconds=seconds,
-                bytes_moved=plan.bytes_moved,
-                largest_send_bytes=plan.largest_send_bytes,
-                peak_extra_bytes=plan.peak_extra_bytes,
-            )
-        )
-        self.engine = new
-        self.loader.place(new.layout.batch_sharding)
-
-    def _control(self, result: StepResult | None) -> Control:
-        if self.where.process_count == 1:
-            return self.requests.take()
-        if result is None:
-            return Control()
-        control = decode(result.control, self.strategies.names)
-        then = result.ticket.config
-        if control.num_measuring == self.where.process_count:
-            self._measuring.add((then.strategy, then.micro_batch_size))
-        if then.strategy != self.batch.strategy:
-            return control
-        # The sum bounds the slowest from below: nobody has settled more sizes than were taken up.
-        others = self.where.process_count - 1
-        slowest = control.num_ready - others * self.sizes.num_wanted
-        settled = self.strategies.settled_everywhere
-        assert settled is not None
-        settled[then.strategy] = max(settled.get(then.strategy, 0), slowest)
-        return control
-
     def _next_batch(self) -> StepBatch | None:
-        if self._takes_leases:
-            return self.loader.next_in_parts(self.batch, lambda: self._agreed.lease(self.step))
         try:
-            feed = self.feed or self.loader
-            batch = feed.next(self.batch, meanwhile=self._unless_stopping)
+            return self._reader.next(meanwhile=self._unless_stopping)
         except Stopping:
             self._give_up()
             return None
-        if batch is None:
-            return None
-        if self.feed is not None and math.isfinite(feeding_s := self.feed.feeding_s):
-            self.analyst.fed(batch.config.global_batch_size, feeding_s)
-        if batch.wait_s > 1e-4:
-            bucket = "data_loading_sync" if self.feed is None else "embedding"
-            self.ledger.add(bucket, batch.wait_s)
-        if self.loader.num_retried > self._num_retried:
-            self._num_retried = self.loader.num_retried
-            self.analyst.tell(ReadsRetried(step=self.step, num_retried=self._num_retried))
-        if batch.num_samples < batch.config.global_batch_size:
-            with (
-                self._pausing(),
-                self.ledger.bucket("compilation"),
-                jax.transfer_guard("allow"),
-            ):
-                for program in self._last_programs(batch.num_samples):
-                    self.engine.compile_program(program)  # it is there, unless the run was short
-                self.where.meet(f"the last batch, step {self.step}")
-        return batch
-
-    @property
-    def _takes_leases(self) -> bool:
-        """Whether micro-batches go to whichever process is free."""
-        wanted = self.config.execution.leases and self.engine.world is not None
-        return wanted and self.where.process_count > 1 and self.batch.num_micro_batches > 1
-
-    @property
-    def _agreed(self) -> Agreement:
-        if self._agreement is None:
-            store = shared_store()
-            assert store is not None
-            where = self.where
-            self._agreement = Agreement(
-                store,
-                where.process_index,
-                where.process_count,
-                group_size=where.group_size,
-                is_broken=where.is_broken,
-            )
-        return self._agreement
-
-    def _tell_dropped(self) -> None:
-        total = self.start.total_samples
-        if total is not None and self._outcome is None and self.samples < total:
-            left = total - self.samples
-            logging.info('the last %d samples were dropped, as last_batch="drop" says', left)
-
-    def _tell_cut_short(self) -> None:
-        """Warn where the data, not the length that was asked for, have ended the run."""
-        total, progress = self.config.base_steps, self._progress()
-        is_told = self.is_chief and self._outcome is None and self._regroups is None
-        if total is not None and progress < total and is_told:
-            logging.warning(
-                "the data ended at %.0f %% of base_steps=%g, after %d samples: schedules did not come to "
-                "their end. Let the stream repeat, or set base_steps to what there is.",
-                100 * progress / total,
-                total,
-                self.samples,
-            )
-
-    def _tell_nothing_to_do(self) -> None:
-        """Warn where the checkpoint that the run goes on from is of its end."""
-        total, config = self.start.total_samples, self.config
-        left = math.inf if total is None else total - self.samples
-        by_samples = left < (self.batch.global_batch_size if config.last_batch == "drop" else 1)
-        if self.is_chief and (by_samples or self._is_complete()):
-            name, value = (
-                ("epochs", config.epochs) if by_samples else ("base_steps", config.base_steps)
-            )
-            logging.warning(
-                "nothing to do: %s=%g are done, with step %d in %s. Raise %s, or name another workdir.",
-                name,
-                value,
-                self.step,
-                config.workdir,
-                name,
-            )
-
-    def _compile_last_batch(self) -> None:
-        """From half of the run on, have what the batch in use leaves at the end compiled behind the loop."""
-        total = self.start.total_samples
-        if total is None or 2 * self.samples < total or self._rest_of == self.batch:
-            return
-        self._rest_of = self.batch
-        left = (total - self.samples) % self.batch.global_batch_size
-        if self.config.last_batch != "drop":
-            self.sizes.compile_soon(self._last_programs(left))
-
-    def _last_programs(self, num_samples: int) -> tuple[Callable[[], Program], ...]:
-        """What a last batch of so many samples takes besides the programs of the batch in use."""
-        micro, replicas = self.batch.micro_batch_size, self.batch.num_replicas
-        if self.engine.layout.strategy.stage > 1:
-            return ()  # it is padded to the size of others
-        full, rest = divmod(num_samples, micro * replicas)
-        own = -(-rest // replicas)
-        return self.engine.last_programs(own, alone=not full) if 0 < own < micro else ()
-
-    def _unless_stopping(self) -> None:
-        """Raise Stopping where a stop is due now: called while the loop waits for data, or evaluates."""
-        # Others hear of it along with the next step: left alone only where that does not come.
-        if self.requests.is_overdue or (self.requests.signal and self.where.process_count == 1):
-            raise Stopping
-
-    def _give_up(self) -> None:
-        self._outcome, self._is_alone = self.requests.signal, self.where.process_count > 1
 
     def _dispatch(self, batch: StepBatch) -> None:
-        """Start one step; nothing here waits for a device."""
-        self._compile_last_batch()
-        self._is_dispatching = True
-        measured, compiled = self._is_measured(batch), self.compilations.num
+        """Start one step. Alone, nothing here waits for a device."""
+        now, num_compiled = self.now, self.compilations.num
+        now.is_changing = True
         dispatched_s = self.clock.now()
-        engine, marks, own = self.engine, (None, None), None
-        control = self._wishes(batch.config)
-        if self.feed is not None:
-            (micro,) = batch.micro_batches
-            self.state, slots, metrics = engine.step_with_rows(
-                self.state,
-                self.feed.slots,
-                self.feed.lookups,
-                micro.data,
-                micro.mask,
-                measure=measured,
-                control=control,
-            )
-            self.feed.trained(slots)
-        elif engine.world is None:
-            work = None
-            *some, last = batch.micro_batches
-            for micro in some:
-                work = engine.accumulate(work or engine.begin(self.state), micro.data, micro.mask)
-            self.state, metrics = engine.step(
-                self.state, work, last.data, last.mask, measure=measured, control=control
-            )
-        else:
-            work, num_rows = engine.begin(self.state), 0
-            compares = measured and batch.parts is None and len(batch.micro_batches) == 1
-            compares = compares and not engine.has_groups
-            for micro in batch.micro_batches if batch.parts is None else batch.parts:
-                work = engine.accumulate(work, micro.data, micro.mask, measure=compares)
-                num_rows += len(micro.mask)
-                if batch.parts is not None:  # the next one is for whoever is done first
-                    assert work.sums is not None
-                    jax.block_until_ready(work.sums.weight)
-            assert work.sums is not None
-            if not self.where.is_elastic:
-                total = engine.reduce(work, control)
-                marks = (work.sums.weight, total)
-            else:
-                jax.block_until_ready(work.sums.weight)
-                own_end_s = self.clock.now()
-                own = self._own_part(batch, num_rows, own_end_s - dispatched_s)
-                # The update would take the state along into a sum that failed.
-                total = jax.block_until_ready(engine.reduce(work, control))
-                if self.where.group_size > 1 and self.where.process_count > 1:
-                    self._agreed.commit(self.step)
-                marks = (own_end_s, self.clock.now())
-            self.state, metrics = engine.update(self.state, total, work)
-        self.step += 1
-        self.samples += batch.num_samples
-        self.cursor, self.stream = batch.after, self.loader.stream
-        self._is_dispatching = False
-        if self._agreement is not None and self.is_chief:
-            self._agreement.forget(self.step)
+        measured = self._is_measured(batch)
+        done = self.kind.dispatch(now, batch, measured=measured)
+        now.state = done.state
+        now.step += 1
+        now.samples += batch.num_samples
+        now.cursor, now.stream = batch.after, self.start.loader.stream
+        now.is_changing = False
         is_whole = batch.num_samples == batch.config.global_batch_size
-        timed = self._untimed <= 0 and self.compilations.num == compiled and is_whole
-        self._untimed -= 1
-        if own is not None and timed and not self.strategies.is_busy:
-            assert self._membership is not None
-            self._membership.computed(own)
+        timed = self._num_untimed <= 0 and self.compilations.num == num_compiled and is_whole
+        self._num_untimed -= 1
+        is_busy = self.start.strategies.is_busy
+        self.kind.stepped(now.step, timed=timed and not is_busy)
         self.watcher.submit(
             Ticket(
-                step=self.step,
+                step=now.step,
                 config=batch.config,
                 measured=measured,
                 # A step that waits for its batch takes as long as reading it does.
                 began_s=dispatched_s - batch.wait_s,
                 timed=timed,
-                busy=self.strategies.is_busy,
+                busy=is_busy,
                 num_samples=batch.num_samples,
-                samples=self.samples,
+                samples=now.samples,
                 num_batches_taken=self.requests.num_batches_taken,
                 before=batch.before,
                 after=batch.after,
-                metrics=metrics,
-                accumulated=marks[0],
-                reduced=marks[1],
+                metrics=done.metrics,
+                accumulated=done.accumulated,
+                reduced=done.reduced,
             )
         )
 
-    def _own_part(self, batch: StepBatch, num_rows: int, seconds: float) -> OwnPart:
-        """What of a step is this process's own; what is read ahead goes on beside it."""
-        config = batch.config
-        num_parts = 1 if batch.parts is not None else config.num_micro_batches
-        replicas = self.engine.layout.num_replicas
-        return OwnPart(
-            seconds=max(seconds, batch.read_s),
-            num_samples=num_rows,
-            part=replicas * config.micro_batch_size * num_parts,
-            whole=config.global_batch_size,
-            is_leased=batch.parts is not None,
-        )
-
-    def _wishes(self, config: BatchConfig) -> np.ndarray | None:
-        """What this process tells the others along with a step of `config`."""
-        if self.where.process_count == 1:
-            return None
-        wishes = dataclasses.replace(
-            self.requests.take(),
-            num_ready=self.sizes.num_settled,
-            num_measuring=int(self.sizes.can_measure(config.micro_batch_size)),
-        )
-        return encode(wishes, self.strategies.names)
-
     def _is_measured(self, batch: StepBatch) -> bool:
         """Whether this step measures gradient noise: one step in `every`."""
-        if self.engine.has_groups or batch.parts is not None or len(batch.micro_batches) > 1:
-            return True
+        if self.now.engine.has_groups or batch.parts is not None or len(batch.micro_batches) > 1:
+            return True  # its micro-batches, or other groups, tell the noise anyway
         if batch.num_samples < batch.config.global_batch_size:
-            return False  # the run's last, for which nothing that measures is compiled
-        size = batch.config.micro_batch_size
-        can = self.sizes.can_measure(size)
-        if self.where.process_count > 1:  # one decision
-            can = (self.batch.strategy, size) in self._measuring
-        if not can:
+            return False  # the run's last batch, for which nothing that measures is compiled
+        if not self.kind.decisions.can_measure(batch.config):
             return False  # what it takes is being compiled
-        # By the step's number, so that a resumed run measures where an uninterrupted one would.
-        return self.step % self._every == 0
-
-    def _drain(self, first: int) -> None:
-        """Wait for every step dispatched."""
-        for step in range(max(self.step + 2 - DEPTH, first + 1), self.step + 1):
-            self._latest = self.watcher.result(step)
+        # The step's number decides, so that a resumed run measures at the steps of an uninterrupted one.
+        return self.now.step % self._every == 0
 
     # -- what the loop does besides stepping -----------------------------------------------------
 
     def _evaluate(self) -> bool:
-        """Evaluate the state; True where it is the best so far, by `Saving.best`."""
-        assert self.evaluator is not None
-        start_s = self.clock.now()
         try:
-            # What is the user's (samples, `summarize`) may use jnp as it likes.
-            with self.ledger.bucket("evaluation"), jax.transfer_guard("allow"):
-                with self._pausing():
-                    self.evaluator.compile(self.engine.abstract_state())
-                outputs = self.evaluator(self.state, meanwhile=self._unless_stopping)
-                summary = self.task.summarize(outputs)
-                metrics = {name: float(value) for name, value in summary.items()}
+            return self._evaluations.evaluate(meanwhile=self._unless_stopping)
         except Stopping:
-            logging.info("the evaluation of step %d is left out: a stop was asked for", self.step)
+            logging.info(
+                "the evaluation of step %d is skipped: a stop was requested", self.now.step
+            )
             self._give_up()
             return False
-        end_s = self.clock.now()
-        self._evaluated = self.step, metrics
-        self.analyst.tell(
-            EvalEnd(
-                step=self.step,
-                progress=self._progress(),
-                at_s=end_s,
-                seconds=end_s - start_s,
-                metrics=metrics,
-            )
-        )
-        is_best = self.checkpoints.is_best(metrics)
-        if self.config.saving.best is None:
-            return False
-        return self._everywhere(is_best or not self.is_chief)  # who knows all checkpoints decides
 
-    def _must_save(self, first: int) -> bool:
-        """Whether the last step is to be saved at the end; the same in all processes that are not alone."""
-        if self._error is not None and (self._is_alone or self.where.process_count == 1):
-            return self.step > first
-        return self._outcome is not None or self.config.saving.at_end
+    def _unless_stopping(self) -> None:
+        """Raise Stopping if a stop is due now; called while the loop waits for data, or evaluates."""
+        if self.kind.decisions.is_stop_due():
+            raise Stopping
 
-    def _save_last(self) -> str | None:
-        """Save the last step and wait for it; None, or why it is not safe.
-
-        All processes come here together and get one answer, unless they are alone: then the one that writes
-        does it by itself, and the others look whether it has.
-        """
-        if not self._is_alone:
-            error = self._save(wait=True)
-            is_safe = self._everywhere(not self.is_chief or self._is_safe())
-        else:
-            error = self._save(wait=True) if self.is_chief and not self.engine.spans else None
-            for _ in range(0 if self.is_chief or self._error else 20):
-                if self._is_safe():
-                    break
-                self.clock.sleep(0.5)
-            is_safe = self._is_safe()
-        return None if is_safe else error or "the process that writes did not"
-
-    def _save(self, *, wait: bool = False) -> str | None:
-        """Save this step; what went wrong with it, or with the one before."""
-        start_s = self.clock.now()
-        with self.ledger.bucket("checkpoint_save"), jax.transfer_guard("allow"), self._saving:
-            state, meta = self._snapshot()
-            meta, error = self._with_tables(meta)
-            is_of_tables = error is not None  # which says itself where there is no room
-            if self.feed is not None and not self._everywhere(error is None):
-                error = error or f"step {meta.step}: {ELSEWHERE}"
-            if self.engine.spans and not self.where.spans and self.where.writes:
-                state = jax.tree.map(host_copy, state)  # one of its processes writes for all
-            if error is None:
-                error = self.checkpoints.save(state, meta)
-            if wait:  # in every process, whatever has failed in this one
-                failed = self.checkpoints.wait(alone=self._is_alone)
-                error = error or failed
-        if error is not None:
-            logging.warning(
-                "a checkpoint was not written (%s). %solder checkpoints stay.%s",
-                error,
-                "" if wait else "Training goes on, and ",
-                f" Free some space, or make {self.config.workdir} writable."
-                if not is_of_tables
-                and ("Errno" in error or "os_error_code" in error)  # of Python, of tensorstore
-                else "",
-            )
-        seconds = self.clock.now() - start_s
-        self.analyst.tell(Checkpoint(step=self.step, seconds=seconds, error=error))
-        return error
-
-    def _with_tables(self, meta: CheckpointMeta) -> tuple[CheckpointMeta, str | None]:
-        """The metadata of a checkpoint with the commits of tables, made first; and what went wrong."""
-        if self.feed is None:
-            return meta, None
-        try:
-            kept, workdir = self.checkpoints.steps(), self.config.workdir
-            hosts = self.where.process_count
-            commits = committed(self.feed.tables, workdir, meta.step, kept, hosts)
-        except (OSError, RuntimeError) as error:
-            return meta, f"step {meta.step}: {error}"
-        return dataclasses.replace(meta, tables=commits), None
-
-    def _snapshot(self) -> tuple[TrainState, CheckpointMeta]:
-        return self.state, CheckpointMeta(
-            step=self.step,
-            samples=self.samples,
-            cursor=self.cursor,
-            stream=self.stream,
-            batch=self.batch,
-            timings=self.analyst.timings(),
-            statistics_every=self.analyst.statistics_every,
-            ledger=self.ledger.saved(),
-            progress=self._progress(),
-            metrics=self._evaluated[1] if self._evaluated[0] == self.step else {},
-            data=self.start.data,
-            base_batch_size=self.config.batch.base,
-        )
-
-    def _kept(self) -> RunSnapshot:
-        """The run as it is after the last step that was done, in host memory."""
-        with jax.transfer_guard("allow"):
-            state, meta = self._snapshot()
-            leaves = on_host(state)
-        return RunSnapshot(leaves, dataclasses.replace(meta, leaves=describe(state)))
+    def _give_up(self) -> None:
+        """Stop without the other processes, which wait in a step, or hear of the stop along with it."""
+        self._ending.stopped_by = self.requests.signal
+        self.kind.decisions.leave()
 
     def _keep_copy(self) -> None:
-        """Have a copy of this process's part of the state in memory, here and on another host."""
-        assert self._membership is not None
+        """Copy this process's part of the state into memory, here and on another host."""
         began_s = self.clock.now()
         with self.ledger.bucket("checkpoint_save"):
-            self._membership.keep(self._kept())
-        self._due.kept(self.clock.now() - began_s, self._membership.failure_every_s)
-
-    def _safe_step(self) -> int | None:
-        """The step of the newest checkpoint."""
-        try:
-            return self.checkpoints.newest()
-        except OSError as error:  # the workdir itself has gone
-            logging.error("there is no telling what is saved: %s", error)
-            return None
-
-    def _is_safe(self) -> bool:
-        """Whether nothing would be lost now: the last step done is saved, or there was none."""
-        return (self._safe_step() or 0) >= self.done
-
-    def _peer_lost(self) -> PeerLost:
-        silent = self.where.silent(self.clock)
-        who = ", ".join(map(str, silent)) or "unknown"
-        return PeerLost(
-            f"another process of this job has gone or does not answer; of {self.where.process_count} there "
-            f"is no word from: {who}. Its own output says why, and the launcher names the first to fail. "
-            f"Start the job again: it goes on from step {self._safe_step() or 0}."
-        )
+            failure_every_s = self.kind.keep(self._saver.kept())
+        self._due.kept(self.clock.now() - began_s, failure_every_s)
 
     def _show(self) -> None:
-        """Tell the hooks the parameters, on the host: the state's buffers go to the next step."""
+        """Give the parameters to the hooks, copied to the host: the next step takes the state's buffers."""
         with self.ledger.bucket("other"), jax.transfer_guard("allow"):
-            state, own = self.state, self.state.params
+            state, own = self.now.state, self.now.state.params
             params = jax.tree.map(lambda x, own: host_copy(x, own.dtype), state.averaged, own)
             model_state = jax.tree.map(host_copy, state.model_state)
-        if self.is_chief:
+        if self.start.is_chief:
             self.analyst.tell(
                 StateShown(
-                    step=self.step,
-                    progress=self._progress(),
+                    step=self.now.step,
+                    progress=self.now.progress,
                     params=params,
                     model_state=model_state,
                 )
             )
 
-    def _progress(self) -> float:
-        return self.start.progress if self._latest is None else self._latest.metrics.progress
-
     def _finish(self, reason: str) -> None:
         self.watcher.close()
         self.analyst.tell(
             FitEnd(
-                step=self.step,
-                progress=self._progress(),
-                samples=self.samples,
+                step=self.now.step,
+                progress=self.now.progress,
+                samples=self.now.samples,
                 seconds=self.clock.now() - self._began_s,
                 reason=reason,
                 buckets_s=self.ledger.snapshot(),
@@ -922,50 +448,38 @@ class Loop:
 
     @property
     def done(self) -> int:
-        """The last step that is done, as far as is known."""
+        """The last step that is known to be done."""
         newest = self.watcher.newest
-        return self.start.step if newest is None else newest
+        return self.start.first_step if newest is None else newest
 
     def pulse(self) -> tuple[int, int] | None:
-        """Something that changes while the loop lives; None where it may stand still."""
-        if not self._expects_steps or self.analyst.is_awaited:
+        """Return something that changes while the loop lives; None if it may stand still."""
+        if not self.now.expects_steps or self.analyst.is_awaited:
             return None
-        return self.done, 0 if self.evaluator is None else self.evaluator.num_batches
+        return self.done, self._evaluations.num_batches
 
     def save_aside(self) -> None:
-        """Save the last step from another thread, where the loop is busy with something else than steps."""
-        # Rows are on their way between batches of which the loop alone knows.
-        can_write = self.is_chief and not self.engine.spans and self.feed is None
-        if not can_write or self._is_dispatching or not self._saving.acquire(blocking=False):
-            return
-        try:
-            state, meta = self._snapshot()
-            if self._is_dispatching or meta.step != self.step:
-                return  # the loop has come back
-            with jax.transfer_guard("allow"):
-                error = self.checkpoints.save(state, meta) or self.checkpoints.wait(alone=True)
-            logging.warning("step %d, saved beside the loop: %s", meta.step, error or "done")
-        finally:
-            self._saving.release()
+        """Save the last step from another thread; see `Saver.save_aside`."""
+        self._saver.save_aside()
 
     def farewell(self) -> tuple[int, str]:
-        """The exit code by what is safe now, and a sentence on it."""
-        if self._is_safe():
-            return SAVED, f"step {self._safe_step() or 0} is saved"
-        return UNSAVED, str(NotSaved(self.done, self._safe_step(), "it took too long"))
+        """Return the exit code for what is safe now, and a sentence on it."""
+        return self._saver.farewell()
 
     def _hook_failed(self, error: BaseException) -> None:
-        """A hook or the analysis failed, not the computation: stop and save, everywhere, then raise."""
-        self._error = self._error or error
+        """Stop and save in all processes, then raise: a hook or the analysis failed, not the computation."""
+        self._ending.error = self._ending.error or error
         self.requests.interrupt("a hook failed")
 
     def _read(self, metrics: Array) -> tuple[StepMetrics[float], np.ndarray]:
-        return self.engine.read(metrics)
+        return self.now.engine.read(metrics)
 
     def _on_result(self, result: StepResult) -> None:
         if not result.metrics.is_finite:
             self.ledger.add("skipped_steps", max(result.parts.step_s, 0.0))
-            if result.metrics.skipped_in_a_row == 1 and self.is_chief:  # once for those that follow
+            if (
+                result.metrics.skipped_in_a_row == 1 and self.start.is_chief
+            ):  # once for a row of them
                 logging.warning(
                     "step %d was not applied: %s. Its batch: %d samples from place %d of epoch %d on.",
                     result.ticket.step,
@@ -977,13 +491,41 @@ class Loop:
         self.analyst.result(result)
 
 
+def _analyst_of(
+    loop: Loop, on_error: Callable[[BaseException], None], tuner: Callable[..., Tuner]
+) -> Analyst:
+    """Return the analyst of a loop, with what earlier runs have measured."""
+    start, policy = loop.start, loop.config.policy
+    analyst = Analyst(
+        loop.config,
+        start.strategies,
+        current=start.now.batch,
+        requests=loop.requests,
+        compile_s=start.compile_s,
+        hooks=start.hooks,
+        clock=loop.clock,
+        on_error=on_error,
+        book=loop.ledger.add,
+        learning_rate=loop.task.learning_rate,
+        dataset_size=start.dataset_size,
+        adapt=start.is_chief and policy == "goodput",
+        schedule=policy if start.is_chief and not isinstance(policy, str) else None,
+        tuner=tuner,
+    )
+    if start.memory is not None and start.memory.earlier is not None:
+        analyst.recall(start.memory.earlier)
+    if start.restored is not None:  # what this run has measured itself takes precedence
+        analyst.restore(start.restored.timings, start.restored.statistics_every)
+    return analyst
+
+
 def _fault(result: StepResult) -> str:
-    """What was wrong with a step that was refused, as far as its numbers tell."""
+    """Return what was wrong with a refused step, as far as its numbers tell."""
     found = result.metrics
-    if found.weight == 0 or found.weight == -math.inf:
-        return (
-            "its samples have no weight" if found.weight == 0 else "a sample's weight is negative"
-        )
+    if found.weight == 0:
+        return "its samples have no weight"
+    if found.weight == -math.inf:
+        return "a sample's weight is negative"
     if not math.isfinite(found.loss):
         return f"its loss is {found.loss}"
     if not math.isfinite(found.grad_norm):
@@ -991,35 +533,25 @@ def _fault(result: StepResult) -> str:
     return "loss and gradient are finite, and its update or the model state is not"
 
 
-def _refused(weight: float) -> tuple[str, str]:
-    """Why an update of this weight was refused, and what to do."""
+def _refusal(weight: float) -> tuple[str, str]:
+    """Return why an update of this weight was refused, and what to do."""
     if weight == 0:
         return "had samples of weight 0 only", (
-            "There is nothing to learn from them: look at what `Loss.weight` is made of, such as a mask of "
-            "tokens that leaves none."
+            "There is nothing to learn from them. Check what `Loss.weight` is computed from, such as a mask "
+            "of tokens that leaves none."
         )
     if weight == -math.inf:
         return "had samples of negative weight", (
-            "A weight says how much a sample counts, 0 at least. To train away from samples, change the "
-            "sign of their loss, not of their weight."
+            "A weight says how much a sample counts, and is 0 or more. To train away from samples, change "
+            "the sign of their loss, not of their weight."
         )
     return "had a loss, gradient, update or model state that is not finite", (
         "Lower the learning rate, clip gradients, or look at the samples of these steps (the data cursor "
-        "is in the checkpoint). Where the loss is finite, look at the schedule and the optimizer, or at "
-        "what loss_and_state returns as the new state."
+        "is in the checkpoint). If the loss is finite, look at the schedule and the optimizer, or at what "
+        "loss_and_state returns as the new state."
     )
 
 
-def is_of_a_peer(error: BaseException) -> bool:
-    """Whether it looks like a collective that failed because another process has gone."""
-    if isinstance(error, PeerGone):
-        return True
-    if not isinstance(error, jax.errors.JaxRuntimeError | ValueError):
-        return False
-    text = str(error).lower()
-    return any(word in text for word in ("gloo", "nccl", "connection", "heartbeat", "coordination"))
-
-
 def _named(error: BaseException) -> str:
-    """What the record says of an error."""
+    """Return what the record says of an error."""
     return f"{type(error).__name__}: {error}"

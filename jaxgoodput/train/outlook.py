@@ -20,7 +20,7 @@ from jaxgoodput.goodput.memory import largest_that_fits
 from jaxgoodput.parallel.partition import suitable
 from jaxgoodput.parallel.strategy import Strategy, candidates
 from jaxgoodput.train.config import Config
-from jaxgoodput.train.prepare import problem_of
+from jaxgoodput.train.start.problem import problem_of
 from jaxgoodput.train.task import Task
 
 
@@ -73,7 +73,7 @@ def candidates_for(
 ) -> tuple[tuple[Strategy, ...], tuple[LeftOut, ...]]:
     """Return the strategies to compare, and those left out.
 
-    They come from the configuration; if it has none, all are considered that suit the model.
+    They come from the configuration; if it has none, all strategies that suit the model are considered.
     """
     asked = config.strategies or candidates(num_devices)
     resolved = dict.fromkeys(strategy.resolved(num_devices) for strategy in asked)

@@ -1,4 +1,4 @@
-"""What a run changes in the user's process, and puts back: signals, the compilation cache, logs, threads."""
+"""What a run changes in the user's process, and restores: signals, the compilation cache, logs, threads."""
 
 import atexit
 import contextlib
@@ -21,19 +21,23 @@ from absl import logging
 from jax.experimental.compilation_cache import compilation_cache
 
 from jaxgoodput._jax import Compilation, listen_for_compilations, waits_for_xla
+from jaxgoodput._worker import Worker
 from jaxgoodput.clock import Clock
 from jaxgoodput.observe.badput import TimeLedger
 from jaxgoodput.train.config import Config, Saving
 from jaxgoodput.train.control import SAVED, UNSAVED, NotSaved, Preempted, Requests
-from jaxgoodput.train.membership import Membership
+from jaxgoodput.train.runs.membership import Membership
 
 # <malloc.h>
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
-LARGEST_BLOCKS = (1 << 30, 1 << 25)  # to keep, bytes; older versions refuse more than 32 MiB
+LARGEST_BLOCKS = (
+    1 << 30,
+    1 << 25,
+)  # bytes to keep; older versions of glibc refuse more than 32 MiB
 
 
 class Compilations:
-    """Counts the compilations of the loop's own thread, and books their time."""
+    """Counts the compilations on the thread that creates it, and books their time."""
 
     def __init__(self, ledger: TimeLedger):
         self.num = 0
@@ -42,7 +46,7 @@ class Compilations:
 
     @contextlib.contextmanager
     def counted(self) -> Iterator["Compilations"]:
-        """Listen while the block lasts."""
+        """Count compilations inside the block."""
         stop = listen_for_compilations(self._take)
         try:
             yield self
@@ -56,18 +60,18 @@ class Compilations:
 
 
 def keep_freed_pages(platform: str) -> bool:
-    """Have the C library keep what steps on the CPU free, for the next step; True where it will.
+    """Have the C library keep the memory that a step on the CPU frees, for the next step; True if it will.
 
-    glibc gives large blocks back to the kernel, so every step of XLA:CPU gets fresh pages, each zeroed at its
-    first touch. For the whole process and for good: glibc has no way back to its own moving threshold. Left
-    alone where `platform` is another, and where the C library is not glibc.
+    By default glibc gives large blocks back to the kernel, so that every step of XLA:CPU gets fresh pages,
+    each zeroed at its first touch. The change affects the whole process and cannot be undone. Nothing changes
+    if `platform` is not "cpu" or the C library is not glibc.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if platform != "cpu" or mallopt is None:  # musl has none
         return False
-    # The threshold first: without it, the others would only freeze it where it is.
+    # The threshold comes first: without it, the other two would only freeze the present one.
     if not any(mallopt(M_MMAP_THRESHOLD, size) == 1 for size in LARGEST_BLOCKS):
-        logging.info("the C library does not keep freed memory; steps will take fresh pages")
+        logging.info("the C library does not keep freed memory: every step gets fresh pages")
         return False
     mallopt(M_TRIM_THRESHOLD, (1 << 31) - 1)
     mallopt(M_TOP_PAD, 1 << 26)
@@ -76,28 +80,28 @@ def keep_freed_pages(platform: str) -> bool:
 
 @dataclass(frozen=True)
 class LauncherLink:
-    """What a launcher has told this process, and what it wants to hear from it."""
+    """What a launcher told this process, and how the process reports back."""
 
     grace_s: float | None = None  # between a stop signal and SIGKILL
-    # The last step done; None: it trains no more.
+    # Called with the last step done; None if this process trains no more.
     beat: Callable[[int | None], None] = lambda step: None
-    membership: Membership | None = None  # where processes of the job come and go
+    membership: Membership | None = None  # if processes of the job come and go
 
 
-# Whoever has started this process says so here (`launcher.worker`, which reads the environment).
+# Set by `launcher.worker`, which reads the environment.
 LAUNCHED: ContextVar[LauncherLink] = ContextVar("launched")
 
-# SIGHUP comes where the terminal or the connection of a run goes away.
+# SIGHUP comes when the terminal or the connection of a run is closed.
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-PROMPT_S = 5.0  # for a process that has nothing to save
+PROMPT_S = 5.0  # to exit, for a process that has nothing to save
 POLL_S = 1.0
-USUAL = 10.0  # times the usual time of a step: see `Saving.hang_after_s`
+HANG_STEPS = 10.0  # a run hangs after this many usual step times; see `Saving.hang_after_s`
 HELP_SHARE, LEAVE_SHARE = 0.25, 0.9  # of the grace period
 
 
 @runtime_checkable
 class GuardedLoop(Protocol):
-    """What the guard asks of a loop, from a thread of its own."""
+    """What the guard asks of a loop, from the guard's thread."""
 
     @property
     def done(self) -> int:
@@ -105,26 +109,26 @@ class GuardedLoop(Protocol):
         ...
 
     def pulse(self) -> tuple[int, int] | None:
-        """The last step done and another sign of life; None where no step can be expected now."""
+        """Return the last step done and another sign of life; None if no step can be expected now."""
         ...
 
     def save_aside(self) -> None:
-        """Save the last step, while the loop's own thread does something else."""
+        """Save the last step from another thread than the loop's."""
         ...
 
     def farewell(self) -> tuple[int, str]:
-        """The exit code by what is safe now, and a sentence on it."""
+        """Return the exit code for what is safe now, and a sentence on it."""
         ...
 
 
 class StopGuard:
-    """A thread that has a run leave in time once it was told to stop, and finds out when it hangs.
+    """A thread that makes a run end in time after it was told to stop, and detects a run that hangs.
 
-    Python runs handlers of signals on the main thread alone, and not before what that one does in C is over,
-    such as a compilation. But their numbers go into a pipe at once, which this thread reads. A quarter of
-    the grace period later it has the state saved where the loop has not come to it, and at nine tenths it
-    ends the process, with the code that is true then. A process that was still getting ready, or that got a
-    second SIGINT, has `PROMPT_S`. An interactive session is never ended.
+    Python runs signal handlers on the main thread only, and not before a call into C returns, such as a
+    compilation. But the numbers of signals go into a pipe at once, which this thread reads. If the loop has
+    not saved the state after a quarter of the grace period, the guard does. After nine tenths it ends the
+    process, with the exit code that is true then. A process that is still getting ready, or gets a second
+    SIGINT, has `PROMPT_S` to end. An interactive session is never ended.
     """
 
     def __init__(
@@ -143,41 +147,45 @@ class StopGuard:
         self._beat = launched.beat
         self._end = leave
         self._loop: GuardedLoop | None = None
-        self._stop_s: float | None = None  # when a stop was asked for
-        self._hurry_s: float | None = None  # when it was once more
+        self._stop_s: float | None = None  # when a stop was requested
+        self._hurry_s: float | None = None  # when it was requested again
         self._has_helped = False
-        self._code: int | None = None  # of a run that is over
+        self._code: int | None = None  # the exit code, once the run is over
         self._first: tuple[int, float] | None = None  # the first step seen, and when
         self._pulse: tuple[int, int] | None = None
         self._alive_s = clock.now()
-        self._looking = threading.Lock()  # at the loop
+        self._looking = threading.Lock()  # held while the guard uses the loop
         self._read, self.pipe = os.pipe()
-        os.set_blocking(self.pipe, False)  # of a signal handler
-        self._thread = threading.Thread(target=self._run, name="jaxgoodput-guard", daemon=True)
-        self._thread.start()
+        os.set_blocking(self.pipe, False)  # a signal handler must not wait
+        self._worker = Worker("guard", self._run, on_error=_log_failure)
 
     @property
     def is_ready(self) -> bool:
-        """Whether there is a loop, and with it something that should be saved."""
+        """Whether there is a loop, and so something to save."""
         return self._loop is not None
 
     def watch(self, loop: GuardedLoop) -> None:
-        """Look after this loop from now on."""
+        """Guard this loop from now on."""
         self._loop = loop
-        self._beat(loop.done)  # who is cut off in its first second was alive
+        self._beat(
+            loop.done
+        )  # so that a process which is cut off in its first second counts as alive
 
     def rest(self, step: int) -> None:
-        """Between two sets of processes: `step` is in memory, and obeyed is in the next.
+        """Let go of the loop between two generations; `step` is in memory.
 
-        From here on nothing is held of the loop: its devices, and their connections, end with it.
+        A stop that comes meanwhile is obeyed in the next generation. The loop's devices and their connections
+        end only when nothing refers to it any more.
         """
         with self._looking:
             self._loop = _Resting(step)
 
     def linger(self, code: int) -> None:
-        """Stay behind a run that was told to stop: a thread that is stuck must not hold up the exit."""
+        """Stay after a run that was told to stop, so that a thread that is stuck cannot prevent the exit."""
         was_heard = any(self._requests.signal == number.name for number in STOPS)
-        if self._stop_s is None and not was_heard:  # its number may be in the pipe still
+        if (
+            self._stop_s is None and not was_heard
+        ):  # the number of a signal may still be in the pipe
             return self.close()
         self._code, self._loop = code, None
         self._beat(None)
@@ -185,11 +193,11 @@ class StopGuard:
     def close(self) -> None:
         """End the thread."""
         os.write(self.pipe, b"\0")
-        self._thread.join()
+        self._worker.join()
         os.close(self._read)
         os.close(self.pipe)
 
-    def _run(self) -> None:
+    def _run(self, worker: Worker) -> None:
         readable = select.poll()
         readable.register(self._read, select.POLLIN)
         while True:
@@ -199,8 +207,8 @@ class StopGuard:
                     return
 
     def _look(self, numbers: bytes) -> bool:
-        """Take what came through the pipe, and look at the loop; whether that was the last time."""
-        loop = self._loop  # the main thread may let go of it
+        """Handle what came through the pipe, and look at the loop; True if the guard is done."""
+        loop = self._loop  # the main thread may set it to None meanwhile
         pulse = None if loop is None else loop.pulse()
         if loop is not None:
             self._beat(loop.done)
@@ -224,7 +232,7 @@ class StopGuard:
 
     def _hear(self, number: int) -> None:
         if number not in STOPS:
-            return  # of a handler of the user's
+            return  # the user has a handler for this signal
         if self._stop_s is None:
             self._stop_s = self._clock.now()
             self._requests.interrupt(signal.Signals(number).name)
@@ -232,7 +240,7 @@ class StopGuard:
             self._hurry_s = self._hurry_s or self._clock.now()
 
     def _feel(self, pulse: tuple[int, int] | None, now_s: float) -> None:
-        """Look for a sign of life since the last time; without any for too long, stop the run."""
+        """Stop the run if it has given no sign of life for too long."""
         if pulse is None or pulse != self._pulse:
             self._pulse, self._alive_s = pulse, now_s
             if pulse is not None and self._first is None:
@@ -242,11 +250,11 @@ class StopGuard:
         step, since_s = self._first
         usual_s = (self._alive_s - since_s) / (pulse[0] - step) if pulse[0] > step else 0.0
         silent_s = now_s - self._alive_s
-        if silent_s < max(self._hang_after_s, USUAL * usual_s):
+        if silent_s < max(self._hang_after_s, HANG_STEPS * usual_s):
             return
         logging.error(
-            "no step in %.0f s (%d was the last; usually one takes %.3g s): the run hangs and is stopped. "
-            "What its threads do:\n%s",
+            "the run hangs and is stopped: no step ended in %.0f s. Step %d was the last; a step usually "
+            "takes %.3g s. What the threads of the process do:\n%s",
             silent_s,
             pulse[0],
             usual_s,
@@ -256,7 +264,7 @@ class StopGuard:
         self._requests.interrupt("hang")
 
     def _press(self, waited_s: float, now_s: float) -> None:
-        """Have a run that was told to stop do so in time."""
+        """Make a run that was told to stop end in time."""
         leave_s = LEAVE_SHARE * self._grace_s
         in_a_hurry = self._hurry_s is not None and now_s - self._hurry_s >= PROMPT_S
         if self._loop is None:
@@ -265,26 +273,30 @@ class StopGuard:
             return
         if waited_s >= HELP_SHARE * self._grace_s and not self._has_helped:
             self._has_helped = self._requests.is_overdue = True
-            # On a thread of its own: the disk or a device may not answer.
-            threading.Thread(
-                target=self._loop.save_aside, name="jaxgoodput-save-aside", daemon=True
-            ).start()
+            # The guard must not wait for a disk or a device that does not answer.
+            save = self._loop.save_aside
+            Worker("save-aside", lambda _: save(), on_error=_log_failure)
         if waited_s >= leave_s or in_a_hurry:
             code, why = self._loop.farewell()
-            self._leave(code, f"{why}. It did not end by itself; what its threads do:\n{stacks()}")
+            self._leave(
+                code, f"{why}. The run did not end by itself; what its threads do:\n{stacks()}"
+            )
 
     def cannot_interrupt(self) -> None:
-        """The main thread waits for XLA, whose threads would compile on while the process is taken down.
+        """Handle a stop that comes while the main thread waits for XLA, without raising an exception there.
 
-        An exception there ends in a crash; so what has nothing to save leaves at once, and a loop is asked as
-        soon as it goes on, or `PROMPT_S` after a second SIGINT. In an interactive session, which is never
-        ended, both wait for the compilation.
+        XLA's threads would compile on while Python shuts down, and crash the process. So a process that has
+        nothing to save exits at once. A loop obeys the stop as soon as the compilation is done, or is ended
+        `PROMPT_S` after a second SIGINT. An interactive session, which is never ended, waits in both cases.
         """
         if not self.is_ready:
-            self._leave(SAVED, "told to stop while it compiles: there is nothing to save")
+            self._leave(
+                SAVED,
+                "told to stop while compiling: there is nothing to save",
+            )
 
     def _leave(self, code: int, why: str) -> None:
-        if hasattr(sys, "ps1"):  # an interactive session goes on
+        if hasattr(sys, "ps1"):  # never end an interactive session
             return
         logging.error("the process ends with code %d: %s", code, why)
         logging.flush()
@@ -294,7 +306,7 @@ class StopGuard:
 
 @dataclass(frozen=True)
 class _Resting:
-    """A run whose processes are coming together."""
+    """Stands for the loop of a run between two generations."""
 
     done: int
 
@@ -308,8 +320,12 @@ class _Resting:
         return UNSAVED, f"step {self.done} is in memory while processes come and go, and not saved"
 
 
+def _log_failure(error: BaseException) -> None:
+    logging.error("a thread that watches over the run failed", exc_info=error)
+
+
 def stacks() -> str:
-    """What every thread of this process is doing, the innermost call last."""
+    """Return what every thread of this process is doing, the innermost call last."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     return "\n".join(
         f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
@@ -319,13 +335,13 @@ def stacks() -> str:
 
 @contextlib.contextmanager
 def guarded(config: Config, requests: Requests, clock: Clock) -> Iterator[StopGuard]:
-    """A guard over the block; SIGTERM, SIGINT and SIGHUP ask to save and stop, a second SIGINT interrupts.
+    """Guard the block: SIGTERM, SIGINT and SIGHUP ask to save and stop, and a second SIGINT interrupts.
 
-    Before the guard has a loop to watch, there is nothing to save, and they raise `Preempted` at once. One
-    that comes too late to be obeyed is handed on to whoever handled it before.
+    Before the guard has a loop to watch, there is nothing to save, and the signals raise `Preempted` at once.
+    A signal that comes too late to be obeyed is passed to the handler that was there before.
     """
     guard = StopGuard(requests, config.saving, clock, launched=LAUNCHED.get(LauncherLink()))
-    # Python allows handlers on the main thread only; whoever owns it may call request_stop.
+    # Python allows signal handlers on the main thread only. Elsewhere, request_stop() takes their place.
     is_main = threading.current_thread() is threading.main_thread()
     try:
         with _heeded(guard, requests) if is_main else contextlib.nullcontext():
@@ -344,14 +360,14 @@ def guarded(config: Config, requests: Requests, clock: Clock) -> Iterator[StopGu
 
 
 def _exit_beside_threads(code: int) -> None:
-    """End the process here, as its last act, where a thread of a stopped run still compiles or reads.
+    """End the process, as its last act, if a thread of a stopped run still compiles or reads.
 
-    One that comes back from C++ while the interpreter is being taken down has the process aborted.
+    A thread that returns from C++ while the interpreter shuts down would abort the process.
     """
     ours = (t.name for t in threading.enumerate() if t.name.startswith("jaxgoodput-"))
     if set(ours) - {"jaxgoodput-guard", "jaxgoodput-lifeline"}:
         atexit.unregister(_exit_beside_threads)
-        atexit._run_exitfuncs()  # everybody else's
+        atexit._run_exitfuncs()  # all other functions, because os._exit runs none
         logging.flush()
         sys.stdout.flush()
         os._exit(code)
@@ -382,7 +398,7 @@ def _heeded(guard: StopGuard, requests: Requests) -> Iterator[None]:
             signal.signal(number, handler)
 
     wakeup = signal.set_wakeup_fd(guard.pipe, warn_on_full_buffer=False)
-    # A forked child, such as a reader of data, shares the pipe: its signals are none of this run's.
+    # A forked child, such as a reader of data, shares the pipe, and its signals must not stop this run.
     in_child = [give_back]
     os.register_at_fork(after_in_child=lambda: [undo() for undo in in_child])
     try:
@@ -390,7 +406,7 @@ def _heeded(guard: StopGuard, requests: Requests) -> Iterator[None]:
             signal.signal(number, ask)
         yield
     finally:
-        in_child.clear()  # what is registered stays for good
+        in_child.clear()  # the registered function cannot be removed
         give_back()
     if heard:
         signal.raise_signal(heard[0])
@@ -398,7 +414,7 @@ def _heeded(guard: StopGuard, requests: Requests) -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet_writer() -> Iterator[None]:
-    """Leave out what Orbax and JAX's cache log below a warning: many lines, none for a user."""
+    """Hide what Orbax and JAX's cache log below a warning: many lines that do not help a user."""
 
     def worth_reading(record: Any) -> bool:
         chatty = "orbax" in record.pathname or "compilation_cache" in record.pathname
@@ -414,10 +430,9 @@ def quiet_writer() -> Iterator[None]:
 
 @contextlib.contextmanager
 def prompt_threads(interval_s: float = 0.0005) -> Iterator[None]:
-    """Let the loop's thread have the interpreter soon while another one traces, plans or compiles.
+    """Give the loop's thread the interpreter soon while another thread traces, plans or compiles.
 
-    A waiting thread gets it after CPython's switch interval, 5 ms unless told, which is longer than
-    many a step.
+    A waiting thread gets it after CPython's switch interval, 5 ms by default. Many steps are shorter.
     """
     before = sys.getswitchinterval()
     sys.setswitchinterval(min(interval_s, before))
@@ -428,7 +443,7 @@ def prompt_threads(interval_s: float = 0.0005) -> Iterator[None]:
 
 
 def cache_folder(config: Config) -> str | None:
-    """Where compiled programs are to be kept; None: nowhere."""
+    """Return the folder in which compiled programs are kept; None if they are not."""
     wanted = config.execution.compilation_cache
     return (
         os.path.join(os.path.abspath(config.workdir), "compilation_cache")
@@ -439,7 +454,7 @@ def cache_folder(config: Config) -> str | None:
 
 @contextlib.contextmanager
 def persistent_cache(config: Config) -> Iterator[None]:
-    """JAX's compilation cache under the workdir while a run lasts, unless one is set already."""
+    """Keep JAX's compilation cache under the workdir inside the block, unless one is set already."""
     directory = cache_folder(config)
     if directory is None or jax.config.values["jax_compilation_cache_dir"]:
         yield
@@ -463,7 +478,7 @@ def persistent_cache(config: Config) -> Iterator[None]:
 
 @contextlib.contextmanager
 def changed_process(config: Config, requests: Requests, clock: Clock) -> Iterator[StopGuard]:
-    """All of the changes of this file, while a run lasts."""
+    """Apply all changes of this file inside the block."""
     with quiet_writer(), persistent_cache(config), prompt_threads():
         with guarded(config, requests, clock) as guard:
             yield guard

@@ -28,7 +28,7 @@ UNKNOWN = math.nan
 
 @dataclass(frozen=True, kw_only=True)
 class WindowInputs:
-    """What the analyst knows at the end of a window."""
+    """The analyst's knowledge at the end of a window."""
 
     here: StrategyOption
     """Strategy and batch in use, with its model."""

@@ -157,22 +157,11 @@ def _undefined(task: Task, name: str, what: str) -> TypeError:
     return TypeError(f"{type(task).__name__} does not define {name}. Write {what}.")
 
 
-# The arguments of each method. An optional method is checked only if the task defines it.
+# The arguments of each method, without self. An optional method is checked only if the task defines it.
 ARGUMENTS = {
-    "init": ("key",),
-    "loss": ("params", "batch", "key"),
-    "loss_and_state": ("params", "model_state", "batch", "key"),
-    "optimizer": (),
-    "dataset": (),
-    "learning_rate": ("progress",),
-    "eval_dataset": (),
-    "metrics": ("params", "batch"),
-    "metrics_with_state": ("params", "model_state", "batch"),
-    "summarize": ("outputs",),
-    "trainable": ("params",),
-    "labels": ("params",),
-    "tables": (),
-    "ids": ("batch",),
+    name: tuple(inspect.signature(method).parameters)[1:]
+    for name, method in vars(Task).items()
+    if inspect.isfunction(method)
 }
 ASKED = {  # optional parameters, passed by name if the method has them
     "loss": ("mask", "rows"),

@@ -1,11 +1,10 @@
 """The watcher waits for results so that the loop does not have to.
 
-The loop hands in a ticket for every step it dispatches; this thread blocks on the step's metrics,
-notes when they were ready, and publishes a `StepResult`. The loop asks only for results of steps before
-the one in flight.
+The loop submits a ticket for every step it dispatches. The watcher's thread blocks on the step's metrics,
+notes when they were ready, and publishes a `StepResult`. The loop asks only for results of steps before the
+one in flight.
 """
 
-import queue
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ import jax
 import numpy as np
 from jaxtyping import Array
 
+from jaxgoodput._worker import QueueWorker
 from jaxgoodput.clock import Clock
 from jaxgoodput.data.cursor import Cursor
 from jaxgoodput.engine.state import StepMetrics, Sums
@@ -29,16 +29,16 @@ class Ticket:
     config: BatchConfig
     measured: bool
     began_s: float  # when it was dispatched, less what the loop waited for its batch
-    timed: bool  # False: first of its kind, or something compiled meanwhile
-    busy: bool  # something else, such as a compilation, competed for the processors
+    timed: bool  # False for the first step of its kind, or if something was compiled meanwhile
+    busy: bool  # whether something else, such as a compilation, competed for the processors
     num_samples: int
     samples: int
     num_batches_taken: int  # wishes for a batch that the loop had taken when it dispatched this
     before: Cursor
     after: Cursor
     metrics: Array
-    # Ready when the micro-batches are done, and when the sums are exchanged; where the loop has waited for
-    # them, the clock's readings then.
+    # Ready when the micro-batches are done, and when the sums are exchanged. If the loop has waited for them,
+    # the clock's readings then.
     accumulated: Array | float | None = None
     reduced: Sums | Array | float | None = None
 
@@ -55,7 +55,10 @@ class StepResult:
 
 
 class Watcher:
-    """A thread over a queue of tickets."""
+    """A thread over a queue of tickets.
+
+    `read` fetches the metrics of a step, and `on_result` is called with each result, both on the thread.
+    """
 
     def __init__(
         self,
@@ -66,60 +69,48 @@ class Watcher:
         self._read = read
         self._on_result = on_result
         self._clock = clock
-        self._tickets: queue.SimpleQueue[Ticket | None] = queue.SimpleQueue()
         self._results: dict[int, StepResult] = {}
         self._done = threading.Condition()
-        self._error: BaseException | None = None
-        self.newest: int | None = None  # the last step that is done, as far as is known
-        self._thread = threading.Thread(target=self._run, name="jaxgoodput-watcher", daemon=True)
-        self._thread.start()
+        self._ready_s: float | None = None  # when the step before was ready
+        self.error: BaseException | None = (
+            None  # what broke the computation or a consumer of results
+        )
+        self.newest: int | None = None  # the last step that is known to be done
+        self._worker = QueueWorker("watcher", self._publish, on_error=self._fail)
 
     def submit(self, ticket: Ticket) -> None:
         """Watch this step. Returns at once."""
-        self._tickets.put(ticket)
+        self._worker.put(ticket)
 
     def result(self, step: int, *, keep: bool = False) -> StepResult:
-        """The result of `step`, waiting for it; each may be asked for once, but for those that are to `keep`.
+        """Wait for the result of `step`, and return it once, or more often with `keep`.
 
         Raises what the computation or a consumer of results raised.
         """
         with self._done:
-            self._done.wait_for(lambda: step in self._results or self._error is not None)
+            self._done.wait_for(lambda: step in self._results or self.error is not None)
             if step in self._results:
                 return self._results[step] if keep else self._results.pop(step)
-            assert self._error is not None
-            raise self._error
-
-    def fail(self, error: BaseException) -> None:
-        """Make the loop stop with `error`: something behind it broke."""
-        with self._done:
-            self._error = self._error or error
-            self._done.notify_all()
-
-    @property
-    def error(self) -> BaseException | None:
-        """What broke, if anything did."""
-        return self._error
+            assert self.error is not None
+            raise self.error
 
     def close(self) -> None:
-        """Finish the tickets handed in so far and end the thread."""
-        self._tickets.put(None)
-        self._thread.join()
+        """Finish the tickets submitted so far, and end the thread."""
+        self._worker.close()
 
-    def _run(self) -> None:
-        previous_s: float | None = None
-        while (ticket := self._tickets.get()) is not None:
-            try:
-                result = self._watch(ticket, previous_s)
-                previous_s = result.ready_s
-                self._on_result(result)
-            except BaseException as error:
-                self.fail(error)
-                continue
-            with self._done:
-                self._results[ticket.step] = result
-                self.newest = ticket.step
-                self._done.notify_all()
+    def _fail(self, error: BaseException) -> None:
+        with self._done:
+            self.error = self.error or error
+            self._done.notify_all()
+
+    def _publish(self, ticket: Ticket) -> None:
+        result = self._watch(ticket, self._ready_s)
+        self._ready_s = result.ready_s
+        self._on_result(result)
+        with self._done:
+            self._results[ticket.step] = result
+            self.newest = ticket.step
+            self._done.notify_all()
 
     def _watch(self, ticket: Ticket, previous_s: float | None) -> StepResult:
         marks: list[float] = []
@@ -133,7 +124,8 @@ class Watcher:
         ready_s = self._clock.now()
         step_s = interval(previous_s, ticket.began_s, ready_s)
         if len(marks) == 2:
-            if isinstance(ticket.accumulated, float):  # the step before was over, if not seen to be
+            # The loop has waited for this step, so the step before was over, even if not seen to be.
+            if isinstance(ticket.accumulated, float):
                 previous_s = None
             parts = Parts(
                 step_s=step_s,

@@ -1,1 +1,1 @@
-"""What next, and why: verdicts on the batch and the strategy."""
+"""Decides on the next batch and strategy, with reasons: numbers in, verdicts out."""

@@ -1,4 +1,4 @@
-"""Which batch next, and why: a pure function from a `Situation` to a `Verdict`.
+"""Chooses the next batch and gives the reason: a pure function from a `Situation` to a `Verdict`.
 
 The goodput model, corrected by measured step times, names the best configuration. A change to it must gain at
 least `min_gain` (hysteresis), come `dwell_steps` after the last change, and earn back the cost of the switch
@@ -96,8 +96,8 @@ def _not_ready(situation: Situation) -> Verdict | None:
         return situation.keep(reason)
     if situation.steps_since_change < least:
         return situation.keep(
-            f"keep: {situation.steps_since_change} steps have passed since the last change, and the next may "
-            f"come after {least} (Tuning.dwell_steps)",
+            f"keep: {situation.steps_since_change} steps have passed since the last change, and the next "
+            f"may come after {least}",
             here.goodput(situation.incumbent, situation.grad),
         )
     return None
@@ -167,7 +167,7 @@ def _search(situation: Situation) -> Verdict:
     at = f"noise scale {bound}{compact(critical)} samples"
     now = here.goodput(home, grad)
     # Checked before the search, which refuses to choose among unknowns. A run that resumes with step times
-    # of another number of replicas knows nothing about this one yet.
+    # of another number of replicas cannot predict anything for this one yet.
     if not math.isfinite(now):
         return situation.keep(f"keep: the model cannot predict the present batch yet ({at})", now)
     smallest = max(limits.smallest, min(situation.floor, situation.largest))
@@ -252,7 +252,7 @@ def _already_best(situation: Situation, sizes: Sequence[int], now: float, at: st
 
 
 def hoped_gain(grad: Grad, limits: BatchLimits, now: int, there: np.ndarray) -> np.ndarray:
-    """Return what may be hoped for before a size was timed, for deciding whether to probe or compile it.
+    """Return a guess of the gain of a batch whose step time is unknown, to decide whether to try it.
 
     The result, `[batches]`, is the goodput of each batch `there` relative to the batch `now`, if the step
     time grew as the square root of the batch: half-way between not at all and in proportion. Unknown noise

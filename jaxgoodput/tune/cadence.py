@@ -1,4 +1,4 @@
-"""How often the gradient noise is measured: as often as its cost allows."""
+"""Decides how often the gradient noise is measured: as often as its cost allows."""
 
 import math
 

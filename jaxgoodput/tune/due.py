@@ -1,4 +1,4 @@
-"""When the next verdict is due."""
+"""Decides when the next verdict is due."""
 
 from jaxgoodput.tune.verdict import PROBE_STEPS
 

@@ -104,6 +104,8 @@ class Evidence:
             self._skip -= 1
             return
         self._points.append((math.log(max(samples, 1)), loss, float(num_samples), 1))
+        # Merging neighbours bounds the memory. It keeps the slope, because a merged point stands for the mean
+        # of its steps with their weight.
         if len(self._points) > MOST_POINTS:
             pairs = zip(self._points[::2], self._points[1::2], strict=False)
             last = self._points[-1:] * (len(self._points) % 2)
@@ -111,16 +113,18 @@ class Evidence:
 
     @property
     def before(self) -> Stretch | None:
-        """The stretch before the present one; None before the first change."""
+        """The stretch before the last change of the batch; None before the first change."""
         return self._before
 
     def now(self) -> Stretch | None:
-        """Return the present stretch, within the newer half of the run; None before the first update."""
+        """Return the stretch since the last change, within the newer half of the run; None before any update."""
         if self._config is None:
             return None
         if not self._points:
             return Stretch(config=self._config, num_steps=0)
-        since = self._points[-1][0] - math.log(2)
+        since = self._points[-1][0] - math.log(
+            2
+        )  # half of the samples so far, as x is their logarithm
         return _fitted(self._config, [p for p in self._points if p[0] >= since])
 
     def deny(self, noise_scale: float) -> None:
@@ -134,7 +138,8 @@ class Evidence:
         if self.bar is None:
             return
         now, was = self.now(), self.bar.was
-        least = was.num_steps * was.config.global_batch_size  # samples that a fair comparison needs
+        # The comparison is fair only after as many samples as the rejected stretch was judged by.
+        least = was.num_steps * was.config.global_batch_size
         if not self.bar.holds(noise_scale):
             self.bar = None
         elif (

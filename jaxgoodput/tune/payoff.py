@@ -1,4 +1,4 @@
-"""What the rest of the run is worth: how much is left, and whether compiling other batches pays off."""
+"""Estimates how much of the run is left, and whether compiling other batches pays off in that time."""
 
 import dataclasses
 import math
@@ -16,7 +16,7 @@ from jaxgoodput.tune.verdict import Situation
 
 @dataclass(frozen=True, kw_only=True)
 class RunLength:
-    """How long the run is; exactly one of `base_steps` and `epochs` is given."""
+    """The length of the run; exactly one of `base_steps` and `epochs` is given."""
 
     base_steps: float | None
     """Length in base steps."""
@@ -33,7 +33,7 @@ class RunLength:
         return (self.epochs or 0) * self.dataset_size
 
     def share_done(self, progress: float, samples: int) -> float:
-        """Return how much of the run is done after so many base steps and samples."""
+        """Return how much of the run is done after `progress` base steps and `samples`."""
         if self.base_steps is not None:
             return progress / self.base_steps
         return samples / self.num_samples

@@ -241,7 +241,8 @@ def fixed_config(
             for micro in {math.floor(exact), math.ceil(exact)}
             if 1 <= micro <= largest_micro
         ]
-        if exact < 1 or options and options[-1][0] == 0:
+        # More micro-batches cannot help if the batch is met exactly, or is less than one sample each.
+        if exact < 1 or any(off == 0 for off, _, _ in options[-2:]):
             break
     off, count, micro = min(options, default=(math.inf, 1, 1))
     if off <= tolerance + 1e-12:

@@ -1,4 +1,4 @@
-"""What a run leaves to the next run of the same program: step times, its last batch and its first noise.
+"""The memory that a run leaves to the next run of its program: step times, last batch and first noise.
 
 This memory is one JSON file beside the compilation cache. The caller derives its name from everything that
 step times and noise depend on. Training never depends on the file: if it cannot be read or written, a warning
@@ -141,7 +141,7 @@ class BatchHistory:
             self._chosen = [(earlier.since_samples, current)]
 
     def add(self, config: BatchConfig, since_samples: int) -> None:
-        """Note that `config` is in use, after so many samples of the run."""
+        """Note that `config` is in use, after `since_samples` samples of the run."""
         before = [chosen for _, chosen in self._chosen[-2:-1]]
         if before == [config]:  # back again: the batch in between was a trial
             self._chosen.pop()

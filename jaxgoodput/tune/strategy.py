@@ -1,4 +1,4 @@
-"""Which strategy next, and why: pure functions, used once the batch under the present strategy is settled.
+"""Chooses the next strategy and gives the reason, once the batch under the present one is settled. Pure.
 
 Every strategy has its own step times and its own fit. A strategy that was never timed gets one trial of a few
 real steps, if the time left can repay two moves of the state and steps that may be slower. A strategy that

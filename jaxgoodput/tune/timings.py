@@ -75,29 +75,42 @@ def interval(previous_ready_s: float | None, began_s: float, ready_s: float) -> 
     return ready_s - start
 
 
+def key_of(num_nodes: int, config: BatchConfig, *, measured: bool) -> TimingKey:
+    """Return the key of a configuration's times, with or without a noise measurement."""
+    return TimingKey(
+        num_nodes=num_nodes,
+        num_replicas=config.num_replicas,
+        micro_batch_size=config.micro_batch_size,
+        num_micro_batches=config.num_micro_batches,
+        measured=measured,
+    )
+
+
 class TimingTable:
     """Recent step times by configuration. Not thread-safe; `rows` are saved in checkpoints."""
 
     def __init__(self, *, half_life_steps: float = 2000.0):
         self._half_life_steps = half_life_steps
-        self._clean: dict[TimingKey, deque[Parts]] = {}
-        self._busy: dict[TimingKey, deque[Parts]] = {}
-        self._last: dict[TimingKey, int] = {}
+        self._rows: dict[TimingKey, TimingRow] = {}
 
     def add(self, key: TimingKey, parts: Parts, step: int, *, busy: bool = False) -> None:
         """Record one step; `busy` says that a compilation competed for the processors."""
-        rows = self._busy if busy else self._clean
-        rows.setdefault(key, deque(maxlen=KEEP)).append(parts)
-        self._last[key] = step
+        row = self._rows.get(key) or TimingRow(key=key, last=step, clean=(), busy=())
+        kind = "busy" if busy else "clean"
+        latest = (*getattr(row, kind), parts)[-KEEP:]
+        self._rows[key] = dataclasses.replace(row, last=step, **{kind: latest})
 
     def _parts(self, key: TimingKey) -> Sequence[Parts]:
-        clean = self._clean.get(key, ())
-        return clean if len(clean) >= MIN_COUNT else self._busy.get(key, clean)
+        """Return the undisturbed steps if there are enough, else the disturbed ones."""
+        row = self._rows.get(key)
+        if row is None:
+            return ()
+        return row.clean if len(row.clean) >= MIN_COUNT or not row.busy else row.busy
 
     def median_s(self, key: TimingKey) -> float:
         """Return the median seconds of a step; NaN if none was recorded."""
         rows = self._parts(key)
-        return statistics.median(p.step_s for p in rows) if rows else float("nan")
+        return statistics.median(p.step_s for p in rows) if rows else math.nan
 
     def count(self, key: TimingKey) -> int:
         """Return how many steps the median is taken over."""
@@ -108,36 +121,29 @@ class TimingTable:
 
         `clean` counts undisturbed steps only.
         """
-        rows = [*self._clean.items(), *(() if clean else self._busy.items())]
         return {
             key.micro_batch_size
-            for key, parts in rows
+            for key, row in self._rows.items()
             if (key.num_nodes, key.num_replicas) == (num_nodes, num_replicas)
-            and len(parts) >= MIN_COUNT
+            and max(len(row.clean), 0 if clean else len(row.busy)) >= MIN_COUNT
         }
 
     def disturbance(self) -> float:
         """Return how much longer steps take beside a compilation: 0.5 is half as long again, NaN unknown."""
         ratios = [
-            _median(p.step_s for p in busy) / _median(p.step_s for p in clean)
-            for key, busy in self._busy.items()
-            if len(busy) >= MIN_COUNT and len(clean := self._clean.get(key, ())) >= MIN_COUNT
+            _median(p.step_s for p in row.busy) / _median(p.step_s for p in row.clean)
+            for row in self._rows.values()
+            if min(len(row.busy), len(row.clean)) >= MIN_COUNT
         ]
-        return statistics.median(ratios) - 1 if ratios else float("nan")
+        return statistics.median(ratios) - 1 if ratios else math.nan
 
     def step_s(self, num_nodes: int, config: BatchConfig) -> float:
         """Return the median seconds of a configuration's steps; NaN if none was recorded.
 
         Uses the kind of step, with or without a noise measurement, that was seen more often.
         """
-        keys = [
-            TimingKey(
-                num_nodes, config.num_replicas, config.micro_batch_size, config.num_micro_batches, m
-            )
-            for m in (False, True)
-        ]
-        key = max(keys, key=self.count)
-        return self.median_s(key)
+        keys = [key_of(num_nodes, config, measured=m) for m in (False, True)]
+        return self.median_s(max(keys, key=self.count))
 
     def timings(self, step: int) -> StepTimings | None:
         """Return the medians as input of the fit; None before any configuration has `MIN_COUNT` steps.
@@ -147,13 +153,13 @@ class TimingTable:
         Failing both, each micro-batch is taken to be a k-th of the step, so that synchronisation and update
         count as computing until another k is seen.
         """
-        shapes: dict[tuple[int, int, int], list[_Row]] = {}
-        for key, last in self._last.items():
+        shapes: dict[tuple[int, int, int], list[_Medians]] = {}
+        for key, row in self._rows.items():
             other = dataclasses.replace(key, measured=not key.measured)
             if self.count(key) < MIN_COUNT or self._says_more(other, key):
                 continue
             shape = (key.num_nodes, key.num_replicas, key.micro_batch_size)
-            shapes.setdefault(shape, []).append(self._row(key, step - last))
+            shapes.setdefault(shape, []).append(self._medians(key, step - row.last))
         rows = [(*shape, *_one_micro_batch(seen)) for shape, seen in shapes.items()]
         # If the clock is too coarse for the step, it says 0, which must not be taken for a time.
         rows = [row for row in rows if row[3] > 0 or row[6] > 0]
@@ -173,13 +179,13 @@ class TimingTable:
             weight=values[4],
         )
 
-    def _row(self, key: TimingKey, age_steps: int) -> "_Row":
+    def _medians(self, key: TimingKey, age_steps: int) -> "_Medians":
         """Return the medians of a configuration that was last used `age_steps` ago."""
         parts = self._parts(key)
         fade = 0.5 ** (age_steps / self._half_life_steps)
-        if parts is self._busy.get(key):
+        if parts is self._rows[key].busy:
             fade *= BUSY_WEIGHT
-        return _Row(
+        return _Medians(
             num_micro_batches=key.num_micro_batches,
             step_s=_median(p.step_s for p in parts),
             accumulate_s=_median(p.accumulate_s / key.num_micro_batches for p in parts),
@@ -192,36 +198,24 @@ class TimingTable:
         """Return whether `other`, which differs only in `measured`, is the better source for the fit.
 
         Undisturbed steps are better than disturbed ones. Among equals, steps without a noise measurement
-        are better, because they tell what a plain step costs.
+        are better, because they show the cost of a plain step.
         """
         if self.count(other) < MIN_COUNT:
             return False
-        clean, others = (len(self._clean.get(k, ())) >= MIN_COUNT for k in (key, other))
+        clean, others = (len(self._rows[k].clean) >= MIN_COUNT for k in (key, other))
         return others > clean or (others == clean and key.measured)
 
     def rows(self) -> tuple[TimingRow, ...]:
         """Return the whole table, for a checkpoint."""
-        return tuple(
-            TimingRow(
-                key=key,
-                last=last,
-                clean=tuple(self._clean.get(key, ())),
-                busy=tuple(self._busy.get(key, ())),
-            )
-            for key, last in self._last.items()
-        )
+        return tuple(self._rows.values())
 
     def restore(self, rows: Iterable[TimingRow]) -> None:
         """Take over the rows of a checkpoint."""
-        for row in rows:
-            for target, parts in ((self._clean, row.clean), (self._busy, row.busy)):
-                if parts:
-                    target[row.key] = deque(parts, maxlen=KEEP)
-            self._last[row.key] = row.last
+        self._rows |= {row.key: row for row in rows}
 
 
 class SwitchCosts:
-    """What changes of the batch cost: the extra time of the first step after each change.
+    """The cost of changing the batch: the extra time of the first step after each change.
 
     `book` is called with every cost, in seconds.
     """
@@ -284,13 +278,7 @@ class StrategyTimings:
 
     def key(self, config: BatchConfig, *, measured: bool) -> TimingKey:
         """Return the key of a configuration's times, with or without a noise measurement."""
-        return TimingKey(
-            num_nodes=self.num_nodes,
-            num_replicas=config.num_replicas,
-            micro_batch_size=config.micro_batch_size,
-            num_micro_batches=config.num_micro_batches,
-            measured=measured,
-        )
+        return key_of(self.num_nodes, config, measured=measured)
 
     def placement(self, config: BatchConfig) -> Placement:
         """Return the nodes and replicas that a configuration runs on."""
@@ -314,6 +302,7 @@ class StrategyTimings:
     def rows(self) -> dict[str, tuple[TimingRow, ...]]:
         """Return the whole tables by strategy, for a checkpoint."""
         with self._lock:
+            # A copy, because the other thread may add a table at the same time.
             return {name: table.rows() for name, table in list(self._tables.items())}
 
     def restore(self, saved: Mapping[str, Sequence[TimingRow]]) -> None:
@@ -323,7 +312,7 @@ class StrategyTimings:
 
 
 class FeedingTimes:
-    """Seconds to prepare a batch, by global batch size."""
+    """The measured seconds to prepare a batch, by global batch size."""
 
     def __init__(self):
         self._seconds: dict[int, float] = {}
@@ -365,7 +354,7 @@ def feeding_of(times: Mapping[int, float]) -> Feeding | None:
     """Return the line through the seconds of preparing a batch, by global batch size; None without times.
 
     It minimises the squared relative errors, with no negative coefficient. A single size gives a level line,
-    so that it does not speak against a larger batch.
+    which is no argument against a larger batch.
     """
     if not times:
         return None
@@ -381,7 +370,7 @@ def feeding_of(times: Mapping[int, float]) -> Feeding | None:
 
 
 @dataclass(frozen=True)
-class _Row:
+class _Medians:
     """The median times of one configuration."""
 
     num_micro_batches: int
@@ -392,7 +381,7 @@ class _Row:
     weight: float
 
 
-def _one_micro_batch(rows: Sequence[_Row]) -> tuple[float, float, float, float, float]:
+def _one_micro_batch(rows: Sequence[_Medians]) -> tuple[float, float, float, float, float]:
     """Return (accumulate, reduce, update, step of one micro-batch, weight) of one micro-batch size."""
     rows = sorted(rows, key=lambda r: r.num_micro_batches)
     least, most = rows[0], rows[-1]

@@ -626,7 +626,7 @@ def test_a_stream_that_gives_each_process_its_own_is_refused(tmp_path):
         cluster.agent("a", "b")
         finished = cluster.coordinator.wait(limit_s=90)
         assert finished.code == 1, cluster.told()
-        assert "from sample 0 on process 1 has others than process 0" in cluster.told()
+        assert "the samples from 0 on differ between process 1 and process 0" in cluster.told()
 
 
 def test_a_script_that_always_fails_ends_the_job_with_its_last_lines(tmp_path):

@@ -12,7 +12,7 @@ import pytest
 from jaxgoodput.engine.engine import Engines
 from jaxgoodput.launcher.plan import trainer_of
 from jaxgoodput.parallel.strategy import Strategy
-from jaxgoodput.train.prepare import problem_of
+from jaxgoodput.train.start.problem import problem_of
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 

@@ -202,9 +202,9 @@ class InStep(Loop):
             self._told.notify_all()
 
     def _obey(self, result):
-        if self.step > self.start.step:
+        if self.now.step > self.start.first_step:
             with self._told:
-                while self._newest < self.step and self.watcher.error is None:
+                while self._newest < self.now.step and self.watcher.error is None:
                     self._told.wait(0.1)  # nobody tells of an error
         self.analyst.flush()
         return super()._obey(result)

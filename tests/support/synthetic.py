@@ -227,7 +227,7 @@ def run(receive, clock, *, steps=600, start_step=0, restart=0, rng=None, state=N
                     generation=2,
                     num_processes_before=1,
                     num_processes=2,
-                    reason="processes are to come or go",
+                    reason="processes are about to join or leave",
                     seconds={"leave": 0.1, "wait": 0.2},
                 )
             )

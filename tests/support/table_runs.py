@@ -16,7 +16,7 @@ from jaxgoodput.engine.engine import Engines
 from jaxgoodput.engine.rows import WithRows
 from jaxgoodput.goodput.search import BatchLimits
 from jaxgoodput.parallel.strategy import Strategy
-from jaxgoodput.train.prepare import problem_of
+from jaxgoodput.train.start.problem import problem_of
 
 SIZES = {"user": (900, 8), "item": (2500, 4)}
 NUM_READ = {"user": 1, "item": 3}
@@ -111,7 +111,7 @@ class Changing(Recorder):
 
     def on_step_end(self, event):
         super().on_step_end(event)
-        self.tables = self.trainer._loop.feed.tables
+        self.tables = self.trainer._loop.start.feed.tables
         if event.step in self.sizes:
             self.trainer.request_batch(*self.sizes[event.step])
 
@@ -120,7 +120,7 @@ def dense(trainer, steps):
     """Tables that are arrays of all rows, which every step passes over; trained on the batches of a run."""
     whole = Two(trainer.config, tiers={name: (size, 0) for name, (size, _) in SIZES.items()})
     problem, layout = (
-        problem_of(whole, whole.config, whole.tables()),
+        problem_of(whole, whole.config),
         Strategy().on(jax.devices()[:1]),
     )
     shapes = {name: jax.ShapeDtypeStruct((n,), np.int32) for name, n in NUM_READ.items()}

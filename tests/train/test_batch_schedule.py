@@ -59,7 +59,7 @@ def test_a_hook_that_is_slow_holds_up_no_scheduled_batch(tmp_path):
 
     def until_the_batch_has_changed(step):
         deadline = time.monotonic() + 120.0
-        while step.step == 5 and trainer._loop.batch.global_batch_size == 16:
+        while step.step == 5 and trainer._loop.now.batch.global_batch_size == 16:
             assert time.monotonic() < deadline, "the batch does not change while a hook is at work"
             time.sleep(0.01)
         changed.append(step.step)

@@ -46,7 +46,7 @@ from jaxgoodput.train.checkpoint import (
 )
 from jaxgoodput.train.config import Saving
 from jaxgoodput.train.control import Preempted
-from jaxgoodput.train.prepare import problem_of
+from jaxgoodput.train.start.problem import problem_of
 
 STEPS = 12  # of two epochs of 96 samples in batches of 16
 

@@ -6,21 +6,29 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxgoodput.goodput.search import BatchConfig
 from jaxgoodput.train.control import (
     CONTROL_SIZE,
     BatchWish,
     Control,
+    ControlWire,
     Requests,
-    decode,
-    encode,
 )
 
-STRATEGIES = ("data8", "fsdp8", "fsdp4.tensor2")
+REPLICAS = {"data8": 8, "fsdp8": 8, "fsdp4.tensor2": 4}
+WIRE = ControlWire(REPLICAS)
 counts = st.integers(1, 10**6)
 
 
 def batch_of(micro, count, strategy=None):
-    return BatchWish(micro_batch_size=micro, num_micro_batches=count, strategy=strategy)
+    if strategy is None:
+        return BatchWish(micro_batch_size=micro, num_micro_batches=count)
+    return BatchConfig(
+        micro_batch_size=micro,
+        num_micro_batches=count,
+        num_replicas=REPLICAS[strategy],
+        strategy=strategy,
+    )
 
 
 controls = st.builds(
@@ -30,7 +38,7 @@ controls = st.builds(
     save=st.booleans(),
     evaluate=st.booleans(),
     show=st.booleans(),
-    batch=st.none() | st.builds(batch_of, counts, counts, st.sampled_from([None, *STRATEGIES])),
+    batch=st.none() | st.builds(batch_of, counts, counts, st.sampled_from([None, *REPLICAS])),
     statistics_every=st.none() | counts,
     num_ready=st.integers(0, 100),
     num_measuring=st.integers(0, 1),
@@ -50,15 +58,15 @@ followers = st.builds(
 
 @given(control=controls)
 def test_a_control_survives_the_vector(control):
-    vector = encode(control, STRATEGIES)
+    vector = WIRE.encode(control)
     assert vector.shape == (CONTROL_SIZE,) and vector.dtype == np.float32
-    assert decode(vector, STRATEGIES) == control
+    assert WIRE.decode(vector) == control
 
 
 @given(first=controls, others=st.lists(followers, max_size=7))
 def test_the_sum_over_processes_is_what_anyone_wished_and_what_process_0_decided(first, others):
     everyone = [first, *others]
-    agreed = decode(np.stack([encode(c, STRATEGIES) for c in everyone]).sum(axis=0), STRATEGIES)
+    agreed = WIRE.decode(np.stack([WIRE.encode(c) for c in everyone]).sum(axis=0))
     for name in ("stop", "finish", "save", "evaluate", "show"):
         assert getattr(agreed, name) == any(getattr(c, name) for c in everyone)
     for name in ("batch", "statistics_every"):
@@ -90,7 +98,7 @@ def test_it_does_not_matter_when_the_mailbox_is_looked_into(wishes):
 
 
 def test_no_wish_is_no_change():
-    assert Requests().take() == Control() == decode(np.zeros(CONTROL_SIZE), STRATEGIES)
+    assert Requests().take() == Control() == WIRE.decode(np.zeros(CONTROL_SIZE))
 
 
 def test_a_wish_is_taken_once_and_the_latest_wins():

@@ -19,7 +19,7 @@ from jaxgoodput.optim import learning_rate as rules
 from jaxgoodput.parallel.strategy import Strategy
 from jaxgoodput.train.checkpoint import WrongWorkdirError
 from jaxgoodput.train.control import Preempted
-from jaxgoodput.train.prepare import problem_of
+from jaxgoodput.train.start.problem import problem_of
 
 KEPT = 0.9
 PLACES = (
@@ -214,12 +214,12 @@ def test_a_run_without_it_goes_on_with_one_that_begins_at_its_parameters(tmp_pat
 
     class Kept(InStep):
         def run(self):
-            seen.append(engines.host(self.state))
+            seen.append(engines.host(self.now.state))
             return super().run()
 
     recorder = Recorder()
     state = Mean(settings, hooks=[recorder], loop=Kept).fit()
-    assert "begins with them" in told[0]
+    assert "begins with the parameters" in told[0]
     engines.assert_same_bits(seen[0].ema, before.params)
     steps = recorder.of(StepEnd)
     assert [s.step for s in steps] == list(range(7, 13))
@@ -263,9 +263,9 @@ def own_average(first):
 @pytest.mark.parametrize(
     "link, words",
     [
-        (optax.ema(0.9), "Config.ema keeps one that does not"),
-        (own_average(jnp.array), "Config.ema keeps one that does not"),
-        (own_average(jnp.zeros_like), "Config.ema keeps one that does not"),
+        (optax.ema(0.9), "Use Config.ema instead"),
+        (own_average(jnp.array), "Use Config.ema instead"),
+        (own_average(jnp.zeros_like), "Use Config.ema instead"),
         (optax.add_decayed_weights(1e-3), None),
         (optax.trace(0.9), None),
     ],

@@ -280,8 +280,8 @@ class First(InStep):
     model_state: Any = None
 
     def run(self):
-        type(self).params = jax.device_get(self.state.params)
-        type(self).model_state = jax.tree.map(host_copy, self.state.model_state)
+        type(self).params = jax.device_get(self.now.state.params)
+        type(self).model_state = jax.tree.map(host_copy, self.now.state.model_state)
         return super().run()
 
 
@@ -395,7 +395,7 @@ def test_a_run_that_goes_on_says_once_that_it_does_not_begin_anew(original, tmp_
     more = deep(tmp_path, initial=str(tmp_path / "gone"), loop=First)
     more.config = config(tmp_path, epochs=3)
     more.fit()
-    assert len([said for said in told if "initial= is for a new workdir" in said]) == 1
+    assert len([said for said in told if "initial= was not read" in said]) == 1
 
 
 class Adapted(jg.Trainer):
@@ -496,7 +496,7 @@ def test_hooks_are_shown_the_parameters_as_they_were_and_cannot_change_them(tmp_
 
     class Noting(InStep):
         def _obey(self, result):
-            noted[self.step] = jax.tree.map(host_copy, self.state.averaged)
+            noted[self.now.step] = jax.tree.map(host_copy, self.now.state.averaged)
             return super()._obey(result)
 
     hook = Looker()

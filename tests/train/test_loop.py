@@ -183,7 +183,7 @@ def test_the_loop_refuses_transfers_that_nobody_asked_for(tmp_path):
     class Careless(Loop):
         def _next_batch(self):
             batch = super()._next_batch()
-            if self.step == 3:
+            if self.now.step == 3:
                 batch.micro_batches[0].mask + np.ones(16, np.float32)
             return batch
 
@@ -204,8 +204,9 @@ def switching(tmp_path, sizes, **settings):
         def run(self):
             found["start"] = self.compilations.num
             if self.config.execution.background_compile:
-                self.strategies.start()
-                assert self.sizes.wait(LIMIT_S)
+                strategies = self.start.strategies
+                strategies.start()
+                assert strategies.compiler(self.now.batch.strategy).wait(LIMIT_S)
             try:
                 return super().run()
             finally:
@@ -251,7 +252,7 @@ def test_other_sizes_are_compiled_where_the_time_left_can_repay_it(tmp_path, bas
     class Noted(InStep):
         def __init__(self, *arguments, **named):
             super().__init__(*arguments, **named)
-            self.strategies.start = lambda: starts.append(self.step)
+            self.start.strategies.start = lambda: starts.append(self.now.step)
 
     seen = Recorder(lambda e: trainer.finish() if e.step == 50 else None)
     usual = {"policy": "goodput", "batch": LIMITS, "saving__at_end": False, "tuning__min_gain": 0.0}
@@ -283,7 +284,7 @@ class Greedy(Loop):
 
     def __init__(self, *arguments, **named):
         super().__init__(*arguments, **named, tuner=functools.partial(Tuner, answer=largest))
-        compile_program, compiled = self.engine.compile_program, []
+        compile_program, compiled = self.now.engine.compile_program, []
 
         def look_and_compile(program):
             shapes = [x for x in program.args if isinstance(x, SampleShape)]
@@ -293,7 +294,7 @@ class Greedy(Loop):
             compile_program(program)
             compiled.append(named)
 
-        self.engine.compile_program = look_and_compile
+        self.now.engine.compile_program = look_and_compile
 
     def look(self):
         raise NotImplementedError

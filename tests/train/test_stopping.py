@@ -183,7 +183,7 @@ def test_training_waits_for_hooks_that_are_far_behind_and_names_the_slow_one(
     class Slow:
         def on_step_end(self, event):
             time.sleep(0.1)  # far longer than a step takes anywhere
-            behind.append(trainer._loop.step - event.step)
+            behind.append(trainer._loop.now.step - event.step)
 
     seen = Recorder()
     trainer = Counting(counting_config(tmp_path, epochs=6), hooks=[seen, Slow()])

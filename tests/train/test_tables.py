@@ -34,9 +34,9 @@ from jaxgoodput.observe.events import EvalEnd, FitStart, StepEnd, Window
 from jaxgoodput.optim.noise import leaf_groups, squared_norms
 from jaxgoodput.parallel.strategy import Strategy
 from jaxgoodput.train.checkpoint import Checkpoints
-from jaxgoodput.train.prepare import problem_of
+from jaxgoodput.train.start.problem import problem_of
 from jaxgoodput.train.tables.commits import Opener
-from jaxgoodput.train.tables.feed import Feed
+from jaxgoodput.train.tables.feed import TableFeed
 
 
 @pytest.mark.slow
@@ -78,7 +78,7 @@ def test_several_devices_train_the_rows_of_a_dense_table(tmp_path, monkeypatch):
 
 def test_noise_of_rows_that_are_read_often_is_apart(tmp_path):
     trainer = Two(settings(tmp_path))
-    problem = problem_of(trainer, trainer.config, trainer.tables())
+    problem = problem_of(trainer, trainer.config)
     rng = np.random.default_rng(0)
     rows = {name: rng.normal(size=(6, dim)) for name, (_, dim) in SIZES.items()}
     own = {"in": rng.normal(size=(5, 2)), "out": rng.normal(size=3)}
@@ -224,7 +224,7 @@ def test_a_full_disk_of_a_table_is_not_said_to_be_the_workdirs(tmp_path, monkeyp
 
 
 def test_what_feeding_takes_is_told_of_every_window(tmp_path, monkeypatch):
-    monkeypatch.setattr(Feed, "feeding_s", 1e-5)  # less than any step takes
+    monkeypatch.setattr(TableFeed, "feeding_s", 1e-5)  # less than any step takes
     seen = Recorder()
     Two(settings(tmp_path, reporting__window_s=1e-6, base_steps=10.0), hooks=[seen]).fit()
     feeding = [one.feeding_s for one in seen.of(Window)]
@@ -316,7 +316,7 @@ class NoTable(Two):
                 dataclasses.replace(s, strategies=(Strategy(fsdp=2),)), devices=jax.devices()[:2]
             ),
             ValueError,
-            "every device has all slots",
+            "every device holds all slots",
         ),
         (lambda s: Two(dataclasses.replace(s, ema=0.99)), ValueError, "Config.ema=0.99"),
         (

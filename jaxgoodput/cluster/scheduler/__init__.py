@@ -7,9 +7,31 @@ may not change, checks its answer, and makes a `Plan` of it. Policies that give 
 """
 
 from jaxgoodput._lazy import lazy_names
+from jaxgoodput.cluster.scheduler.alternatives import (
+    Alternative,
+    Change,
+    alternatives,
+    changes,
+    with_job,
+)
+from jaxgoodput.cluster.scheduler.explain import Explanation, explain
+from jaxgoodput.cluster.scheduler.placement.placement import place
+from jaxgoodput.cluster.scheduler.policies.goodput import Goodput
+from jaxgoodput.cluster.scheduler.policies.shape_choice import ShapeProblem
+from jaxgoodput.cluster.scheduler.policy import (
+    Decision,
+    JobView,
+    Plan,
+    Policy,
+    SolverError,
+    SolverTimeout,
+)
+from jaxgoodput.cluster.scheduler.reconcile import PlanError, reconcile
+from jaxgoodput.cluster.scheduler.shapes import capacity, shape_of, shapes
 
-# Loaded late: published policies import this room, and this room promises them.
-__getattr__, __dir__, __all__ = lazy_names(
+# Loaded late: published policies import this room, and this room promises them. Its own names are not: some
+# are those of its modules, which an import of the module would put in their place.
+__getattr__, __dir__, _PUBLISHED = lazy_names(
     __name__,
     {
         "catalogue": "PolicyEntry catalogue",
@@ -21,14 +43,31 @@ __getattr__, __dir__, __all__ = lazy_names(
         "published.gavel.throughput": "TotalThroughput",
         "published.pollux": "Pollux",
         "published.sia": "Sia",
-        "scheduler.alternatives": "Alternative Change alternatives changes with_job",
-        "scheduler.explain": "Explanation explain",
-        "scheduler.placement.placement": "place",
-        "scheduler.policies.goodput": "Goodput",
-        "scheduler.policies.shape_choice": "ShapeProblem",
-        "scheduler.policy": "Decision JobView Plan Policy SolverError SolverTimeout",
-        "scheduler.reconcile": "PlanError reconcile",
-        "scheduler.shapes": "capacity shape_of shapes",
     },
     root="jaxgoodput.cluster",
 )
+
+__all__ = [
+    "Alternative",
+    "Change",
+    "Decision",
+    "Explanation",
+    "Goodput",
+    "JobView",
+    "Plan",
+    "PlanError",
+    "Policy",
+    "ShapeProblem",
+    "SolverError",
+    "SolverTimeout",
+    "alternatives",
+    "capacity",
+    "changes",
+    "explain",
+    "place",
+    "reconcile",
+    "shape_of",
+    "shapes",
+    "with_job",
+    *_PUBLISHED,
+]  # pyright: ignore[reportUnsupportedDunderAll]

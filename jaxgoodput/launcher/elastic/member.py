@@ -25,7 +25,13 @@ from jaxgoodput.clock import Clock, SystemClock
 from jaxgoodput.launcher.elastic import events as ev
 from jaxgoodput.launcher.elastic import fitness, messages
 from jaxgoodput.launcher.elastic.listener import Listener
-from jaxgoodput.train.membership import Generation, OwnPart, ReleasedExit, RunSnapshot, SaveHere
+from jaxgoodput.train.runs.membership import (
+    Generation,
+    OwnPart,
+    ReleasedExit,
+    RunSnapshot,
+    SaveHere,
+)
 
 _FETCH_S = 60.0  # timeout of every message about a state
 _WINDOW = 5  # least number of steps whose median is reported; a few odd steps then do not count
@@ -47,7 +53,7 @@ class Lost:
 
 
 class JobMembership:
-    """This worker's membership in its job: a `train.membership.Membership`."""
+    """This worker's membership in its job: a `train.runs.membership.Membership`."""
 
     def __init__(self, where: RendezvousAddress, clock: Clock | None = None):
         self._where = where

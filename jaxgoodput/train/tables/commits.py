@@ -1,18 +1,18 @@
-"""Tables and checkpoints as one: which commit of every table belongs to which step.
+"""Keeps tables and checkpoints together: which commit of every table belongs to which step.
 
-A checkpoint names the commits that were made just before it. Where a run goes on from it, tables are opened
-at those: what a process committed before it was killed, but before the checkpoint was there, is never read.
+A checkpoint names the commits that were made just before it, and a resumed run opens its tables at them. If a
+process was killed after a commit and before the checkpoint was written, that commit is never read.
 
-Of several processes each commits its own rows, and the first one's commits are named; the others' are those
-that say the same of themselves. Where a run goes on with more or fewer processes than have saved, the first
-one gives each row to its new owner before any table is opened.
+Each of several processes commits its own rows. The checkpoint names the commits of process 0; the matching
+commits of the others carry the same note (`Said`). If a run resumes with another number of processes than
+have saved, process 0 moves each row to its new owner before any table is opened.
 """
 
 import contextlib
 import json
 import pathlib
 import socket
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,15 +29,15 @@ from jaxgoodput.parallel.place import Place
 
 Tables = Mapping[str, TieredTable]
 Said = Mapping[int, Mapping[str, Any]]
-"""What was written down with every commit of a table, by number."""
-# What the first process raises for all; an OSError of its disk is a ValueError in the others.
+"""The note that was written with each commit of a table, by the number of the commit."""
+# What process 0 may raise for all processes. An OSError of its disk is a ValueError in the others.
 _KINDS = {"damaged": DamagedError, "in use": InUse, "value": ValueError}
 
 
 def peers_of(where: Place) -> Peers | None:
-    """The others that hold tables together with this process; they come here together. None: it is alone.
+    """Connect to the other processes that hold the tables, which call this together; None in one process.
 
-    Raises ConnectionError where one of them cannot be reached.
+    Raises ConnectionError if one of them cannot be reached.
     """
     if where.process_count == 1:
         return None
@@ -53,7 +53,7 @@ def peers_of(where: Place) -> Peers | None:
 
 @dataclass(frozen=True)
 class Opener:
-    """Opens the tables of a task, in every process that trains with them: those come together."""
+    """Opens the tables of a task. All processes that train with them call its methods together."""
 
     plans: Mapping[str, Table]
     workdir: str
@@ -61,11 +61,24 @@ class Opener:
     peers: Peers | None
     clock: Clock
 
-    def of_checkpoint(self, commits: Mapping[str, int]) -> Tables:
-        """The tables at the commits that a checkpoint names, of the first process.
+    @classmethod
+    @contextlib.contextmanager
+    def connected(
+        cls, plans: Mapping[str, Table], workdir: str, where: Place, clock: Clock
+    ) -> Iterator["Opener"]:
+        """Connect to the other processes that hold the tables while the block lasts; see `peers_of`."""
+        peers = peers_of(where) if plans else None
+        try:
+            yield cls(plans, workdir, where, peers, clock)
+        finally:
+            if peers is not None:
+                peers.close()
 
-        Raises ValueError where they are other tables or not there, and what `TieredTable` does; none is open
-        in this process then.
+    def of_checkpoint(self, commits: Mapping[str, int]) -> Tables:
+        """Open the tables at the commits of process 0 that a checkpoint names.
+
+        Raises ValueError if they are other tables, or a commit is missing, and what `TieredTable` raises.
+        Then no table is open in this process.
         """
         if self.plans.keys() != commits.keys():
             raise ValueError(
@@ -75,9 +88,9 @@ class Opener:
         return self._opened(lambda name, said: commits[name])
 
     def anew(self) -> Tables:
-        """The tables that a new run begins with: as they were before any run of this workdir.
+        """Open the tables for a new run, as they were before any run of this workdir.
 
-        Such a run may have committed and died before its first checkpoint.
+        An earlier run may have committed and died before its first checkpoint.
         """
         own = _own(self.workdir)
         return self._opened(
@@ -87,9 +100,9 @@ class Opener:
         )
 
     def of_step(self, step: int) -> Tables:
-        """The tables as they were at a step of a run of this workdir.
+        """Open the tables as they were at a step of a run of this workdir.
 
-        Raises ValueError where that is not kept.
+        Raises ValueError if that step is not kept.
         """
 
         def found(name: str, said: Said) -> int:
@@ -98,15 +111,15 @@ class Opener:
             if not numbers:
                 raise ValueError(
                     f"table {name!r} in {self.plans[name].folder} has no commit of step {step} of "
-                    f"{self.workdir}; it has those of the steps {sorted(x['step'] for x in mine.values())}. "
-                    "Rows are kept with the checkpoints that are: take the state of one of those."
+                    f"{self.workdir}; it has commits of {sorted(x['step'] for x in mine.values())}. "
+                    "Rows are kept as long as their checkpoint: take the state of one of these steps."
                 )
             return max(numbers)
 
         return self._opened(found)
 
     def _opened(self, find: Callable[[str, Said], int]) -> Tables:
-        """The tables at the commits that `find` chooses of the first process's, by name."""
+        """Open the tables at the commits that `find` chooses by a table's name and its notes in process 0."""
         at = self._chosen(find)
         with contextlib.ExitStack() as undo:
             tables = {
@@ -124,11 +137,14 @@ class Opener:
         return tables
 
     def _chosen(self, find: Callable[[str, Said], int]) -> dict[str, Any]:
-        """For each table the first process's commit, and what it says, the same in all processes.
+        """Return the commit of process 0 and its note for each table, the same in all processes.
 
-        Where the first one cannot tell, all raise what it raises.
+        If process 0 cannot choose one, all processes raise.
         """
         found: dict[str, Any] = {}
+        failure: Exception | None = None
+        if not self.plans:
+            return found
         if self.where.process_index == 0:
             try:
                 chosen = {
@@ -137,22 +153,26 @@ class Opener:
                 }
                 found = {"commits": chosen}
             except (DamagedError, InUse, OSError, ValueError) as error:
-                if self.where.process_count == 1:
-                    raise
+                failure = error
                 kind = next((k for k in _KINDS if isinstance(error, _KINDS[k])), "value")
                 found = {"kind": kind, "error": str(error)}
         found = json.loads(self.where.told("commits of tables", json.dumps(found))[0])
+        if failure is not None:
+            raise failure
         if "error" in found:
             raise _KINDS[found["kind"]](found["error"])
         return {name: (number, said) for name, (number, said) in found["commits"].items()}
 
     def _with_these_hosts(self, plan: Table, number: int) -> tuple[int, Mapping[str, Any]]:
-        """The first process's commit, made anew where the rows were those of other processes."""
+        """Return a commit of process 0 and its note; a new one if other processes than these wrote it."""
         said = _said(plan, 0).get(number)
         if said is None:
             if number and self.where.process_count > 1:
                 raise _not_there(plan, 0, f"number {number}")
-            return number, {}  # the beginning; or it is damaged, which opening it says
+            return (
+                number,
+                {},
+            )  # there is no commit yet, or a damaged one, which is reported when it is opened
         before, now = said.get("hosts", 1), self.where.process_count
         if before == now:
             return number, said
@@ -173,7 +193,7 @@ class Opener:
         return max(_said(plan, 0)), moved
 
     def _own_number(self, plan: Table, chosen: tuple[int, Mapping[str, Any]]) -> int:
-        """This process's commit that says the same as the first one's."""
+        """Return the number of this process's commit with the same note as the chosen one."""
         number, said = chosen
         own = self.where.process_index
         return number if own == 0 or not number else _number_of(plan, own, said)
@@ -182,10 +202,10 @@ class Opener:
 def committed(
     tables: Tables, workdir: str, step: int, kept: Collection[int], hosts: int = 1
 ) -> dict[str, int]:
-    """Commit all tables as those of `step`; returns the commits by table, of this process of `hosts`.
+    """Commit all tables with `step`, for this process of `hosts`; returns the commits by table.
 
-    Those of the steps in `kept` stay, and at first those that no run of this workdir has made.
-    Raises OSError where a disk refuses, RuntimeError where rows are lost with a step that has failed.
+    Commits of the steps in `kept` stay. The commits that the run began with stay until they are superseded.
+    Raises OSError if the disk cannot be written, RuntimeError if rows were lost in a step that failed.
     """
     about, found = {"step": step, "workdir": _own(workdir), "hosts": hosts}, {}
     for name, table in tables.items():
@@ -195,7 +215,7 @@ def committed(
                 others.add(number)
             elif said["step"] in kept:
                 own.add(number)
-        # Until one is followed by another, it may not be there yet.
+        # Until there is a second commit of this run, the checkpoint of the first may not be written yet.
         found[name] = table.save(about, keep=own if len(own) > 1 else own | others)
     return found
 
@@ -205,9 +225,9 @@ def _said(plan: Table, host: int) -> Said:
 
 
 def _number_of(plan: Table, host: int, said: Mapping[str, Any]) -> int:
-    """The newest commit of a host that says this.
+    """Return the newest commit of a host with this note.
 
-    Raises ValueError where there is none, DamagedFile where it may be one that cannot be read.
+    Raises ValueError if there is none, DamagedFile if it may be one that cannot be read.
     """
     found = [number for number, one in _said(plan, host).items() if one == said]
     if not found:
@@ -216,7 +236,7 @@ def _number_of(plan: Table, host: int, said: Mapping[str, Any]) -> int:
 
 
 def _not_there(plan: Table, host: int, which: str) -> ValueError:
-    """That a host has no such commit. Raises DamagedFile where one that lies there cannot be read."""
+    """Return the error for a commit that is missing. Raises DamagedFile if a commit there cannot be read."""
     folder = plan.folder_of(host)
     for path in manifests(folder).values():
         read_manifest(path)

@@ -1,21 +1,23 @@
-"""Batches of the loader with the rows that they read on the device, whatever the batch size does next.
+"""Feeds: what a run's batches come through, with the rows of tables if the task has any.
 
-The loader hands its batches to a pipeline, which is ahead of the loop by some. Where the loop asks for
-another shape, those that are under way are dropped, the loader goes back to behind the last that was
-trained, and so do the tables: no row has changed on the way.
-
-Where several processes train together, each reads its own rows of a batch, and hears of the others which ids
-theirs read: all plan the same, and have the same rows in their slots.
+A `TableFeed` hands the loader's batches to a pipeline that runs ahead of the loop. If the loop asks for
+another shape, the batches under way are dropped, and the loader goes back to the last batch that was trained.
+So do the tables: no row has changed on the way. If several processes train together, each reads its own rows
+of a batch and tells the others which ids those read. All of them plan the same, and have the same rows in
+their slots. A `PlainFeed` has no tables and passes the loader's batches on.
 """
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from jaxgoodput.clock import Clock
 from jaxgoodput.data.cursor import Cursor
@@ -23,39 +25,90 @@ from jaxgoodput.data.loader import Loader, MicroBatch, StepBatch
 from jaxgoodput.data.rows import held_rows
 from jaxgoodput.embedding.peers import Peers
 from jaxgoodput.embedding.pipeline import Pipeline, PlacedBatch
-from jaxgoodput.embedding.table import Lookup, TieredTable
+from jaxgoodput.embedding.table import TieredTable
+from jaxgoodput.engine.engine import Engine
 from jaxgoodput.engine.rows import WithRows
+from jaxgoodput.engine.state import TrainState, Work
 from jaxgoodput.goodput.search import BatchConfig
+from jaxgoodput.parallel.place import Place
+from jaxgoodput.train.tables.commits import committed
+
+StepFunction = Callable[..., tuple[TrainState, Array]]
+"""A function that takes what `Engine.step` takes, and returns the next state and the metrics."""
+Commits = tuple[Mapping[str, int], str | None]
+"""The commits by table, and what went wrong."""
 
 
-class _Over(Exception):
-    """Nobody waits for this batch any more."""
+@dataclass
+class PlainFeed:
+    """The feed of a run without tables. Both kinds of feed have the same methods."""
+
+    loader: Loader
+    tables: Mapping[str, TieredTable] = field(default_factory=dict)
+    """The open tables by name."""
+    wait_bucket: str = "data_loading_sync"
+    """The bucket of the time ledger that waiting for a batch goes to."""
+    feeding_s: float = math.nan
+    """Seconds that bringing the rows of a batch takes, beside the steps; NaN if unknown."""
+    is_settled: bool = True
+    """Whether a checkpoint may be written at any moment, from any thread."""
+
+    def next(self, config: BatchConfig, meanwhile: Callable[[], None]) -> StepBatch | None:
+        """Return the next batch; see `Loader.next`."""
+        return self.loader.next(config, meanwhile=meanwhile)
+
+    def step_of(self, engine: Engine) -> StepFunction:
+        """Return the function that starts the step of the batch handed out last."""
+        return engine.step
+
+    def commit(self, step: int, kept: Callable[[], Collection[int]]) -> Commits:
+        """Commit all tables with a checkpoint of `step`, while commits of the steps in `kept()` stay."""
+        return {}, None
+
+    def agrees(self, holds: bool) -> bool:
+        """Whether something holds in every process that has a part of the tables."""
+        return True
+
+    def close(self) -> None:
+        """End the threads. The tables are as the last step left them."""
 
 
-class Feed:
+class _FeedStopped(Exception):
+    """The batch that is being waited for is not needed any more."""
+
+
+class TableFeed:
     """Owns the pipeline of a run's tables. The loader's micro-batches have their ids `on_host`, by table.
 
-    `threads=False` does all on the caller's thread. `peers`: the other processes that have the tables.
+    With `threads=False` the caller's thread does everything. `peers` are the other processes that hold the
+    tables. `commit_to` is the workdir whose checkpoints name the commits.
     """
+
+    wait_bucket = "embedding"
+    is_settled = False  # rows are on their way between batches that the loop alone knows
 
     def __init__(
         self,
         tables: Mapping[str, TieredTable],
         loader: Loader,
         *,
+        where: Place,
+        commit_to: str,
         clock: Clock,
         threads: bool = True,
         peers: Peers | None = None,
         base_batch_size: int,
     ):
         self.tables = tables
+        self._where = where
+        self._commit_to = commit_to
         self._base_batch_size = base_batch_size
         self._peers = peers
         self._num_read = 0  # batches whose ids were read
         self._loader = loader
         self._clock = clock
         self._depth = 1 if threads else 0
-        # Where no row ever leaves its slot, nothing is to be kept from leaving.
+        # If no row ever leaves its slot, nothing must be kept from leaving.
         stays = all(table.ram_rows == 0 for table in tables.values())
         self._look_ahead = 0 if stays else 2 * self._depth + 3
         self._pipeline: Pipeline | None = None
@@ -64,48 +117,32 @@ class Feed:
         self._is_over = False
         self._meanwhile: Callable[[], None] = lambda: None
         self._after: Cursor = loader.cursor
-        self._num_taken = 0  # samples that the pipeline took of the loader
-        self._num_given = 0  # of them, those that were handed out
-
-    @property
-    def slots(self) -> Mapping[str, Array]:
-        """The slots of all tables, for the step of the batch that was handed out."""
-        assert self._placed is not None
-        return self._placed.slots
-
-    @property
-    def lookups(self) -> dict[str, Lookup]:
-        """The slots of that batch's rows; which of them each id is, the batch says."""
-        assert self._placed is not None
-        return {n: dataclasses.replace(x, inverse=()) for n, x in self._placed.lookups.items()}
+        self._num_taken = 0  # samples that the pipeline took from the loader
+        self._num_given = 0  # samples in the batches that were handed out
 
     @property
     def feeding_s(self) -> float:
-        """What bringing the rows of a batch of the present size takes, beside the steps; NaN: not yet known.
+        """Seconds that bringing the rows of a batch takes, beside the steps; NaN if unknown.
 
-        Of one process: several wait for each other.
+        It is known of one process only: several wait for each other.
         """
         if self._pipeline is None or self._peers is not None or not self._depth:
             return math.nan
         return self._pipeline.times.bottleneck_s
 
-    def next(
-        self, config: BatchConfig, *, meanwhile: Callable[[], None] = lambda: None
-    ) -> StepBatch | None:
-        """The next batch, as `Loader.next` says, once its rows are in their slots.
+    def next(self, config: BatchConfig, meanwhile: Callable[[], None]) -> StepBatch | None:
+        """Return the next batch, as `Loader.next` does, once its rows are in their slots.
 
-        Raises what `Loader.next` does, and TypeError or ValueError for what are no ids, naming the table.
+        Raises what `Loader.next` does, and TypeError or ValueError for invalid ids, naming the table.
         """
         if config != self._config:
-            self._stop()
+            self.close()
             self._config, self._is_over = config, False
             self._pipeline = self._begun(config)
         assert self._pipeline is not None
         self._meanwhile = meanwhile
         stalled_s = self._pipeline.times.stalled_s
-        with jax.transfer_guard(
-            "allow"
-        ):  # where there are no threads, what reads samples runs here
+        with jax.transfer_guard("allow"):  # without threads, samples are read here
             self._placed = next(self._pipeline, None)
         if self._placed is None:
             return None
@@ -117,21 +154,57 @@ class Feed:
         return dataclasses.replace(
             batch,
             micro_batches=(MicroBatch(data=data, mask=micro.mask),),
-            # Not what putting rows into slots takes, which may wait for the step before.
+            # Putting rows into slots is not counted: it may wait for the step before.
             wait_s=self._pipeline.times.stalled_s - stalled_s,
         )
 
-    def trained(self, slots: Mapping[str, Array]) -> None:
-        """Take the slots that the step of the last batch gave back."""
-        assert self._pipeline is not None
+    def step_of(self, engine: Engine) -> StepFunction:
+        """Return the step that reads the rows of the batch handed out last, and changes them."""
+        return partial(self._step, engine)
+
+    def _step(
+        self, engine: Engine, state: TrainState, work: Work | None, *batch: PyTree, **options: Any
+    ) -> tuple[TrainState, Array]:
+        assert work is None and self._placed is not None and self._pipeline is not None
+        # Which slot each id of the batch reads, the batch itself says.
+        found = self._placed.lookups.items()
+        lookups = {name: dataclasses.replace(lookup, inverse=()) for name, lookup in found}
+        slots = self._placed.slots
+        state, slots, metrics = engine.step_with_rows(state, slots, lookups, *batch, **options)
         self._pipeline.trained(slots)
+        return state, metrics
+
+    def commit(self, step: int, kept: Callable[[], Collection[int]]) -> Commits:
+        """Commit all tables with a checkpoint of `step`; see `Feed.commit`."""
+        try:
+            hosts = self._where.process_count
+            return committed(self.tables, self._commit_to, step, kept(), hosts), None
+        except (OSError, RuntimeError) as error:
+            return {}, f"step {step}: {error}"
+
+    def agrees(self, holds: bool) -> bool:
+        """Whether something holds in every process. All processes call this together."""
+        with jax.transfer_guard("allow"):
+            return self._where.everywhere(holds)
 
     def close(self) -> None:
-        """End the threads; the tables are as the last step left them."""
-        self._stop()
+        """End the threads. The tables are as the last step left them."""
+        if self._pipeline is None:
+            return
+        self._is_over = True
+        if self._peers is not None:
+            self._peers.stop("the batch size changes, or training is over")
+        self._pipeline.close()
+        if self._peers is not None:
+            self._peers.begin()
+            self._num_read = 0
+        self._pipeline = None
+        if self._num_taken > self._num_given:
+            self._loader.go_back(self._after, self._num_taken - self._num_given)
+            self._num_taken = self._num_given
 
     def _begun(self, config: BatchConfig) -> Pipeline:
-        # At the base batch, rows that one batch in two reads; of a larger batch, more of them do.
+        # Rows that half of all base batches read count as often read. A larger batch reads them oftener.
         scale = config.global_batch_size / self._base_batch_size
         for table in self.tables.values():
             table.often = 1 - 2**-scale
@@ -154,25 +227,10 @@ class Feed:
 
     def _unless_over(self) -> None:
         if self._is_over:
-            raise _Over
-
-    def _stop(self) -> None:
-        if self._pipeline is None:
-            return
-        self._is_over = True
-        if self._peers is not None:
-            self._peers.stop("the batch size changes, or training is over")
-        self._pipeline.close()
-        if self._peers is not None:
-            self._peers.begin()
-            self._num_read = 0
-        self._pipeline = None
-        if self._num_taken > self._num_given:
-            self._loader.go_back(self._after, self._num_taken - self._num_given)
-            self._num_taken = self._num_given
+            raise _FeedStopped
 
     def _ids_of(self, batch: StepBatch) -> dict[str, np.ndarray]:
-        """The ids that a batch reads, in all processes."""
+        """Return the ids that a batch reads, in all processes."""
         (micro,) = batch.micro_batches
         ids: dict[str, np.ndarray] = micro.on_host
         if self._peers is None:
@@ -190,3 +248,6 @@ class Feed:
                 whole[rows] = part
             found[name] = whole
         return found
+
+
+Feed = PlainFeed | TableFeed

@@ -234,18 +234,18 @@ class Watch:
         self.loop = loop
         if self.on_step is not None and jax.process_index() == 0:
             # What the hook asks for, it asks for about then.
-            _wait_until(lambda: self.last_step >= loop.step - 1)
+            _wait_until(lambda: self.last_step >= loop.now.step - 1)
         if self.before_step is not None:
-            self.before_step(self, loop.step + 1)
+            self.before_step(self, loop.now.step + 1)
 
     def taken(self, loop, batch):
         self.write(
             "taken",
-            step=loop.step + 1,
-            config=vars(loop.batch),
-            compiled=loop.engine.bytes_of(loop.batch.micro_batch_size) is not None,
+            step=loop.now.step + 1,
+            config=vars(loop.now.batch),
+            compiled=loop.now.engine.bytes_of(loop.now.batch.micro_batch_size) is not None,
             indices=None if batch is None else batch.indices.tolist(),
-            samples=loop.samples,
+            samples=loop.now.samples,
         )
 
     def compiled(self, found):
@@ -380,9 +380,10 @@ def run_ready(out, section):
 
     def on_step(watch, event):
         loop = watch.loop
-        ready, own = loop.strategies.ready(""), loop.sizes.ready()
+        sizes = loop.start.strategies.compiler("")
+        ready, own = loop.start.strategies.ready(""), sizes.ready()
         watch.write("ready", step=event.step, sizes=list(ready), own=list(own))
-        if event.step >= 4 and not loop.sizes.is_busy:
+        if event.step >= 4 and not sizes.is_busy:
             release_of(out / section).touch()
         if ready:
             ask(watch, max(ready), 1)

@@ -295,7 +295,7 @@ def test_a_workdir_in_use_is_refused_by_all_processes(folder):
     with _disk.held(out / "finish"):
         finished = work(out, 2, 1, "finish")
     assert finished.code == 1, told(finished)
-    for rank, words in enumerate(("is in use", "cannot be used, as another process says")):
+    for rank, words in enumerate(("is in use", "another process cannot use the workdir")):
         assert words in "".join(finished.lines(rank, "err")), told(finished)
 
 

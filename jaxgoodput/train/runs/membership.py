@@ -1,10 +1,10 @@
-"""Processes of one job that come and go: what a run needs from the agent that watches over them.
+"""Processes of one job that come and go: what a run needs from the agent that supervises them.
 
-A generation is a set of processes that know each other: one JAX world. It ends when a process is to join or
-to leave, or has died. Each process then keeps its run in host memory (`RunSnapshot`), leaves the old world and
-enters the next, in which all resume from the run that had come furthest. No process restarts, and nothing
-is read from disk. Updates are the same in all processes, so a process that is a step behind loses nothing by
-taking the state of another: samples belong to the state that they went into.
+A generation is a set of processes that know each other: one JAX world. It ends when a process is about to
+join or leave, or has died. Each process then keeps its run in host memory (`RunSnapshot`), leaves the old
+world and enters the next one. There all processes resume from the run that had come furthest. No process
+restarts, and nothing is read from disk. Updates are the same in all processes, so a process that is a step
+behind loses nothing by taking the state of another: samples belong to the state that used them.
 """
 
 import io
@@ -21,24 +21,24 @@ from jaxgoodput._serial import decode
 from jaxgoodput.engine.saved import HostLeaf, LeafKind
 from jaxgoodput.train.checkpoint import CheckpointMeta
 
-_KEEP = 4  # steps after which nobody asks for anything of a step any more
+_KEEP = 4  # steps after which no process asks for what was agreed on in a step
 
 
 @dataclass(frozen=True)
 class RunSnapshot:
-    """A run between two generations."""
+    """A run in host memory, between two generations."""
 
     leaves: Mapping[str, HostLeaf]
-    """What this process holds of the state's, by path, as `engine.saved.on_host` gives it."""
+    """The parts of the state that this process holds, by path, as `engine.saved.on_host` returns them."""
     meta: CheckpointMeta
 
     @property
     def step(self) -> int:
-        """The last step that is in it."""
+        """The last step that it includes."""
         return self.meta.step
 
     def with_parts_of(self, other: "RunSnapshot") -> "RunSnapshot":
-        """This, and what another process holds of the same state."""
+        """Return this snapshot, completed with what another process holds of the same state."""
         leaves = {
             path: HostLeaf(own.kind, {**own.pieces, **other.leaves[path].pieces})
             for path, own in self.leaves.items()
@@ -46,7 +46,7 @@ class RunSnapshot:
         return RunSnapshot(leaves, self.meta)
 
     def to_bytes(self) -> bytes:
-        """For another process: a line of JSON and the pieces behind each other."""
+        """Return the snapshot as a line of JSON and the bytes of its pieces, for another process."""
         kinds = [
             [path, x.kind.dtype, x.kind.shape, [[start, y.shape] for start, y in x.pieces.items()]]
             for path, x in self.leaves.items()
@@ -60,7 +60,7 @@ class RunSnapshot:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "RunSnapshot":
-        """What `to_bytes` gave. Raises ValueError where it is not."""
+        """Read what `to_bytes` returned. Raises ValueError for anything else."""
         end = data.index(b"\n") + 1
         head = json.loads(data[:end])
         leaves, position = {}, end
@@ -81,114 +81,118 @@ class OwnPart:
 
     seconds: float
     num_samples: int
-    """Of this process, padding among them."""
+    """Samples of this process, with padding."""
     part: int
-    """Samples that a process takes at once."""
+    """Samples that a process takes at a time."""
     whole: int
-    """Samples of the batch, all processes."""
+    """Samples of the batch, over all processes."""
     is_leased: bool
-    """Whether a process takes another part when it is done with one; else each gets as many."""
+    """Whether a process takes another part when it is done with one. Otherwise all get the same number."""
 
 
 @dataclass(frozen=True)
 class Generation:
-    """A set of processes that train together, and this one's place in it."""
+    """A set of processes that train together, and the place of this process in it."""
 
     number: int
     process_index: int
     process_count: int
     kept: RunSnapshot | None
-    """What all of them go on from; None: the newest checkpoint, or nothing."""
+    """The state that all of them resume from; None for the newest checkpoint, or a new run."""
     seconds: Mapping[str, float]
-    """What coming together took here, by part."""
+    """Seconds that each part of coming together took here."""
     news: tuple[Mapping[str, Any], ...] = ()
-    """What was decided about hosts, each the fields of an `observe.events.HostJudged` but for its step."""
+    """Decisions about hosts; each has the fields of an `observe.events.HostJudged` except its step."""
 
 
 @runtime_checkable
 class Membership(Protocol):
-    """This process's place among those of its job."""
+    """The place of this process in its job."""
 
     @property
     def group_size(self) -> int:
-        """Processes that share one copy of the model: they come and go together."""
+        """Number of processes that share one copy of the model, and come and go together."""
         ...
 
     @property
     def num_others(self) -> int:
-        """Processes that train already, and are to wait as little as possible for this one."""
+        """Number of processes that already train, and should wait as little as possible for this one."""
         ...
 
     def enter(self, kept: RunSnapshot | None, share: int | None) -> Generation:
-        """Leave the present generation and wait for the next one, which JAX then knows.
+        """Leave the present generation, wait for the next one, and connect JAX to it.
 
-        The number of its groups divides `share`, unless that is None. Every array, executable and device
-        of before is gone. Raises `ReleasedExit` where this process is not wanted any more, `SaveHere` where
-        all were told to stop.
+        The number of its groups divides `share`, unless that is None. Arrays, executables and devices from
+        before are invalid afterwards. Raises `ReleasedExit` if this process is not needed any more, and
+        `SaveHere` if all processes were told to stop.
         """
         ...
 
     def is_broken(self) -> bool:
-        """Whether the present generation is to end, or has lost one of its processes."""
+        """Whether the present generation is about to end, or has lost a process."""
         ...
 
     def on_regroup(self, ask: Callable[[], None]) -> None:
-        """Have `ask` called, from another thread, when the present generation is to end."""
+        """Call `ask`, from another thread, when the present generation is about to end."""
         ...
 
     def computed(self, own: OwnPart) -> None:
-        """Tell what this process's part of a step took: by that, hosts are found that hold others up."""
+        """Report how long this process's part of a step took, so that stragglers are found."""
         ...
 
     def keep(self, kept: RunSnapshot) -> None:
-        """Keep a copy of this state here and, behind the caller, on a process of another host."""
+        """Keep a copy of this state here and, in the background, on a process of another host."""
         ...
 
     @property
     def failure_every_s(self) -> float:
-        """Seconds between two failures in this job, as far as they are known."""
+        """Expected seconds between two failures in this job, as far as failures are known."""
         ...
 
     def done(self) -> None:
-        """Tell that the run is over: nobody is to be waited for."""
+        """Report that the run is over, so that no process waits for this one."""
         ...
 
 
 class Agreement:
     """What the processes of one generation agree on within a step, through the store that they share.
 
-    Who takes which micro-batch: a *lease* is a number that nobody else gets, and whoever is done asks for the
-    next. Of processes that share one copy of the model one asks, and tells the others.
+    It decides who takes which micro-batch. A *lease* is a number that no other process gets; a process asks
+    for the next one when it is done with the last. One process of each group that shares a copy of the model
+    asks, and tells the others of its group.
 
-    Whether a step counts: where a copy is cut over several processes, its parts have to be of the same step
-    also when some process dies between the sum and the update. So each says that it has the sum, and nobody
-    updates before all have; who cannot wait any longer says no, unless yes was said before. The store keeps
-    one answer.
+    It also decides whether a step counts. If a copy is cut over several processes, its parts must be of the
+    same step even if a process dies between the sum and the update. So each process says that it has the sum,
+    and none updates before all have said so. A process that cannot wait any longer says no, unless the answer
+    was yes before. The store keeps one answer.
+
+    Nothing is written to the store before the first lease or commit.
     """
 
     def __init__(
         self,
-        store: SharedStore,
+        store: SharedStore | None,
         process_index: int,
         process_count: int,
         *,
         group_size: int = 1,
         is_broken: Callable[[], bool] = lambda: False,
     ):
-        self._store = store
+        self._shared_store = store
+        self._process_index = process_index
         self._process_count = process_count
         self._group, self._place = divmod(process_index, group_size)
         self._group_size = group_size
         self._is_broken = is_broken
-        # Another run of this job had steps of these numbers.
-        number = store.count(f"jaxgoodput: runs of process {process_index}")
-        self._run = f"jaxgoodput: run {number}"
+        self._run: str | None = (
+            None  # the prefix of this run's keys; None: nothing was agreed on yet
+        )
         self._leased = (-1, 0)  # a step, and how many leases this process has had in it
 
     def lease(self, step: int) -> int:
-        """The number of the next micro-batch of this step that nobody has taken.
+        """Return the number of the next micro-batch of this step that no process has taken.
 
-        Raises PeerGone where the process that speaks for this one's group has gone.
+        Raises PeerGone if the process that speaks for this one's group has died.
         """
         key = self._key(step)
         if self._group_size == 1:
@@ -206,7 +210,7 @@ class Agreement:
     def commit(self, step: int) -> None:
         """Return when every process has the sum of this step; then all of them update.
 
-        Raises PeerGone where one has not, or may not: then none updates.
+        Raises PeerGone if one has not, or may not have it: then none updates.
         """
         key, answer = f"{self._key(step)}/sums", f"{self._key(step)}/all have it"
         if self._store.count(key) == self._process_count - 1:
@@ -214,21 +218,30 @@ class Agreement:
         try:
             self._store.wait(answer, unless=self._is_broken)
         except PeerGone:
-            self._store.set(answer, "no")  # unless somebody was first
+            self._store.set(answer, "no")  # has no effect if another process answered first
         if self._store.try_get(answer) != "yes":
             raise PeerGone(f"not every process has the sum of step {step + 1}")
 
     def forget(self, step: int) -> None:
-        """Remove what was agreed on for a step that is long over; called by one process."""
-        if step >= _KEEP:
+        """Have process 0 remove what was agreed on for a step that is long over."""
+        if self._run is not None and self._process_index == 0 and step >= _KEEP:
             self._store.forget(self._key(step - _KEEP))
 
+    @property
+    def _store(self) -> SharedStore:
+        assert self._shared_store is not None
+        return self._shared_store
+
     def _key(self, step: int) -> str:
+        if self._run is None:
+            # An earlier run of this job had steps with the same numbers.
+            number = self._store.count(f"jaxgoodput: runs of process {self._process_index}")
+            self._run = f"jaxgoodput: run {number}"
         return f"{self._run}/step {step}"
 
 
 class ReleasedExit(SystemExit):
-    """This process is not needed any more; the others go on. Exit code 0."""
+    """Ends a process that is not needed any more, while the others go on. Exit code 0."""
 
     def __init__(self, why: str):
         super().__init__(0)
@@ -236,7 +249,7 @@ class ReleasedExit(SystemExit):
 
 
 class SaveHere(Exception):
-    """All processes were told to stop while they waited, and this one is to save `kept`, all of the run."""
+    """All processes were told to stop between two generations; this one must save `kept`, the whole run."""
 
     def __init__(self, kept: RunSnapshot):
         super().__init__("all processes were told to stop")
@@ -244,7 +257,7 @@ class SaveHere(Exception):
 
 
 class Regroup(Exception):
-    """The generation is over, the run is not: `kept` goes on in the next one."""
+    """The generation is over, the run is not: `kept` is what the next generation resumes from."""
 
     def __init__(self, kept: RunSnapshot, why: str):
         super().__init__(why)

@@ -1,0 +1,1 @@
+"""What the loop does besides stepping: saving, evaluating, changing the batch."""

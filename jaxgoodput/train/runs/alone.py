@@ -1,0 +1,69 @@
+"""One process: the last micro-batch of a batch and its update are one program."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from jaxtyping import Array
+
+from jaxgoodput.data.loader import StepBatch
+from jaxgoodput.engine.state import Sums, TrainState
+from jaxgoodput.train.control import Decisions
+from jaxgoodput.train.runs.membership import RunSnapshot
+from jaxgoodput.train.runs.state import RunState
+from jaxgoodput.train.tables.feed import Feed
+
+
+@dataclass(frozen=True)
+class Dispatched:
+    """What a dispatched step gives: the next state, and values that tell when its parts are done."""
+
+    state: TrainState
+    metrics: Array
+    accumulated: Array | float | None = None
+    """Ready when the micro-batches are done, or the clock's reading then; None if nothing tells."""
+    reduced: Sums | Array | float | None = None
+    """Ready when the sums are exchanged, or the clock's reading then; None if nothing tells."""
+
+
+@dataclass
+class Alone:
+    """A run of one process. All kinds of run have the same methods."""
+
+    feed: Feed
+    decisions: Decisions
+    """How it decides what to do before the next step."""
+    first_copy_s: float = math.inf
+    """Seconds until the first copy of the state to another host; infinite if none is needed."""
+
+    def next_batch(self, now: RunState, meanwhile: Callable[[], None]) -> StepBatch | None:
+        """Return the next batch, or None at the end of the data.
+
+        `meanwhile` is called now and then while it waits, and may raise.
+        """
+        return self.feed.next(now.batch, meanwhile)
+
+    def dispatch(self, now: RunState, batch: StepBatch, *, measured: bool) -> Dispatched:
+        """Start one step; `measured` has it measure the gradient noise. Donates `now.state`."""
+        engine, work, control = now.engine, None, self.decisions.sent(batch.config)
+        *some, last = batch.micro_batches
+        for micro in some:
+            work = engine.accumulate(work or engine.begin(now.state), micro.data, micro.mask)
+        step = self.feed.step_of(engine)
+        options = {"measure": measured, "control": control}
+        return Dispatched(*step(now.state, work, last.data, last.mask, **options))
+
+    def stepped(self, step: int, *, timed: bool) -> None:
+        """Take note that `step` was dispatched; `timed` if its time says what a step takes."""
+
+    def to_save(self, now: RunState) -> TrainState:
+        """Return the state as the processes that write checkpoints need it."""
+        return now.state
+
+    def keep(self, kept: RunSnapshot) -> float:
+        """Copy the state to another host; returns the expected seconds between two failures."""
+        return math.inf
+
+    def ended_by(self, error: BaseException) -> str | None:
+        """Return why an error ends this set of processes but not the run; None if it ends the run."""
+        return None

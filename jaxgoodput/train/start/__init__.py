@@ -1,0 +1,1 @@
+"""Getting ready: what happens between `fit()` and the first step."""

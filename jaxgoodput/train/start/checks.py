@@ -1,0 +1,112 @@
+"""What can be wrong with data and loss, said before the first step."""
+
+import jax
+import numpy as np
+from absl import logging
+
+from jaxgoodput.data.fingerprint import of_stream
+from jaxgoodput.data.rows import narrow
+from jaxgoodput.data.sources import Source, StreamSource, is_endless
+from jaxgoodput.engine.engine import Engine
+from jaxgoodput.engine.state import TrainState
+from jaxgoodput.parallel.place import Place
+from jaxgoodput.train.config import Config
+from jaxgoodput.train.start.plans import RunSetup
+from jaxgoodput.tune.plan import BatchPlan
+
+NUM_TRIED = 4  # samples that a loss is tried with
+
+
+def require_end(config: Config, source: Source) -> None:
+    """Raise ValueError if `epochs` is to count passes over data without end."""
+    if config.epochs is not None and is_endless(source):
+        raise ValueError(
+            f"Config.epochs={config.epochs} counts passes over the data, and dataset() returned a stream or "
+            "a data set that repeats without end. Set Config.base_steps instead, or leave out .repeat()."
+        )
+
+
+def require_same_stream(source: Source, place: int, where: Place) -> None:
+    """Raise ValueError if processes read different streams; all processes call this together.
+
+    Every process reads the whole stream and trains on its part of each batch.
+    """
+    if not isinstance(source, StreamSource):
+        return
+    first, *others = where.told("its stream", of_stream(source, place))
+    differing = [process for process, other in enumerate(others, start=1) if other != first]
+    if differing:
+        raise ValueError(
+            f"dataset() returned a stream, and the samples from {place} on differ between process "
+            f"{differing[0]} and process 0. Every process reads a stream whole and trains on its part of "
+            "each batch: return the same stream in all of them, with the same seeds and not a part for each "
+            "process (ShardByJaxProcess), or something with random access."
+        )
+
+
+def require_even_rest(setup: RunSetup, plan: BatchPlan, remaining: int | None) -> None:
+    """Raise ValueError if a loss that cannot leave padding out would meet a padded last batch.
+
+    `remaining` is how many samples are left until the end of `epochs`; None if progress ends the run.
+    """
+    config, source, engines = setup.config, setup.inputs.dataset, setup.engines.values()
+    if setup.can_leave_out or config.last_batch == "drop":
+        return
+    counts = sorted({engine.num_replicas for engine in engines})
+    in_stages = any(engine.layout.strategy.stage > 1 for engine in engines)
+    if remaining is None:  # only a stream has an end all the same, and at any sample
+        is_even = not isinstance(source, StreamSource) or (counts == [1] and not in_stages)
+        what = "a stream"
+    else:
+        what = f"the {remaining} samples until the end of `epochs`"
+        # With several counts, what is left for one of them depends on how long others were used.
+        is_even = len(counts) == 1 and remaining % counts[0] == 0
+        if in_stages:  # the last batch keeps its size there
+            is_even = config.policy == "fixed" and remaining % plan.start.global_batch_size == 0
+    if not is_even:
+        raise ValueError(
+            f"loss() returns a scalar mean, and the last batch of {what} may have to be padded, so that "
+            f"{' or '.join(map(str, counts))} replicas, or stages, can share it. "
+            "Return per-sample losses [batch], or Loss(sum, weight) per sample, so that padding can be left "
+            "out exactly; or give loss() a parameter `mask`; or set Config.last_batch to "
+            '"drop"; or train for base_steps.'
+        )
+
+
+def try_loss(setup: RunSetup, engine: Engine, state: TrainState, plan: BatchPlan) -> None:
+    """Warn if batches may be split and the loss of the same samples changes when they are.
+
+    Raises ValueError for a loss that is one number, and a sum over the batch.
+    """
+    config, source, is_number = setup.config, setup.inputs.dataset, setup.loss_kind == "mean"
+    splits = plan.accumulate and (config.policy != "fixed" or plan.start.num_micro_batches > 1)
+    separate = engine.num_replicas > 1 and not engine.engines.is_global(engine.layout)
+    if not (splits or separate or is_number) or not _can_try(setup, engine):
+        return
+    rows = narrow(setup.inputs.attempts(lambda: source.batch(np.arange(NUM_TRIED))))
+    if is_number and engine.grows_with_batch(state, jax.tree.map(lambda x: x[:2], rows)):
+        raise ValueError(
+            "loss() returned a scalar that grows with the batch: a sum? A scalar is taken for the mean of "
+            "the batch, so that a larger batch would take larger steps. Return one loss per sample, "
+            "Loss(sum, weight), or the mean."
+        )
+    if (splits or separate) and engine.couples_samples(state, rows):
+        parts = ["micro-batches"] * splits + ["replicas"] * separate
+        logging.warning(
+            "the loss of a sample depends on the samples beside it (batch statistics, in-batch negatives, "
+            "ranks), and batches may be split over %s: it then sees only the samples of its own part. "
+            'Config.loss="whole" never splits a batch.',
+            " and ".join(parts),
+        )
+
+
+def _can_try(setup: RunSetup, engine: Engine) -> bool:
+    """Whether this process can try the loss on a few samples by itself."""
+    source = setup.inputs.dataset
+    # Rows of tables are not there yet. Layers in stages need more samples, and processes that share a layout
+    # would have to try it together.
+    if setup.inputs.tables.plans or engine.spans or engine.layout.strategy.stage > 1:
+        return False
+    if isinstance(source, StreamSource):  # it keeps the samples for training
+        return source.available(0, NUM_TRIED) >= NUM_TRIED
+    return len(source) >= NUM_TRIED

@@ -1,0 +1,224 @@
+"""The user's methods as a `Problem`, an `Evaluator` and data: what a task gives, checked before it runs."""
+
+import functools
+import inspect
+from collections.abc import Callable
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, PyTree
+
+from jaxgoodput.clock import Clock
+from jaxgoodput.data.readers import Attempts
+from jaxgoodput.data.sources import Source, abstract_sample, as_source, is_endless
+from jaxgoodput.engine.rows import as_seen
+from jaxgoodput.engine.state import Variables, split
+from jaxgoodput.engine.step import LossAndState, Problem
+from jaxgoodput.engine.traces import Traces
+from jaxgoodput.optim import adaptive as adaptation
+from jaxgoodput.optim.probe import NeedsMore
+from jaxgoodput.optim.treatment import Treatment, treatment_of
+from jaxgoodput.parallel.place import Place
+from jaxgoodput.parallel.strategy import anywhere
+from jaxgoodput.train.checkpoint import saveable
+from jaxgoodput.train.config import Config
+from jaxgoodput.train.evaluation import Evaluator
+from jaxgoodput.train.tables.commits import Tables
+from jaxgoodput.train.tables.declared import NoTables, TaskTables, tables_of
+from jaxgoodput.train.task import Task, require_bools, require_floating, require_methods
+
+
+class TaskInputs:
+    """What a task gives, asked for once, however often a run has to get ready."""
+
+    def __init__(self, task: Task, config: Config, clock: Clock):
+        require_methods(task)
+        self.task = task
+        self.config = config
+        self.clock = clock
+
+    @property
+    def attempts(self) -> Attempts:
+        """How often a read of its data sets is tried."""
+        return Attempts(num_retries=self.config.execution.read_retries, clock=self.clock)
+
+    @functools.cached_property
+    def dataset(self) -> Source:
+        """Its training samples."""
+        return as_source(self.task.dataset())
+
+    @functools.cached_property
+    def eval_dataset(self) -> Any:
+        """Its held-out samples; None if it has none."""
+        return self.task.eval_dataset()
+
+    @functools.cached_property
+    def tables(self) -> TaskTables | NoTables:
+        """Its tables, none of them open."""
+        return tables_of(self.task)
+
+    @functools.cached_property
+    def own_sample(self) -> PyTree[jax.ShapeDtypeStruct]:
+        """One abstract training sample. Kept, because a stream has its first sample only for a while."""
+        return self.attempts(functools.partial(abstract_sample, self.dataset))
+
+    @functools.cached_property
+    def sample(self) -> PyTree[jax.ShapeDtypeStruct]:
+        """One abstract sample as the loss gets it."""
+        return self.tables.sample(self.own_sample)
+
+    @functools.cached_property
+    def problem(self) -> Problem:
+        """Its methods; made without a device."""
+        return problem_of(self.task, self.config, self.tables)
+
+    @functools.cached_property
+    def traces(self) -> Traces:
+        """What tracing its methods on one set of devices found, for the next set."""
+        return Traces()
+
+
+def problem_of(task: Task, config: Config, tables: TaskTables | NoTables | None = None) -> Problem:
+    """Return the user's methods as a `Problem`; chooses the learning-rate rule if the user chose none.
+
+    `tables` is what `tables_of` returns for the task, which is called if None.
+
+    Raises ValueError for settings that do not work with tables. Raises TypeError if the optimizer is not an
+    optax transformation, or if the state holds anything that cannot be checkpointed.
+    """
+    tx = task.optimizer()
+    if not (hasattr(tx, "init") and hasattr(tx, "update")):
+        raise TypeError(
+            f"optimizer() must return an optax.GradientTransformation; got {type(tx).__name__}. "
+            "Write `return optax.adam(1e-3)`, or another one of optax."
+        )
+    params = _abstract_params(task)
+    mask = task.trainable(params)
+    kept = _trained(params, mask)
+    treatment = _treatment(tx, kept, config)
+    preconditioned = config.statistics.preconditioned
+    preconditioned = treatment.is_adam_like if preconditioned is None else preconditioned
+    if config.statistics.from_norm_layers:  # their factors are not parameters of tx
+        preconditioned = False
+    labels = task.labels if task.labels(kept) is not None else None
+    tables = tables or tables_of(task)
+    loss_and_state, takes_mask = _loss_of(task, tables)
+    tables.require_settings(config, has_labels=labels is not None)
+    problem = Problem(
+        init=task.init,
+        loss_and_state=loss_and_state,
+        takes_mask=takes_mask,
+        tx=adaptation.adaptive(
+            tables.optimizer(tx),
+            treatment.rule,
+            base_batch_size=config.batch.base,
+            smoothing=config.statistics.smoothing,
+            labels=labels,
+            # A run of some epochs ends by its samples, and so do its schedules.
+            schedules="progress" if config.epochs is None else "samples",
+            # With a fixed policy the rate stays, also for the last batch, which is smaller.
+            shrinks=config.policy != "fixed" or config.tuning.fixed_tolerance > 0,
+            second_moment_decay=treatment.second_moment_decay,
+            long_averages=treatment.long_averages,
+            seen=as_seen,
+        ),
+        base_batch_size=config.batch.base,
+        trainable=None if mask is None else task.trainable,
+        preconditioned=preconditioned,
+        from_norm_layers=config.statistics.from_norm_layers,
+        has_labels=labels is not None,
+        moments=treatment.moments,
+        compute_dtype=None if config.compute_dtype is None else jnp.dtype(config.compute_dtype),
+        ema=config.ema,
+        swaps_products=config.execution.swap_cpu_products,
+    )
+    return tables.problem(problem)
+
+
+def _abstract_params(task: Task) -> PyTree:
+    """Return what `init` makes, abstract. Raises TypeError for anything that cannot be checkpointed."""
+    made = jax.eval_shape(anywhere(saveable(task.init, "init()")), jax.random.key(0))
+    return made.params if isinstance(made, Variables) else made
+
+
+def _trained(params: PyTree, mask: PyTree | None) -> PyTree:
+    """Return the parameters that train. Raises ValueError or TypeError if they cannot."""
+    if mask is not None:
+        require_bools(mask, params)
+    kept = params if mask is None else split(params, mask)[0]
+    if not jax.tree.leaves(kept):
+        raise ValueError("there is nothing to train: init() has no leaf that trainable() allows.")
+    require_floating(kept)
+    return kept
+
+
+def _treatment(tx: optax.GradientTransformation, kept: PyTree, config: Config) -> Treatment:
+    """Return how the noise and the learning rate of an optimizer are treated, found by probing it."""
+    jax.eval_shape(saveable(tx.init, "the state of optimizer()"), kept)
+    try:
+        return treatment_of(tx, kept, config.rule)
+    except NeedsMore as error:
+        raise ValueError(
+            "optimizer() has a link that asks for more than gradients, parameters and the loss: "
+            f"{str(error).rstrip('.')}. A line search (lbfgs) or a Hessian (sophia) is not supported: leave "
+            "that link out."
+        ) from error
+
+
+def _loss_of(task: Task, tables: TaskTables | NoTables) -> tuple[LossAndState, bool]:
+    """Return the user's loss, and whether it has a parameter `mask` for the mask of real rows."""
+    has_state = type(task).loss_and_state is not Task.loss_and_state
+    written: Callable[..., Any] = task.loss_and_state if has_state else task.loss
+    tables.require_rows(written, "loss_and_state" if has_state else "loss")
+    takes_mask = "mask" in inspect.signature(written).parameters
+
+    def loss_and_state(
+        params: PyTree,
+        model_state: PyTree,
+        batch: PyTree,
+        key: Array,
+        mask: Array | None = None,
+        **asked: Any,
+    ) -> tuple[Any, PyTree]:
+        if takes_mask:  # there is none if the loss is only looked at
+            asked["mask"] = jnp.ones(len(jax.tree.leaves(batch)[0])) if mask is None else mask
+        if has_state:
+            return written(params, model_state, batch, key, **asked)
+        return written(params, batch, key, **asked), model_state
+
+    return loss_and_state, takes_mask
+
+
+def evaluator_of(
+    inputs: TaskInputs, where: Place, opened: Tables = MappingProxyType({})
+) -> Evaluator:
+    """Return the evaluation of a task on its held-out data, with its tables `opened`.
+
+    Raises ValueError if the task has no such data, or if they have no end.
+    """
+    task, config, data = inputs.task, inputs.config, inputs.eval_dataset
+    name = type(task).__name__
+    if data is None:
+        raise ValueError(f"{name}.eval_dataset() returned None: there is nothing to evaluate on.")
+    source = as_source(data)
+    if is_endless(source):
+        raise ValueError(
+            f"{name}.eval_dataset() returned a {type(data).__name__} that is a stream or has no end, and an "
+            "evaluation takes every sample once. Return something with a length."
+        )
+    base = max(config.batch.base // where.num_replicas, 1)
+    return Evaluator(
+        source=source,
+        layout=where.layout,
+        micro_batch_size=config.evaluation.micro_batch_size or base,
+        compute_dtype=None if config.compute_dtype is None else jnp.dtype(config.compute_dtype),
+        process_index=where.process_index,
+        process_count=where.process_count,
+        clock=inputs.clock,
+        num_readers=config.execution.readers,
+        num_retries=config.execution.read_retries,
+        **inputs.tables.evaluation(task, opened),
+    )
