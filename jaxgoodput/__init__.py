@@ -3,14 +3,14 @@
 A name is loaded when it is first used; importing the package loads neither JAX nor numpy.
 
 Training:
-  Trainer               Subclass it, write `init`, `loss`, `optimizer` and `dataset`, and call `fit()`
+  Trainer               Trains a model
   Config                The settings of a run
-  Tuning                When the batch and the strategy are reconsidered, and what a change must promise
-  Statistics            How the gradient noise is measured
-  Execution             How steps are compiled, and how much memory they may use
-  Evaluation            How often the model is evaluated
-  Saving                How often the run is saved, and which checkpoints are kept
-  Reporting             What a run shows while it is training
+  Tuning                Conditions for changing the batch and the strategy
+  Statistics            Measurement of the gradient noise, which decides the batch and the learning rate
+  Execution             Compilation of steps, memory, and reading of data
+  Evaluation            Times of evaluations; without `every_s` and `every_base_steps` there is one at the end
+  Saving                Times of checkpoints, and the choice of checkpoints to keep
+  Reporting             Output of a run while it trains
   with_overrides        Return `config` with overrides such as `tuning.min_gain=0.1`
   BatchLimits           The batches that the user allows, in samples
   TrainState            Everything that training needs to continue, as device values
@@ -20,9 +20,9 @@ Training:
   load                  Load the parameters and the model state of a run as NumPy arrays
   from_linen            Make pure functions of a linen module
   from_nnx              Make pure functions of an nnx module, from the function that creates it
-  Preempted             The run was asked to stop; its state is saved
+  Preempted             The run was asked to stop, and its state is saved
   NotSaved              The run is over and its last step could not be saved
-  PeerLost              Another process of this job has gone, or does not answer any more
+  PeerLost              Another process of this job has died or no longer answers
   Diverged              Too many updates in a row had a loss or gradient that was not finite
   initialize            Join the job that `environ` describes (default: this process's environment)
 Watching:

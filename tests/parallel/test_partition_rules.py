@@ -132,9 +132,7 @@ def test_metadata_that_cannot_be_followed_is_refused_with_its_remedy():
         specs_of(params(), own=(("odd", P("fsdp")),))
     with pytest.raises(ValueError, match="metadata for scale must name.*got .*'data'.*raise fsdp"):
         specs_of(params(), own=(("scale", P("data")),))
-    with pytest.raises(
-        ValueError, match="names 'skale'.*no parameter.*Paths are embed/embedding"
-    ):
+    with pytest.raises(ValueError, match="names 'skale'.*no parameter.*Paths are embed/embedding"):
         specs_of(params(), own=(("skale", P("fsdp")),))
 
 
