@@ -1,11 +1,11 @@
-"""What a change of the batch size costs, and whether the predicted memory is the memory used.
+"""Measures the cost of a change of the batch size, and compares the predicted with the used memory.
 
     python benchmarks/batch_switch.py
 
-One run of `fit` on the CNN, made to move between three sizes every few steps once all are compiled. For
-every switch: the step after it, over the median step of its size. Compilations on the loop's thread
-after start-up must be 0. Then, per size: XLA's predicted peak bytes of a step against the device's own
-peak, where the backend tells (CPU does not).
+One run of `fit` on the CNN switches between three sizes every few steps, once all are compiled. For every
+switch, the table gives the step after it, relative to the median step of its size. There must be no
+compilation on the loop's thread after start-up. Then, for each size, XLA's predicted peak bytes of a step are
+compared with the device's peak, if the backend reports it (CPU does not).
 """
 
 import statistics

@@ -1,4 +1,4 @@
-"""What a compiled step holds and sends, against a step written by hand for the same layout.
+"""Compares memory and communication of a compiled step with a step written by hand for the same layout.
 
     python benchmarks/compiled_layouts.py                    # 24 layers, about 20 minutes on two cores
     python benchmarks/compiled_layouts.py --layers 4 --only "axis 0:fsdp8"

@@ -1,4 +1,4 @@
-"""What samples cost before they are on the device: their order, and their reading by one thread and by many.
+"""Measures the cost of samples before they are on the device: their order, and reading by threads.
 
 python benchmarks/data_loading.py
 """

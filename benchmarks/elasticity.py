@@ -1,4 +1,4 @@
-"""What it costs when processes of a job come, go, die and stand still: pauses by part, and faults at random.
+"""Measures the pauses when processes of a job join, leave, die and hang, and tests random faults.
 
     python benchmarks/elasticity.py                      # pauses, about 5 minutes
     python benchmarks/elasticity.py --groups             # three groups of two hosts, one host killed

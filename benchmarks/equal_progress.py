@@ -1,4 +1,4 @@
-"""What a model is worth at the same progress, with the base batch and after its batch was forced to grow.
+"""Compares models at the same progress: with the base batch, and with a batch that was forced to grow.
 
     python benchmarks/equal_progress.py                              # all tables, 5 seeds
     python benchmarks/equal_progress.py --workloads mlp --optimizers adamw,lion --seeds 3

@@ -1,4 +1,4 @@
-"""How long a newcomer waits: from the start of the quickstart's process to its first finished step.
+"""Measures how long a new user waits, from the start of the quickstart to its first finished step.
 
     python benchmarks/first_step.py [--repeats 5] [--bytecode] [--warm] [--asked-s 15]
 

@@ -1,4 +1,4 @@
-"""The fit on 180 synthetic profiles: bad fits, extrapolation error and time, beside AdaptDL's own.
+"""Fits 180 synthetic profiles, and compares bad fits, extrapolation error and time with AdaptDL's.
 
     python benchmarks/fit.py
 
@@ -6,9 +6,9 @@ A fit is bad when its RMS log error on the steps it saw exceeds max(0.1, 3 x noi
 is the RMS log error over 28 noise-free configurations, most of them unseen. Profiles and AdaptDL's
 results were recorded by running AdaptDL (README.md beside them).
 
-The second table spoils the step times of the profiles with 12 rows and more: one of them by a factor of 20,
-or a tenth of them, and at least one, by 3. Without noise, expect a median grid error of at most 0.003 and
-0.006.
+The second table corrupts step times in the profiles with at least 12 rows: one of them by a factor of 20, or
+a tenth of them (at least one) by a factor of 3. Without noise, expect a median grid error of at most
+0.003 and 0.006.
 """
 
 import json

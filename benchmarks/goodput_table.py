@@ -1,4 +1,4 @@
-"""The best goodput on every placement: the price of one decision over 65,000 configurations.
+"""Times the best goodput on every placement: one decision over 65,000 configurations.
 
 python benchmarks/goodput_table.py
 """

@@ -1,4 +1,4 @@
-"""Seconds to a target where the critical batch grows while training lasts: adaptive against constant batches.
+"""Seconds to a target while the critical batch size grows: adaptive against constant batch sizes.
 
     python benchmarks/growing_noise.py                     # grows 10-fold and 100-fold, 5 seeds
     python benchmarks/growing_noise.py --growths 30 --seeds 3

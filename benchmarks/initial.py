@@ -1,4 +1,4 @@
-"""What it takes to begin with the weights of another run: peak memory, and what the compilation cache holds.
+"""Measures a start with the weights of another run: peak memory, and size of the compilation cache.
 
     python benchmarks/initial.py [--megabytes 400]
 

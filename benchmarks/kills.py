@@ -1,4 +1,4 @@
-"""Exactly once: a job that is killed again and again, in any world, applies every sample of an epoch once.
+"""Checks exactly-once: a job that is killed again and again applies every sample of an epoch once.
 
     python benchmarks/kills.py --kills 60
 

@@ -1,4 +1,4 @@
-"""What the ladder of micro-batch sizes costs: its best goodput against the best over every integer.
+"""Measures what the ladder of micro-batch sizes costs: its best goodput against the best over all integers.
 
     python benchmarks/ladder.py
 

@@ -1,4 +1,4 @@
-"""What noise statistics cost a step under each layout, and what a device holds there.
+"""Measures what noise statistics cost a step under each layout, in time and in device memory.
 
     python benchmarks/layout_overhead.py                     # both tables, about 15 minutes on two cores
     python benchmarks/layout_overhead.py --only "fsdp8:plain"

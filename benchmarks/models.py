@@ -1,6 +1,6 @@
-"""Models of fixed size for the benchmarks: a CNN, two decoders, an MLP, two recommenders; random data.
+"""Models of fixed size for the benchmarks, with random data: a CNN, two decoders, an MLP, two recommenders.
 
-Each is a `Trainer` whose `mean_loss` is the same loss as a hand-written loop would use it.
+Each is a `Trainer`. Its `mean_loss` is the same loss in the form that a hand-written loop uses.
 """
 
 import itertools

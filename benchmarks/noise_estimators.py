@@ -1,4 +1,4 @@
-"""The gradient noise of one language model, as every estimator sees it, along one training run.
+"""Compares all estimators of the gradient noise along one training run of a language model.
 
     python benchmarks/noise_estimators.py                    # adamw and sgd, 3 seeds
 

@@ -1,4 +1,4 @@
-"""The batch that a run settles on against the best constant one, where the truth can be computed.
+"""Compares the batch size that a run settles on with the best constant one, on problems with a known answer.
 
     python benchmarks/planted_problems.py                    # 18 problems: a spanning set
     python benchmarks/planted_problems.py --all              # all 36

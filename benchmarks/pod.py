@@ -1,4 +1,4 @@
-"""The engine's step compiled for TPU pods that are not there, against a hand-written `jit` of the same.
+"""Compiles the engine's step for TPU pods that need not exist, and compares it with a hand-written `jit`.
 
     pip install 'jaxgoodput[tpu]'
     python benchmarks/pod.py                                  # all rows, half an hour on two cores

@@ -1,4 +1,4 @@
-"""What a sample of a larger batch is predicted to be worth, against what it turns out to be worth.
+"""Compares the predicted with the measured efficiency of samples in a larger batch.
 
     python benchmarks/predicted_efficiency.py                                 # three workloads
     python benchmarks/predicted_efficiency.py --workloads recommender --draws 8 --settle 65536

@@ -1,4 +1,4 @@
-"""What a change of layout costs: the move, beside a plain copy, `jax.device_put` and a jitted identity.
+"""Measures a change of layout, beside a plain copy, `jax.device_put` and a jitted identity.
 
     python benchmarks/reshard.py                      # the table in BUILD_NOTES.md, about 5 minutes
     python benchmarks/reshard.py --only "fsdp8>tensor8" --mebibytes 100

@@ -1,4 +1,4 @@
-"""What a restart from disk costs, by the size of the state: what realistic simulations charge.
+"""Measures the cost of a restart from disk by the size of the state; realistic simulations use it.
 
     python benchmarks/restart_cost.py [--megabytes 3 100 400] [--repeats 3]
 
@@ -6,7 +6,7 @@ A process trains a matrix under Adam, is told to stop (SIGTERM: checkpoint at th
 is started again at once. The cost is the time from the signal to the first finished step of the next
 process, less one step: saving, leaving, importing, reading, compiling from the cache. The first start,
 with a cold cache, is not counted. The least-squares line over the sizes is `base_s + 2 size / bytes_per_s`
-of `rules.restart_by_state`. One process on a CPU, its checkpoint still in the page cache: no start-up of
+of `settings.restart_by_state`. One process on a CPU, its checkpoint still in the page cache: no start-up of
 accelerators or of several hosts is in it.
 """
 

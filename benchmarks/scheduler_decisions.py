@@ -1,4 +1,4 @@
-"""How long a decision takes, how close to the best it is, and how many jobs it leaves in peace.
+"""Measures how long a decision takes, how close to optimal it is, and how many jobs it leaves unchanged.
 
     python benchmarks/scheduler_decisions.py [--rounds 9] [--largest]
 

@@ -1,4 +1,4 @@
-"""Does the simulator give the published numbers? One table: asked, measured, and how long it took.
+"""Checks that the simulator reproduces published numbers. Prints the requirement, the result and the time.
 
     PYTHONPATH=. python benchmarks/scheduler_fidelity.py ../shared/data [--workloads 1 2 3 4 6] [--no-sia]
 

@@ -1,4 +1,4 @@
-"""Is `Goodput` better than what was published? One table per question: asked, measured, by workload.
+"""Compares `Goodput` with published policies. One table per question: requirement and result by workload.
 
     python benchmarks/scheduler_goodput.py ../shared/data [--workloads 1 2 3] [--held-out] [--sia]
         [--made-up DAYS] [--against-pollux]

@@ -1,4 +1,4 @@
-"""Does the default policy hold where jobs outnumber devices? Asked and measured, beside the published ones.
+"""Compares the default policy with published ones when there are more jobs than devices.
 
     python benchmarks/scheduler_pressure.py [--all] [--worlds NAME ...] [--skip worlds pair gang deadlines]
 
@@ -31,8 +31,8 @@ from jaxgoodput.cluster.simulate import (
     synthetic_workload,
     uniform_cluster,
 )
-from jaxgoodput.cluster.simulate.job import packed
-from jaxgoodput.cluster.simulate.model_jobs import ModelTruth
+from jaxgoodput.cluster.simulate.jobs.job import packed
+from jaxgoodput.cluster.simulate.jobs.model import ModelTruth
 
 RULES = {"round_s": None, "rounding": False, "growth": None, "restart_s": 30.0}
 TRUTH = ModelTruth(synthetic_applications({"t4": 1.0}))

@@ -24,7 +24,7 @@ from jaxgoodput.cluster.simulate import (
     uniform_cluster,
 )
 from jaxgoodput.cluster.simulate.comparison import tenants_table
-from jaxgoodput.cluster.simulate.model_jobs import ModelTruth
+from jaxgoodput.cluster.simulate.jobs.model import ModelTruth
 from jaxgoodput.specs import Tenant
 
 TRUTH = ModelTruth(synthetic_applications({"t4": 1.0}))

@@ -1,4 +1,4 @@
-"""What do wrong numbers cost the default policy? Completion times over those of the undisturbed run.
+"""Measures what wrong numbers cost the default policy: completion times relative to the undisturbed run.
 
     python benchmarks/scheduler_wrong_numbers.py [--made-up 5] [--jobs 60] [--rows tables restarts]
         [--data ../shared/data] [--workload 2] [--workload-jobs 160] [--seeds 1]
@@ -31,7 +31,7 @@ from jaxgoodput.cluster.simulate import (
     synthetic_workload,
     uniform_cluster,
 )
-from jaxgoodput.cluster.simulate.model_jobs import ModelTruth
+from jaxgoodput.cluster.simulate.jobs.model import ModelTruth
 
 RESTART_S = 30.0
 

@@ -1,9 +1,9 @@
 """python benchmarks/service_load.py [--kills 100] [--jobs 1000] [--agents 200] [--hints 500] [--seconds 60]
 
-What the cluster's service stands: a real one on this machine, real connections, jobs that nobody runs.
-Agents wait for work as those of nodes do, jobs tell hints at a steady rate, and all that the service has
-acknowledged is compared at the end with what it knows. With --kills it is killed (SIGKILL) again and again
-under that load. One table: what was asked, what was measured.
+Loads a real cluster service on this machine with real connections; the jobs are never executed.
+Agents wait for work like the agents of nodes, and jobs send hints at a steady rate. At the end, everything
+that the service has acknowledged is compared with what it knows. With --kills it is killed (SIGKILL) again
+and again under this load. The table gives requirement and result.
 """
 
 import argparse

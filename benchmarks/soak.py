@@ -1,4 +1,4 @@
-"""A run that goes on for long takes no more of anything: memory, threads, descriptors, journal, cache.
+"""Checks that a long run does not leak: memory, threads, file descriptors, journal and cache stay bounded.
 
     python benchmarks/soak.py --minutes 30
 

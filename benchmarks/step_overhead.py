@@ -1,4 +1,4 @@
-"""What adaptivity costs a step: `Trainer.fit` against a hand-written jitted optax loop, paired.
+"""Measures what adaptivity costs a step: `Trainer.fit` against a hand-written jitted optax loop, in turns.
 
     python benchmarks/step_overhead.py                # the table in BUILD_NOTES.md, about 8 minutes
     python benchmarks/step_overhead.py --only "cnn:1"

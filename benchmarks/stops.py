@@ -1,4 +1,4 @@
-"""A run that is told to stop: is its last step saved, does the exit code say so, and in time?
+"""Checks that a run that is told to stop saves its last step in time and exits with the right code.
 
     python benchmarks/stops.py              # all, about 15 minutes on 2 cores
     python benchmarks/stops.py --only disk

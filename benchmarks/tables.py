@@ -1,4 +1,4 @@
-"""What tables larger than the device cost: the store on a disk, training through the tiers, memory, quality.
+"""Measures tables larger than the device: the store on disk, training through the tiers, memory, quality.
 
 python benchmarks/tables.py                    store, throughput, stall, lookahead: ten minutes
 python benchmarks/tables.py --only large       100 M rows; 20 GB of disk under --folder; --minutes 10

@@ -1,4 +1,4 @@
-"""Seconds of training to a target: adaptive batch against fixed ones, Seesaw, and the best constant batch.
+"""Compares the seconds to a target: adaptive batch size, fixed ones, Seesaw, and the best constant one.
 
     python benchmarks/time_to_target.py                          # all three tables, 5 seeds
     python benchmarks/time_to_target.py --workloads recommender --seeds 7 --grid 512,4096,8192

@@ -1,4 +1,4 @@
-"""A transformer on the bytes of documents of any length, as a problem for the engine (`hot_switch.py`)."""
+"""A byte-level transformer for documents of any length, as a problem for the engine."""
 
 from dataclasses import dataclass
 
@@ -13,11 +13,11 @@ NUM_HEADS, LEARNING_RATE = 4, 1e-3
 
 @dataclass(frozen=True)
 class ByteModel:
-    """A causal transformer over bytes (pre-norm, GELU); every byte is predicted from those before it.
+    """A causal transformer over bytes (pre-norm, GELU), which predicts every byte from the ones before it.
 
-    Parameters are named as the default partition rules know them: heads, the inner width of the MLP and
-    the vocabulary are cut over "tensor". Layers are stacked and scanned over, so that under FSDP one of
-    them at a time is whole; with `remake` the backward pass computes their insides anew.
+    Parameters have the names that the default partition rules know: heads, the inner width of the MLP and the
+    vocabulary are sharded over "tensor". Layers are stacked and scanned, so that FSDP gathers one layer at a
+    time. With `remake`, the backward pass recomputes the inside of each layer.
     """
 
     dim: int
@@ -56,14 +56,14 @@ class ByteModel:
         }
 
     def loss(self, params, model_state, batch, key):
-        """Nats of each function's bytes, and their number; what lies behind its end counts nothing."""
+        """Return the nats of each document and its number of bytes; padding does not count."""
         del key
         codes = batch["codes"].astype(jnp.int32)
         length = codes.shape[1]
         read = jnp.pad(codes, ((0, 0), (1, 0)))[:, :-1]  # the first byte is predicted from a zero
         x = params["embed"]["embedding"][read] + params["positions"][None, :length]
         block = jax.checkpoint(_block) if self.remake else _block
-        # A scan, but for a strategy with stages: there a micro-batch for each of them.
+        # A scan, unless the strategy has pipeline stages: then there is a micro-batch for each stage.
         x = jg.pipeline(block, params["layers"], x, num_micro_batches=1)
         logits = _norm(params["scale"], x) @ params["head"]["kernel"]
         nats = optax.softmax_cross_entropy_with_integer_labels(logits, codes)
@@ -72,7 +72,7 @@ class ByteModel:
         return jg.Loss.of(jnp.where(is_real, nats, 0.0).sum(axis=1), weight), model_state
 
     def problem(self, base_batch_size: int) -> jg.Problem:
-        """What the engine trains, with Adam; the learning rate does not follow the batch."""
+        """Return the problem for the engine, with Adam; the learning rate ignores the batch size."""
         tx = jg.adaptive(optax.adam(LEARNING_RATE), jg.rules.none, base_batch_size=base_batch_size)
         return jg.Problem(
             init=self.init,
@@ -102,12 +102,12 @@ def _attention(layer, x):
 
 
 def sample(length: int):
-    """One function, abstract."""
+    """Return the shape and dtype of one document."""
     codes = jax.ShapeDtypeStruct((length,), jnp.uint8)
     return {"codes": codes, "num_bytes": jax.ShapeDtypeStruct((), jnp.int32)}
 
 
 def on_devices(rows: jg.lengths.PaddedRows, layout: jg.Layout):
-    """A micro-batch and its mask."""
+    """Return a micro-batch of documents, padded to the same length, and its mask."""
     batch = {"codes": rows.tokens, "num_bytes": rows.num_tokens}
     return jax.device_put((batch, rows.mask), layout.batch_sharding)

@@ -1,19 +1,19 @@
 """python examples/cluster_day.py --out /tmp/cluster_day
 
-A day of a small cluster in a few minutes: six real jobs, the other examples as they are, come one after
-the other and share this machine's devices under `jaxgoodput serve`, once for each way to share them:
+A day of a small cluster in a few minutes. Six real jobs, which run the other examples, arrive one after the
+other and share this machine's devices under `jaxgoodput serve`. The day is repeated for each way to share:
 
-    fifo      in order of arrival, each job with all devices and the batch that its author chose
-    halves    the devices in two halves, each of which takes the next job; the same batches
-    adaptive  the same halves, but each job finds its own batch
-    goodput   jobs grow, shrink and find their batches, so that the goodput of all is largest
+    fifo      in order of arrival; each job gets all devices and keeps its author's batch size
+    halves    two halves of the devices, each of which takes the next job; the same batch sizes
+    adaptive  the same halves, but each job finds its own batch size
+    goodput   jobs grow, shrink and find their batch sizes so that the total goodput is largest
 
-Expect an average job time under goodput of half of fifo's, and about that of the halves: of jobs of a minute
-or two what larger batches save goes to compiling them. Of jobs that last three times as long (`--longer 3`)
-it is two thirds of that of the halves. A device is a core: more of them than there are cores would measure
-how they disturb each other. Needs `pip install 'jaxgoodput[service,examples,plots]'`; takes a quarter of an
-hour on two cores, `--small` a few minutes. Afterwards OUT has a picture, and a folder for each way, in which
-every job has its dashboard.
+Expect an average job time under goodput that is half of fifo's, and about the same as halves': the jobs last
+only a minute or two, so that compilation takes what larger batches save. If jobs last three times as long
+(`--longer 3`), expect two thirds of halves' job time. A device is one core, because with more devices than
+cores you would measure how they disturb each other. Needs `pip install
+'jaxgoodput[service,examples,plots]'`. It takes a quarter of an hour on two cores, with `--small` a few
+minutes. Afterwards OUT contains a picture, and a folder for each way with the dashboard of every job.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ POLL_S, LIMIT_S = 1.0, 7200.0
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """An example with a length, in updates of its author's batch."""
+    """An example program, and its length in updates at its author's batch size."""
 
     name: str
     script: str
@@ -55,14 +55,14 @@ DAY = (
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """How the devices are shared: a policy of the service, and what a job asks for."""
+    """One way to share the devices: a policy of the service, and the request of each job."""
 
     policy: str
-    share: int  # of the devices, as one over it; 0: as many as the scheduler likes
+    share: int  # share of the devices, as 1 / n; 0 = as many as the scheduler likes
     adapts: bool
 
     def submitted(self, num_devices: int) -> list[str]:
-        """The options of `jaxgoodput submit`."""
+        """Return the options of `jaxgoodput submit` for a job."""
         if not self.share:
             return ["--min", "1", "--max", str(num_devices)]
         asked = str(max(num_devices // self.share, 1))
@@ -79,23 +79,23 @@ WAYS = {
 
 @dataclasses.dataclass(frozen=True)
 class Done:
-    """What became of a job; times are seconds after the first one came."""
+    """The result of a job; times are in seconds after the first arrival."""
 
     name: str
     submitted_s: float
     started_s: float
     finished_s: float
     held: tuple[tuple[float, float, int], ...]
-    """From when to when it had how many devices."""
+    """Return the periods in which the job had devices: (start, end, number of devices)."""
 
     @property
     def took_s(self) -> float:
-        """From when it was handed in to its end."""
+        """Return the seconds from the submission of the job to its end."""
         return self.finished_s - self.submitted_s
 
 
 class Service:
-    """A service of its own in a folder, with all devices on one node, spoken to by its command line."""
+    """A service in its own folder, with all devices on one node, which is used through the command line."""
 
     def __init__(self, folder: pathlib.Path, policy: str, num_devices: int):
         self.folder = folder
@@ -109,16 +109,16 @@ class Service:
         )
 
     def call(self, *arguments: str) -> str:
-        """What a command prints. Raises RuntimeError with what it says instead."""
+        """Return the output of a command. Raises RuntimeError with its output if it fails."""
         done = subprocess.run(self._command(*arguments), capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(done.stderr.strip())
         return done.stdout
 
     def wait(self) -> None:
-        """Until it answers and its node is there."""
+        """Wait until the service answers and its node has joined."""
         for _ in range(100):
-            with contextlib.suppress(RuntimeError):  # it does not answer yet
+            with contextlib.suppress(RuntimeError):  # the service does not answer yet
                 if " up " in self.call("status", "--once"):
                     return
             if self.process.poll() is not None:
@@ -127,11 +127,11 @@ class Service:
         raise RuntimeError(f"the service has not started; see {self.folder / 'serve.log'}")
 
     def job(self, name: str) -> dict:
-        """All of a job."""
+        """Return the service's description of a job."""
         return json.loads(self.call("status", name))
 
     def end(self) -> None:
-        """As Ctrl-C would."""
+        """Stop the service as Ctrl-C would."""
         self.process.send_signal(2)
         self.process.wait()
         self.log.close()
@@ -143,7 +143,7 @@ class Service:
 
 @contextlib.contextmanager
 def serving(folder: pathlib.Path, policy: str, num_devices: int) -> Iterator[Service]:
-    """A service that ends with the block, and its jobs with it."""
+    """Start a service; it ends with the block, together with its jobs."""
     service = Service(folder, policy, num_devices)
     try:
         service.wait()
@@ -155,7 +155,7 @@ def serving(folder: pathlib.Path, policy: str, num_devices: int) -> Iterator[Ser
 def run_day(
     folder: pathlib.Path, way: Way, day: Sequence[Job], num_devices: int
 ) -> tuple[Done, ...]:
-    """All jobs of a day from the first one's arrival to the last one's end."""
+    """Run all jobs of a day, from the first arrival to the last end."""
     with serving(folder / "service", way.policy, num_devices) as service:
         start_s = time.monotonic()
         for job in day:
@@ -200,12 +200,12 @@ def _done(shown: Sequence[dict]) -> tuple[Done, ...]:
 
 
 def average_s(done: Sequence[Done]) -> float:
-    """Of the jobs' times."""
+    """Return the average job time, in seconds."""
     return statistics.fmean(job.took_s for job in done)
 
 
 def table(days: dict[str, tuple[Done, ...]]) -> str:
-    """Job times of every way, seconds."""
+    """Print the job times of every way, in seconds."""
     rows = [["job", *days]]
     names = [job.name for job in next(iter(days.values()))]
     for at, name in enumerate(names):
@@ -217,7 +217,7 @@ def table(days: dict[str, tuple[Done, ...]]) -> str:
 
 
 def picture(days: dict[str, tuple[Done, ...]], path: pathlib.Path) -> None:
-    """Who had how many devices when; a thin line while a job waits."""
+    """Draw how many devices each job had over time; a thin line shows that a job waits."""
     import matplotlib
 
     matplotlib.use("agg")

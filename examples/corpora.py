@@ -1,13 +1,13 @@
-"""Real data that is on every machine: Python's own standard library, read as bytes and as identifiers.
+"""Real data without a download: the source of Python's own standard library, as bytes and as identifiers.
 
-`byte_windows` cuts the library's source into windows of bytes, for a language model. `functions` are
-documents of very different lengths. `identifier_use` asks which function uses which identifier, for a
-recommender with large embedding tables: its popularity follows a power law, as in the data of real
-recommenders. Nothing is downloaded. Parsing for the latter takes some 15 s, so its result is kept in a
-cache folder, named after the interpreter's version and the number of files read.
+`byte_windows` cuts the source into windows of bytes, for a language model. `functions` returns documents of
+very different lengths. `identifier_use` asks which function uses which identifier, for a recommender with
+large embedding tables: the popularity of identifiers follows a power law, as in the data of real
+recommenders. Parsing for `identifier_use` takes about 15 s, so its result is cached in a folder that is named
+after the interpreter's version and the number of files.
 
-Distributions that ship Python without its test suite have a third of the functions; the sizes and
-results that the examples state are those of a full CPython 3.11.
+Some distributions ship Python without its test suite, which leaves a third of the functions. The sizes and
+results that the examples state hold for a full CPython 3.11.
 """
 
 import ast
@@ -24,13 +24,13 @@ from collections.abc import Iterator
 import numpy as np
 
 _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "__pycache__"})
-NEGATIVES = 4  # per positive, in training
-MIN_IDENTIFIERS = 4  # a function with fewer says little about itself
+NEGATIVES = 4  # negatives per positive, in training
+MIN_IDENTIFIERS = 4  # functions with fewer identifiers say too little about themselves
 _TESTS = frozenset({"test", "tests", "idle_test"})
 
 
 def standard_library(*, tests: bool) -> list[tuple[str, pathlib.Path]]:
-    """The source files of the running interpreter's library: (relative name, path), sorted by name."""
+    """Return the source files of the interpreter's library as (relative name, path), sorted by name."""
     root = pathlib.Path(sysconfig.get_paths()["stdlib"])
     files = []
     for path in root.rglob("*.py"):
@@ -50,10 +50,10 @@ def is_held_out(name: str, *, one_in: int) -> bool:
 
 
 def byte_windows(length: int, *, max_test_windows: int = 1024) -> tuple[np.ndarray, np.ndarray]:
-    """(train, test) windows `uint8 [windows, length + 1]` of the library's source without its tests.
+    """Return (train, test) windows `uint8 [windows, length + 1]` of the library's source without its tests.
 
-    Every 20th file, by the md5 of its name, is held out; the test windows are spread evenly over those files.
-    A window has one byte more than `length`: the last byte is only ever predicted, the first only ever read.
+    Every 20th file, by the md5 of its name, is held out; test windows are spread evenly over these files. A
+    window has one byte more than `length`, because the first byte is only read and the last only predicted.
     """
     parts: dict[bool, list[bytes]] = {False: [], True: []}
     for name, path in standard_library(tests=False):
@@ -70,11 +70,11 @@ def _cut(text: bytes, length: int) -> np.ndarray:
 
 
 def functions(count: int, *, longest: int, seed: int = 0) -> list[np.ndarray]:
-    """`count` functions of the library without its tests, each the bytes `uint8 [length]` of its source.
+    """Return `count` functions of the library without its tests, as bytes of source `uint8 [length]`.
 
-    Methods and functions within functions count as functions. Half of them have fewer than 260 bytes, one
-    in twenty more than 1,750; they are cut off at `longest`. Their order is random. Only as many files
-    are parsed as it takes.
+    Methods and nested functions count as functions. Half of them have fewer than 260 bytes, one in twenty
+    more than 1,750; they are cut off at `longest`. Their order is random. No more files are parsed than
+    needed.
     """
     rng = np.random.default_rng(seed)
     files = standard_library(tests=False)
@@ -97,24 +97,24 @@ def functions(count: int, *, longest: int, seed: int = 0) -> list[np.ndarray]:
 class IdentifierUse:
     """Pairs (function, identifier) with a label: does the function use the identifier?
 
-    `train` and `test` are dicts of columns `int32 [samples]`: function, item, file, name (the function's
-    own name), scope (the class or module around it) and label (0 or 1, half of each in `test`). Samples
-    are in random order.
+    `train` and `test` are dicts of columns `int32 [samples]`: function, item, file, name (the function's own
+    name), scope (the class or module around it) and label (0 or 1; half of each in `test`). Samples are in
+    random order.
     """
 
     train: dict[str, np.ndarray]
     test: dict[str, np.ndarray]
-    sizes: dict[str, int]  # number of distinct values of each column
+    sizes: dict[str, int]  # number of distinct values in each column
 
 
 def identifier_use(cache: str | os.PathLike[str] | None = None) -> IdentifierUse:
-    """The recommender's data, parsed on the first call and read from `cache` afterwards.
+    """Return the recommender's data. The first call parses the library; later ones read the cache.
 
-    Each function is a user and each identifier that it uses an item. A tenth of the uses is held out as test.
-    Negatives are drawn in proportion to popularity^0.75, as in word2vec, and never coincide with a use.
+    Each function is a user, and each identifier that it uses is an item. A tenth of the uses is held out as
+    test. Negatives are drawn in proportion to popularity^0.75, as in word2vec, and never coincide with a use.
 
     Args:
-      cache: a folder for the parsed library; by default one under the system's temporary folder.
+      cache: folder of the parsed library; by default one in the system's temporary folder.
     """
     folder = pathlib.Path(cache or pathlib.Path(tempfile.gettempdir()) / "jaxgoodput-examples")
     files = standard_library(tests=True)
@@ -125,13 +125,15 @@ def identifier_use(cache: str | os.PathLike[str] | None = None) -> IdentifierUse
         partial = path.with_name(f"{path.stem}.{os.getpid()}.npz")
         uses, functions = _parse(files)
         np.savez(partial, uses=uses, functions=functions)
-        os.replace(partial, path)  # two examples started together never read half a file
+        os.replace(
+            partial, path
+        )  # atomic, so that two examples that start together never read half a file
     with np.load(path) as arrays:
         return _split(arrays["uses"], arrays["functions"])
 
 
 def _parse(files: list[tuple[str, pathlib.Path]]) -> tuple[np.ndarray, np.ndarray]:
-    """uses `int32 [pairs, 2]`: function, item; functions `int32 [functions, 3]`: file, name, scope."""
+    """Return (function, item) `int32 [pairs, 2]` and (file, name, scope) `int32 [functions, 3]`."""
     per_function = []
     for file_index, (_, path) in enumerate(files):
         for scope, function in _functions(path.read_bytes()):
@@ -154,14 +156,14 @@ def _parse(files: list[tuple[str, pathlib.Path]]) -> tuple[np.ndarray, np.ndarra
 
 
 def _functions(source: bytes) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
-    """(qualified name of the scope around it, node) of every function of a module, nested ones included."""
+    """Return (qualified name of the scope, node) of every function in a module, including nested ones."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SyntaxWarning)
             warnings.simplefilter("ignore", DeprecationWarning)
             module = ast.parse(source)
     except (SyntaxError, ValueError):
-        return  # the library's tests hold files that are wrong on purpose
+        return  # the library's tests contain files with deliberate syntax errors
     stack: list[tuple[str, ast.AST]] = [("", module)]
     while stack:
         scope, node = stack.pop()

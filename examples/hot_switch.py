@@ -1,31 +1,31 @@
 r"""python examples/hot_switch.py
 
-One batch under two parallel layouts. A transformer on bytes reads the functions of Python's standard
-library: half have fewer than 260 bytes, some 16,000 (cut off at `--longest`). Every update has short and
-long ones. Four ways to compute the same update:
+One batch under two parallel layouts. A byte-level transformer reads functions of Python's standard library:
+half of them have fewer than 260 bytes, some 16,000 (cut off at `--longest`). Every update contains short and
+long ones. The same update is computed in four ways:
 
   best single strategy, padded    every function padded to the longest, under one strategy
-  best single strategy, grouped   functions split by length, each group padded to a length of its own
+  best single strategy, grouped   functions grouped by length, each group padded to its own length
   mixed                           short groups under data parallelism, long ones under another strategy
-  mixed, without switching        the same, on copies of the state that lie on both layouts already
+  mixed, without switching        the same, with a copy of the state on both layouts
 
-Expect on two CPU cores with 8 virtual devices, in three to four minutes: mixed at least 1.2 times the first
-in tokens per second (2.1 was measured); losses of all four that agree to 1e-5 in every update; no
-compilation while they are measured. Virtual devices share the cores, so that against the second row a
-second strategy can only cost there (1.00 was measured). With several accelerators it runs on all of them
-(`JAX_PLATFORMS=cpu` keeps it off).
+Expect on two CPU cores with 8 virtual devices, in three to four minutes: "mixed" has at least 1.2 times the
+tokens per second of the first row (2.1 was measured); the losses of all rows agree to 1e-5 at every update;
+nothing compiles during the measurement. Virtual devices share the cores, so a second strategy cannot gain
+anything over the second row there (1.00 was measured). If there are several accelerators, they are all used
+(`JAX_PLATFORMS=cpu` prevents this).
 
-Each kind of plan is first tried with several strategies on other functions; the fastest of each kind
-becomes a row. Rows take turns on every update. "Without switching" keeps the state on each layout, and
-the clock stands still while gradients and state move between them; begin, every micro-batch, each layout's
-reduction and the update are on the clock.
+Each kind of plan is first tried with several strategies on other functions, and the fastest of each kind
+becomes a row. Rows take turns at every update. "Without switching" keeps the state on each layout, and the
+clock stops while gradients and state move between them; it runs for the start, every micro-batch, each
+layout's reduction and the update.
 
     python examples/hot_switch.py --larger
 
-trains a model whose parameters and Adam's moments exceed one device's memory, cut over all devices
-(FSDP). The limit is the accelerator's own, or `--memory_mib` (64 on a CPU, where nothing enforces
-it); what a step needs is XLA's own analysis of the compiled step. Expect a loss below 4 nats per byte
-after 20 steps.
+trains a model whose parameters and Adam moments exceed one device's memory, sharded over all devices (FSDP).
+The limit is the accelerator's memory, or `--memory_mib` (64 on a CPU, where nothing enforces it). XLA's
+analysis of the compiled step gives the memory that a step needs. Expect a loss below 4 nats per byte after 20
+steps.
 """
 
 import bisect
@@ -62,7 +62,7 @@ MOST_LOSS_DIFFERENCE = 1e-5
 TRIAL_UPDATES = 2
 LARGER_LAYERS, LARGER_LENGTH = 8, 256
 
-Documents = Sequence[np.ndarray]  # each uint8 [length]
+Documents = Sequence[np.ndarray]  # each is uint8 [length]
 
 
 # -- plans -----------------------------------------------------------------------------------------
@@ -70,7 +70,7 @@ Documents = Sequence[np.ndarray]  # each uint8 [length]
 
 @dataclass(frozen=True)
 class Group:
-    """Functions up to a length, the strategy that computes them, and how many a replica takes at once."""
+    """Functions up to a length, the strategy that computes them, and the rows of one replica."""
 
     length: int
     strategy: jg.Strategy
@@ -78,19 +78,19 @@ class Group:
 
     @property
     def num_rows(self) -> int:
-        """Functions per micro-batch, over all replicas."""
+        """Return the functions in one micro-batch, over all replicas."""
         return self.strategy.num_replicas * self.micro_batch_size
 
     @property
     def shape(self) -> jg.SampleShape:
-        """Of a micro-batch."""
+        """Return the shape of a micro-batch."""
         sample = byte_model.sample(self.length)
         return jg.SampleShape.of(sample, micro_batch_size=self.micro_batch_size)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How the updates of one row are computed; the state lies on the first group's layout."""
+    """How the updates of one row are computed. The state is on the first group's layout."""
 
     kind: str
     groups: tuple[Group, ...]  # by ascending length
@@ -106,7 +106,7 @@ class Plan:
         return ", ".join(names) if self.kind == MIXED else self.home.name
 
     def micro_batches(self, documents: Documents) -> list[tuple[Group, jg.lengths.PaddedRows]]:
-        """The functions of one update, split and padded."""
+        """Return the functions of one update, grouped and padded."""
         sizes = [len(document) for document in documents]
         split = jg.lengths.split_by_length(sizes, [group.length for group in self.groups])
         return [
@@ -118,12 +118,12 @@ class Plan:
         ]
 
     def num_positions(self, documents: Documents) -> int:
-        """What is computed for an update, padding included, in bytes."""
+        """Return the bytes that an update computes, including padding."""
         return sum(rows.tokens.size for _, rows in self.micro_batches(documents))
 
 
 def strategies_for(num_devices: int) -> tuple[jg.Strategy, ...]:
-    """Those that are tried: data parallelism first, FSDP, the degrees of `--tensor` and of `--stages`."""
+    """Return the strategies to try: data parallelism, FSDP, and the degrees of `--tensor` and `--stages`."""
     chosen = [int(degree) for degree in _TENSOR.value] or [
         min(byte_model.NUM_HEADS, max(2, num_devices // 2))
     ]
@@ -136,14 +136,14 @@ def strategies_for(num_devices: int) -> tuple[jg.Strategy, ...]:
 def plans_for(
     strategies: Sequence[jg.Strategy], lengths: Sequence[int], updates: Sequence[Documents]
 ) -> list[Plan]:
-    """Every strategy padded and grouped; and the first one mixed with each other for the longest."""
+    """Return plans: every strategy padded and grouped, and the first mixed with each for the longest."""
 
     def groups(chosen: Sequence[jg.Strategy], lengths: Sequence[int]) -> tuple[Group, ...]:
         splits = [jg.lengths.split_by_length([len(d) for d in u], lengths) for u in updates]
         found = []
         for i, (strategy, length) in enumerate(zip(chosen, lengths, strict=True)):
-            # A device holds the activations of at most one function of the longest length, or of as
-            # many shorter ones; tensor parallelism shares them, and a pipeline has one for each stage.
+            # A device holds the activations of at most one function of the longest length, or as many bytes
+            # of shorter ones. Tensor parallelism shares them; a pipeline has one micro-batch per stage.
             largest = lengths[-1] * strategy.tensor // length
             size = jg.lengths.rows_per_replica(
                 [-(-len(split[i]) // strategy.stage) for split in splits],
@@ -165,7 +165,7 @@ def plans_for(
 
 
 class Run:
-    """One plan's own training: its state, and what each update took and lost."""
+    """The training of one plan: its state, and the seconds and loss of each update."""
 
     def __init__(self, name: str, plan: Plan, engine: jg.Engine, state: jg.TrainState):
         self.name, self.plan, self.engine = name, plan, engine
@@ -174,12 +174,12 @@ class Run:
         self.engine.compile_batches(
             [(layout, group.shape) for group, layout in self.layouts.items()]
         )
-        self.state = jax.tree.map(jnp.copy, state)  # updates donate it
+        self.state = jax.tree.map(jnp.copy, state)  # updates donate the state
         self.seconds: list[float] = []
         self.losses: list[float] = []
 
     def update(self, documents: Documents) -> None:
-        """One update, timed from the first micro-batch, which is on the devices, to the new state."""
+        """Compute one update, timed from the first micro-batch (already on the devices) to the new state."""
         pieces = []
         for group, rows in self.plan.micro_batches(documents):
             pieces.append((self.layouts[group], *byte_model.on_devices(rows, self.layouts[group])))
@@ -189,7 +189,7 @@ class Run:
         self.losses.append(self.engine.read(metrics)[0].loss)
 
     def timed(self, pieces):
-        """Seconds and metrics of one update."""
+        """Record the seconds and metrics of one update."""
         start = time.perf_counter()
         work = self.engine.begin(self.state)
         for layout, batch, mask in pieces:
@@ -199,12 +199,12 @@ class Run:
         return time.perf_counter() - start, metrics
 
     def forget(self) -> None:
-        """Start counting anew."""
+        """Forget the updates so far."""
         self.seconds, self.losses = [], []
 
 
 class RunWithoutSwitching(Run):
-    """The same updates from copies of the state on every layout; the clock stands still for moves."""
+    """The same updates with a copy of the state on every layout; the clock stops while anything moves."""
 
     def __init__(self, name: str, plan: Plan, engine: jg.Engine, state: jg.TrainState):
         super().__init__(name, plan, engine, state)
@@ -232,7 +232,7 @@ class RunWithoutSwitching(Run):
                 jax.block_until_ready(there.reduce(work))
                 works.append(work)
             seconds += time.perf_counter() - start
-        # Off the clock: the sums of every layout at home, as one.
+        # Not timed: add the sums of all layouts on the first one.
         home = [self.engine.reduce(work) for work in works]
         total = home[0]
         for sums in home[1:]:
@@ -251,7 +251,7 @@ def pieces_arrays(pieces):
 
 
 def check_losses(runs: Sequence[Run]) -> float:
-    """The largest difference of a loss from the first row's, in nats per byte; an error where it is large."""
+    """Return the largest difference to the first row's loss, in nats per byte. Raises if it is too large."""
     losses = np.array([run.losses for run in runs])
     largest = float(np.abs(losses - losses[0]).max())
     if not largest <= MOST_LOSS_DIFFERENCE:
@@ -264,7 +264,7 @@ def check_losses(runs: Sequence[Run]) -> float:
 
 
 def compare(devices: Sequence[Any]) -> None:
-    """Try the plans, measure the best of each kind in turns, print the tables."""
+    """Try the plans, measure the best of each kind in turns, and print the tables."""
     count, longest = _DOCUMENTS.value, _LONGEST.value
     every = corpora.functions(count * (TRIAL_UPDATES + _UPDATES.value), longest=longest)
     updates = [every[i : i + count] for i in range(0, len(every), count)]
@@ -285,7 +285,7 @@ def compare(devices: Sequence[Any]) -> None:
     states = {home: engine.init(jax.random.key(0)) for home, engine in engines.items()}
     candidates = [Run(p.kind, p, engines[p.home], states[p.home]) for p in plans]
     print(f"{len(plans)} plans compiled in {time.perf_counter() - start:.0f} s")
-    for documents in trials:  # the first time is slow, and the second one counts
+    for documents in trials:  # the first time is slow, so the second one counts
         for run in candidates:
             run.forget()
             run.update(documents)
@@ -329,13 +329,13 @@ def compare(devices: Sequence[Any]) -> None:
 
 
 def show(runs: Sequence[Run], tokens: np.ndarray) -> None:
-    """The table of rows: medians over the updates, least and most in brackets."""
+    """Print the table of rows: medians over the updates, with least and most in brackets."""
     print(
         f"\n{'row':<26} {'tokens/s':>9} {'(range)':<17} {'of the first':>12} {'(range)':<13} strategy"
     )
     for run in runs:
         speed = tokens / run.seconds
-        # The same functions in every row: ratios are taken update by update.
+        # All rows compute the same functions, so ratios are taken update by update.
         ratio = np.array(runs[0].seconds) / run.seconds
         print(
             f"{run.name:<26} {np.median(speed):9,.0f} {f'({speed.min():,.0f}-{speed.max():,.0f})':<17} "
@@ -352,7 +352,7 @@ def show(runs: Sequence[Run], tokens: np.ndarray) -> None:
 
 
 def memory_of(device: Any) -> tuple[int, str]:
-    """Bytes of a device and how they are known."""
+    """Return the memory of a device in bytes, and how it is known."""
     if _MEMORY_MIB.value is not None:
         return _MEMORY_MIB.value * 2**20, "stated by --memory_mib"
     reported = (device.memory_stats() or {}).get("bytes_limit")
@@ -362,7 +362,7 @@ def memory_of(device: Any) -> tuple[int, str]:
 
 
 def larger_model(limit_bytes: int, longest: int) -> tuple[byte_model.ByteModel, int]:
-    """The narrowest model whose parameters and two moments exceed the limit by a tenth, and their bytes."""
+    """Return the narrowest model whose parameters and moments exceed the limit by a tenth, and its bytes."""
 
     def model(dim: int) -> byte_model.ByteModel:
         return byte_model.ByteModel(dim, LARGER_LAYERS, longest, remake=True)
@@ -377,7 +377,7 @@ def larger_model(limit_bytes: int, longest: int) -> tuple[byte_model.ByteModel, 
 
 
 def train_larger(devices: Sequence[Any]) -> None:
-    """Compile a step under data parallelism and under FSDP, compare what they need, and train."""
+    """Compile a step under data parallelism and under FSDP, compare the memory they need, and train."""
     limit_bytes, source = memory_of(devices[0])
     length = LARGER_LENGTH
     model, state_bytes = larger_model(limit_bytes, length)
@@ -425,7 +425,7 @@ def _mib(num_bytes: int) -> str:
 
 
 def main(_):
-    # Before anything asks for a device; without effect on accelerators.
+    # This must come before any use of a device; it has no effect on accelerators.
     jax.config.update("jax_num_cpu_devices", 8)
     devices = jax.devices()
     if len(devices) < 2:
@@ -436,7 +436,7 @@ def main(_):
     if _LARGER.value:
         train_larger(devices)
         return
-    # Losses agree to 1e-4 only where products are as exact as they can be; TF32 is not.
+    # Losses agree to 1e-4 only if products are computed exactly; TF32 is too coarse.
     jax.config.update("jax_default_matmul_precision", "float32")
     compare(devices)
 

@@ -1,12 +1,11 @@
 """python examples/image_classifier.py --workdir /tmp/image_classifier
 
-Trains a convolutional network with batch normalisation on scikit-learn's handwritten digits, each moved,
-turned and scaled a little, anew in every epoch. Expect a test accuracy of 0.985 or more after 40 epochs,
-in less than a minute on two CPU cores.
+Trains a convolutional network with batch normalisation on scikit-learn's handwritten digits. Every epoch
+moves, turns and scales each picture a little. Expect a test accuracy of 0.985 or more after 40 epochs, in
+less than a minute on two CPU cores.
 
-What is drawn for a picture follows from its index and the epoch alone, so that a run that was stopped and
-goes on sees what it would have seen. `--set epochs=10` and other settings of the configuration can be given
-on the command line.
+The variant of a picture depends only on its index and the epoch, so a run that was stopped and resumed sees
+the same pictures. Settings can be changed on the command line, for example with `--set epochs=10`.
 """
 
 from typing import Any
@@ -30,7 +29,7 @@ def default_config(workdir: str) -> jg.Config:
         workdir=workdir,
         batch=jg.BatchLimits(base=32, max=256),
         epochs=40,
-        # Statistics of a batch are those of all its rows: it is never split.
+        # Batch statistics are computed over all rows, so the batch is never split into micro-batches.
         loss="whole",
         evaluation=jg.Evaluation(every_base_steps=500.0),
         saving=jg.Saving(best="accuracy", best_mode="max"),
@@ -38,7 +37,7 @@ def default_config(workdir: str) -> jg.Config:
 
 
 class Network(nn.Module):
-    """Three convolutions, each with batch normalisation, and a mean over all places."""
+    """Three convolutions, each with batch normalisation, and a mean over all positions."""
 
     @nn.compact
     def __call__(self, x, train):
@@ -53,7 +52,7 @@ MODEL = jg.from_linen(Network(), train_kwargs={"train": True}, predict_kwargs={"
 
 
 class Augmented(jg.Source):
-    """Pictures of which every epoch sees other variants."""
+    """Pictures that change with every epoch."""
 
     def __init__(self, images: np.ndarray, labels: np.ndarray):
         self.images, self.labels = images, labels
@@ -73,7 +72,7 @@ class Augmented(jg.Source):
 
 
 def varied(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """`image` `[8, 8, 1]` moved by up to a pixel, turned by up to 10 degrees, scaled by up to a tenth."""
+    """Return `image` `[8, 8, 1]`, moved by up to a pixel, turned by 10 degrees and scaled by a tenth."""
     angle = np.deg2rad(rng.uniform(-10, 10))
     scale = rng.uniform(0.9, 1.1)
     turn = np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]]) / scale
@@ -84,7 +83,7 @@ def varied(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 
 
 class Classifier(jg.Trainer):
-    """Ten classes; evaluated with the averages of its batch statistics."""
+    """Classifies ten digits; evaluation uses the averages of the batch statistics."""
 
     def __init__(self, config, **kwargs):
         super().__init__(config, **kwargs)

@@ -1,14 +1,12 @@
 """python examples/language_model.py --workdir /tmp/language_model
 
-Trains a transformer on the bytes of Python's own standard library and tests it on files it has not
-seen. Expect 2.20 bits per byte or less on windows of 64 bytes (a table of trigrams: 2.54; of single
-bytes: 4.69) within a minute on two CPU cores. `--set base_steps=2000` and other settings of
-the configuration can be given on the command line. After every evaluation a hook prints what the model
-writes by then.
+Trains a transformer on the bytes of Python's own standard library, and tests it on files that it has not
+seen. Expect 2.20 bits per byte or less on windows of 64 bytes (a table of trigrams: 2.54; of single bytes:
+4.69) within a minute on two CPU cores. Settings can be changed on the command line, for example with `--set
+base_steps=2000`. After every evaluation, a hook prints a sample of the model's text.
 
-Beside the byte itself, a position is told what the bytes before it were by two hashed tables of
-n-grams: most of what a small model of source code has to know is spelling. They hold nearly all of the
-6.6 million parameters.
+The input of a position includes two hashed tables of n-grams of the bytes before it, because most of what a
+small model of source code has to know is spelling. The tables hold nearly all of the 6.6 million parameters.
 """
 
 import corpora
@@ -23,13 +21,13 @@ import jaxgoodput as jg
 LENGTH, DIM, NUM_LAYERS, NUM_HEADS = 64, 96, 2, 4
 NGRAMS, NGRAM_ROWS = (3, 5), 2**15
 LEARNING_RATE, TARGET_BITS = 3.2e-3, 2.20
-WRITTEN = 120  # bytes, after every evaluation
+WRITTEN = 120  # bytes that are printed after every evaluation
 
 
 def default_config(workdir: str) -> jg.Config:
     return jg.Config(
         workdir=workdir,
-        # Few sizes: on two cores, compiling one takes time from the steps beside it.
+        # Few sizes: on two cores, compiling a size slows down the steps that run meanwhile.
         batch=jg.BatchLimits(base=16, max=64, sizes=(16, 32, 64), max_micro_batches=1),
         base_steps=1000,
         evaluation=jg.Evaluation(every_base_steps=200, micro_batch_size=128),
@@ -73,7 +71,7 @@ class ByteModel(jg.Trainer):
         }
 
     def logits(self, params, read):
-        """Of the next byte at every position of windows `int32 [batch, LENGTH]`: `[batch, LENGTH, 256]`."""
+        """Return the logits of the next byte, `[batch, LENGTH, 256]`, for windows `int32 [batch, LENGTH]`."""
         x = params["bytes"][read] + params["positions"]
         for table, n in zip(params["ngrams"], NGRAMS, strict=True):
             x += table[_hashed(read, n)]
@@ -83,7 +81,7 @@ class ByteModel(jg.Trainer):
         return _norm({"scale": params["scale"], "in": params["head"]}, x)
 
     def bits(self, params, windows):
-        """The mean code length of each window's bytes, bits per byte `[batch]`."""
+        """Return the mean code length of each window's bytes, in bits per byte `[batch]`."""
         codes = windows.astype(jnp.int32)
         logits, predicted = self.logits(params, codes[:, :-1]), codes[:, 1:]
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, predicted)
@@ -114,7 +112,7 @@ class ByteModel(jg.Trainer):
 
 
 class Writer(jg.Hook):
-    """Prints how the model goes on after the first held-out bytes, whenever it was evaluated."""
+    """Prints how the model continues the first held-out bytes, after every evaluation."""
 
     def __init__(self, model: ByteModel):
         self.model = model
@@ -149,7 +147,7 @@ def _attention(x):
 
 
 def _hashed(codes, n: int):
-    """A row for the last n bytes at every position, `int32 [batch, length]`; the start counts as zeros."""
+    """Return the table row of the last n bytes at every position, `int32 [batch, length]`."""
     found = jnp.zeros(codes.shape, jnp.uint32)
     for back in range(n):
         earlier = jnp.pad(codes, ((0, 0), (back, 0)))[:, : codes.shape[1]]

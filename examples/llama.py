@@ -1,9 +1,9 @@
 """python examples/llama.py --workdir /tmp/llama
 
-Trains a small decoder of Llama's architecture on the bytes of Python's own standard library. Expect 2.8
-bits per byte or less after its 300 base steps, half a minute on two CPU cores.
+Trains a small decoder of Llama's architecture on the bytes of Python's own standard library. Expect 2.8 bits
+per byte or less after its 300 base steps, in half a minute on two CPU cores.
 
-What a larger one would do on a pod that nobody has paid for yet, nothing but the compiler needed:
+To plan a larger model on a pod that you do not have, you need only the compiler:
 
     pip install 'jaxgoodput[tpu]'
     jaxgoodput plan examples/llama.py --topology v5e:16x16 -- --size 7b --workdir /tmp/llama
@@ -28,7 +28,7 @@ LENGTHS = {"tiny": 64, "1b": 2048, "7b": 2048}
 
 
 class Llama(jg.Trainer):
-    """Predicts the next byte; the larger sizes, of a vocabulary to match, are there to be planned."""
+    """Predicts the next byte. The larger sizes, with a vocabulary to match, are only meant to be planned."""
 
     def __init__(self, config, size, **kwargs):
         super().__init__(config, **kwargs)

@@ -1,8 +1,8 @@
 """The decoder of Llama, as pure functions: RMSNorm, rotary positions, grouped queries, SwiGLU.
 
 Touvron et al. 2023 (arXiv 2302.13971 and 2307.09288), Su et al. 2021, Ainslie et al. 2023, Shazeer 2020.
-Layers are stacked and scanned over, each recomputed in the backward pass. Nothing here names a device: a
-strategy's default rules cut every matrix (`jaxgoodput.parallel.partition`).
+Layers are stacked and scanned, and recomputed in the backward pass. The code names no devices: the default
+rules of a strategy shard every matrix (`jaxgoodput.parallel.partition`).
 """
 
 import math
@@ -27,7 +27,7 @@ class Shape:
 
     @property
     def num_parameters(self) -> int:
-        """Of the decoder, its table counted twice, for reading and for predicting."""
+        """Return the number of parameters; the table counts twice, for reading and for predicting."""
         head = self.width // self.heads
         attention = self.width * head * 2 * (self.heads + self.kv_heads)
         layer = attention + 3 * self.width * self.hidden + 2 * self.width
@@ -42,7 +42,7 @@ SHAPES = {
 
 
 def init(key: jax.Array, shape: Shape) -> dict[str, Any]:
-    """Fresh parameters; `layers` are stacked along axis 0."""
+    """Return new parameters; the leaves of `layers` are stacked along axis 0."""
     keys = iter(jax.random.split(key, 9))
     head = shape.width // shape.heads
 
@@ -69,7 +69,7 @@ def init(key: jax.Array, shape: Shape) -> dict[str, Any]:
 
 
 def logits(params: dict[str, Any], tokens: jax.Array, shape: Shape) -> jax.Array:
-    """Next-token logits `[batch, length, vocab]` of tokens `[batch, length]`, in the parameters' type."""
+    """Return next-token logits `[batch, length, vocab]` for tokens `[batch, length]`."""
 
     def body(x: jax.Array, layer: dict[str, Any]) -> tuple[jax.Array, None]:
         return decoder_layer(layer, x, shape), None
@@ -80,7 +80,7 @@ def logits(params: dict[str, Any], tokens: jax.Array, shape: Shape) -> jax.Array
 
 
 def decoder_layer(layer: dict[str, Any], x: jax.Array, shape: Shape) -> jax.Array:
-    """One layer, of activations `[batch, length, width]`."""
+    """Apply one layer to activations `[batch, length, width]`."""
     with jax.named_scope("attention"):
         x = x + attention(layer, rms_norm(x, layer["attention_norm"]), shape)
     with jax.named_scope("mlp"):
@@ -90,7 +90,7 @@ def decoder_layer(layer: dict[str, Any], x: jax.Array, shape: Shape) -> jax.Arra
 
 
 def attention(layer: dict[str, Any], x: jax.Array, shape: Shape) -> jax.Array:
-    """Causal attention whose keys and values are shared by groups of heads."""
+    """Apply causal attention; groups of heads share keys and values."""
     batch, length, _ = x.shape
     head, groups = shape.width // shape.heads, shape.heads // shape.kv_heads
 
@@ -110,14 +110,14 @@ def attention(layer: dict[str, Any], x: jax.Array, shape: Shape) -> jax.Array:
 
 
 def rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
-    """Over the last axis, in float32."""
+    """Normalise over the last axis, in float32."""
     y = x.astype(jnp.float32)
     y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + 1e-5)
     return y.astype(x.dtype) * jnp.expand_dims(scale, range(x.ndim - 1))
 
 
 def rotated(x: jax.Array, base: float) -> jax.Array:
-    """Rotary positions of `[batch, length, heads, head]`: pairs (i, i + head / 2) turned by position."""
+    """Rotate pairs (i, i + head / 2) of `[batch, length, heads, head]` by an angle for the position."""
     half = x.shape[-1] // 2
     rates = base ** (-jnp.arange(half, dtype=jnp.float32) / half)
     angles = jnp.arange(x.shape[1], dtype=jnp.float32)[:, None] * rates[None]

@@ -2,14 +2,14 @@ r"""An optax loop whose batch grows by itself, without the Trainer.
 
     python examples/plain_optax.py
 
-Handwritten digits (scikit-learn's, 8 x 8 pixels), a small network, SGD with momentum and a cosine
-schedule, all tuned at a batch of 32. `adaptive` measures the gradient noise, raises the learning rate
-with the batch (AdaScale) and lets the schedule follow progress; the loop picks the next batch: the
+Handwritten digits (scikit-learn's, 8 x 8 pixels), a small network, SGD with momentum and a cosine schedule,
+all tuned at a batch size of 32. `adaptive` measures the gradient noise, raises the learning rate with the
+batch size (AdaScale), and lets the schedule follow progress. The loop chooses the next batch size: the
 largest power of two below the noise scale.
 
-Expect a test accuracy of at least 0.96 (0.98 with the default seed) after 1,500 base steps of
-progress, made in about 600 updates where a fixed batch (--max_batch_size 32) takes 1,500; in under
-half a minute on two CPU cores.
+Expect a test accuracy of at least 0.96 (0.98 with the default seed) after 1,500 base steps of progress. This
+takes about 600 updates, in under half a minute on two CPU cores; a fixed batch size (`--max_batch_size 32`)
+takes 1,500 updates.
 """
 
 import functools
@@ -30,12 +30,12 @@ _BASE_STEPS = flags.DEFINE_integer("base_steps", 1500, "Progress to train for, i
 _BASE_BATCH = flags.DEFINE_integer("base_batch_size", 32, "Batch that the learning rate suits.")
 _MAX_BATCH = flags.DEFINE_integer("max_batch_size", 512, "Largest batch, in samples.")
 _SEED = flags.DEFINE_integer("seed", 0, "Seed of the parameters and of the sample order.")
-_NUM_GROUPS = 4  # groups whose disagreement is the noise
-_EVERY = 20  # updates between two looks at the noise scale
+_NUM_GROUPS = 4  # groups of samples whose gradients are compared to measure the noise
+_EVERY = 20  # updates between two choices of a batch size
 
 
 def init(key, sizes=(64, 128, 10)):
-    """Dense layers with biases, He-initialised."""
+    """Return dense layers with biases, He-initialised."""
     keys = jax.random.split(key, len(sizes) - 1)
     return [
         {"w": jax.random.normal(k, (m, n)) * np.sqrt(2 / m), "b": jnp.zeros(n)}
@@ -44,14 +44,14 @@ def init(key, sizes=(64, 128, 10)):
 
 
 def logits(params, x):
-    """Scores of the ten digits, [batch, 10]."""
+    """Return the scores of the ten digits, [batch, 10]."""
     for layer in params[:-1]:
         x = jax.nn.relu(x @ layer["w"] + layer["b"])
     return x @ params[-1]["w"] + params[-1]["b"]
 
 
 def loss(params, batch):
-    """Mean cross-entropy."""
+    """Return the mean cross-entropy."""
     scores = logits(params, batch["x"])
     return optax.softmax_cross_entropy_with_integer_labels(scores, batch["y"]).mean()
 
@@ -68,7 +68,7 @@ def main(_):
         optax.sgd(optax.cosine_decay_schedule(0.05, _BASE_STEPS.value), momentum=0.9),
         jg.rules.adascale,
         base_batch_size=base,
-        smoothing=0.99,  # remember about 100 base batches: the noise changes fast in a short run
+        smoothing=0.99,  # Average over about 100 base batches: the noise changes fast in a short run.
     )
     measured = jg.value_grad_and_noise(loss, num_groups=_NUM_GROUPS)
 
@@ -103,7 +103,7 @@ def main(_):
             }
         )
         print("{:7d}  {:8.1f}  {:5d}  {:11.0f}  {:4.2f}  {:.4f}".format(*rows[-1].values()))
-        if rows[-1]["noise_scale"] >= 2 * size:  # False where the noise scale is unknown (NaN)
+        if rows[-1]["noise_scale"] >= 2 * size:  # False if the noise scale is unknown (NaN)
             size = min(2 * size, _MAX_BATCH.value)
         elif rows[-1]["noise_scale"] < size:
             size = max(size // 2, base)

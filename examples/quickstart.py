@@ -1,8 +1,8 @@
 """python examples/quickstart.py --workdir /tmp/quickstart
 
-Trains a small convolutional network on the handwritten digits of scikit-learn. Expect a test accuracy
-of 0.98 or more within half a minute on two CPU cores; `jaxgoodput board /tmp/quickstart` shows how
-the batch was chosen.
+Trains a small convolutional network on the handwritten digits of scikit-learn. Expect a test accuracy of 0.98
+or more within half a minute on two CPU cores. `jaxgoodput board /tmp/quickstart` shows how the batch size was
+chosen.
 """
 
 from typing import Any
@@ -32,7 +32,7 @@ def default_config(workdir: str) -> jg.Config:
 
 
 class Digits(jg.Trainer):
-    """What a model, its loss, its optimizer and its data are; the batch size is not among them."""
+    """Declares the model, its loss, its optimizer and its data, but not the batch size."""
 
     def init(self, key):
         return MODEL.init(key, jnp.zeros((1, 8, 8, 1)))
@@ -41,7 +41,7 @@ class Digits(jg.Trainer):
         logits = MODEL.predict(params, {}, batch["image"])
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
 
-    def learning_rate(self, progress):  # also a line on the dashboard
+    def learning_rate(self, progress):  # also a curve on the dashboard
         steps = int(self.config.base_steps or 600)
         return optax.cosine_decay_schedule(LEARNING_RATE, steps)(progress)
 

@@ -1,14 +1,14 @@
 """python examples/recommender.py --workdir /tmp/recommender
 
-Trains a recommender with 7.5 million parameters, nearly all of them in embedding tables, to tell which
-function of Python's standard library uses which identifier. Expect test AUC 0.92 (popularity alone:
-0.69) after 1.4 to 2.1 million samples: 10 to 25 s on two CPU cores, the longer the first
-time, when everything is compiled. The first run also parses the library, some 15 s more.
+Trains a recommender to tell which function of Python's standard library uses which identifier. Nearly all of
+its 7.5 million parameters are in embedding tables. Expect test AUC 0.92 (popularity alone: 0.69) after 1.4 to
+2.1 million samples, in 10 to 25 s on two CPU cores; the first run takes longer, because it compiles. The
+first run also parses the library, which takes about 15 s.
 
-Every update passes over all tables whatever the batch, so large batches run up to seven times as many
-samples per second; but the larger the batch, the less each of its samples teaches. Started at 512, the
-batch grows within seconds to where the product of both is largest. `tensorboard --logdir
-/tmp/recommender` shows it happen.
+Every update passes over all tables whatever the batch size, so large batches process up to seven times as
+many samples per second. But in a larger batch each sample teaches less. The batch size starts at 512 and
+grows within seconds to the point at which the product of both is largest. `tensorboard --logdir
+/tmp/recommender` shows this.
 """
 
 import corpora
@@ -28,25 +28,25 @@ OWN = {
     "file": None,
     "name": 2**14,
     "scope": None,
-}  # None: a row per value
+}  # None = one row per value
 CROSSED = (("file", "item"), ("scope", "item"), ("name", "item"))
 CROSSED_BITS = 17
 NUM_TABLES = len(OWN) + len(CROSSED)
-LEARNING_RATE, TARGET_AUC = 0.05, 0.92  # the rate was tuned at the base batch of 512
+LEARNING_RATE, TARGET_AUC = 0.05, 0.92  # the rate was tuned at the base batch size of 512
 
 
 def default_config(workdir: str) -> jg.Config:
     return jg.Config(
         workdir=workdir,
-        # Few sizes: on two cores, compiling and trying a size takes time from the steps beside it.
+        # Few sizes: on two cores, compiling and trying a size slows down the steps that run meanwhile.
         batch=jg.BatchLimits(base=512, max=16384, sizes=SIZES, max_micro_batches=1),
         base_steps=4200,
         rule=jg.rules.square_root,
         tuning=jg.Tuning(
-            every_s=0.25,  # the whole run takes seconds
+            every_s=0.25,  # the whole run takes only seconds
             dwell_steps=10,
         ),
-        # On the CPU, half of the time of its steps would go into fresh pages.
+        # On a CPU, half of the step time would go into newly allocated pages.
         execution=jg.Execution(keep_freed_pages=True),
         evaluation=jg.Evaluation(every_base_steps=500, micro_batch_size=8192),
     )
@@ -60,7 +60,7 @@ class Recommender(jg.Trainer):
         self.data = corpora.identifier_use()
         sizes = [limit or self.data.sizes[column] for column, limit in OWN.items()]
         sizes += [2**CROSSED_BITS] * len(CROSSED)
-        self.first_row = np.cumsum([0, *sizes])  # all tables are one array, one below the other
+        self.first_row = np.cumsum([0, *sizes])  # all tables are one array, stacked along the rows
 
     def init(self, key):
         keys = jax.random.split(key, 4)
@@ -72,7 +72,7 @@ class Recommender(jg.Trainer):
         }
 
     def rows(self, batch):
-        """Which row of each table a sample reads, `int32 [batch, tables]`."""
+        """Return the row of each table that a sample reads, `int32 [batch, tables]`."""
         columns = [batch[column] % (limit or 2**31 - 1) for column, limit in OWN.items()]
         for a, b in CROSSED:
             columns.append((_mix(batch[a], batch[b]) >> (32 - CROSSED_BITS)).astype(np.int32))
@@ -83,7 +83,7 @@ class Recommender(jg.Trainer):
         return self.score(params, params["tables"][self.rows(batch)])
 
     def score(self, params, embedded):
-        """The logit of each sample, from the rows that it reads, `[batch, tables, dim]`."""
+        """Return the logit of each sample, from the rows that it reads, `[batch, tables, dim]`."""
         products = jnp.einsum("bid,bjd->bij", embedded, embedded)
         upper = products[:, *np.triu_indices(NUM_TABLES, 1)]
         x = jnp.concatenate([embedded.reshape(len(embedded), -1), upper], axis=1)
@@ -99,7 +99,7 @@ class Recommender(jg.Trainer):
         return LEARNING_RATE
 
     def optimizer(self):
-        # The accumulator's usual start of 0.1 is huge beside squared mean gradients of embeddings.
+        # The usual initial accumulator of 0.1 is huge compared with the squared mean gradients of embeddings.
         return optax.adagrad(LEARNING_RATE, initial_accumulator_value=1e-7)
 
     def dataset(self):
@@ -116,7 +116,7 @@ class Recommender(jg.Trainer):
 
 
 def auc(score: np.ndarray, label: np.ndarray) -> float:
-    """The chance that a use scores above a negative: the area under the ROC curve."""
+    """Return the probability that a use scores above a negative: the area under the ROC curve."""
     rank = np.empty(len(score))
     rank[np.argsort(score, kind="stable")] = np.arange(len(score))
     uses = int(label.sum())
@@ -124,7 +124,7 @@ def auc(score: np.ndarray, label: np.ndarray) -> float:
 
 
 def _mix(a, b):
-    """A hash of two integers, `uint32`."""
+    """Return a hash of two integers, `uint32`."""
     x = a.astype(np.uint32) * np.uint32(0x9E3779B1) ^ b.astype(np.uint32) * np.uint32(0x85EBCA77)
     x = (x ^ (x >> 15)) * np.uint32(0x2C1B3C6D)
     return x ^ (x >> 13)

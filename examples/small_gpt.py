@@ -1,11 +1,11 @@
 """python examples/small_gpt.py --workdir /tmp/small_gpt
 
-Trains a small GPT on the source of Python's own standard library, in tokens of a byte-pair tokenizer that is
-made from the same text. Expect 1.90 bits per byte or less on files that it has not seen (a table of trigrams
-of bytes: 2.54) after 800 base steps, in one to two minutes on two CPU cores; then it writes a few lines. The
-folder `encodings` is kept out, for `lora.py`, which goes on from this checkpoint.
+Trains a small GPT on the source of Python's own standard library, with a byte-pair tokenizer that is made
+from the same text. Expect 1.90 bits per byte or less on files that it has not seen (a table of byte trigrams:
+2.54) after 800 base steps, in one to two minutes on two CPU cores. Then it writes a few lines. The folder
+`encodings` is left out for `lora.py`, which continues from this checkpoint.
 
-Every token weighs the same: a sample is a window of tokens, and its loss is their mean.
+Every token has the same weight: a sample is a window of tokens, and its loss is their mean.
 """
 
 import jax
@@ -26,7 +26,7 @@ MOST_BYTES = 3_000_000
 def default_config(workdir: str) -> jg.Config:
     return jg.Config(
         workdir=workdir,
-        # Few sizes: on two cores, compiling one takes time from the steps beside it.
+        # Few sizes: on two cores, compiling a size slows down the steps that run meanwhile.
         batch=jg.BatchLimits(base=16, max=64, sizes=(16, 32, 64), max_micro_batches=1),
         base_steps=800,
         evaluation=jg.Evaluation(every_base_steps=200.0, micro_batch_size=64),
@@ -35,13 +35,13 @@ def default_config(workdir: str) -> jg.Config:
 
 
 def tokenizer() -> tokens.Tokenizer:
-    """Made anew from the text, always the same."""
+    """Return the tokenizer, made from the text; it is always the same."""
     text = tokens.library(folder=None, without=KEPT_OUT, most_bytes=MOST_BYTES)[False]
     return tokens.trained(text, NUM_MERGES)
 
 
 class GPT(jg.Trainer):
-    """A causal transformer (pre-norm, GELU, learnt positions); matrices by name, for others to find."""
+    """A causal transformer (pre-norm, GELU, learnt positions); `lora.py` finds its matrices by name."""
 
     def __init__(self, config, **kwargs):
         super().__init__(config, **kwargs)
@@ -75,7 +75,7 @@ class GPT(jg.Trainer):
         }
 
     def logits(self, params, read):
-        """Of the next token at every place of windows `int32 [batch, length]`: `[batch, length, tokens]`."""
+        """Return next-token logits `[batch, length, tokens]` for windows `int32 [batch, length]`."""
         x = params["tokens"][read] + params["positions"][None, : read.shape[1]]
         for layer in params["layers"]:
             x += (
@@ -86,7 +86,7 @@ class GPT(jg.Trainer):
         return norm(params["scale"], x) @ params["head"]
 
     def bits(self, params, batch):
-        """The code length of each window's tokens after the first, in bits `[batch]`."""
+        """Return the code length of each window's tokens after the first, in bits `[batch]`."""
         logits, predicted = self.logits(params, batch["tokens"][:, :-1]), batch["tokens"][:, 1:]
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, predicted)
         return losses.sum(axis=1) / np.log(2)
@@ -119,7 +119,7 @@ class GPT(jg.Trainer):
         return {"bits_per_byte": outputs["bits"].sum() / outputs["num_bytes"].sum()}
 
     def written(self, params, start: bytes, num_tokens: int = 60) -> bytes:
-        """How the model goes on after `start`, drawn at a temperature of 0.7."""
+        """Return how the model continues `start`, sampled at a temperature of 0.7."""
 
         @jax.jit
         def draw(params, window, keys):

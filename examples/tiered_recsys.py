@@ -1,13 +1,13 @@
 """python examples/tiered_recsys.py --workdir /tmp/tiered_recsys
 
-Trains the recommender of `recommender.py` with a tenth of its embedding rows on the device, as many again in
-RAM, and the rest on the disk, where rows come from and go to while other batches train. Expect test AUC 0.92
-after 1.4 to 2.1 million samples, as with all rows in memory: they are the same rows, to the bit.
+Trains the recommender of `recommender.py` with a tenth of its embedding rows on the device, as many in RAM,
+and the rest on the disk. Rows move between them while other batches train. Expect test AUC 0.92 after 1.4 to
+2.1 million samples, as with all rows in memory: the rows are the same, to the bit.
 
-What an update costs is its rows, where the dense recommender passes over all of them: small batches are
-cheap. With --device_share=1 no row ever leaves the device, and that is all that is different.
+The cost of an update depends on the rows that it reads, whereas the dense recommender passes over all rows.
+So small batches are cheap. With `--device_share=1` no row ever leaves the device, and nothing else changes.
 
-A second call with the same folder goes on from the last save.
+A second call with the same folder resumes from the last save.
 """
 
 from typing import Any
@@ -36,11 +36,11 @@ class TieredRecommender(Recommender):
             folder=f"{self.config.workdir}/rows",
             dim=DIM,
             num_rows=self.num_rows,
-            # The accumulator's usual start of 0.1 is huge beside squared mean gradients of embeddings.
+            # The usual 0.1 is huge compared with the squared mean gradients of embeddings.
             optimizer=jg.embedding.Adagrad(LEARNING_RATE, initial_accumulator_value=1e-7),
             device_rows=int(self.device_share * self.num_rows),
             ram_rows=int(self.ram_share * self.num_rows),
-            scale=0.01 * 3**0.5,  # as wide as the normal distribution of the dense recommender
+            scale=0.01 * 3**0.5,  # the standard deviation of the dense recommender
         )
         return {"rows": table}
 
@@ -56,7 +56,7 @@ class TieredRecommender(Recommender):
 
 
 def popular_share(trainer: TieredRecommender) -> float:
-    """The part of all reads that goes to the most frequently read rows, as many as there are slots for."""
+    """Return the share of all reads that go to the most popular rows, as many as there are slots."""
     train = trainer.dataset()
     chosen = np.random.default_rng(0).permutation(len(train["label"]))[: 2**19]
 

@@ -1,7 +1,7 @@
 """A byte-pair tokenizer in a page, and the standard library as windows of its tokens.
 
-Sennrich et al. 2016, on bytes: the pair of neighbours that is most frequent becomes a token, again and
-again. Pairs never cross the borders of words, so that text is counted and encoded word by word.
+Sennrich et al. 2016, on bytes: the most frequent pair of neighbours becomes a token, again and again. Pairs
+never cross the border of a word, so text is counted and encoded word by word.
 """
 
 import collections
@@ -16,7 +16,7 @@ WORD = re.compile(rb" ?\w+|\n *| +|[^\w\s]+|\s")
 
 
 class Tokenizer:
-    """Bytes to token numbers and back; the first 256 tokens are the bytes themselves."""
+    """Converts bytes to token numbers and back; the first 256 tokens are the bytes themselves."""
 
     def __init__(self, merges: Sequence[tuple[int, int]]):
         self.rank = {pair: 256 + i for i, pair in enumerate(merges)}
@@ -46,7 +46,7 @@ class Tokenizer:
 
 
 def merged(tokens: Sequence[int], pair: tuple[int, int], token: int) -> list[int]:
-    """`tokens` with `token` in place of every occurrence of `pair`."""
+    """Return `tokens` with `token` in place of every occurrence of `pair`."""
     found: list[int] = []
     at = 0
     while at < len(tokens):
@@ -60,7 +60,7 @@ def merged(tokens: Sequence[int], pair: tuple[int, int], token: int) -> list[int
 
 
 def trained(text: bytes, num_merges: int, *, num_words: int = 8000) -> Tokenizer:
-    """The tokenizer of a text, from its most frequent words."""
+    """Return the tokenizer of a text, made from its most frequent words."""
     counts = collections.Counter(WORD.findall(text)).most_common(num_words)
     words = [list(word) for word, _ in counts]
     totals: collections.Counter[tuple[int, int]] = collections.Counter()
@@ -75,7 +75,7 @@ def trained(text: bytes, num_merges: int, *, num_words: int = 8000) -> Tokenizer
         count(i, 1)
     merges: list[tuple[int, int]] = []
     for token in range(256, 256 + num_merges):
-        # Of equally frequent pairs the first in order, so that the result is always the same.
+        # Ties go to the first pair in order, so that the result is always the same.
         pair = max(totals, key=lambda p: (totals[p], -p[0], -p[1]))
         if totals[pair] < 2:
             break
@@ -89,7 +89,7 @@ def trained(text: bytes, num_merges: int, *, num_words: int = 8000) -> Tokenizer
 
 
 def library(*, folder: str | None, without: str | None, most_bytes: int) -> dict[bool, bytes]:
-    """Source text, by whether it is held out (a twentieth of the files): of a folder, or of all but one."""
+    """Return source text by whether it is held out (a twentieth of the files); filter by folder."""
     parts: dict[bool, list[bytes]] = {False: [], True: []}
     for name, path in corpora.standard_library(tests=False):
         inside = name.partition("/")[0]
@@ -99,9 +99,9 @@ def library(*, folder: str | None, without: str | None, most_bytes: int) -> dict
 
 
 def windows(tokenizer: Tokenizer, text: bytes, length: int) -> dict[str, np.ndarray]:
-    """Windows `int32 [windows, length + 1]` of a text, and how many bytes the tokens after the first are.
+    """Return windows `int32 [windows, length + 1]` of a text, and their bytes after the first token.
 
-    Every window's last token is the next one's first: they tile the text.
+    Windows overlap by one token: the last token of a window is the first of the next.
     """
     tokens = np.asarray(tokenizer.encode(text), np.int32)
     sizes = np.asarray([len(b) for b in tokenizer.bytes_of], np.int32)

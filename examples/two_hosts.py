@@ -1,11 +1,11 @@
 """jaxgoodput run --nnodes 1:2 --local-hosts 2 -- python examples/two_hosts.py --workdir /tmp/two_hosts
 
-Trains the quickstart's network on two hosts, here both on this machine; on two real ones, `--hosts a,b` takes
-the place of `--local-hosts 2`. Expect lines that name two processes, and a test accuracy of 0.97 or more,
-within a minute on two CPU cores. While it trains, end one of its processes (`kill -9`): the other one goes
-on from memory, says so, and another one joins.
+Trains the quickstart's network on two hosts, here both on this machine; on two real hosts, use `--hosts a,b`
+instead of `--local-hosts 2`. Expect lines that name two processes, and a test accuracy of 0.97 or more,
+within a minute on two CPU cores. If you end one of the processes during the training (`kill -9`), the other
+one continues from memory and says so, and a new process joins.
 
-Nothing in it is about hosts but the hook that tells.
+Only the hook, which prints the processes, is about hosts.
 """
 
 import jax
@@ -18,7 +18,7 @@ LEAST_ACCURACY = 0.97
 
 
 class Tells(jg.Hook):
-    """Says who takes part, whenever that changes."""
+    """Prints which processes take part, whenever that changes."""
 
     def on_regrouped(self, event):
         why = f", since {event.reason}" if event.reason else ""

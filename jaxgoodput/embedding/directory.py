@@ -90,9 +90,8 @@ class Tier:
         self.num_slots = num_slots
         self.ids = np.full(num_slots, NO_ID, np.int64)
         self.heat = np.full(num_slots, -np.inf)
-        self.needed = np.full(
-            num_slots, NEVER, np.int64
-        )  # newest batch of the look-ahead that reads it
+        # Newest batch of the look-ahead that reads it.
+        self.needed = np.full(num_slots, NEVER, np.int64)
         self.last = np.full(num_slots, NEVER, np.int64)  # newest planned batch that reads it
         self.num_free = num_slots
         self._free = np.arange(num_slots - 1, -1, -1)
@@ -143,6 +142,8 @@ class Tier:
                 self._queue_heat = self.heat[queue]
                 if (self.needed[queue] >= now).any():  # too few others: these may be evicted too
                     self.needed[queue] = NEVER
+            # The queue may be old. Skip slots that are empty by now, whose row was read since (its heat is
+            # another), or whose row a batch needs.
             slots, heat = self._queue[:count], self._queue_heat[:count]
             self._queue, self._queue_heat = self._queue[count:], self._queue_heat[count:]
             unread = (self.ids[slots] != NO_ID) & (self.heat[slots] == heat)
@@ -162,12 +163,12 @@ class Tier:
             needed = self.needed[slots]
             order = np.lexsort((-needed, needed >= now))  # rows that are not needed go first
             return slots[order][:count]
+        # Partition before sorting: most slots are not among the coldest.
         most = min(len(slots), max(count, self.num_slots // SHARE_QUEUED))
         heat = self.heat[slots]
         limit = np.partition(heat, most - 1)[most - 1]
-        tied = np.flatnonzero(
-            heat == limit
-        )  # argpartition would pick among ties differently on other processors
+        # Argpartition would pick among ties differently on other processors.
+        tied = np.flatnonzero(heat == limit)
         below = np.flatnonzero(heat < limit)
         slots = slots[np.sort(np.concatenate([below, tied[: most - len(below)]]))]
         return slots[np.argsort(self.heat[slots], kind="stable")]
@@ -266,6 +267,7 @@ class Directory:
         leaving, evicted, evicted_heats = device.victims(len(missing) - len(free), number)
         targets = np.concatenate([free, leaving])
         device.place(targets, missing, heats, number)
+        # The look-ahead marked only rows that were on the device; mark the ones that have just arrived.
         for later, others in enumerate(self._ahead, number + 1):
             device.needed[targets[_within(missing, others)]] = later
 

@@ -27,17 +27,14 @@ class Index(Protocol):
 
     def get(self, ids: Int64[np.ndarray, " n"]) -> UInt32[np.ndarray, " n"]:
         """Return the number of each id, `MISSING` if it has none."""
-        ...
 
     def put(
         self, ids: Int64[np.ndarray, " n"], numbers: UInt32[np.ndarray, " n"]
     ) -> UInt32[np.ndarray, " n"]:
         """Set the number of each id, and return the numbers that they had before."""
-        ...
 
     def remove(self, ids: Int64[np.ndarray, " n"]) -> None:
         """Remove ids, all of which must be present."""
-        ...
 
 
 def index_for(num_ids: int | None, num_rows: int | None = None) -> Index:
@@ -56,9 +53,8 @@ class DirectIndex:
     """An index that is an array over all possible ids; see `Index`."""
 
     def __init__(self, num_ids: int):
-        self._next = np.zeros(
-            num_ids, np.uint32
-        )  # number + 1, so that untouched memory is "missing"
+        # Number + 1, so that untouched memory is "missing".
+        self._next = np.zeros(num_ids, np.uint32)
 
     def get(self, ids: Int64[np.ndarray, " n"]) -> UInt32[np.ndarray, " n"]:
         """Return the number of each id; 0 - 1 wraps to `MISSING`."""

@@ -119,6 +119,7 @@ class Peers:
                 )
             )
             self._raise_if_stopped()
+            # A process may have sent its part and ended afterwards, so only missing parts are an error.
             found = self._heard.pop(round_)
             for other in self._lost - found.keys():
                 raise _lost_error(other)
@@ -154,6 +155,7 @@ class Peers:
                 generation, lane, number = message["round"]
                 data = np.frombuffer(channel.receive_bytes(message), np.dtype(message["dtype"]))
                 with self._changed:
+                    # Processes begin a generation at different times: keep what is early, drop what is late.
                     if generation >= self._generation:
                         sent = data.reshape(message["shape"]), int(message["about"])
                         self._heard[generation, lane, number][other] = sent

@@ -196,15 +196,15 @@ class Pipeline:
             self._over = EndOfBatches()
         for queue in self._queues:
             queue.close()
+        # Evicted rows arrive first, since the end of the batches is behind them in the queue.
         if self._write_back_worker is not None:
-            self._evicted.put(
-                EndOfBatches()
-            )  # behind what was evicted, which is written back first
+            self._evicted.put(EndOfBatches())
             self._write_back_worker.join()
         for table in self.tables.values():
             table.stop("the pipeline was closed")  # wakes `pull` if it waits for an untrained batch
         for worker in self._workers:
             worker.join()
+        # If rows could not be written back, the tables stay stopped: they have lost rows.
         if self._write_back_error is None:
             self._write_back(self._leaving)
             for table in self.tables.values():
@@ -354,9 +354,8 @@ class Pipeline:
     def _timed(self, stage: str, item: Any) -> Any:
         """Run one batch through a stage and record the time; the last items pass unchanged."""
         start_s = self._clock.now()
-        tables = (
-            self.tables.values() if stage == "pull" else ()
-        )  # the only stage that waits for rows
+        # The only stage that waits for rows.
+        tables = self.tables.values() if stage == "pull" else ()
         waited_s = sum(table.counts.waited_s for table in tables)
         if not isinstance(item, EndOfBatches | StageFailure):
             item = {"pull": self._pull, "load": self._load}[stage](item)

@@ -363,6 +363,7 @@ class TieredTable:
         if len(pulled.dumped):
             self.store.put(pulled.dumped, pulled.dumped_rows.view(np.uint64))
         rows = self._completed(pulled)
+        # Arrays are padded to few sizes, so that few programs are compiled.
         size = padded_size(max(len(plan.missing), len(plan.evicted)))
         put = partial(_put, sharding=self._sharding)
         most = min(pulled.inverse.size, self.device_rows)
@@ -413,6 +414,7 @@ class TieredTable:
             )
         elif loaded.rows is not None:
             self.slots = _filled(self.slots, loaded.targets, loaded.rows)
+        # Read before it is overwritten: evicted rows leave the slots that the missing ones take.
         is_dirty = self._on_device.dirty[plan.evicted_slots]
         self._on_device.ids[plan.targets] = plan.missing
         self._on_device.dirty[plan.slots] = True
@@ -511,6 +513,7 @@ class TieredTable:
         """
         self._arrivals.wait(self._placed, self._clock)
         for tier, take in ((self._in_ram, self._ram.__getitem__), (self._on_device, self._fetched)):
+            # The device slots of all processes hold the same rows, but only its owner saves a row.
             slots = np.flatnonzero(tier.dirty & (tier.ids != NO_ID))
             mine = slots
             if self._share is not None:

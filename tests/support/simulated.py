@@ -8,7 +8,7 @@ import numpy as np
 from jaxgoodput.cluster.published.tables import Application, Curve, Runs, StepTable
 from jaxgoodput.cluster.published.traces import TraceJob
 from jaxgoodput.cluster.scheduler.policy import Decision, JobView
-from jaxgoodput.cluster.simulate.table_jobs import TableTruth
+from jaxgoodput.cluster.simulate.jobs.tables import TableTruth
 from jaxgoodput.specs import Allocation, ClusterSpec, Node
 
 SIZES = np.array([4.0, 8.0, 16.0, 32.0])

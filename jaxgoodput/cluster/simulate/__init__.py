@@ -1,8 +1,8 @@
-"""Policies in simulated time: workloads, what their applications really do, and what came of it.
+"""Simulates scheduling policies on workloads.
 
-`read_scenario` makes a `Scenario` of a workload, `compare` runs policies on it, `table` prints the results.
-Underneath, `simulate` takes the jobs (`TraceJob`s), the cluster, a policy, the truth about the applications
-(measured tables, Gavel's throughputs, goodput models) and the `Settings` of the simulated cluster.
+`read_scenario` reads a workload, `compare` runs policies on it, and `table` prints the results. Underneath,
+`simulate` takes the jobs (`TraceJob`s), the cluster, a policy, the truth about the applications (measured
+tables, Gavel's throughputs, or goodput models) and the `Settings` of the simulation.
 """
 
 from jaxgoodput._lazy import lazy_names
@@ -14,23 +14,23 @@ __getattr__, __dir__, __all__ = lazy_names(
         "published.traces": "TraceError TraceJob read_gavel_throughputs read_gavel_trace "
         "read_pollux_applications read_pollux_workload read_sia_applications read_sia_workload",
         "simulate.comparison": "compare table",
-        "simulate.conditions.faults": "Cancellations Faults Outages Slowdowns",
-        "simulate.conditions.inputs": "Inputs",
+        "simulate.conditions.faults": "Cancellations Faults Outages Slowdowns read_faults",
+        "simulate.conditions.inputs": "Inputs read_inputs",
         "simulate.conditions.restarts": "RestartCosts Storage",
-        "simulate.gavel_jobs": "GavelTruth",
         "simulate.generator": "synthetic_applications synthetic_workload",
-        "simulate.job": "SimulatedJob Truth",
-        "simulate.model_jobs": "ModelApplication ModelTruth",
+        "simulate.jobs.gavel": "GavelTruth",
+        "simulate.jobs.job": "SimulatedJob Truth",
+        "simulate.jobs.model": "ModelApplication ModelTruth",
+        "simulate.jobs.tables": "TableTruth",
         "simulate.pictures": "completion_png gantt_png",
         "simulate.questions": "explanation what_if",
         "simulate.records": "Interval JobRecord Result",
-        "simulate.scenario": "Scenario read_cluster read_costs "
-        "read_faults read_inputs read_scenario read_settings",
+        "simulate.rules": "read_costs read_settings",
+        "simulate.scenario": "Scenario read_cluster read_scenario",
         "simulate.settings": "Failures Pin Settings gavel_settings "
         "pollux_settings realistic restart_by_state sia_settings",
         "simulate.simulator": "Progress SimulatedDecision StalledError "
         "decision_at simulate uniform_cluster",
-        "simulate.table_jobs": "TableTruth",
     },
     root="jaxgoodput.cluster",
 )

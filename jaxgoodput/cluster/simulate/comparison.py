@@ -1,4 +1,4 @@
-"""Several policies on the same scenario, and what they are compared by: a table, and JSON."""
+"""Compares several policies on one scenario, and reports the results as tables and JSON."""
 
 import dataclasses
 import io
@@ -8,12 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 
 from jaxgoodput._serial import encode, pack
 from jaxgoodput.cluster.catalogue import PolicyEntry
+from jaxgoodput.cluster.simulate.checks import check
 from jaxgoodput.cluster.simulate.records import Result
-from jaxgoodput.cluster.simulate.scenario import Scenario, check
+from jaxgoodput.cluster.simulate.scenario import Scenario
 from jaxgoodput.cluster.simulate.settings import Settings
 from jaxgoodput.cluster.simulate.simulator import Progress, simulate
 
-# Heading (over two lines), key of `Result.summary`, divisor, digits behind the point.
+# Heading on two lines, key of `Result.summary`, divisor, digits after the point.
 _COLUMNS = (
     ("average", "JCT h", "average_jct_s", 3600.0, 3),
     ("median", "JCT h", "median_jct_s", 3600.0, 3),
@@ -35,9 +36,10 @@ def compare(
     *,
     on_progress: Callable[[str, Progress], None] | None = None,
 ) -> tuple[Result, ...]:
-    """One result per policy, in order. All are checked first: a ValueError means that none ran.
+    """Simulate each policy, and return the results in order.
 
-    `on_progress` gets the policy's name and how far it is.
+    All policies are checked first: if this raises ValueError, none has run. `on_progress` is called with the
+    policy's name and its progress.
     """
     for name, named in policies.items():
         check(scenario, settings, name, named)
@@ -63,7 +65,7 @@ def compare(
 
 
 def table(results: Sequence[Result]) -> str:
-    """A line per policy, as plain text; FTF is finish-time fairness, above 1 is unfair (see `records`)."""
+    """Return a table with a line per policy. FTF is finish-time fairness (see `records`)."""
     rows = []
     for result in results:
         found = result.summary()
@@ -73,9 +75,9 @@ def table(results: Sequence[Result]) -> str:
 
 
 def tenants_table(results: Sequence[Result]) -> str:
-    """A line per policy and tenant, indented below its parent; empty without tenants.
+    """Return a table with a line per policy and tenant, indented below its parent; empty without tenants.
 
-    Deserved is what `fair_share.deserved` says, as a share of the same device-hours.
+    The deserved share is the tenant's part of all device-hours by `fair_share.deserved`.
     """
     rows = []
     for result in results:
@@ -84,14 +86,11 @@ def tenants_table(results: Sequence[Result]) -> str:
         had = max(sum(tenant.device_s for tenant in top), 1e-9)
         due = max(sum(tenant.deserved_s for tenant in top), 1e-9)
         for tenant in result.tenants:
-            depth, above = 0, tenant.parent
-            while above is not None:
-                depth, above = depth + 1, parent[above]
             cost = math.nan if tenant.cost is None else tenant.cost
             rows.append(
                 (
                     result.policy,
-                    "  " * depth + tenant.name,
+                    "  " * _depth(tenant.name, parent) + tenant.name,
                     str(tenant.num_jobs),
                     _number(tenant.average_jct_s / 3600, 3),
                     _number(tenant.device_s / 3600, 1),
@@ -104,8 +103,13 @@ def tenants_table(results: Sequence[Result]) -> str:
     return plain_table([*heads, "deserved\n%", "\ncost"], rows, left=2) if rows else ""
 
 
+def _depth(name: str, parent: Mapping[str, str | None]) -> int:
+    above = parent[name]
+    return 0 if above is None else 1 + _depth(above, parent)
+
+
 def deadlines_in_words(result: Result) -> str:
-    """How many deadlines were met, and by how much the others were missed; empty where there are none."""
+    """Return how many deadlines were met, and the latest jobs, in words; empty if there are no deadlines."""
     due = [job for job in result.jobs if job.deadline_s is not None]
     if not due:
         return ""
@@ -122,7 +126,7 @@ def deadlines_in_words(result: Result) -> str:
 
 
 def costs_in_words(result: Result) -> str:
-    """What the jobs cost, and which ran out of money; empty where nothing has a price."""
+    """Return what the jobs cost, and which used up their budget, in words; empty if there are no prices."""
     costs = {job.id: job.cost for job in result.jobs if job.cost is not None}
     if not costs:
         return ""
@@ -137,7 +141,7 @@ def costs_in_words(result: Result) -> str:
 
 
 def plain_table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
-    """Rows under their heads, as plain text; the first `left` columns begin at the left."""
+    """Return a table as plain text; the first `left` columns are left-aligned."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -161,7 +165,7 @@ def _number(value: float, digits: int) -> str:
 
 
 def to_json(scenario: Scenario, settings: Settings, results: Sequence[Result]) -> str:
-    """All that was found, and on what; `_serial.unpack` reads the cluster and each of `results`."""
+    """Return scenario, settings and results as JSON; `_serial.unpack` reads the cluster and each result."""
     body = {
         "workload": scenario.name,
         "cluster": pack(scenario.cluster),

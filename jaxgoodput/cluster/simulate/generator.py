@@ -1,21 +1,20 @@
-"""Workloads of our own, so that simulations run without any trace; the same seed gives the same jobs.
+"""Synthetic workloads, for simulations without a trace; the same seed gives the same jobs.
 
-What is drawn, and why (the shapes follow what was published about real clusters: Jeon et al.,
-"Philly", ATC 2019; Hu et al., "Helios", SC 2021; the numbers are ours and stand for no site):
+The shapes of the distributions follow publications about real clusters (Jeon et al., "Philly", ATC 2019; Hu
+et al., "Helios", SC 2021). The numbers are our own and describe no particular site.
 
-* Arrivals are a Poisson process given its number of jobs. Its rate swells to `peak` times the quiet
-  rate around the fourth hour of every day: queues form in bursts, and averages hide them.
-* A job belongs to one of six families, from small and short to large and long; most jobs are small,
-  most device-hours belong to the few large ones.
-* Its work, in base steps, is log-normal around its family's median: long-tailed, so that the few
-  longest jobs decide p99 and the makespan.
-* The devices and the batch that its user would ask for are drawn from the settings at which its
-  family still gains 50 to 80 % of a perfect speedup; one device where there are none. Rigid
-  policies use them, adaptive ones do not.
-* Its truth is a `GoodputModel` for every kind of device: computation becomes faster with the kind's
-  speed, for some families less than proportionally (they wait for their input); synchronisation
-  does not. The gradient noise grows during the training, so that larger batches, and with them more
-  devices, become worth more.
+* Arrivals are a Poisson process, given the number of jobs. Around the fourth hour of every day, its rate
+  rises to `peak` times the quiet rate, because queues form in bursts that averages hide.
+* A job belongs to one of six families, from small and short to large and long. Most jobs are small; most
+  device-hours belong to the few large ones.
+* The work of a job, in base steps, is log-normal around the median of its family. The distribution has a
+  long tail, so the few longest jobs decide p99 and the makespan.
+* The devices and the batch size that a job's user requests are drawn from the settings at which its family
+  reaches 50 to 80 % of a perfect speedup; if there are none, one device. Only rigid policies use them.
+* The truth about a job is a `GoodputModel` for every kind of device. Computation is faster on a faster kind
+  (for some families less than proportionally, because they wait for their input); synchronisation is not.
+  The gradient noise grows during the training, so that larger batches, and with them more devices, become
+  worth more.
 """
 
 import math
@@ -25,41 +24,41 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxgoodput.cluster.published.traces import TraceJob
-from jaxgoodput.cluster.simulate.model_jobs import ModelApplication, fixed_step_s
+from jaxgoodput.cluster.simulate.jobs.model import ModelApplication, fixed_step_s
 from jaxgoodput.goodput.efficiency import GradParams, gain
 from jaxgoodput.goodput.perf import PerfParams
 from jaxgoodput.goodput.search import BatchLimits
 
 DAY_H, PEAK_H, PEAK_WIDTH_H = 24.0, 3.5, 1.0
 LONGEST_H = 1e5  # arrivals are drawn minute by minute
-LONGEST = 20.0  # no job has more than so many times the median work of its family
+LONGEST = 20.0  # largest work of a job, in units of the median of its family
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """Jobs of one sort: how many there are, how long they are, how they scale."""
+    """One kind of job: how frequent and how long such jobs are, and how they scale."""
 
     share: float
-    """Of all jobs, how many are of it."""
+    """Share of all jobs."""
     median_h: float
-    """Its median length on one device of speed 1 at the base batch."""
+    """Median hours on one device of speed 1 at the base batch size."""
     spread: float
     """Standard deviation of the log of the work."""
     limits: BatchLimits
     noise: tuple[float, float]
-    """Noise scale at the beginning and at the end, in base batches."""
+    """Noise scale at the start and at the end, in base batches."""
     fixed_s: float
-    """What a micro-batch takes, whatever its size."""
+    """Seconds of a micro-batch, independent of its size."""
     sample_s: float
-    """What each sample takes on top."""
+    """Additional seconds for each sample."""
     intra_s: float
-    """Synchronisation on one node."""
+    """Seconds of synchronisation on one node."""
     inter_s: float
-    """Synchronisation over several nodes."""
+    """Seconds of synchronisation over several nodes."""
     state_bytes: float
-    """Parameters and optimizer, made up: what a restart writes and reads."""
+    """Bytes of parameters and optimizer state, which a restart writes and reads; assumed."""
     input_bound: float = 0.0
-    """0 = as fast as the device; 1 = no faster on a faster one."""
+    """How much the input limits the speed: 0 = not at all; 1 = faster devices do not help."""
 
 
 FAMILIES: Mapping[str, Family] = {
@@ -103,17 +102,14 @@ def synthetic_workload(
     largest: int = 16,
     per_node: int = 4,
 ) -> tuple[TraceJob, ...]:
-    """The jobs of a made-up day, in order of arrival; `TraceJob.num_steps` is their work in base steps.
+    """Return synthetic jobs in order of arrival; `TraceJob.num_steps` is their work in base steps.
 
-    They arrive during `hours`; nobody asks for more than `largest` devices, on nodes of `per_node`.
-    The same arguments give the same jobs; of the cluster they know nothing. Raises ValueError for
-    numbers that cannot be.
+    They arrive during `hours`. No job requests more than `largest` devices, on nodes with `per_node`. The
+    jobs do not depend on a cluster. Raises ValueError for impossible numbers.
     """
-    for name, value, least in (("num_jobs", num_jobs, 1), ("largest", largest, 1)):
-        if value < least:
-            raise ValueError(f"{name}={value} must be at least {least}: there would be no jobs.")
-    if per_node < 1:
-        raise ValueError(f"per_node={per_node} must be at least 1 device on a node.")
+    for name, value in (("num_jobs", num_jobs), ("largest", largest), ("per_node", per_node)):
+        if value < 1:
+            raise ValueError(f"{name}={value} must be at least 1: there would be no jobs.")
     if not 0 < hours <= LONGEST_H:
         raise ValueError(
             f"hours={hours} must be above 0 and at most {LONGEST_H:g}: jobs arrive during them."
@@ -147,7 +143,7 @@ def synthetic_workload(
 
 
 def synthetic_applications(speeds: Mapping[str, float]) -> dict[str, ModelApplication]:
-    """The truth of every family on kinds of device; `speeds` are relative to the families' numbers.
+    """Return the truth about every family; `speeds` by kind of device are relative to a T4.
 
     Raises ValueError for a speed that is not above 0.
     """
@@ -167,10 +163,11 @@ def synthetic_applications(speeds: Mapping[str, float]) -> dict[str, ModelApplic
 
 
 def _arrivals(rng: np.random.Generator, num_jobs: int, hours: float, peak: float) -> np.ndarray:
-    """[jobs] seconds, increasing: a Poisson process, given its number, is that many separate draws."""
+    """Return ascending seconds `[jobs]`: a Poisson process, given its number, is that many separate draws."""
     grid_h = np.linspace(0.0, hours, max(int(hours * 60), 2))
     swell = np.exp(-0.5 * ((grid_h % DAY_H - PEAK_H) / PEAK_WIDTH_H) ** 2)
     rate = 1.0 + (peak - 1.0) * swell
+    # The integral of the rate by the trapezoidal rule, inverted at uniform draws.
     mass = np.concatenate([[0.0], np.cumsum((rate[1:] + rate[:-1]) / 2)])
     return np.sort(np.interp(rng.random(num_jobs), mass / mass[-1], grid_h) * 3600.0)
 
@@ -189,21 +186,21 @@ def _perf(family: Family, speed: float) -> PerfParams:
 
 
 def _median_steps(family: Family) -> int:
-    """Base steps of the median job: its hours on one device of speed 1."""
+    """Return the base steps of the median job: its hours on one device of speed 1."""
     seconds = fixed_step_s(_perf(family, 1.0), family.limits, 1, 1, family.limits.base)
     assert seconds is not None  # FAMILIES' own numbers allow their base batch
     return max(round(family.median_h * 3600.0 / seconds), 1)
 
 
 def _asked_for(family: Family, largest: int, per_node: int) -> list[tuple[int, int]]:
-    """(devices, batch) whose speedup, half-way through the training, is 50 to 80 % of perfect."""
+    """Return (devices, batch) whose speedup, half-way through the training, is 50 to 80 % of perfect."""
     base, most = family.limits.base, family.limits.max
     middle = GradParams(sqr=1.0, var=math.sqrt(family.noise[0] * family.noise[1]))
     batches = [base * 2**i for i in range((most // base).bit_length())]
     sizes = [2**i for i in range(1, largest.bit_length())]
 
     def speed(devices: int, batch: int) -> float:
-        """Base steps per second."""
+        """Return the base steps per second."""
         nodes = -(-devices // per_node)
         seconds = fixed_step_s(_perf(family, 1.0), family.limits, nodes, devices, batch)
         return 0.0 if seconds is None else float(gain(middle, batch / base)) / seconds

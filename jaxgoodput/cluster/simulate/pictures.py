@@ -1,6 +1,6 @@
-"""Two pictures of simulations: who had which device when, and how many jobs were done within what time.
+"""Draws simulations: which job had which device when, and how soon jobs were done.
 
-Drawn with matplotlib (extra `plots`); both return the bytes of a PNG.
+The functions return the bytes of a PNG, and need matplotlib (extra `plots`).
 """
 
 import importlib.util
@@ -14,7 +14,7 @@ import numpy as np
 from jaxgoodput.cluster.simulate.records import JobRecord, Result
 from jaxgoodput.specs import ClusterSpec
 
-# Okabe and Ito's colours, told apart by everybody; the last one is for all the rest.
+# Okabe and Ito's colours, which colour-blind people can distinguish.
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#B8A800")
 _REST = "#8C8C8C"
 _TEXT, _FAINT = "#202124", "#D9DCE0"
@@ -23,14 +23,14 @@ _OTHERS = "others"
 
 
 def has_matplotlib() -> bool:
-    """Whether the pictures can be drawn here."""
+    """Return whether matplotlib is installed."""
     return importlib.util.find_spec("matplotlib") is not None
 
 
 def gantt_png(result: Result, cluster: ClusterSpec, *, title: str = "") -> bytes:
-    """One row per device, one bar per stay of a job on it, coloured by application; above, the queue.
+    """Return a Gantt chart: a row per device, a bar per job on it, coloured by application; above, the queue.
 
-    Bars of different jobs are parted by a white line. Needs matplotlib.
+    A white line separates the bars of different jobs.
     """
     figure = _figure(11.0, 6.2)
     queue, rows = figure.subplots(2, 1, sharex=True, height_ratios=(1, 4))
@@ -70,9 +70,9 @@ def gantt_png(result: Result, cluster: ClusterSpec, *, title: str = "") -> bytes
 
 
 def completion_png(results: Sequence[Result], *, title: str = "") -> bytes:
-    """The share of jobs that was done within a time since their submission, a line per policy.
+    """Return a plot of the share of jobs done within a time since their submission, a line per policy.
 
-    The time is logarithmic; the dots are the averages. Needs matplotlib.
+    The time axis is logarithmic; dots mark averages.
     """
     figure = _figure(8.0, 4.8)
     axes = figure.subplots()
@@ -108,7 +108,7 @@ def completion_png(results: Sequence[Result], *, title: str = "") -> bytes:
 
 
 def _hour_ticks(axes: Any) -> None:
-    """Ticks where people have words for a time."""
+    """Put ticks at times with a common name, such as 10 min."""
     from matplotlib.ticker import FixedLocator, NullFormatter, NullLocator
 
     words = {"1 s": 1, "10 s": 10, "1 min": 60, "10 min": 600, "1 h": 3600, "10 h": 36000}
@@ -146,7 +146,7 @@ def _png(figure: Any) -> bytes:
 
 
 def _applications(jobs: Sequence[JobRecord]) -> dict[str, str]:
-    """Job id -> what it is coloured by: its application without its settings, or "others"."""
+    """Return the application (without its settings) that each job is coloured by; rare ones are "others"."""
     names = {job.id: job.application.partition(" (")[0] for job in jobs}
     common = [name for name, _ in Counter(names.values()).most_common()]
     kept = set(common if len(common) <= len(_COLOURS) + 1 else common[: len(_COLOURS)])
@@ -154,7 +154,7 @@ def _applications(jobs: Sequence[JobRecord]) -> dict[str, str]:
 
 
 def _colours(names: Mapping[str, str]) -> dict[str, str]:
-    """By application, in the order of the alphabet, so that a policy's picture is like another's."""
+    """Return colours by application, in alphabetical order, so that all policies use the same colours."""
     found = sorted(set(names.values()) - {_OTHERS})
     colours = dict(zip(found, (*_COLOURS, _REST), strict=False))
     return colours | ({_OTHERS: _REST} if _OTHERS in names.values() else {})
@@ -174,7 +174,7 @@ def _bars(axes: Any, boxes: Sequence[tuple], colour: str, label: str) -> None:
 
 
 def _runs(local: Sequence[int]) -> list[tuple[int, int]]:
-    """Neighbouring indices as [low, high), so that a job on a whole node is one bar."""
+    """Join neighbouring indices to [low, high), so that a job on a whole node is one bar."""
     runs: list[tuple[int, int]] = []
     for index in sorted(local):
         if runs and runs[-1][1] == index:
@@ -185,7 +185,7 @@ def _runs(local: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _kinds(axes: Any, cluster: ClusterSpec, first: Mapping[str, int], end_h: float) -> None:
-    """Node borders, and the name of each kind beside its rows."""
+    """Draw borders between nodes, and the name of each kind beside its rows."""
     spans: dict[str, tuple[int, int]] = {}
     for node in cluster.nodes:
         low, high = first[node.name], first[node.name] + node.num_devices
@@ -200,7 +200,7 @@ def _kinds(axes: Any, cluster: ClusterSpec, first: Mapping[str, int], end_h: flo
 
 
 def _queue(axes: Any, jobs: Sequence[JobRecord]) -> None:
-    """How many jobs there are, and how many of them have no device."""
+    """Draw the number of unfinished jobs over time, and how many of them are running."""
     inside = [(job.submit_s, 1) for job in jobs] + [(job.finish_s, -1) for job in jobs]
     stays = [(i.start_s, i.end_s) for job in jobs for i in job.intervals]
     running = [(start, 1) for start, _ in stays] + [(end, -1) for _, end in stays]
@@ -213,7 +213,7 @@ def _queue(axes: Any, jobs: Sequence[JobRecord]) -> None:
 
 
 def _count(events: Sequence[tuple[float, int]]) -> tuple[np.ndarray, np.ndarray]:
-    """(hours, number from then on); what happens at the same moment is one change."""
+    """Return times in hours, and the count from each time on; simultaneous events are one change."""
     changes: Counter[float] = Counter()
     for at, change in events:
         changes[at] += change

@@ -1,7 +1,7 @@
-"""`--explain JOB@TIME` and `--what-if SPEC@TIME`: one decision of a simulation, as tables to read.
+"""Answers `--explain JOB@TIME` and `--what-if SPEC@TIME` with tables about one decision of a simulation.
 
-Both run the workload under one policy up to that time, take the last decision up to then, and ask the
-policy again with one thing changed (`scheduler.explain`, `scheduler.alternatives`).
+Both run the workload under one policy up to that time, take the last decision before it, and ask the policy
+again with one thing changed (`scheduler.explain`, `scheduler.alternatives`).
 """
 
 import math
@@ -24,20 +24,21 @@ from jaxgoodput.cluster.scheduler.alternatives import (
 from jaxgoodput.cluster.scheduler.explain import explain
 from jaxgoodput.cluster.scheduler.policy import JobView, Mode
 from jaxgoodput.cluster.scheduler.shapes import shape_in_words
+from jaxgoodput.cluster.simulate.checks import check
 from jaxgoodput.cluster.simulate.comparison import plain_table
-from jaxgoodput.cluster.simulate.scenario import Scenario, check
+from jaxgoodput.cluster.simulate.scenario import Scenario
 from jaxgoodput.cluster.simulate.settings import Settings
 from jaxgoodput.cluster.simulate.simulator import SimulatedDecision, decision_at
 from jaxgoodput.specs import Shape
 
-MOST_ROWS = 24  # of who has the devices; the smallest are counted only
-MOST_NAMED = 3  # jobs beside a shape of the alternatives
+MOST_ROWS = 24  # jobs that are listed with their devices; smaller ones are only counted
+MOST_NAMED = 3  # jobs that are named beside an alternative
 _TIME = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?)(?P<unit>[smhd]?)")
 _SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def read_moment(text: str, option: str) -> tuple[str, float]:
-    """(what, seconds) of `WHAT@TIME`; TIME is a number of seconds, or one with s, m, h or d.
+    """Return (what, seconds) of `WHAT@TIME`; TIME is in seconds, or a number with s, m, h or d.
 
     >>> read_moment("job-3@1.5h", "--explain")
     ('job-3', 5400.0)
@@ -46,8 +47,8 @@ def read_moment(text: str, option: str) -> tuple[str, float]:
     found = _TIME.fullmatch(time)
     if not what or found is None:
         raise ValueError(
-            f"{option} {text!r}: expected {'JOB' if option == '--explain' else 'SPEC'}@TIME, the time in "
-            "seconds or as 90m, 1.5h or 2d from the start of the workload."
+            f"{option} {text!r}: expected {'JOB' if option == '--explain' else 'SPEC'}@TIME. TIME is "
+            "counted from the start of the workload, in seconds or as 90m, 1.5h or 2d."
         )
     return what, float(found["number"]) * _SECONDS[found["unit"]]
 
@@ -55,9 +56,9 @@ def read_moment(text: str, option: str) -> tuple[str, float]:
 def explanation(
     scenario: Scenario, name: str, named: PolicyEntry, settings: Settings, text: str
 ) -> str:
-    """Why a job had what it had at a time: the reason, what else it could have had, and who had the devices.
+    """Return why a job had its devices at a time: the reason, the alternatives, and who had the devices.
 
-    Raises ValueError for a job or a time that is not there.
+    Raises ValueError if there is no such job or time.
     """
     job, at_s = read_moment(text, "--explain")
     decided, _ = _decided(scenario, name, named, settings, at_s, None)
@@ -70,7 +71,7 @@ def explanation(
     said = explain(job, decided.jobs, decided.cluster, policy, decided.now_s, plan=plan)
     lines = [
         f"{name} at {_time(at_s)}: {job}, {decided.applications[job]}, {view.spec.mode}, weight "
-        f"{view.spec.weight:g}, came at {_time(view.submitted_s)}; decided at {_time(decided.now_s)}",
+        f"{view.spec.weight:g}, arrived at {_time(view.submitted_s)}; decided at {_time(decided.now_s)}",
         f"had:  {_had(view, decided)}",
         f"gets: {_in_words(has[job])}",
         f"why:  {plan.reasons[job]}",
@@ -78,9 +79,10 @@ def explanation(
     if said.constraint != "none":
         lines.append(f"      {said.message}")
         lines += [f"it would run with: {change}" for change in said.changes]
-    lines += ["", "What it could have had. Speed: of its best shape. Price: what others lose,"]
     lines += [
-        "in jobs at their best; a shape in brackets is given only to a far higher weight.",
+        "",
+        "Alternatives. Speed: relative to the best shape of the job. Price: the speed that other jobs",
+        "would lose, in units of a job at its best; a shape in brackets needs a far higher weight.",
         "",
     ]
     rows = [("now: " + _in_words(has[job]), _share(speed(view, has[job])), "", "")]
@@ -96,16 +98,16 @@ def explanation(
             )
         )
     lines += [plain_table(("shape", "speed", "price", "who would change"), rows), ""]
-    lines += ["Who has the devices.", "", _holders(decided, job)]
+    lines += ["Jobs with devices.", "", _holders(decided, job)]
     return "\n".join(lines)
 
 
 def what_if(
     scenario: Scenario, name: str, named: PolicyEntry, settings: Settings, text: str
 ) -> str:
-    """The plan at a time if one job more were there: who would change, and by how much.
+    """Return what would change at a time if there were one more job.
 
-    Raises ValueError for a job that cannot be.
+    Raises ValueError if the text describes no job.
     """
     what, at_s = read_moment(text, "--what-if")
     trace = read_job(what, at_s)
@@ -115,12 +117,12 @@ def what_if(
     found = changes(decided.jobs, decided.cluster, decided.plan, plan)
     given = shapes_of(plan, decided.cluster)[trace.id]
     lines = [
-        f"{name} at {_time(at_s)}: if {trace.id!r} ({trace.application}, {view.spec.mode}) came then; "
+        f"{name} at {_time(at_s)}: if {trace.id!r} ({trace.application}, {view.spec.mode}) arrived then; "
         f"decided at {_time(decided.now_s)}",
         f"gets: {_in_words(given)}, {_share(speed(view, given))} of its best speed",
         f"why:  {plan.reasons[trace.id]}",
         f"{len(found)} of {len(decided.jobs)} jobs would change; together they lose {lost(found):.2f} "
-        "jobs at their best",
+        "jobs at their best speed",
     ]
     if found:
         rows = [
@@ -139,9 +141,9 @@ def what_if(
 
 
 def read_job(text: str, at_s: float) -> TraceJob:
-    """A job from `APPLICATION[:DEVICES][,NAME=VALUE...]`; names: mode, batch, weight, id.
+    """Return the job of `APPLICATION[:DEVICES][,NAME=VALUE...]` with the names mode, batch, weight and id.
 
-    Raises ValueError where it is something else.
+    Raises ValueError for any other text.
     """
     first, *rest = (part.strip() for part in text.split(","))
     application, _, devices = first.partition(":")
@@ -193,18 +195,19 @@ def _absent(job: str, at_s: float, decided: SimulatedDecision) -> str:
         return f"there is no job {job!r} in this workload; there are {', '.join(near)} ..."
     here = ", ".join(view.spec.id for view in decided.jobs[:6])
     if came > at_s:
-        return f"{job!r} comes only at {_time(came)}. Name a later time; there then: {here} ..."
+        return (
+            f"{job!r} arrives only at {_time(came)}. Name a later time. Unfinished then: {here} ..."
+        )
     if came > decided.now_s:
-        return f"{job!r} came at {_time(came)}, and nothing was decided since. Name a later time."
-    return (
-        f"{job!r} was done by {_time(decided.now_s)}. Name an earlier time; there then: {here} ..."
-    )
+        return (
+            f"{job!r} arrived at {_time(came)}, and no decision was made since. Name a later time."
+        )
+    return f"{job!r} was done by {_time(decided.now_s)}. Name an earlier time. Unfinished then: {here} ..."
 
 
 def _had(view: JobView, decided: SimulatedDecision) -> str:
     kinds = {node.name: node.kind for node in decided.cluster.nodes}
-    hours = sum(view.received_s.values()) / 3600
-    past = f"{view.num_restarts} restarts and {hours:.1f} device-hours so far"
+    past = f"{view.num_restarts} restarts and {_hours(view):.1f} device-hours so far"
     if not view.allocation.devices:
         return f"no devices; {past}"
     kind = kinds[next(iter(view.allocation.devices))]
@@ -218,30 +221,31 @@ def _holders(decided: SimulatedDecision, job: str) -> str:
     has = shapes_of(decided.plan, decided.cluster)
     running = [(v, s) for v in decided.jobs if (s := has[v.spec.id]) is not None]
     running.sort(key=lambda pair: (-pair[1].num_devices, pair[0].spec.id))
-    rows = []
-    for view, shape in running[:MOST_ROWS]:
-        mark = "> " if view.spec.id == job else ""
-        hours = sum(view.received_s.values()) / 3600
-        rows.append(
-            (
-                mark + view.spec.id,
-                shape_in_words(shape),
-                _share(speed(view, shape)),
-                f"{view.spec.weight:g}",
-                f"{hours:.1f}",
-                f"{view.num_restarts}",
-            )
+    rows = [
+        (
+            ("> " if view.spec.id == job else "") + view.spec.id,
+            shape_in_words(shape),
+            _share(speed(view, shape)),
+            f"{view.spec.weight:g}",
+            f"{_hours(view):.1f}",
+            f"{view.num_restarts}",
         )
+        for view, shape in running[:MOST_ROWS]
+    ]
     held = sum(shape.num_devices for _, shape in running)
     usable = sum(node.num_usable for node in decided.cluster.nodes if node.state == "up")
     waiting = sum(shape is None for shape in has.values())
-    heads = ("job", "has", "speed", "weight", "device-hours", "restarts")
+    heads = ("job", "devices", "speed", "weight", "device-hours", "restarts")
     rest = running[MOST_ROWS:]
     more = (
         [f"and {len(rest)} more on {sum(s.num_devices for _, s in rest)} devices"] if rest else []
     )
     last = f"{held} of {usable} devices are taken; {waiting} jobs wait"
     return "\n".join([plain_table(heads, rows, left=2), *more, last])
+
+
+def _hours(view: JobView) -> float:
+    return sum(view.received_s.values()) / 3600
 
 
 def _named(found: Sequence[Change]) -> str:

@@ -1,17 +1,17 @@
-"""What a simulation found, job by job and in total; JSON by `_serial`.
+"""The results of a simulation, job by job and in total. `_serial` writes them as JSON.
 
-Finish-time fairness: rho of a job is its completion time over the time that it would take alone on
-its fair share of the cluster. The share is the cluster's devices over the average number of
-unfinished jobs while it was in the system, rounded down, at least one and at most what the job can
-use. On several kinds of device, its isolated speed is the average of the speeds that so many
-devices of each kind, packed on as few nodes as hold them, give it, weighted by the kind's part of
-the cluster. The isolated job uses the best batch of its limits in every epoch and never restarts.
-Above 1, sharing was worse than a cluster of one's own. (Mahajan et al., "Themis", NSDI 2020; the
-average contention as in Jayaram Subramanya et al., "Sia", SOSP 2023.)
+Finish-time fairness: the rho of a job is its completion time, divided by the time that it would take alone
+on its fair share of the cluster. Above 1, sharing was worse than having a cluster of its own. The fair share
+is the number of devices divided by the average number of unfinished jobs while the job was in the system,
+rounded down, at least one and at most what the job can use. If there are several kinds of device, the
+isolated speed is an average over the kinds, weighted by their part of the cluster, with the share packed on
+as few nodes as possible. The isolated job uses its best batch size in every epoch and never restarts.
+(Mahajan et al., "Themis", NSDI 2020; the average number of jobs as in Jayaram Subramanya et al., "Sia", SOSP
+2023.)
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,17 +19,17 @@ import numpy as np
 
 @dataclass(frozen=True, kw_only=True)
 class Interval:
-    """A stay of a job on some devices."""
+    """A period in which a job had the same devices."""
 
     start_s: float
     end_s: float
     kind: str
     devices: Mapping[str, tuple[int, ...]]
-    """Local indices by node name."""
+    """Local device indices by node name."""
 
     @property
     def num_devices(self) -> int:
-        """Devices of all nodes."""
+        """Number of devices on all nodes."""
         return sum(map(len, self.devices.values()))
 
 
@@ -41,38 +41,43 @@ class JobRecord:
     application: str
     submit_s: float
     start_s: float
-    """When its first allocation began; `finish_s` where it was cancelled before."""
+    """Start of the first allocation; `finish_s` if the job was cancelled before."""
     finish_s: float
     restarts: int
-    """How often its allocation changed after the first; pauses do not count."""
+    """Changes of the allocation after the first; pauses do not count."""
     device_s: Mapping[str, float]
-    """Device-seconds that it used, by kind."""
+    """Device-seconds used, by kind."""
     intervals: tuple[Interval, ...]
     rho: float | None = None
-    """Finish-time fairness; None = the isolated time is unknown, or it was cancelled."""
+    """Finish-time fairness; None = the isolated time is unknown, or the job was cancelled."""
     crashes: int = 0
     cancelled: bool = False
-    """Its user gave up, or its budget was spent; `finish_s` is when."""
+    """Whether the user cancelled the job, or its budget was used up, at `finish_s`."""
     tenant: str = "default"
     cost: float | None = None
-    """Of its devices, by the cluster's prices; None = these are not known."""
+    """Cost of the devices by the cluster's prices; None = there are no prices."""
     out_of_money: bool = False
-    """Its budget was spent before its work was done."""
+    """Whether the budget was used up before the work was done."""
     deadline_s: float | None = None
 
     @property
     def jct_s(self) -> float:
-        """Job completion time: from submission to the end."""
+        """Job completion time: seconds from the submission to the end."""
         return self.finish_s - self.submit_s
 
     @property
+    def device_hours(self) -> float:
+        """Device-hours used, over all kinds."""
+        return sum(self.device_s.values()) / 3600
+
+    @property
     def is_in_time(self) -> bool:
-        """Whether it ended by its deadline; True where it has none."""
+        """Whether the job met its deadline; True if it has none."""
         return self.late_s <= 0.0
 
     @property
     def late_s(self) -> float:
-        """Seconds after its deadline, below 0 before it; a job that was cancelled missed it for good."""
+        """Seconds after the deadline, negative before it; infinite if the job was cancelled."""
         if self.deadline_s is None:
             return -math.inf
         return math.inf if self.cancelled else self.finish_s - self.deadline_s
@@ -80,34 +85,34 @@ class JobRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class TenantRecord:
-    """What a tenant, with all below it, had and deserved while jobs of it were there."""
+    """What a tenant and all tenants below it had and deserved."""
 
     name: str
     parent: str | None = None
     num_jobs: int
     average_jct_s: float
-    """Of the jobs that were not cancelled; NaN = of none."""
+    """Average completion time of the jobs that were not cancelled; NaN = there are none."""
     device_s: float
     deserved_s: float
-    """Device-seconds, by `fair_share.deserved` at every moment."""
+    """Device-seconds deserved, by `fair_share.deserved` while the tenant had jobs."""
     cost: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What a simulation found."""
+    """The result of a simulation."""
 
     policy: str
     jobs: tuple[JobRecord, ...]
     decision_s: tuple[float, ...]
-    """Time that each decision took."""
+    """Seconds of computation for each decision."""
     num_failures: int = 0
-    """Of nodes."""
+    """Number of failures of nodes."""
     tenants: tuple[TenantRecord, ...] = ()
-    """In the order of the cluster, then others that have jobs; empty where the cluster has none."""
+    """Tenants in the order of the cluster, then others that have jobs; empty if the cluster has none."""
 
     def faults(self) -> str:
-        """What went wrong, in words; empty where nothing did."""
+        """Return the number of faults of each kind, in words; empty if there were none."""
         counts = {
             "failures of nodes": self.num_failures,
             "crashes of jobs": sum(job.crashes for job in self.jobs),
@@ -116,27 +121,31 @@ class Result:
         return ", ".join(f"{count} {what}" for what, count in counts.items() if count)
 
     def summary(self) -> dict[str, float]:
-        """The numbers that schedulers are compared by, in seconds unless their name says otherwise.
+        """Return the numbers that schedulers are compared by, in seconds unless the name says otherwise.
 
-        Completion times are of the jobs that were not cancelled, devices and restarts of all.
+        Completion times cover the jobs that were not cancelled, devices and restarts all jobs.
         """
         done = [job for job in self.jobs if not job.cancelled]
-        jct = np.array([job.jct_s for job in done])
-        rho = np.array([job.rho for job in self.jobs if job.rho is not None])
-        made = np.array(self.decision_s) if self.decision_s else np.zeros(1)
+        jct = array_of(job.jct_s for job in done)
+        rho = array_of(job.rho for job in self.jobs if job.rho is not None)
+        made = np.array(self.decision_s or [0.0])
         start = min((job.submit_s for job in self.jobs), default=0.0)
-        hours = [sum(job.device_s.values()) / 3600 for job in self.jobs]
         return {
-            "average_jct_s": float(jct.mean()) if len(jct) else math.nan,
-            "median_jct_s": float(np.median(jct)) if len(jct) else math.nan,
-            "p99_jct_s": float(np.percentile(jct, 99)) if len(jct) else math.nan,
+            "average_jct_s": float(jct.mean()),
+            "median_jct_s": float(np.median(jct)),
+            "p99_jct_s": float(np.percentile(jct, 99)),
             "makespan_s": max((job.finish_s for job in done), default=start) - start,
             "restarts_per_job": sum(job.restarts for job in self.jobs) / max(len(self.jobs), 1),
-            "device_hours": float(sum(hours)),
-            "worst_rho": float(rho.max()) if len(rho) else math.nan,
-            "unfair_share": float((rho > 1).mean()) if len(rho) else math.nan,
+            "device_hours": float(sum(job.device_hours for job in self.jobs)),
+            "worst_rho": float(rho.max()),
+            "unfair_share": math.nan if np.isnan(rho).any() else float((rho > 1).mean()),
             "num_decisions": float(len(self.decision_s)),
             "median_decision_s": float(np.median(made)),
             "p95_decision_s": float(np.percentile(made, 95)),
             "max_decision_s": float(made.max()),
         }
+
+
+def array_of(values: Iterable[float]) -> np.ndarray:
+    """Return an array of values; if there are none, of a single NaN."""
+    return np.array(list(values) or [math.nan])

@@ -1,4 +1,4 @@
-"""The settings that a simulated cluster runs by: the published ones by default, realistic ones on request."""
+"""The assumptions of a simulation: published ones by default, realistic ones on request."""
 
 import math
 from collections.abc import Mapping
@@ -8,6 +8,7 @@ from jaxgoodput.cluster.scheduler.policy import Mode
 from jaxgoodput.cluster.simulate.conditions.faults import Faults
 from jaxgoodput.cluster.simulate.conditions.inputs import Inputs
 from jaxgoodput.cluster.simulate.conditions.restarts import RestartCosts, Seconds, of_application
+from jaxgoodput.cluster.simulate.key_numbers import check_above_zero
 
 # benchmarks/restart_cost.py: from the signal to the first step of the next process.
 RESTART_BASE_S, RESTART_BYTES_PER_S = 2.2, 7.1e8
@@ -15,7 +16,7 @@ RESTART_BASE_S, RESTART_BYTES_PER_S = 2.2, 7.1e8
 
 @dataclass(frozen=True)
 class Pin:
-    """An application that its user does not let adapt."""
+    """The fixed configuration of an application that does not adapt."""
 
     num_devices: int
     global_batch_size: int
@@ -23,95 +24,96 @@ class Pin:
 
 @dataclass(frozen=True, kw_only=True)
 class Failures:
-    """Nodes break, independently of each other, and come back."""
+    """Independent failures of nodes, which are repaired after a fixed time."""
 
     mean_between_s: float
-    """Seconds between two failures of one node, exponentially distributed."""
+    """Mean seconds between two failures of one node, exponentially distributed."""
     repair_s: float = 1800.0
     checkpoint_s: float = 600.0
-    """Seconds between checkpoints; work since the last one is lost."""
+    """Seconds between checkpoints of a job; a failure loses the work since the last one."""
+
+    def __post_init__(self):
+        check_above_zero("Failures", self, "mean_between_s", "checkpoint_s")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What a simulation assumes. The defaults are those of Pollux's simulator.
+    """The assumptions of a simulation. The defaults are those in Pollux's simulator.
 
-    Raises ValueError for times and shares that cannot be.
+    Raises ValueError for impossible times and shares.
     """
 
     round_s: float | None = 60.0
-    """How often the policy is asked; None = on events, with the two gaps."""
+    """Seconds of a round, after which the policy is asked. None: it is asked on events, with the two gaps."""
     min_gap_s: float = 5.0
-    """The least time between two decisions."""
+    """Least seconds between two decisions."""
     max_gap_s: float = 60.0
+    """Most seconds between two decisions."""
     restart_s: Seconds = 30.0
-    """What a change of allocation costs."""
+    """Seconds of a restart, for all applications or by application."""
     costs: RestartCosts | None = None
-    """How that differs by kind of change, and what compiling and storage add; None = it does not."""
+    """Costs by kind of change, and of compilation and storage. None: all changes cost `restart_s`."""
     told_restart_s: Seconds | None = None
-    """What policies are told it costs; None = the truth."""
+    """Seconds of a restart that policies are told. None: the true ones."""
     learned_restarts: bool = False
-    """Whether they are told what the job's own restarts took, as soon as it had some; as published: not."""
+    """Whether policies are told what a job's own restarts took, once it had some."""
     mode: Mode = "adaptive"
-    """How jobs run whose trace does not say."""
+    """Mode of jobs whose trace gives none."""
     pins: Mapping[str, Pin] = field(default_factory=dict)
-    """Applications that do not adapt; rigid jobs have sizes of their own."""
+    """Applications that do not adapt, unless their job is rigid."""
     growth: float | None = 2.0
-    """A job is offered at most this many times the largest size it has run on; None = any size."""
+    """A job is offered at most this many times the largest size that it has run on. None: any size."""
     max_devices: int = 64
-    """The most devices of one job."""
+    """Most devices of one job."""
     declared_progress: bool = False
-    """Whether adaptive jobs say how much work is left."""
+    """Whether adaptive jobs declare how much work is left."""
     rounding: bool = True
-    """Whether, as published, epochs end at whole seconds, and Gavel's rounds at whole steps."""
+    """Whether epochs end at whole seconds, and Gavel's rounds at whole steps, as published."""
     decide_at_start: bool = False
-    """Whether, with rounds, the policy is asked at time 0 already, not only after the first one."""
+    """Whether, with rounds, the policy is also asked at time 0."""
     sharing: bool = False
-    """Whether jobs may be packed onto the same devices."""
+    """Whether several jobs may share the same devices."""
     slowdown: Mapping[str, float] = field(default_factory=dict)
-    """What all progress is divided by, by application."""
+    """Factor that all progress is divided by, by application."""
     interference: float = 0.0
-    """The share of their speed that jobs of several nodes lose where they meet on a node."""
+    """Share of their speed that jobs on several nodes lose if they meet on a node."""
     step_noise: float = 0.0
     """Standard deviation of the log of a measured time."""
     gradient_noise: float = 0.0
-    """Standard deviation of the log of a measured moment of the gradient."""
+    """Standard deviation of the log of a measured gradient moment."""
     told_noise: float = 0.0
-    """Standard deviation of the log of what each entry of a job's table is wrong by: a factor of its own for
-    every job and shape, which never changes."""
+    """Standard deviation of the log of the error in what policies are told (see `conditions.told`)."""
     declared_errors: bool = False
-    """Whether jobs say how large that is (`JobView.goodput_error`)."""
+    """Whether jobs declare `told_noise` to the policy (`JobView.goodput_error`)."""
     observe_s: float = 5.0
-    """Seconds, on events, from the start of a new size until it is measured."""
+    """Seconds, on events, from the start on a new size until it has been measured."""
     failures: Failures | None = None
+    """Simple failures of nodes; `faults` is more detailed."""
     faults: Faults | None = None
-    """What else goes wrong with nodes, racks and jobs."""
+    """Faults of nodes, racks and jobs."""
     inputs: Inputs | None = None
-    """The processors that prepare samples; None = no job waits for them."""
+    """Processors that prepare samples. None: no job waits for its input."""
     usage_half_life_s: float = 6 * 3600.0
-    """Of what a tenant had, in the eyes of policies that share over time."""
+    """Seconds after which what a tenant had counts half as much, for policies that share over time."""
     seed: int = 0
-    """What noise and failures are drawn from."""
+    """Seed of noise and failures."""
 
     def __post_init__(self):
-        positive = {"min_gap_s": self.min_gap_s, "max_gap_s": self.max_gap_s}
-        positive["usage_half_life_s"] = self.usage_half_life_s
-        positive |= {} if self.round_s is None else {"round_s": self.round_s}
-        positive |= {} if self.growth is None else {"growth": self.growth}
-        positive |= {f"slowdown[{k!r}]": v for k, v in self.slowdown.items()}
-        if self.failures is not None:
-            positive["failures.mean_between_s"] = self.failures.mean_between_s
-            positive["failures.checkpoint_s"] = self.failures.checkpoint_s
-        for name, value in positive.items():
-            if not (value > 0 and math.isfinite(value)):
-                raise ValueError(f"Settings.{name} must be above 0 and finite, got {value}.")
+        check_above_zero("Settings", self, "min_gap_s", "max_gap_s", "usage_half_life_s")
+        optional = [name for name in ("round_s", "growth") if getattr(self, name) is not None]
+        check_above_zero("Settings", self, *optional)
+        for application, factor in self.slowdown.items():
+            if not (factor > 0 and math.isfinite(factor)):
+                raise ValueError(
+                    f"Settings.slowdown[{application!r}] must be above 0 and finite, got {factor}."
+                )
         for name in ("step_noise", "gradient_noise", "told_noise", "observe_s"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"Settings.{name} must be at least 0, got {getattr(self, name)}.")
         if not 0 <= self.interference < 1:
             raise ValueError(
                 f"Settings.interference must be a share of at least 0 and below 1, got "
-                f"{self.interference}: at 1 jobs that meet would never finish."
+                f"{self.interference}: at 1, jobs that meet on a node would never finish."
             )
         if self.min_gap_s > self.max_gap_s:
             raise ValueError(
@@ -119,35 +121,34 @@ class Settings:
             )
 
     def restart_of(self, application: str) -> float:
-        """Seconds that a change of allocation costs a job of it."""
+        """Return the seconds of a restart of an application."""
         return of_application(self.restart_s, application, "Settings.restart_s")
 
     def told_restart_of(self, application: str) -> float:
-        """Seconds that policies believe it costs."""
+        """Return the seconds of a restart of an application that policies are told."""
         told = self.restart_s if self.told_restart_s is None else self.told_restart_s
         return of_application(told, application, "Settings.told_restart_s")
 
 
 def pollux_settings(**changes) -> Settings:
-    """Those of Pollux's simulator: rounds of 60 s, restarts of 30 s, NeuMF pinned to one device."""
+    """Return the settings of Pollux's simulator: rounds of 60 s, restarts of 30 s, NeuMF on one device."""
     return Settings(**{"pins": {"ncf": Pin(1, 32768)}, **changes})
 
 
 def sia_settings(**changes) -> Settings:
-    """Those of Sia's simulator: restarts and slowdowns by application (artifact, aaf7a0d)."""
+    """Return the settings of Sia's simulator: restarts and slowdowns by application (artifact, aaf7a0d)."""
     applications = ("cifar10", "deepspeech2", "bert", "yolov3", "imagenet", "ncf")
     published = {
-        "restart_s": dict(zip(applications, (50.0, 25.0, 120.0, 80.0, 250.0, 15.0), strict=True)),
-        "told_restart_s": dict(
-            zip(applications, (30.0, 25.0, 120.0, 45.0, 250.0, 30.0), strict=True)
-        ),
-        "slowdown": dict(zip(applications, (1.8, 1.2, 1.2, 1.2, 1.2, 1.5), strict=True)),
+        "restart_s": (50.0, 25.0, 120.0, 80.0, 250.0, 15.0),
+        "told_restart_s": (30.0, 25.0, 120.0, 45.0, 250.0, 30.0),
+        "slowdown": (1.8, 1.2, 1.2, 1.2, 1.2, 1.5),
     }
-    return Settings(**{**published, **changes})
+    by_name = {k: dict(zip(applications, v, strict=True)) for k, v in published.items()}
+    return Settings(**{**by_name, **changes})
 
 
 def gavel_settings(**changes) -> Settings:
-    """Those of Gavel's simulator: rounds of 360 s from time 0, rigid jobs, restarts that cost nothing."""
+    """Return the settings of Gavel's simulator: rounds of 360 s from time 0, rigid jobs, free restarts."""
     published = {"round_s": 360.0, "restart_s": 0.0, "mode": "rigid", "decide_at_start": True}
     return Settings(**{**published, **changes})
 
@@ -158,9 +159,9 @@ def restart_by_state(
     base_s: float = RESTART_BASE_S,
     bytes_per_s: float = RESTART_BYTES_PER_S,
 ) -> dict[str, float]:
-    """Restart seconds by application: a fixed part, and its state written and read once.
+    """Return restart seconds by application: a fixed part, and writing and reading its state once.
 
-    The defaults are those of this project's own trainer on the machine of BUILD_NOTES.md.
+    The defaults were measured with this project's own trainer (`benchmarks/restart_cost.py`).
 
     >>> restart_by_state({"bert": 1.3e9}, base_s=3.0, bytes_per_s=1.3e9)
     {'bert': 5.0}
@@ -173,10 +174,10 @@ def restart_by_state(
 
 
 def realistic(settings: Settings, **changes) -> Settings:
-    """The same applications on events instead of rounds, with noise, interference and nodes that break.
+    """Return the settings on events instead of rounds, with noise, interference and failing nodes.
 
-    Noise, interference and failures are assumptions, not measurements; a node breaks about once in 30
-    days. Restarts cost what the settings say; `restart_by_state` gives measured ones.
+    Noise, interference and failures are assumptions, not measurements; a node fails about once in 30 days.
+    Restarts stay as they are; `restart_by_state` gives measured ones.
     """
     assumed = {
         "round_s": None,

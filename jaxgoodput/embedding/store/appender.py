@@ -89,6 +89,7 @@ class Appender:
     def finish(self) -> None:
         """Write the footers of full segments, and replace their writers in the row map. Thread-safe."""
         with self._finishing:
+            # A copy, because `retire` may add a segment at any time, under the other lock.
             for number, writer in dict(self._full).items():
                 segment = self._folder.finish(writer)
                 self._traffic.bytes_written += segment.path.stat().st_size - segment.rows.nbytes

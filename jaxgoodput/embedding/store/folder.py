@@ -136,6 +136,7 @@ class StoreFolder:
     def delete_unused(self) -> None:
         """Delete the segment files that no manifest names and that are not in use."""
         with self._lock:
+            # List the files first: one that is created from here on is not in the list, and so stays.
             there = list(self.path.glob("*.rows"))
             # Read the pins before the map: a file leaves its pin only after it has entered the map.
             needed = self._committing | self._pinned | self._rows.file_names()
@@ -171,6 +172,7 @@ class StoreFolder:
             for path in sorted(unsynced):
                 with open(path, "rb") as file:
                     os.fsync(file.fileno())
+            # Numbers of abandoned commits are not used again, so a number names one commit for good.
             number = max([*manifests(self.path), 0]) + 1
             lineage = (*self._lineage, number)
             newest = lineage[-self._keep :]

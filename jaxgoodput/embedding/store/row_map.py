@@ -155,6 +155,7 @@ class RowMap:
             if segment is not None:
                 number, ids = self._register(segment), np.asarray(segment.ids)
                 before = np.concatenate([x.positions + (n << self._shift) for n, x in old.items()])
+                # Rows that were put since `live` was called are elsewhere, and their copies here are stale.
                 current = np.flatnonzero(self._index.get(ids) == before.astype(np.uint32))
                 locations = current.astype(np.uint32) + np.uint32(number << self._shift)
                 self._point(ids[current], locations, number)

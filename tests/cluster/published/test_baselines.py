@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from jaxgoodput.cluster.published.baselines import Optimus, Static, Tiresias
 from jaxgoodput.cluster.scheduler.policy import JobView
 from jaxgoodput.cluster.scheduler.reconcile import check_decision
-from jaxgoodput.cluster.simulate.job import every_size
+from jaxgoodput.cluster.simulate.jobs.job import every_size
 from jaxgoodput.cluster.simulate.simulator import uniform_cluster
 from jaxgoodput.specs import Allocation, ClusterSpec, JobSpec, Node
 

@@ -21,7 +21,7 @@ from jaxgoodput.cluster.service.record.journal import ClusterJournal
 from jaxgoodput.cluster.service.record.state import State
 from jaxgoodput.cluster.service.wire import Submission
 from jaxgoodput.cluster.simulate import simulate
-from jaxgoodput.cluster.simulate.model_jobs import ModelApplication, ModelTruth
+from jaxgoodput.cluster.simulate.jobs.model import ModelApplication, ModelTruth
 from jaxgoodput.cluster.simulate.settings import Settings
 from jaxgoodput.cluster.simulate.simulator import uniform_cluster
 from jaxgoodput.goodput.efficiency import GradParams

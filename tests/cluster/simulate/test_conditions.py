@@ -12,7 +12,7 @@ from jaxgoodput.clock import FakeClock
 from jaxgoodput.cluster.published.baselines import Static
 from jaxgoodput.cluster.published.traces import TraceJob
 from jaxgoodput.cluster.scheduler.policy import Decision
-from jaxgoodput.cluster.simulate.conditions.inputs import Inputs, fed
+from jaxgoodput.cluster.simulate.conditions.inputs import Inputs, fed, read_inputs
 from jaxgoodput.cluster.simulate.conditions.restarts import (
     RestartCosts,
     SharedStorage,
@@ -20,8 +20,8 @@ from jaxgoodput.cluster.simulate.conditions.restarts import (
     change_of,
 )
 from jaxgoodput.cluster.simulate.generator import synthetic_applications
-from jaxgoodput.cluster.simulate.model_jobs import ModelTruth
-from jaxgoodput.cluster.simulate.scenario import read_costs, read_inputs, read_settings
+from jaxgoodput.cluster.simulate.jobs.model import ModelTruth
+from jaxgoodput.cluster.simulate.rules import read_costs, read_settings
 from jaxgoodput.cluster.simulate.settings import RESTART_BASE_S, Settings
 from jaxgoodput.cluster.simulate.simulator import simulate
 from jaxgoodput.specs import Allocation, Node, Shape

@@ -20,9 +20,10 @@ from jaxgoodput.cluster.simulate.conditions.faults import (
     FaultScript,
     Outages,
     Slowdowns,
+    read_faults,
 )
 from jaxgoodput.cluster.simulate.records import Result
-from jaxgoodput.cluster.simulate.scenario import read_cluster, read_faults
+from jaxgoodput.cluster.simulate.scenario import read_cluster
 from jaxgoodput.cluster.simulate.settings import Failures, Settings
 from jaxgoodput.cluster.simulate.simulator import simulate
 

@@ -15,7 +15,7 @@ from jaxgoodput.cluster.simulate.generator import (
     synthetic_applications,
     synthetic_workload,
 )
-from jaxgoodput.cluster.simulate.model_jobs import ModelTruth
+from jaxgoodput.cluster.simulate.jobs.model import ModelTruth
 from jaxgoodput.cluster.simulate.settings import Settings
 from jaxgoodput.cluster.simulate.simulator import simulate, uniform_cluster
 from jaxgoodput.specs import Shape

@@ -13,10 +13,10 @@ from simulated import application, cluster, steps, sync_s, truth, workload
 from jaxgoodput.cluster.published.tables import Application, Runs
 from jaxgoodput.cluster.published.traces import TraceJob
 from jaxgoodput.cluster.scheduler.shapes import shapes
-from jaxgoodput.cluster.simulate.gavel_jobs import GavelTruth
-from jaxgoodput.cluster.simulate.job import every_size, packed
-from jaxgoodput.cluster.simulate.learner import Learner, configurations, split
-from jaxgoodput.cluster.simulate.model_jobs import ModelApplication, ModelTruth
+from jaxgoodput.cluster.simulate.jobs.gavel import GavelTruth
+from jaxgoodput.cluster.simulate.jobs.job import every_size, packed
+from jaxgoodput.cluster.simulate.jobs.learner import Learner, configurations, split
+from jaxgoodput.cluster.simulate.jobs.model import ModelApplication, ModelTruth
 from jaxgoodput.cluster.simulate.settings import Pin, Settings, gavel_settings
 from jaxgoodput.goodput.efficiency import GradParams
 from jaxgoodput.goodput.perf import PerfParams

@@ -5,7 +5,7 @@ import pytest
 from jaxgoodput.cluster.scheduler import Goodput
 from jaxgoodput.cluster.simulate import TraceJob, simulate, uniform_cluster
 from jaxgoodput.cluster.simulate.generator import synthetic_applications
-from jaxgoodput.cluster.simulate.model_jobs import ModelTruth
+from jaxgoodput.cluster.simulate.jobs.model import ModelTruth
 from jaxgoodput.cluster.simulate.settings import Settings
 
 EVENTS = {"round_s": None, "rounding": False, "growth": None}

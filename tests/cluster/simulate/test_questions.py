@@ -7,7 +7,8 @@ import pytest
 from jaxgoodput import cli
 from jaxgoodput.cluster.catalogue import catalogue
 from jaxgoodput.cluster.simulate.questions import explanation, read_job, read_moment, what_if
-from jaxgoodput.cluster.simulate.scenario import read_scenario, read_settings
+from jaxgoodput.cluster.simulate.rules import read_settings
+from jaxgoodput.cluster.simulate.scenario import read_scenario
 from jaxgoodput.cluster.simulate.simulator import decision_at, simulate
 
 SHORT = "vision-small-0010"
@@ -121,4 +122,4 @@ def test_a_job_that_is_gone_or_has_not_come(capsys, scenario):
     assert f"'{SHORT}' was done by" in capsys.readouterr().err
     early = f"{scenario.jobs[0].submit_s + 1:.0f}"
     assert cli.main(["simulate", *SMALL, "--explain", f"{last}@{early}"]) == 2
-    assert "comes only at" in capsys.readouterr().err
+    assert "arrives only at" in capsys.readouterr().err

@@ -11,12 +11,8 @@ from jaxgoodput.cluster.catalogue import catalogue
 from jaxgoodput.cluster.simulate import pictures
 from jaxgoodput.cluster.simulate.comparison import compare
 from jaxgoodput.cluster.simulate.records import Result
-from jaxgoodput.cluster.simulate.scenario import (
-    Scenario,
-    read_cluster,
-    read_scenario,
-    read_settings,
-)
+from jaxgoodput.cluster.simulate.rules import read_settings
+from jaxgoodput.cluster.simulate.scenario import Scenario, read_cluster, read_scenario
 from jaxgoodput.specs import ClusterSpec, Node
 
 # Few and short jobs, so that a policy takes a fraction of a second.

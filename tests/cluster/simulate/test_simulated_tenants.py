@@ -15,7 +15,7 @@ from jaxgoodput.cluster.scheduler.policies.goodput import Goodput
 from jaxgoodput.cluster.simulate.comparison import tenants_table
 from jaxgoodput.cluster.simulate.conditions.tenants import deal_out, read_tenants, with_budgets
 from jaxgoodput.cluster.simulate.generator import synthetic_applications
-from jaxgoodput.cluster.simulate.model_jobs import ModelTruth
+from jaxgoodput.cluster.simulate.jobs.model import ModelTruth
 from jaxgoodput.cluster.simulate.records import Result
 from jaxgoodput.cluster.simulate.settings import Settings
 from jaxgoodput.cluster.simulate.simulator import simulate, uniform_cluster

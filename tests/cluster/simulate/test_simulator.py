@@ -17,7 +17,8 @@ from jaxgoodput.cluster.published import traces
 from jaxgoodput.cluster.published.baselines import Optimus, Static, Tiresias
 from jaxgoodput.cluster.published.traces import TraceJob
 from jaxgoodput.cluster.scheduler.policy import Decision
-from jaxgoodput.cluster.simulate.gavel_jobs import GavelTruth
+from jaxgoodput.cluster.simulate.jobs.gavel import GavelTruth
+from jaxgoodput.cluster.simulate.jobs.tables import TableTruth
 from jaxgoodput.cluster.simulate.records import Result
 from jaxgoodput.cluster.simulate.settings import (
     Failures,
@@ -29,7 +30,6 @@ from jaxgoodput.cluster.simulate.settings import (
     sia_settings,
 )
 from jaxgoodput.cluster.simulate.simulator import simulate, uniform_cluster
-from jaxgoodput.cluster.simulate.table_jobs import TableTruth
 from jaxgoodput.specs import Allocation
 
 MODES = st.sampled_from(["adaptive", "elastic", "rigid"])

@@ -19,7 +19,7 @@ from jaxgoodput.cluster.simulate import (
 )
 from jaxgoodput.cluster.simulate.conditions.restarts import RestartCosts, Storage
 from jaxgoodput.cluster.simulate.conditions.told import told_factor
-from jaxgoodput.cluster.simulate.model_jobs import ModelTruth
+from jaxgoodput.cluster.simulate.jobs.model import ModelTruth
 from jaxgoodput.specs import Shape
 
 EVENTS = Settings(round_s=None, rounding=False, growth=None)

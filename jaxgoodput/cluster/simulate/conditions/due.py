@@ -1,8 +1,8 @@
-"""Which jobs of a workload have deadlines: `--deadlines SHARE:MULTIPLE`.
+"""Deadlines for a share of the jobs of a workload: `--deadlines SHARE:MULTIPLE`.
 
-Published workloads have none, so a share of the jobs is drawn, by the same seed always the same. Each is due
-so many times as long after its submission as it takes alone on the devices that its user asked for, on the
-kind that is fastest for it.
+Published workloads have no deadlines, so jobs are drawn at random from the seed. A job is due after MULTIPLE
+times the seconds that it takes alone, on the devices that its user asked for, of the kind that is fastest
+for it.
 """
 
 import math
@@ -12,13 +12,13 @@ from dataclasses import replace
 import numpy as np
 
 from jaxgoodput.cluster.published.traces import TraceJob
-from jaxgoodput.cluster.simulate.job import Truth, packed
+from jaxgoodput.cluster.simulate.jobs.job import Truth, packed
 from jaxgoodput.cluster.simulate.settings import Settings
 from jaxgoodput.specs import ClusterSpec
 
 
 def read_deadlines(text: str) -> tuple[float, float]:
-    """The share of the jobs and the multiple of their time alone. Raises ValueError for anything else.
+    """Return the share and the multiple of `SHARE:MULTIPLE`. Raises ValueError for any other text.
 
     >>> read_deadlines("0.5:2")
     (0.5, 2.0)
@@ -29,8 +29,8 @@ def read_deadlines(text: str) -> tuple[float, float]:
             raise ValueError
     except ValueError:
         raise ValueError(
-            f"--deadlines {text!r} is not of the form SHARE:MULTIPLE, a share of the jobs of at most 1 and a "
-            "multiple above 0 of the time that each takes alone, such as 0.5:2."
+            f"--deadlines {text!r} is not of the form SHARE:MULTIPLE, such as 0.5:2. SHARE is the share of "
+            "the jobs, at most 1; MULTIPLE, above 0, multiplies the time that a job takes alone."
         ) from None
     return share, multiple
 
@@ -44,7 +44,7 @@ def with_deadlines(
     multiple: float,
     seed: int,
 ) -> tuple[TraceJob, ...]:
-    """The jobs, that share of them with deadlines; one that runs on none of the kinds has none."""
+    """Return the jobs, a share of them with deadlines. A job that fits no kind of device gets none."""
     drawn = np.random.default_rng([seed, 0x647565]).random(len(jobs)) < share
     each: dict[str, int] = {}
     for node in cluster.nodes:

@@ -1,9 +1,9 @@
-"""What befalls nodes, racks and jobs, drawn from seeds alone: every policy meets the same.
+"""Faults of nodes, racks and jobs. They are drawn from seeds alone, so every policy meets the same ones.
 
-A node's or a rack's history follows from the seed and its name, a job's from the seed and its line of the
-workload. Nodes break and slow down at moments of the clock. A job crashes after so many seconds of its own
-work, so that the n-th crash of a job comes at the same point of its work whoever schedules it, and is
-cancelled so many seconds after it was submitted, if it is not done by then.
+The history of a node or rack follows from the seed and its name, that of a job from the seed and its line in
+the workload. Nodes fail and slow down at moments of the clock. A job crashes after a number of seconds of
+its own work, so its n-th crash comes at the same point of its work under every policy. A job is cancelled at
+a given time after its submission, unless it is done by then.
 """
 
 import math
@@ -13,87 +13,92 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from jaxgoodput.cluster.simulate.key_numbers import check_above_zero, key_numbers, naming
 from jaxgoodput.specs import Node
+
+HOUR_S = 3600.0
+# How many numbers each part of `--faults` takes.
+_NUM_NUMBERS = {"node": 2, "rack": 2, "slow": 3, "crash": 1, "cancel": 2, "checkpoint": 1}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outages:
-    """Things break and are repaired, each by itself; both times are exponentially distributed."""
+    """Independent failures and repairs; both times are exponentially distributed."""
 
     mean_between_s: float
-    """From a repair to the next failure."""
+    """Mean seconds from a repair to the next failure."""
     mean_repair_s: float
 
     def __post_init__(self):
-        _check_above_zero("Outages", self, "mean_between_s", "mean_repair_s")
+        check_above_zero("Outages", self, "mean_between_s", "mean_repair_s")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Slowdowns:
-    """Nodes become slow for a while; a job is as slow as the slowest of its nodes.
+    """Periods in which a node is slow; a job is as slow as its slowest node.
 
-    Rare and long is a node with a defect, frequent and short a straggler.
+    Rare and long periods stand for a node with a defect, frequent and short ones for a straggler.
     """
 
     mean_between_s: float
-    """From the end of one to the beginning of the next, on one node."""
+    """Mean seconds from the end of a period to the start of the next, on one node."""
     mean_length_s: float
     speed: float
-    """What is left of the speed; below 1."""
+    """Share of the speed that remains, below 1."""
 
     def __post_init__(self):
-        _check_above_zero("Slowdowns", self, "mean_between_s", "mean_length_s")
+        check_above_zero("Slowdowns", self, "mean_between_s", "mean_length_s")
         if not 0 < self.speed < 1:
             raise ValueError(
-                f"Slowdowns.speed={self.speed} must be above 0 and below 1: it is the share of the "
-                "speed that is left. A node that does nothing at all is an outage."
+                f"Slowdowns.speed={self.speed} must be above 0 and below 1: it is the share of the speed "
+                "that remains. Use Outages for a node that stops working."
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cancellations:
-    """Users who give up: a share of the jobs, each after an exponentially distributed time."""
+    """Users who cancel their jobs, after an exponentially distributed time."""
 
     share: float
-    """Of all jobs; one that is done in time is not cancelled."""
+    """Share of the jobs that are cancelled, unless they are done in time."""
     mean_after_s: float
-    """From its submission."""
+    """Mean seconds from the submission to the cancellation."""
 
     def __post_init__(self):
-        _check_above_zero("Cancellations", self, "mean_after_s")
+        check_above_zero("Cancellations", self, "mean_after_s")
         if not 0 < self.share <= 1:
             raise ValueError(
-                f"Cancellations.share={self.share} must be above 0 and at most 1; for none at all, leave "
-                "Faults.cancellations out."
+                f"Cancellations.share={self.share} must be above 0 and at most 1. If no job is cancelled, "
+                "leave Faults.cancellations out."
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Faults:
-    """Everything that goes wrong; all of it is off where it is not given.
+    """All that goes wrong in a simulation. By default, nothing does.
 
-    Raises ValueError for times that cannot be.
+    Raises ValueError for impossible times.
     """
 
     nodes: Outages | None = None
     racks: Outages | None = None
-    """All nodes with the same label at `rack_level` break together."""
+    """Outages of racks: all nodes with the same label at `rack_level` fail together."""
     rack_level: str = "rack"
     slow: tuple[Slowdowns, ...] = ()
-    """Their factors multiply where several hold a node at once."""
+    """Kinds of slow periods; if several hold for a node at once, their speeds multiply."""
     mean_to_crash_s: float | None = None
-    """Seconds of a job's own work between two of its crashes; it restarts where it is."""
+    """Mean seconds of a job's own work between its crashes; it restarts on the same devices."""
     cancellations: Cancellations | None = None
     checkpoint_s: float = 600.0
-    """Seconds between two checkpoints of a job; what breaks loses the work since the last one."""
+    """Seconds between checkpoints of a job; a failure loses the work since the last one."""
 
     def __post_init__(self):
-        _check_above_zero("Faults", self, "checkpoint_s")
+        check_above_zero("Faults", self, "checkpoint_s")
         crash_s = self.mean_to_crash_s
         if crash_s is not None and not crash_s >= self.checkpoint_s:
             raise ValueError(
-                f"Faults.mean_to_crash_s={crash_s} must be at least checkpoint_s={self.checkpoint_s}: jobs "
-                "that crash more often than they save get nowhere. Save more often."
+                f"Faults.mean_to_crash_s={crash_s} must be at least checkpoint_s={self.checkpoint_s}: a job "
+                "that crashes more often than it saves never finishes. Save more often."
             )
 
     @property
@@ -102,15 +107,57 @@ class Faults:
         return any(x is not None for x in (self.nodes, self.racks, self.mean_to_crash_s))
 
 
-def _check_above_zero(kind: str, value: object, *names: str) -> None:
-    for name in names:
-        number = getattr(value, name)
-        if not (number > 0 and math.isfinite(number)):
-            raise ValueError(f"{kind}.{name} must be above 0 and finite, got {number}.")
+def read_faults(text: str) -> Faults:
+    """Return the faults of `WHAT=NUMBER[:NUMBER...],...`, with all times in hours.
+
+    `node` and `rack`: hours between failures, and hours of a repair. `slow` (may be repeated): hours between
+    slow periods, their length, and the speed that remains. `crash`: hours of a job's work between crashes.
+    `cancel`: share of the jobs, and hours after the submission. `checkpoint`: hours between checkpoints.
+    Raises ValueError for any other text.
+
+    >>> read_faults("node=720:0.5,crash=48").mean_to_crash_s
+    172800.0
+    """
+    found: dict[str, list[tuple[float, ...]]] = {}
+    for part in text.split(","):
+        what, numbers = key_numbers(part)
+        if len(numbers) != _NUM_NUMBERS.get(what) or any(map(math.isnan, numbers)):
+            raise ValueError(
+                f"--faults {text!r}: {part!r} is not one of node=HOURS:REPAIR, rack=HOURS:REPAIR, "
+                "slow=HOURS:LENGTH:SPEED, crash=HOURS, cancel=SHARE:HOURS and checkpoint=HOURS, such as "
+                "node=720:0.5,crash=48."
+            )
+        if what in found and what != "slow":
+            raise ValueError(f"--faults {text!r}: {what} occurs twice. Leave one of them out.")
+        found.setdefault(what, []).append(numbers)
+
+    def outages(what: str) -> Outages | None:
+        for between_h, repair_h in found.get(what, []):
+            return Outages(mean_between_s=between_h * HOUR_S, mean_repair_s=repair_h * HOUR_S)
+        return None
+
+    with naming(f"--faults {text!r}"):
+        slow = tuple(
+            Slowdowns(mean_between_s=between * HOUR_S, mean_length_s=length * HOUR_S, speed=speed)
+            for between, length, speed in found.get("slow", [])
+        )
+        cancelled = [
+            Cancellations(share=share, mean_after_s=after * HOUR_S)
+            for share, after in found.get("cancel", [])
+        ]
+        seconds = {w: found[w][0][0] * HOUR_S for w in ("crash", "checkpoint") if w in found}
+        return Faults(
+            nodes=outages("node"),
+            racks=outages("rack"),
+            slow=slow,
+            mean_to_crash_s=seconds.get("crash"),
+            cancellations=cancelled[0] if cancelled else None,
+            checkpoint_s=seconds.get("checkpoint", 600.0),
+        )
 
 
 def _draws(seed: int, *what: str | int) -> np.random.Generator:
-    """Random numbers that depend on the seed and on what they are of, and on nothing else."""
+    """Return a random generator that depends only on the seed and on `what` it is used for."""
     key = [zlib.crc32(w.encode()) if isinstance(w, str) else w for w in what]
     return np.random.default_rng([seed, *key])
 
@@ -118,7 +165,7 @@ def _draws(seed: int, *what: str | int) -> np.random.Generator:
 def windows(
     rng: np.random.Generator, mean_between_s: float, mean_length_s: float
 ) -> Iterator[tuple[float, float]]:
-    """(begin, end) of one interval after the other, for ever."""
+    """Yield (begin, end) of one interval after the other, without end."""
     end_s = 0.0
     while True:
         begin_s = end_s + float(rng.exponential(mean_between_s))
@@ -128,23 +175,23 @@ def windows(
 
 @dataclass
 class IntervalTimeline:
-    """Intervals on each of some things, as time goes by."""
+    """Recurring intervals of several things, such as outages by node, as time passes."""
 
     ahead: dict[str, Iterator[tuple[float, float]]]
-    """The intervals of each thing, in order."""
+    """Future intervals by name, in order."""
     now: dict[str, tuple[float, float]] = field(init=False)
-    """The interval of each thing that holds at present, or is the next."""
+    """Current interval by name, or the next one."""
     next_s: float = field(init=False)
-    """When the next one begins or ends."""
+    """Time at which the next interval begins or ends."""
     active: frozenset[str] = field(init=False, default=frozenset())
-    """The things that are within one."""
+    """Names whose interval is current."""
 
     def __post_init__(self):
         self.now = {name: next(coming) for name, coming in self.ahead.items()}
         self.next_s = min((begin for begin, _ in self.now.values()), default=math.inf)
 
     def pass_to(self, before_s: float, now_s: float) -> frozenset[str]:
-        """Let time pass; the things of which one began since, even where it is over again."""
+        """Let time pass; return the names of which an interval began, even if it has ended again."""
         if now_s < self.next_s:
             return frozenset()
         began = set()
@@ -162,52 +209,58 @@ class IntervalTimeline:
 
 
 class FaultScript:
-    """What goes wrong when, on one cluster. `pass_to` moves it on; nothing that policies do changes it."""
+    """The faults of one cluster over time. Call `pass_to` to let time pass; policies change nothing."""
 
     def __init__(self, faults: Faults, nodes: Sequence[Node], seed: int):
         self._faults, self._seed = faults, seed
         self._now_s = 0.0
         self._racks = _racks(nodes, faults)
         names = [node.name for node in nodes]
-        self._broken = _comings(seed, "node", names, faults.nodes)
-        self._dark = _comings(seed, "rack", list(self._racks), faults.racks)
+        self._nodes = self._timeline("node", names, faults.nodes)
+        self._dark = self._timeline("rack", list(self._racks), faults.racks)
         self._slow = [
             (
-                one.speed,
-                IntervalTimeline(
-                    {
-                        name: windows(
-                            _draws(seed, "slow", i, name), one.mean_between_s, one.mean_length_s
-                        )
-                        for name in names
-                    }
-                ),
+                slow.speed,
+                self._intervals(("slow", i), names, slow.mean_between_s, slow.mean_length_s),
             )
-            for i, one in enumerate(faults.slow)
+            for i, slow in enumerate(faults.slow)
         ]
         self.down: frozenset[str] = frozenset()
 
+    def _timeline(
+        self, what: str, names: Sequence[str], outages: Outages | None
+    ) -> IntervalTimeline:
+        if outages is None:
+            return IntervalTimeline({})
+        return self._intervals((what,), names, outages.mean_between_s, outages.mean_repair_s)
+
+    def _intervals(
+        self, what: tuple[str | int, ...], names: Sequence[str], between_s: float, length_s: float
+    ) -> IntervalTimeline:
+        return IntervalTimeline(
+            {n: windows(_draws(self._seed, *what, n), between_s, length_s) for n in names}
+        )
+
     @property
     def next_s(self) -> float:
-        """When a node next breaks, comes back, or changes its speed."""
-        kinds = (self._broken, self._dark, *(comings for _, comings in self._slow))
-        return min(comings.next_s for comings in kinds)
+        """Time at which a node next fails, is repaired, or changes its speed."""
+        return min(line.next_s for line in (self._nodes, self._dark, *(x for _, x in self._slow)))
 
     def pass_to(self, now_s: float) -> frozenset[str]:
-        """Let time pass; the nodes that broke since. `down` holds those that are not back yet."""
-        failed = set(self._broken.pass_to(self._now_s, now_s))
+        """Let time pass, and return the nodes that have failed. `down` then holds the nodes that are down."""
+        failed = set(self._nodes.pass_to(self._now_s, now_s))
         for rack in self._dark.pass_to(self._now_s, now_s):
             failed |= self._racks[rack]
-        for _, comings in self._slow:
-            comings.pass_to(self._now_s, now_s)
+        for _, slow in self._slow:
+            slow.pass_to(self._now_s, now_s)
         dark = {name for rack in self._dark.active for name in self._racks[rack]}
-        self.down = self._broken.active | dark
+        self.down = self._nodes.active | dark
         self._now_s = now_s
         return frozenset(failed)
 
     def speed(self, nodes: Iterable[str]) -> float:
-        """What is left of the speed of a job on these nodes: that of the slowest."""
-        held = [(speed, comings.active) for speed, comings in self._slow if comings.active]
+        """Return the share of the speed that remains for a job on these nodes: the one of the slowest."""
+        held = [(speed, line.active) for speed, line in self._slow if line.active]
         if not held:
             return 1.0
         return min(
@@ -215,7 +268,7 @@ class FaultScript:
         )
 
     def crashes(self, index: int) -> Iterator[float]:
-        """Seconds of work before each of a job's crashes; `index` is its line in the workload."""
+        """Yield the seconds of work before each crash of the job on line `index` of the workload."""
         if self._faults.mean_to_crash_s is None:
             return
         rng = _draws(self._seed, "crash", index)
@@ -223,7 +276,7 @@ class FaultScript:
             yield float(rng.exponential(self._faults.mean_to_crash_s))
 
     def cancelled_after_s(self, index: int) -> float:
-        """Seconds after its submission when a job's user gives up; infinite where he never does."""
+        """Return the seconds from a job's submission until its user cancels it; infinite = never."""
         wanted = self._faults.cancellations
         if wanted is None:
             return math.inf
@@ -232,16 +285,8 @@ class FaultScript:
         return float(after_s) if gives_up else math.inf
 
 
-def _comings(
-    seed: int, what: str, names: Sequence[str], outages: Outages | None
-) -> IntervalTimeline:
-    if outages is None:
-        return IntervalTimeline({})
-    between_s, repair_s = outages.mean_between_s, outages.mean_repair_s
-    return IntervalTimeline({n: windows(_draws(seed, what, n), between_s, repair_s) for n in names})
-
-
 def _racks(nodes: Sequence[Node], faults: Faults) -> Mapping[str, set[str]]:
+    """Return the nodes of every rack, if racks fail."""
     if faults.racks is None:
         return {}
     racks: dict[str, set[str]] = {}
@@ -250,7 +295,7 @@ def _racks(nodes: Sequence[Node], faults: Faults) -> Mapping[str, set[str]]:
             raise ValueError(
                 f"racks are to fail, but node {node.name!r} has no label {faults.rack_level!r}; its "
                 f"labels are {dict(node.labels)}. Label all nodes (in the text of a cluster, 16x4/8 puts "
-                "8 nodes into each rack), or let nodes fail only."
+                "8 nodes into each rack), or let only nodes fail."
             )
         racks.setdefault(node.labels[faults.rack_level], set()).add(node.name)
     return racks

@@ -1,8 +1,8 @@
-"""What a change of devices costs: by kind of change, with compiling, and with storage that others use too.
+"""The cost of a change of devices: by kind of change, with compilation, and with storage that jobs share.
 
-A restart takes the job's checkpoint through the storage (written where it was running, then read), and then
-the seconds of its application, times a factor by kind of change, and those of compiling where the job has
-not had the shape before.
+A restart first moves the job's checkpoint through the storage: written if the job was running, then read.
+After that it takes the restart seconds of its application, times a factor by kind of change, plus the time
+of a compilation if the job's shape is new to it.
 """
 
 import math
@@ -10,48 +10,46 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from jaxgoodput.cluster.simulate.key_numbers import check_above_zero
 from jaxgoodput.specs import Shape
 
-Seconds = float | Mapping[str, float]  # for every application, or by application
+Seconds = float | Mapping[str, float]  # for all applications, or by application
 
 Change = Literal["start", "resume", "move", "shape", "kind"]
-# How often a change takes the state of the job through the storage.
+# How often a change moves the job's state through the storage.
 _TRIPS: Mapping[Change, int] = {"start": 0, "resume": 1, "move": 2, "shape": 2, "kind": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Storage:
-    """Where checkpoints lie; those that restart at once share it evenly."""
+    """The storage of checkpoints. Jobs that restart at the same time share it evenly."""
 
     bytes_per_s: float
     state_bytes: Seconds
-    """Size of a checkpoint, for every application or by application."""
+    """Size of a checkpoint, for all applications or by application."""
 
     def __post_init__(self):
-        if not (self.bytes_per_s > 0 and math.isfinite(self.bytes_per_s)):
-            raise ValueError(
-                f"Storage.bytes_per_s must be above 0 and finite, got {self.bytes_per_s}. For restarts "
-                "that wait for no storage, leave RestartCosts.storage out."
-            )
+        check_above_zero("Storage", self, "bytes_per_s")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RestartCosts:
-    """What each kind of change costs, in units of `Settings.restart_s`; the defaults change nothing."""
+    """The cost of each kind of change, in units of `Settings.restart_s`; by default all cost 1."""
 
     start: float = 1.0
-    """The first time on any devices."""
+    """Cost of the first start."""
     resume: float = 1.0
-    """After a pause, a failure or a crash."""
+    """Cost of resuming after a pause, a failure or a crash."""
     move: float = 1.0
-    """To other devices of the same kind, as many on as many nodes."""
+    """Cost of moving to other devices of the same shape."""
     shape: float = 1.0
-    """To another number of devices or nodes of the same kind."""
+    """Cost of changing the number of devices or nodes, on the same kind of device."""
     kind: float = 1.0
-    """To another kind of device."""
+    """Cost of moving to another kind of device."""
     compile_s: Seconds = 0.0
-    """On top, where the job has not had this shape before."""
+    """Additional seconds if the job has not had this shape before, for all applications or by application."""
     storage: Storage | None = None
+    """Storage that checkpoints pass through; None = this takes no time."""
 
     def __post_init__(self):
         for name in ("start", "resume", "move", "shape", "kind"):
@@ -63,12 +61,12 @@ class RestartCosts:
                 )
 
     def seconds(self, change: Change, application: str, restart_s: float, new_shape: bool) -> float:
-        """What a change takes beside the storage; `new_shape`: the job has not had it before."""
+        """Return the seconds of a change without the storage; `new_shape`: the job must compile."""
         compile_s = of_application(self.compile_s, application, "RestartCosts.compile_s")
         return getattr(self, change) * restart_s + (compile_s if new_shape else 0.0)
 
     def bytes(self, change: Change, application: str) -> float:
-        """What goes through the storage."""
+        """Return the bytes that a change moves through the storage."""
         if self.storage is None:
             return 0.0
         size = of_application(self.storage.state_bytes, application, "Storage.state_bytes")
@@ -76,7 +74,7 @@ class RestartCosts:
 
 
 def change_of(last: Shape | None, running: bool, new: Shape) -> Change:
-    """What kind of change it is; `last` is the shape that the job had last, None before its first start.
+    """Return the kind of a change; `last` is the job's last shape, None before its first start.
 
     >>> change_of(Shape("t4", 1, 4), True, Shape("t4", 2, 4))
     'shape'
@@ -91,7 +89,7 @@ def change_of(last: Shape | None, running: bool, new: Shape) -> Change:
 
 
 def of_application(values: Seconds, application: str, name: str) -> float:
-    """The one number, or that of the application. Raises ValueError where it has none."""
+    """Return the value for an application. Raises ValueError if values by application lack it."""
     if not isinstance(values, Mapping):
         return float(values)
     if application not in values:
@@ -104,27 +102,27 @@ def of_application(values: Seconds, application: str, name: str) -> float:
 
 @dataclass
 class SharedStorage:
-    """Who is at the storage: each gets an even part of it, more as soon as others are through."""
+    """The jobs that are moving checkpoints. Each gets an even share, which grows when others finish."""
 
     bytes_per_s: float
-    _left: dict[str, float] = field(default_factory=dict)
+    _left: dict[str, float] = field(default_factory=dict)  # bytes by job
     _now_s: float = 0.0
 
     def join(self, job: str, size_bytes: float, now_s: float) -> None:
-        """A job has so much to take through."""
-        self._pass_to(now_s)
-        self._left.pop(job, None)
+        """Start moving a job's checkpoint."""
+        self.leave(job, now_s)
         if size_bytes > 0:
             self._left[job] = size_bytes
 
     def leave(self, job: str, now_s: float) -> None:
-        """A job has nothing there any more."""
+        """Stop moving a job's checkpoint."""
         self._pass_to(now_s)
         self._left.pop(job, None)
 
     def left_s(self, now_s: float) -> dict[str, float]:
-        """Seconds until each of those that are there is through, if nobody joins."""
+        """Return the seconds until each checkpoint has been moved, if no other job joins."""
         self._pass_to(now_s)
+        # Smallest first: until the smallest has been moved, all jobs share the bandwidth, then one fewer.
         found, passed_s, before = {}, 0.0, 0.0
         waiting = len(self._left)
         for job, size in sorted(self._left.items(), key=lambda item: item[1]):
@@ -139,7 +137,7 @@ class SharedStorage:
             least, waiting = min(self._left.values()), len(self._left)
             each = min(least, seconds * self.bytes_per_s / waiting)
             seconds -= each * waiting / self.bytes_per_s
-            # Floats: what is a billionth of a second from its end has ended.
+            # Sums of floats are inexact: a checkpoint within a nanosecond of its end counts as moved.
             done = each + 1e-9 * self.bytes_per_s
             self._left = {job: size - each for job, size in self._left.items() if size > done}
             if each < least:

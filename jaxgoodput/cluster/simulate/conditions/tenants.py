@@ -1,27 +1,26 @@
-"""Whose the jobs of a workload are, and what they may spend: tenants, prices and budgets from short texts.
+"""Tenants and budgets of a workload's jobs, from short texts: `--tenants` and `--budgets`.
 
-Published workloads do not say whose their jobs are, so they are dealt out at random, by the same seed always
-in the same way.
+Published workloads do not say which tenant a job belongs to, so jobs are assigned at random, from the seed.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from jaxgoodput.cluster.published.traces import TraceJob
+from jaxgoodput.cluster.simulate.key_numbers import key_numbers, naming
 from jaxgoodput.specs import Tenant
 
 _KEYS = ("guaranteed", "limit", "weight", "budget", "jobs")
 
 
 def read_tenants(text: str) -> tuple[tuple[Tenant, ...], dict[str, float]]:
-    """Tenants, and how many of the jobs are whose, from `[PARENT/]NAME[:KEY=NUMBER...],...`.
+    """Return the tenants of `[PARENT/]NAME[:KEY=NUMBER...],...`, and the part of the jobs that each has.
 
     Keys: `guaranteed` and `limit` in devices, `weight`, `budget` per hour, and `jobs`, the part of the jobs
-    relative to the others' (left out: 1 for who has no tenants below it, else 0). Raises ValueError where it
-    is something else.
+    relative to other tenants (default: 1 for a tenant without children, otherwise 0). Raises ValueError for
+    any other text.
 
     >>> tenants, jobs = read_tenants("lab:guaranteed=8,lab/team:guaranteed=4:jobs=3")
     >>> [(t.name, t.parent, t.guaranteed) for t in tenants], jobs
@@ -32,13 +31,8 @@ def read_tenants(text: str) -> tuple[tuple[Tenant, ...], dict[str, float]]:
     for part in text.split(","):
         path, *words = (word.strip() for word in part.split(":"))
         parent, _, name = path.rpartition("/")
-        numbers = {}
-        for word in words:
-            key, _, number = word.partition("=")
-            numbers[key] = _number(number)
-        whole = all(numbers.get(key, 0.0).is_integer() for key in ("guaranteed", "limit"))
-        wrong = [key for key, number in numbers.items() if key not in _KEYS or not number >= 0]
-        if not name or wrong or not whole or len(numbers) < len(words):
+        numbers = {key: value for key, (value,) in map(key_numbers, words)}
+        if not name or len(numbers) < len(words) or not _are_valid(numbers):
             raise ValueError(
                 f"--tenants {text!r}: {part!r} is not of the form [PARENT/]NAME[:KEY=NUMBER...] with each of "
                 f"{', '.join(_KEYS)} at most once and devices in whole numbers, such as "
@@ -46,32 +40,28 @@ def read_tenants(text: str) -> tuple[tuple[Tenant, ...], dict[str, float]]:
             )
         if "jobs" in numbers:
             jobs[name] = numbers["jobs"]
-        try:
-            found.append(
-                Tenant(
-                    name=name,
-                    parent=parent.rpartition("/")[2] or None,
-                    guaranteed=int(numbers.get("guaranteed", 0)),
-                    limit=int(numbers["limit"]) if "limit" in numbers else None,
-                    weight=numbers.get("weight", 1.0),
-                    budget_per_hour=numbers.get("budget"),
-                )
+        with naming(f"--tenants {text!r}"):
+            tenant = Tenant(
+                name=name,
+                parent=parent.rpartition("/")[2] or None,
+                guaranteed=int(numbers.get("guaranteed", 0)),
+                limit=int(numbers["limit"]) if "limit" in numbers else None,
+                weight=numbers.get("weight", 1.0),
+                budget_per_hour=numbers.get("budget"),
             )
-        except ValueError as error:
-            raise ValueError(f"--tenants {text!r}: {error}") from error
+        found.append(tenant)
     return tuple(found), parts(found, jobs)
 
 
-def _number(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        return math.nan
-    return value if math.isfinite(value) else math.nan
+def _are_valid(numbers: Mapping[str, float]) -> bool:
+    whole = (numbers.get(key, 0.0) for key in ("guaranteed", "limit"))
+    return all(k in _KEYS and x >= 0 for k, x in numbers.items()) and all(
+        x.is_integer() for x in whole
+    )
 
 
 def parts(tenants: Sequence[Tenant], jobs: Mapping[str, float]) -> dict[str, float]:
-    """How many of the jobs are whose, relative to the others'; who is absent from `jobs`: 1 for leaves."""
+    """Return each tenant's part of the jobs; the default is 1 without children, otherwise 0."""
     parents = {tenant.parent for tenant in tenants}
     return {t.name: jobs.get(t.name, float(t.name not in parents)) for t in tenants}
 
@@ -79,10 +69,10 @@ def parts(tenants: Sequence[Tenant], jobs: Mapping[str, float]) -> dict[str, flo
 def deal_out(
     jobs: Sequence[TraceJob], part: Mapping[str, float], seed: int
 ) -> tuple[TraceJob, ...]:
-    """The jobs with tenants, drawn with these parts. Raises ValueError where nobody has a part."""
+    """Return the jobs with tenants, drawn with these parts. Raises ValueError if all parts are 0."""
     total = sum(part.values())
     if not total > 0:
-        raise ValueError("--tenants: nobody has any jobs. Give one of them a number behind jobs=.")
+        raise ValueError("--tenants: no tenant has jobs. Give at least one of them jobs=NUMBER.")
     names = list(part)
     rng = np.random.default_rng([seed, 0x74656E])
     drawn = rng.choice(len(names), len(jobs), p=[part[name] / total for name in names])
@@ -90,15 +80,15 @@ def deal_out(
 
 
 def with_budgets(jobs: Sequence[TraceJob], budgets: Mapping[str, float]) -> tuple[TraceJob, ...]:
-    """The jobs with budgets, by id, by application, or `all`; the first of these that is there holds.
+    """Return the jobs with budgets by job id, by application, or for `all`; the most specific one counts.
 
-    Raises ValueError for names that are none of these, and for budgets below 0.
+    Raises ValueError for other names, and for budgets below 0.
     """
     known = {"all", *(job.id for job in jobs), *(job.application for job in jobs)}
     for name, money in budgets.items():
         if name not in known:
             raise ValueError(
-                f"--budgets: {name!r} is no job, no application that one runs, and not all. There are "
+                f"--budgets: {name!r} is neither a job, nor an application of one, nor all. There are "
                 f"{', '.join(sorted(known)[:8])} ..."
             )
         if money < 0:

@@ -1,28 +1,134 @@
-"""What jobs tell of themselves and is not so: every entry of a table is wrong by a factor of its own.
+"""What policies are told about jobs, and how wrong it is.
 
-The factor belongs to a job and a shape and never changes, so that no later measurement of another shape
-repairs it, and no average over time does.
+With `Settings.told_noise`, every entry of a job's goodput table is wrong by its own factor. The factor
+belongs to the job and the shape and never changes: neither measurements of other shapes nor averages over
+time repair it.
 """
 
 import math
 import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from jaxgoodput.specs import Shape
+from jaxgoodput.cluster.published.traces import TraceJob
+from jaxgoodput.cluster.scheduler.policy import JobView
+from jaxgoodput.cluster.scheduler.restart_estimate import estimated_restart_s
+from jaxgoodput.cluster.scheduler.shapes import shapes
+from jaxgoodput.cluster.simulate.jobs.job import Truth, every_size
+from jaxgoodput.cluster.simulate.jobs.tracked import TrackedJob, device_kinds
+from jaxgoodput.cluster.simulate.settings import Settings
+from jaxgoodput.specs import ClusterSpec, Shape
+
+NEWCOMER_S = 60.0  # how long a hypothetical job has run on each kind of device
 
 
 def told_factor(deviation: float, seed: int, job: int, shape: Shape) -> float:
-    """The log-normal factor of a job's entry for a shape; `deviation` is that of its log.
+    """Return the log-normal factor of a job's entry for a shape; its log has this standard deviation.
 
-    The same arguments give the same factor, whatever else was asked before, and the normal draw behind it
-    does not depend on the deviation.
+    The same arguments give the same factor, in any order of calls. The normal draw behind it does not depend
+    on the deviation.
 
     >>> told_factor(0.0, 0, 3, Shape("t4", 1, 2))
     1.0
     """
+    # A generator of its own for every entry makes the factor independent of what else was asked before.
     of_kind = zlib.crc32(shape.kind.encode())
     rng = np.random.default_rng(
         [seed, 0x746F6C64, job, of_kind, shape.num_nodes, shape.num_devices]
     )
     return math.exp(deviation * float(rng.standard_normal()))
+
+
+class JobViews:
+    """Makes the `JobView`s that a policy sees."""
+
+    def __init__(self, settings: Settings, cluster: ClusterSpec):
+        self._settings = settings
+        self._all_sizes = every_size(device_kinds(cluster))
+        self._few_sizes = shapes(cluster)
+
+    def view(
+        self,
+        job: TrackedJob,
+        active: Sequence[TrackedJob],
+        now_s: float,
+        tenant_received_s: Mapping[str, float],
+    ) -> JobView:
+        """Return what a policy is told about a job; `active` are all unfinished jobs."""
+        settings, work = self._settings, job.work
+        adaptive = work.spec.mode == "adaptive"
+        goodput = work.goodput(self._few_sizes if adaptive else self._all_sizes)
+        error: dict[Shape, float] = {}
+        # An adaptive job that has not run offers 1, which is no estimate and so not wrong.
+        if settings.told_noise and not (adaptive and work.largest_profiled == 0):
+            goodput = self._with_errors(job, goodput)
+            if settings.declared_errors:
+                error = dict.fromkeys(goodput, settings.told_noise)
+        restart_s = settings.told_restart_of(work.application)
+        if settings.learned_restarts:
+            restart_s = estimated_restart_s(restart_s, job.restart.took_s)
+        restoring = job.restart.left_s > 0 and job.running
+        return JobView(
+            spec=work.spec,
+            allocation=job.allocation,
+            goodput=goodput,
+            goodput_error=error,
+            submitted_s=job.trace.submit_s,
+            since_s=job.since_s,
+            restoring_until_s=now_s + job.restart.left_s if restoring else None,
+            num_restarts=job.restart.count,
+            restart_s=restart_s,
+            received_s=dict(job.device_s),
+            fraction_received_s=dict(job.kind_s),
+            largest_profiled=work.largest_profiled,
+            remaining=work.remaining(),
+            rigid_shape_hint=job.trace.num_devices,
+            shared_goodput=_shared(job, goodput, active) if settings.sharing else {},
+            tenant_received_s=tenant_received_s,
+        )
+
+    def _with_errors(self, job: TrackedJob, goodput: Mapping[Shape, float]) -> dict[Shape, float]:
+        settings, factors = self._settings, job.told_factors
+        for shape in goodput:
+            if shape not in factors:
+                factors[shape] = told_factor(settings.told_noise, settings.seed, job.index, shape)
+        return {shape: rate * factors[shape] for shape, rate in goodput.items()}
+
+    def newcomer(
+        self,
+        truth: Truth,
+        trace: TraceJob,
+        index: int,
+        kinds: Iterable[str],
+        now_s: float,
+        tenant_received_s: Mapping[str, float],
+    ) -> JobView:
+        """Return the view of a hypothetical job that has run for a minute on each kind of device."""
+        work = truth.job(trace, self._settings, index)
+        before = work.save()
+        for kind in dict.fromkeys(kinds):
+            if work.spec.mode == "adaptive" and (
+                work.spec.kinds is None or kind in work.spec.kinds
+            ):
+                work.place(kind, (1,))
+                work.advance(NEWCOMER_S)
+                work.restore(before)
+        view = self.view(TrackedJob(trace, work, index), [], now_s, tenant_received_s)
+        return replace(view, submitted_s=now_s)
+
+
+def _shared(
+    job: TrackedJob, goodput: Mapping[Shape, float], active: Sequence[TrackedJob]
+) -> dict[tuple[str, Shape], float]:
+    """Return a job's goodput beside each other job of its size, if that pair was measured."""
+    size = job.work.spec.num_devices
+    table = {}
+    for other in active:
+        if other is not job and other.work.spec.num_devices == size:
+            for shape, alone in goodput.items():
+                beside = job.work.beside(other.work, shape.kind)
+                if beside is not None:
+                    table[other.id, shape] = alone * beside
+    return table

@@ -1,7 +1,7 @@
-"""What every simulated job can do, whatever its truth is made of, and what the three kinds share.
+"""The interface of simulated jobs, and helpers that all kinds of them share.
 
-A *truth* knows how applications really behave and makes simulated jobs of a workload's lines. The simulator
-places the jobs, advances them, and asks what a policy may know; it never looks inside.
+A *truth* knows how applications really behave, and creates a simulated job for each line of a workload. The
+simulator places jobs, advances them, and asks what a policy may know. It never looks inside.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,83 +16,68 @@ from jaxgoodput.specs import JobSpec, Shape
 
 @runtime_checkable
 class SimulatedJob(Protocol):
-    """One job, its truth and what it has measured of it."""
+    """One job: its true speed, and what it has measured so far."""
 
     @property
     def spec(self) -> JobSpec:
-        """What its user asked for."""
-        ...
+        """The request of the job's user."""
 
     @property
     def application(self) -> str:
-        """What it runs."""
-        ...
+        """Name of the program that the job runs."""
 
     @property
     def done(self) -> bool:
-        """Whether nothing is left to do."""
-        ...
+        """Whether all work is done."""
 
     @property
     def largest_profiled(self) -> int:
-        """Devices of the largest size that it has measured."""
-        ...
+        """The largest number of devices that the job has measured itself on."""
 
     def place(self, kind: str, counts: Counts) -> None:
-        """Go on with so many devices on each node; the work done so far is kept."""
-        ...
+        """Continue on `counts` devices per node; no work is lost."""
 
     def advance(self, seconds: float, speed: float = 1.0) -> float:
-        """Work for at most `seconds`, and return how many; fewer only where it got done."""
-        ...
+        """Work for at most `seconds`; return the seconds used, fewer only if the job finished."""
 
     def next_stop(self, seconds: float, speed: float = 1.0) -> float | None:
-        """Seconds after which it may be done, at most `seconds`, or None; changes nothing.
+        """Return when the job may finish, if within `seconds`; the job does not change.
 
-        Advancing it in such pieces finds its end exactly.
+        The time may be early. The simulator advances the job in such pieces, and so finds its end exactly.
         """
-        ...
 
     def samples_per_s(self) -> float:
-        """Samples that it takes in a second where it is now, or steps where it knows no samples."""
-        ...
+        """Return the samples per second on the current devices, or steps if samples are unknown."""
 
     def goodput(self, shapes: tuple[Shape, ...]) -> Mapping[Shape, float]:
-        """What it expects of each shape, as `JobView.goodput`; shapes it cannot use are left out."""
-        ...
+        """Return the goodput that the job expects of each shape it can use, as in `JobView.goodput`."""
 
     def remaining(self) -> float | None:
-        """Work left in units of goodput x seconds; None where it does not say."""
-        ...
+        """Return the work left in units of goodput x seconds; None if the job does not declare it."""
 
     def save(self) -> Any:
-        """The work done so far, for `restore`."""
-        ...
+        """Return a checkpoint of the work done, for `restore`."""
 
     def restore(self, saved: Any) -> None:
-        """Fall back to an earlier state of the work; what was learned is kept."""
-        ...
+        """Fall back to a checkpoint. Measurements are kept."""
 
     def isolated_s(self, kind: str, counts: Counts) -> float:
-        """Seconds that all of its work takes on that placement alone, at its best batch."""
-        ...
+        """Return the seconds of the whole job alone on that placement, at its best batch size."""
 
     def beside(self, other: "SimulatedJob", kind: str) -> float | None:
-        """Its speed on devices that it shares with another job, relative to alone; None = unknown."""
-        ...
+        """Return the speed on devices shared with another job, relative to alone; None = unknown."""
 
 
 @runtime_checkable
 class Truth(Protocol):
-    """How applications really behave; makes simulated jobs of them."""
+    """Creates simulated jobs; knows how their applications really behave."""
 
     def job(self, trace: TraceJob, settings: Settings, index: int) -> SimulatedJob:
-        """The job of one line of a workload; `index` tells its noise from that of the others."""
-        ...
+        """Return the job of one line of a workload; its noise is drawn from the seed and `index`."""
 
 
 def mode_of(trace: TraceJob, settings: Settings) -> Mode:
-    """Whether a job adapts. Raises ValueError where it keeps a batch that its line does not have."""
+    """Return the mode of a job. Raises ValueError if its batch is fixed, but its line has none."""
     mode = trace.mode or settings.mode
     if mode != "adaptive" and trace.global_batch_size is None:
         raise ValueError(
@@ -104,7 +89,7 @@ def mode_of(trace: TraceJob, settings: Settings) -> Mode:
 def spec_of(
     trace: TraceJob, mode: Mode, largest: int, kinds: Iterable[str], deadline_s: float | None = None
 ) -> JobSpec:
-    """What a job's user asked for; `largest` is the most devices of one that is not rigid."""
+    """Return the request of a job's user; `largest` is the device limit of a job that is not rigid."""
     rigid = mode == "rigid"
     most = trace.num_devices if rigid else max(largest, 1)
     return JobSpec(
@@ -122,7 +107,7 @@ def spec_of(
 
 
 def packed(num_devices: int, per_node: int) -> Counts:
-    """Devices per node with all nodes but the last one full.
+    """Return the devices per node if all nodes but the last are full.
 
     >>> packed(10, 4)
     (4, 4, 2)
@@ -132,7 +117,9 @@ def packed(num_devices: int, per_node: int) -> Counts:
 
 
 def every_size(kinds: Sequence[tuple[str, int, int]]) -> tuple[Shape, ...]:
-    """All numbers of devices packed on as few nodes as hold them; kinds are (kind, nodes, devices each).
+    """Return shapes of all device counts, packed on as few nodes as possible.
+
+    `kinds` holds (kind, number of nodes, devices per node).
 
     >>> [shape.num_nodes for shape in every_size([("t4", 2, 4)])]
     [1, 1, 1, 1, 2, 2, 2, 2]

@@ -1,19 +1,19 @@
-"""Jobs that advance as a `GoodputModel` says: simulations without any measured table.
+"""Jobs with the speeds of a `GoodputModel`: simulations that need no measured tables.
 
-The truth is a time model for every kind of device and a gradient noise that grows, geometrically in the
-work done, from the beginning of the training to its end. Adaptive jobs use the best batch of every
-phase; elastic and rigid ones keep the batch of their trace.
+The truth is a time model for every kind of device, and a gradient noise that grows geometrically with the
+work done. Adaptive jobs use the best batch size of every phase; elastic and rigid jobs keep the one of their
+trace.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from jaxgoodput.cluster.published.tables import Counts
 from jaxgoodput.cluster.published.traces import TraceJob
-from jaxgoodput.cluster.simulate.job import SimulatedJob, mode_of, spec_of
+from jaxgoodput.cluster.simulate.jobs.job import SimulatedJob, mode_of, spec_of
 from jaxgoodput.cluster.simulate.settings import Settings
 from jaxgoodput.goodput.efficiency import GradParams
 from jaxgoodput.goodput.model import GoodputModel
@@ -24,22 +24,22 @@ from jaxgoodput.specs import Shape
 
 @dataclass(frozen=True, kw_only=True)
 class ModelApplication:
-    """One program: how fast it is on each kind of device, and how its gradient noise grows."""
+    """One program: its speed on each kind of device, and how its gradient noise grows."""
 
     perf: Mapping[str, PerfParams]
-    """How fast it is, by kind of device."""
+    """Time model by kind of device."""
     limits: BatchLimits
     first: GradParams
-    """The gradient's moments at the beginning."""
+    """Gradient moments at the start of the training."""
     last: GradParams
-    """The gradient's moments at the end."""
+    """Gradient moments at the end."""
     num_samples: float
-    """Useful samples until it is done, where the trace gives no number of steps."""
+    """Useful samples of a whole training, if the trace gives no number of steps."""
     num_phases: int = 10
-    """The noise grows in so many equal parts of the work."""
+    """Number of equal parts of the work; the noise is constant within each."""
 
     def model(self, kind: str, phase: int) -> GoodputModel:
-        """The truth on a kind during a phase."""
+        """Return the true model on a kind during a phase."""
         share = phase / max(self.num_phases - 1, 1)
         grad = GradParams(
             sqr=self.first.sqr ** (1 - share) * self.last.sqr**share,
@@ -51,7 +51,10 @@ class ModelApplication:
 def fixed_step_s(
     perf: PerfParams, limits: BatchLimits, num_nodes: int, num_devices: int, batch: int
 ) -> float | None:
-    """Seconds of a step at a fixed global batch, in as few micro-batches as can be; None = not allowed."""
+    """Return the seconds of a step at a fixed global batch, in as few micro-batches as possible.
+
+    Returns None if the limits do not allow the batch there.
+    """
     low, high = limits.span
     each = math.ceil(batch / num_devices)
     count = math.ceil(each / high)
@@ -64,7 +67,7 @@ def fixed_step_s(
 
 @dataclass(frozen=True)
 class ModelTruth:
-    """Makes jobs of `ModelApplication`s; adaptive ones know their own model once they have run.
+    """Creates jobs of `ModelApplication`s. An adaptive job knows its own model once it has run.
 
     `TraceJob.num_steps` is the work of a job in base steps.
     """
@@ -73,14 +76,11 @@ class ModelTruth:
     _known: dict = field(default_factory=dict, repr=False, compare=False)
 
     def job(self, trace: TraceJob, settings: Settings, index: int) -> "ModelJob":
-        """The job of one line of a workload.
-
-        Raises ValueError for an application without a model.
-        """
+        """Return the job of one line of a workload. Raises ValueError if its application has no model."""
         if trace.application not in self.applications:
             raise ValueError(
-                f"job {trace.id!r} runs {trace.application!r}, but there are models of "
-                f"{', '.join(sorted(self.applications))} only; add one."
+                f"job {trace.id!r} runs {trace.application!r}, but there are only models of "
+                f"{', '.join(sorted(self.applications))}. Add one."
             )
         rng = np.random.default_rng([settings.seed, index])
         return ModelJob(trace, settings, self, rng)
@@ -93,7 +93,10 @@ class ModelTruth:
         places: tuple[tuple[int, int], ...],
         batch: int | None = None,
     ) -> np.ndarray:
-        """[places] useful samples/s on (nodes, devices); 0 = not possible. `batch` None = the best one."""
+        """Return useful samples/s on (nodes, devices), `[places]`; 0 = impossible.
+
+        `batch` None = the best batch of each place.
+        """
         key = name, kind, phase, places, batch
         if key not in self._known:
             application = self.applications[name]
@@ -112,7 +115,7 @@ class ModelTruth:
     def efficiency(
         self, name: str, kind: str, phase: int, place: tuple[int, int], batch: int | None = None
     ) -> float:
-        """Which share of its samples is of use on (nodes, devices); `batch` None = at the best one."""
+        """Return the useful share of the samples on (nodes, devices); `batch` None = the best one."""
         key = "efficiency", name, kind, phase, place, batch
         if key not in self._known:
             application = self.applications[name]
@@ -125,7 +128,7 @@ class ModelTruth:
 
 
 class ModelJob:
-    """One job of `ModelTruth`; see `SimulatedJob`."""
+    """A job of `ModelTruth`; see `SimulatedJob`."""
 
     def __init__(
         self, trace: TraceJob, settings: Settings, truth: ModelTruth, rng: np.random.Generator
@@ -154,30 +157,38 @@ class ModelJob:
 
     @property
     def largest_profiled(self) -> int:
-        """Devices of the largest size it has run on."""
+        """The largest number of devices that the job has run on."""
         return self._largest
 
     @property
     def _phase(self) -> int:
         share = self._done / self._total
-        # The end of a phase is reached by a sum of floats; it belongs to the next one.
+        # The end of a phase is reached by a sum of floats, and belongs to the next phase.
         return min(int(share * self._app.num_phases + 1e-9), self._app.num_phases - 1)
 
     def place(self, kind: str, counts: Counts) -> None:
-        """Go on with so many devices on each node."""
+        """Continue on `counts` devices per node."""
         self._kind, self._counts = kind, tuple(counts)
 
+    def _true_goodput(
+        self, kind: str, phase: int, places: tuple[tuple[int, int], ...]
+    ) -> np.ndarray:
+        return self._truth.goodput(self.application, kind, phase, places, self._batch)
+
+    @property
+    def _slowdown(self) -> float:
+        return self._settings.slowdown.get(self.application, 1.0)
+
     def _rate(self, phase: int) -> float:
-        """Useful samples/s at present."""
-        places = ((len(self._counts), sum(self._counts)),)
-        rate = self._truth.goodput(self.application, self._kind, phase, places, self._batch)[0]
+        """Return the useful samples/s on the current devices."""
+        rate = self._true_goodput(self._kind, phase, ((len(self._counts), sum(self._counts)),))[0]
         if not rate > 0:
             raise ValueError(
                 f"job {self.spec.id!r} cannot run on {sum(self._counts)} devices of {self._kind!r} "
                 f"over {len(self._counts)} nodes: its batch limits allow no batch there. The policy "
-                "gave it a shape that its goodput table does not have."
+                "gave it a shape that is not in its goodput table."
             )
-        return float(rate) / self._settings.slowdown.get(self.application, 1.0)
+        return float(rate) / self._slowdown
 
     def advance(self, seconds: float, speed: float = 1.0) -> float:
         """Work for at most `seconds`, phase by phase."""
@@ -197,7 +208,8 @@ class ModelJob:
         return seconds - left
 
     def next_stop(self, seconds: float, speed: float = 1.0) -> float | None:
-        """Seconds until it is done, where that is within `seconds`."""
+        """Return when the job finishes, if within `seconds`."""
+        # The phases make the speed a step function of the work, so trying is simpler than solving.
         before = self._done, self._largest
         used = self.advance(seconds, speed)
         finished = self.done
@@ -205,36 +217,23 @@ class ModelJob:
         return used if finished else None
 
     def samples_per_s(self) -> float:
-        """Samples that it takes in a second where it is now, the useless ones included."""
+        """Return the samples per second on the current devices, including useless ones."""
         phase = self._phase
         place = len(self._counts), sum(self._counts)
         worth = self._truth.efficiency(self.application, self._kind, phase, place, self._batch)
         return self._rate(phase) / worth
 
     def goodput(self, shapes: tuple[Shape, ...]) -> Mapping[Shape, float]:
-        """Useful samples/s; before its first run its smallest shape of each kind is worth 1.
+        """Return useful samples/s; before the first run, only the smallest shape of each kind, as 1.
 
-        Where its batch is fixed its user knows the truth, on every size.
+        If the batch is fixed, the job's user knows the truth on every size.
         """
-        growth, most = self._settings.growth, self.spec.max_devices
-        growth = growth if self._batch is None else None
-        limit = most if growth is None else min(most, max(int(growth * self._largest), 1))
-        ran = self._largest > 0 or self._batch is not None
+        ran, limit = self._largest > 0 or self._batch is not None, self._limit()
         key = shapes, self._phase, limit, ran
         if self._offered[0] != key:
             table: dict[Shape, float] = {}
             for kind in self._app.perf:
-                fewest = self.spec.min_devices
-                mine = tuple(
-                    s for s in shapes if s.kind == kind and fewest <= s.num_devices <= most
-                )
-                if not mine:
-                    continue
-                places = tuple((s.num_nodes, s.num_devices) for s in mine)
-                speeds = self._truth.goodput(
-                    self.application, kind, self._phase, places, self._batch
-                )
-                known = {s: float(g) * self._noise for s, g in zip(mine, speeds, strict=True) if g}
+                known = dict(self._expected(kind, shapes))
                 least = min((s.num_devices for s in known), default=0)
                 if not ran:
                     known = {s: 1.0 for s in known if s.num_devices == least}
@@ -242,30 +241,45 @@ class ModelJob:
             self._offered = key, table
         return self._offered[1]
 
+    def _limit(self) -> int:
+        """Return the largest size that the job may be offered."""
+        growth, most = self._settings.growth, self.spec.max_devices
+        if growth is None or self._batch is not None:
+            return most
+        return min(most, max(int(growth * self._largest), 1))
+
+    def _expected(self, kind: str, shapes: tuple[Shape, ...]) -> Iterator[tuple[Shape, float]]:
+        """Yield the possible shapes of a kind, with the goodput that the job has measured."""
+        fewest, most = self.spec.min_devices, self.spec.max_devices
+        mine = tuple(s for s in shapes if s.kind == kind and fewest <= s.num_devices <= most)
+        if mine:
+            places = tuple((s.num_nodes, s.num_devices) for s in mine)
+            speeds = self._true_goodput(kind, self._phase, places)
+            yield from ((s, float(g) * self._noise) for s, g in zip(mine, speeds, strict=True) if g)
+
     def remaining(self) -> float | None:
-        """Useful samples left, if the settings let it say so, its batch is fixed or it has a deadline."""
+        """Return the useful samples left; None unless settings, a fixed batch or a deadline declare it."""
         declared = self._settings.declared_progress or self._batch is not None
         declared |= self.spec.deadline_s is not None
         return self._total - self._done if declared else None
 
     def save(self) -> float:
-        """The useful samples done."""
+        """Return the useful samples done."""
         return self._done
 
     def restore(self, saved: float) -> None:
-        """Fall back to that many samples done."""
+        """Fall back to that number of samples done."""
         self._done = saved
 
     def isolated_s(self, kind: str, counts: Counts) -> float:
-        """Seconds that all of its work takes on that placement alone, at its best batch."""
+        """Return the seconds of the whole job alone on that placement, at its best batch size."""
         places = ((len(counts), sum(counts)),)
-        app, total = self._app, 0.0
-        for phase in range(app.num_phases):
-            found = self._truth.goodput(self.application, kind, phase, places, self._batch)
-            rate = float(found[0])
-            total += self._total / app.num_phases / rate if rate > 0 else math.inf
-        return total * self._settings.slowdown.get(self.application, 1.0)
+        num_phases, total = self._app.num_phases, 0.0
+        for phase in range(num_phases):
+            rate = float(self._true_goodput(kind, phase, places)[0])
+            total += self._total / num_phases / rate if rate > 0 else math.inf
+        return total * self._slowdown
 
     def beside(self, other: SimulatedJob, kind: str) -> float | None:
-        """Unknown: the model is of devices of one's own."""
+        """Return None: the model does not cover shared devices."""
         return None

@@ -1,4 +1,4 @@
-"""Jobs that advance as measured tables say, and learn their own models from what they measure."""
+"""Jobs with the speeds of measured tables, which learn models of themselves from their own measurements."""
 
 import math
 from collections.abc import Mapping
@@ -10,33 +10,30 @@ import numpy as np
 from jaxgoodput.cluster.published.tables import Application, Counts
 from jaxgoodput.cluster.published.traces import TraceJob
 from jaxgoodput.cluster.scheduler.policy import Mode
-from jaxgoodput.cluster.simulate.job import SimulatedJob, mode_of, packed, spec_of
-from jaxgoodput.cluster.simulate.learner import Learner, split
+from jaxgoodput.cluster.simulate.jobs.job import SimulatedJob, mode_of, packed, spec_of
+from jaxgoodput.cluster.simulate.jobs.learner import Learner, split
 from jaxgoodput.cluster.simulate.settings import Pin, Settings
 from jaxgoodput.goodput.efficiency import GradParams
 from jaxgoodput.goodput.perf import PerfParams
 from jaxgoodput.specs import Shape
 
-# A later epoch, with a larger batch, is not this much faster than the present one.
+# Upper bound: a later epoch, with a larger batch, is less than this many times as fast as the current one.
 FASTER_YET = 8.0
 
 
 @dataclass(frozen=True)
 class TableTruth:
-    """Jobs that advance as the measured tables of Pollux or Sia say.
-
-    Raises ValueError for a job whose application has no tables.
-    """
+    """Creates jobs with the speeds of the measured tables of Pollux or Sia."""
 
     applications: Mapping[str, Application]
     _learners: dict = field(default_factory=dict, repr=False, compare=False)
 
     def job(self, trace: TraceJob, settings: Settings, index: int) -> "TableJob":
-        """The job of one line of a workload."""
+        """Return the job of one line of a workload. Raises ValueError if its application has no tables."""
         if trace.application not in self.applications:
             raise ValueError(
-                f"job {trace.id!r} runs {trace.application!r}, but there are tables of "
-                f"{', '.join(sorted(self.applications))} only; read the folder that has it."
+                f"job {trace.id!r} runs {trace.application!r}, but there are only tables of "
+                f"{', '.join(sorted(self.applications))}. Read the folder that has its tables."
             )
         application = self.applications[trace.application]
         mode = mode_of(trace, settings)
@@ -49,7 +46,7 @@ class TableTruth:
 
 
 class TableJob:
-    """One job of `TableTruth`; see `SimulatedJob`."""
+    """A job of `TableTruth`; see `SimulatedJob`."""
 
     def __init__(
         self,
@@ -73,29 +70,29 @@ class TableJob:
         self._epoch, self._progress = 0, 0.0
         self._kind, self._counts = "", ()
         self._micro, self._count = 0, 1
-        self._profiles: dict[str, dict] = {}  # by kind, in the order of first use
-        self._perf: dict[str, PerfParams] = {}  # of profiles that have not changed since
+        self._profiles: dict[str, dict] = {}  # by kind, in order of first use
+        self._perf: dict[str, PerfParams] = {}  # by kind; dropped when the profile changes
         self._grad: GradParams | None = None
-        self._chosen: Any = None  # what the batch was last chosen from
+        self._chosen: Any = None  # inputs of the last choice of a batch
         self._offered: tuple[Any, Mapping[Shape, float]] = (None, {})
 
     @property
     def done(self) -> bool:
-        """Whether all epochs are over."""
+        """Whether all epochs are done."""
         return self._epoch >= self._app.runs.num_epochs
 
     @property
     def largest_profiled(self) -> int:
-        """Devices of the largest size that it has measured, on any kind."""
+        """The largest number of devices that the job has measured itself on, of any kind."""
         return max((k[1] for profile in self._profiles.values() for k in profile), default=0)
 
     @property
     def global_batch_size(self) -> int:
-        """Samples per update at present."""
+        """Current samples per update."""
         return sum(self._counts) * self._micro * self._count
 
     def place(self, kind: str, counts: Counts) -> None:
-        """Go on with so many devices on each node, with a new batch."""
+        """Continue on `counts` devices per node, with a new batch size."""
         self._kind, self._counts, self._chosen = kind, tuple(counts), None
         if counts:
             self._choose_batch()
@@ -106,6 +103,7 @@ class TableJob:
         if self._batch is None and self._kind in self._profiles and self._grad is not None:
             perf = self._model(self._kind)
             inputs = (id(perf), self._grad.sqr, self._grad.var)
+            # Searching is expensive, and the result only changes with the model or the noise.
             if inputs != self._chosen:
                 self._chosen = inputs
                 learner = self._learners[self._kind]
@@ -119,22 +117,29 @@ class TableJob:
         self._micro, self._count = split(batch, devices, app.base_batch, high, app.max_batch)
 
     def _model(self, kind: str) -> PerfParams:
-        """The fit to what was measured on a kind."""
+        """Return the time model that fits the measurements on a kind."""
         if kind not in self._perf:
             self._perf[kind] = self._learners[kind].fit(self._profiles[kind])
         return self._perf[kind]
 
     def _rate(self) -> float:
-        """Base steps per second at present, by the tables."""
-        step, sync = self._app.steps[self._kind].times(self._counts, self._micro)
+        """Return the current base steps per second, by the tables."""
         batch = self.global_batch_size
         sqr, var = self._app.runs.moments(batch, self._epoch)
         worth = (var + sqr) / (var * self._app.base_batch / batch + sqr)
-        seconds = step + (step - sync) * (self._count - 1)
-        return worth / seconds / self._settings.slowdown.get(self.application, 1.0)
+        return worth / self._step_s() / self._slowdown
+
+    def _step_s(self) -> float:
+        """Return the current seconds per update, by the tables."""
+        step, sync = self._app.steps[self._kind].times(self._counts, self._micro)
+        return step + (step - sync) * (self._count - 1)
+
+    @property
+    def _slowdown(self) -> float:
+        return self._settings.slowdown.get(self.application, 1.0)
 
     def _observe(self) -> None:
-        """Measure the present configuration: its times once, the gradient whenever it changed."""
+        """Measure the current configuration: its times once, its gradient moments every time."""
         key = len(self._counts), sum(self._counts), self._micro
         profile = self._profiles.setdefault(self._kind, {})
         if key not in profile:
@@ -150,7 +155,7 @@ class TableJob:
         return math.exp(deviation * self._rng.standard_normal()) if deviation else 1.0
 
     def advance(self, seconds: float, speed: float = 1.0) -> float:
-        """Work for at most `seconds`; the published rule, epoch by epoch."""
+        """Work for at most `seconds`, epoch by epoch, by the published rule."""
         left = seconds
         while left > 0 and not self.done:
             self._observe()
@@ -170,10 +175,12 @@ class TableJob:
         return seconds - left
 
     def next_stop(self, seconds: float, speed: float = 1.0) -> float | None:
-        """Seconds until the last epoch, or the one before a possible end, is over; changes nothing."""
+        """Return when the current epoch ends, if the whole job might end within `seconds`."""
         runs = self._app.runs
         if self.done or not self._counts:
             return None
+        # Only the end of the whole job matters. As long as it is out of reach even at the highest speed that
+        # a later epoch could have, there is no need to stop at ends of epochs.
         reach = self._rate() * speed * seconds
         if self._progress + FASTER_YET * reach < runs.epoch_ends[-1]:
             return None
@@ -181,31 +188,28 @@ class TableJob:
         return float(needed) if needed <= seconds else None
 
     def samples_per_s(self) -> float:
-        """Samples that it takes in a second where it is now, by the tables."""
-        step, sync = self._app.steps[self._kind].times(self._counts, self._micro)
-        seconds = step + (step - sync) * (self._count - 1)
-        slowdown = self._settings.slowdown.get(self.application, 1.0)
-        return float(self.global_batch_size / seconds / slowdown)
+        """Return the samples per second on the current devices, by the tables."""
+        return float(self.global_batch_size / self._step_s() / self._slowdown)
 
     def goodput(self, shapes: tuple[Shape, ...]) -> Mapping[Shape, float]:
-        """Useful samples/s by its own models; steps/s, true ones, where its batch is fixed.
+        """Return useful samples/s by the job's own models, or true steps/s if its batch is fixed.
 
-        A kind without measurements is projected from the first one that has some, by the ratio of
-        the samples/s of one device at the largest micro-batch (Sia's bootstrapping). Before the
-        first run one device of each kind is worth 1, and nothing else is known.
+        A kind without measurements is projected from the first kind that has some, by the ratio of the
+        samples/s of one device at the largest micro-batch (Sia's bootstrapping). Before the first run, one
+        device of each kind counts as 1, and nothing else is known.
         """
         if self.spec.mode != "adaptive":
-            return self._true_speeds(shapes)
-        grad = self._grad
-        models = {kind: id(self._model(kind)) for kind in self._profiles}
-        moments = None if grad is None else (grad.sqr, grad.var)
-        key = shapes, moments, tuple(models.items()), self._limit()
+            key, estimate = shapes, self._true_speeds
+        else:
+            models = {kind: id(self._model(kind)) for kind in self._profiles}
+            moments = None if self._grad is None else (self._grad.sqr, self._grad.var)
+            key, estimate = (shapes, moments, tuple(models.items()), self._limit()), self._estimate
         if self._offered[0] != key:
-            self._offered = key, self._estimate(shapes)
+            self._offered = key, estimate(shapes)
         return self._offered[1]
 
     def _limit(self) -> int:
-        """The largest size that it may be offered."""
+        """Return the largest size that the job may be offered."""
         growth, most = self._settings.growth, self.spec.max_devices
         if growth is None:
             return most
@@ -215,47 +219,42 @@ class TableJob:
         limit = self._limit()
         table: dict[Shape, float] = {}
         for kind in self._app.steps:
-            chosen = tuple(s for s in shapes if s.kind == kind and s.num_devices <= limit)
-            if not chosen:
-                continue
-            if self._grad is None or not self._profiles:
-                table |= {shape: 1.0 for shape in chosen if shape.num_devices == 1}
-                continue
-            source = kind if kind in self._profiles else next(iter(self._profiles))
-            places = tuple((shape.num_nodes, shape.num_devices) for shape in chosen)
-            found = self._learners[source].goodput(
-                self._model(source), self._grad, places, self._batch
-            )
-            ratio = 1.0 if source == kind else self._single(kind) / self._single(source)
-            best = found.max(1) * ratio
-            table |= {s: float(g) for s, g in zip(chosen, best, strict=True) if g > 0}
+            offered = tuple(s for s in shapes if s.kind == kind and s.num_devices <= limit)
+            if offered:
+                table |= self._expected(kind, offered)
         return table
 
+    def _expected(self, kind: str, offered: tuple[Shape, ...]) -> dict[Shape, float]:
+        """Return the goodput on shapes of a kind, by the model of the kind or of another one."""
+        if self._grad is None or not self._profiles:
+            return {shape: 1.0 for shape in offered if shape.num_devices == 1}
+        source = kind if kind in self._profiles else next(iter(self._profiles))
+        places = tuple((shape.num_nodes, shape.num_devices) for shape in offered)
+        found = self._learners[source].goodput(self._model(source), self._grad, places, self._batch)
+        ratio = 1.0 if source == kind else self._single(kind) / self._single(source)
+        best = found.max(1) * ratio
+        return {s: float(g) for s, g in zip(offered, best, strict=True) if g > 0}
+
     def _single(self, kind: str) -> float:
-        """Samples/s of one device at its largest micro-batch."""
+        """Return the samples/s of one device at its largest micro-batch."""
         steps, size = self._app.steps[kind], self._app.limits(kind)[1]
         return size / steps.times((1,), size)[0]
 
-    def _true_speeds(self, shapes: tuple[Shape, ...]) -> Mapping[Shape, float]:
+    def _true_speeds(self, shapes: tuple[Shape, ...]) -> dict[Shape, float]:
         rigid, most = self.spec.num_devices, self.spec.max_devices
-        if self._offered[0] != shapes:
-            chosen = [s for s in shapes if s.kind in self._app.steps and s.num_devices <= most]
-            # Devices of a full node: the largest size that is offered on one.
-            full: dict[str, int] = {}
-            for shape in shapes:
-                if shape.num_nodes == 1:
-                    full[shape.kind] = max(full.get(shape.kind, 1), shape.num_devices)
-            table = {
-                shape: rate
-                for shape in chosen
-                if (rigid is None or shape.num_devices == rigid)
-                and (rate := self._steps(shape, full.get(shape.kind, 1)))
-            }
-            self._offered = shapes, table
-        return self._offered[1]
+        full: dict[str, int] = {}  # devices of a full node: the largest size offered on one node
+        for shape in shapes:
+            if shape.num_nodes == 1:
+                full[shape.kind] = max(full.get(shape.kind, 1), shape.num_devices)
+        table = {}
+        for shape in shapes:
+            fits = shape.num_devices <= most if rigid is None else shape.num_devices == rigid
+            if shape.kind in self._app.steps and fits:
+                table[shape] = self._true_speed(shape, full.get(shape.kind, 1))
+        return {shape: rate for shape, rate in table.items() if rate > 0}
 
-    def _steps(self, shape: Shape, per_node: int) -> float | None:
-        """True optimizer steps/s at the fixed batch on a packed placement; None = not possible."""
+    def _true_speed(self, shape: Shape, per_node: int) -> float:
+        """Return the true optimizer steps/s at the fixed batch on a packed placement; 0 = impossible."""
         app, devices = self._app, shape.num_devices
         high = app.limits(shape.kind)[1]
         micro, count = split(self._batch or 0, devices, app.base_batch, high, app.max_batch)
@@ -263,23 +262,25 @@ class TableJob:
             packed(devices, per_node), np.array([micro], float)
         )
         step, sync = times[0]
-        rate = 1.0 / (step + (step - sync) * (count - 1))
-        return float(rate) if rate > 0 else None
+        return float(1.0 / (step + (step - sync) * (count - 1)))
 
     def remaining(self) -> float | None:
-        """Steps left where the batch is fixed; else useful samples, if it may say so or has a deadline."""
+        """Return the work left: steps if the batch is fixed, otherwise useful samples.
+
+        An adaptive job declares it only if the settings or a deadline make it do so.
+        """
         runs, batch = self._app.runs, self._batch
         if self.spec.mode != "adaptive" and batch is not None:
             last = runs.num_epochs - 1
             if self._epoch >= last:
-                return 1.0  # as published: the last epoch counts as one step
+                return 1.0  # as published, the last epoch counts as one step
             return runs.iterations_at_end(batch, last) - runs.iterations_at_end(batch, self._epoch)
         if not self._settings.declared_progress and self.spec.deadline_s is None:
             return None
         return float(runs.epoch_ends[-1] - self._progress) * self._app.base_batch
 
     def save(self) -> tuple[int, float]:
-        """The epoch and the base steps done."""
+        """Return the epoch and the base steps done."""
         return self._epoch, self._progress
 
     def restore(self, saved: tuple[int, float]) -> None:
@@ -288,12 +289,9 @@ class TableJob:
         self._chosen = None
 
     def isolated_s(self, kind: str, counts: Counts) -> float:
-        """Seconds that all of its work takes on that placement alone, at its best batch."""
-        learner = self._learners[kind]
-        return learner.isolated_s(counts, self._batch) * self._settings.slowdown.get(
-            self.application, 1.0
-        )
+        """Return the seconds of the whole job alone on that placement, at its best batch size."""
+        return self._learners[kind].isolated_s(counts, self._batch) * self._slowdown
 
     def beside(self, other: SimulatedJob, kind: str) -> float | None:
-        """Unknown: nobody measured two of these applications on the same devices."""
+        """Return None: these applications were not measured on shared devices."""
         return None

@@ -1,8 +1,8 @@
-"""Jobs that advance as Gavel's throughput tables say: steps per second by kind, alone or beside another.
+"""Jobs with the speeds of Gavel's throughput tables: steps per second by kind, alone or beside another job.
 
 Source: the simulator of Narayanan et al., "Heterogeneity-Aware Cluster Scheduling Policies for Deep
-Learning Workloads", OSDI 2020. Placement does not change the speed, and a step count is the sum over
-all devices of a job.
+Learning Workloads", OSDI 2020. The speed does not depend on the placement, and a step count is the
+sum over all devices of a job.
 """
 
 import math
@@ -11,25 +11,25 @@ from dataclasses import dataclass
 
 from jaxgoodput.cluster.published.tables import Counts
 from jaxgoodput.cluster.published.traces import Throughputs, TraceJob
-from jaxgoodput.cluster.simulate.job import SimulatedJob, spec_of
+from jaxgoodput.cluster.simulate.jobs.job import SimulatedJob, spec_of
 from jaxgoodput.cluster.simulate.settings import Settings
 from jaxgoodput.specs import Shape
 
 
 @dataclass(frozen=True)
 class GavelTruth:
-    """Makes rigid jobs whose speed is looked up by (job type, number of devices)."""
+    """Creates rigid jobs, whose speed is looked up by (job type, number of devices)."""
 
     throughputs: Throughputs
 
     def job(self, trace: TraceJob, settings: Settings, index: int) -> "GavelJob":
-        """The job of one line of a trace.
+        """Return the job of one line of a trace.
 
-        Raises ValueError where the tables have no speed of it on any kind, or the line has no steps.
+        Raises ValueError if the tables have no speed for it on any kind, or if the line has no steps.
         """
         if trace.num_steps is None:
             raise ValueError(
-                f"job {trace.id!r} has no number of steps; it is not of a Gavel trace."
+                f"job {trace.id!r} has no number of steps; only lines of a Gavel trace have one."
             )
         key = trace.application, trace.num_devices
         speeds = {
@@ -46,7 +46,7 @@ class GavelTruth:
 
 
 class GavelJob:
-    """One job of `GavelTruth`; see `SimulatedJob`."""
+    """A job of `GavelTruth`; see `SimulatedJob`."""
 
     def __init__(
         self,
@@ -73,15 +73,15 @@ class GavelJob:
 
     @property
     def largest_profiled(self) -> int:
-        """Its one size, once it has run."""
+        """The only size of the job, once it has run."""
         return self._trace.num_devices if self._ran else 0
 
     def place(self, kind: str, counts: Counts) -> None:
-        """Go on on that kind; how the devices are spread does not matter."""
+        """Continue on that kind; the placement does not matter."""
         self._kind, self._ran = kind, self._ran or bool(counts)
 
     def advance(self, seconds: float, speed: float = 1.0) -> float:
-        """Work for at most `seconds`; whole steps, the rest of the time is lost, as published."""
+        """Work for at most `seconds`; as published, only whole steps count if `Settings.rounding` is set."""
         rate = self._speeds[self._kind] * speed
         if self._left <= rate * seconds:
             used = self._left / rate
@@ -92,16 +92,16 @@ class GavelJob:
         return seconds
 
     def next_stop(self, seconds: float, speed: float = 1.0) -> float | None:
-        """Seconds until it is done, where that is within `seconds`."""
+        """Return when the job finishes, if within `seconds`."""
         needed = self._left / (self._speeds[self._kind] * speed)
         return needed if needed <= seconds else None
 
     def samples_per_s(self) -> float:
-        """Steps/s where it is now: how many samples a step has is not known."""
+        """Return the steps per second: the samples of a step are not known."""
         return self._speeds[self._kind]
 
     def goodput(self, shapes: tuple[Shape, ...]) -> Mapping[Shape, float]:
-        """Steps/s on every shape of its size."""
+        """Return the steps per second on every shape of the job's size."""
         if self._offered[0] is not shapes:
             size = self._trace.num_devices
             table = {s: self._speeds.get(s.kind, 0.0) for s in shapes if s.num_devices == size}
@@ -109,26 +109,26 @@ class GavelJob:
         return self._offered[1]
 
     def remaining(self) -> float:
-        """Steps left."""
+        """Return the steps left."""
         return self._left
 
     def save(self) -> float:
-        """The steps left."""
+        """Return the steps left."""
         return self._left
 
     def restore(self, saved: float) -> None:
-        """Fall back to that many steps left."""
+        """Fall back to that number of steps left."""
         self._left = saved
 
     def isolated_s(self, kind: str, counts: Counts) -> float:
-        """Seconds for all of its steps; with fewer devices than it needs it gets a part of the time."""
+        """Return the seconds of all steps; with too few devices, the job gets a part of the time."""
         if kind not in self._speeds:
             return math.inf
         share = min(1.0, sum(counts) / self._trace.num_devices)
         return (self._trace.num_steps or 0) / (self._speeds[kind] * share)
 
     def beside(self, other: SimulatedJob, kind: str) -> float | None:
-        """Its speed beside another job of its size, over that alone; None where that was not measured."""
+        """Return the speed beside another job of its size, relative to alone; None if it was not measured."""
         row = self._throughputs.get(kind, {}).get((self.application, self._trace.num_devices), {})
         pair = row.get((other.application, other.spec.num_devices or 1))
         if not isinstance(pair, tuple) or kind not in self._speeds:

@@ -1,9 +1,8 @@
-"""What a simulated job learns from its own steps, and the batch that it then chooses: AdaptDL's way.
+"""How a simulated job learns its speed and chooses its batch size, as AdaptDL does.
 
-A job measures the time of every configuration that it runs, fits the time model to what it saw on
-each kind of device, and searches 50 global batch sizes, geometrically spaced, for the highest
-goodput (adaptdl/goodput.py, `optimize`). Fits and searches are shared between jobs that saw the
-same.
+A job measures the time of every configuration that it runs, fits a time model for each kind of device, and
+searches 50 global batch sizes, geometrically spaced, for the highest goodput (adaptdl/goodput.py,
+`optimize`). Jobs with the same measurements share fits and searches.
 """
 
 import math
@@ -20,17 +19,18 @@ from jaxgoodput.goodput.perf import PerfParams, Placement, step_time
 NUM_BATCHES = 50  # global batch sizes tried
 ROUNDING = 1e-8  # AdaptDL's tolerance before it rounds up
 
-# (nodes, devices, batch per device) -> (step_s, sync_s), as measured.
+# (nodes, devices, batch size per device) -> measured (step_s, sync_s).
 Profile = Mapping[tuple[int, int, int], tuple[float, float]]
 
 
 def split(
     batch: float | int, num_devices: int, base: int, largest: int, limit: int
 ) -> tuple[int, int]:
-    """(samples per device and micro-batch, micro-batches) of about that global batch.
+    """Return (samples per device and micro-batch, number of micro-batches) for about that global batch.
 
-    `largest` is the largest micro-batch, `limit` the largest global batch, which is never exceeded;
-    a single device accumulates above `base` (its gradient noise needs two samples).
+    `largest` is the largest micro-batch. `limit` is the largest global batch, which is never exceeded. If
+    there is only one device, it uses two micro-batches above `base`, because its gradient noise needs two
+    gradients.
 
     >>> split(2048, 6, 128, 1024, 4096)
     (342, 1)
@@ -45,7 +45,7 @@ def split(
 
 @dataclass(frozen=True)
 class Configurations:
-    """The configurations to choose from on some placements; arrays `[placements, batches]`."""
+    """The configurations to choose from on some placements; arrays are `[placements, batches]`."""
 
     at: Placement  # num_nodes and num_replicas, [placements, 1]
     micro: np.ndarray  # samples per device and micro-batch
@@ -61,7 +61,7 @@ def configurations(
     limits: tuple[int, int],
     batch: int | None = None,
 ) -> Configurations:
-    """AdaptDL's configurations on every placement; only the given global batch where it is fixed."""
+    """Return AdaptDL's configurations on every placement; if `batch` is given, only that global batch."""
     base, most = application.base_batch, application.max_batch
     low, high = limits
     replicas = np.asarray(devices, np.int64)[:, None]
@@ -71,7 +71,7 @@ def configurations(
         micro, count = (np.array(column)[:, None] for column in zip(*pairs, strict=True))
         fits = np.ones_like(micro, bool)
     else:
-        # Beyond the last useful size the range is empty; its one end marks the row as not allowed.
+        # If a placement is too large for the largest batch, its range is empty and the row is not allowed.
         fits = (smallest <= most)[:, None]
         steps = np.geomspace(np.minimum(smallest, most), most, NUM_BATCHES, axis=1)
         local = steps / replicas
@@ -87,7 +87,7 @@ def configurations(
 
 @dataclass(frozen=True)
 class Learner:
-    """Fits and searches of one application on one kind of device, remembered by what was seen."""
+    """Cached fits and searches of one application on one kind of device, by measurements."""
 
     application: Application
     kind: str
@@ -97,7 +97,7 @@ class Learner:
     _isolated: dict = field(default_factory=dict, repr=False, compare=False)
 
     def fit(self, profile: Profile) -> PerfParams:
-        """The time model of what was measured, under AdaptDL's priors."""
+        """Return the time model that fits the measurements, with AdaptDL's priors."""
         key = frozenset(profile.items())
         if key not in self._fits:
             rows = sorted(profile.items())
@@ -119,7 +119,7 @@ class Learner:
     def configurations(
         self, placements: tuple[tuple[int, int], ...], batch: int | None
     ) -> Configurations:
-        """The configurations on (nodes, devices) pairs, for a fixed batch or for any."""
+        """Return the configurations on (nodes, devices) pairs; None means any batch."""
         key = placements, batch
         if key not in self._configurations:
             nodes, devices = zip(*placements, strict=True)
@@ -136,12 +136,13 @@ class Learner:
         placements: tuple[tuple[int, int], ...],
         batch: int | None,
     ) -> np.ndarray:
-        """[placements, batches] useful samples/s by the model; 0 where not allowed."""
+        """Return useful samples/s by the model, `[placements, batches]`; 0 = not allowed."""
         found = self.configurations(placements, batch)
         key = id(perf), placements, batch
         if key not in self._speeds:
             seconds = step_time(perf, found.at, found.micro, found.count)
-            # The parameters are kept with it, so that their identity stays theirs.
+            # The key holds the id of `perf`: keeping `perf` stops Python from giving its id to another
+            # object.
             self._speeds[key] = perf, np.where(found.allowed, found.batch / seconds, 0.0)
         worth = efficiency(grad, found.batch / self.application.base_batch)
         return self._speeds[key][1] * worth
@@ -149,7 +150,7 @@ class Learner:
     def choose(
         self, perf: PerfParams, grad: GradParams, nodes: int, devices: int
     ) -> tuple[int, int]:
-        """(samples per device and micro-batch, micro-batches) of the highest goodput."""
+        """Return (samples per device and micro-batch, number of micro-batches) of the highest goodput."""
         place = ((nodes, devices),)
         best = int(np.argmax(self.goodput(perf, grad, place, None)[0]))
         found = self.configurations(place, None)
@@ -157,9 +158,9 @@ class Learner:
         return min(micro, self.application.max_batch // (devices * count)), count
 
     def isolated_s(self, counts: Counts, batch: int | None) -> float:
-        """Seconds that the application really takes on that placement at the best batch of each epoch.
+        """Return the true seconds of the application on that placement, at the best batch size of each epoch.
 
-        `batch` fixes it. Infinite where nothing was measured there.
+        If `batch` is given, it is used in all epochs. Infinite if the tables have no measurement there.
         """
         key = counts, batch
         if key not in self._isolated:
@@ -172,6 +173,7 @@ class Learner:
         micro, count, total = found.micro[0], found.count[0], found.batch[0]
         times = app.steps[self.kind].times_of_sizes(counts, micro.astype(float))
         seconds = times[:, 0] + (times[:, 0] - times[:, 1]) * (count - 1)
+        # Outside of what was measured, times are NaN, which compares false.
         usable = (seconds > 0) & (total <= app.max_batch)
         if not usable.any():
             return math.inf
