@@ -118,8 +118,8 @@ def test_workers_are_forgotten_when_they_end_and_their_errors_are_delivered():
         workers.start(functools.partial(run, number=number))
     assert not workers.join(0.0)
     may_end.set()
-    assert workers.join(20)
+    assert workers.join(20.0)
     assert sorted(error.args[0] for error in errors) == list(range(1, 20, 2))
     workers.start(lambda worker: print(worker.wait_stopping()))
     workers.stop()
-    assert workers.join(20) and not workers._running
+    assert workers.join(20.0) and not workers._running
