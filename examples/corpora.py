@@ -125,9 +125,8 @@ def identifier_use(cache: str | os.PathLike[str] | None = None) -> IdentifierUse
         partial = path.with_name(f"{path.stem}.{os.getpid()}.npz")
         uses, functions = _parse(files)
         np.savez(partial, uses=uses, functions=functions)
-        os.replace(
-            partial, path
-        )  # atomic, so that two examples that start together never read half a file
+        # Atomic, so that two examples that start together never read half a file.
+        os.replace(partial, path)
     with np.load(path) as arrays:
         return _split(arrays["uses"], arrays["functions"])
 

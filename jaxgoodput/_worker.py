@@ -140,7 +140,7 @@ class Workers:
                 worker.stop()
 
     def join(self, timeout_s: float | None = None) -> bool:
-        """Wait for each worker, for `timeout_s` at most; False if one still runs."""
+        """Wait for all workers, at most `timeout_s` for each; False if one still runs."""
         with self._lock:
             running = list(self._running)
         return all([worker.join(timeout_s) for worker in running])

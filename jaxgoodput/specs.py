@@ -53,7 +53,7 @@ class Node:
     """Local indices of devices that no job gets: they are broken or used otherwise."""
 
     def __post_init__(self):
-        _require(f"node {self.name!r}", {"num_devices": self.num_devices})
+        require_within(f"node {self.name!r}", {"num_devices": self.num_devices})
         if self.withheld:
             wrong = [i for i in self.withheld if not 0 <= i < self.num_devices]
             if wrong or len(set(self.withheld)) < len(self.withheld):
@@ -80,7 +80,7 @@ class Reservation:
     """Tenant that may use the devices; None: no tenant, for example during maintenance."""
 
     def __post_init__(self):
-        _require(f"a reservation on node {self.node!r}", {"num_devices": self.num_devices})
+        require_within(f"a reservation on node {self.node!r}", {"num_devices": self.num_devices})
         if not self.start_s < self.end_s:
             raise ValueError(
                 f"a reservation on node {self.node!r} runs from {self.start_s} s to {self.end_s} s. "
@@ -110,7 +110,9 @@ class Tenant:
 
     def __post_init__(self):
         what = f"tenant {self.name!r}"
-        _require(what, {"guaranteed": self.guaranteed, "budget_per_hour": self.budget_per_hour})
+        require_within(
+            what, {"guaranteed": self.guaranteed, "budget_per_hour": self.budget_per_hour}
+        )
         if self.limit is not None and self.limit < self.guaranteed:
             raise ValueError(
                 f"{what} is guaranteed {self.guaranteed} devices but limited to {self.limit}. Raise the "
@@ -152,9 +154,9 @@ class ClusterSpec:
                     f"{has}. Reserve devices that exist; the nodes are {sorted(sizes)[:5]} ..."
                 )
         for tenant, limit in self.quota.items():
-            _require(f"tenant {tenant!r}", {"quota": limit})
+            require_within(f"tenant {tenant!r}", {"quota": limit})
         for kind, price in self.price_per_hour.items():
-            _require(f"kind {kind!r}", {"price_per_hour": price})
+            require_within(f"kind {kind!r}", {"price_per_hour": price})
         if self.tenants:
             _require_tree(self.tenants)
             self._require_prices()
@@ -239,7 +241,7 @@ class JobSpec:
             raise ValueError(
                 f"{what} is rigid but has no num_devices. Give the exact number, or choose mode='elastic'."
             )
-        _require(what, {"num_devices": self.num_devices}, 1)
+        require_within(what, {"num_devices": self.num_devices}, 1)
         if not 1 <= self.min_devices <= self.max_devices:
             raise ValueError(
                 f"{what} has min_devices={self.min_devices} and max_devices={self.max_devices}. They must be "
@@ -248,7 +250,7 @@ class JobSpec:
         _require_weight(what, self.weight)
         if not self.min_run_s >= 0:  # may be infinite: the job keeps its devices until it ends
             raise ValueError(f"{what} has min_run_s={self.min_run_s}. It must be 0 or more.")
-        _require(what, {"budget": self.budget})
+        require_within(what, {"budget": self.budget})
         if self.kinds is not None and not self.kinds:
             raise ValueError(
                 f"{what} allows no kind of device. List at least one, or set kinds=None for all."
@@ -327,13 +329,13 @@ class LayoutHints:
 
     def __post_init__(self):
         what = f"layout {self.name!r}"
-        _require(what, {"devices_per_replica": self.devices_per_replica}, 1, 2**20)
+        require_within(what, {"devices_per_replica": self.devices_per_replica}, 1, 2**20)
         if not 1 <= self.micro[0] <= self.micro[1] <= MOST_MICRO:
             raise ValueError(
                 f"{what} has micro={self.micro}. It must be (smallest, largest) with 1 <= smallest <= "
                 f"largest <= {MOST_MICRO}."
             )
-        _require(what, {"error": self.error}, 0, LARGEST)
+        require_within(what, {"error": self.error}, 0, LARGEST)
         if len(self.residuals) > 256:
             raise ValueError(f"{what} has {len(self.residuals)} residuals. At most 256 are read.")
         for size, ratio in self.residuals:
@@ -402,7 +404,7 @@ class Hints:
             ),
         }
         for name, (low, high) in limits.items():
-            _require("a hint", {name: getattr(self, name)}, low, high)
+            require_within("a hint", {name: getattr(self, name)}, low, high)
         for name in ("grad_sqr", "grad_var", "restarts_s"):
             values = getattr(self, name)
             if not all(0 <= value <= LARGEST for value in values):
@@ -428,7 +430,7 @@ class Hints:
         return None if left is None else left * self.base_batch_size
 
 
-def _require(
+def require_within(
     what: str,
     numbers: Mapping[str, int | float | None],
     low: int | float = 0,

@@ -1,7 +1,7 @@
-"""All policies by name, with what each needs of its jobs: for commands, benchmarks and tables.
+"""All policies by name, with what each needs of jobs and cluster; for commands, benchmarks and tables.
 
-Policies that resize jobs see adaptive ones; Optimus keeps the batch and sees elastic ones; all
-others run jobs on the devices that their users asked for, as they were published.
+Policies that resize jobs are given adaptive jobs. Optimus keeps the batch, so it is given elastic ones. All
+other policies run jobs on the devices that users asked for, as published.
 """
 
 from collections.abc import Mapping
@@ -34,19 +34,19 @@ from jaxgoodput.cluster.scheduler.policy import Policy
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyEntry:
-    """A policy with its published settings, and what it asks of jobs and cluster."""
+    """A policy with its published settings, and its requirements."""
 
     policy: Policy
     says: str
-    """What it does, in one line."""
+    """Summary of the policy in one line."""
     mode: Literal["adaptive", "elastic", "rigid"] = "rigid"
-    """What jobs are to it, whatever they could do."""
+    """Mode in which the policy is given all jobs, whatever they could do."""
     one_kind: bool = False
-    """Whether it knows one kind of device only."""
+    """Whether the policy knows one kind of device only."""
     largest_gang: int | None = None
-    """It never starts a job that asks for more devices; None = any."""
+    """Most devices of a job that the policy ever starts; None = any."""
     sharing: bool = False
-    """Whether it may put two jobs on the same devices."""
+    """Whether the policy may put two jobs on the same devices."""
 
 
 def _gavel(fractions: FractionPolicy, says: str, **needs) -> PolicyEntry:
@@ -56,7 +56,7 @@ def _gavel(fractions: FractionPolicy, says: str, **needs) -> PolicyEntry:
 
 
 def catalogue() -> Mapping[str, PolicyEntry]:
-    """Every policy by the name that commands know it by; ours first."""
+    """Return every policy by its name in commands; this package's own comes first."""
     agnostic = "as if all kinds were equally fast"
     pairs = "pairs of jobs may share devices"
     return {
@@ -66,7 +66,7 @@ def catalogue() -> Mapping[str, PolicyEntry]:
             policy=Pollux(), mode="adaptive", says="even speedups over a fair share"
         ),
         "optimus": PolicyEntry(
-            policy=Optimus(), mode="elastic", one_kind=True, says="devices where they save most time"
+            policy=Optimus(), mode="elastic", one_kind=True, says="devices to the job they help most"
         ),
         "tiresias": PolicyEntry(policy=Tiresias(), one_kind=True, says="two queues by attained service"),
         "edf": PolicyEntry(

@@ -83,8 +83,7 @@ class Client:
             headers["Content-Type"] = "application/json"
         if changes:
             headers["Idempotency-Key"] = secrets.token_hex(16)
-        may_repeat = method == "GET" or changes
-        status, text = self._send(method, target, data, headers, wait_s, may_repeat)
+        status, text = self._send(method, target, data, headers, wait_s)
         try:
             answer = json.loads(text)
         except ValueError:
@@ -109,14 +108,9 @@ class Client:
             self._connection = None
 
     def _send(
-        self,
-        method: str,
-        target: str,
-        data: bytes | None,
-        headers: dict[str, str],
-        wait_s: float,
-        may_repeat: bool,
+        self, method: str, target: str, data: bytes | None, headers: dict[str, str], wait_s: float
     ) -> tuple[int, bytes]:
+        may_repeat = method == "GET" or "Idempotency-Key" in headers
         for attempt in (1, 2):
             was_kept = self._connection is not None
             try:

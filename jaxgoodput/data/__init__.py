@@ -1,1 +1,1 @@
-"""The elastic input pipeline: which sample goes where, exactly once."""
+"""The input pipeline: reads every sample exactly once, whatever batches and processes do."""

@@ -8,14 +8,13 @@ ones. The permutations are part of the checkpoint format; a test pins them.
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int
 
 from jaxgoodput.data.shuffle import shuffled
 
-Order = Literal["keyed", "drawn"]
 PART = 8192  # places whose permutation is computed at once, in 0.3 ms
 
 
@@ -36,9 +35,6 @@ class Cursor:
     """Number of complete epochs."""
     offset: int = 0
     """Number of samples of this epoch that were used."""
-    order: Order = "keyed"
-    """Kind of permutation: "keyed" is computed place by place (`shuffled`); "drawn" is held in memory as a
-    whole, and continues runs that an earlier version began."""
 
     def __post_init__(self):
         for name in ("seed", "epoch", "offset"):
@@ -73,25 +69,20 @@ class Permutations:
     """
 
     def __init__(self):
-        self._parts: dict[tuple[int, int, int, int, Order], np.ndarray] = {}
+        self._parts: dict[tuple[int, int, int, int], np.ndarray] = {}
 
     def after(self, cursor: Cursor, dataset_size: int) -> Int[np.ndarray, " part"]:
-        """Return the order of the cursor's epoch from its offset on, at least one place; read-only.
+        """Return the order of the cursor's epoch from its offset on; read-only.
 
-        A keyed order ends with its part of `PART` places. A drawn order ends with the epoch, and takes 8
-        bytes and about 14 ns for every sample of the data set.
+        It has at least one place, and ends with its part of `PART` places.
         """
-        length = PART if cursor.order == "keyed" else dataset_size
-        first = cursor.offset // length * length
-        key = (cursor.seed, cursor.epoch, first, dataset_size, cursor.order)
+        first = cursor.offset // PART * PART
+        key = (cursor.seed, cursor.epoch, first, dataset_size)
         if key not in self._parts:
             while len(self._parts) >= 2:
                 del self._parts[next(iter(self._parts))]
-            if cursor.order == "keyed":
-                places = np.arange(first, min(first + length, dataset_size))
-                part = shuffled(places, dataset_size, seed=cursor.seed, epoch=cursor.epoch)
-            else:
-                part = np.random.default_rng([cursor.seed, cursor.epoch]).permutation(dataset_size)
+            places = np.arange(first, min(first + PART, dataset_size))
+            part = shuffled(places, dataset_size, seed=cursor.seed, epoch=cursor.epoch)
             part.flags.writeable = False
             self._parts[key] = part
         return self._parts[key][cursor.offset - first :]
@@ -123,7 +114,7 @@ def take(
       ValueError: the dataset is empty, `count` is negative, or the cursor is behind the dataset's end.
 
     >>> take(Cursor(seed=0, offset=2), 4, 5, shuffle=False)
-    (array([2, 3, 0, 1, 2]), Cursor(seed=0, epoch=1, offset=3, order='keyed'))
+    (array([2, 3, 0, 1, 2]), Cursor(seed=0, epoch=1, offset=3))
     """
     if dataset_size < 1:
         raise ValueError(

@@ -119,7 +119,7 @@ class Loader:
                 f"prefetch={prefetch} is negative. Give 0 to read on the caller's thread, or more."
             )
         self._reader = MicroBatchReader(
-            source,
+            source=source,
             clock=clock,
             process_index=process_index,
             process_count=process_count,

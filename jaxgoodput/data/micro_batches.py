@@ -109,38 +109,32 @@ class DataEnd:
     """The data have ended, or enough samples have been handed out."""
 
 
+@dataclass(kw_only=True, eq=False)
 class MicroBatchReader:
-    """Reads this process's part of micro-batches. The arguments are `Loader`'s.
+    """Reads this process's part of micro-batches. The fields are `Loader`'s arguments.
 
     Not thread-safe: one thread at a time begins, and one at a time finishes.
     """
 
-    def __init__(
-        self,
-        source: Source,
-        *,
-        clock: Clock,
-        process_index: int,
-        process_count: int,
-        max_samples: int | None,
-        drop_last: bool,
-        shuffle: bool,
-        num_readers: int | None,
-        num_retries: int,
-        on_host: Callable[[PyTree], Any] | None,
-    ):
-        self.drop_last = drop_last
+    source: Source
+    clock: Clock
+    process_index: int
+    process_count: int
+    max_samples: int | None
+    drop_last: bool
+    shuffle: bool
+    num_readers: int | None
+    num_retries: int
+    on_host: Callable[[PyTree], Any] | None
+
+    def __post_init__(self):
+        source = self.source
         self.dataset_size = len(source)
         self.readers = Readers(
-            source, clock=clock, num_readers=num_readers, num_retries=num_retries
+            source, clock=self.clock, num_readers=self.num_readers, num_retries=self.num_retries
         )
+        self.shuffle = self.shuffle and not is_endless(source)
         self._stream = source if isinstance(source, StreamSource) else None
-        self._clock = clock
-        self._process_index = process_index
-        self._process_count = process_count
-        self._max_samples = max_samples
-        self._shuffle = shuffle and not is_endless(source)
-        self._on_host = on_host
         self._permutations = Permutations()
         self._kind: PyTree | None = None  # structure, shapes and dtypes of the first batch
         # For one sharding and number of rows: which rows this process holds, and the mask without padding.
@@ -162,7 +156,7 @@ class MicroBatchReader:
 
     def mesh_of(self, sharding: NamedSharding) -> tuple[int, int]:
         """Return how many meshes share a batch, and the number of this process's mesh."""
-        return parts_of(sharding, self._process_index, self._process_count)
+        return parts_of(sharding, self.process_index, self.process_count)
 
     def places(self, position: Position, most: int) -> Places | None:
         """Return the next samples from `position` on, `most` at the most; None if there are none left.
@@ -170,8 +164,8 @@ class MicroBatchReader:
         With `drop_last`, returns None if fewer than `most` are left.
         """
         count = most
-        if self._max_samples is not None:
-            count = min(count, self._max_samples - position.handed_out)
+        if self.max_samples is not None:
+            count = min(count, self.max_samples - position.handed_out)
         if self._stream is not None:
             count = self._stream.available(position.cursor.offset, count)
         if count == 0 or (self.drop_last and count < most):
@@ -180,7 +174,7 @@ class MicroBatchReader:
             position.cursor,
             self.dataset_size,
             count,
-            shuffle=self._shuffle,
+            shuffle=self.shuffle,
             permutations=self._permutations,
         )
         epochs = epochs_of(position.cursor, self.dataset_size, count)
@@ -222,7 +216,7 @@ class MicroBatchReader:
         """Wait for the samples of a micro-batch, and put them on the devices."""
         if not isinstance(pending, PendingRead):
             return pending
-        began_s = self._clock.now()
+        began_s = self.clock.now()
         try:
             micro_batch = self._assembled(
                 pending.reading, pending.num_mine, pending.sharding, pending.mesh_rows
@@ -232,7 +226,7 @@ class MicroBatchReader:
                 num_rows=pending.num_rows,
                 indices=pending.places.indices,
                 after=pending.places.after,
-                read_s=0.0 if self.readers.are_threads else self._clock.now() - began_s,
+                read_s=0.0 if self.readers.are_threads else self.clock.now() - began_s,
             )
         except Exception as error:  # raised in the loop when this micro-batch is due
             return ReadFailure.of(error, pending.before, pending.places.indices)
@@ -275,7 +269,7 @@ class MicroBatchReader:
         if num_padded:
             ones = (np.arange(len(held)) < num_mine).astype(np.float32)
             mask = put_rows(ones, held, sharding, num_rows=num_rows)
-        on_host = None if self._on_host is None else self._on_host(rows)
+        on_host = None if self.on_host is None else self.on_host(rows)
         return MicroBatch(data=data, mask=mask, on_host=on_host)
 
     def _held_rows(self, sharding: NamedSharding, num_rows: int) -> tuple[np.ndarray, Array]:

@@ -273,26 +273,25 @@ class StreamSource(Source):
         Fewer than `count` if the stream ends.
         """
         with self._reading:
-            return self._available(first, count)
-
-    def _available(self, first: int, count: int) -> int:
-        if self._next < first + count and self._next > self._states[-1].place:
-            state = self._state()
-            with self._lock:
-                self._states.append(state)
-        while self._next < first + count:
-            if self._failed is not None:  # a generator that has raised would seem to be at its end
-                raise self._failed
-            try:
-                item = next(self._iterator)
-            except StopIteration:
-                break
-            except Exception as error:
-                self._failed = RuntimeError(_failure(f"sample {self._next}", error))
-                raise self._failed from error
-            self._items[self._next] = item
-            self._next += 1
-        return max(min(count, self._next - first), 0)
+            if self._next < first + count and self._next > self._states[-1].place:
+                state = self._state()
+                with self._lock:
+                    self._states.append(state)
+            while self._next < first + count:
+                if (
+                    self._failed is not None
+                ):  # a generator that has raised would seem to be at its end
+                    raise self._failed
+                try:
+                    item = next(self._iterator)
+                except StopIteration:
+                    break
+                except Exception as error:
+                    self._failed = RuntimeError(_failure(f"sample {self._next}", error))
+                    raise self._failed from error
+                self._items[self._next] = item
+                self._next += 1
+            return max(min(count, self._next - first), 0)
 
     def batch(self, indices: Int[np.ndarray, " n"]) -> PyTree[np.ndarray]:
         """Return the samples at these places, which must have been read (see `available`), and not released.

@@ -1,9 +1,9 @@
 """Tables larger than the device: rows in its slots while they are read, otherwise in RAM or on a disk.
 
-A `TieredTable` has rows by id, each an embedding and what its optimizer keeps of it. A `Pipeline` brings the
-rows of batch after batch to the device, ahead of the training; `row_step` makes the step that reads and
-changes them there. `TieredTable.save` commits all rows; `resize` gives them to other hosts. Processes that
-share a table have `Peers` that tell each other ids and rows, and each opens its `Share`.
+A `TieredTable` holds rows by id, each an embedding with its optimizer state. A `Pipeline` brings the rows of
+each batch to the device ahead of the training, and `row_step` returns a training step that reads and updates
+them there. `TieredTable.save` commits all rows; `resize` moves them to other hosts. If several processes
+share a table, `Peers` connect them, and each opens its `Share`.
 
     with TieredTable(folder, dim=16, optimizer=Adagrad(0.05), num_rows=10**8, device_rows=10**6,
                      ram_rows=10**7) as table:

@@ -82,7 +82,7 @@ class EvictedRows:
 
 @dataclass
 class Counts:
-    """In which tier the rows of all batches were found since the table was opened."""
+    """Rows that batches read since the table was opened, by the tier that they were found in."""
 
     batches: int = 0
     on_device: int = 0
@@ -218,7 +218,7 @@ class TieredTable:
         self.layout = RowLayout((Field(EMBEDDING, dim, dtype), *optimizer.fields(dim)))
         self.device_rows, self.ram_rows = device_rows, ram_rows
         self.counts = Counts()
-        self._seed, self._scale = seed, scale
+        self._initial: dict[str, Any] = {"seed": seed, "scale": scale}
         self._clock = clock or SystemClock()
         device = jax.local_devices()[0] if device is None else device
         self._sharding = device if isinstance(device, Sharding) else SingleDeviceSharding(device)
@@ -285,7 +285,7 @@ class TieredTable:
     def about(self) -> dict[str, Any]:
         """The properties that a commit stores, and that must be the same when the table is opened again."""
         fields = [[f.name, f.width, f.dtype] for f in self.layout.fields]
-        return {"format": FORMAT, "fields": fields, "seed": self._seed, "scale": self._scale}
+        return {"format": FORMAT, "fields": fields, **self._initial}
 
     @property
     def saved(self) -> Mapping[str, Any]:
@@ -451,7 +451,7 @@ class TieredTable:
 
     def initial(self, ids: Int64[np.ndarray, " n"]) -> UInt32[np.ndarray, "n words"]:
         """Return the rows that ids start with."""
-        values = initial_values(ids, self.dim, seed=self._seed, scale=self._scale)
+        values = initial_values(ids, self.dim, **self._initial)
         fields = {EMBEDDING: values, **self.optimizer.begin()}
         return self.layout.pack_host(fields, len(ids))
 

@@ -77,14 +77,14 @@ def _flops_of(one: JaxprEqn) -> float | int:
     shapes = [getattr(x.aval, "shape", ()) for x in (*one.invars, *one.outvars)]
     if name == "dot_general":
         ((summed, _), _) = one.params["dimension_numbers"]
-        return 2 * math.prod(shapes[-1]) * math.prod(shapes[0][i] for i in summed)
+        return 2.0 * math.prod(shapes[-1]) * math.prod(shapes[0][i] for i in summed)
     if name.startswith("ragged_dot"):
         # Every row meets the matrix of one group, whichever dimension is summed over.
-        return 2 * math.prod(shapes[0]) * shapes[-1][-1]
+        return 2.0 * math.prod(shapes[0]) * shapes[-1][-1]
     if name == "conv_general_dilated":
         _, kernel, *_, result = shapes
         outputs = kernel[one.params["dimension_numbers"].rhs_spec[0]]
-        return 2 * math.prod(result) * math.prod(kernel) / outputs
+        return 2.0 * math.prod(result) * math.prod(kernel) / outputs
     return 0.0
 
 

@@ -139,7 +139,6 @@ def _devices(topology: str | None, num_slices: int, num_devices: int | None) -> 
 
 def _print(trainer: Any, devices: Sequence[Any], options: argparse.Namespace) -> None:
     from rich.console import Console
-    from rich.table import Table
 
     from jaxgoodput.train import outlook as looking
 
@@ -159,19 +158,27 @@ def _print(trainer: Any, devices: Sequence[Any], options: argparse.Namespace) ->
             budget=budget,
             micro_batch_size=options.micro_batch_size,
         ):
-            (others if isinstance(one, looking.LeftOut) else found).append(one)
+            if isinstance(one, looking.LeftOut):
+                others.append(one)
+            else:
+                found.append(one)
             status.update(f"compiled {len(found)} of {len(kept)}: {one.strategy.name}")
     name = options.topology or f"{len(devices)} x {devices[0].device_kind}"
     title = f"{type(trainer).__name__} on {name}, {budget / GIB:.1f} GiB per device"
+    console.print(_table(title, [_row(one, len(devices)) for one in looking.by_throughput(found)]))
+    for one in others:
+        console.print(f"left out: {one.strategy.name}: {one.reason}", highlight=False)
+
+
+def _table(title: str, rows: Sequence[Mapping[str, str]]) -> Any:
+    from rich.table import Table
+
     table = Table(title=title, title_justify="left")
-    rows = [_row(one, len(devices)) for one in looking.by_throughput(found)]
     for column in rows[0] if rows else ():
         table.add_column(column, justify="left" if column in ("strategy", "fits") else "right")
     for row in rows:
         table.add_row(*row.values())
-    console.print(table)
-    for one in others:
-        console.print(f"left out: {one.strategy.name}: {one.reason}", highlight=False)
+    return table
 
 
 def _budget(config: Any, devices: Sequence[Any], memory_gib: float | None) -> float:

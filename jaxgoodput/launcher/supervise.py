@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, BinaryIO, TextIO
+from typing import IO, Any, BinaryIO, TextIO
 
 from jaxgoodput._worker import Worker
 from jaxgoodput.clock import Clock
@@ -124,24 +124,19 @@ def told_within(seconds: float) -> bool:
         return True
 
 
+@dataclass(eq=False)
 class ProcessSet:
-    """Child processes until the last one has ended."""
+    """Child processes until the last one has ended. The fields are arguments of `supervise`."""
 
-    def __init__(
-        self,
-        processes: Sequence["Child"],
-        grace_s: float,
-        crash_grace_s: float,
-        clock: Clock,
-        still_s: float,
-    ):
-        self._processes = processes
-        self._grace_s = grace_s
-        self._crash_grace_s = crash_grace_s
-        self._clock = clock
-        self._still_s = still_s
-        self._began_s = clock.now()
-        self._running: dict[int | str, Child] = dict(enumerate(processes))
+    processes: Sequence["Child"]
+    grace_s: float
+    crash_grace_s: float
+    clock: Clock
+    still_s: float
+
+    def __post_init__(self):
+        self._began_s = self.clock.now()
+        self._running: dict[int | str, Child] = dict(enumerate(self.processes))
         self._codes: list[int] = []  # in the order of their ends
         self._failed: list[
             tuple[ChildExit, float]
@@ -165,8 +160,8 @@ class ProcessSet:
             else:
                 self._ended(event)
         self._sum_up()
-        steps = [p.step for p in self._processes if p.step is not None]
-        began = [p.began for p in self._processes if p.began is not None]
+        steps = [p.step for p in self.processes if p.step is not None]
+        began = [p.began for p in self.processes if p.began is not None]
         return ProcessesEnd(
             exit_code(self._codes),
             self._told,
@@ -177,21 +172,21 @@ class ProcessSet:
     def _seconds_to_wait(self) -> float:
         due_s = [at_s for at_s, _ in self._plan[:1]]
         beats_s = [p.beat_s for p in self._running.values() if p.beat_s is not None]
-        due_s += [beat_s + self._still_s for beat_s in beats_s]
-        return max(min(due_s) - self._clock.now(), 0.0) if due_s else 1.0
+        due_s += [beat_s + self.still_s for beat_s in beats_s]
+        return max(min(due_s) - self.clock.now(), 0.0) if due_s else 1.0
 
     def _kill_hanging(self) -> None:
-        now_s = self._clock.now()
+        now_s = self.clock.now()
         for rank, process in self._running.items():
-            if process.beat_s is not None and now_s - process.beat_s >= self._still_s:
+            if process.beat_s is not None and now_s - process.beat_s >= self.still_s:
                 say(
-                    f"SIGKILL to process {rank}, which has sent no heartbeat for {self._still_s:g} s"
+                    f"SIGKILL to process {rank}, which has sent no heartbeat for {self.still_s:g} s"
                 )
                 process.beat_s = None
                 process.send(signal.SIGKILL)
 
     def _follow_plan(self) -> None:
-        if self._plan and self._clock.now() >= self._plan[0][0]:
+        if self._plan and self.clock.now() >= self._plan[0][0]:
             (_, signum), *self._plan = self._plan
             say(f"{signum.name} to process {self._ranks()}, which has not ended by itself")
             self._send(signum)
@@ -200,7 +195,7 @@ class ProcessSet:
         if not self._told:
             self._told = True
             self._send(signum)
-            self._plan = [(self._clock.now() + self._grace_s, signal.SIGKILL)]
+            self._plan = [(self.clock.now() + self.grace_s, signal.SIGKILL)]
         elif signum == signal.SIGINT:
             self._send(signal.SIGKILL)
 
@@ -210,16 +205,16 @@ class ProcessSet:
         self._codes.append(event.code)
         code = exit_code([event.code])
         if code == SAVED and not self._plan:
-            self._end_soon(self._grace_s)
+            self._end_soon(self.grace_s)
         elif code not in (DONE, SAVED):
-            self._failed.append((event, self._clock.now() - self._began_s))
+            self._failed.append((event, self.clock.now() - self._began_s))
             if is_first_failure:
                 say(f"process {event.rank} ended with {code}; still running: {self._ranks()}")
-                self._end_soon(self._crash_grace_s)
+                self._end_soon(self.crash_grace_s)
 
     def _end_soon(self, grace_s: float) -> None:
         """Plan SIGTERM after one grace period and SIGKILL after two, or earlier if planned already."""
-        now_s = self._clock.now()
+        now_s = self.clock.now()
         kills_s = [at_s for at_s, signum in self._plan if signum == signal.SIGKILL]
         kill_s = min([now_s + 2 * grace_s, *kills_s])
         self._plan = [(min(now_s + grace_s, kill_s), signal.SIGTERM), (kill_s, signal.SIGKILL)]
@@ -227,7 +222,7 @@ class ProcessSet:
     def _sum_up(self) -> None:
         """Say which process failed first and how, and repeat the last lines of all that failed."""
         for place, (end, after_s) in enumerate(self._failed):
-            process = self._processes[int(end.rank)]
+            process = self.processes[int(end.rank)]
             step = "" if process.step is None else f", step {process.step} done"
             order = "failed first" if place == 0 else "failed then"
             say(f"process {end.rank} {order}: {how_it_ended(end.code)} after {after_s:.1f} s{step}")
@@ -386,7 +381,7 @@ class Child:
                 if self.began is None:
                     self.began = self.step
 
-    def _copy_lines(self, source: BinaryIO, sink: BinaryIO, worker: Worker) -> None:
+    def _copy_lines(self, source: IO[bytes], sink: BinaryIO, worker: Worker) -> None:
         prefix = f"[{self._rank}] ".encode()
         with source:
             while line := source.readline(LONGEST_LINE):

@@ -90,22 +90,21 @@ class WorkerEnv:
         Raises:
             ValueError: a variable is missing, or is not a number.
         """
-        needed = ("num_processes", "process_id")
-        found = {name: _value(environ, name) for name in ("coordinator", *needed)}
+        found = {name: _value(environ, name) for name in ("coordinator", *_SLURM_RANKS)}
         # Only srun sets SLURM_STEP_NUM_TASKS: a script inside sbatch or salloc is one process.
-        tasks = environ.get("SLURM_STEP_NUM_TASKS", "1")
-        uses_slurm = found["coordinator"] is not None or tasks != "1"
-        slurm = _SLURM_RANKS if uses_slurm and "SLURM_PROCID" in environ else {}
+        has_tasks = environ.get("SLURM_STEP_NUM_TASKS", "1") != "1"
+        uses_slurm = "SLURM_PROCID" in environ and (found["coordinator"] is not None or has_tasks)
+        slurm = _SLURM_RANKS if uses_slurm else dict.fromkeys(_SLURM_RANKS, ())
         for name, others in slurm.items():
             found[name] = _value(environ, name, others)
         if all(value is None for value in found.values()):
             return None
-        for name in needed:
+        for name, others in slurm.items():
             if found[name] is None:
-                first, *others = (*_VARIABLES[name][1], *slurm.get(name, ()))
+                first, *rest = (*_VARIABLES[name][1], *others)
                 raise ValueError(
                     f"the environment describes a worker, but {first} is not set (nor one of "
-                    f"{', '.join(others)}). Set it, or unset the other JAXGOODPUT_* and JAX_* "
+                    f"{', '.join(rest)}). Set it, or unset the other JAXGOODPUT_* and JAX_* "
                     "variables to run one process alone."
                 )
         found |= {name: _value(environ, name) for name in _VARIABLES if name not in found}
@@ -195,8 +194,6 @@ def initialize(environ: Mapping[str, str] | None = None) -> WorkerEnv | None:
     env = WorkerEnv.from_environ(os.environ if environ is None else environ)
     if env is None:
         return None
-    import jax
-
     from jaxgoodput import _jax
     from jaxgoodput.train.process import LAUNCHED, LauncherLink
 
@@ -211,12 +208,7 @@ def initialize(environ: Mapping[str, str] | None = None) -> WorkerEnv | None:
     link = LauncherLink(grace_s=env.grace_s)
     LAUNCHED.set(link if beats is None else dataclasses.replace(link, beat=_beat_into(beats)))
 
-    if env.devices_per_process is not None:
-        jax.config.update("jax_num_cpu_devices", env.devices_per_process)
-    if env.local_device_ids is not None:
-        visible = ",".join(map(str, env.local_device_ids))
-        jax.config.update("jax_cuda_visible_devices", visible)
-        jax.config.update("jax_rocm_visible_devices", visible)
+    _choose_devices(env)
     if env.rendezvous is not None:
         _join_rendezvous(env, env.rendezvous)
     if env.num_processes > 1:
@@ -226,15 +218,26 @@ def initialize(environ: Mapping[str, str] | None = None) -> WorkerEnv | None:
     return env
 
 
+def _choose_devices(env: WorkerEnv) -> None:
+    import jax
+
+    if env.devices_per_process is not None:
+        jax.config.update("jax_num_cpu_devices", env.devices_per_process)
+    if env.local_device_ids is not None:
+        visible = ",".join(map(str, env.local_device_ids))
+        jax.config.update("jax_cuda_visible_devices", visible)
+        jax.config.update("jax_rocm_visible_devices", visible)
+
+
 def _join_rendezvous(env: WorkerEnv, address: str) -> None:
     """Become a member of a job on hosts that come and go."""
     from jaxgoodput import _jax
-    from jaxgoodput.launcher.elastic.member import JobMembership, RendezvousAddress
+    from jaxgoodput.launcher.elastic.member import JobMembership
     from jaxgoodput.train.process import LAUNCHED
 
-    assert env.secret is not None and env.member is not None and env.host is not None
+    assert env.secret is not None and env.member is not None
     _jax.share_compilation_cache()
-    member = JobMembership(RendezvousAddress(address, env.secret, env.member, env.host))
+    member = JobMembership(address, env.secret, env.member)
     link = LAUNCHED.get()
     beat_locally = link.beat
 

@@ -183,8 +183,7 @@ class SizeCompiler:
             self._changed.notify_all()
 
     def compile_soon(self, programs: Sequence[Callable[[], Program]]) -> None:
-        """Compile these programs next, on the thread; without `background`, leave them until they are
-        needed."""
+        """Compile these programs next, on the thread; without `background` they are left until needed."""
         with self._changed:
             self._urgent = tuple(programs) if self._background else ()
             if self._urgent:

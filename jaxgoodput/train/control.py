@@ -378,18 +378,13 @@ class Due:
         No checkpoint is due while updates are being skipped (`skipping`): it would replace one from before
         whatever went wrong.
         """
-        moments = now_s, progress or -math.inf
-
-        def is_due(intervals: tuple[Interval, Interval]) -> bool:
-            # Both count from now on if both are due.
-            return any([x.is_due(at) for x, at in zip(intervals, moments, strict=True)])
-
-        wish = Control(
-            save=not skipping and is_due(self._saves),
-            evaluate=is_due(self._evaluations),
-            keep=not skipping and self._copies.is_due(now_s),
-        )
-        return None if wish == NOTHING else wish
+        at = now_s, progress or -math.inf
+        save = not skipping and _is_due(self._saves, at)
+        evaluate = _is_due(self._evaluations, at)
+        keep = not skipping and self._copies.is_due(now_s)
+        if not (save or evaluate or keep):
+            return None
+        return Control(save=save, evaluate=evaluate, keep=keep)
 
     def kept(self, cost_s: float, failure_every_s: float) -> None:
         """Schedule copies so that they and the work that a failure undoes cost least together.
@@ -398,3 +393,9 @@ class Due:
         root of twice their product (Young 1974).
         """
         self._copies.every = math.sqrt(2 * cost_s * failure_every_s)
+
+
+def _is_due(intervals: tuple[Interval, Interval], at: tuple[float, float]) -> bool:
+    """Whether one of an interval of time and one of progress is due; both are asked, so that both restart."""
+    by_time, by_progress = intervals[0].is_due(at[0]), intervals[1].is_due(at[1])
+    return by_time or by_progress

@@ -117,8 +117,7 @@ class Evidence:
         return self._before
 
     def now(self) -> Stretch | None:
-        """Return the stretch since the last change, within the newer half of the run; None before any
-        update."""
+        """Return the stretch since the last change, within the newer half of the run; None before updates."""
         if self._config is None:
             return None
         if not self._points:

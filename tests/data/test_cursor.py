@@ -10,15 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxgoodput.data import cursor as module
-from jaxgoodput.data.cursor import Cursor, Order, Permutations, epochs_of, take
+from jaxgoodput.data.cursor import Cursor, Permutations, epochs_of, take
 
 SIZES = st.integers(1, 40)
 COUNTS = st.lists(st.integers(0, 90), max_size=8)
-ORDERS = st.sampled_from(["keyed", "drawn"])
 
 
-def epoch_order(seed, epoch, size, order: Order = "keyed"):
-    return take(Cursor(seed, epoch, order=order), size, size)[0]
+def epoch_order(seed, epoch, size):
+    return take(Cursor(seed, epoch), size, size)[0]
 
 
 def take_all(cursor, size, counts, **options):
@@ -30,12 +29,12 @@ def take_all(cursor, size, counts, **options):
     return np.concatenate([np.empty(0, np.int64), *pieces]), cursor
 
 
-@given(size=SIZES, counts=COUNTS, seed=st.integers(0, 2**70), shuffle=st.booleans(), order=ORDERS)
-def test_batches_are_cut_from_the_epochs_permutations(size, counts, seed, shuffle, order):
-    start = Cursor(seed, order=order)
+@given(size=SIZES, counts=COUNTS, seed=st.integers(0, 2**70), shuffle=st.booleans())
+def test_batches_are_cut_from_the_epochs_permutations(size, counts, seed, shuffle):
+    start = Cursor(seed)
     got, cursor = take_all(start, size, counts, shuffle=shuffle, permutations=Permutations())
     epochs = range(sum(counts) // size + 1)
-    orders = [epoch_order(seed, e, size, order) if shuffle else np.arange(size) for e in epochs]
+    orders = [epoch_order(seed, e, size) if shuffle else np.arange(size) for e in epochs]
     np.testing.assert_array_equal(got, np.concatenate(orders)[: sum(counts)])
     for order in orders:
         np.testing.assert_array_equal(np.sort(order), np.arange(size))
@@ -53,9 +52,9 @@ def test_a_keyed_order_is_the_same_in_parts(part, size, counts):
     np.testing.assert_array_equal(got, take_all(Cursor(3), size, counts)[0])
 
 
-@given(size=SIZES, before=COUNTS, after=COUNTS, seed=st.integers(0, 9), order=ORDERS)
-def test_resume_from_any_cursor_equals_going_on(size, before, after, seed, order):
-    start = Cursor(seed, order=order)
+@given(size=SIZES, before=COUNTS, after=COUNTS, seed=st.integers(0, 9))
+def test_resume_from_any_cursor_equals_going_on(size, before, after, seed):
+    start = Cursor(seed)
     whole, end = take_all(start, size, before + after)
     first, stop = take_all(start, size, before)
     restored = Cursor(**json.loads(json.dumps(dataclasses.asdict(stop))))
@@ -66,25 +65,20 @@ def test_resume_from_any_cursor_equals_going_on(size, before, after, seed, order
 
 def test_epochs_and_seeds_give_different_orders():
     orders = {
-        tuple(epoch_order(seed, epoch, 50, order).tolist())
-        for seed in range(3)
-        for epoch in range(3)
-        for order in ("keyed", "drawn")
+        tuple(epoch_order(seed, epoch, 50).tolist()) for seed in range(3) for epoch in range(3)
     }
-    assert len(orders) == 18
+    assert len(orders) == 9
 
 
 def test_the_order_is_part_of_the_checkpoint_format():
-    # A numpy that draws others, or a shuffle that computes others, would repeat and lose samples on resume.
+    # A shuffle that computes others would repeat and lose samples on resume.
     assert epoch_order(0, 0, 10).tolist() == [0, 5, 6, 9, 2, 7, 4, 3, 1, 8]
     assert epoch_order(7, 3, 8).tolist() == [7, 2, 5, 4, 6, 3, 0, 1]
-    assert epoch_order(0, 0, 10, "drawn").tolist() == [4, 6, 2, 7, 3, 5, 9, 0, 8, 1]
-    assert epoch_order(7, 3, 8, "drawn").tolist() == [3, 5, 0, 4, 2, 7, 1, 6]
 
 
 def test_what_is_taken_belongs_to_the_caller():
     permutations = Permutations()
-    cursor = Cursor(0, order="drawn")
+    cursor = Cursor(0)
     first, _ = take(cursor, 10, 5, permutations=permutations)
     expected = first.copy()
     first[:] = -1
@@ -92,19 +86,19 @@ def test_what_is_taken_belongs_to_the_caller():
     np.testing.assert_array_equal(again, expected)
 
 
-def test_permutations_are_drawn_once_and_only_two_are_kept(monkeypatch):
-    drawn, draw = [], np.random.default_rng
+def test_parts_are_computed_once_and_only_two_are_kept(monkeypatch):
+    computed, compute = [], module.shuffled
 
-    def counted(key):
-        drawn.append(key[1])
-        return draw(key)
+    def counted(places, size, *, seed, epoch):
+        computed.append(epoch)
+        return compute(places, size, seed=seed, epoch=epoch)
 
-    monkeypatch.setattr(module.np.random, "default_rng", counted)
-    permutations, start = Permutations(), Cursor(0, order="drawn")
+    monkeypatch.setattr(module, "shuffled", counted)
+    permutations, start = Permutations(), Cursor(0)
     take_all(start, 10, [3] * 20, permutations=permutations)
-    assert drawn == [0, 1, 2, 3, 4, 5]
+    assert computed == [0, 1, 2, 3, 4, 5]
     take(start, 10, 5, permutations=permutations)
-    assert drawn[6:] == [0]
+    assert computed[6:] == [0]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Writes rows, commits and compacts until it is killed; says on its output what it has committed.
+"""Writes rows, commits and compacts until it is killed; prints what it has committed.
 
 python store_worker.py FOLDER SEED
 """

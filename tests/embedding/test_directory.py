@@ -1,4 +1,4 @@
-"""Plans that are carried out in order find every row where they say; rows stay that are read."""
+"""If plans are carried out in order, every row is where they say, and rows that are read stay."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ DEVICE_ROWS, RAM_ROWS, NUM_IDS = 12, 16, 60
 
 
 class Tiers:
-    """Where rows are when plans are carried out one by one: what a directory has to agree with."""
+    """A model of where rows are, with plans carried out one by one, to compare a directory with."""
 
     def __init__(self):
         self.device, self.ram, self.disk = {}, {}, set()  # slot -> id
@@ -69,7 +69,7 @@ def test_every_plan_finds_its_rows_whatever_is_read(batches, look_ahead, settle_
         plan = directory.plan()
         assert plan.number == number
         tiers.carry_out(plan, ids)
-        if number == settle_at:  # what was told and not planned is forgotten
+        if number == settle_at:  # batches that were announced but not planned are forgotten
             device, ram = np.full(DEVICE_ROWS, -1), np.full(RAM_ROWS, -1)
             device[list(tiers.device)] = list(tiers.device.values())
             ram[list(tiers.ram)] = list(tiers.ram.values())
@@ -78,7 +78,7 @@ def test_every_plan_finds_its_rows_whatever_is_read(batches, look_ahead, settle_
 
 
 def through(directory, batches, look_ahead=0):
-    """The plans of a stream."""
+    """Return the plans of a stream of batches."""
     plans = []
     for number in range(len(batches)):
         for ids in batches[number : number + 1] if look_ahead == 0 else ():
@@ -170,5 +170,5 @@ def test_heat_is_what_logarithms_say_in_bits_that_no_library_changes():
     gaps = np.arange(len(directories._ADDED)) / directories.PER_UNIT
     exact = np.log2(1 + np.exp2(-gaps)) * 2**30
     np.testing.assert_array_equal(directories._ADDED * 2**30, np.round(exact))
-    # A library that is wrong by 1e-15 rounds each of them to the same.
+    # A math library that is wrong by 1e-15 must round each entry to the same value.
     assert abs(exact - np.floor(exact) - 0.5).min() > 1e-15 * 2**30

@@ -1,4 +1,4 @@
-"""Rows that go through all tiers have the bits of a dense table trained on the same batches; losses, too."""
+"""Rows that pass through all tiers, and losses, equal those of a dense table bit for bit."""
 
 import jax
 import numpy as np
@@ -16,7 +16,7 @@ OPTIMIZERS = {"adagrad": Adagrad(0.1), "sgd": Sgd(0.1), "adam": Adam(0.05)}
 
 
 def tiered(folder, optimizer, dtype, depth, num_batches=STEPS):
-    """The same with tiers that hold a tenth on the device."""
+    """The same training, with tiers that hold a tenth of the rows."""
     tx, params = optax.sgd(0.05), parameters()
     opt_state, losses = tx.init(params), []
     tables = {

@@ -1,4 +1,4 @@
-"""A table that is saved by some hosts goes on with others: every row with its bits, and few of them moved."""
+"""If a table is saved by some hosts and opened by others, every row keeps its bits, and few rows move."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ def rows_of(ids, version):
 
 
 def put(folder, hosts, ids, version):
-    """As training does it: each host has changed rows of its own, and all save."""
+    """Save as training does: each host has changed its own rows, and all save."""
     for host in hosts:
         with RowStore(host_folder(folder, host), **SMALL) as store:
             own = ids[owners(ids, hosts) == host]
@@ -31,7 +31,7 @@ def put(folder, hosts, ids, version):
 
 
 def held(folder, hosts):
-    """All rows by id, each from its owner."""
+    """Return all rows by id, each from its owner."""
     found = np.zeros((NUM_ROWS, WORDS), np.uint64)
     for host in hosts:
         with RowStore(host_folder(folder, host), **SMALL) as store:
@@ -56,7 +56,7 @@ def test_from_one_host_to_three_to_two_every_row_has_its_bits_and_one_in_n_moves
         moves[version] = moved.num_moved / NUM_ROWS
         hosts = new
         np.testing.assert_array_equal(held(tmp_path, hosts), expected)
-        # Training goes on: what a host gave away before is stale there from now on.
+        # After more training, the copies that a host gave away before are stale.
         some = np.random.default_rng(version).permutation(NUM_ROWS)[:3000]
         put(tmp_path, hosts, some, version)
         expected[some] = rows_of(some, version)
@@ -91,7 +91,7 @@ def test_no_commit_is_forgotten_when_an_older_one_gets_other_hosts(tmp_path):
     ids = np.arange(NUM_ROWS)
     for version in (1, 2):
         put(tmp_path, [0], ids, version)
-    put(tmp_path, [1], ids, 3)  # of an earlier change of hosts
+    put(tmp_path, [1], ids, 3)  # left by an earlier change of hosts
     resize(tmp_path, [0], [0, 1], at={0: 1}, **SMALL)
     np.testing.assert_array_equal(held(tmp_path, [0, 1]), rows_of(ids, 1))
     for host, number, version in ((0, 1, 1), (0, 2, 2), (1, 1, 3)):

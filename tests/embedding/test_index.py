@@ -1,4 +1,4 @@
-"""An index says of every id what a dictionary would."""
+"""An index answers for every id what a dictionary would."""
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ INITIAL = [
 
 @st.composite
 def changes(draw):
-    """Calls in turn, each with different ids."""
+    """Draw a sequence of calls, each with different ids."""
     kind = st.sampled_from(["put", "put", "remove"])
     ids = st.lists(st.integers(0, NUM_IDS - 1), unique=True, max_size=200)
     return draw(st.lists(st.tuples(kind, ids), max_size=12))

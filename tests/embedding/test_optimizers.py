@@ -1,4 +1,4 @@
-"""Rows that every batch reads learn as optax has it; a row keeps its bits as words."""
+"""If every batch reads a row, it learns as with optax; packed as words, it keeps its bits."""
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ def test_rows_that_every_batch_reads_learn_as_optax_has_it(rows, tx):
     params, state = start, tx.init(start)
     update = jax.jit(rows.update)
     for _ in range(12):
-        # Some elements of a gradient are zero, as where a unit is off.
+        # some elements of a gradient are zero, as if a unit were inactive
         grads = jnp.asarray(rng.normal(size=(20, 6)) * (rng.random((20, 6)) < 0.7), jnp.float32)
         row = update(row, grads, 1.0)
         updates, state = tx.update(grads, state, params)
@@ -53,7 +53,7 @@ def test_a_small_gradient_is_divided_by_the_divisor(rows):
     row = {"embedding": jnp.zeros((4, 3))}
     for field in rows.fields(3):
         row[field.name] = jnp.full((4, field.width), rows.begin()[field.name], field.dtype)
-    for _ in range(400):  # so that one more hardly changes what is kept
+    for _ in range(400):  # so large that one more step hardly changes the state
         row = rows.update(row, jnp.asarray(rng.normal(size=(4, 3)), jnp.float32), 1.0)
     row["embedding"] = jnp.zeros((4, 3))
     grads = jnp.full((4, 3), 1e-3)

@@ -1,4 +1,4 @@
-"""Several processes that hold one table have, together, the rows of a dense one; here each is a thread."""
+"""Processes that share a table have, together, the rows of a dense one. Here each process is a thread."""
 
 import itertools
 import socket
@@ -41,7 +41,7 @@ def opened(folder, rank, peers):
 
 
 class Job:
-    """Trains the batches of one dense run in parts, by as many processes as each part has."""
+    """Train the batches of one dense run in parts, each with its own number of processes."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -50,7 +50,7 @@ class Job:
         self.counts = []
 
     def train(self, count, parts):
-        """Batches from each of `parts` up to the next, behind each of which the pipeline begins anew."""
+        """Train the batches of each of `parts`, with a new pipeline for each."""
 
         def run(rank, peers):
             tables, losses = opened(self.folder, rank, peers), []
@@ -59,7 +59,7 @@ class Job:
             opt_state = tx.init(params)
             step = jax.jit(row_step(loss, tables, tx), donate_argnums=(0, 1, 2))
             for first, last in itertools.pairwise(parts):
-                # More are there than are trained: as where the batch size changes.
+                # The pipeline is given more batches than are trained, as when the batch size changes.
                 some = itertools.islice(batches(), first, None)
                 pipeline = Pipeline(tables, some, ids_of, depth=1)
                 for placed in itertools.islice(pipeline, last - first):
@@ -94,7 +94,7 @@ class Job:
                 np.testing.assert_array_equal(params[name], self.params[name])
             for name in slots:  # the same rows in the same places, on every device
                 np.testing.assert_array_equal(their_slots[name], slots[name])
-            for name, fields in theirs.items():  # wherever they are, all hear of them
+            for name, fields in theirs.items():  # whichever tier they are in
                 for field, values in fields.items():
                     np.testing.assert_array_equal(values, rows[name][field][rank:])
             self.counts += counts
@@ -150,7 +150,7 @@ def test_a_round_ends_when_a_process_goes_or_it_is_stopped():
 
 def test_what_was_said_before_a_new_beginning_is_not_heard_behind_it():
     def run(rank, peers):
-        if rank == 0:  # ahead by a round that the other one never comes to
+        if rank == 0:  # one round ahead, which the other process never joins
             with pytest.raises(RuntimeError):
                 threading.Timer(0.2, peers.stop, ["stopped"]).start()
                 peers.gather("a", 0, np.array([7]))
@@ -168,7 +168,7 @@ def test_processes_that_have_planned_differently_say_so():
         rows = share.rows(0, ids, slots, own)
         np.testing.assert_array_equal(rows[:, 0], share.owner(ids))
         with pytest.raises(RuntimeError, match="round 1 of 'user: rows' .* planned differently"):
-            share.rows(1, ids, slots[:: 1 - 2 * rank], own)  # as many from each, for other slots
+            share.rows(1, ids, slots[:: 1 - 2 * rank], own)  # the same ids for other slots
         with pytest.raises(RuntimeError, match="round 2 of 'user: coming' .* planned differently"):
             share.most("coming", 2, np.zeros(5 + rank), ids[: 5 + rank])
 

@@ -1,4 +1,4 @@
-"""Rows put into a store are there after any commit, compaction and reopening; damage is named."""
+"""Stored rows survive commits, compaction and reopening, and damage is reported by name."""
 
 import errno
 import os
@@ -32,13 +32,13 @@ SMALL: dict[str, Any] = {
 
 
 def rows_of(ids, version=0):
-    """Rows that tell whose they are, and which version."""
+    """Return rows whose content depends on id and version."""
     ids = np.asarray(ids, np.uint64)
     return ids[:, None] * np.uint64(1000) + np.arange(WORDS, dtype=np.uint64) + np.uint64(version)
 
 
 def check(store, versions):
-    """The store holds exactly these versions, by id."""
+    """Assert that the store holds exactly these versions by id."""
     ids = np.array(sorted(versions), np.int64)
     found, rows = store.get(ids)
     assert found.all()
@@ -49,7 +49,7 @@ def check(store, versions):
 
 @st.composite
 def histories(draw):
-    """What is done with a store, in turn."""
+    """Draw a sequence of operations on a store."""
     ids = st.lists(st.integers(0, 999), unique=True, min_size=1, max_size=400)
     one = st.one_of(
         ids.map(lambda some: ("put", some)),
@@ -108,7 +108,7 @@ def test_compaction_behind_the_others_keeps_the_disk_within_twice_the_rows(tmp_p
         while store.compact():
             pass
         store.commit()
-        store.commit()  # the commits that name what was compacted away are forgotten
+        store.commit()  # commits that name compacted segments are forgotten
         check(store, versions)
         size = sum(path.stat().st_size for path in tmp_path.glob("*.rows"))
         assert store.traffic.num_compactions >= 1
@@ -118,7 +118,7 @@ def test_compaction_behind_the_others_keeps_the_disk_within_twice_the_rows(tmp_p
 
 
 def test_what_is_compacted_meanwhile_can_still_be_read(tmp_path):
-    """Threads read and write while another compacts."""
+    """Read and write on threads while another thread compacts."""
     errors, done = [], threading.Event()
     with RowStore(tmp_path, **SMALL) as store:
         ids = np.arange(2000)
@@ -141,7 +141,7 @@ def test_what_is_compacted_meanwhile_can_still_be_read(tmp_path):
                 store.put(some, rows_of(some, version))
                 if version % 20 == 0:
                     store.commit()
-                    store.compact()  # where the thread behind the others comes to nothing
+                    store.compact()  # has something to do if the background thread has not done it
         finally:
             done.set()
             reader.join()
@@ -152,7 +152,8 @@ def test_what_is_compacted_meanwhile_can_still_be_read(tmp_path):
 def test_stale_and_small_segments_are_chosen_to_be_written_anew():
     assert to_compact([100] * 3, [100, 51, 50], 100) == []
     assert to_compact([100] * 3, [0, 49, 100], 100) == [0, 1]
-    assert to_compact([100] * 3, [49, 48, 47], 100) == [1, 2]  # more do not fit into one
+    # More rows would not fit into one segment.
+    assert to_compact([100] * 3, [49, 48, 47], 100) == [1, 2]
     assert to_compact([10] * 16, [10] * 16, 100) == []
     assert to_compact([10] * 17, [10] * 17, 100) == list(range(10))
 
@@ -178,7 +179,8 @@ def test_a_commit_that_was_gone_back_from_counts_no_more_after_a_kill(two_commit
     shutil.copytree(two_commits, folder)
     with RowStore(folder, at=1, keep=3, **SMALL) as store:
         assert store.commit() == 3
-    shutil.copy(two_commits / "commits/00000002.json", folder / "commits")  # before it was deleted
+    # Killed before it was deleted.
+    shutil.copy(two_commits / "commits/00000002.json", folder / "commits")
     shutil.copy(two_commits / "00000002.rows", folder)
     with RowStore(folder, keep=3, **SMALL) as store:
         assert list(manifests(folder)) == [3, 2, 1]
@@ -192,7 +194,7 @@ def test_a_commit_that_was_gone_back_from_counts_no_more_after_a_kill(two_commit
 
 @pytest.fixture(scope="module")
 def two_commits(tmp_path_factory):
-    """A folder with 400 rows in commit 1 and others in commit 2; copy it before you damage it."""
+    """Return a folder with 400 rows in commit 1 and others in commit 2; copy it before you damage it."""
     folder = tmp_path_factory.mktemp("two")
     with RowStore(folder, compacts=False, **SMALL) as store:
         store.put(np.arange(200), rows_of(np.arange(200)))
@@ -233,7 +235,7 @@ def test_whatever_becomes_of_a_file_it_is_named_and_the_commit_before_is_offered
         damage(folder / which, kind, place)
         if (folder / which).exists() and (folder / which).read_bytes() == before:
             return
-        if kind == "gone" and which.endswith("json"):  # then there is no such commit
+        if kind == "gone" and which.endswith("json"):  # the damage removed the commit
             with RowStore(folder, **SMALL) as store:
                 check(store, dict.fromkeys(range(200), 0))
             return
@@ -244,7 +246,7 @@ def test_whatever_becomes_of_a_file_it_is_named_and_the_commit_before_is_offered
         assert len(list(folder.glob("damaged/*"))) == (kind != "gone" and which.endswith("rows"))
         with pytest.raises(
             DamagedError, match="open the store with at=1"
-        ):  # not as if nothing had been
+        ):  # a damaged store must not look empty
             RowStore(folder, **SMALL)
         with RowStore(folder, at=1, **SMALL) as store:
             check(store, dict.fromkeys(range(200), 0))
@@ -408,7 +410,7 @@ def test_a_full_disk_loses_nothing_that_was_committed(small_disk):
         store.put(ids, rows_of(ids))
         store.commit()
         with pytest.raises(OSError, match="takes no more rows. What was committed is intact"):
-            for turn in range(1, 100):  # rows of their own: cleaning up may keep pace with others
+            for turn in range(1, 100):  # new ids, so that compaction cannot make room
                 store.put(ids + turn * len(ids), rows_of(ids))
         found, rows = store.get(ids)
         assert found.all() and (rows[:, 0] // 1000 == ids).all()
@@ -432,7 +434,7 @@ def test_a_compaction_that_finds_no_room_waits_for_the_next_commit(tmp_path, mon
             tried.clear()
             store.put(ids, rows_of(ids, 4))
             store.commit()
-            assert tried.wait(60.0)  # which has room by then, as it may be
+            assert tried.wait(60.0)  # the commit may have made room
         deadline = time.monotonic() + 60.0
         while not store.traffic.num_compactions:
             store.put(ids, rows_of(ids, 5))
@@ -511,13 +513,13 @@ WRITER = pathlib.Path(__file__).with_name("store_worker.py")
 
 
 def killed_and_opened(folder: pathlib.Path, after_s: float, seed: int) -> tuple[int, int, int]:
-    """Kill a writer at a moment; (the commit found, rows of it, compactions before), every row checked."""
+    """Kill a writer at a given moment, check every row, and return (commit, its rows, compactions before)."""
     child = subprocess.Popen(
         [sys.executable, WRITER, str(folder), str(seed)], stdout=subprocess.PIPE
     )
     assert child.stdout is not None
     try:
-        assert child.stdout.readline()  # it writes
+        assert child.stdout.readline()  # it has begun to write
         with pytest.raises(subprocess.TimeoutExpired):
             child.wait(after_s)
     finally:

@@ -1,4 +1,4 @@
-"""A table that is saved and opened again goes on with the same bits; what cannot be a batch harms nothing."""
+"""A table that is saved and reopened continues with the same bits; bad batches do no harm."""
 
 import threading
 from typing import Any
@@ -33,7 +33,7 @@ def table_in(folder, **changes):
 
 
 def batches(first=0, last=40):
-    """Batches by number, so that those of a later run are the same."""
+    """Yield batches by number, so that a later run has the same ones."""
     for number in range(first, last):
         rng = np.random.default_rng(number)
         yield {"ids": np.minimum(rng.zipf(1.3, SAMPLES) - 1, NUM_ROWS - 1)}
@@ -44,7 +44,7 @@ def loss(params, rows, batch):
 
 
 class Run:
-    """Parameters beside a table."""
+    """A training run with a table and other parameters."""
 
     def __init__(self, table):
         self.table, self.params = table, jnp.ones((DIM,))
@@ -76,7 +76,7 @@ class Run:
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
-    """Rows and parameters after forty batches."""
+    """Return rows and parameters after forty batches."""
     with table_in(tmp_path_factory.mktemp("whole")) as table:
         run = Run(table).through(batches())
         return run.rows, np.asarray(run.params)
@@ -97,7 +97,7 @@ def test_saved_in_the_middle_and_opened_again_it_goes_on_with_the_same_bits(
                     )
                 if placed.number == 30:
                     break  # what came after the commit is lost
-    # Another cut of the tiers: it is the rows that are saved.
+    # Another division into tiers: only rows are saved.
     with table_in(tmp_path, device_rows=80, ram_rows=100) as table:
         assert table.saved["step"] == 25
         run = Run(table)
@@ -115,7 +115,7 @@ def test_a_pipeline_that_is_closed_early_leaves_the_table_as_it_was_trained(
     with table_in(tmp_path) as table:
         run = Run(table)
         for first, last in ((0, 13), (13, 14), (14, 40)):
-            with run.pipeline(batches(first), depth=depth) as pipeline:  # it has read further
+            with run.pipeline(batches(first), depth=depth) as pipeline:  # which reads ahead
                 for placed in pipeline:
                     run.train(pipeline, placed)
                     if run.num_trained == last:

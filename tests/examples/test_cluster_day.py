@@ -1,4 +1,4 @@
-"""The day of a cluster: what its ways ask for, what is drawn of it, and a small one that is really run."""
+"""The day of a cluster: the requests of its ways, its picture, and a small one that is really run."""
 
 import pathlib
 import subprocess

@@ -1,4 +1,4 @@
-"""Every example opens with its command line, and running it does what its docstring says."""
+"""Every example opens with its command line, and running it gives the result that its docstring states."""
 
 import ast
 import json
@@ -18,7 +18,7 @@ WITH_DOCSTRINGS = (*TRAINERS, "tiered_recsys", "image_classifier", "small_gpt", 
 
 
 def run(name, workdir, *settings):
-    """The example's printed result, from a process of its own."""
+    """Run an example in its own process, and return its printed result."""
     changes = [
         f"--set={s}" for s in ("reporting.tensorboard=false", "reporting.progress=false", *settings)
     ]
@@ -26,7 +26,7 @@ def run(name, workdir, *settings):
 
 
 def output(*command):
-    """What an example with these arguments prints, from a process of its own."""
+    """Run an example with these arguments in its own process, and return its output."""
     done = subprocess.run(
         [sys.executable, EXAMPLES / command[0], *command[1:]],
         env={**os.environ, "JAX_PLATFORMS": "cpu", **compilations.JOBS},
@@ -132,7 +132,7 @@ def test_auc_is_the_chance_that_a_use_scores_higher(monkeypatch):
 
 
 def run_hot_switch(*settings):
-    """What hot_switch.py prints, from a process of its own with eight virtual devices."""
+    """Run hot_switch.py in its own process with eight virtual devices, and return its output."""
     return output("hot_switch.py", *settings)
 
 
@@ -209,7 +209,7 @@ def test_functions_are_whole_unless_cut_off_and_of_very_different_lengths(corpor
 def test_the_tiered_recommender_that_is_called_again_goes_on_as_if_it_had_not_stopped(tmp_path):
     def call(name, base_steps):
         sets = ["reporting.tensorboard=false", "reporting.progress=false", 'policy="fixed"']
-        # Steps that measure differ from others in rounding: which they are must not go by the clock.
+        # Steps that measure differ from others in rounding, so the clock must not decide which ones do.
         sets += ["statistics.every_steps=4", "execution.background_compile=false"]
         settings = [f"--set={s}" for s in (*sets, f"base_steps={base_steps}")]
         shares = ["--device_share=0.08", "--ram_share=0.08"]

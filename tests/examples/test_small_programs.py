@@ -1,7 +1,7 @@
-"""Six programs that a user would write, from the documentation alone: each trains to a stated result.
+"""Six programs that a user could write from the documentation alone; each trains to a stated result.
 
-A GAN, a contrastive loss, batch normalisation, LoRA, an average of the parameters, and several heads of
-which each sample has labels for some.
+A GAN, a contrastive loss, batch normalisation, LoRA, an average of the parameters, and several heads with
+labels for only some samples.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ def normal(seed, *shape):
 
 
 class Gan(jg.Trainer):
-    """Two networks, two optimizers, one step: what one of them is not to learn from is stopped."""
+    """Two networks, two optimizers, one step; gradients that one network must not see are stopped."""
 
     def init(self, key):
         return {
@@ -82,7 +82,7 @@ def test_a_gan_finds_mean_and_spread(tmp_path, devices):
 
 
 class Contrastive(jg.Trainer):
-    """Two views of a sample should be nearer to each other than to all others of the batch."""
+    """Two views of a sample should be closer to each other than to all others of the batch."""
 
     def init(self, key):
         return {"w": jax.random.normal(key, (DIM, DIM)) / DIM**0.5}
@@ -100,7 +100,7 @@ class Contrastive(jg.Trainer):
         return optax.adam(0.01)
 
     def dataset(self, seed=0, num_samples=1000):
-        """The first half of the features is the sample's own, and small; the rest is each view's."""
+        """The first half of the features is of the sample, and small; the rest is of the view."""
         same = 0.3 * normal(seed, num_samples, DIM // 2)
         views = (normal(seed + n, num_samples, DIM // 2) for n in (100, 200))
         one, other = (np.concatenate([same, view], axis=1) for view in views)
@@ -162,7 +162,7 @@ def test_batch_normalisation_predicts_with_its_averages(tmp_path, devices):
 
 
 class LoRA(jg.Trainer):
-    """A matrix that stays, and two thin ones that learn what is to be added to it."""
+    """A frozen matrix, and two thin ones that learn a correction."""
 
     def init(self, key):
         base = jax.random.normal(jax.random.key(1), (DIM, DIM))
@@ -197,7 +197,7 @@ def test_lora_learns_beside_a_matrix_that_keeps_every_bit(tmp_path, devices):
 
 
 class Noisy(jg.Trainer):
-    """A mean of wild samples, at a high learning rate."""
+    """A mean of noisy samples, at a high learning rate."""
 
     def init(self, key):
         return {"mean": jnp.zeros(DIM)}
@@ -227,7 +227,7 @@ def test_an_average_of_the_parameters_is_nearer_than_what_was_trained(tmp_path, 
 
 
 class Heads(jg.Trainer):
-    """Three tasks on shared features; of each sample, only some of the answers are known (else NaN)."""
+    """Three tasks on shared features; only some answers of each sample are known (else NaN)."""
 
     def init(self, key):
         shared, heads = jax.random.split(key)

@@ -1,4 +1,4 @@
-"""The tokenizer of small_gpt.py: text comes back, and its merges are those of the definition."""
+"""The tokenizer of small_gpt.py restores text, and its merges follow the definition."""
 
 import collections
 import pathlib

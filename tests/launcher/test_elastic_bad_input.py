@@ -193,7 +193,9 @@ def test_a_failure_that_ends_the_job_has_its_last_lines_at_the_end(folder):
     with start("run", "--nnodes", "1", script="wrong.py") as job:
         end = job.wait()
     assert end.code == 1
-    _, ends, rest = end.err.partition("the job ends with exit code 1: 3 processes have failed")
+    _, ends, rest = end.err.partition(
+        "the job ends with exit code 1: 3 processes in a row have failed"
+    )
     assert ends and re.search(r"the last failure on local was local\.\d: exit code 1", end.err)
     assert "]     raise" in end.err or "] ValueError: no such thing" in end.err
     last = [line for line in end.err.splitlines() if line.startswith("jaxgoodput: ")][-1]

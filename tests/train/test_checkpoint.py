@@ -649,9 +649,7 @@ tables = st.lists(objects(key=keys, last=counts, clean=steps, busy=steps), max_s
 saved_metas = objects(
     step=counts,
     samples=counts,
-    cursor=objects(
-        seed=counts, epoch=counts, offset=counts, order=st.sampled_from(["keyed", "drawn"])
-    ),
+    cursor=objects(seed=counts, epoch=counts, offset=counts),
     stream=st.none() | objects(place=counts, state=st.text(), is_bytes=st.booleans()),
     batch=batches,
     timings=st.dictionaries(st.sampled_from(["", "data8", "fsdp8"]), tables, max_size=2),

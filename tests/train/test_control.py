@@ -6,12 +6,14 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxgoodput.goodput.search import BatchConfig
+from jaxgoodput.goodput.search import BatchConfig, BatchLimits
+from jaxgoodput.train.config import Config, Saving
 from jaxgoodput.train.control import (
     CONTROL_SIZE,
     BatchWish,
     Control,
     ControlWire,
+    Due,
     Requests,
 )
 
@@ -156,3 +158,52 @@ def test_no_wish_is_lost_between_threads():
     for seen in (batches, cadences):
         # Each at most once, in order, and the last one certainly.
         assert seen == sorted(set(seen)) and seen[-1] == rounds
+
+
+# -- what is due -------------------------------------------------------------------------------------
+
+
+def due_of(**settings):
+    limits = BatchLimits(base=8, max=8)
+    saving = Saving(**{k: v for k, v in settings.items() if k.startswith("every")})
+    return Due(Config(workdir="x", batch=limits, base_steps=1e3, saving=saving))
+
+
+def test_a_new_generation_does_not_reset_the_timers():
+    due = due_of(every_s=60.0)
+    for start_s in (0.0, 40.0):  # the second generation begins before a checkpoint is due
+        due.begin(start_s, 0.0)
+        assert due.asked(start_s + 19.0, 0.0) is None
+    assert due.asked(60.0, 0.0) == Control(save=True)
+    assert due.asked(119.0, 0.0) is None and due.asked(120.0, 0.0) == Control(save=True)
+
+
+def test_a_generation_that_goes_back_counts_progress_from_there():
+    due = due_of(every_base_steps=10.0)
+    due.begin(0.0, 0.0)
+    assert due.asked(1.0, 12.0) == Control(save=True)
+    due.begin(2.0, 5.0)  # what came after was lost
+    assert due.asked(3.0, 14.0) is None
+    assert due.asked(4.0, 15.0) == Control(save=True)
+
+
+def test_copies_come_soon_and_then_as_they_cost_and_hosts_fail():
+    due = due_of(every_s=None)
+    due.begin(0.0, 0.0, keep_s=2.0)
+    assert due.asked(1.9, None) is None
+    assert due.asked(2.0, None, skipping=True) is None
+    assert due.asked(2.0, None) == Control(keep=True)
+    due.kept(cost_s=2.0, failure_every_s=100.0)
+    assert due.asked(21.9, None) is None and due.asked(22.0, None) == Control(keep=True)
+    due.begin(30.0, 0.0)  # the next generation has another group with the state
+    assert due.asked(1e6, None) is None
+
+
+@given(steps=st.lists(st.floats(0.1, 5.0), min_size=1, max_size=30), skipped=st.integers(0, 10))
+def test_no_checkpoint_is_due_while_updates_are_skipped(steps, skipped):
+    due, now_s = due_of(every_s=1.0), 0.0
+    due.begin(0.0, 0.0)
+    for number, seconds in enumerate(steps):
+        now_s += seconds
+        wish = due.asked(now_s, 1.0, skipping=number < skipped)
+        assert wish is None or number >= skipped

@@ -1,6 +1,5 @@
 """Whole runs on every kind of data set: orders of earlier versions, random transforms, streams, bad reads."""
 
-import functools
 from typing import Any
 
 import jax
@@ -21,11 +20,9 @@ from problems import (
 )
 
 from jaxgoodput.clock import FakeClock
-from jaxgoodput.data.cursor import Cursor
 from jaxgoodput.goodput.search import BatchLimits
 from jaxgoodput.observe import journal
 from jaxgoodput.observe.events import FitEnd, ReadsRetried, StepEnd
-from jaxgoodput.train import prepare
 from jaxgoodput.train.checkpoint import WrongWorkdirError
 from jaxgoodput.train.control import Preempted
 
@@ -41,20 +38,6 @@ def stopped_at(trainer, step):
     with pytest.raises(Preempted):
         trainer.fit()
     return seen
-
-
-@pytest.mark.slow
-def test_a_run_that_began_with_drawn_orders_goes_on_with_them(tmp_path, monkeypatch):
-    settings = counting_config(tmp_path, epochs=3)
-    with monkeypatch.context() as patch:  # an earlier version
-        patch.setattr(prepare, "Cursor", functools.partial(Cursor, order="drawn"))
-        stopped_at(Counting(settings, loop=InStep), 8)  # within the second epoch
-    seen = Recorder()
-    state = Counting(settings, hooks=[seen]).fit()
-    steps = seen.of(StepEnd)
-    assert steps[0].before == Cursor(0, 1, 32, order="drawn")
-    assert steps[-1].after == Cursor(0, 3, 0, order="drawn")
-    np.testing.assert_array_equal(state.params["count"], 3)
 
 
 # -- random transforms -------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from jaxgoodput.parallel.move import MoveDoesNotFit
 from jaxgoodput.parallel.partition import CannotDivide
 from jaxgoodput.parallel.place import place, require_as_many
 from jaxgoodput.parallel.strategy import Strategy, candidates
+from jaxgoodput.train.duties.switching import BatchSwitcher
 from jaxgoodput.train.trainer import Trainer
 
 WIDTH, HIDDEN = 8, 512
@@ -192,13 +193,13 @@ def test_a_misspelt_strategy_is_refused_where_it_is_asked_for(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_refused_move_leaves_training_as_it_was(tmp_path):
-    class Refused(InStep):
-        def _move(self, strategy):
-            raise MoveDoesNotFit("the move needs 9 MiB more")
+def test_a_refused_move_leaves_training_as_it_was(tmp_path, monkeypatch):
+    def refuse(self, strategy):
+        raise MoveDoesNotFit("the move needs 9 MiB more")
 
+    monkeypatch.setattr(BatchSwitcher, "_move", refuse)
     seen = Recorder()
-    run(tmp_path, STRATEGIES, hooks=[seen, Wander(5)], loop=Refused, epochs=2)
+    run(tmp_path, STRATEGIES, hooks=[seen, Wander(5)], epochs=2)
     assert not seen.of(Resharded)
     assert {s.config.strategy for s in seen.of(StepEnd)} == {"data8"}
     assert seen.of(FitEnd)[0].reason == "done"

@@ -1,1 +1,1 @@
-"""Published policies and research artifacts, for comparison with our own."""
+"""Published schedulers and readers of their artifacts, to compare with; each file names its source."""

@@ -1,8 +1,9 @@
-"""Pollux: the power mean of fair-share speedups, solved exactly instead of by a genetic algorithm.
+"""Pollux: maximise the power mean of the jobs' speedups over a fair share.
 
-Qiao et al., "Pollux", OSDI 2021, sections 4.2 and 4.3, equations 12-15; the constants are those of the
-paper's artifact. The mean of power -1 is the same as a sum over jobs, so that the allocation core
-maximises it exactly.
+Source: Qiao et al., "Pollux: Co-adaptive cluster scheduling for goodput-optimized deep learning", OSDI 2021,
+sections 4.2 and 4.3, equations 12 to 15, with the constants of its artifact. Difference: the artifact
+searches with a genetic algorithm. Here the solution is exact, because a power mean orders allocations as a
+sum over jobs does.
 """
 
 import math
@@ -13,16 +14,16 @@ import numpy as np
 
 from jaxgoodput.cluster.scheduler.policies.shape_choice import ShapeProblem
 from jaxgoodput.cluster.scheduler.policy import Decision, JobView
-from jaxgoodput.cluster.scheduler.shapes import node_size
+from jaxgoodput.cluster.scheduler.shapes import capacity, node_size
 from jaxgoodput.specs import ClusterSpec
 
-FLOOR = 1e-3  # added to every speedup: a job that waits is worth little, not minus infinity
+FLOOR = 1e-3  # added to every speedup, so that a waiting job is worth little, not minus infinity
 
 
 def reallocation_factor(
     age_s: np.ndarray, num_restarts: np.ndarray, restart_s: np.ndarray | float = 30.0
 ) -> np.ndarray:
-    """[jobs] what a changed allocation is worth: max(T - R S, 0) / (T + S), equation 15; 1 for 0 / 0.
+    """Return [jobs] the factor on a changed allocation: max(T - R S, 0) / (T + S), equation 15; 1 for 0 / 0.
 
     >>> float(reallocation_factor(np.array([570.0]), np.array([3]))[0])
     0.8
@@ -33,7 +34,7 @@ def reallocation_factor(
 
 
 def fair_devices(num_devices: int, num_jobs: int) -> int:
-    """The fair share of one job, in devices: equation 12 counts speedups from there.
+    """Return the fair share of one job in devices, relative to which equation 12 measures speedups.
 
     >>> fair_devices(64, 24)
     3
@@ -43,16 +44,16 @@ def fair_devices(num_devices: int, num_jobs: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Pollux:
-    """The published policy: everybody's speedup over a fair share, as even as `power` says."""
+    """The published policy: speedups over a fair share, as even as `power` demands."""
 
     power: float = -1.0
-    """Below 0; the lower, the more even."""
+    """Power of the mean, below 0; the lower, the more even are the speedups."""
     growth: float | None = 2.0
-    """The most that is offered, in largest sizes that a job has run on; new jobs start smallest."""
+    """Largest size offered, as a multiple of the largest measured size; new jobs start on their smallest."""
     one_multi_node_job_per_node: bool = True
-    """Whether interference is avoided, as Pollux does."""
+    """Whether at most one job of several nodes may use a node, to avoid interference on its network."""
     relative_gap: float = 1e-9
-    """The gap that is good enough, of a sum in which every job that runs counts 1/floor."""
+    """Acceptable gap of the sum, in which every running job counts about 1 / FLOOR."""
     time_limit_s: float = 10.0
 
     def __post_init__(self):
@@ -63,19 +64,19 @@ class Pollux:
             )
 
     def __call__(self, jobs: Sequence[JobView], cluster: ClusterSpec, now_s: float, /) -> Decision:
-        """The allocation of greatest power mean; `objective` is that mean."""
+        """Return the allocation of greatest power mean; `objective` is that mean."""
         if not jobs:
             return Decision(allocations={})
         problem = ShapeProblem.of(jobs, cluster, now_s, growth=self.growth)
         speedup = problem.goodput / self._at_fair_share(problem)[:, None]
         factor = reallocation_factor(problem.age_s(), problem.num_restarts(), problem.restart_s())
-        # As published, a first start is a change too: a row that was empty.
+        # As published, a first start counts as a change too, from an empty row.
         changes = np.arange(len(problem.shapes)) != problem.present[:, None]
         scaled = np.where(changes, speedup * factor[:, None], speedup)
         sizes = node_size(cluster)
         per_node = np.array([sizes[shape.kind] for shape in problem.shapes], np.float64)
         terms = (scaled / per_node + FLOOR) ** self.power
-        weight = np.array([view.spec.weight for view in jobs], np.float64)[:, None]
+        weight = problem.weight()[:, None]
         nothing = FLOOR**self.power
         choice = problem.choose(
             (nothing - terms) * weight,
@@ -97,11 +98,10 @@ class Pollux:
         return (max(total, 1e-12) / float(weight.sum())) ** (1.0 / self.power)
 
     def _at_fair_share(self, problem: ShapeProblem) -> np.ndarray:
-        """[jobs] goodput on the least shape of one node that holds a fair share, or the nearest."""
+        """Return [jobs] goodput on the smallest one-node shape with a fair share, or the nearest one."""
         if not problem.shapes:
             return np.ones(len(problem.jobs))
-        everything = sum(n.num_usable for n in problem.cluster.nodes if n.state == "up")
-        share = fair_devices(everything, len(problem.jobs))
+        share = fair_devices(sum(capacity(problem.cluster).values()), len(problem.jobs))
         one_node = np.array([shape.num_nodes == 1 for shape in problem.shapes], bool)
         far = np.where(problem.devices >= share, problem.devices - share, 10**6 - problem.devices)
         order = np.lexsort((far, ~one_node))

@@ -1,8 +1,9 @@
-"""What an application really does, interpolated from what was measured on real devices.
+"""Measured applications: how fast they run and how they learn, interpolated between measurements.
 
-Two kinds of table: step and synchronisation times of one kind of device by placement and batch per
-device, and the course of whole training runs by global batch size and epoch. Source of the method:
-the simulator of Qiao et al., "Pollux", OSDI 2021.
+There are two kinds of table: step and synchronisation times on one kind of device, by placement and batch per
+device; and the progress of whole training runs, by global batch size and epoch. Source: the simulator in the
+artifact of Qiao et al., "Pollux", OSDI 2021, which Sia's artifact extends to several kinds. Difference: a
+question outside of what was measured is an error instead of an extrapolation.
 """
 
 import bisect
@@ -16,11 +17,11 @@ from scipy.spatial import QhullError
 
 Counts = tuple[int, ...]  # devices on each node that a job uses, in the order of its ring
 
-FARTHEST_NODES = 16  # times beyond that many nodes are those of that many
+FARTHEST_NODES = 16  # more nodes are taken to be as fast as this many
 
 
 def normalised(counts: Sequence[int]) -> Counts:
-    """The smallest rotation of the devices per node: a ring has no first node.
+    """Return the smallest rotation of the devices per node, because a ring has no first node.
 
     >>> normalised((4, 1, 0, 4))
     (1, 4, 4)
@@ -31,38 +32,37 @@ def normalised(counts: Sequence[int]) -> Counts:
 
 @dataclass(frozen=True)
 class Curve:
-    """Times of one placement by batch per device; every field `[sizes]`, sizes increasing."""
+    """Times of one placement by batch per device; all fields are `[sizes]`, sizes increasing."""
 
     sizes: np.ndarray  # samples per device of one micro-batch
     step_s: np.ndarray  # one step of one micro-batch
-    sync_s: np.ndarray  # the part of it that synchronises
+    sync_s: np.ndarray  # the part of the step that synchronises
 
 
 @dataclass(frozen=True)
 class StepTable:
     """Measured step and synchronisation times of one application on one kind of device.
 
-    A placement that was measured is interpolated over the batch alone; any other one piecewise
-    linearly (Delaunay) over nodes, devices and batch, from the means of the placements followed by
-    `points`.
+    For a measured placement, times are interpolated over the batch alone. For any other one they are
+    piecewise linear (Delaunay) in nodes, devices and batch, from the means of the placements and `points`.
     """
 
     name: str
-    """What messages call it, such as "bert on aws"."""
+    """Name in messages, such as "bert on aws"."""
     curves: Mapping[Counts, Curve]
-    """What was measured, by normalised placement."""
+    """Measurements by normalised placement."""
     points: np.ndarray
-    """[rows, 5] nodes, devices, batch per device, step_s, sync_s, measured at larger scales."""
+    """[rows, 5] measurements at larger scales: nodes, devices, batch per device, step_s, sync_s."""
     _known: dict = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def span(self) -> tuple[int, int]:
-        """The smallest and the largest batch per device that were measured."""
+        """Smallest and largest measured batch per device."""
         sizes = [curve.sizes for curve in self.curves.values()]
         return int(min(s[0] for s in sizes)), int(max(s[-1] for s in sizes))
 
     def times(self, counts: Sequence[int], size: float | int) -> tuple[float, float]:
-        """(step_s, sync_s) of one micro-batch of `size` samples per device on that placement.
+        """Return (step_s, sync_s) of one micro-batch of `size` samples per device on a placement.
 
         Raises ValueError outside of what was measured.
         """
@@ -79,7 +79,7 @@ class StepTable:
         return self._known[key]
 
     def times_of_sizes(self, counts: Sequence[int], sizes: np.ndarray) -> np.ndarray:
-        """[sizes, 2] step_s and sync_s; NaN outside of what was measured."""
+        """Return [sizes, 2] step_s and sync_s; NaN outside of what was measured."""
         counts = normalised(counts)
         curve = self.curves.get(counts)
         if curve is not None:
@@ -94,7 +94,7 @@ class StepTable:
 
     @cached_property
     def _elsewhere(self) -> Callable[[np.ndarray], np.ndarray]:
-        """The triangulation; its points are in a fixed order, which decides between equal ones."""
+        """The triangulation. Its points are in a fixed order, which decides between equal ones."""
         rows: dict[tuple[int, int, float], list[tuple[float, float]]] = {}
         for counts, curve in self.curves.items():
             for size, step, sync in zip(curve.sizes, curve.step_s, curve.sync_s, strict=True):
@@ -106,7 +106,7 @@ class StepTable:
             table = np.concatenate([table, self.points])
         try:
             return LinearNDInterpolator(table[:, :3], table[:, 3:])
-        except QhullError:  # too few, or all in one plane: nothing lies between them
+        except QhullError:  # too few points, or all in one plane: nothing lies between them
             return lambda where: np.full((len(where), 2), np.nan)
 
 
@@ -114,13 +114,12 @@ class StepTable:
 class Runs:
     """Whole training runs of one application, one per global batch size; linear in between.
 
-    `progress`, `iterations`, `sqr` and `var` are `[batches, epochs]`: base steps and optimizer
-    steps done at the end of an epoch, and the gradient's moments during it (`var` at the base
-    batch).
+    All tables are `[batches, epochs]`: `progress` and `iterations` are the base steps and optimizer steps
+    done at the end of an epoch, `sqr` and `var` the gradient's moments during it (`var` at the base batch).
     """
 
     name: str
-    batches: tuple[int, ...]  # increasing; the first one is the base batch
+    batches: tuple[int, ...]  # increasing; the first is the base batch
     progress: np.ndarray
     iterations: np.ndarray
     sqr: np.ndarray
@@ -129,12 +128,12 @@ class Runs:
 
     @property
     def num_epochs(self) -> int:
-        """Epochs until the application is done."""
+        """Number of epochs until the application is done."""
         return self.progress.shape[1]
 
     @cached_property
     def epoch_ends(self) -> np.ndarray:
-        """[epochs] base steps at which an epoch is over."""
+        """[epochs] base steps at the end of each epoch."""
         return self.progress.min(0)
 
     def _mix(self, table: np.ndarray, batch: float | int, epoch: int) -> float:
@@ -151,39 +150,39 @@ class Runs:
         return float(table[upper, epoch] * share + table[upper - 1, epoch] * (1.0 - share))
 
     def moments(self, batch: float | int, epoch: int) -> tuple[float, float]:
-        """(squared norm, variance at the base batch) of the gradient in that epoch."""
+        """Return (squared norm, variance at the base batch) of the gradient in an epoch."""
         key = batch, epoch
         if key not in self._known:
             self._known[key] = self._mix(self.sqr, *key), self._mix(self.var, *key)
         return self._known[key]
 
     def iterations_at_end(self, batch: float | int, epoch: int) -> float:
-        """Optimizer steps at that batch until the end of the epoch, from the start of training."""
+        """Return the optimizer steps from the start of training to the end of an epoch, at that batch."""
         return self._mix(self.iterations, batch, epoch)
 
 
 @dataclass(frozen=True)
 class Application:
-    """One program that users submit: how fast it is on each kind of device, and how it learns."""
+    """One program that users submit: its speed on each kind of device, and how it learns."""
 
     name: str
     steps: Mapping[str, StepTable]
-    """What was measured of its steps, by kind of device."""
+    """Measured steps by kind of device."""
     runs: Runs
     micro: tuple[int, int]
-    """Samples per device of one micro-batch, smallest and largest."""
+    """Smallest and largest micro-batch, in samples per device."""
 
     @property
     def base_batch(self) -> int:
-        """The global batch whose steps progress is counted in."""
+        """Global batch whose steps are the unit of progress."""
         return self.runs.batches[0]
 
     @property
     def max_batch(self) -> int:
-        """The largest global batch."""
+        """Largest global batch."""
         return self.runs.batches[-1]
 
     def limits(self, kind: str) -> tuple[int, int]:
-        """Samples per device of one micro-batch on a kind, smallest and largest."""
+        """Return the smallest and largest micro-batch on a kind, in samples per device."""
         low, high = self.steps[kind].span
         return max(low, self.micro[0]), min(high, self.micro[1])

@@ -1,7 +1,8 @@
-"""Workloads and measurements in the layouts that Pollux, Sia and Gavel ship, from a folder you name.
+"""Readers of workloads and measurements in the layouts of published artifacts.
 
-A line that cannot be read is an error that names the file, the line, the column and what was
-expected; nothing is skipped.
+Sources: the artifacts of Pollux (OSDI 2021), Sia (SOSP 2023), Gavel (OSDI 2020) and Shockwave (NSDI 2023).
+You download the files and name the folder. Difference: nothing is skipped. A line that cannot be read is an
+error that names the file, the line, the column and what was expected.
 """
 
 import csv
@@ -21,9 +22,9 @@ from jaxgoodput.cluster.scheduler.policy import Mode
 
 Path = str | pathlib.Path
 
-# Of numbers in a file: more is damage, and its sums and products overflow or never come to an end.
+# Largest numbers accepted in a file. With larger ones, sums overflow or simulations never end.
 _LARGEST, _LARGEST_S = 1e30, 1e9
-# Pollux measured larger micro-batches of it than its jobs may use.
+# Largest micro-batch by application, if Pollux measured larger ones than its jobs may use.
 CAPPED_MICRO_BATCH = {"yolov3": 8}
 _CATEGORIES: Mapping[str, Mode] = {
     "adaptive": "adaptive",
@@ -33,41 +34,41 @@ _CATEGORIES: Mapping[str, Mode] = {
 
 
 class TraceError(ValueError):
-    """A file that is not in the layout that it should be in; the message says where."""
+    """A file is not in the expected layout; the message names the place."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TraceJob:
-    """One line of a workload."""
+    """One job of a workload file."""
 
     id: str
     submit_s: float
     application: str
     num_devices: int = 1
-    """What its user would ask for."""
+    """Number of devices that the user would ask for."""
     global_batch_size: int | None = None
-    """What its user would pick, in samples."""
+    """Global batch that the user would pick, in samples."""
     mode: Mode | None = None
-    """How it runs; None = as the simulation's settings say."""
+    """What may change while it runs; None = as in the simulation's settings."""
     num_steps: int | None = None
-    """Its work in steps over all devices, in Gavel's traces; in base steps for goodput models."""
+    """Work of the job: steps over all devices in Gavel's traces, base steps for goodput models."""
     weight: float = 1.0
     slo: float | None = None
-    """Its deadline as a multiple of its isolated duration, in Gavel's traces."""
+    """Deadline as a multiple of the isolated duration, in Gavel's traces."""
     deadline_s: float | None = None
-    """Its deadline; a job that has one declares its work left."""
+    """Deadline. A job that has one also declares its remaining work."""
     tenant: str = "default"
     budget: float | None = None
-    """The most that it may cost; None = no limit."""
+    """Most that the job may cost; None = no limit."""
 
 
 def read_pollux_workload(path: Path) -> tuple[TraceJob, ...]:
-    """The jobs of a Pollux workload file: name, time, application, num_replicas, batch_size."""
+    """Read a Pollux workload file: name, time, application, num_replicas, batch_size."""
     return _read_workload(pathlib.Path(path))
 
 
 def read_sia_workload(path: Path) -> tuple[TraceJob, ...]:
-    """The jobs of a Sia workload file: Pollux's columns, and optionally `category`."""
+    """Read a Sia workload file: Pollux's columns and, optionally, `category`."""
     return _read_workload(pathlib.Path(path))
 
 
@@ -92,7 +93,7 @@ def _read_workload(path: pathlib.Path) -> tuple[TraceJob, ...]:
 
 
 def read_gavel_trace(path: Path) -> tuple[TraceJob, ...]:
-    """The jobs of a Gavel trace; 7, 10 or 12 (Shockwave's) columns, separated by tabs."""
+    """Read a Gavel trace of 7 or 10 columns, or one of Shockwave's (12 columns), separated by tabs."""
     path = pathlib.Path(path)
     layouts = {len(names): names for names in (_GAVEL_OLD, _GAVEL, _SHOCKWAVE)}
     jobs = []
@@ -148,9 +149,9 @@ Throughputs = dict[
 
 
 def read_gavel_throughputs(path: Path) -> Throughputs:
-    """Gavel's throughput tables, steps/s: [kind][(job type, devices)][partner or None].
+    """Read Gavel's throughput tables, in steps/s: [kind][(job type, devices)][partner or None].
 
-    Alone, a number; with a partner, that of the job and that of the partner; 0 = does not fit.
+    An entry is a number for a job alone, and a pair (job, partner) for two jobs together; 0 = does not fit.
     """
     path = pathlib.Path(path)
     try:
@@ -161,22 +162,25 @@ def read_gavel_throughputs(path: Path) -> Throughputs:
     for kind, jobs in _object(data, f"{path}: ", "kinds of devices").items():
         tables[kind] = {}
         for job, partners in _object(jobs, f"{path}, [{kind!r}]: ", "jobs").items():
-            row = tables[kind][_job_key(path, kind, job)] = {}
-            pairs = _object(partners, f"{path}, [{kind!r}][{job!r}]: ", "partners of the job")
-            for partner, value in pairs.items():
-                numbers = value if isinstance(value, list) else [value]
-                alone = partner == "null"
-                wanted = 1 if alone else 2
-                if len(numbers) != wanted or not all(
-                    type(v) in (int, float) and 0 <= v <= _LARGEST_S for v in numbers
-                ):
-                    raise TraceError(
-                        f"{path}, [{kind!r}][{job!r}][{partner!r}]: expected {wanted} numbers >= 0 and <= "
-                        f"{_LARGEST_S:g} (steps/s), got {reprlib.repr(value)}."
-                    )
-                key = None if alone else _job_key(path, kind, partner)
-                row[key] = float(numbers[0]) if alone else (float(numbers[0]), float(numbers[1]))
+            place = f"{path}, [{kind!r}][{job!r}]"
+            tables[kind][_job_key(path, kind, job)] = {
+                None if partner == "null" else _job_key(path, kind, partner): _speeds(
+                    value, f"{place}[{partner!r}]", 1 if partner == "null" else 2
+                )
+                for partner, value in _object(partners, f"{place}: ", "partners of the job").items()
+            }
     return tables
+
+
+def _speeds(value: Any, place: str, wanted: int) -> float | tuple[float, float]:
+    numbers = value if isinstance(value, list) else [value]
+    good = all(type(v) in (int, float) and 0 <= v <= _LARGEST_S for v in numbers)
+    if len(numbers) != wanted or not good:
+        raise TraceError(
+            f"{place}: expected {wanted} numbers >= 0 and <= {_LARGEST_S:g} (steps/s), got "
+            f"{reprlib.repr(value)}."
+        )
+    return float(numbers[0]) if wanted == 1 else (float(numbers[0]), float(numbers[1]))
 
 
 def _object(value: Any, where: str, names: str) -> dict[str, Any]:
@@ -196,34 +200,36 @@ def _job_key(path: pathlib.Path, kind: str, text: str) -> tuple[str, int]:
 
 
 def read_pollux_applications(folder: Path, *, kind: str = "t4") -> dict[str, Application]:
-    """Every application below `folder`: placements.csv, scalability.csv and validation-*.csv.
+    """Read every application below `folder`: placements.csv, scalability.csv and validation-*.csv.
 
-    `kind` is the name to give to the one kind of device that was measured.
+    `kind` names the one kind of device on which they were measured.
     """
     return _read_applications(pathlib.Path(folder), {kind: ""})
 
 
 def read_sia_applications(folder: Path, kinds: Sequence[str]) -> dict[str, Application]:
-    """Every application below `folder` that was measured on all of `kinds`.
+    """Read every application below `folder` that was measured on all of `kinds`.
 
-    The files are placements-KIND.csv, scalability-KIND.csv and validation-*.csv; a folder that
-    lacks a kind (the pipeline-parallel `gpt_pmp`) is left out.
+    The files are placements-KIND.csv, scalability-KIND.csv and validation-*.csv. A folder that lacks a kind
+    (such as the pipeline-parallel `gpt_pmp`) is left out.
     """
     return _read_applications(pathlib.Path(folder), {kind: f"-{kind}" for kind in kinds})
 
 
 def _read_applications(folder: pathlib.Path, suffixes: Mapping[str, str]) -> dict[str, Application]:
     applications = {}
-    for place in sorted(p for p in folder.iterdir() if p.is_dir()):
-        if all((place / f"placements{s}.csv").is_file() for s in suffixes.values()):
+    files = [f"placements{suffix}.csv" for suffix in suffixes.values()]
+    for place in sorted(folder.iterdir()):
+        if all((place / file).is_file() for file in files):
             steps = {kind: _read_steps(place, kind, s) for kind, s in suffixes.items()}
             low = min(table.span[0] for table in steps.values())
             high = max(table.span[1] for table in steps.values())
             micro = low, min(high, CAPPED_MICRO_BATCH.get(place.name, high))
             applications[place.name] = Application(place.name, steps, _read_runs(place), micro)
     if not applications:
-        wanted = ", ".join(f"placements{s}.csv" for s in suffixes.values())
-        raise TraceError(f"{folder}: no folder of an application in it that holds {wanted}.")
+        raise TraceError(
+            f"{folder}: none of its folders holds {', '.join(files)}; name the folder of applications."
+        )
     return applications
 
 
@@ -278,7 +284,7 @@ def _read_runs(place: pathlib.Path) -> Runs:
 
 @dataclass(frozen=True)
 class _Row:
-    """One line and where it came from."""
+    """One line of a file, with its place for error messages."""
 
     path: pathlib.Path
     line: int
@@ -304,27 +310,25 @@ class _Row:
         most: float = _LARGEST,
     ) -> float:
         bound = f" of at least {least:g}" if above == -math.inf else f" above {above:g}"
-        try:
-            value = float(self.cells[column])
-        except ValueError:
-            raise self.error(column, f"a number{bound} and at most {most:g}") from None
+        value = self._parsed(column)
         if not (least <= value <= most and value > above):
             raise self.error(column, f"a number{bound} and at most {most:g}")
         return value
 
-    def integer(self, column: str, *, least: int = 1) -> int:
-        try:
-            value = float(self.cells[column])
-        except ValueError:
-            value = math.nan
-        if not (least <= value <= _LARGEST_S and value.is_integer()):
-            raise self.error(
-                column, f"a whole number of at least {least} and at most {_LARGEST_S:g}"
-            )
+    def integer(self, column: str) -> int:
+        value = self._parsed(column)
+        if not (1 <= value <= _LARGEST_S and value.is_integer()):
+            raise self.error(column, f"a whole number of at least 1 and at most {_LARGEST_S:g}")
         return int(value)
 
+    def _parsed(self, column: str) -> float:
+        try:
+            return float(self.cells[column])
+        except ValueError:
+            return math.nan  # within no bounds
+
     def times(self) -> tuple[float, float, float]:
-        """(batch per device, step_s, sync_s)."""
+        """Return (batch per device, step_s, sync_s)."""
         size, step = (
             self.integer("local_bsz"),
             self.number("step_time", least=1e-9, most=_LARGEST_S),
@@ -337,13 +341,13 @@ class _Row:
 
 def _text(path: pathlib.Path) -> str:
     try:
-        return path.read_text(encoding="utf-8-sig")  # spreadsheets begin it with a mark
+        return path.read_text(encoding="utf-8-sig")  # spreadsheets put a byte order mark first
     except (OSError, UnicodeDecodeError) as error:
         raise TraceError(f"{path}: cannot be read: {error}") from error
 
 
 def _rows(path: pathlib.Path, columns: Sequence[str]) -> Iterator[_Row]:
-    """The lines below the header, which must name at least `columns`."""
+    """Yield the lines below the header, which must name at least `columns`."""
     reader = csv.reader(_text(path).splitlines())
     try:
         yield from _checked_rows(path, reader, columns)

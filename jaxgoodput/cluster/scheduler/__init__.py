@@ -1,9 +1,9 @@
-"""Who gets which devices: policies, and the one `reconcile` that the service and the simulator call.
+"""Policies that allocate devices to jobs, and `reconcile`, which the service and the simulator both call.
 
-A policy is a function from `JobView`s and a `ClusterSpec` to a `Decision`; `reconcile` keeps from it what it
-may not change, checks its answer, and makes a `Plan` of it. Policies that give jobs shapes are written with
-`ShapeProblem`; a `FractionPolicy` says how much of its time a job has on each kind of device, and
-`RoundScheduler` makes a policy of it. `catalogue` names all of them.
+A policy is a function from `JobView`s and a `ClusterSpec` to a `Decision`. `reconcile` keeps from it what it
+may not change, checks its answer, and turns it into a `Plan`. Use `ShapeProblem` to write a policy that
+chooses shapes. A `FractionPolicy` instead says how much of its time a job should have on each kind of
+device; `RoundScheduler` makes a policy of it. `catalogue` lists all policies by name.
 """
 
 from jaxgoodput._lazy import lazy_names
@@ -29,8 +29,8 @@ from jaxgoodput.cluster.scheduler.policy import (
 from jaxgoodput.cluster.scheduler.reconcile import PlanError, reconcile
 from jaxgoodput.cluster.scheduler.shapes import capacity, shape_of, shapes
 
-# Loaded late: published policies import this room, and this room promises them. Its own names are not: some
-# are those of its modules, which an import of the module would put in their place.
+# Published policies are loaded on first use, because they import this room. Its own names are bound at once:
+# some are also names of modules, and importing such a module later would put it in the function's place.
 __getattr__, __dir__, _PUBLISHED = lazy_names(
     __name__,
     {

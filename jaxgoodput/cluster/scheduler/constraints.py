@@ -46,6 +46,11 @@ class Constraints:
     reserved: Mapping[str | None, Devices]
     """Devices reserved at present, by tenant; None = reserved for no tenant."""
 
+    @property
+    def open(self) -> list[str]:
+        """Ids of the jobs about which a policy is asked: neither held nor refused."""
+        return [id_ for id_ in self.views if id_ not in self.held and id_ not in self.refused]
+
 
 def constraints_of(jobs: Sequence[JobView], cluster: ClusterSpec, now_s: float) -> Constraints:
     """Check the jobs and find what a policy may not change at `now_s`.
@@ -68,16 +73,12 @@ def constraints_of(jobs: Sequence[JobView], cluster: ClusterSpec, now_s: float) 
         if checked.spent:
             spent[id_] = checked.spent
     _check_disjoint(views.values())
-    held = _held({id_: v for id_, v in views.items() if id_ not in spent}, nodes, now_s)
-    refused = spent | {
-        id_: reason
-        for id_, view in views.items()
-        if id_ not in held and id_ not in spent and (reason := empty.refusal(view)) is not None
-    }
+    solvent = {id_: view for id_, view in views.items() if id_ not in spent}
+    held = _held(solvent, nodes, now_s)
     return Constraints(
         views=views,
         held=held,
-        refused=refused,
+        refused=spent | empty.refusals(view for id_, view in solvent.items() if id_ not in held),
         remarks=remarks,
         reserved=_reserved(views, held, cluster, now_s),
     )
@@ -103,6 +104,24 @@ def add_devices(into: Devices, more: Mapping[str, Iterable[int]]):
     """Add devices to `into`, in place."""
     for name, local in more.items():
         into.setdefault(name, set()).update(local)
+
+
+def offered_devices(cluster: ClusterSpec, *, draining: bool = False) -> Devices:
+    """Return the local device indices that may be allocated, by node name.
+
+    With `draining`, include the devices of draining nodes, which their present jobs may keep.
+    """
+    states = ("up", "draining") if draining else ("up",)
+    return {
+        node.name: set(range(node.num_devices)) - set(node.withheld)
+        for node in cluster.nodes
+        if node.state in states
+    }
+
+
+def within(allocation: Allocation, devices: Mapping[str, set[int]]) -> bool:
+    """Return whether an allocation lies on these devices only; an empty one does."""
+    return all(set(local) <= devices.get(name, set()) for name, local in allocation.devices.items())
 
 
 class _CheckedJob(NamedTuple):
@@ -230,7 +249,7 @@ def _why_held(view: JobView, nodes: Mapping[str, Node], now_s: float) -> str | N
 
 
 class _EmptyCluster:
-    """What the cluster has room for while nothing runs on it, to refuse impossible jobs quickly."""
+    """Tells which jobs could run if they were alone in the cluster, to refuse impossible jobs quickly."""
 
     def __init__(self, cluster: ClusterSpec):
         self._nodes = [node for node in cluster.nodes if node.state == "up"]
@@ -240,12 +259,13 @@ class _EmptyCluster:
             most = max(self._most_on_a_node.get(node.kind, 0), node.num_usable)
             self._most_on_a_node[node.kind] = most
 
-    def refusal(self, view: JobView) -> str | None:
-        """Explain why the job could not run even if it were alone; None if it could."""
-        for shape in view.goodput:
-            if self.could_run(view.spec, shape):
-                return None
-        return no_shape_reason(view, self._devices, self._has_room)
+    def refusals(self, views: Iterable[JobView]) -> dict[str, str]:
+        """Return, by id, why jobs could not run even if they were alone; jobs that could are left out."""
+        return {
+            view.spec.id: no_shape_reason(view, self._devices, self._has_room)
+            for view in views
+            if not any(self.could_run(view.spec, shape) for shape in view.goodput)
+        }
 
     def could_run(self, spec: JobSpec, shape: Shape) -> bool:
         """Return whether the job could have that shape if it were alone."""
@@ -276,19 +296,16 @@ def _reserved(
 ) -> dict[str | None, Devices]:
     """Choose the devices of each active reservation, by tenant, without devices of jobs that stay."""
     active = [r for r in cluster.reservations if r.start_s <= now_s < r.end_s]
-    if not active:
-        return {}
-    tenant_of = {d: v.spec.tenant for v in views.values() for d in _devices_of(v.allocation)}
-    stays = {device for id_ in held for device in _devices_of(views[id_].allocation)}
+    user_of = {d: v.spec for v in views.values() for d in _devices_of(v.allocation)}
     nodes = {node.name: node for node in cluster.nodes}
     reserved: dict[str | None, Devices] = {}
     spoken_for: set[Device] = set()
     for reservation in active:
         node = nodes[reservation.node]
-        chosen = _devices_to_reserve(reservation, node, tenant_of, spoken_for)
+        chosen = _devices_to_reserve(reservation, node, user_of, spoken_for)
         spoken_for.update(chosen)
         # The reservation gets a device of a job that stays as soon as that job ends.
-        usable = {i for name, i in chosen if (name, i) not in stays}
+        usable = {d[1] for d in chosen if d not in user_of or user_of[d].id not in held}
         add_devices(reserved.setdefault(reservation.tenant, {}), {node.name: usable})
     return reserved
 
@@ -296,14 +313,14 @@ def _reserved(
 def _devices_to_reserve(
     reservation: Reservation,
     node: Node,
-    tenant_of: Mapping[Device, str],
+    user_of: Mapping[Device, JobSpec],
     spoken_for: set[Device],
 ) -> list[Device]:
     """Choose devices that the tenant uses already, then free ones, then devices of other tenants."""
 
     def rank(device: Device) -> tuple[int, Device]:
-        user = tenant_of.get(device)
-        return (1 if user is None else 0 if user == reservation.tenant else 2), device
+        user = user_of.get(device)
+        return (1 if user is None else 0 if user.tenant == reservation.tenant else 2), device
 
     offered = ((node.name, i) for i in range(node.num_devices) if i not in node.withheld)
     candidates = [device for device in offered if device not in spoken_for]

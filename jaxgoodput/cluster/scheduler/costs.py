@@ -62,27 +62,25 @@ def within_budget(
     is_free = not any(price_per_hour.get(shape.kind, 0.0) > 0.0 for shape in view.goodput)
     if spent >= budget and not is_free:
         return Purse(view, f"its budget of {budget:g} is spent ({spent:.2f} so far)", None)
-    if view.remaining is None or not view.is_measured:  # without samples/s the time is unknown
-        return Purse(view, None, remark)
+    # Without samples/s the time that the remaining work takes is unknown.
+    known = view.remaining is not None and view.is_measured
     costs = {
         shape: cost_to_finish(view, shape, price_per_hour) or 0.0
-        for shape in view.goodput
+        for shape in (view.goodput if known else ())
         if could_run(shape)
     }
     if not costs:
         return Purse(view, None, remark)
-    cheapest = min(costs, key=lambda shape: (costs[shape], shape))
-    left, least = budget - spent, costs[cheapest]
+    least, cheapest = min((price, shape) for shape, price in costs.items())
+    left = budget - spent
     most = max(left, least * (1.0 + CHEAPER))
     offered = {s: v for s, v in view.goodput.items() if costs.get(s, 0.0) <= most}
-    if len(offered) < len(view.goodput):
-        view = dataclasses.replace(view, goodput=offered)
     if least > left:
         remark = (
             f"its budget is {least - left:.2f} short: finishing costs at least {least:.2f} (on "
             f"{shape_in_words(cheapest)}), and {left:.2f} of {budget:g} are left"
         )
-    return Purse(view, None, remark)
+    return Purse(dataclasses.replace(view, goodput=offered), None, remark)
 
 
 def _unpriced(view: JobView, price_per_hour: Mapping[str, float]) -> str | None:

@@ -46,7 +46,7 @@ Constraint = Literal[
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """Why a job has what it has.
+    """Why a job runs or waits, and what would change that.
 
     Each entry of `changes` was tried and let the job run; the binding constraint's change comes first.
     `devices` gives, by kind, how many more devices would be enough (added as whole nodes, the rest on one

@@ -67,6 +67,7 @@ def _shares(tenants: list[Tenant], limits: list[float], devices: float) -> list[
         return []
     most = np.array(limits, np.float64)
     sure = np.minimum([float(tenant.guaranteed) for tenant in tenants], most)
+    # If the guarantees exceed what there is to share, they shrink alike.
     sure *= min(1.0, devices / max(sure.sum(), 1e-9))
     weight = np.array([tenant.weight for tenant in tenants], np.float64)
     its, open_ = sure.copy(), np.ones(len(tenants), bool)

@@ -4,7 +4,7 @@ A limit counts devices, or their price per hour. Both grow with devices, so poli
 linear row to their problem. Devices of jobs that the policy is not asked about are subtracted first.
 """
 
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -96,41 +96,38 @@ def subtrees(cluster: ClusterSpec) -> dict[str, frozenset[str]]:
 
 def use_by_tenant(
     allocations: Mapping[str, Allocation], tenants: Mapping[str, str], kind_of: Mapping[str, str]
-) -> dict[str, dict[str, int]]:
+) -> dict[str, Counter[str]]:
     """Return the number of allocated devices by tenant and kind.
 
     `tenants` is by job id, `kind_of` by node name. Jobs of one share group use the same devices, which are
     counted once, for the job whose id sorts first.
     """
     seen: set[str] = set()
-    used: dict[str, dict[str, int]] = {}
+    used: dict[str, Counter[str]] = {}
     for id_ in sorted(allocations):
         allocation = allocations[id_]
         if allocation.share_group not in seen:
-            its = used.setdefault(tenants[id_], {})
-            for kind, count in devices_by_kind(allocation, kind_of).items():
-                its[kind] = its.get(kind, 0) + count
+            its = used.setdefault(tenants[id_], Counter())
+            its.update(devices_by_kind(allocation, kind_of))
         if allocation.share_group is not None:
             seen.add(allocation.share_group)
     return used
 
 
-def devices_by_kind(allocation: Allocation, kind_of: Mapping[str, str]) -> dict[str, int]:
+def devices_by_kind(allocation: Allocation, kind_of: Mapping[str, str]) -> Counter[str]:
     """Return the number of devices of each kind in an allocation; unknown nodes count as kind ""."""
-    counts: defaultdict[str, int] = defaultdict(int)
+    counted: Counter[str] = Counter()
     for name, local in allocation.devices.items():
-        counts[kind_of.get(name, "")] += len(local)
-    return dict(counts)
+        counted[kind_of.get(name, "")] += len(local)
+    return counted
 
 
-def together(uses: Iterable[Use]) -> dict[str, dict[str, int]]:
-    """Return the sum of several uses."""
-    total: dict[str, dict[str, int]] = {}
+def together(uses: Iterable[Use]) -> dict[str, Counter[str]]:
+    """Add up numbers of devices by tenant and kind."""
+    total: dict[str, Counter[str]] = {}
     for use in uses:
         for tenant, by_kind in use.items():
-            its = total.setdefault(tenant, {})
-            for kind, count in by_kind.items():
-                its[kind] = its.get(kind, 0) + count
+            total.setdefault(tenant, Counter()).update(by_kind)
     return total
 
 

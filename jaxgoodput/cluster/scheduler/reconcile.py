@@ -5,7 +5,7 @@ problem first and put back afterwards. The policy's answer is checked before it 
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -15,9 +15,12 @@ from jaxgoodput.cluster.scheduler.constraints import (
     add_devices,
     constraints_of,
     next_change_s,
+    offered_devices,
     withhold,
+    within,
 )
 from jaxgoodput.cluster.scheduler.limits import (
+    Use,
     devices_by_kind,
     limits_of,
     together,
@@ -60,115 +63,107 @@ def reconcile(
             f"min_gap_s={min_gap_s} and max_gap_s={max_gap_s}; choose 0 <= min_gap_s <= max_gap_s"
         )
     fixed = constraints_of(jobs, cluster, now_s)
+    answers = _Round(fixed, cluster, policy, now_s)
     if last is not None and last.solved_s is not None and now_s < last.solved_s + min_gap_s:
         why = (
             f"unchanged: the last decision was {now_s - last.solved_s:.1f} s ago, "
             "and the next one follows shortly"
         )
         kept = {id_: v.allocation for id_, v in fixed.views.items() if id_ not in fixed.refused}
-        result = _Result(kept, dict.fromkeys(kept, why), last.objective, last.bound)
-        return _plan(jobs, fixed, result, last.solved_s, last.solved_s + min_gap_s)
-    result = _solve(fixed, cluster, policy, now_s)
+        answers.allocations, answers.reasons = kept, dict.fromkeys(kept, why)
+        answers.objective, answers.bound = last.objective, last.bound
+        return _plan(jobs, answers, last.solved_s, last.solved_s + min_gap_s)
+    answers.solve()
     change_s = next_change_s(jobs, cluster, fixed.held, now_s)
     next_s = min(now_s + max_gap_s, max(now_s + min_gap_s, change_s))
-    return _plan(jobs, fixed, result, now_s, next_s)
+    return _plan(jobs, answers, now_s, next_s)
 
 
 @dataclasses.dataclass
-class _Result:
-    """Answers of the policy, collected over several calls on disjoint devices."""
+class _Round:
+    """One decision: answers of the policy, collected over several calls on disjoint devices."""
 
-    allocations: dict[str, Allocation]
-    reasons: dict[str, str]
+    fixed: Constraints
+    cluster: ClusterSpec
+    policy: Policy
+    now_s: float
+    allocations: dict[str, Allocation] = dataclasses.field(default_factory=dict)
+    reasons: dict[str, str] = dataclasses.field(default_factory=dict)
     objective: float | None = None
     bound: float | None = None
 
-    def add(self, objective: float | None, bound: float | None):
-        """Add the objective and bound of one call, as far as the policy reports them."""
-        if objective is not None:
-            self.objective = (self.objective or 0.0) + objective
-        if bound is not None:
-            self.bound = (self.bound or 0.0) + bound
+    def solve(self):
+        """Ask about each tenant's own jobs on its reserved devices, then about all others on the rest."""
+        fixed = self.fixed
+        taken: Devices = {}  # by held jobs and reservations
+        for id_, why in fixed.held.items():
+            self.allocations[id_] = fixed.views[id_].allocation
+            self.reasons[id_] = f"keeps its devices: {why}"
+            add_devices(taken, fixed.views[id_].allocation.devices)
+        used = self.use(fixed.held)
+        left = fixed.open
+        # Reserved devices first, so that a tenant's jobs that fit there do not take others' devices.
+        for tenant in sorted(t for t in fixed.reserved if t is not None):
+            placed = self.ask_reserved(tenant, left, used)
+            used = together((used, self.use(placed)))
+            left = [id_ for id_ in left if id_ not in placed]
+        for own in fixed.reserved.values():
+            add_devices(taken, own)
+        if left:
+            self.ask(left, withhold(self.cluster, taken, used))
 
+    def ask_reserved(self, tenant: str, left: Sequence[str], used: Use) -> list[str]:
+        """Ask about a tenant's jobs on its reserved devices; return the jobs that get some."""
+        own = self.fixed.reserved[tenant]
+        pool = [id_ for id_ in left if self.may_use(id_, tenant, own)]
+        if pool:
+            others = {
+                node.name: set(range(node.num_devices)) - own.get(node.name, set())
+                for node in self.cluster.nodes
+            }
+            self.ask(pool, withhold(self.cluster, others, used))
+        return [id_ for id_ in pool if self.allocations[id_].devices]
 
-def _solve(fixed: Constraints, cluster: ClusterSpec, policy: Policy, now_s: float) -> _Result:
-    result = _Result({}, {})
-    taken: Devices = {}  # by held jobs and reservations
-    tenants = {id_: view.spec.tenant for id_, view in fixed.views.items()}
-    for id_, why in fixed.held.items():
-        result.allocations[id_] = fixed.views[id_].allocation
-        result.reasons[id_] = f"keeps its devices: {why}"
-        add_devices(taken, fixed.views[id_].allocation.devices)
-    kind_of = {node.name: node.kind for node in cluster.nodes}
-    used = use_by_tenant(result.allocations, tenants, kind_of)
-    free = [id_ for id_ in fixed.views if id_ not in fixed.held and id_ not in fixed.refused]
-    # First each tenant's own jobs on its reserved devices; then all others on the rest.
-    for tenant in sorted(t for t in fixed.reserved if t is not None):
-        own = fixed.reserved[tenant]
-        pool = [
-            id_
-            for id_ in free
-            if tenants[id_] == tenant and _within(fixed.views[id_].allocation, own)
-        ]
-        if not pool:
-            continue
-        others = {n.name: set(range(n.num_devices)) - own.get(n.name, set()) for n in cluster.nodes}
-        _ask(policy, pool, fixed, withhold(cluster, others, used), now_s, result)
-        placed = {id_: given for id_ in pool if (given := result.allocations[id_]).devices}
-        used = together((used, use_by_tenant(placed, tenants, kind_of)))
-        free = [id_ for id_ in free if id_ not in placed]
-    for own in fixed.reserved.values():
-        add_devices(taken, own)
-    if free:
-        _ask(policy, free, fixed, withhold(cluster, taken, used), now_s, result)
-    return result
+    def may_use(self, id_: str, tenant: str, devices: Devices) -> bool:
+        """Return whether a job belongs to the tenant and runs on these reserved devices, or waits."""
+        view = self.fixed.views[id_]
+        return view.spec.tenant == tenant and within(view.allocation, devices)
 
+    def use(self, ids: Iterable[str]) -> Use:
+        """Return what these jobs use, by tenant and kind."""
+        kind_of = {node.name: node.kind for node in self.cluster.nodes}
+        tenants = {id_: self.fixed.views[id_].spec.tenant for id_ in ids}
+        return use_by_tenant({id_: self.allocations[id_] for id_ in ids}, tenants, kind_of)
 
-def _within(allocation: Allocation, devices: Devices) -> bool:
-    """Return whether an allocation lies on these devices only; an empty one does."""
-    return all(set(local) <= devices.get(name, set()) for name, local in allocation.devices.items())
+    def ask(self, ids: Sequence[str], cluster: ClusterSpec):
+        """Add the policy's answer about some jobs on the devices of a reduced cluster."""
+        views = [self.fixed.views[id_] for id_ in ids]
+        name = type(self.policy).__name__
+        try:
+            decision = self.policy(views, cluster, self.now_s)
+        except (SolverError, np.linalg.LinAlgError) as error:
+            self.keep(views, offered_devices(cluster), f"{name} found no decision ({error})")
+            return
+        check_decision(decision, views, cluster, name)
+        kind_of = {node.name: node.kind for node in cluster.nodes}
+        for view in views:
+            id_ = view.spec.id
+            given = decision.allocations.get(id_, Allocation())
+            default = _default_reason(view, given, kind_of, name)
+            self.allocations[id_] = given
+            self.reasons[id_] = decision.reasons.get(id_) or default
+        if decision.objective is not None:
+            self.objective = (self.objective or 0.0) + decision.objective
+        if decision.bound is not None:
+            self.bound = (self.bound or 0.0) + decision.bound
 
-
-def _ask(
-    policy: Policy,
-    ids: Sequence[str],
-    fixed: Constraints,
-    cluster: ClusterSpec,
-    now_s: float,
-    result: _Result,
-):
-    """Add the policy's answer for some jobs on some devices to the result."""
-    views = [fixed.views[id_] for id_ in ids]
-    name = type(policy).__name__
-    try:
-        decision = policy(views, cluster, now_s)
-    except (SolverError, np.linalg.LinAlgError) as error:
-        _keep_all(views, cluster, f"{name} found no decision ({error})", result)
-        return
-    check_decision(decision, views, cluster, name)
-    kind_of = {node.name: node.kind for node in cluster.nodes}
-    for view in views:
-        id_ = view.spec.id
-        given = decision.allocations.get(id_, Allocation())
-        result.allocations[id_] = given
-        result.reasons[id_] = decision.reasons.get(id_) or _default_reason(
-            view, given, kind_of, name
-        )
-    result.add(decision.objective, decision.bound)
-
-
-def _keep_all(views: Sequence[JobView], cluster: ClusterSpec, why: str, result: _Result):
-    """Leave every job as it is, unless its devices are no longer offered."""
-    offered = {
-        n.name: set(range(n.num_devices)) - set(n.withheld)
-        for n in cluster.nodes
-        if n.state == "up"
-    }
-    for view in views:
-        stays = _within(view.allocation, offered)
-        result.allocations[view.spec.id] = view.allocation if stays else Allocation()
-        what = "unchanged" if stays else "its devices are reserved for others"
-        result.reasons[view.spec.id] = f"{what}: {why}"
+    def keep(self, views: Sequence[JobView], offered: Devices, why: str):
+        """Leave every job as it is, unless its devices are no longer offered."""
+        for view in views:
+            stays = within(view.allocation, offered)
+            what = "unchanged" if stays else "its devices are reserved for others"
+            self.allocations[view.spec.id] = view.allocation if stays else Allocation()
+            self.reasons[view.spec.id] = f"{what}: {why}"
 
 
 def _default_reason(
@@ -197,6 +192,12 @@ def check_decision(decision: Decision, views: Sequence[JobView], cluster: Cluste
         )
         if wrong:
             raise _defect(policy, id_, wrong)
+    _check_limits(decision, spec_of, cluster, policy)
+
+
+def _check_limits(
+    decision: Decision, spec_of: Mapping[str, JobSpec], cluster: ClusterSpec, policy: str
+):
     tenants = {id_: spec_of[id_].tenant for id_ in decision.allocations}
     kind_of = {node.name: node.kind for node in cluster.nodes}
     use = use_by_tenant(decision.allocations, tenants, kind_of)
@@ -228,7 +229,7 @@ def _wrong_devices(spec: JobSpec, allocation: Allocation, nodes: Mapping[str, No
 
 
 def _wrong_sharing(id_: str, decision: Decision, owner: dict[tuple[str, int], str]) -> str | None:
-    """Enter the job's devices into `owner`; report one that a job of no common share group has already."""
+    """Record a job's devices in `owner`; report one that another job has without sharing it."""
     group = decision.allocations[id_].share_group
     for name, local in decision.allocations[id_].devices.items():
         for i in local:
@@ -255,23 +256,18 @@ def _wrong_size(spec: JobSpec, allocation: Allocation, nodes: Mapping[str, Node]
     return None
 
 
-def _plan(
-    jobs: Sequence[JobView],
-    fixed: Constraints,
-    result: _Result,
-    solved_s: float,
-    next_solve_s: float,
-) -> Plan:
+def _plan(jobs: Sequence[JobView], answers: _Round, solved_s: float, next_solve_s: float) -> Plan:
+    fixed = answers.fixed
     allocations: dict[str, Allocation] = {}
     reasons: dict[str, str] = {}
     moved: dict[str, list[str]] = {"start": [], "resize": [], "pause": []}
     for view in jobs:
         id_ = view.spec.id
-        given = result.allocations.get(id_, Allocation())
+        given = answers.allocations.get(id_, Allocation())
         allocations[id_] = allocation_of(
             view.allocation, given.devices, given.share_group if given.devices else None
         )
-        said = f"refused: {fixed.refused[id_]}" if id_ in fixed.refused else result.reasons[id_]
+        said = f"refused: {fixed.refused[id_]}" if id_ in fixed.refused else answers.reasons[id_]
         reasons[id_] = f"{said}; {fixed.remarks[id_]}" if id_ in fixed.remarks else said
         if given.devices != view.allocation.devices:
             was = "resize" if view.allocation.devices else "start"
@@ -284,6 +280,6 @@ def _plan(
         reasons=reasons,
         next_solve_s=next_solve_s,
         solved_s=solved_s,
-        objective=result.objective,
-        bound=result.bound,
+        objective=answers.objective,
+        bound=answers.bound,
     )

@@ -92,15 +92,20 @@ def shapes(
     """
     size, whole = node_size(cluster), whole_nodes(cluster)
     every = sum(capacity(cluster).values()) <= all_up_to_devices
-    rigid = {v.spec.num_devices for v in jobs if v.spec.mode == "rigid" and v.spec.num_devices}
-    present = {v.allocation.num_devices for v in jobs if v.allocation.num_nodes > 1}
+    own_sizes = _own_sizes(jobs)
     found: set[Shape] = set()
     for kind, usable in _usable_by_kind(cluster).items():
         count = len(whole[kind])
         ks = range(1, count + 1) if every else _sparse(count, dense_nodes)
-        found |= _shapes_of_kind(kind, size[kind], usable, ks, rigid | present)
+        found |= _shapes_of_kind(kind, size[kind], usable, ks, own_sizes)
     largest = max((size_limits(view.spec)[1] for view in jobs), default=None)
     return tuple(sorted(s for s in found if largest is None or s.num_devices <= largest))
+
+
+def _own_sizes(jobs: Sequence[JobView]) -> set[int]:
+    """Return sizes on which rigid jobs insist, and sizes of several nodes in which jobs run at present."""
+    rigid = {v.spec.num_devices for v in jobs if v.spec.mode == "rigid" and v.spec.num_devices}
+    return rigid | {v.allocation.num_devices for v in jobs if v.allocation.num_nodes > 1}
 
 
 def _shapes_of_kind(
@@ -156,9 +161,9 @@ def allowed(
         if view.spec.kinds is not None:
             mask[row] &= np.array([s.kind in view.spec.kinds for s in shapes], dtype=bool)
     if cluster is not None:
-        wanted = [view.spec.level for view in jobs]
-        for level in sorted({one for one in wanted if one is not None}):
-            mask[[one == level for one in wanted]] &= _fits_a_domain(shapes, cluster, level)
+        levels = np.array([view.spec.level for view in jobs], object)
+        for level in sorted(set(levels) - {None}):
+            mask[levels == level] &= _fits_a_domain(shapes, cluster, level)
     return mask
 
 
@@ -221,20 +226,20 @@ def no_shape_reason(
     spec = view.spec
     least, most = size_limits(spec)
     usable = {k: n for k, n in devices.items() if spec.kinds is None or k in spec.kinds}
+    said = f"{devices_in_words(usable) or 'none'} {status}"
     if spec.kinds is not None and not usable:
         return f"it allows only devices of kind {list(spec.kinds)}, and the cluster has {sorted(devices)}"
-    said = f"{devices_in_words(usable) or 'none'} {status}"
     if least > max(usable.values(), default=0):
         return f"it needs at least {least} devices of one kind, and the cluster has {said}"
     if not view.goodput:
         return "its goodput table has no usable entry, so no shape is known to be of use to it"
-    fits = any(s.kind in usable and takes(spec, s) and has_room(s) for s in view.goodput)
-    if spec.level is not None and fits:
-        return f"no domain of level {spec.level!r} is large enough for its {least} devices"
-    return (
-        f"its goodput table has no entry between {least} and {most} devices that fits the cluster, which "
-        f"has {said}"
-    )
+    fits = (s for s in view.goodput if s.kind in usable and takes(spec, s) and has_room(s))
+    if spec.level is None or not any(fits):
+        return (
+            f"its goodput table has no entry between {least} and {most} devices that fits the cluster, "
+            f"which has {said}"
+        )
+    return f"no domain of level {spec.level!r} is large enough for its {least} devices"
 
 
 def shape_in_words(shape: Shape) -> str:
@@ -263,28 +268,41 @@ def capacity_rows(cluster: ClusterSpec, shapes: Sequence[Shape]) -> CapacityRows
     sum_k floor(n_k/s), where node k has n_k usable devices. A row is left out if its limit equals the limit
     for s = 1, which already implies it.
     """
-    whole, usable = whole_nodes(cluster), _usable_by_kind(cluster)
+    usable, whole = _usable_by_kind(cluster), whole_nodes(cluster)
     num_devices = np.array([shape.num_devices for shape in shapes], np.int64)
     rows: list[tuple[np.ndarray, int, str]] = []  # devices that each shape uses, limit, kind
     for kind, size in node_size(cluster).items():
         of_kind = np.array([shape.kind == kind for shape in shapes], bool)
-        if not of_kind.any():
-            continue
-        used = np.where(of_kind, num_devices, 0)
-        full, rest = np.divmod(used, size)
-        free = np.array(usable.get(kind, ()), dtype=np.int64)
-        total = int(free.sum())
-        for power in (1 << exponent for exponent in range(size.bit_length())):
-            limit = int((free // power).sum()) * power
-            if power == 1 or limit < total:
-                rows.append((full * (size // power * power) + rest // power * power, limit, kind))
-        limit = len(whole[kind]) * size
-        # Whole nodes need a row of their own if their size is not itself a power of two.
-        if limit < total and size.bit_count() > 1 and (full > 0).any():
-            rows.append((full * size, limit, kind))
+        if of_kind.any():
+            used = np.where(of_kind, num_devices, 0)
+            found = _rows_of_kind(used, size, usable.get(kind, []), len(whole[kind]))
+            rows += [(row, limit, kind) for row, limit in found]
     matrix = np.array([row for row, _, _ in rows], float).reshape(len(rows), len(shapes))
     limits = np.array([limit for _, limit, _ in rows], dtype=float)
     return CapacityRows(matrix, limits, tuple(kind for _, _, kind in rows))
+
+
+def _rows_of_kind(
+    used: np.ndarray, size: int, usable: list[int], num_whole: int
+) -> list[tuple[np.ndarray, int]]:
+    """Return the rows of one kind and their limits; `used`: [shapes] devices of each shape of the kind."""
+    full, rest = np.divmod(used, size)
+    free = np.array(usable, dtype=np.int64)
+    total, rows = int(free.sum()), []
+    for power in (1 << exponent for exponent in range(size.bit_length())):
+        limit = int((free // power).sum()) * power
+        if power == 1 or limit < total:
+            rows.append((full * (size // power * power) + rest // power * power, limit))
+    # Whole nodes need a row of their own if their size is not itself a power of two.
+    if num_whole * size < total and size.bit_count() > 1 and full.any():
+        rows.append((full * size, num_whole * size))
+    return rows
+
+
+def present_shapes(jobs: Sequence[JobView], cluster: ClusterSpec) -> list[Shape | None]:
+    """Return the shape of each job's present devices; None if it has none."""
+    kind_of = {node.name: node.kind for node in cluster.nodes}
+    return [shape_of(view.allocation.devices, kind_of) for view in jobs]
 
 
 def shape_of(devices: Mapping[str, Sequence[int]], kind_of: Mapping[str, str]) -> Shape | None:

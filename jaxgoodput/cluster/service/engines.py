@@ -52,7 +52,7 @@ class Local:
         self._children: dict[str, subprocess.Popen[bytes]] = {}
 
     def nodes(self) -> Mapping[str, Sequence[str]]:
-        """Return the nodes, which never change."""
+        """Return the names given at the start; local nodes never come or go."""
         return dict.fromkeys(self._names, ())
 
     def start(self, name: str, arguments: Sequence[str]) -> None:

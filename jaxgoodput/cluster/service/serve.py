@@ -23,7 +23,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from jaxgoodput import _disk
 from jaxgoodput.clock import Clock, SystemClock
 from jaxgoodput.cluster.service.engines import ENGINE
-from jaxgoodput.cluster.service.planning.planners import Planners, PolicyOptions
+from jaxgoodput.cluster.service.planning.planners import Planners
 from jaxgoodput.cluster.service.record import commands
 from jaxgoodput.cluster.service.record.book import Book
 from jaxgoodput.cluster.service.record.journal import ClusterJournal
@@ -41,6 +41,7 @@ from jaxgoodput.cluster.service.web.logs import Logs
 from jaxgoodput.cluster.service.web.metrics import RequestMetrics
 from jaxgoodput.cluster.service.web.page import Links
 from jaxgoodput.cluster.service.web.requests import LONGEST_WAIT_S, ServiceParts
+from jaxgoodput.cluster.service.wire import PlanOptions
 
 HEADER_S = 10.0  # the longest time in which the head of a request must arrive
 HEADER_BYTES = 16 * 2**10
@@ -66,7 +67,7 @@ class Service:
     """Seconds without a heartbeat after which a node is down."""
     longest_wait_s: float = LONGEST_WAIT_S
     """Longest time for which an answer waits for a change; a proxy may cut off longer waits."""
-    policy: PolicyOptions = field(default_factory=PolicyOptions)
+    plans: PlanOptions = field(default_factory=PlanOptions)
     bounds: Bounds = field(default_factory=Bounds)
     links: Links = field(default_factory=Links)
     local: Sequence[str] = ()
@@ -127,7 +128,7 @@ async def _serve(
     service: Service, tokens: Tokens, journal: ClusterJournal, listener: socket.socket, clock: Clock
 ) -> int:
     book = Book(journal, clock)
-    planners = Planners(book, service.folder, service.policy)
+    planners = Planners(book, service.folder, service.plans)
     parts = ServiceParts(
         book=book,
         planners=planners,
@@ -255,7 +256,7 @@ async def _watch(book: Book, heartbeats: Heartbeats, clock: Clock) -> None:
             if entry.node.state == "down" or heartbeats.silent_s(name) < heartbeats.limit_s:
                 continue
             why = f"it sent no heartbeat for {heartbeats.limit_s:g} s"
-            logging.warning("node %s: %s", name, why)
+            logging.warning("node %s is down: %s", name, why)
 
             def lose(state, name=name, why=why):
                 return commands.change_node(state, name, "down", why, silent=True)
@@ -294,7 +295,7 @@ class _LocalAgents:
         await asyncio.Event().wait()
 
     async def stop(self) -> None:
-        """Let all jobs of this machine save, and end its agents, including those of an earlier service."""
+        """Let all jobs of this machine save, and end its agents, also if an earlier service started them."""
         self._is_stopping = True
         if not self._has_begun:
             return

@@ -21,21 +21,9 @@ from jaxgoodput._disk import InUse, held
 from jaxgoodput._serial import decode, encode, parse
 from jaxgoodput.clock import SystemClock
 from jaxgoodput.cluster.client import Client, RequestRefused, Unreachable, read_token
+from jaxgoodput.cluster.service import wire
 from jaxgoodput.cluster.service.web.show import progress, state_in_words
-from jaxgoodput.cluster.service.wire import (
-    DONE,
-    FAILED,
-    USAGE,
-    ClusterShown,
-    JobExplanation,
-    JobList,
-    JobShown,
-    Log,
-    Receipt,
-    Sharing,
-    Submission,
-    WhatIf,
-)
+from jaxgoodput.cluster.service.wire import DONE, FAILED, USAGE, Receipt
 from jaxgoodput.specs import JobSpec, Node
 from jaxgoodput.text import compact, seconds
 
@@ -91,16 +79,14 @@ def _repair(folder: pathlib.Path) -> int:
 
 
 def _service(options, folder: pathlib.Path):
-    from jaxgoodput.cluster.service.planning.planners import PolicyOptions
     from jaxgoodput.cluster.service.serve import Service
     from jaxgoodput.cluster.service.web.guard import Bounds
     from jaxgoodput.cluster.service.web.page import Links
 
-    sharing = "{}"
+    sharing = wire.Sharing()
     if options.sharing is not None:
-        sharing = options.sharing.read_text()
         try:
-            decode(parse(sharing), Sharing, "sharing")
+            sharing = decode(parse(options.sharing.read_text()), wire.Sharing, "sharing")
         except ValueError as error:
             raise ValueError(f"--sharing {options.sharing}: {error}") from None
     if not options.min_gap_s <= options.max_gap_s:
@@ -117,8 +103,8 @@ def _service(options, folder: pathlib.Path):
         key=options.tls_key,
         silent_s=options.silent_s,
         longest_wait_s=options.longest_wait_s,
-        policy=PolicyOptions(
-            name=options.policy,
+        plans=wire.PlanOptions(
+            policy=options.policy,
             sharing=sharing,
             min_gap_s=options.min_gap_s,
             max_gap_s=options.max_gap_s,
@@ -266,12 +252,12 @@ def submit(options, command: list[str], parser: argparse.ArgumentParser) -> int:
         return _wrong(error)
 
     def send(client: Client) -> int:
-        job = client.call("POST", "jobs", body=submission, changes=True, type_=JobShown)
+        job = client.call("POST", "jobs", body=submission, changes=True, type_=wire.JobShown)
         print(job.id)
         return DONE
 
     def ask(client: Client) -> int:
-        found = client.call("POST", "what-if", body=submission, type_=WhatIf)
+        found = client.call("POST", "what-if", body=submission, type_=wire.WhatIf)
         print(f"{found.job} would get {found.gets}: {found.why}")
         for other in found.others:
             print(f"{other.job}: {other.before} -> {other.after}")
@@ -280,12 +266,12 @@ def submit(options, command: list[str], parser: argparse.ArgumentParser) -> int:
     return _ask(options, ask if options.what_if else send)
 
 
-def _submission(options, command: list[str]) -> Submission:
+def _submission(options, command: list[str]) -> wire.Submission:
     """Return the job that the options describe. Raises ValueError."""
     script = next((word for word in command if word.endswith(".py")), command[0])
     each = options.devices_per_process
     most = options.max or max(64 // each * each, each)
-    return Submission(
+    return wire.Submission(
         spec=JobSpec(
             id=options.name or f"{pathlib.Path(script).stem[:40]}-{secrets.token_hex(2)}",
             mode=options.mode,
@@ -326,7 +312,7 @@ def status(options, parser: argparse.ArgumentParser) -> int:
         # Reasons may hold brackets, which Rich would read as markup.
         console = Console(highlight=False, markup=False)
         if options.job is not None:
-            job = client.call("GET", "jobs", options.job, type_=JobShown)
+            job = client.call("GET", "jobs", options.job, type_=wire.JobShown)
             console.print_json(data=encode(job))
         elif options.once or not console.is_terminal:
             console.print(*_tables(client))
@@ -353,12 +339,12 @@ def _watch(client: Client, console: Console) -> None:
 
 
 def _tables(client: Client) -> tuple[Table, Table]:
-    cluster = client.call("GET", "nodes", type_=ClusterShown)
-    listed = client.call("GET", "jobs", type_=JobList, most=200)
+    cluster = client.call("GET", "nodes", type_=wire.ClusterShown)
+    listed = client.call("GET", "jobs", type_=wire.JobList, most=200)
     return _nodes_table(cluster), _jobs_table(listed)
 
 
-def _nodes_table(cluster: ClusterShown) -> Table:
+def _nodes_table(cluster: wire.ClusterShown) -> Table:
     table = Table("node", "kind", "state", "devices", box=None, pad_edge=False)
     for shown in cluster.nodes:
         node = shown.node
@@ -369,7 +355,7 @@ def _nodes_table(cluster: ClusterShown) -> Table:
     return table
 
 
-def _jobs_table(listed: JobList) -> Table:
+def _jobs_table(listed: wire.JobList) -> Table:
     heads = ("job", "state", "devices", "goodput", "batch", "done", "time", "why")
     table = Table(*heads, box=None, pad_edge=False)
     for job in listed.jobs:
@@ -396,7 +382,7 @@ def logs(options, parser: argparse.ArgumentParser) -> int:
         offset = 0
         while True:
             found = client.call(
-                "GET", "jobs", options.job, "log", type_=Log, offset=offset, wait_s=wait_s
+                "GET", "jobs", options.job, "log", type_=wire.Log, offset=offset, wait_s=wait_s
             )
             print(found.text, end="", flush=True)
             offset = found.next_offset
@@ -422,7 +408,7 @@ def explain(options, parser: argparse.ArgumentParser) -> int:
 
     def show(client: Client) -> int:
         found = client.call(
-            "GET", "jobs", options.job, "explain", type_=JobExplanation, wait_s=60.0
+            "GET", "jobs", options.job, "explain", type_=wire.JobExplanation, wait_s=60.0
         )
         print(f"{found.job}: {found.message}")
         for change in found.changes:

@@ -9,9 +9,11 @@ import functools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeVar, dataclass_transform
 
-from jaxgoodput.specs import STRICT, Hints, JobSpec, Node, Reservation, Tenant
+from jaxgoodput.specs import STRICT, Hints, JobSpec, Node, Reservation, Tenant, require_within
+
+T = TypeVar("T")
 
 VERSION = 1
 """The version of the protocol. The service refuses agents of another version."""
@@ -48,11 +50,17 @@ def check_name(name: str, of: str) -> None:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(field,))
+def message(cls: type[T]) -> type[T]:
+    """Make a class a frozen dataclass that pydantic checks strictly."""
+    cls.__pydantic_config__ = STRICT  # pyright: ignore[reportAttributeAccessIssue]
+    return dataclass(frozen=True, kw_only=True)(cls)
+
+
+@message
 class Submission:
     """A job as its user submits it: the devices that it may use, and the command that it runs."""
 
-    __pydantic_config__ = STRICT
     spec: JobSpec
     command: tuple[str, ...]
     """The words of the command, such as ("python", "train.py"); the same on every node."""
@@ -66,6 +74,10 @@ class Submission:
     def __post_init__(self):
         check_name(self.spec.id, "a job")
         said = f"job {self.spec.id!r}"
+        self._check_texts(said)
+        self._check_numbers(said)
+
+    def _check_texts(self, said: str) -> None:
         texts = (*self.command, self.cwd, self.workdir or "")
         longest = max(map(len, self.command), default=0)
         if not self.command:
@@ -85,15 +97,12 @@ class Submission:
             raise ValueError(
                 f"{said} has a NUL character in its command or paths, which no system accepts. Remove it."
             )
+
+    def _check_numbers(self, said: str) -> None:
         for name, (least, most) in BOUNDS.items():
-            value = getattr(self.spec, name)
-            if value is not None and not least <= value <= most:
-                raise ValueError(
-                    f"{said} has {name}={value}. Give a value from {least:g} to {most:g}."
-                )
+            require_within(said, {name: getattr(self.spec, name)}, least, most)
         each = self.devices_per_process
-        if each < 1:
-            raise ValueError(f"{said} has devices_per_process={each}. It must be at least 1.")
+        require_within(said, {"devices_per_process": each}, 1)
         for name in ("min_devices", "max_devices", "num_devices"):
             size = getattr(self.spec, name)
             if size is not None and size % each:
@@ -108,11 +117,10 @@ class Submission:
         return sum(map(len, (*self.command, self.cwd, self.workdir or "")))
 
 
-@dataclass(frozen=True, kw_only=True)
+@message
 class Join:
     """The request of an agent to add its node."""
 
-    __pydantic_config__ = STRICT
     node: Node
     instance: str
     """A random name for the agent's process. Another instance means that the agent was restarted."""
@@ -128,11 +136,10 @@ class Join:
             )
 
 
-@dataclass(frozen=True, kw_only=True)
+@message
 class JobTask:
     """The part of one job that a node runs."""
 
-    __pydantic_config__ = STRICT
     job: str
     generation: int
     """The generation of the job's allocation."""
@@ -155,21 +162,19 @@ class JobTask:
     secret: str = field(repr=False)
 
 
-@dataclass(frozen=True, kw_only=True)
+@message
 class NodeWork:
     """All tasks of a node. The node ends everything that is not among them."""
 
-    __pydantic_config__ = STRICT
     node: str
     version: int
     tasks: tuple[JobTask, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
+@message
 class Report:
     """News of a job's coordinator: it listens at an address, or it has ended."""
 
-    __pydantic_config__ = STRICT
     job: str
     attempt: int
     address: str | None = None
@@ -185,41 +190,37 @@ class Report:
             )
 
 
-@dataclass(frozen=True, kw_only=True)
+@message
 class OutputLines:
     """Further output of a job's processes on a node."""
 
-    __pydantic_config__ = STRICT
     job: str
     text: str
 
 
-@dataclass(frozen=True, kw_only=True)
+@message
 class Reports:
     """All news that an agent sends in one request."""
 
-    __pydantic_config__ = STRICT
     instance: str
     coordinators: tuple[Report, ...] = ()
     lines: tuple[OutputLines, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
+@message
 class HeldDevices:
     """The devices that a job held in one period."""
 
-    __pydantic_config__ = STRICT
     start_s: float
     end_s: float | None
     """None if the job still holds them."""
     devices: Mapping[str, tuple[int, ...]]
 
 
-@dataclass(frozen=True, kw_only=True)
+@message
 class JobShown:
     """A job as its user sees it. Times are seconds of the service's own clock."""
 
-    __pydantic_config__ = STRICT
     id: str
     tenant: str
     phase: Phase
@@ -246,31 +247,28 @@ class JobShown:
     past: tuple[HeldDevices, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
+@message
 class JobList:
     """Some jobs, the newest last."""
 
-    __pydantic_config__ = STRICT
     now_s: float
     jobs: tuple[JobShown, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
+@message
 class AllocationShown:
     """The devices of a job, and the generation of that allocation."""
 
-    __pydantic_config__ = STRICT
     job: str
     phase: Phase
     generation: int
     devices: Mapping[str, tuple[int, ...]]
 
 
-@dataclass(frozen=True, kw_only=True)
+@message
 class NodeShown:
     """A node as users see it."""
 
-    __pydantic_config__ = STRICT
     node: Node
     jobs: Mapping[str, tuple[int, ...]]
     """The local indices of the devices that each job holds."""
@@ -280,40 +278,36 @@ class NodeShown:
     """Why it is draining or down."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@message
 class ClusterShown:
     """All nodes."""
 
-    __pydantic_config__ = STRICT
     now_s: float
     nodes: tuple[NodeShown, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
+@message
 class Receipt:
     """The confirmation that a request is in the journal."""
 
-    __pydantic_config__ = STRICT
     ok: bool = True
     note: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
+@message
 class Log:
     """A part of a job's output."""
 
-    __pydantic_config__ = STRICT
     text: str
     next_offset: int
     over: bool
     """Whether the output has ended."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@message
 class JobExplanation:
     """Why a job has its devices, and what would change that. Each change was tried on the policy."""
 
-    __pydantic_config__ = STRICT
     job: str
     constraint: str
     message: str
@@ -321,32 +315,29 @@ class JobExplanation:
     devices: Mapping[str, int]
 
 
-@dataclass(frozen=True, kw_only=True)
+@message
 class WouldChange:
     """A job that would get other devices."""
 
-    __pydantic_config__ = STRICT
     job: str
     before: str
     after: str
 
 
-@dataclass(frozen=True, kw_only=True)
+@message
 class WhatIf:
     """The plan as it would be with one more job."""
 
-    __pydantic_config__ = STRICT
     job: str
     gets: str
     why: str
     others: tuple[WouldChange, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
+@message
 class Health:
     """The answer of a service that runs."""
 
-    __pydantic_config__ = STRICT
     ok: bool
     version: int
     num_jobs: int
@@ -354,11 +345,10 @@ class Health:
     """Whether plans are being made."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@message
 class Refusal:
     """Why a request was not carried out: what it asked for, why that is impossible, and what to do."""
 
-    __pydantic_config__ = STRICT
     error: str
 
 
@@ -370,3 +360,17 @@ class Sharing:
     price_per_hour: Mapping[str, float] = field(default_factory=dict)
     quota: Mapping[str, int] = field(default_factory=dict)
     tenants: tuple[Tenant, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """How the service makes plans."""
+
+    policy: str = "goodput"
+    sharing: Sharing = field(default_factory=Sharing)
+    min_gap_s: float = 5.0
+    """Least time between two plans."""
+    max_gap_s: float = 60.0
+    """Longest time without a plan."""
+    restart_s: float = 10.0
+    """Cost of a change of devices for a job that has not measured it yet."""

@@ -25,13 +25,19 @@ def key_numbers(part: str) -> tuple[str, tuple[float, ...]]:
 
 
 def read_numbers(
-    option: str, text: str, *, known: Collection[str] | None = None, example: str
+    option: str,
+    text: str,
+    *,
+    known: Collection[str] | None = None,
+    key: str = "NAME",
+    example: str,
 ) -> dict[str, float]:
     """Return the numbers of `NAME=NUMBER,...` by name; `known` None = any names.
 
-    Raises ValueError, quoting the option, if a part has another form or a name occurs twice.
+    Raises ValueError, quoting the option, if a part has another form or a name occurs twice. The message
+    calls a name `key`, and shows `example`.
 
-    >>> read_numbers("--prices", "t4=0.35,a100=3", example="t4=1")
+    >>> read_numbers("--prices", "t4=0.35,a100=3", key="KIND", example="t4=1")
     {'t4': 0.35, 'a100': 3.0}
     """
     found: dict[str, float] = {}
@@ -39,7 +45,7 @@ def read_numbers(
         name, numbers = key_numbers(part)
         if not name or name in found or len(numbers) > 1 or math.isnan(numbers[0]):
             raise ValueError(
-                f"{option} {text!r}: {part!r} is not of the form NAME=NUMBER with each name once, such as "
+                f"{option} {text!r}: {part!r} is not of the form {key}=NUMBER with each {key} once, such as "
                 f"{example}."
             )
         if known is not None and name not in known:

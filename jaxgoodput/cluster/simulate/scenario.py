@@ -112,7 +112,10 @@ def _nodes(found: re.Match[str], kind: str, before: Iterable[Node]) -> Iterable[
 
 def read_speeds(text: str | None) -> dict[str, float]:
     """Return the assumed speeds, updated by `KIND=SPEED,...`. Raises ValueError for any other text."""
-    return {**SPEEDS, **(read_numbers("--speed", text, example="a100=4") if text else {})}
+    return {
+        **SPEEDS,
+        **(read_numbers("--speed", text, key="KIND", example="a100=4") if text else {}),
+    }
 
 
 def read_scenario(
@@ -171,7 +174,7 @@ def read_scenario(
 
 
 def _with_prices(scenario: Scenario, text: str) -> Scenario:
-    found = read_numbers("--prices", text, example="t4=0.35,a100=3")
+    found = read_numbers("--prices", text, key="KIND", example="t4=0.35,a100=3")
     with naming("--prices"):
         unknown = sorted(set(found) - {node.kind for node in scenario.cluster.nodes})
         if unknown:
@@ -302,15 +305,15 @@ def _with_tables(
 
 def _gavel(path: pathlib.Path, cluster: str | None) -> Scenario:
     folders = path.resolve().parents[:4]
-    tables = [p / name for p in folders for name in _GAVEL_TABLES if (p / name).is_file()]
-    if not tables:
+    measured = [p / name for p in folders for name in _GAVEL_TABLES if (p / name).is_file()]
+    if not measured:
         raise ValueError(
             f"--workload {path}: found none of {', '.join(_GAVEL_TABLES)} beside or above it, which have the "
             "speeds of its jobs."
         )
-    throughputs = traces.read_gavel_throughputs(tables[0])
+    throughputs = traces.read_gavel_throughputs(measured[0])
     spec = read_cluster(cluster or CLUSTERS["gavel"], kind="v100")
-    kinds = _kinds(spec, tables[0], throughputs)
+    kinds = _kinds(spec, measured[0], throughputs)
     return Scenario(
         name=path.stem,
         origin="gavel",

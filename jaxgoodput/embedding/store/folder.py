@@ -145,10 +145,8 @@ class StoreFolder:
                     needed |= {entry.name for entry in read_manifest(path).segments}
                 except FileNotFoundError:
                     continue  # another thread's commit has just deleted it
-                except (
-                    DamagedFile,
-                    OSError,
-                ) as error:  # it goes once newer commits have replaced it
+                except (DamagedFile, OSError) as error:
+                    # Any segment may be in it. It goes once newer commits have replaced it.
                     logging.warning("%s. No segment is deleted while this lasts.", error)
                     return
             for path in there:

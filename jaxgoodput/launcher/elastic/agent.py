@@ -18,7 +18,7 @@ import queue
 import secrets
 import shutil
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -26,15 +26,8 @@ from typing import Any
 from jaxgoodput import _wire as wire
 from jaxgoodput._worker import Worker
 from jaxgoodput.clock import Clock
+from jaxgoodput.launcher.elastic import events as ev
 from jaxgoodput.launcher.elastic import fitness, messages
-from jaxgoodput.launcher.elastic.events import (
-    EndJob,
-    HostExamined,
-    Kill,
-    Leave,
-    ProcessExited,
-    Refuse,
-)
 from jaxgoodput.launcher.local import keep_freed_pages, shim_command
 from jaxgoodput.launcher.supervise import (
     DONE,
@@ -116,15 +109,7 @@ def run_agent(command: Sequence[str], part: AgentSettings, *, clock: Clock) -> i
     On SIGTERM, SIGINT or SIGHUP this host leaves the job, which goes on without it; its workers exit after
     their current step. Raises UsageError if the command cannot be started.
     """
-    host, colon, port = part.address.rpartition(":")
-    if not (host and colon and port.isdigit()):
-        raise UsageError(
-            f"--rdzv-endpoint {part.address} is no address. Give HOST:PORT, which `jaxgoodput run` prints "
-            "when it starts."
-        )
-    shimmed = shim_command(command)
-    if shutil.which(shimmed[0]) is None:
-        raise UsageError(f"there is no program {shimmed[0]!r} on {part.name}.")
+    program = _checked(command, part)
     instance = secrets.token_hex(8)
     events: queue.SimpleQueue[Any] = queue.SimpleQueue()
     deadline_s = clock.now() + part.reconnect_s
@@ -132,18 +117,19 @@ def run_agent(command: Sequence[str], part: AgentSettings, *, clock: Clock) -> i
         while True:
             try:
                 channel = _connected(part, instance, facts_of(command))
-                agent = Agent(channel, shimmed, part, events, clock)
+            except wire.WrongSecret as error:
+                say(f"{part.name}: {error}")
+                return USAGE
+            except OSError as error:
+                why = str(error)
+            else:
+                agent = Agent(channel, program, part, events, clock)
                 code = agent.run()
                 if code is not None:
                     return code
                 why = "it has gone"
                 if agent.was_accepted:
                     deadline_s = clock.now() + part.reconnect_s
-            except wire.WrongSecret as error:
-                say(f"{part.name}: {error}")
-                return USAGE
-            except OSError as error:
-                why = str(error)
             if clock.now() >= deadline_s:
                 say(
                     f"{part.name}: no coordinator answers at {part.address} ({why}), after trying for "
@@ -154,6 +140,20 @@ def run_agent(command: Sequence[str], part: AgentSettings, *, clock: Clock) -> i
             with contextlib.suppress(queue.Empty):
                 if isinstance(events.get(timeout=_RETRY_S), StopSignal):
                     return SAVED  # no worker of the job runs here
+
+
+def _checked(command: Sequence[str], part: AgentSettings) -> list[str]:
+    """Return the command that starts a worker; raise UsageError before anything has started."""
+    host, colon, port = part.address.rpartition(":")
+    if not (host and colon and port.isdigit()):
+        raise UsageError(
+            f"--rdzv-endpoint {part.address} is no address. Give HOST:PORT, which `jaxgoodput run` prints "
+            "when it starts."
+        )
+    shimmed = shim_command(command)
+    if shutil.which(shimmed[0]) is None:
+        raise UsageError(f"there is no program {shimmed[0]!r} on {part.name}.")
+    return shimmed
 
 
 def _connected(part: AgentSettings, instance: str, facts: Mapping[str, str]) -> wire.Channel:
@@ -180,8 +180,7 @@ class HostWorkers:
         events: "queue.SimpleQueue[Any]",
         clock: Clock,
     ):
-        self.kill_s = math.inf
-        """Time at which all workers that are left will be killed."""
+        self._kill_s = math.inf  # when all workers that are left will be killed
         self._command = command
         self._part = part
         self._events = events
@@ -248,8 +247,8 @@ class HostWorkers:
             child.send(signum)
 
     def kill_after_grace(self) -> None:
-        """Kill the workers that are left when the grace period is over."""
-        self.kill_s = self._clock.now() + self._part.grace_s
+        """Kill the workers that are left when the grace period is over; an earlier deadline stays."""
+        self._kill_s = min(self._kill_s, self._clock.now() + self._part.grace_s)
 
     def look_after(self) -> float | None:
         """Kill workers that are stopped or overdue; return the seconds until the next look, None: never."""
@@ -257,10 +256,10 @@ class HostWorkers:
         if now_s >= self._look_s:
             self._kill_stopped()
             self._look_s = now_s + max(self._part.silent_s / _LOOKS, 0.1)
-        if now_s >= self.kill_s:
+        if now_s >= self._kill_s:
             self.send_all(signal.SIGKILL)
-            self.kill_s = math.inf
-        next_s = min(self.kill_s, self._look_s if self._running else math.inf)
+            self._kill_s = math.inf
+        next_s = min(self._kill_s, self._look_s if self._running else math.inf)
         return None if math.isinf(next_s) else max(next_s - self._clock.now(), 0.0)
 
     def _kill_stopped(self) -> None:
@@ -358,7 +357,7 @@ class Agent:
             case StopSignal(signum):
                 self._leave(signum)
             case (sender, message) if sender is self._channel:  # not from an earlier connection
-                _OBEY[type(message)](self, message)
+                self._obey(message)
 
     def _finish(self, code: int | None) -> None:
         self._is_finished, self._code = True, code
@@ -372,7 +371,7 @@ class Agent:
             self._failed = member, code, child
         if not self._is_over:
             self._workers.start_waiting()
-        self._send(ProcessExited(member, code))
+        self._send(ev.ProcessExited(member, code))
         if self._is_leaving and not self._workers:
             self._finish(SAVED)
 
@@ -383,51 +382,44 @@ class Agent:
         else:
             self._is_leaving = True
             say(f"{self._part.name}: {signal.Signals(signum).name}, leaving the job")
-            self._send(Leave(self._part.name))
+            self._send(ev.Leave(self._part.name))
             self._workers.kill_after_grace()
         if not self._workers:
             self._finish(SAVED)
 
     # -- what the coordinator says ---------------------------------------------------------------
 
-    def _gone(self, _: None) -> None:
-        if not self._is_over:
-            say(f"{self._part.name}: the coordinator at {self._part.address} has gone")
-            self._finish(SAVED if self._is_leaving else None)
-
-    def _accepted(self, _: messages.Accepted) -> None:
-        self.was_accepted = True
-
-    def _refused(self, message: Refuse) -> None:
-        say(f"{self._part.name} was refused: {message.why}")
-        self._finish(USAGE)
-
-    def _check(self, message: messages.CheckHost) -> None:
-        # On a thread of its own: a check takes seconds, and workers must be watched meanwhile.
-        Worker("agent-check", partial(self._examine, message.peers), on_error=self._check_failed)
+    def _obey(self, message: Any) -> None:
+        match message:
+            case None if not self._is_over:
+                say(f"{self._part.name}: the coordinator at {self._part.address} has gone")
+                self._finish(SAVED if self._is_leaving else None)
+            case messages.Accepted():
+                self.was_accepted = True
+            case ev.Refuse(_, why):
+                say(f"{self._part.name} was refused: {why}")
+                self._finish(USAGE)
+            case messages.CheckHost(peers):
+                # On a thread of its own: a check takes seconds, and workers must be watched meanwhile.
+                Worker("check", partial(self._examine, peers), on_error=self._check_failed)
+            case messages.StartWorker(member):
+                self._workers.start(member)
+            case ev.Kill(member):
+                self._workers.kill(member)
+            case messages.StopWorkers():
+                self._workers.send_all(signal.SIGTERM)
+                self._workers.kill_after_grace()
+            case ev.EndJob(code):
+                self._is_over, self._code = True, code
+                self._workers.kill_after_grace()
 
     def _examine(self, peers: Sequence[str], worker: Worker) -> None:
         check = fitness.examine(self._part.address, peers, self._part.secret, self._clock)
-        self._send(HostExamined(self._part.name, check))
+        self._send(ev.HostExamined(self._part.name, check))
 
     def _check_failed(self, error: BaseException) -> None:
         failure = f"its check failed: {type(error).__name__}: {error}"
-        self._send(HostExamined(self._part.name, fitness.Check(failure=failure)))
-
-    def _start(self, message: messages.StartWorker) -> None:
-        self._workers.start(message.member)
-
-    def _kill(self, message: Kill) -> None:
-        self._workers.kill(message.member)
-
-    def _stop(self, _: messages.StopWorkers) -> None:
-        self._workers.send_all(signal.SIGTERM)
-        self._workers.kill_after_grace()
-
-    def _job_ended(self, message: EndJob) -> None:
-        self._is_over, self._code = True, message.code
-        if math.isinf(self._workers.kill_s):
-            self._workers.kill_after_grace()
+        self._send(ev.HostExamined(self._part.name, fitness.Check(failure=failure)))
 
     def _tell_of_failure(self) -> None:
         """Repeat the last failure and the worker's last lines: most users read only the end of a log."""
@@ -441,15 +433,3 @@ class Agent:
     def _send(self, message: Any) -> None:
         with contextlib.suppress(OSError):  # the reader notices that the connection has ended
             self._channel.send(messages.encoded(message))
-
-
-_OBEY: Mapping[type, Callable] = {
-    type(None): Agent._gone,
-    messages.Accepted: Agent._accepted,
-    Refuse: Agent._refused,
-    messages.CheckHost: Agent._check,
-    messages.StartWorker: Agent._start,
-    Kill: Agent._kill,
-    messages.StopWorkers: Agent._stop,
-    EndJob: Agent._job_ended,
-}

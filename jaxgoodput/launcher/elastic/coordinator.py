@@ -1,14 +1,14 @@
 """The coordinator of a job: it drives `rendezvous.step` and carries out the actions that follow.
 
-Agents and workers connect to it. Each connection has a thread that reads, and puts what it reads on one
-queue as events. A single thread takes the events off the queue, so no decision races with another.
+Agents and workers connect to it. Each connection has a thread that reads; what it reads becomes calls on one
+queue. A single thread makes these calls, one after the other, so no decision races with another.
 """
 
 import dataclasses
 import queue
 import signal
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from jaxgoodput import _wire as wire
@@ -23,40 +23,6 @@ from jaxgoodput.launcher.supervise import SAVED, UsageError, say
 TICK_S = 0.1
 _REPORT_EVERY_S = 30.0
 _NO_FAILURE_YET_S = 3600.0  # added to a job's age, so that a young job does not seem to fail often
-CAME_BACK = "it has come back"
-
-
-@dataclass(frozen=True)
-class HostJoined:
-    """An agent has connected, for the first time or again."""
-
-    hello: messages.AgentHello
-    channel: wire.Channel
-
-
-@dataclass(frozen=True)
-class HostLost:
-    """An agent's connection has ended; without a channel, whichever connection it has."""
-
-    host: str
-    why: str
-    channel: wire.Channel | None = None
-
-
-@dataclass(frozen=True)
-class WorkerCame:
-    """A worker has connected."""
-
-    member: str
-    channel: wire.Channel
-
-
-@dataclass(frozen=True)
-class WorkerLost:
-    """A worker's connection has ended. Whether the worker has ended too, its agent will report."""
-
-    member: str
-    channel: wire.Channel
 
 
 class Coordinator:
@@ -79,8 +45,8 @@ class Coordinator:
         self._clock = clock
         self._began_s = clock.now()
         self._state = Rendezvous(limits=limits, since_s=self._began_s)
-        self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._agents: dict[str, HostJoined] = {}
+        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._agents: dict[str, tuple[messages.AgentHello, wire.Channel]] = {}  # by host
         self._ever_came: set[str] = set()  # hosts
         self._workers: dict[str, wire.Channel] = {}
         self._state_at: dict[str, str] = {}  # address at which each worker serves its state
@@ -123,16 +89,13 @@ class Coordinator:
         is_told = False
         while self._end is None and not (is_told and not self._agents and not self._state.members):
             try:
-                self._take(self._events.get(timeout=TICK_S))
+                self._calls.get(timeout=TICK_S)()
             except queue.Empty:
                 self._happen(ev.Tick())
             name = told()
-            if is_told and name == "SIGINT":
-                self._end = ev.EndJob(128 + signal.SIGINT, "it was interrupted twice")
-            elif not is_told and name is not None:
+            if name is not None:
+                self._heed(name, is_second=is_told)
                 is_told = True
-                say(f"{name}: telling all processes to save and stop")
-                self._stop()
             self._start_due()
             self._report_waiting()
         return SAVED if self._end is None else self._end.code
@@ -140,70 +103,58 @@ class Coordinator:
     def close(self) -> None:
         """Tell the agents that the job is over, and close all connections."""
         end = self._end or ev.EndJob(1, "the coordinator has ended")
-        for agent in list(self._agents.values()):
-            _send(agent.channel, end)
+        channels = [channel for _, channel in self._agents.values()]
+        for channel in channels:
+            _send(channel, end)
         self._jax.close()
-        channels = [agent.channel for agent in list(self._agents.values())]
-        for channel in [*channels, *list(self._workers.values())]:
+        for channel in [*channels, *self._workers.values()]:
             channel.close()
         self._listener.close()
 
     def give_up(self, code: int, why: str) -> None:
         """End the job because too few hosts are left and no other can come. Thread-safe."""
-        self._events.put(ev.EndJob(code, why))
+        self._calls.put(partial(self._end_job, ev.EndJob(code, why)))
 
     def lost(self, host: str, why: str) -> None:
         """Report that the agent of a host has ended. Thread-safe."""
-        self._events.put(HostLost(host, why))
+        self._calls.put(partial(self._lose, host, why))
 
     # -- events ----------------------------------------------------------------------------------
 
-    def _take(self, event: Any) -> None:
-        _EVENTS.get(type(event), Coordinator._happen)(self, event)
+    def _heard(self, message: Any) -> None:
+        """Take a message of an agent or a worker."""
+        match message:
+            case messages.Connected(generation):
+                # One worker returns from JAX's registration only after all others have registered.
+                self._jax.has_connected |= generation == self._state.generation
+            case ev.Ready(member, state_at=state_at):
+                self._state_at[member] = state_at
+                self._happen(message)
+            case ev.ProcessExited():
+                self._exited(message)
+            case ev.Leave():
+                self._happen(message)
+                if self._state.members and not self._state.can_go_on:
+                    self._stop()  # the last processes leave: they save, and the job ends
+            case _:
+                self._happen(message)
 
     def _happen(self, event: ev.Event) -> None:
         self._state, actions = rendezvous.step(self._state, event, self._clock.now())
         for action in actions:
             _ACTIONS[type(action)](self, action)
 
-    def _host_joined(self, event: HostJoined) -> None:
-        host, slots = event.hello.host, event.hello.slots
-        if host in self._agents:
-            self._lose(HostLost(host, CAME_BACK))
-        self._agents[host] = event
-        self._ever_came.add(host)
-        _send(event.channel, messages.Accepted())
-        say(f"{host} has joined, with {slots} process{'es' * (slots > 1)}")
-        self._happen(ev.HostArrived(host))
-
-    def _lose(self, event: HostLost) -> None:
-        known = self._agents.get(event.host)
-        if known is None or event.channel not in (None, known.channel):
-            if event.host not in self._ever_came and event.channel is None:
-                say(f"{event.host} did not join: {event.why}")
-            return
-        del self._agents[event.host]
-        known.channel.close()
-        say(f"{event.host} has left: {event.why}")
-        for name, member in list(self._state.members.items()):
-            if member.host == event.host:
-                self._take(ev.ProcessExited(name, -9))
-        self._forget_starts(event.host)
-        self._happen(ev.AgentLost(event.host))
-
-    def _leave(self, event: ev.Leave) -> None:
-        self._happen(event)
-        if self._state.members and not self._state.can_go_on:
-            self._stop()  # the last processes leave: they save, and the job ends
+    def _heed(self, name: str, *, is_second: bool) -> None:
+        if not is_second:
+            say(f"{name}: telling all processes to save and stop")
+            self._stop()
+        elif name == "SIGINT":
+            self._end = ev.EndJob(128 + signal.SIGINT, "it was interrupted twice")
 
     def _stop(self) -> None:
         self._happen(ev.Stop())
-        for agent in self._agents.values():
-            _send(agent.channel, messages.StopWorkers())
-
-    def _ready(self, event: ev.Ready) -> None:
-        self._state_at[event.member] = event.state_at
-        self._happen(event)
+        for host in self._agents:
+            self._tell_agent(host, messages.StopWorkers())
 
     def _exited(self, event: ev.ProcessExited) -> None:
         state = self._state
@@ -212,22 +163,41 @@ class Coordinator:
             if event.member in state.ranks:
                 self._jax.stand_in(state.ranks.index(event.member))
 
-    def _worker_came(self, event: WorkerCame) -> None:
-        self._workers[event.member] = event.channel
+    def _host_joined(self, hello: messages.AgentHello, channel: wire.Channel) -> None:
+        host, slots = hello.host, hello.slots
+        if host in self._agents:
+            self._lose(host, "it has come back")
+        self._agents[host] = hello, channel
+        self._ever_came.add(host)
+        self._tell_agent(host, messages.Accepted())
+        say(f"{host} has joined, with {slots} process{'es' * (slots > 1)}")
+        self._happen(ev.HostArrived(host))
 
-    def _worker_lost(self, event: WorkerLost) -> None:
-        event.channel.close()
-        if self._workers.get(event.member) is event.channel:
-            del self._workers[event.member]
+    def _lose(self, host: str, why: str, channel: wire.Channel | None = None) -> None:
+        """Count a host as lost, unless it has another connection than `channel` by now."""
+        _, known = self._agents.get(host, (None, None))
+        if known is None or channel not in (None, known):
+            if host not in self._ever_came and channel is None:
+                say(f"{host} did not join: {why}")
+            return
+        del self._agents[host]
+        known.close()
+        say(f"{host} has left: {why}")
+        for name, member in list(self._state.members.items()):
+            if member.host == host:
+                self._exited(ev.ProcessExited(name, -9))
+        self._forget_starts(host)
+        self._happen(ev.AgentLost(host))
 
-    def _connected(self, event: messages.Connected) -> None:
-        # One worker returns from JAX's registration only after all others have registered.
-        if event.generation == self._state.generation:
-            self._jax.has_connected = True
+    def _worker_lost(self, member: str, channel: wire.Channel) -> None:
+        # Whether the worker itself has ended, its agent will report.
+        channel.close()
+        if self._workers.get(member) is channel:
+            del self._workers[member]
 
     # -- actions ---------------------------------------------------------------------------------
 
-    def _end_generation(self, action: ev.EndGeneration) -> None:
+    def _pass_on(self, action: ev.EndGeneration | ev.Again | ev.Release) -> None:
         self._tell_all(action.members, action)
 
     def _form(self, action: ev.Form) -> None:
@@ -254,9 +224,6 @@ class Coordinator:
         service = self._jax.begin(len(self._state.ranks))
         self._tell_all(self._state.ranks, messages.Connect(action.generation, service))
 
-    def _again(self, action: ev.Again) -> None:
-        self._tell_all(action.members, action)
-
     def _kill(self, action: ev.Kill) -> None:
         say(f"SIGKILL to {action.member}: {action.why}")
         self._tell_agent(_host_of(action.member), action)
@@ -272,8 +239,8 @@ class Coordinator:
 
     def _admit(self, action: ev.Admit) -> None:
         self._forget_starts(action.host)  # all of its processes start now
-        agent = self._agents.get(action.host)
-        for _ in range(0 if agent is None else agent.hello.slots):
+        hello, _ = self._agents.get(action.host, (None, None))
+        for _ in range(0 if hello is None else hello.slots):
             self._start(action.host)
 
     def _refuse(self, action: ev.Refuse) -> None:
@@ -281,9 +248,6 @@ class Coordinator:
 
     def _report_decision(self, action: ev.Tell) -> None:
         say(str(action.decision))
-
-    def _release(self, action: ev.Release) -> None:
-        self._tell_all(action.members, action)
 
     def _save(self, action: ev.Save) -> None:
         parts_at = tuple(self._state_at.get(name) for name in action.members)
@@ -340,7 +304,7 @@ class Coordinator:
 
     def _tell_agent(self, host: str, message: Any) -> None:
         if host in self._agents:
-            _send(self._agents[host].channel, message)
+            _send(self._agents[host][1], message)
 
     # -- threads that read -----------------------------------------------------------------------
 
@@ -365,25 +329,25 @@ class Coordinator:
             _send(channel, ev.Refuse(hello.host, refusal))
             channel.close()
             return
-        self._events.put(HostJoined(hello, channel))
+        self._calls.put(partial(self._host_joined, hello, channel))
         for message in messages.received(channel, messages.FROM_AGENTS, _say_refused(channel)):
             if isinstance(message, ev.HostExamined):
                 say(f"{message.host} was checked: {message.check.failure or message.check}")
-            self._events.put(message)
-        self._events.put(HostLost(hello.host, "its agent does not answer", channel))
+            self._calls.put(partial(self._heard, message))
+        self._calls.put(partial(self._lose, hello.host, "its agent does not answer", channel))
 
     def _hear_worker(self, channel: wire.Channel, member: str) -> None:
         state = self._state
         _send(channel, messages.Welcome(len(state.present_ranks), state.limits.group_size))
-        self._events.put(WorkerCame(member, channel))
+        self._calls.put(partial(self._workers.__setitem__, member, channel))
         for message in messages.received(channel, messages.FROM_WORKERS, _say_refused(channel)):
-            self._events.put(message)
-        self._events.put(WorkerLost(member, channel))
+            self._calls.put(partial(self._heard, message))
+        self._calls.put(partial(self._worker_lost, member, channel))
 
     def _refusal(self, hello: messages.AgentHello) -> str | None:
         """Return why an agent cannot take part; None if it can."""
-        known = self._agents.get(hello.host)
-        if known is not None and known.hello.instance != hello.instance:
+        known, _ = self._agents.get(hello.host, (None, None))
+        if known is not None and known.instance != hello.instance:
             return f"there is an agent of the name {hello.host} already. Give each its own --name."
         for name, own in self._facts.items():
             other = hello.facts.get(name)
@@ -395,29 +359,18 @@ class Coordinator:
         return None
 
 
-_EVENTS: Mapping[type, Callable] = {
-    HostJoined: Coordinator._host_joined,
-    HostLost: Coordinator._lose,
-    WorkerCame: Coordinator._worker_came,
-    WorkerLost: Coordinator._worker_lost,
-    messages.Connected: Coordinator._connected,
-    ev.Leave: Coordinator._leave,
-    ev.Ready: Coordinator._ready,
-    ev.ProcessExited: Coordinator._exited,
-    ev.EndJob: Coordinator._end_job,
-}  # other events go to the state machine as they are
 _ACTIONS: Mapping[type[ev.Action], Callable] = {
-    ev.EndGeneration: Coordinator._end_generation,
+    ev.EndGeneration: Coordinator._pass_on,
     ev.Form: Coordinator._form,
     ev.Go: Coordinator._go,
-    ev.Again: Coordinator._again,
+    ev.Again: Coordinator._pass_on,
     ev.Kill: Coordinator._kill,
     ev.StartProcess: Coordinator._start_process,
     ev.Examine: Coordinator._examine,
     ev.Admit: Coordinator._admit,
     ev.Refuse: Coordinator._refuse,
     ev.Tell: Coordinator._report_decision,
-    ev.Release: Coordinator._release,
+    ev.Release: Coordinator._pass_on,
     ev.Save: Coordinator._save,
     ev.EndJob: Coordinator._end_job,
 }

@@ -12,15 +12,19 @@ from jaxgoodput.launcher.elastic.fitness import Check, HostDecision, Pace
 # -- events ------------------------------------------------------------------------------------------
 
 
+class Event:
+    """Something that the coordinator hears."""
+
+
 @dataclass(frozen=True)
-class HostArrived:
+class HostArrived(Event):
     """An agent has connected, for the first time or again. Its processes start after the host's check."""
 
     host: str
 
 
 @dataclass(frozen=True)
-class HostExamined:
+class HostExamined(Event):
     """A host has finished its check."""
 
     host: str
@@ -28,14 +32,14 @@ class HostExamined:
 
 
 @dataclass(frozen=True)
-class AgentLost:
+class AgentLost(Event):
     """The connection to a host's agent has ended."""
 
     host: str
 
 
 @dataclass(frozen=True)
-class ProcessJoined:
+class ProcessJoined(Event):
     """A process is being started on a host."""
 
     member: str
@@ -43,7 +47,7 @@ class ProcessJoined:
 
 
 @dataclass(frozen=True)
-class Ready:
+class Ready(Event):
     """A process waits for the next generation, and reports which state it holds in memory."""
 
     member: str
@@ -61,7 +65,7 @@ class Ready:
 
 
 @dataclass(frozen=True)
-class SetUp:
+class SetUp(Event):
     """A process has the state that the generation resumes from, and can connect to the others."""
 
     member: str
@@ -69,7 +73,7 @@ class SetUp:
 
 
 @dataclass(frozen=True)
-class Beat:
+class Beat(Event):
     """A heartbeat of a process that trains, with its last finished step."""
 
     member: str
@@ -80,14 +84,14 @@ class Beat:
 
 
 @dataclass(frozen=True)
-class ProcessDone:
+class ProcessDone(Event):
     """The run is complete in this process, and therefore in all of them."""
 
     member: str
 
 
 @dataclass(frozen=True)
-class ProcessExited:
+class ProcessExited(Event):
     """A process has ended with an exit code; -n means killed by signal n."""
 
     member: str
@@ -95,42 +99,31 @@ class ProcessExited:
 
 
 @dataclass(frozen=True)
-class Leave:
+class Leave(Event):
     """A host is leaving the job: its processes are to end after their current step, and the others go on."""
 
     host: str
 
 
 @dataclass(frozen=True)
-class Stop:
+class Stop(Event):
     """The whole job was told to save and stop."""
 
 
 @dataclass(frozen=True)
-class Tick:
+class Tick(Event):
     """Time has passed without another event."""
 
-
-Event = (
-    HostArrived
-    | HostExamined
-    | AgentLost
-    | ProcessJoined
-    | Ready
-    | SetUp
-    | Beat
-    | ProcessDone
-    | ProcessExited
-    | Leave
-    | Stop
-    | Tick
-)
 
 # -- actions -----------------------------------------------------------------------------------------
 
 
+class Action:
+    """Something that the coordinator does."""
+
+
 @dataclass(frozen=True)
-class EndGeneration:
+class EndGeneration(Action):
     """Ask these processes to leave the generation after their current step."""
 
     members: tuple[str, ...]
@@ -138,7 +131,7 @@ class EndGeneration:
 
 
 @dataclass(frozen=True)
-class Form:
+class Form(Action):
     """Give these processes their ranks in the next generation, and name the state that it resumes from."""
 
     generation: int
@@ -151,14 +144,14 @@ class Form:
 
 
 @dataclass(frozen=True)
-class Go:
+class Go(Action):
     """Let all ranks of the generation connect to each other."""
 
     generation: int
 
 
 @dataclass(frozen=True)
-class Again:
+class Again(Action):
     """Tell these processes that the generation which they prepared for is cancelled; they wait anew."""
 
     generation: int
@@ -166,7 +159,7 @@ class Again:
 
 
 @dataclass(frozen=True)
-class Kill:
+class Kill(Action):
     """Kill a process that does not answer."""
 
     member: str
@@ -174,7 +167,7 @@ class Kill:
 
 
 @dataclass(frozen=True)
-class StartProcess:
+class StartProcess(Action):
     """Start a replacement for a failed process."""
 
     host: str
@@ -182,21 +175,21 @@ class StartProcess:
 
 
 @dataclass(frozen=True)
-class Examine:
+class Examine(Action):
     """Have a host check itself."""
 
     host: str
 
 
 @dataclass(frozen=True)
-class Admit:
+class Admit(Action):
     """Start all processes of a host."""
 
     host: str
 
 
 @dataclass(frozen=True)
-class Refuse:
+class Refuse(Action):
     """Tell a host that it cannot take part."""
 
     host: str
@@ -204,21 +197,21 @@ class Refuse:
 
 
 @dataclass(frozen=True)
-class Tell:
+class Tell(Action):
     """Print what was decided about a host."""
 
     decision: HostDecision
 
 
 @dataclass(frozen=True)
-class Release:
+class Release(Action):
     """Tell these processes that they are no longer needed; each then exits by itself."""
 
     members: tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Save:
+class Save(Action):
     """Have the first of these processes collect the parts from all of them, write a checkpoint and exit."""
 
     members: tuple[str, ...]
@@ -227,25 +220,8 @@ class Save:
 
 
 @dataclass(frozen=True)
-class EndJob:
+class EndJob(Action):
     """End the job with this exit code."""
 
     code: int
     why: str
-
-
-Action = (
-    EndGeneration
-    | Form
-    | Go
-    | Again
-    | Kill
-    | StartProcess
-    | Examine
-    | Admit
-    | Refuse
-    | Tell
-    | Release
-    | Save
-    | EndJob
-)

@@ -6,35 +6,28 @@ the host is checked again when its time is over, or as soon as the others are to
 
 from collections.abc import Mapping
 
+from jaxgoodput.launcher.elastic import events as ev
 from jaxgoodput.launcher.elastic import fitness
-from jaxgoodput.launcher.elastic.events import (
-    Admit,
-    AgentLost,
-    Examine,
-    HostArrived,
-    HostExamined,
-    Refuse,
-)
 from jaxgoodput.launcher.elastic.fitness import HostDecision, Pace
 from jaxgoodput.launcher.elastic.state import Host, KnownProcess, Stage, Turn
 
 
-def arrive(turn: Turn, event: HostArrived) -> None:
+def arrive(turn: Turn, event: ev.HostArrived) -> None:
     """Have a host checked, unless it is left out and its time is not over."""
     host, is_left_out = event.host, turn.state.is_left_out(event.host)
     turn.change(leaving=turn.state.leaving - {host})
     turn.change_host(host, is_here=True, is_asked=not is_left_out)
     if not is_left_out:
-        turn.act(Examine(host))
+        turn.act(ev.Examine(host))
 
 
-def lose_agent(turn: Turn, event: AgentLost) -> None:
+def lose_agent(turn: Turn, event: ev.AgentLost) -> None:
     """Remember that a host's agent is gone."""
     if event.host in turn.state.hosts:
         turn.change_host(event.host, is_here=False, is_asked=False)
 
 
-def examined(turn: Turn, event: HostExamined) -> None:
+def examined(turn: Turn, event: ev.HostExamined) -> None:
     """Let a host take part if it has passed its check, or if the others are too few without it."""
     host, check = event.host, event.check
     known = turn.state.hosts.get(host)
@@ -43,13 +36,9 @@ def examined(turn: Turn, event: HostExamined) -> None:
     if check.failure:
         turn.change(hosts={name: one for name, one in turn.state.hosts.items() if name != host})
         turn.announce(HostDecision(host=host, decision="refused", why=check.failure))
-        turn.act(Refuse(host, check.failure))
+        turn.act(ev.Refuse(host, check.failure))
         return
-    others = [
-        one.check
-        for name, one in turn.state.hosts.items()
-        if name != host and one.check is not None and one.is_here and one.until_s is None
-    ]
+    others = _checks_of_others(turn, host)
     why = fitness.unfit(check, others, turn.state.limits.exclude_slow)
     turn.change_host(host, check=check, is_asked=False)
     if why and turn.state.suffices_without(host):
@@ -59,36 +48,41 @@ def examined(turn: Turn, event: HostExamined) -> None:
     if known.until_s is not None:
         passed = why or f"it has passed its check: {check}"
         turn.announce(HostDecision(host=host, decision="taken in again", why=passed))
-    turn.act(Admit(host))
+    turn.act(ev.Admit(host))
+
+
+def _checks_of_others(turn: Turn, host: str) -> list[fitness.Check]:
+    others = [one for name, one in turn.state.hosts.items() if name != host]
+    return [x.check for x in others if x.check is not None and x.is_here and x.until_s is None]
 
 
 def compare(turn: Turn) -> None:
     """Leave out a host that holds the others up, once all processes have reported their speed."""
-    state, limits = turn.state, turn.state.limits
+    state, factor = turn.state, turn.state.limits.exclude_slow
     here = {name: state.members[name] for name in state.present_ranks}
     paces = {name: member.pace for name, member in here.items() if member.pace is not None}
-    if state.stage is not Stage.TRAINING or len(paces) < len(here) or not limits.exclude_slow:
+    # Processes of a group wait for each other, so none has a time of its own.
+    if not factor or state.limits.group_size > 1:
         return
-    if limits.group_size > 1:
-        return  # processes of a group wait for each other, so none has a time of its own
+    if state.stage is not Stage.TRAINING or len(paces) < len(here):
+        return
     hosts = {name: member.host for name, member in here.items()}
     samples_s = {name: pace.sample_s for name, pace in paces.items()}
-    slow = fitness.are_slow(samples_s, hosts, limits.exclude_slow)
+    slow = fitness.are_slow(samples_s, hosts, factor)
     for name, member in here.items():
         turn.change_process(name, pace=None, num_slow=member.num_slow + 1 if name in slow else 0)
     times = fitness.ratios(samples_s, hosts)
     for name in sorted(slow, key=lambda name: -times[name]):
         saved = _share_saved(turn, name, here, paces)
-        if saved is None:
-            continue
-        why = (
-            f"in {turn.state.members[name].num_slow} windows in a row it was much slower than the others, "
-            f"in the last one {times[name]:.3g} times their median ({1e3 * samples_s[name]:.3g} ms per "
-            f"sample); without it a step takes {saved:.0%} less time"
-        )
-        numbers = {"slow_ratio": times[name], "saved": saved, "sample_s": samples_s[name]}
-        _leave_out(turn, hosts[name], why, numbers)
-        return  # if two hosts are slow, the other one follows in a later window
+        if saved is not None:
+            why = (
+                f"in {turn.state.members[name].num_slow} windows in a row it was much slower than the "
+                f"others, in the last one {times[name]:.3g} times their median "
+                f"({1e3 * samples_s[name]:.3g} ms per sample); without it a step takes {saved:.0%} less time"
+            )
+            numbers = {"slow_ratio": times[name], "saved": saved, "sample_s": samples_s[name]}
+            _leave_out(turn, hosts[name], why, numbers)
+            return  # if two hosts are slow, the other one follows in a later window
 
 
 def _share_saved(
@@ -121,7 +115,7 @@ def _reconsider(turn: Turn, host: str, until_s: float) -> None:
     if not here:
         if is_needed or turn.now_s >= until_s:
             turn.change_host(host, is_asked=True)
-            turn.act(Examine(host))
+            turn.act(ev.Examine(host))
     elif is_needed and all(turn.state.members[name].waits for name in here):
         # Its processes have not gone yet, and may hold a state that no other process holds: keep them.
         for name in here:

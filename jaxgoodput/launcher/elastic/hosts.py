@@ -6,9 +6,8 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
 
 from jaxgoodput._worker import Worker, Workers
 from jaxgoodput.launcher.supervise import UsageError, say
@@ -17,47 +16,35 @@ SECRET = "JAXGOODPUT_SECRET"
 _END_S = 10.0  # how long an agent may take to end when the job is over
 
 
-class Hosts(Protocol):
-    """Starts agents, and ends them."""
-
-    @property
-    def names(self) -> Sequence[str]:
-        """Names of the hosts."""
-        ...
-
-    def start(self, arguments: Sequence[str], on_end: Callable[[str, int], None]) -> None:
-        """Start an agent on each host, with these arguments of the `jaxgoodput` command.
-
-        `on_end` is called, from another thread, with the name and exit code of each agent that ends.
-        """
-        ...
-
-    def close(self) -> None:
-        """Wait for all agents to end, and kill those that do not."""
-        ...
-
-
 class LocalAgents:
-    """Agents that are child processes: agents of this host, or remote shells that run agents elsewhere."""
+    """Agents that are child processes: agents of this host, or remote shells that run agents elsewhere.
 
-    def __init__(self, commands: Mapping[str, Callable[[Sequence[str]], list[str]]], secret: str):
-        self._commands = commands
+    `command` turns a host's name and the arguments of `jaxgoodput` into the command line of its agent.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        secret: str,
+        command: Callable[[str, Sequence[str]], list[str]],
+    ):
+        self.names = tuple(names)
         self._secret = secret
+        self._command = command
         self._children: dict[str, subprocess.Popen[bytes]] = {}
         self._watchers = Workers("agent-watcher", lambda error: say(f"watching an agent: {error}"))
         self._is_closing = False
 
-    @property
-    def names(self) -> Sequence[str]:
-        """Names of the hosts."""
-        return tuple(self._commands)
-
     def start(self, arguments: Sequence[str], on_end: Callable[[str, int], None]) -> None:
-        """Start all agents. Raises UsageError if one cannot be started."""
-        for name, command in self._commands.items():
+        """Start an agent on each host, with these arguments of the `jaxgoodput` command.
+
+        `on_end` is called, from another thread, with the name and exit code of each agent that ends. Raises
+        UsageError if an agent cannot be started.
+        """
+        for name in self.names:
             try:
                 child = subprocess.Popen(
-                    command(["agent", "--name", name, "--secret-stdin", *arguments]),
+                    self._command(name, ["agent", "--name", name, "--secret-stdin", *arguments]),
                     stdin=subprocess.PIPE,
                     start_new_session=True,  # Ctrl-C reaches only the coordinator, which tells the agents
                 )
@@ -83,7 +70,7 @@ class LocalAgents:
             on_end(name, code)
 
     def close(self) -> None:
-        """Wait for all agents to end, and kill those that do not."""
+        """Wait for all agents to end, and kill any that do not."""
         self._is_closing = True
         for child in self._children.values():
             try:
@@ -100,11 +87,8 @@ class LocalAgents:
 def local(count: int, secret: str) -> LocalAgents:
     """Simulate `count` hosts on this machine, each with an agent of its own."""
     names = ["local"] if count == 1 else [f"local{i}" for i in range(count)]
-    return LocalAgents({name: _here for name in names}, secret)
-
-
-def _here(arguments: Sequence[str]) -> list[str]:
-    return [sys.executable, "-m", "jaxgoodput.cli", *arguments]
+    command = [sys.executable, "-m", "jaxgoodput.cli"]
+    return LocalAgents(names, secret, lambda name, arguments: [*command, *arguments])
 
 
 def remote(names: Sequence[str], secret: str, *, shell: str, python: str) -> LocalAgents:
@@ -117,14 +101,11 @@ def remote(names: Sequence[str], secret: str, *, shell: str, python: str) -> Loc
     if twice:
         raise UsageError(f"{', '.join(twice)} is there twice among the hosts. Name each host once.")
 
-    def command(name: str) -> Callable[[Sequence[str]], list[str]]:
-        def of(arguments: Sequence[str]) -> list[str]:
-            there = shlex.join([python, "-m", "jaxgoodput.cli", *arguments])
-            return [*shlex.split(shell), name, f"cd {shlex.quote(os.getcwd())} && exec {there}"]
+    def command(name: str, arguments: Sequence[str]) -> list[str]:
+        there = shlex.join([python, "-m", "jaxgoodput.cli", *arguments])
+        return [*shlex.split(shell), name, f"cd {shlex.quote(os.getcwd())} && exec {there}"]
 
-        return of
-
-    return LocalAgents({name: command(name) for name in names}, secret)
+    return LocalAgents(names, secret, command)
 
 
 def read_host_file(text: str) -> list[str]:

@@ -22,6 +22,9 @@ from jaxgoodput.launcher.elastic.state import Limits
 from jaxgoodput.launcher.local import shim_command
 from jaxgoodput.launcher.supervise import StopSignal, UsageError, exit_code, say, signals_to
 
+# Fields of `Limits` that are options of a job under the same name.
+_SAME = "least most max_restarts silent_s join_s admit_every_s exclude_slow exclude_s".split()
+
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
@@ -114,17 +117,8 @@ def _checked(command: Sequence[str], job: Job) -> tuple[Limits, str]:
             f"Set {hosts.SECRET} to the same text here and on every host."
         )
     try:
-        limits = Limits(
-            least=job.least,
-            most=job.most,
-            group_size=job.hosts_per_group or 1,
-            max_restarts=job.max_restarts,
-            silent_s=job.silent_s,
-            join_s=job.join_s,
-            admit_every_s=job.admit_every_s,
-            exclude_slow=job.exclude_slow,
-            exclude_s=job.exclude_s,
-        )
+        same = {name: getattr(job, name) for name in _SAME}
+        limits = Limits(**same, group_size=job.hosts_per_group or 1)
     except ValueError as error:
         raise UsageError(str(error)) from None
     return limits, given or wire.make_secret()

@@ -10,7 +10,7 @@ from jaxgoodput import _wire as wire
 from jaxgoodput._worker import Worker, Workers
 
 _RETRY_S = 0.1
-_CLOSE_S = 1.0
+_CLOSE_S = 0.1  # per thread; one that waits for a peer which is cut off would take much longer
 
 
 class Listener:

@@ -2,7 +2,7 @@
 
 A worker has one connection to the coordinator. A thread of its own reads it, so that a worker which waits in
 a collective still hears that its generation is over. The state of a run goes directly from worker to worker:
-those that hold the newest state serve it while others fetch it.
+holders of the newest state serve it while others fetch it.
 """
 
 import contextlib
@@ -12,7 +12,6 @@ import queue
 import statistics
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -37,26 +36,17 @@ _FETCH_S = 60.0  # timeout of every message about a state
 _WINDOW = 5  # least number of steps whose median is reported; a few odd steps then do not count
 
 
-@dataclass(frozen=True)
-class RendezvousAddress:
-    """How a worker reaches the other processes of its job."""
-
-    address: str  # of the coordinator, host:port
-    secret: str
-    member: str  # this worker's name, unique in the job
-    host: str
-
-
-@dataclass(frozen=True)
-class Lost:
-    """The connection to the coordinator has ended."""
-
-
 class JobMembership:
-    """This worker's membership in its job: a `train.runs.membership.Membership`."""
+    """This worker's membership in its job: a `train.runs.membership.Membership`.
 
-    def __init__(self, where: RendezvousAddress, clock: Clock | None = None):
-        self._where = where
+    `address` is the coordinator's, HOST:PORT; `member` is this worker's name, unique in the job. Raises
+    ConnectionError if the coordinator does not answer.
+    """
+
+    def __init__(self, address: str, secret: str, member: str, clock: Clock | None = None):
+        self._address = address
+        self._secret = secret
+        self._member = member
         self._clock = clock or SystemClock()
         self._generation = 0
         self._place: int | None = (
@@ -67,16 +57,18 @@ class JobMembership:
         self._is_done = False  # whether the run is complete
         self._ask: Callable[[], None] = lambda: None
         self._pace = _PaceMeter(self._clock)
-        self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._channel = wire.connect(where.address, where.secret, timeout_s=_FETCH_S)
-        self._channel.send(messages.encoded(messages.WorkerHello(where.member)))
+        self._answers: queue.SimpleQueue[Any] = (
+            queue.SimpleQueue()
+        )  # None: the connection has ended
+        self._channel = wire.connect(address, secret, timeout_s=_FETCH_S)
+        self._channel.send(messages.encoded(messages.WorkerHello(member)))
         body = self._channel.receive()
         if body is None:
             raise ConnectionError(
-                f"the coordinator at {where.address} has gone. Its own output says why."
+                f"the coordinator at {address} has gone. Its own output says why."
             )
         self._welcome: messages.Welcome = messages.decoded(body, (messages.Welcome,))
-        self._server = StateServer(self._channel.own, where.secret)
+        self._server = StateServer(self._channel.own, secret)
         self._copier = QueueWorker("copy", self._send_copy)
         self._listener = Worker(
             "member", self._listen, on_error=partial(logging.error, "reading failed: %r")
@@ -105,7 +97,7 @@ class JobMembership:
     def beat(self, step: int | None) -> None:
         """Send a heartbeat with the last finished step; None: this process trains no more."""
         if step is not None:
-            self._tell(ev.Beat(self._where.member, self._generation, step, self._pace.take()))
+            self._tell(ev.Beat(self._member, self._generation, step, self._pace.take()))
 
     def computed(self, own: OwnPart) -> None:
         """Record how long this process's part of a step took; a later heartbeat reports it."""
@@ -128,7 +120,7 @@ class JobMembership:
     def done(self) -> None:
         """Report that the run is complete, so that the coordinator waits for no further process."""
         self._is_done = True
-        self._tell(ev.ProcessDone(self._where.member))
+        self._tell(ev.ProcessDone(self._member))
 
     def enter(self, kept: RunSnapshot | None, share: int | None) -> Generation:
         """Leave the current generation, wait for the next one, and connect JAX to its processes.
@@ -166,7 +158,7 @@ class JobMembership:
             if newest is not None:
                 self._keep_other_place(kept, place)
                 kept, self._place = newest, place
-            self._tell(ev.SetUp(self._where.member, formed.generation))
+            self._tell(ev.SetUp(self._member, formed.generation))
             fetched_s = self._clock.now()
             go = self._await(messages.Connect, ev.Again, kept=kept)
             if isinstance(go, messages.Connect):
@@ -191,7 +183,7 @@ class JobMembership:
 
     def _ready(self, kept: RunSnapshot | None, share: int | None) -> ev.Ready:
         return ev.Ready(
-            self._where.member,
+            self._member,
             self._generation,
             -1 if kept is None else kept.step,
             share=share,
@@ -232,7 +224,7 @@ class JobMembership:
             return RunSnapshot.from_bytes(self._server.part(place, step))
         if address is None:
             raise ConnectionError("the process that holds a part of the state has gone")
-        return fetch(address, self._where.secret, place, step)
+        return fetch(address, self._secret, place, step)
 
     def _whole(self, kept: RunSnapshot, asked: messages.SaveParts) -> RunSnapshot:
         """Return the whole state after a step, from the parts that this process and others hold."""
@@ -254,16 +246,16 @@ class JobMembership:
                 raise ReleasedExit("the job goes on without this process, or is over")
             if isinstance(message, messages.SaveParts) and kept is not None:
                 raise SaveHere(self._whole(kept, message))
-            if isinstance(message, Lost):
+            if message is None:
                 raise ConnectionError(
-                    f"the coordinator of this job at {self._where.address} has gone. Its own output says why."
+                    f"the coordinator of this job at {self._address} has gone. Its own output says why."
                 )
 
     def _send_copy(self, copy: tuple[str, int, int, int]) -> None:
         address, generation, place, step = copy
         try:
             with contextlib.closing(
-                wire.connect(address, self._where.secret, timeout_s=_FETCH_S)
+                wire.connect(address, self._secret, timeout_s=_FETCH_S)
             ) as channel:
                 told = {"type": "copy", "generation": generation, "place": place, "step": step}
                 channel.send(told, self._server.part(place, step))
@@ -274,7 +266,7 @@ class JobMembership:
         try:
             self._channel.send(messages.encoded(message))
         except OSError:
-            self._answers.put(Lost())
+            self._answers.put(None)
 
     def _listen(self, worker: Worker) -> None:
         try:
@@ -284,7 +276,7 @@ class JobMembership:
                 self._heard(message)
         finally:
             self._is_over = True
-            self._answers.put(Lost())
+            self._answers.put(None)
 
     def _heard(self, message: Any) -> None:
         if isinstance(message, ev.EndGeneration):

@@ -10,21 +10,7 @@ from typing import Any
 
 from jaxgoodput import _wire as wire
 from jaxgoodput._serial import decode, encode
-from jaxgoodput.launcher.elastic.events import (
-    Again,
-    Beat,
-    EndGeneration,
-    EndJob,
-    HostExamined,
-    Kill,
-    Leave,
-    ProcessDone,
-    ProcessExited,
-    Ready,
-    Refuse,
-    Release,
-    SetUp,
-)
+from jaxgoodput.launcher.elastic import events as ev
 from jaxgoodput.launcher.elastic.fitness import HostDecision
 
 
@@ -124,10 +110,10 @@ class SaveParts:
     """Step of that state."""
 
 
-FROM_AGENTS = (ProcessExited, Leave, HostExamined)
-FROM_WORKERS = (Ready, SetUp, Beat, ProcessDone, Connected)
-TO_AGENTS = (Accepted, Refuse, CheckHost, StartWorker, Kill, StopWorkers, EndJob)
-TO_WORKERS = (Welcome, Assignment, Connect, Again, EndGeneration, Release, SaveParts)
+FROM_AGENTS = (ev.ProcessExited, ev.Leave, ev.HostExamined)
+FROM_WORKERS = (ev.Ready, ev.SetUp, ev.Beat, ev.ProcessDone, Connected)
+TO_AGENTS = (Accepted, ev.Refuse, CheckHost, StartWorker, ev.Kill, StopWorkers, ev.EndJob)
+TO_WORKERS = (Welcome, Assignment, Connect, ev.Again, ev.EndGeneration, ev.Release, SaveParts)
 
 
 def encoded(message: Any) -> dict[str, Any]:
@@ -138,7 +124,7 @@ def encoded(message: Any) -> dict[str, Any]:
 def decoded(body: Mapping[str, Any], kinds: tuple[type, ...]) -> Any:
     """Return the message that `encoded` wrote. Raises ValueError if it is of none of these kinds.
 
-    >>> decoded(encoded(Leave("a")), FROM_AGENTS)
+    >>> decoded(encoded(ev.Leave("a")), FROM_AGENTS)
     Leave(host='a')
     """
     fields = dict(body)

@@ -23,38 +23,17 @@ in `exclusion`.
 
 from collections.abc import Callable, Mapping, Sequence
 
+from jaxgoodput.launcher.elastic import events as ev
 from jaxgoodput.launcher.elastic import exclusion
-from jaxgoodput.launcher.elastic.events import (
-    Action,
-    AgentLost,
-    Beat,
-    EndGeneration,
-    EndJob,
-    Event,
-    Form,
-    Go,
-    HostArrived,
-    HostExamined,
-    Kill,
-    Leave,
-    ProcessDone,
-    ProcessExited,
-    ProcessJoined,
-    Ready,
-    Release,
-    Save,
-    SetUp,
-    StartProcess,
-    Stop,
-    Tick,
-)
 from jaxgoodput.launcher.elastic.state import KnownProcess, Rendezvous, Stage, Turn
 from jaxgoodput.launcher.supervise import DONE, SAVED, exit_code
 
 MOST_FRUITLESS = 3
 
 
-def step(state: Rendezvous, event: Event, now_s: float) -> tuple[Rendezvous, tuple[Action, ...]]:
+def step(
+    state: Rendezvous, event: ev.Event, now_s: float
+) -> tuple[Rendezvous, tuple[ev.Action, ...]]:
     """Return the state after an event, and the actions for the coordinator, in order."""
     turn = Turn(state, now_s)
     _HANDLERS[type(event)](turn, event)
@@ -66,7 +45,7 @@ def step(state: Rendezvous, event: Event, now_s: float) -> tuple[Rendezvous, tup
 # -- one handler per event ---------------------------------------------------------------------------
 
 
-def _join(turn: Turn, event: ProcessJoined) -> None:
+def _join(turn: Turn, event: ev.ProcessJoined) -> None:
     state = turn.state
     if not state.members and state.generation == 0:
         turn.change(since_s=turn.now_s)  # the first generation waits from here
@@ -75,7 +54,7 @@ def _join(turn: Turn, event: ProcessJoined) -> None:
     turn.put_process(event.member, member)
 
 
-def _ready(turn: Turn, event: Ready) -> None:
+def _ready(turn: Turn, event: ev.Ready) -> None:
     member = turn.state.members.get(event.member)
     if member is None or event.generation != member.generation:
         return  # from a finished generation, or from a process that counts as gone
@@ -96,14 +75,14 @@ def _ready(turn: Turn, event: Ready) -> None:
             turn.cancel_forming(but=[event.member])  # it could not fetch the state
 
 
-def _set_up(turn: Turn, event: SetUp) -> None:
+def _set_up(turn: Turn, event: ev.SetUp) -> None:
     state = turn.state
     is_current = state.stage is Stage.FORMING and event.generation == state.generation
     if is_current and event.member in state.present_ranks:
         turn.change_process(event.member, is_set=True)
 
 
-def _beat(turn: Turn, event: Beat) -> None:
+def _beat(turn: Turn, event: ev.Beat) -> None:
     member = turn.state.members.get(event.member)
     if member is None or event.generation != member.generation or member.killed_s is not None:
         return
@@ -111,13 +90,13 @@ def _beat(turn: Turn, event: Beat) -> None:
     turn.change_process(event.member, beat_s=turn.now_s, pace=event.pace or member.pace)
 
 
-def _done(turn: Turn, event: ProcessDone) -> None:
+def _done(turn: Turn, event: ev.ProcessDone) -> None:
     if event.member in turn.state.ranks and turn.state.stage is not Stage.FORMING:
         turn.change(is_done=True)
         turn.end_run()
 
 
-def _exited(turn: Turn, event: ProcessExited) -> None:
+def _exited(turn: Turn, event: ev.ProcessExited) -> None:
     members = dict(turn.state.members)
     member = members.pop(event.member, None)
     if member is None:
@@ -134,7 +113,7 @@ def _exited(turn: Turn, event: ProcessExited) -> None:
         _exited_while_others_go_on(turn, member, event)
 
 
-def _exited_after_the_end(turn: Turn, member: KnownProcess, event: ProcessExited) -> None:
+def _exited_after_the_end(turn: Turn, member: KnownProcess, event: ev.ProcessExited) -> None:
     state = turn.state
     took_part = event.member in state.ranks
     # A process that was killed while it was still starting was not needed any more.
@@ -146,10 +125,10 @@ def _exited_after_the_end(turn: Turn, member: KnownProcess, event: ProcessExited
         in_groups = state.limits.group_size > 1
         stuck = [n for n in state.outstanding if in_groups or state.members[n].beat_s is None]
         if stuck:
-            turn.act(EndGeneration(tuple(stuck), state.generation))
+            turn.act(ev.EndGeneration(tuple(stuck), state.generation))
 
 
-def _exited_while_others_go_on(turn: Turn, member: KnownProcess, event: ProcessExited) -> None:
+def _exited_while_others_go_on(turn: Turn, member: KnownProcess, event: ev.ProcessExited) -> None:
     took_part = event.member in turn.state.ranks
     if not member.leaves:
         _replace(turn, member, event.code)
@@ -175,36 +154,32 @@ def _replace(turn: Turn, member: KnownProcess, code: int) -> None:
     )
     num_fruitless = turn.state.num_fruitless
     if turn.state.num_failures <= state.limits.max_restarts and num_fruitless < MOST_FRUITLESS:
-        turn.act(StartProcess(member.host, 0.0 if has_progressed else 2.0**num_fruitless))
+        turn.act(ev.StartProcess(member.host, 0.0 if has_progressed else 2.0**num_fruitless))
 
 
-def _leave(turn: Turn, event: Leave) -> None:
+def _leave(turn: Turn, event: ev.Leave) -> None:
     turn.dismiss(event.host)
     turn.change(leaving=turn.state.leaving | {event.host})
 
 
-def _stop(turn: Turn, event: Stop) -> None:
+def _stop(turn: Turn, event: ev.Stop) -> None:
     turn.change(is_told=True)
     turn.end_run()
 
 
-def _tick(turn: Turn, event: Tick) -> None:
-    pass
-
-
-_HANDLERS: Mapping[type[Event], Callable] = {
-    HostArrived: exclusion.arrive,
-    HostExamined: exclusion.examined,
-    AgentLost: exclusion.lose_agent,
-    ProcessJoined: _join,
-    Ready: _ready,
-    SetUp: _set_up,
-    Beat: _beat,
-    ProcessDone: _done,
-    ProcessExited: _exited,
-    Leave: _leave,
-    Stop: _stop,
-    Tick: _tick,
+_HANDLERS: Mapping[type[ev.Event], Callable] = {
+    ev.HostArrived: exclusion.arrive,
+    ev.HostExamined: exclusion.examined,
+    ev.AgentLost: exclusion.lose_agent,
+    ev.ProcessJoined: _join,
+    ev.Ready: _ready,
+    ev.SetUp: _set_up,
+    ev.Beat: _beat,
+    ev.ProcessDone: _done,
+    ev.ProcessExited: _exited,
+    ev.Leave: _leave,
+    ev.Stop: _stop,
+    ev.Tick: lambda turn, event: None,
 }
 
 # -- rules, applied in order after every event -------------------------------------------------------
@@ -215,22 +190,21 @@ def _give_up_killed(turn: Turn) -> None:
     for name, member in turn.state.members.items():
         if member.killed_s is not None:
             if turn.now_s - member.killed_s >= turn.state.limits.farewell_s:
-                _exited(turn, ProcessExited(name, -9))
+                _exited(turn, ev.ProcessExited(name, -9))
 
 
 def _kill_slow_starters(turn: Turn) -> None:
     """Kill processes that take too long to get ready; less patiently after the run is over."""
     state, limits = turn.state, turn.state.limits
-    is_over = state.stage is Stage.OVER
-    if is_over and not state.generation:
-        return
-    limit_s = limits.silent_s if is_over else limits.starting_s
+    since_s, limit_s, reason = 0.0, limits.starting_s, ""
+    if state.stage is Stage.OVER:
+        if not state.generation:
+            return
+        since_s, limit_s, reason = state.since_s, limits.silent_s, ", and the run is over"
     for name, member in state.members.items():
-        since_s = max(member.joined_s, state.since_s) if is_over else member.joined_s
-        is_starting = name not in state.ranks and member.holds is None
-        if is_starting and member.killed_s is None and turn.now_s - since_s >= limit_s:
-            why = f"it did not get ready to train within {limit_s:g} s"
-            _kill(turn, name, f"{why}, and the run is over" if is_over else why)
+        is_starting = name not in state.ranks and member.holds is None and member.killed_s is None
+        if is_starting and turn.now_s - max(member.joined_s, since_s) >= limit_s:
+            _kill(turn, name, f"it did not get ready to train within {limit_s:g} s{reason}")
 
 
 def _kill_silent(turn: Turn) -> None:
@@ -253,7 +227,7 @@ def _kill_silent(turn: Turn) -> None:
 
 def _kill(turn: Turn, name: str, why: str) -> None:
     turn.change_process(name, killed_s=turn.now_s)
-    turn.act(Kill(name, why))
+    turn.act(ev.Kill(name, why))
 
 
 def _release(turn: Turn) -> None:
@@ -269,25 +243,32 @@ def _release(turn: Turn) -> None:
         if name in state.members:
             turn.change_process(name, is_released=True, leaves=True)
     if free:
-        turn.act(Release(free))
+        turn.act(ev.Release(free))
 
 
 def _may_go(state: Rendezvous, name: str) -> bool:
     """Return whether a process is not needed, neither to train nor for the state that it holds."""
     member = state.members[name]
-    if not member.waits or (state.stage is Stage.FORMING and name in state.ranks):
+    if not member.waits:
         return False
-    if name in state.savers and state.savers[0] in state.members:
-        return False  # the saving process still fetches a part from it
     if state.stage is Stage.OVER:
-        # While others train, it is open which process will have to save.
-        may_save = state.is_told and not state.savers and _has_training(state)
-        return not (may_save and member.held_step >= 0)
-    if not member.leaves or state.stage is Stage.TRAINING:
-        return member.leaves
-    staying = (m for m in state.members.values() if m.waits and not m.leaves)
-    kept = max((m.held_step for m in staying if m.place == member.place), default=-1)
-    return member.held_step <= kept
+        return _may_go_at_the_end(state, name)
+    if not member.leaves or (state.stage is Stage.FORMING and name in state.ranks):
+        return False
+    return state.stage is Stage.TRAINING or member.held_step <= _newest_staying(state, member.place)
+
+
+def _may_go_at_the_end(state: Rendezvous, name: str) -> bool:
+    if state.savers:  # the saving process may still fetch a part from it
+        return name not in state.savers or state.savers[0] not in state.members
+    # While others train, it is open which process will have to save.
+    return not (state.is_told and state.members[name].held_step >= 0 and _has_training(state))
+
+
+def _newest_staying(state: Rendezvous, place: int | None) -> int:
+    """Return the newest step of this place's part that a process holds which stays; -1 if there is none."""
+    held = (state.members[name] for name in state.waiting)
+    return max((m.held_step for m in held if m.place == place), default=-1)
 
 
 def _has_training(state: Rendezvous) -> bool:
@@ -302,7 +283,7 @@ def _choose_savers(turn: Turn, free: tuple[str, ...]) -> tuple[str, ...]:
     savers, held_step = turn.state.newest_held(free)
     if savers:
         turn.change(savers=savers)
-        turn.act(Save(savers, held_step))
+        turn.act(ev.Save(savers, held_step))
     elif any(turn.state.members[name].held_step >= 0 for name in free):
         # Only parts of the state are left: a restart resumes from the last checkpoint.
         turn.change(code=max(turn.state.code, SAVED))
@@ -336,10 +317,8 @@ def _form_if_possible(turn: Turn) -> None:
     count = limits.usable(len(waiting), state.members[waiting[0]].share) if waiting else 0
     if state.outstanding or not count:
         return
-    if state.generation == 0 and len(waiting) < limits.most:
-        some_start = any(not m.waits and not m.leaves for m in state.members.values())
-        some_start |= any(host.is_asked for host in state.hosts.values())
-        if some_start and turn.now_s - state.since_s < limits.join_s:
+    if state.generation == 0 and len(waiting) < limits.most and _some_start(state):
+        if turn.now_s - state.since_s < limits.join_s:
             return
 
     def order(name: str) -> tuple[int, float]:
@@ -355,20 +334,30 @@ def _form_if_possible(turn: Turn) -> None:
     turn.enter(Stage.FORMING, generation=number, ranks=ranks, holders=holders)
     for name in ranks:
         turn.change_process(name, is_set=False)
-    turn.act(Form(number, ranks, holders, held_step, state.news))
+    turn.act(ev.Form(number, ranks, holders, held_step, state.news))
+
+
+def _some_start(state: Rendezvous) -> bool:
+    """Return whether more processes will probably be ready soon."""
+    starting = any(not m.waits and not m.leaves for m in state.members.values())
+    return starting or any(host.is_asked for host in state.hosts.values())
 
 
 def _placed(state: Rendezvous, names: Sequence[str], count: int) -> tuple[str, ...]:
     """Rank `count` of these processes. A process keeps its place in a group if that place is free."""
     size = state.limits.group_size
-    by_place = [[n for n in names if state.members[n].place == place] for place in range(size)]
-    kept = [of_place[: count // size] for of_place in by_place]
-    free = iter([name for name in names if not any(name in of_place for of_place in kept)])
-    return tuple(
-        kept[place][group] if group < len(kept[place]) else next(free)
-        for group in range(count // size)
-        for place in range(size)
-    )
+    ranks: list[str | None] = [None] * count
+    others = []
+    for name in names:
+        place = state.members[name].place
+        free = range(count if place is None else place, count, size)
+        rank = next((rank for rank in free if ranks[rank] is None), None)
+        if rank is None:
+            others.append(name)
+        else:
+            ranks[rank] = name
+    rest = iter(others)
+    return tuple(next(rest) if name is None else name for name in ranks)
 
 
 def _go_if_set(turn: Turn) -> None:
@@ -387,7 +376,7 @@ def _go_if_set(turn: Turn) -> None:
             num_slow=0,
         )
     turn.enter(Stage.TRAINING, news=())
-    turn.act(Go(state.generation))
+    turn.act(ev.Go(state.generation))
 
 
 def _end_job(turn: Turn) -> None:
@@ -398,21 +387,26 @@ def _end_job(turn: Turn) -> None:
             # A job that was stopped before its end wants a restart, even if no process was there to save.
             is_stopped = state.is_told and not state.is_done and state.code == DONE
             code = SAVED if is_stopped else state.code
-            turn.act(EndJob(code, "all processes have ended"))
+            turn.act(ev.EndJob(code, "all processes have ended"))
         return
-    living = sum(not member.leaves for member in state.members.values())
-    spare = any(host.is_here and host.until_s is not None for host in state.hosts.values())
     why = ""
     if state.num_fruitless >= MOST_FRUITLESS:
-        why = f"{state.num_fruitless} processes have failed without a finished step in between"
-    elif state.num_failures > limits.max_restarts and living < limits.needed and not spare:
+        why = f"{state.num_fruitless} processes in a row have failed without a finished step in between"
+    elif state.num_failures > limits.max_restarts and not _can_recover(state):
         why = (
             f"{state.num_failures} processes have failed, and only {limits.max_restarts} may be replaced "
             "(--max-restarts)"
         )
     if why:
         turn.change(stage=Stage.OVER)
-        turn.act(EndJob(state.code, why))
+        turn.act(ev.EndJob(state.code, why))
+
+
+def _can_recover(state: Rendezvous) -> bool:
+    """Return whether enough processes live, or a host that is left out may bring more."""
+    living = sum(not member.leaves for member in state.members.values())
+    spare = any(host.is_here and host.until_s is not None for host in state.hosts.values())
+    return living >= state.limits.needed or spare
 
 
 _RULES = (

@@ -9,7 +9,7 @@ import enum
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from jaxgoodput.launcher.elastic.events import Action, Again, EndGeneration, Tell
+from jaxgoodput.launcher.elastic import events as ev
 from jaxgoodput.launcher.elastic.fitness import Check, HostDecision, Pace
 from jaxgoodput.launcher.supervise import DONE
 
@@ -258,9 +258,9 @@ class Turn:
     def __init__(self, state: Rendezvous, now_s: float):
         self.state = state
         self.now_s = now_s
-        self.actions: list[Action] = []
+        self.actions: list[ev.Action] = []
 
-    def act(self, action: Action) -> None:
+    def act(self, action: ev.Action) -> None:
         """Add an action for the coordinator."""
         self.actions.append(action)
 
@@ -294,7 +294,7 @@ class Turn:
     def gather(self) -> None:
         """End the generation: all its processes come back."""
         self.enter(Stage.GATHERING)
-        self.act(EndGeneration(self.state.outstanding, self.state.generation))
+        self.act(ev.EndGeneration(self.state.outstanding, self.state.generation))
 
     def cancel_forming(self, but: Iterable[str] = ()) -> None:
         """Cancel the generation that forms; its processes wait anew, except `but`, which do already."""
@@ -302,10 +302,10 @@ class Turn:
         for name in others:
             self.change_process(name, holds=None, is_set=False)
         self.enter(Stage.GATHERING)
-        self.act(Again(self.state.generation, others))
+        self.act(ev.Again(self.state.generation, others))
 
     def end_run(self) -> None:
-        """Take in no process any more, and release those that wait. Earlier failures no longer count."""
+        """Take in no process any more, and release the ones that wait. Earlier failures no longer count."""
         if self.state.stage is not Stage.OVER:
             self.enter(Stage.OVER, code=DONE)
 
@@ -313,4 +313,4 @@ class Turn:
         """Print a decision about a host, and report it to the next generation."""
         # A faulty host may come and be refused for days; keep the newest decisions only.
         self.change(news=(*self.state.news, decision)[-_MOST_NEWS:])
-        self.act(Tell(decision))
+        self.act(ev.Tell(decision))

@@ -142,7 +142,10 @@ def test_a_job_that_fits_nowhere_is_named_and_starves_nobody(nodes, recipes):
 @pytest.mark.parametrize(
     ("job", "words"),
     [
-        (view("x", min_devices=16), "at least 16 devices of one kind, and in service are 8 a"),
+        (
+            view("x", min_devices=16),
+            "at least 16 devices of one kind, and the cluster has 8 a in service",
+        ),
         (view("x", kinds=("b",)), r"only devices of kind \['b'\], and the cluster has \['a'\]"),
         (JobView(spec=JobSpec(id="x")), "no usable entry"),
         (view("x", mode="rigid", num_devices=3), "no entry between 3 and 3 devices"),

@@ -193,7 +193,7 @@ def test_tables_with_other_shape_objects_or_other_shapes_are_read_alike():
         (
             JobSpec(id="x", min_devices=32),
             True,
-            "at least 32 devices of one kind, and in service are 16 a",
+            "at least 32 devices of one kind, and the cluster has 16 a in service",
         ),
         (JobSpec(id="x"), False, "no usable entry"),
         (

@@ -140,8 +140,8 @@ class FakeJobs(Jobs):
         super().__init__(LaunchSettings(node="n0", host="127.0.0.1"), clock)
         self.started = []
 
-    def _start(self, job, command, on_line):
-        return Fake(self.started, command, on_line)
+    def _start(self, job, options, on_line):
+        return Fake(self.started, options, on_line)
 
     def of(self, command):
         return [x for x in self.started if command in x.command and x.exit is None]

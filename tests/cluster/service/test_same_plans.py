@@ -131,7 +131,7 @@ def test_the_service_plans_as_the_simulator_did(tmp_path, policy, seed):
     applications = {job.id: job.application for job in jobs}
     ends = {record.id: record.finish_s for record in result.jobs}
     named = PolicyEntry(policy=policy, says="", mode="adaptive")
-    rules = decide.Rules(named=named, restart_s=RESTART_S)
+    rules = decide.PlanRules(named=named, restart_s=RESTART_S)
 
     journal = ClusterJournal(tmp_path)
     wall = 1e9

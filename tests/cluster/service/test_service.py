@@ -18,7 +18,7 @@ from jaxgoodput.clock import FakeClock
 from jaxgoodput.cluster.client import Client
 from jaxgoodput.cluster.service import serve, terminal
 from jaxgoodput.cluster.service.planning import planners as planners_module
-from jaxgoodput.cluster.service.planning.planners import Planners, PolicyOptions
+from jaxgoodput.cluster.service.planning.planners import Planners
 from jaxgoodput.cluster.service.record import commands
 from jaxgoodput.cluster.service.record.book import MOST_DOWN_S, Book, Timeline
 from jaxgoodput.cluster.service.record.commands import Caller, CommandRefused, Outcome
@@ -28,7 +28,15 @@ from jaxgoodput.cluster.service.web import logs as logs_module
 from jaxgoodput.cluster.service.web.guard import TOKEN_FILE, own_token
 from jaxgoodput.cluster.service.web.heartbeats import Heartbeats
 from jaxgoodput.cluster.service.web.logs import Logs
-from jaxgoodput.cluster.service.wire import ClusterShown, JobList, JobShown, Join, NodeShown, Report
+from jaxgoodput.cluster.service.wire import (
+    ClusterShown,
+    JobList,
+    JobShown,
+    Join,
+    NodeShown,
+    PlanOptions,
+    Report,
+)
 from jaxgoodput.specs import Node
 
 OPERATOR = Caller("default", "operator")
@@ -202,7 +210,7 @@ def with_planners(folder, script, use, *arguments):
     """`use(planners)` where the processes that plan and answer run a script."""
 
     async def beside(book):
-        planners = Planners(book, folder, PolicyOptions())
+        planners = Planners(book, folder, PlanOptions())
         planners._command = [sys.executable, "-c", script, *arguments]
         try:
             return await use(planners)

@@ -107,7 +107,7 @@ def test_a_job_that_tells_nothing_grows_by_what_it_was_seen_on():
     cluster = uniform_cluster(KIND, 1, 8)
     new = entry_of(None)
     assert table_of(new, shapes(cluster), 0.0).goodput == {Shape(KIND, 1, 1): 1.0}
-    rules = decide.Rules(named=catalogue()["goodput"])
+    rules = decide.PlanRules(named=catalogue()["goodput"])
     state = None
     found = []
     for at_s in (0.0, 100.0, 200.0, 300.0):
@@ -248,14 +248,14 @@ def test_a_job_whose_hints_make_no_table_costs_the_others_nothing(run):
     )  # fmt: skip
     for place, event in enumerate(happens, 1):
         state = step(state, JournalEntry(place, 0.0, 1e9, event))
-    plan = decide.plan(state, 10.0, decide.Rules(named=catalogue()["goodput"]), broken)
+    plan = decide.plan(state, 10.0, decide.PlanRules(named=catalogue()["goodput"]), broken)
     assert plan is not None
     assert all(plan.allocations[job].num_devices for job in "ab")
 
 
 def test_a_question_that_no_plan_answers_is_refused_and_not_the_end(tmp_path, monkeypatch):
     Events(tmp_path).close()
-    planner = Planner(tmp_path, decide.Rules(named=catalogue()["goodput"]))
+    planner = Planner(tmp_path, decide.PlanRules(named=catalogue()["goodput"]))
 
     def broken(*_):
         raise PlanError("impossible")
@@ -290,7 +290,7 @@ def test_what_if_and_explain_answer_from_the_journal(tmp_path, run):
         1e9,
     )
     state, _ = journal.replay()
-    rules = decide.Rules(named=catalogue()["goodput"])
+    rules = decide.PlanRules(named=catalogue()["goodput"])
     said = decide.explained(state, "small", 10.0, rules)
     assert said.message.startswith("waits: ") and said.changes
     assert decide.explained(state, "big", 10.0, rules).constraint == "none"

@@ -1,4 +1,4 @@
-"""Laws of costs and inputs: the defaults change nothing, and what is added adds up."""
+"""Laws of costs and inputs: the defaults change nothing, and costs add up."""
 
 import dataclasses
 
@@ -45,7 +45,7 @@ def test_the_kinds_of_change():
 
 @dataclasses.dataclass(frozen=True)
 class Path:
-    """Leads its one job along these places, one every 40 s, and then leaves it there."""
+    """A policy that moves its one job along these placements, one every 40 s, and then leaves it there."""
 
     places: tuple[tuple[tuple[str, int], ...], ...]
 
@@ -55,7 +55,7 @@ class Path:
         return Decision(allocations={job.spec.id: given for job in jobs})
 
 
-# start, move, shape, pause, resume, kind (that it has had), move
+# start, move, shape, pause, resume, kind (compiled before), move
 PLACES = Path(tuple(map(tuple, (
     [("a0", 1)], [("a1", 1)], [("a0", 1), ("a1", 1)], [], [("b0", 1)], [("a0", 1)], [("a1", 1)],
 ))))  # fmt: skip
@@ -74,7 +74,7 @@ def along(**costs):
 def test_each_kind_of_change_has_its_cost():
     base_s = along()
     assert along(start=1.0) == base_s
-    # On one device of a0 or a1 all seconds are worth the same; elsewhere a second has another worth.
+    # Seconds on one device of a0 or a1 are worth the same; elsewhere a second has another worth.
     assert along(start=0.0) == pytest.approx(base_s - 10)
     assert along(move=1.5) == pytest.approx(base_s + 2 * 5)
     assert along(kind=2.0) == pytest.approx(base_s + 10)
@@ -94,7 +94,7 @@ def test_storage_is_shared_evenly_and_never_idle(sizes, later_s):
     assert max(alone.values()) == pytest.approx(sum(sizes) / 10)
     order = sorted(range(len(sizes)), key=lambda i: sizes[i])
     assert [alone[f"j{i}"] for i in order] == sorted(alone.values())
-    # Looking at it in between changes nothing; one that joins makes the others wait.
+    # Reading the state in between changes nothing; a job that joins makes the others wait.
     after = traffic.left_s(later_s)
     expected = {job: s - later_s for job, s in alone.items() if s > later_s + 1e-6}
     assert {j: after[j] for j in expected} == pytest.approx(expected, abs=1e-6)
@@ -133,7 +133,7 @@ def test_a_job_is_no_faster_than_it_is_fed():
     rate = truth().job(ONE[0], RIGID, 0)
     rate.place("a", (1,))
     wanted = rate.samples_per_s()
-    enough = Inputs(cpus_per_node=8.0, samples_per_cpu_s={"toy": wanted / 2})  # 2 for a device
+    enough = Inputs(cpus_per_node=8.0, samples_per_cpu_s={"toy": wanted / 2})  # 2 per device
     assert run(dataclasses.replace(RIGID, inputs=enough)).jobs == (free,)
     half = Inputs(cpus_per_node=8.0, samples_per_cpu_s={"toy": wanted / 4})
     (hungry,) = run(dataclasses.replace(RIGID, inputs=half)).jobs
@@ -150,7 +150,7 @@ def test_processors_are_shared_in_proportion_to_what_jobs_ask_for():
         cpus_per_node={"a": 12.0}, samples_per_cpu_s=1.0, cpus_per_device={"toy": 6.0, "tiny": 3.0}
     )
     assert fed(asked, nodes, [wide]) == {"wide": 24.0}
-    # On q 18 are asked for: everybody gets two thirds, and q is what the wide job waits for.
+    # Jobs request 18 processors of q, so all get two thirds, and the wide job waits for q.
     both = fed(asked, nodes, [wide, beside])
     assert both == pytest.approx({"wide": 16.0, "beside": 4.0})
     own = Inputs(cpus_per_node=12.0, samples_per_cpu_s=1.0)
@@ -185,7 +185,7 @@ WRONG = [
     ("--costs", "resume=-1", "at least 0"),
     ("--costs", "storage=0", "above 0"),
     ("--costs", "move", "NAME=NUMBER"),
-    ("--inputs", "llm=3", "add cpus=NUMBER"),
+    ("--inputs", "llm=3", "Add cpus=NUMBER"),
     ("--inputs", "cpus=0,vision-small=1", "above 0"),
     ("--inputs", "cpus=8,gpt=1", "no job runs 'gpt'"),
 ]

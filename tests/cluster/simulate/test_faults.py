@@ -1,4 +1,4 @@
-"""Laws of faults: drawn from seeds alone, the same for every policy, and nothing is lost but work."""
+"""Laws of faults: they follow from seeds, are the same for every policy, and only work is lost."""
 
 import dataclasses
 import itertools
@@ -40,14 +40,14 @@ JOBS = workload(6)
 
 
 def racks(where=None):
-    """Two racks: the first and the last node of every kind."""
+    """A cluster with two racks: the first and the last node of every kind."""
     where = cluster() if where is None else where
     nodes = (dataclasses.replace(n, labels={"rack": n.name[-1]}) for n in where.nodes)
     return dataclasses.replace(where, nodes=tuple(nodes))
 
 
 class Noting:
-    """Another policy, and which nodes it saw down at each of its decisions."""
+    """Wraps a policy, and records the nodes that were down at each decision."""
 
     def __init__(self, policy):
         self.policy, self.down = policy, {}
@@ -69,7 +69,7 @@ def run(rules, policy, *, jobs=None, where=None):
 
 
 def down_at(times, seed):
-    """Which nodes the seed has down at each of some moments."""
+    """Return the nodes that are down at each of some moments, for a seed."""
     script, found = FaultScript(OFTEN, racks().nodes, seed), {}
     for now_s in sorted(times):
         script.pass_to(now_s)
@@ -90,7 +90,7 @@ def test_every_policy_meets_the_same_faults(seed, round_s):
     for index, (trace, *both) in enumerate(jobs):
         given_up = trace.submit_s + script.cancelled_after_s(index)
         for job in both:
-            late_s = 60.0 if round_s else 1e-6  # in rounds, users look when one is over
+            late_s = 60.0 if round_s else 1e-6  # in rounds, users cancel at the end of a round
             assert job.finish_s <= given_up + late_s
             assert not job.cancelled or job.finish_s >= given_up - 1e-6
 
@@ -110,7 +110,7 @@ def test_equal_seeds_give_equal_results_and_jobs_end(seed, round_s):
     )
     for before, after in itertools.pairwise(stays):
         assert before[:2] != after[:2] or before[3] <= after[2] + 1e-6
-    if round_s is None:  # on events a job leaves a node in the very moment in which it breaks
+    if round_s is None:  # on events, a job leaves a node at the very moment at which the node fails
         long = [stay for stay in stays if stay[3] - stay[2] > 0.1]
         within = {t for _, _, a, b in long for t in (a + 0.01, (a + b) / 2, b - 0.01)}
         down = down_at(within, seed)
@@ -135,7 +135,7 @@ def test_nothing_changes_where_nothing_goes_wrong(round_s):
 
 
 def alone(**changes):
-    """One rigid job of two devices, from time 0 on events."""
+    """Simulate one rigid job of two devices, from time 0, on events."""
     job = TraceJob(id="only", submit_s=0.0, application="toy", num_devices=2, global_batch_size=64)
     rules = Settings(mode="rigid", round_s=None, rounding=False, restart_s=10.0, **changes)
     (found,) = run(rules, Static(), jobs=(job,), where=cluster("a")).jobs
@@ -149,7 +149,7 @@ def test_a_crash_costs_a_restart_and_the_work_since_the_last_checkpoint():
     crashed, _ = alone(faults=faults, seed=2)
     assert crashed.crashes > 2 and crashed.restarts == 0
     extra = crashed.finish_s - calm.finish_s
-    # Saved at the first event after 60 s; there is one at least every 60 s.
+    # Saved at the first event after 60 s; there is at least one event every 60 s.
     assert 10 * crashed.crashes < extra <= (10 + 120) * crashed.crashes
     assert len(crashed.intervals) == 1
 
@@ -201,7 +201,7 @@ def test_the_means_are_those_that_were_asked_for():
         ("fire=3", "node=HOURS:REPAIR"),
         ("crash=often", "such as node=720"),
         ("node=1:1,node=2:1", "twice"),
-        ("crash=0.01", "get nowhere"),
+        ("crash=0.01", "never finishes"),
         ("slow=1:1:2", "below 1"),
         ("node=0:1", "above 0"),
         ("cancel=2:1", "at most 1"),

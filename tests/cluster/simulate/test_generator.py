@@ -1,4 +1,4 @@
-"""Made-up workloads: the same seed gives the same jobs, and they have the shape that their text promises."""
+"""Synthetic workloads: the same seed gives the same jobs, with the documented distributions."""
 
 from collections import Counter
 
@@ -48,11 +48,12 @@ def test_another_seed_gives_other_jobs():
 
 
 def test_the_rate_swells_to_its_peak():
-    """Arrivals of a long day: around the peak three times as many in an hour as in a quiet one."""
+    """In a long day, the arrivals per hour around the peak are three times those in a quiet hour."""
     jobs = synthetic_workload(12000, hours=24.0, seed=1, peak=3.0)
     hour = Counter(int(job.submit_s // 3600) for job in jobs)
     quiet = np.mean([hour[h] for h in range(8, 24)])
-    assert hour[3] / quiet == pytest.approx(2.92, rel=0.1)  # 3 at its middle, less at its ends
+    # 3 at the middle of the peak, less at its ends.
+    assert hour[3] / quiet == pytest.approx(2.92, rel=0.1)
     flat = synthetic_workload(12000, hours=24.0, seed=1, peak=1.0)
     count = Counter(int(job.submit_s // 3600) for job in flat)
     assert max(count.values()) < 1.25 * min(count.values())
@@ -68,7 +69,7 @@ def test_most_jobs_are_short_and_few_have_most_of_the_work():
 
 
 def test_users_ask_for_what_scales_half_well():
-    """On what users ask for, at its best batch, no job is slower than on one device at its base batch."""
+    """With the requested devices, at its best batch size, no job is slower than on one device."""
     truth = ModelTruth(synthetic_applications({"t4": 1.0}))
     for job in synthetic_workload(200, seed=3):
         rate = truth.goodput(

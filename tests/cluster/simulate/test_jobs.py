@@ -75,7 +75,7 @@ def test_the_search_finds_adaptdls_optimum(golden):
         learner._configurations[places, None] = found
         grad = GradParams(**case["grad_params"])
         table = learner.goodput(perf, grad, places, None)
-        # Where the least batch exceeds the largest allowed, the reference exceeds it; we offer nothing.
+        # If the least batch exceeds the largest allowed one, the reference exceeds it; we offer nothing.
         fits = low * devices <= most
         expected = np.atleast_1d(case["expect"]["goodput"])
         assert table.max(1)[fits] == pytest.approx(expected[fits], rel=1e-9)
@@ -142,7 +142,7 @@ def test_half_the_speed_takes_twice_the_time():
 
 
 def test_next_stop_leads_to_the_exact_end():
-    # A fixed batch: an adaptive job may choose another one whenever time is cut.
+    # With a fixed batch; an adaptive job may choose another one whenever time is split.
     whole, pieces = (toy(Settings(mode="elastic", **EXACT)) for _ in range(2))
     for job in (whole, pieces):
         job.place("b", (4,))

@@ -1,4 +1,4 @@
-"""The pictures of simulations: pictures of what happened, for many jobs, kinds and policies."""
+"""The pictures of simulations show what happened, for many jobs, kinds and policies."""
 
 import io
 

@@ -1,4 +1,4 @@
-"""More jobs than devices: the default policy neither takes turns for ever nor lets anybody wait for ever."""
+"""More jobs than devices: the default policy neither alternates for ever nor lets a job wait for ever."""
 
 import pytest
 
@@ -14,7 +14,7 @@ STEPS_PER_S = 1.0 / (0.02 + 8e-4 * 128)  # of vision-small on one device at its 
 
 
 def line(name, hours, submit_s=0.0, num_devices=1, **fields):
-    """A job that takes about so many hours on its devices if it had to keep its base batch."""
+    """Return a job that takes about this many hours on its devices at its base batch size."""
     return TraceJob(
         id=name,
         submit_s=submit_s,
@@ -41,7 +41,7 @@ def test_equal_jobs_do_not_take_turns(hours, restart_s):
     done = run(jobs, uniform_cluster("t4", 1, 1), restart_s=restart_s)
     for job in done.values():
         alone_s = sum(job.device_s.values())
-        # A job that is shorter than the run that it is left in peace for is never interrupted.
+        # A job that is shorter than the protected run is never interrupted.
         assert job.restarts == 0 if alone_s < 4 * restart_s else job.restarts <= 4
 
 

@@ -1,4 +1,4 @@
-"""`--explain` and `--what-if` say what the simulation decided, and name wrong questions."""
+"""`--explain` and `--what-if` report what the simulation decided, and refuse wrong questions."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""`jaxgoodput simulate`: a table for every policy, files where asked, and clear words for bad input."""
+"""`jaxgoodput simulate` prints a table for every policy, writes files on request, and explains bad input."""
 
 import json
 import re
@@ -27,7 +27,7 @@ def run(capsys, *arguments):
 
 @pytest.fixture
 def artifact(tmp_path):
-    """A small artifact: `pollux(...)` and `gavel(...)` write one in their layout."""
+    """Return a small artifact: `pollux(...)` and `gavel(...)` write one in their layout."""
 
     class Artifact:
         def pollux(self, application="toy", suffix="", devices=1):
@@ -101,7 +101,7 @@ def test_without_matplotlib_it_says_so_and_writes_the_json(capsys, tmp_path, mon
 
 @pytest.mark.slow
 def test_every_policy_is_named_and_runs(capsys):
-    """Each on the one-device jobs of a made-up hour, to their ends."""
+    """Run each policy on the one-device jobs of a synthetic hour."""
     code, said, _ = run(capsys, "--list")
     assert code == 0 and {line.split()[0] for line in said.splitlines()} == set(catalogue())
     made = read_scenario("synthetic:12", "a100:2x4", hours=0.3, seed=7)

@@ -1,4 +1,4 @@
-"""Tenants and budgets over simulated time: shares by weight, guarantees, limits, and money that runs out."""
+"""Tenants and budgets over simulated time: shares by weight, guarantees, limits, and used-up budgets."""
 
 import dataclasses
 import json
@@ -30,7 +30,7 @@ FOUR = uniform_cluster("t4", 1, 4)
 
 
 def stream(tenant, load, hours, *, start_h=0.0, each_h=2.0, seed=0, cluster=FOUR):
-    """Jobs of about `each_h` hours that want `load` times the devices that there are."""
+    """Return jobs of about `each_h` hours that want `load` times the devices of the cluster."""
     rng = np.random.default_rng([seed, sum(map(ord, tenant))])
     devices = sum(node.num_devices for node in cluster.nodes)
     at_s = 3600.0 * np.sort(start_h + rng.random(int(load * devices * hours / each_h)) * hours)
@@ -48,7 +48,7 @@ def stream(tenant, load, hours, *, start_h=0.0, each_h=2.0, seed=0, cluster=FOUR
 
 
 def had(result, tenants, until_s=math.inf):
-    """Device-seconds of these tenants' jobs up to a moment."""
+    """Return the device-seconds of these tenants' jobs up to a moment."""
     return sum(
         max(min(stay.end_s, until_s) - stay.start_s, 0.0) * stay.num_devices
         for job in result.jobs
@@ -58,7 +58,7 @@ def had(result, tenants, until_s=math.inf):
 
 
 def at_once(result, tenants):
-    """The most devices that these tenants ever had."""
+    """Return the most devices that these tenants had at once."""
     change = sorted(
         (moment, devices)
         for job in result.jobs
@@ -83,7 +83,7 @@ def test_tenants_that_are_always_busy_have_what_their_weights_say_over_a_day(see
     assert 1.8 <= ratio <= 2.2
     a, b = result.tenants
     assert a.device_s == pytest.approx(had(result, "a"), rel=1e-6)
-    assert 1.0 < b.deserved_s / a.deserved_s <= 2.0  # by weight while both are there
+    assert 1.0 < b.deserved_s / a.deserved_s <= 2.0  # by weight while both have jobs
     assert a.num_jobs + b.num_jobs == len(jobs)
 
 
@@ -187,17 +187,20 @@ WRONG = {
     "a tree that cannot be": (["--tenants", "p/a"], "the parent 'p'"),
     "a guarantee above the limit": (["--tenants", "a:guaranteed=3:limit=2"], "limited to 2"),
     "more than there is": (["--tenants", "a:guaranteed=5"], "more than the 4 devices"),
-    "nobody's jobs": (["--tenants", "a:jobs=0"], "nobody has any jobs"),
-    "a budget without prices": (["--budgets", "all=3"], "add --prices"),
+    "nobody's jobs": (["--tenants", "a:jobs=0"], "no tenant has jobs"),
+    "a budget without prices": (["--budgets", "all=3"], "Add --prices"),
     "an hourly budget without prices": (["--tenants", "a:budget=3"], "price_per_hour"),
     "a price of nothing there": (["--prices", "h100=3"], "no 'h100'"),
     "a price below 0": (["--prices", "t4=-1"], "finite number, 0 or more"),
-    "a budget of nobody": (["--prices", "t4=1", "--budgets", "nobody=3"], "'nobody' is no job"),
+    "a budget of nobody": (
+        ["--prices", "t4=1", "--budgets", "nobody=3"],
+        "'nobody' is neither a job",
+    ),
     "a limit that a job exceeds": (
         ["--tenants", "a:limit=0", "--policy", "max-min"],
         "more than the limit of tenant 'a', 0 devices",
     ),
-    "a baseline": (["--tenants", "a", "--policy", "static"], "knows no tenants"),
+    "a baseline": (["--tenants", "a", "--policy", "static"], "does not support tenants"),
 }
 
 

@@ -1,4 +1,4 @@
-"""Laws of the simulation: nothing is given twice, nothing is lost, the same seed gives the same result."""
+"""Laws of the simulation: no device is given twice, no work is lost, the same seed gives the same result."""
 
 import dataclasses
 import json
@@ -93,11 +93,11 @@ def test_another_seed_gives_other_failures():
     assert first.num_failures and second.num_failures
     assert first.jobs != second.jobs
     calm = [run(Settings(seed=seed), jobs=jobs) for seed in (1, 2)]
-    assert calm[0] == calm[1]  # the seed draws the failures, and nothing else here
+    assert calm[0] == calm[1]  # the seed only draws the failures here
 
 
 class Watched:
-    """A truth whose jobs remember how much work was done whenever they were placed."""
+    """A truth whose jobs record the work done whenever they are placed."""
 
     def __init__(self):
         self.inner, self.seen = truth(), defaultdict(list)
@@ -155,7 +155,7 @@ def test_finish_time_fairness_of_a_job_alone_is_its_overhead():
 
 
 class Moving:
-    """Runs every job on one device that changes with every decision."""
+    """A policy that runs every job on one device, which changes with every decision."""
 
     def __call__(self, jobs, cluster, now_s, /):
         nodes = cluster.nodes
@@ -174,7 +174,7 @@ def test_every_change_costs_a_restart():
         (moved,) = run(settings, policy=Moving(), jobs=(job,), where=cluster("a")).jobs
         assert moved.restarts == len(moved.intervals) - 1 > 5
         took[restart_s] = moved.finish_s - moved.start_s
-        # Nothing but the restarts is lost, and their devices are paid for.
+        # Only restarts cost time, and their devices are paid for.
         assert took[restart_s] == pytest.approx(took[0.0] + restart_s * len(moved.intervals))
         assert moved.device_s == pytest.approx({"a": took[restart_s]})
     assert took[30.0] == pytest.approx(2 * took[0.0], abs=30)  # 30 s of every 60 s
@@ -210,7 +210,7 @@ def test_jobs_of_an_event_driven_cluster_start_as_they_come_and_end_between_deci
     where = uniform_cluster("a", len(jobs), 4)  # room for all of them at once
     result = run(settings, policy=Noting(), jobs=jobs, where=where)
     for job, trace in zip(result.jobs, jobs, strict=True):
-        # At once, unless the last decision was less than the smallest gap ago.
+        # At once, unless the last decision was less than the minimum gap ago.
         before = max((t for t in decided if t < trace.submit_s), default=-math.inf)
         expected = max(trace.submit_s, before + settings.min_gap_s)
         assert job.start_s == pytest.approx(expected, rel=0, abs=1e-5)
@@ -231,7 +231,7 @@ def test_interference_and_failures_cost_time():
     wide = tuple(dataclasses.replace(job, num_devices=6) for job in workload(seed=1))
     calm, slowed = (average(wide, three, interference=f)[0] for f in (0.0, 0.5))
     assert slowed > calm
-    # Jobs that fit on a node are in nobody's way.
+    # Jobs that fit on a node do not interfere.
     narrow = tuple(dataclasses.replace(job, num_devices=4) for job in wide)
     assert average(narrow, three)[1] == average(narrow, three, interference=0.5)[1]
 
@@ -327,12 +327,16 @@ def test_decisions_are_timed_with_the_clock_that_is_given():
         ({"min_gap_s": 70.0}, "swap"),
         ({"growth": 0.0}, "growth"),
         ({"slowdown": {"x": 0.0}}, "slowdown"),
-        ({"failures": Failures(mean_between_s=0.0)}, "mean_between_s"),
     ],
 )
 def test_impossible_rules_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         Settings(**changes)
+
+
+def test_nodes_cannot_fail_all_the_time():
+    with pytest.raises(ValueError, match="mean_between_s"):
+        Failures(mean_between_s=0.0)
 
 
 def test_restart_costs_by_application():

@@ -1,4 +1,4 @@
-"""Numbers that are told wrong: they stay wrong in the same way, and cost little where something is done."""
+"""Wrong numbers that policies are told: each error stays the same, and costs little with countermeasures."""
 
 import dataclasses
 
@@ -28,7 +28,7 @@ NODES = uniform_cluster("t4", 2, 4)
 
 
 class Asked:
-    """The default policy, which keeps what it was asked."""
+    """The default policy, which records its inputs."""
 
     def __init__(self):
         self.policy, self.views = Goodput(), []
@@ -93,7 +93,7 @@ def test_what_a_table_is_wrong_by_never_changes():
 
 
 def test_jobs_that_ran_know_all_shapes_although_they_were_asked_before():
-    """A job is asked when it comes, and knows one device; once it has run, it knows all sizes."""
+    """A job is asked when it arrives, and knows one device; once it has run, it knows all sizes."""
     views, _ = asked(EVENTS)
     ran = [v for moment in views for v in moment.values() if v.largest_profiled > 0]
     new = [v for moment in views for v in moment.values() if v.largest_profiled == 0]
@@ -121,7 +121,7 @@ def test_learning_changes_nothing_where_the_truth_is_told():
 
 
 def test_restarts_through_the_storage_are_learned_as_they_took():
-    # Its second time on devices takes 20 GB twice through 1 GB/s, or longer where others are there.
+    # Its second restart moves 20 GB twice through 1 GB/s, or longer if other jobs share it.
     costs = RestartCosts(start=0.0, storage=Storage(bytes_per_s=1e9, state_bytes=2e10))
     views, _ = asked(dataclasses.replace(EVENTS, costs=costs, learned_restarts=True))
     every = [view for moment in views for view in moment.values()]

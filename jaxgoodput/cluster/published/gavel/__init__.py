@@ -1,1 +1,1 @@
-"""Gavel's policies: fractions of time, and rounds that realise them."""
+"""Gavel's policies (Narayanan et al., OSDI 2020): fractions of time, and rounds that realise them."""

@@ -1,14 +1,17 @@
-"""The fair policies: shares, finish times or ends of jobs are as even as can be, by linear programs.
+"""The fair policies: make shares, finish times or completion as even as possible, by linear programs.
 
-Max-min fairness and makespan are one program each; finish-time fairness is a few. Water filling, the
-lexicographic max-min optimum over jobs or over tenants and then their jobs, goes further. The levels of
-all jobs rise along a path that is known in advance as long as no capacity binds: jobs that reach their
-own best speed stop, and their tenant's others rise faster. So what is to be found is only how far along
-the path is feasible; Newton's method on the prices of a linear program finds it in a few programs
-(`gauge`). There the jobs with a price are stuck, and a job without one gains nothing from a kind that has
-a price (complementary slackness), so its best speed is now that on the other kinds. Every such stage puts
-a price on one more kind: there are no more stages than kinds, however many jobs there are, where the
-published algorithm solves a mixed-integer program per level.
+Source: Gavel (OSDI 2020, sections 4.1 to 4.3) and its artifact; finish-time fairness is from Themis (Mahajan
+et al., NSDI 2020). The objectives are as published; the algorithms differ as follows.
+
+Max-min fairness and makespan are one program each, finish-time fairness a few. Water filling, the
+lexicographic max-min optimum over jobs (or over tenants and then their jobs), needs more. As long as no
+capacity binds, the levels of all jobs rise along a path that is known in advance: jobs that reach their own
+best speed stop, and the other jobs of their tenant rise faster. So only the end of the feasible part of the
+path is to be found; Newton's method on the prices of a linear program (`gauge`) finds it in a few programs.
+At that point the jobs with a price are stuck. A job without one gains nothing from a kind that has a price
+(complementary slackness), so its best speed is now the one on the other kinds. Every such stage puts a price
+on one more kind, so there are no more stages than kinds, however many jobs there are. The published
+algorithm solves a mixed-integer program per level instead.
 """
 
 import dataclasses
@@ -21,28 +24,28 @@ import numpy as np
 
 from jaxgoodput.cluster.published.gavel.fractions import FractionProblem, Fractions
 from jaxgoodput.cluster.published.gavel.programs import LinearProgram, gauge
-from jaxgoodput.cluster.scheduler.limits import per_device
+from jaxgoodput.cluster.scheduler.limits import counts, per_device
 from jaxgoodput.cluster.scheduler.policy import SolverError
 
-_EXACT = 1e-9  # relative; how far from feasible levels may be
-_PRICED = 1e-7  # a job's share of the price of all needs (which is 1) that says that it is stuck
+_EXACT = 1e-9  # how far from feasible levels may be, relatively
+_PRICED = 1e-7  # share of the price of all needs (1 in total) from which a job counts as stuck
 _MAX_PROGRAMS = 200  # per stage of water filling; five are usual
 
 
 @dataclass(frozen=True, kw_only=True)
 class MaxMinFairness:
-    """Least attained service: the smallest weighted share of the cluster is as large as can be.
+    """Least attained service: maximise the smallest weighted share of the cluster (Gavel, section 4.1).
 
-    max over x of min over jobs of (s_i / w_i) rate_i(x) / proportional_rate_i. Agnostic to kinds
-    (`heterogeneous=False`) the share is of time, whatever the kind: (s_i / w_i) sum_j x_ij. With pairs
-    in the problem they are used (space sharing). Gavel, section 4.1. One linear program; beyond its
-    worst job it promises nothing, which is what `WaterFilling` is for.
+    max over x of min over jobs of (s_i / w_i) rate_i(x) / proportional_rate_i. With `heterogeneous=False`, a
+    share is one of time, whatever the kind: (s_i / w_i) sum_j x_ij. Pairs in the problem are used (space
+    sharing). One linear program. It promises nothing to jobs other than the worst one; use `WaterFilling`
+    for that.
     """
 
     heterogeneous: bool = True
 
     def __call__(self, problem: FractionProblem, /) -> Fractions:
-        """Fractions of time for every job of the problem."""
+        """Return fractions of time for every job of the problem."""
         seen, need = problem, share_need(problem)
         if not self.heterogeneous:
             seen = problem.agnostic()
@@ -56,16 +59,16 @@ class MaxMinFairness:
 
 @dataclass(frozen=True, kw_only=True)
 class Makespan:
-    """The last job ends as early as can be: max over x of min over jobs of rate_i(x) / steps left.
+    """Let the last job end as early as possible: max over x of min over jobs of rate_i(x) / steps left.
 
-    The objective is the makespan in seconds, exactly, of one linear program. `heterogeneous=False`
-    takes all kinds for equally fast. Gavel, section 4.2.
+    One linear program, whose objective is exactly the makespan in seconds. With `heterogeneous=False` all
+    kinds count as equally fast. Gavel, section 4.2.
     """
 
     heterogeneous: bool = True
 
     def __call__(self, problem: FractionProblem, /) -> Fractions:
-        """Fractions of time for every job of the problem."""
+        """Return fractions of time for every job of the problem."""
         seen = problem if self.heterogeneous else problem.agnostic()
         program = LinearProgram.of(seen)
         found = gauge(program, problem.remaining_steps)
@@ -74,13 +77,13 @@ class Makespan:
 
 @dataclass(frozen=True, kw_only=True)
 class FinishTimeFairness:
-    """min over x of max over jobs of (t_i + S_i / rate_i(x)) / (C_i + S_i / isolated_rate_i).
+    """Minimise the worst finish-time ratio: (t_i + S_i / rate_i(x)) / (C_i + S_i / isolated_rate_i).
 
-    t_i is the time since arrival, S_i the steps left, C_i what the past would have taken in isolation
-    (Themis; Gavel, section 4.2; weights play no part). For a given ratio the needs are speeds, so each
-    step is one linear program. Its prices give a lower bound on the ratio (the root of a convex
-    function), at which the next one is solved: a Newton method that rises monotonically and ends after
-    a few programs, at a relative distance of `tolerance` between the bound and what x reaches.
+    t_i is the time since arrival, S_i the steps left, C_i the time that the past would have taken in
+    isolation (Themis; Gavel, section 4.2). Weights play no part. For a given ratio the needs are speeds, so
+    each step is one linear program. Its prices give a lower bound on the ratio (the root of a convex
+    function), at which the next program is solved. This Newton method rises monotonically and ends after a
+    few programs, as soon as the bound and the ratio reached differ by at most `tolerance`, relatively.
     """
 
     heterogeneous: bool = True
@@ -88,7 +91,7 @@ class FinishTimeFairness:
     max_programs: int = 60
 
     def __call__(self, problem: FractionProblem, /) -> Fractions:
-        """Fractions of time for every job of the problem."""
+        """Return fractions of time for every job of the problem."""
         seen = problem if self.heterogeneous else problem.agnostic()
         program = LinearProgram.of(seen)
         steps, since = problem.remaining_steps, problem.since_arrival_s
@@ -100,7 +103,7 @@ class FinishTimeFairness:
         fastest = seen.throughput.max(axis=1)
         if seen.pairs:
             np.maximum.at(fastest, np.asarray(seen.pairs), seen.pair_throughput.max(axis=2))
-        # Nobody is better off than at his best speed all of the time.
+        # No job does better than running at its best speed all of the time.
         low = float(np.max((since + steps / np.where(asks, fastest, 1.0))[asks] / alone[asks]))
         high, best = np.inf, None
         for _ in range(self.max_programs):
@@ -125,16 +128,16 @@ class FinishTimeFairness:
 
 @dataclass(frozen=True, kw_only=True)
 class WaterFilling:
-    """The smallest share (s_i / w_i) rate_i / proportional_rate_i is largest, then the next, and so on.
+    """Maximise the smallest share (s_i / w_i) rate_i / proportional_rate_i, then the next smallest, and on.
 
-    The objective is the smallest share. Pairs in the problem are used. `heterogeneous=False` takes
-    all kinds for equally fast. Gavel, section 4.3, with an exact test of who is stuck.
+    The objective is the smallest share. Pairs in the problem are used. With `heterogeneous=False` all kinds
+    count as equally fast. Gavel, section 4.3, with an exact test of which jobs are stuck.
     """
 
     heterogeneous: bool = True
 
     def __call__(self, problem: FractionProblem, /) -> Fractions:
-        """Fractions of time for every job of the problem."""
+        """Return fractions of time for every job of the problem."""
         seen = problem if self.heterogeneous else problem.agnostic()
         everyone = (_Together(np.arange(problem.num_jobs), problem.weight),)
         return _fill(seen, problem, everyone)
@@ -142,18 +145,18 @@ class WaterFilling:
 
 @dataclass(frozen=True, kw_only=True)
 class Hierarchical:
-    """Water filling over tenants by weight, and inside each by fairness or in order of arrival.
+    """Water filling over tenants by weight, and within each tenant by fairness or in order of arrival.
 
-    An entity's rate W_e is shared among its jobs that can still rise: by weight ("fairness"), or all to
-    the first of them ("fifo"). A tenant that is not named has the weight 1 and fairness. The objective
-    is the lowest of the jobs' levels. Gavel, section 4.3.
+    A tenant's rate W_e is shared among its jobs that can still rise: by weight ("fairness"), or all to the
+    first of them ("fifo"). A tenant that is not named has weight 1 and fairness. The objective is the lowest
+    level of a job. Gavel, section 4.3.
     """
 
     weights: Mapping[str, float | int] = field(default_factory=dict)
     orders: Mapping[str, Literal["fairness", "fifo"]] = field(default_factory=dict)
 
     def __call__(self, problem: FractionProblem, /) -> Fractions:
-        """Fractions of time for every job of the problem."""
+        """Return fractions of time for every job of the problem."""
         entities = []
         for tenant in sorted(set(problem.tenant)):
             jobs = np.array([i for i, t in enumerate(problem.tenant) if t == tenant])
@@ -173,14 +176,14 @@ class Hierarchical:
 
 
 def share_need(problem: FractionProblem) -> np.ndarray:
-    """[jobs] steps/s that are one unit of weighted share: w_i proportional_rate_i / s_i."""
+    """Return [jobs] the steps/s of one unit of weighted share: w_i proportional_rate_i / s_i."""
     return problem.weight / problem.scale_factor * problem.proportional_rate()
 
 
 def _answer(
     program: LinearProgram, x: np.ndarray, problem: FractionProblem, objective: float | None = None
 ) -> Fractions:
-    """The fractions of `x`, with a row for every pair of the problem as it was asked."""
+    """Return the fractions of `x`, with a row for every pair of the original problem."""
     reasons = {
         job: "no kind of device has room for its gang and a known speed"
         for job, can in zip(problem.job_ids, problem.runnable, strict=True)
@@ -189,12 +192,11 @@ def _answer(
     answer = program.fractions(x, objective=objective, reasons=reasons)
     if len(answer.together) == len(problem.pairs):
         return answer
-    nothing = np.zeros((len(problem.pairs), len(problem.kinds)))  # `agnostic` left the pairs out
-    return dataclasses.replace(answer, together=nothing)
+    return dataclasses.replace(answer, together=problem.nothing()[1])  # `agnostic` left them out
 
 
 def _root(low, found, asks, steps, since, alone):
-    """The ratio at which sum of price * need(ratio) falls to what the prices say can be reached.
+    """Return the ratio at which sum of price * need(ratio) falls to the scale that the prices allow.
 
     The sum is convex and falls with the ratio, so Newton's steps from the left never pass the root.
     """
@@ -209,15 +211,15 @@ def _root(low, found, asks, steps, since, alone):
         ratio += max(step, 0.0)
         if step <= 1e-15 * ratio:
             break
-    # Rounding must not bring it to a halt short of the tolerance.
+    # Make a minimal step, so that rounding cannot stop the search before the tolerance is reached.
     return max(ratio, low * (1 + 1e-12))
 
 
 @dataclass(frozen=True, eq=False)
 class _Together:
-    """Jobs that rise at once, each in proportion to its weight, at a sum of `rate`.
+    """Jobs whose levels rise at the same time, each in proportion to its weight, at a total of `rate`.
 
-    Where `rate` is None each rises at its own weight, whether others have stopped or not.
+    If `rate` is None, each rises at its own weight, whether others have stopped or not.
     """
 
     jobs: np.ndarray
@@ -225,7 +227,7 @@ class _Together:
     rate: float | None = None
 
     def path(self, start, room, gang):
-        """Levels after the time t, and the time from which on nothing rises."""
+        """Return a function from time t to the jobs' levels, and the time at which all have stopped."""
         unit = self.weight / gang[self.jobs]
         stop = room[self.jobs] / unit  # potential at which each job stops
         if self.rate is None:
@@ -243,13 +245,13 @@ class _Together:
 
 @dataclass(frozen=True, eq=False)
 class _InTurn:
-    """Jobs that rise one after another at the rate `rate`."""
+    """Jobs whose levels rise one after another, each at `rate`."""
 
     jobs: np.ndarray
     rate: float
 
     def path(self, start, room, gang):
-        """Levels after the time t, and the time from which on nothing rises."""
+        """Return a function from time t to the jobs' levels, and the time at which all have stopped."""
         unit = self.rate / gang[self.jobs]
         lasts = room[self.jobs] / unit
         begins = np.cumsum(lasts) - lasts
@@ -260,7 +262,7 @@ class _InTurn:
 
 
 def _fill(seen, problem, entities):
-    """Raises all levels until nobody can rise. Levels are rate / proportional rate, per job."""
+    """Raise all levels until no job can rise. A level is a job's rate / proportional rate."""
     program = LinearProgram.of(seen)
     unit = seen.proportional_rate()
     unit = np.where(unit > 0, unit, 1.0)
@@ -283,18 +285,11 @@ def _fill(seen, problem, entities):
         share = binding.job_price * unit * level
         priced = rising & (share > _PRICED)
         if not (priced | stuck).any():
-            # Ties hide the price of whoever is stuck: the largest one is certain to be.
+            # Ties hide the price of a stuck job, but the job with the largest price is certainly stuck.
             priced = rising & (share >= share[rising].max())
         rising &= ~(priced | stuck)
         if not seen.pairs:
-            least = _PRICED * binding.scale
-            full = binding.kind_price * seen.capacity > least
-            open_kinds &= ~(full[None, :] & rising[:, None])
-            limits = np.array([limit.left for limit in seen.limits], dtype=float)
-            spent = binding.quota_price * limits > least
-            for limit in (one for one, out in zip(seen.limits, spent, strict=True) if out):
-                its = [i for i in np.flatnonzero(rising) if seen.tenant[i] in limit.tenants]
-                open_kinds[np.ix_(its, per_device([limit], seen.kinds)[0] > 0)] = False
+            open_kinds &= ~_exhausted(seen, binding, rising)
     weighted = level * gang / problem.weight
     x = found.x if len(found.x) else np.zeros(len(program.row))
     lowest = weighted[problem.runnable].min(initial=np.inf)
@@ -302,8 +297,20 @@ def _fill(seen, problem, entities):
     return _answer(program, x, problem, objective=objective)
 
 
+def _exhausted(seen, binding, rising):
+    """Return [jobs, kinds] bool: a rising job gains nothing there, as the kind or a limit has a price."""
+    least = _PRICED * binding.scale
+    full = binding.kind_price * seen.capacity > least
+    exhausted = full[None, :] & rising[:, None]
+    for limit, price in zip(seen.limits, binding.quota_price, strict=True):
+        if price * limit.left > least:
+            its = rising & counts([limit], seen.tenant)[0]
+            exhausted |= its[:, None] & (per_device([limit], seen.kinds) > 0)
+    return exhausted
+
+
 def _levels(paths, num_jobs, t):
-    """[jobs] levels after the time t."""
+    """Return [jobs] the levels at time t."""
     levels = np.zeros(num_jobs)
     for jobs, at, _ in paths:
         levels[jobs] = at(t)
@@ -311,7 +318,7 @@ def _levels(paths, num_jobs, t):
 
 
 def _best(seen, open_kinds):
-    """[jobs] the best speed on the kinds that are open to a job, alone or with another."""
+    """Return [jobs] the best speed on the kinds that are open to a job, alone or with another."""
     best = np.where(open_kinds, seen.throughput, 0.0).max(axis=1, initial=0.0)
     if seen.pairs:
         np.maximum.at(best, np.asarray(seen.pairs), seen.pair_throughput.max(axis=2))
@@ -319,10 +326,10 @@ def _best(seen, open_kinds):
 
 
 def _furthest(program, levels, end, unit):
-    """The largest t up to `end` whose levels are feasible, the prices that bind there, and a solution.
+    """Return the largest t up to `end` whose levels are feasible, the prices that bind there, and a solution.
 
-    Starts at the end of the path and comes down to the root of the last prices' bound, which no
-    feasible t exceeds: exact after finitely many programs, as there are finitely many prices.
+    The search starts at the end of the path and goes down to the root of the last prices' bound, which no
+    feasible t exceeds. It is exact after finitely many programs, because there are finitely many prices.
     """
     t, binding = end, None
     for _ in range(_MAX_PROGRAMS):

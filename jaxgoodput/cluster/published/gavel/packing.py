@@ -1,4 +1,8 @@
-"""Pairs of jobs on the same devices: which are worth having, from speeds measured side by side."""
+"""Pairs of jobs that share devices (space sharing): which are worth running.
+
+Source: Gavel (OSDI 2020, sections 3.1 and 4.4). Unlike the artifact, pairs that never beat taking turns are
+dropped first, so that the linear programs shrink.
+"""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -11,9 +15,9 @@ from jaxgoodput.cluster.scheduler.policy import JobView
 
 
 def combined_speed(problem: FractionProblem) -> Float[np.ndarray, "pairs kinds"]:
-    """The sum of the members' speeds together, each relative to its own alone; 0 where one cannot run.
+    """Return the sum of the two members' speeds together, each relative to its speed alone.
 
-    Above 1, sharing devices beats taking turns.
+    It is 0 if one of them cannot run. Above 1, sharing devices beats taking turns.
     """
     pairs = np.asarray(problem.pairs, dtype=int).reshape(-1, 2)
     alone = problem.throughput[pairs]
@@ -23,7 +27,7 @@ def combined_speed(problem: FractionProblem) -> Float[np.ndarray, "pairs kinds"]
 
 
 def best_partners(problem: FractionProblem, least_speed: float = 1.0) -> tuple[int, ...]:
-    """Disjoint pairs, the best combined speed (averaged over kinds that both can use) first."""
+    """Choose disjoint pairs, the best combined speed (averaged over kinds that both can use) first."""
     speeds = combined_speed(problem)
     kinds = (speeds > 0).sum(axis=1)
     mean = speeds.sum(axis=1) / np.maximum(kinds, 1)
@@ -36,10 +40,10 @@ def best_partners(problem: FractionProblem, least_speed: float = 1.0) -> tuple[i
 
 
 def worth_pairing(problem: FractionProblem, least_speed: float = 1.0) -> FractionProblem:
-    """The problem without pairs that are nowhere above `least_speed`, and without such kinds of a pair.
+    """Drop pairs whose combined speed is at most `least_speed` on every kind, and such kinds of other pairs.
 
-    A pair whose combined speed is at most 1 on a kind is never better there than taking turns, so with
-    the default no optimum is lost, and the programs shrink.
+    A pair whose combined speed is at most 1 on a kind is never better there than taking turns, so the default
+    loses no optimum.
     """
     speeds = combined_speed(problem)
     useful = speeds > least_speed
@@ -58,10 +62,10 @@ def with_pairs_of_views(
     *,
     least_speed: float = 1.0,
 ) -> FractionProblem:
-    """The problem with those pairs of jobs whose speeds side by side both know (`shared_goodput`).
+    """Add each pair of jobs whose speeds side by side are known to both (`JobView.shared_goodput`).
 
-    Partners have gangs of one size; each one's speed is looked up at the shape that the gang has on each
-    kind that both can use, whose nodes have `per_node` devices.
+    Both must have gangs of one size. Speeds are looked up at the gang's shape on each kind that both can use.
+    `per_node`: devices of a whole node, by kind.
     """
     number = {job: i for i, job in enumerate(problem.job_ids)}
     pairs, speeds = [], []
@@ -87,7 +91,7 @@ def with_pairs_of_views(
 
 
 def _shared(job, partner, problem, row, per_node):
-    """[kinds] the speed of a job beside its partner, 0 where unknown or not possible alone."""
+    """Return [kinds] a job's speed beside its partner; 0 if unknown, or if the job cannot run alone."""
     speeds = np.zeros(len(problem.kinds))
     for j, kind in enumerate(problem.kinds):
         shape = gang_shape(job, kind, int(problem.scale_factor[row]), per_node.get(kind, 0))

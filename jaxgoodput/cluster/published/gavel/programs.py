@@ -1,7 +1,9 @@
-"""Every linear program of the fraction policies is one of two: the largest scale, or the best value.
+"""The two linear programs of all fraction policies: the largest scale (`gauge`), and the best value.
 
-Both are solved by HiGHS' dual simplex, because it answers with a vertex: no more variables and slacks are
-above 0 than there are rows, so few jobs are split over several kinds and few move.
+Source: the programs of Gavel (OSDI 2020, section 4), which the artifact states one by one for CVXPY; here
+they are two functions on sparse matrices. HiGHS' dual simplex solves both, because its answer is a vertex:
+at most as many variables and slacks are above 0 as there are rows, so few jobs are split over several kinds
+and few jobs move.
 """
 
 import dataclasses
@@ -21,10 +23,10 @@ _TOLERANCE = 1e-10  # the smallest that HiGHS accepts
 
 @dataclass(frozen=True, eq=False)
 class LinearProgram:
-    """The feasible set of a problem as sparse rows over the variables that can be of use.
+    """The feasible set of a problem, as sparse rows over the useful variables.
 
-    Variables are pairs of a combination of jobs (first every job alone, then the pairs) and a kind on
-    which all of its members make progress. `rate @ x` is in steps per second.
+    A variable is a combination of jobs (first every job alone, then the pairs) on a kind on which all its
+    members make progress. `rate @ x` is in steps per second.
     """
 
     problem: FractionProblem
@@ -37,7 +39,7 @@ class LinearProgram:
 
     @classmethod
     def of(cls, problem: FractionProblem) -> "LinearProgram":
-        """Rows and variables of a problem."""
+        """Return the rows and variables of a problem."""
         num_jobs, num_kinds = problem.throughput.shape
         row, column = np.nonzero(problem.throughput)
         num_alone = len(row)
@@ -46,6 +48,7 @@ class LinearProgram:
         row = np.concatenate([row, num_jobs + pair_row])
         column = np.concatenate([column, pair_column])
         variable = np.arange(len(row))
+        # The first member of each combination: the job itself, or the first job of the pair.
         first = np.where(row < num_jobs, row, 0)
         first[num_alone:] = pairs[pair_row, 0]
         jobs = np.concatenate([first, pairs[pair_row, 1]])
@@ -78,7 +81,7 @@ class LinearProgram:
         return np.concatenate([np.ones(problem.num_jobs), problem.capacity, quotas])
 
     def fractions(self, x: np.ndarray, **more) -> Fractions:
-        """Variables as fractions, rid of what the solver's tolerance lets through."""
+        """Turn variables into fractions, correcting violations within the solver's tolerance."""
         num_jobs, num_kinds = self.problem.throughput.shape
         table = np.zeros((num_jobs + len(self.problem.pairs), num_kinds))
         table[self.row, self.column] = np.clip(x, 0.0, 1.0)
@@ -90,7 +93,7 @@ class LinearProgram:
                 f"of {_TOLERANCE}. Speeds that differ by more than ten orders of magnitude within one "
                 "job are the usual cause: check its goodput table."
             )
-        if over > 0:
+        if over > 0:  # scaling down makes every constraint hold exactly
             keep = 1.0 / (1.0 + over)
             answer = dataclasses.replace(
                 answer, alone=answer.alone * keep, together=answer.together * keep
@@ -102,8 +105,8 @@ class LinearProgram:
 class Gauge:
     """The largest `scale` at which needs are met, variables that meet them, and the price of each row.
 
-    For every feasible x: sum of job_price * rate(x) <= scale * sum of job_price * need (strong
-    duality), with sum of job_price * need = 1. `kind_price` is 0 for kinds that do not limit it.
+    For every feasible x, sum of job_price * rate(x) <= scale * sum of job_price * need (strong duality), with
+    sum of job_price * need = 1. The `kind_price` of a kind that does not limit the scale is 0.
     """
 
     scale: float
@@ -114,9 +117,9 @@ class Gauge:
 
 
 def gauge(program: LinearProgram, need: Float[np.ndarray, " jobs"]) -> Gauge:
-    """max scale such that rate(x) >= scale * need; jobs that need 0 or can run nowhere ask nothing.
+    """Maximise the scale such that rate(x) >= scale * need, with needs in steps per second.
 
-    Needs are in steps per second. No job that needs something: an infinite scale and x = 0.
+    Jobs that need 0 or can run nowhere are ignored. If no job is left, the scale is infinite and x = 0.
     """
     best = program.rate.max(axis=1).toarray().ravel() if len(program.row) else need * 0.0
     asks = np.flatnonzero((need > 0) & (best > 0))
@@ -153,13 +156,13 @@ def best_value(
     need: Float[np.ndarray, " jobs"] | None = None,
     soft: Bool[np.ndarray, " jobs"] | None = None,
 ) -> tuple[np.ndarray, np.ndarray] | None:
-    """max value @ x with rate(x) >= need; None where no x meets them all.
+    """Maximise value @ x with rate(x) >= need; return x and shortfalls, or None if no x meets all needs.
 
-    Where `soft` is given, the jobs that it marks may fall short and the value is minus the sum of
-    their shortfalls (each from 0 to 1, a share of its need), whatever `value` says.
+    If `soft` is given, the jobs that it marks may fall short, and instead of `value` the negative sum of
+    their shortfalls is maximised (each from 0 to 1, relative to the need).
 
     Returns:
-      x [variables] and the shortfall [jobs] (0 where nothing is soft).
+      x [variables] and the shortfall [jobs], 0 if `soft` is None.
     """
     num_jobs, num_variables = cast(tuple[int, int], program.rate.shape)
     need = np.zeros(num_jobs) if need is None else need
@@ -182,8 +185,8 @@ def best_value(
 
 
 def _solve(cost: np.ndarray, matrix: Any, right: np.ndarray) -> Any:
-    """A vertex that minimises cost @ x, x >= 0, matrix @ x <= right; None where there is none."""
-    if len(cost) == 0:  # which linprog refuses
+    """Return a vertex that minimises cost @ x for x >= 0, matrix @ x <= right; None if it is infeasible."""
+    if len(cost) == 0:  # linprog refuses empty problems
         return scipy.optimize.OptimizeResult(x=cost) if (right >= 0).all() else None
     result = scipy.optimize.linprog(
         cost,

@@ -1,4 +1,8 @@
-"""Most steps per second, or per dollar, with soft deadlines."""
+"""Maximise steps per second, or per dollar, with soft deadlines.
+
+Source: Gavel (OSDI 2020, section 4.2) and its artifact. Differences: a deadline that cannot be met is
+reported instead of making the problem infeasible.
+"""
 
 from dataclasses import dataclass
 
@@ -11,16 +15,16 @@ from jaxgoodput.cluster.scheduler.policy import SolverError
 
 @dataclass(frozen=True, kw_only=True)
 class TotalThroughput:
-    """max over x of the sum over jobs of rate_i(x), each kind's speed divided by its price on demand.
+    """Maximise the sum over jobs of rate_i(x), optionally with each kind's speed divided by its price.
 
-    `per_price` is Gavel's minimum cost (sum of x_ij T_ij / c_j). Its price is of one device even for a
-    gang; `count_devices=True` counts them all. With `deadlines`, every job that has one is to run at
-    S_i / (time to its deadline) or faster. Deadlines are soft, in this order: a deadline that is over,
-    or too early for the job even alone, asks for nothing and is reported; where the rest cannot all be
-    met, the sum of the shares by which they fall short is as small as can be, each shortfall is
-    reported in `reasons`, and the value is maximised with what is left. Where all can be met the answer
-    is that of hard constraints. Steps are not normalised, so jobs of many small steps win: Gavel's
-    definition, for comparison. Section 4.2.
+    `per_price` is Gavel's minimum cost (sum of x_ij T_ij / c_j). Its price is of one device even for a gang;
+    `count_devices=True` counts all devices. Steps are not normalised, so jobs of many small steps win; this
+    is Gavel's definition, kept for comparison.
+
+    With `deadlines`, a job must run at S_i / (time to its deadline) or faster. If all deadlines can be met,
+    this is a hard constraint. A deadline that has passed, or that the job cannot meet even alone, is ignored
+    and reported. If the others cannot all be met, the sum of their relative shortfalls is minimised first,
+    each shortfall is reported in `reasons`, and the value is maximised with what is left.
     """
 
     per_price: bool = False
@@ -28,7 +32,7 @@ class TotalThroughput:
     deadlines: bool = False
 
     def __call__(self, problem: FractionProblem, /) -> Fractions:
-        """Fractions of time for every job of the problem."""
+        """Return fractions of time for every job of the problem."""
         program = LinearProgram.of(problem)
         value = np.asarray(program.rate.sum(axis=0)).ravel()
         if self.per_price:
@@ -46,9 +50,9 @@ class TotalThroughput:
         found = best_value(program, value, need=need)
         if found is None:
             softly = best_value(program, value, need=need, soft=need > 0)
-            assert softly is not None, "nothing at all is feasible where all may fall short"
+            assert softly is not None, "running nothing is feasible if all may fall short"
             short = softly[1]
-            # What the solver's tolerance leaves open must not make the second program infeasible.
+            # Relax by a little, so that rounding does not make the second program infeasible.
             kept = need * np.maximum(1 - short - 1e-9, 0.0)
             found = best_value(program, value, need=kept)
             if found is None:
@@ -66,7 +70,7 @@ class TotalThroughput:
         return program.fractions(x, objective=float(value @ x), reasons=reasons)
 
     def _needs(self, problem):
-        """[jobs] steps/s for the deadlines that a job could meet alone, and reports of the others."""
+        """Return [jobs] the steps/s that reachable deadlines need, and reports about the other deadlines."""
         need = np.zeros(problem.num_jobs)
         reasons = {}
         if not self.deadlines:

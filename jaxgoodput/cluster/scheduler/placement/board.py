@@ -55,8 +55,7 @@ def chunks(shape: Shape, node_size: int) -> list[int]:
 
 
 class Board:
-    """The nodes of one kind while they are being filled. The devices of a node are the bits of one
-    integer."""
+    """The nodes of one kind while they are being filled; devices are bits of one integer per node."""
 
     def __init__(self, nodes: Sequence[Node], *, one_multi_node_job_per_node: bool = False):
         self.nodes = nodes
@@ -115,8 +114,7 @@ class Board:
         return True
 
     def fit(self, request: Request) -> bool:
-        """Give the request free devices on the fewest nodes, preferring full ones; False if there is no
-        room."""
+        """Give the request free devices on the fewest nodes, the fullest first; False if none fit."""
         sizes = chunks(request.shape, self.node_size)
         if len(sizes) == 1:
             nodes = self._fullest(sizes[0], request)
@@ -133,8 +131,7 @@ class Board:
         )
 
     def _fullest(self, size: int, request: Request) -> list[int] | None:
-        """Return the node with the least room that is enough; of equal ones the request's own, or the
-        first."""
+        """Return the fullest node that has room; of equal ones the request's own, or else the first."""
         room = np.where(self.free >= size, self.free, _NO_ROOM)
         best = int(room.argmin())
         if self.free[best] < size:
@@ -179,6 +176,8 @@ class Board:
         if mask.bit_count() == count:
             return mask
         own = sum(1 << i for i in request.previous.get(self.nodes[node].name, ())) & mask
+        # Blocks that start at multiples of their size (rounded up to a power of two) leave no odd gaps, so
+        # every power-of-two size keeps as many slots as `capacity_rows` counts.
         step = 1 << (count - 1).bit_length()
         block, best, most = (1 << count) - 1, 0, -1
         for start in range(0, self.nodes[node].num_devices - count + 1, step):
@@ -201,6 +200,7 @@ class Board:
         if len(sizes) > 1 and request.level is not None:
             domains = self._domain_ids(request.level)
             groups = [np.flatnonzero(domains == d) for d in range(int(domains.max()) + 1)]
+        # A job of several nodes with a level may be placed in any one domain; take the cheapest.
         found = [e for g in groups if (e := self._cheapest(g, sizes, request)) is not None]
         if not found:
             return None
@@ -256,10 +256,8 @@ class Board:
         count = {key: self.held[key][node].bit_count() for key in on}
         if self.mask[node].bit_count() + sum(count.values()) < size:
             return None
-        must: set[str] = set()
-        if several and self._exclusive:  # only one job of several nodes may use a node's network
-            must = {key for key in on if len(self.held[key]) > 1}
-        smaller = {k for k in on if self.requests[k].shape.num_devices < request.shape.num_devices}
+        must = self._networked_on(node) if several and self._exclusive else set()
+        smaller = self._smaller_on(node, request)
         if not must <= smaller:
             return None
         need = size - int(self.free[node]) - sum(count[key] for key in gone & on | must)
@@ -270,6 +268,14 @@ class Board:
         price, keys = found
         price += sum(self.requests[k].price for k in sorted(must - gone))
         return _Eviction(price, [node], {*keys, *must})
+
+    def _smaller_on(self, node: int, request: Request) -> set[str]:
+        limit = request.shape.num_devices
+        return {key for key in self.on[node] if self.requests[key].shape.num_devices < limit}
+
+    def _networked_on(self, node: int) -> set[str]:
+        """Return the requests on a node that use other nodes too; only one of them may use its network."""
+        return {key for key in self.on[node] if len(self.held[key]) > 1}
 
     def fill(self, pending: Iterable[Request], *, move: bool) -> list[Request]:
         """Place as many requests as fit, largest first, and return the rest.

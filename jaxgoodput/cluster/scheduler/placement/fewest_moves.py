@@ -9,7 +9,6 @@ size that the nodes keep for the rest:
          sum_k slots_ks + sum_{i of size s} parts_i stay_i = all_s  for every size s
 """
 
-from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -39,22 +38,28 @@ def fewest_moves(
     movable = _movable(board, largest=max(part[0] for part in parts))
     if not movable or any(len(board.held[key]) > 1 for key in movable):
         return None
+    held_size = np.array([board.requests[key].shape.num_devices for key in movable])
+    held_node = np.array([next(iter(board.held[key])) for key in movable])
     room = board.free.copy()
-    for key in movable:
-        for node, bits in board.held[key].items():
-            room[node] += bits.bit_count()
+    np.add.at(room, held_node, held_size)
     nodes = np.flatnonzero(room > 0)
-    waiting = Counter(count for part in parts for count in part)
-    waiting.update(board.requests[key].shape.num_devices for key in movable)
-    slots = [
-        (row, count)
-        for row, node in enumerate(nodes)
-        for count in sorted(waiting)
-        if count <= room[node]
-    ]
-    if len(movable) + len(slots) > LARGEST_PROGRAM:
+    # Chunks of each size that need a slot unless their job stays.
+    sizes, wanted = np.unique([*np.concatenate(parts), *held_size], return_counts=True)
+    slot_node, slot_size = np.nonzero(sizes <= room[nodes, None])
+    if len(movable) + len(slot_node) > LARGEST_PROGRAM:
         return None
-    return _solve(board, movable, nodes, room[nodes], waiting, slots, time_limit_s)
+    stays = _solve(
+        price=np.array([board.requests[key].price for key in movable]),
+        node=np.concatenate([np.searchsorted(nodes, held_node), slot_node]),
+        size=np.concatenate([np.searchsorted(sizes, held_size), slot_size]),
+        room=room[nodes],
+        sizes=sizes,
+        wanted=wanted,
+        time_limit_s=time_limit_s,
+    )
+    if stays is None:
+        return None
+    return {key for key, stay in zip(movable, stays, strict=True) if not stay}
 
 
 def _movable(board: Board, largest: int) -> list[str]:
@@ -67,41 +72,37 @@ def _movable(board: Board, largest: int) -> list[str]:
 
 
 def _solve(
-    board: Board,
-    movable: list[str],
-    nodes: np.ndarray,
+    *,
+    price: np.ndarray,
+    node: np.ndarray,
+    size: np.ndarray,
     room: np.ndarray,
-    waiting: Counter[int],
-    slots: list[tuple[int, int]],
+    sizes: np.ndarray,
+    wanted: np.ndarray,
     time_limit_s: float,
-) -> set[str] | None:
-    """Solve the program; `room`: [nodes] devices, `waiting`: number of chunks by size, `slots`: node and
-    size."""
-    position = {int(node): row for row, node in enumerate(nodes)}
-    row_of_size = {s: len(room) + i for i, s in enumerate(sorted(waiting))}
-    holders = [
-        (position[next(iter(board.held[key]))], board.requests[key].shape.num_devices)
-        for key in movable
-    ]
-    variables = holders + slots  # node and size of each
-    rows = [row for node, count in variables for row in (node, row_of_size[count])]
-    columns = [column for column in range(len(variables)) for _ in range(2)]
-    values = [value for _, count in variables for value in (count, 1)]
+) -> np.ndarray | None:
+    """Solve the program; return [movable] bool, which requests stay, or None if nothing is found.
+
+    Variables are the movable requests, then slots. `price`: [movable]; `node`, `size`: [variables] indices;
+    `room`: [nodes] devices; `sizes`: [sizes] devices of a chunk; `wanted`: [sizes] number of chunks.
+    """
+    num_movable, num_variables = len(price), len(node)
+    rows = np.stack([node, len(room) + size], 1).ravel()
+    columns = np.repeat(np.arange(num_variables), 2)
+    values = np.stack([sizes[size], np.ones_like(size)], 1).ravel()
     matrix = sparse.csr_array(
-        (values, (rows, columns)), shape=(len(room) + len(row_of_size), len(variables))
+        (values, (rows, columns)), shape=(len(room) + len(sizes), num_variables)
     )
-    wanted = np.array([waiting[s] for s in sorted(waiting)])
-    lower = np.concatenate([np.full(len(room), -np.inf), wanted])
-    upper = np.concatenate([room, wanted])
-    price = np.array([board.requests[key].price for key in movable])
-    limit = np.array([room[row] // count for row, count in slots])
+    slots = room[node[num_movable:]] // sizes[size[num_movable:]]
     result = optimize.milp(
         np.concatenate([-price, np.zeros(len(slots))]),
-        constraints=(matrix, lower, upper),
-        integrality=np.ones(len(variables)),
-        bounds=(0, np.concatenate([np.ones(len(movable)), limit])),
+        constraints=(
+            matrix,
+            np.concatenate([np.full(len(room), -np.inf), wanted]),
+            np.concatenate([room, wanted]),
+        ),
+        integrality=np.ones(num_variables),
+        bounds=(0, np.concatenate([np.ones(num_movable), slots])),
         options={"time_limit": time_limit_s, "node_limit": NODE_LIMIT, "mip_rel_gap": 0.0},
     )
-    if result.x is None:
-        return None
-    return {key for key, stays in zip(movable, result.x, strict=False) if stays < 0.5}
+    return None if result.x is None else result.x[:num_movable] >= 0.5

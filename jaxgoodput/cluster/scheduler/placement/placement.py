@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from jaxgoodput.cluster.scheduler.placement.board import Board, Request
 from jaxgoodput.cluster.scheduler.placement.fewest_moves import fewest_moves
 from jaxgoodput.cluster.scheduler.policy import JobView
-from jaxgoodput.cluster.scheduler.shapes import shape_of
+from jaxgoodput.cluster.scheduler.shapes import node_size, shape_of
 from jaxgoodput.specs import Allocation, ClusterSpec, Node, Shape
 
 LEAST_PRICE = 1e-3  # seconds; a job whose restart is free is still not moved without need
@@ -46,18 +46,14 @@ def place(
             "whose shape is wanted"
         )
     groups = share_groups or {}
-    members: dict[str, list[str]] = {}
-    for job in sorted(wanted):
-        key = f"group {groups[job]}" if job in groups else f"job {job}"
-        members.setdefault(key, []).append(job)
+    members = _members(wanted, groups)
     kind_of = {node.name: node.kind for node in cluster.nodes}
     requests: dict[str, list[Request]] = {}
     for key, ids in members.items():
         request = _request(key, [views[i] for i in ids], [wanted[i] for i in ids], kind_of, keep)
         requests.setdefault(request.shape.kind, []).append(request)
     placed: dict[str, Placed] = {}
-    in_service = {node.kind for node in cluster.nodes if node.state != "down"}
-    for kind in sorted(requests.keys() & in_service):
+    for kind in sorted(requests.keys() & node_size(cluster).keys()):
         nodes = [node for node in cluster.nodes if node.kind == kind]
         board = _fill_kind(nodes, requests[kind], one_multi_node_job_per_node, time_limit_s)
         placed |= {key: board.devices(key) for key in board.held}
@@ -67,6 +63,15 @@ def place(
         if key in placed
         for job in ids
     }
+
+
+def _members(jobs: Iterable[str], groups: Mapping[str, str]) -> dict[str, list[str]]:
+    """Return the jobs of each request: a share group together, every other job alone."""
+    members: dict[str, list[str]] = {}
+    for job in sorted(jobs):
+        key = f"group {groups[job]}" if job in groups else f"job {job}"
+        members.setdefault(key, []).append(job)
+    return members
 
 
 def allocation_of(
@@ -121,6 +126,7 @@ def _fill_kind(
     board, pending = _keep_all(nodes, requests, exclusive)
     if not board.fill(pending, move=False):
         return board
+    # Filling has changed the board, so every method starts from a new one.
     greedy, pending = _keep_all(nodes, requests, exclusive)
     kept = list(greedy.requests.values())
     left_out = greedy.fill(pending, move=True)

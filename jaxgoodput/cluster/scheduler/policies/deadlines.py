@@ -59,7 +59,7 @@ class _Supplies:
 
     @classmethod
     def of(cls, problem: ShapeProblem) -> "_Supplies":
-        """Return the supplies of a problem."""
+        """Return the supplies of a problem: its devices, then each limit of tenants."""
         limits = problem.limits()
         total = float(sum(capacity(problem.cluster).values()))
         most, use, counts = [total], [problem.devices.astype(float)], [np.ones(len(problem.jobs))]
@@ -102,13 +102,10 @@ def deadlines_of(problem: ShapeProblem) -> Deadlines:
         return Deadlines((), {})
     supplies = _Supplies.of(problem)
     found = (_due(problem, supplies, job) for job in range(len(problem.jobs)))
-    dues = sorted(
-        (due for due in found if due is not None),
-        key=lambda due: (due.left_s, problem.jobs[due.job].spec.id),
-    )
+    dues = sorted(filter(None, found), key=lambda due: (due.left_s, problem.jobs[due.job].spec.id))
     kept, given_up = _in_time(problem, supplies, [due for due in dues if due.shapes])
     for due in dues:
-        if not due.shapes and math.isfinite(due.least_s) and _could_elsewhere(problem, due):
+        if _is_out_of_reach(problem, due):
             given_up[due.job] = (
                 f"its deadline in {due.left_s:.0f} s cannot be met on any offered shape: with the restart, "
                 f"the fastest takes {due.least_s:.0f} s"
@@ -121,7 +118,7 @@ def deadlines_of(problem: ShapeProblem) -> Deadlines:
 def with_deadlines(
     decision: Decision, problem: ShapeProblem, choice: Choice, deadlines: Deadlines
 ) -> Decision:
-    """Return the decision with what deadlines have to do with it added to the reasons."""
+    """Return the decision with remarks about deadlines added to the reasons."""
     reasons = dict(decision.reasons)
     for i, why in deadlines.given_up.items():
         reasons[problem.jobs[i].spec.id] += f"; {why}"
@@ -139,7 +136,7 @@ def with_deadlines(
 
 
 def _must(supplies: _Supplies, kept: list[_DueJob]) -> np.ndarray:
-    """Return [kept] bool: may not wait any longer, by its own need or because too many others are due."""
+    """Return [kept] bool: must run now, for its own sake or because too many other jobs are due."""
     if not kept:
         return np.zeros(0, bool)
     left_s = np.array([due.left_s for due in kept])
@@ -195,12 +192,15 @@ def _time_s(problem: ShapeProblem, job: int, remaining: float) -> np.ndarray:
     return remaining / problem.goodput[job] + restart_s
 
 
-def _could_elsewhere(problem: ShapeProblem, due: _DueJob) -> bool:
-    """Return whether some shape in the job's table is fast enough; if not, `constraints_of` has said so."""
+def _is_out_of_reach(problem: ShapeProblem, due: _DueJob) -> bool:
+    """Return whether no offered shape is fast enough, though another one in the job's table would be.
+
+    If no shape at all is fast enough, `constraints_of` has said so.
+    """
     view = problem.jobs[due.job]
-    return view.remaining is not None and view.remaining <= due.left_s * max(
-        view.goodput.values(), default=0.0
-    )
+    if due.shapes or not math.isfinite(due.least_s) or view.remaining is None:
+        return False
+    return view.remaining <= due.left_s * max(view.goodput.values(), default=0.0)
 
 
 def _in_time(

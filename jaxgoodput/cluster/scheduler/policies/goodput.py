@@ -242,6 +242,8 @@ def clearing_prices(
         taken = need[chosen] / equal[chosen]  # equally good shapes share the demand
         wanted = np.bincount(of[chosen], taken, minlength=len(capacity))
         over = np.log(np.maximum(wanted, 1e-9) / np.maximum(capacity, 1e-9))
+        # Excess demand moves prices by a factor e at most; shrinking steps make the search converge although
+        # demand jumps.
         log_prices += np.clip(20.0 * over, -1.0, 1.0) * SHRINK**step
         log_prices = np.minimum(log_prices, log_highest)
     prices = np.exp(log_prices)

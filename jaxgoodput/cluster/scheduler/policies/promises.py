@@ -87,8 +87,7 @@ class _Grants:
             return
         if had >= 0:
             self._room.give_back(i, had)
-        first = [s for s in (present, had) if s in both]
-        if self.take(i, [*first, *both]):
+        if self.take(i, sorted(both, key=lambda s: (s != present, s != had))):
             self.pinned[i] = present if self.granted[i] == present else -1
             self.allowed[i] = False
             self.allowed[i, both] = True

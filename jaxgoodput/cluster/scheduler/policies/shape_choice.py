@@ -1,11 +1,11 @@
-"""Jobs and shapes as matrices, and a choice of shapes as a decision; shared by all policies that resize
-jobs."""
+"""Jobs and shapes as matrices, and a choice of shapes as a decision; for policies that resize jobs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from jaxgoodput.cluster.scheduler.constraints import offered_devices, within
 from jaxgoodput.cluster.scheduler.limits import Limit, counts, limits_of, per_device
 from jaxgoodput.cluster.scheduler.placement.placement import place
 from jaxgoodput.cluster.scheduler.policy import Decision, JobView
@@ -14,8 +14,8 @@ from jaxgoodput.cluster.scheduler.shapes import (
     capacity_rows,
     goodput_matrix,
     no_shape_reason,
+    present_shapes,
     shape_in_words,
-    shape_of,
     shapes,
 )
 from jaxgoodput.cluster.scheduler.solve.assignment import Choice, Quota, allocate
@@ -66,9 +66,8 @@ class ShapeProblem:
         kinds = tuple(sorted({shape.kind for shape in offered}))
         if growth is not None and len(jobs):
             goodput[devices > _largest_sizes(jobs, goodput, devices, growth)[:, None]] = np.nan
-        kind_of = {node.name: node.kind for node in cluster.nodes}
-        column = {shape: i for i, shape in enumerate(offered)}
-        held = [shape_of(view.allocation.devices, kind_of) for view in jobs]
+        held = present_shapes(jobs, cluster)
+        column: dict[Shape | None, int] = {shape: i for i, shape in enumerate(offered)}
         return cls(
             jobs=tuple(jobs),
             cluster=cluster,
@@ -78,8 +77,8 @@ class ShapeProblem:
             goodput=goodput,
             devices=devices,
             kind=np.array([kinds.index(shape.kind) for shape in offered], np.int64),
-            present=np.array([column.get(h, -1) if h else -1 for h in held], np.int64),
-            running=np.array([h is not None for h in held], bool),
+            present=np.array([column.get(shape, -1) for shape in held], np.int64),
+            running=np.array([shape is not None for shape in held], bool),
         )
 
     @property
@@ -95,7 +94,7 @@ class ShapeProblem:
         """
         until = np.array([view.restoring_until_s or -np.inf for view in self.jobs], np.float64)
         offered = offered_devices(self.cluster, draining=True)
-        on_offer = [_all_in(offered, view.allocation) for view in self.jobs]
+        on_offer = [within(view.allocation, offered) for view in self.jobs]
         stays = (until > self.now_s) & np.array(on_offer, bool)
         devices = np.append(self.devices, 0)[self.present]
         kind = np.append(self.kind, -1)[self.present]
@@ -276,7 +275,7 @@ class ShapeProblem:
 
     def _why_moved(self, left: Allocation, allocations: Mapping[str, Allocation]) -> str:
         """Explain why a job leaves its devices for others of the same shape."""
-        if not _all_in(offered_devices(self.cluster), left):
+        if not within(left, offered_devices(self.cluster)):
             return "because its old devices are no longer offered"
         takers = sorted(
             id_
@@ -305,26 +304,6 @@ def _largest_sizes(
     most = np.where(free, np.maximum(growth * profiled, least), np.inf)
     known = np.where(np.isnan(goodput), np.inf, devices.astype(float))
     return np.maximum(most, np.min(known, 1, initial=np.inf))
-
-
-def offered_devices(cluster: ClusterSpec, *, draining: bool = False) -> dict[str, set[int]]:
-    """Return the local device indices that may be allocated, by node name.
-
-    With `draining`, include the devices of draining nodes, which their present jobs may keep.
-    """
-    states = ("up", "draining") if draining else ("up",)
-    return {
-        node.name: set(range(node.num_devices)) - set(node.withheld)
-        for node in cluster.nodes
-        if node.state in states
-    }
-
-
-def _all_in(offered: Mapping[str, set[int]], allocation: Allocation) -> bool:
-    """Return whether all devices of an allocation are on offer."""
-    return all(
-        offered.get(name, set()).issuperset(local) for name, local in allocation.devices.items()
-    )
 
 
 def normalised(goodput: np.ndarray) -> np.ndarray:

@@ -66,6 +66,8 @@ def shrunk(
             np.log2(devices[columns]),
             nodes[columns] > 1,
         )
+        # Even exact tables lie off the curve by MISFIT, so an entry keeps the part of its distance that noise
+        # does not explain.
         kept = MISFIT**2 / (MISFIT**2 + variance[rows])
         own = log[np.ix_(rows, columns)]
         drawn = np.exp(curve + kept * (own - curve))

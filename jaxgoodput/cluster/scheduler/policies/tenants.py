@@ -11,7 +11,7 @@ multiplied by what tenants deserve over what they had (`fair_share.py`).
 """
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -64,16 +64,14 @@ def guaranteed(
     below = subtrees(cluster)
     spending = _Spending(problem, utility, preferred)
     order = _order(problem, utility, urgency)
-    top = sum(tenant.guaranteed for tenant in cluster.tenants if tenant.parent is None)
-    scale = min(1.0, _num_devices(cluster) / max(top, 1))
+    scale = _scale(cluster)
     whose: dict[int, str] = {}
     # Tenants inside another one come before it, because their subtrees are smaller.
     for tenant in sorted(cluster.tenants, key=lambda tenant: len(below[tenant.name])):
         its = below[tenant.name]
         jobs = [i for i in order if problem.jobs[i].spec.tenant in its]
         left = int(tenant.guaranteed * scale + 1e-9)
-        left -= sum(sum(cluster.in_use.get(name, {}).values()) for name in its)
-        left -= sum(spending.devices(i) for i in jobs)
+        left -= _in_use(cluster, its) + sum(spending.devices(i) for i in jobs)
         for i in jobs:
             if left <= 0:
                 break
@@ -88,10 +86,19 @@ def guaranteed(
     return GuaranteedClaims([spending.claim(i) for i in whose], whose, devices)
 
 
+def _scale(cluster: ClusterSpec) -> float:
+    """Return the part of the guarantees that the devices in service can cover."""
+    top = sum(tenant.guaranteed for tenant in cluster.tenants if tenant.parent is None)
+    return min(1.0, _num_devices(cluster) / max(top, 1))
+
+
 def _num_devices(cluster: ClusterSpec) -> int:
-    """Return the number of devices in service: those to allocate and those in use."""
-    used = sum(sum(by_kind.values()) for by_kind in cluster.in_use.values())
-    return sum(capacity(cluster).values()) + used
+    """Return the number of devices in service, in use or not."""
+    return sum(capacity(cluster).values()) + _in_use(cluster, cluster.in_use)
+
+
+def _in_use(cluster: ClusterSpec, tenants: Iterable[str]) -> int:
+    return sum(sum(cluster.in_use.get(name, {}).values()) for name in tenants)
 
 
 def _order(problem: ShapeProblem, utility: np.ndarray, urgency: np.ndarray) -> list[int]:
@@ -136,8 +143,7 @@ class _Spending:
         return int(self._problem.devices[self._shape[job]]) if job in self._shape else 0
 
     def start(self, job: int, left: int) -> int:
-        """Give a job its first shape of at most `left` devices; return how many it takes, 0 if nothing
-        fits."""
+        """Give a job its first shape within `left` devices; return how many it takes, 0 if nothing fits."""
         taken = self._start(job, left)
         if taken or np.array_equal(self._utility[job], self._whole[job], equal_nan=True):
             return taken
@@ -150,8 +156,7 @@ class _Spending:
         return taken
 
     def prefer(self, job: int, left: int) -> int:
-        """Move a job that began on another shape to a preferred one; return how many more devices it
-        takes."""
+        """Move a job that began on another shape to a preferred one; return the devices it takes more."""
         if job not in self._fallen or job in self._pinned:
             return 0
         devices, at = self._problem.devices, self.devices(job)
@@ -199,6 +204,7 @@ class _Spending:
         free = [job for job in jobs if job not in self._pinned]
         if left > 0 and free:
             offer(free)
+        # Entries of the queue may be out of date: a step that no longer fits is offered again, smaller.
         while queue and left > 0:
             _, job, to = heapq.heappop(queue)
             more = int(devices[to]) - self.devices(job)

@@ -209,10 +209,10 @@ def _solve_what_fits(
     served = knapsack.forced & (most.item >= 0) if most else np.zeros_like(knapsack.forced)
     unserved = tuple(int(job) for job in np.flatnonzero(knapsack.forced & ~served))
     worth = (knapsack.value > 0.0) | served[knapsack.job]
-    solution = solve(
-        knapsack.replace(forced=served, value=np.where(worth, knapsack.value, -np.inf)),
-        relative_gap,
-        time_limit_s,
-    )
-    assert solution is not None  # `most` itself is a choice
+    fitting = knapsack.replace(forced=served, value=np.where(worth, knapsack.value, -np.inf))
+    solution = solve(fitting, relative_gap, time_limit_s)
+    if solution is None and most is not None:  # rounding went astray; `most` itself is a choice
+        known = np.where(served, most.item, -1)
+        solution = solve(fitting, relative_gap, time_limit_s, known)
+    assert solution is not None
     return solution, unserved

@@ -16,7 +16,7 @@ STEPS = 12  # most Newton steps per temperature
 def dual_prices(
     value: np.ndarray, use: np.ndarray, limit: np.ndarray, job: np.ndarray, forced: np.ndarray
 ) -> np.ndarray:
-    """Return [rows] prices close to a minimiser of D.
+    """Return [rows] prices that nearly minimise D (see the head of this file).
 
     `value`: [items]; `use`: [items, rows]; `limit`: [rows]; `job`: [items], sorted; `forced`: [jobs] bool,
     takes exactly one item.

@@ -34,7 +34,7 @@ class Knapsack:
     forced: np.ndarray  # [jobs] bool: takes exactly one item; other jobs take at most one
 
     def replace(self, **changes: Any) -> "Knapsack":
-        """Return a copy with other fields."""
+        """Return a copy with some fields changed."""
         return dataclasses.replace(self, **changes)
 
 
@@ -65,12 +65,14 @@ def solve(
 ) -> Selection | None:
     """Return a choice within `relative_gap` of the best if time allows; None if none is feasible.
 
-    `start`: [jobs] items, -1 = none, of a choice that is known to be feasible. Rounding falls back on it.
-    Raises SolverTimeout if the time ends before any choice is known.
+    `start`: [jobs] items of finite value, -1 = none, of a choice that is known to be feasible. Rounding falls
+    back on it. Raises SolverTimeout if the time ends before any choice is known.
     """
     keep = np.flatnonzero(np.isfinite(knapsack.value))
     if len(keep) < len(knapsack.job):
-        inner = solve(_subset(knapsack, keep), relative_gap, time_limit_s)
+        if start is not None:
+            start = np.where(start >= 0, np.searchsorted(keep, start), -1)
+        inner = solve(_subset(knapsack, keep), relative_gap, time_limit_s, start)
         if inner is None:
             return None
         item = np.where(inner.item >= 0, keep[inner.item], -1) if len(keep) else inner.item
@@ -141,6 +143,7 @@ def _relax_the_nearest(
 ) -> tuple[np.ndarray, np.ndarray] | None:
     """Fix the jobs that prices decide clearly and relax the rest: prices and fractions, or None."""
     dual = _dual(knapsack, prices)
+    # Each job's best item at these prices, the first of equal ones; none if that is no better than nothing.
     best = np.full(len(knapsack.forced), -1)
     at_best = np.flatnonzero(dual.slack <= 0.0)
     best[knapsack.job[at_best[::-1]]] = at_best[::-1]
@@ -204,6 +207,7 @@ def _core(knapsack: Knapsack, chosen: np.ndarray | None, dual: _Dual, largest: i
     """
     num_jobs = len(knapsack.forced)
     objective = -np.inf if chosen is None else _objective(knapsack, chosen)
+    # Taking an item of larger reduced cost would lower the bound below what is already achieved.
     room = dual.bound - objective + 1e-9 * (1.0 + abs(dual.bound))
     alive = dual.slack <= room
     idle = ~knapsack.forced & (dual.worth <= room)
@@ -215,6 +219,7 @@ def _core(knapsack: Knapsack, chosen: np.ndarray | None, dual: _Dual, largest: i
         free &= _nearest(_indifference(knapsack, chosen, dual), sizes, largest)
         settled = chosen.copy()
     else:
+        # A job with one option left takes it: its only open item, or nothing.
         settled = np.full(num_jobs, -1)
         lone = np.flatnonzero(alive & ~free[knapsack.job])
         settled[knapsack.job[lone]] = lone
@@ -272,6 +277,8 @@ def _exact(knapsack: Knapsack, allowed: float, time_limit_s: float) -> Selection
     if _cells(knapsack) <= CHEAP_CORE:
         return _by_program(knapsack)
     rows, low, high = _rows(knapsack)
+    # HiGHS wants a relative gap. The items in the core are worth far less than the whole objective, so the
+    # allowed gap is divided by a rough guess of what the core's best choice is worth.
     scale = float(np.sort(knapsack.value)[-50:].sum())
     result = optimize.milp(
         -knapsack.value,
@@ -367,6 +374,7 @@ def _mended(knapsack: Knapsack, chosen: np.ndarray, start: np.ndarray) -> np.nda
         over = use[now].sum(0) > 1.0 + 1e-9
         if not over.any():
             return np.where(now < none, now, -1)
+        # Least loss of value per unit that it frees in the rows that are exceeded.
         freed = (use[now] - use[then])[:, over].sum(1)
         loss = np.where(freed > 1e-12, value[now] - value[then], np.inf)
         best = int(np.argmin(loss / np.maximum(freed, 1e-12)))
@@ -415,6 +423,7 @@ def _program(knapsack: Knapsack) -> np.ndarray | None:
             need = use[item]
             if (need > limit).any():
                 continue
+            # The item leaves capacity c - need for the jobs before: two views of the table, shifted by need.
             rest = tuple(slice(0, most + 1 - part) for most, part in zip(limit, need, strict=True))
             here = tuple(slice(part, None) for part in need)
             value = best[rest] + knapsack.value[item]

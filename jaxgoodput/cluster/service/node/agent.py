@@ -19,20 +19,10 @@ from jaxgoodput import _disk
 from jaxgoodput._worker import Worker
 from jaxgoodput.clock import Clock, SystemClock
 from jaxgoodput.cluster.client import Client, RequestRefused, Unreachable
+from jaxgoodput.cluster.service import wire
 from jaxgoodput.cluster.service.node.hints import hints_of
 from jaxgoodput.cluster.service.node.jobs import Jobs, LaunchSettings
-from jaxgoodput.cluster.service.wire import (
-    DONE,
-    FAILED,
-    USAGE,
-    VERSION,
-    JobTask,
-    Join,
-    NodeWork,
-    OutputLines,
-    Receipt,
-    Reports,
-)
+from jaxgoodput.cluster.service.wire import DONE, FAILED, USAGE, VERSION, JobTask, NodeWork, Receipt
 from jaxgoodput.specs import Hints, Node
 
 IN_USE = 3  # exit code while processes of an earlier agent still run, which may yet end
@@ -196,7 +186,7 @@ class NodeAgent:
             self._clock.sleep(AGAIN_S)
 
     def _join(self, client: Client) -> None:
-        join = Join(node=self._part.node, instance=self.instance, version=VERSION)
+        join = wire.Join(node=self._part.node, instance=self.instance, version=VERSION)
         client.call("POST", "nodes", body=join, changes=True, type_=Receipt)
 
     def _next_work(self, client: Client, version: int) -> int:
@@ -249,7 +239,7 @@ class NodeAgent:
             if any(report.code is not None for report in reports):
                 # A job's last hints first: the service refuses them once the job has ended.
                 self._tell_hints(client, numbers)
-            self._post(client, Reports(instance=self.instance, coordinators=tuple(reports)))
+            self._post(client, wire.Reports(instance=self.instance, coordinators=tuple(reports)))
         except (Unreachable, RequestRefused):
             with self._lock:
                 self._jobs.give_back(reports)
@@ -260,9 +250,9 @@ class NodeAgent:
             lines = self._jobs.lines(MOST_TOLD)
         if not lines:
             return
-        told = tuple(OutputLines(job=job, text=text) for job, _, text in lines)
+        told = tuple(wire.OutputLines(job=job, text=text) for job, _, text in lines)
         try:
-            self._post(client, Reports(instance=self.instance, lines=told))
+            self._post(client, wire.Reports(instance=self.instance, lines=told))
         except (Unreachable, RequestRefused) as error:
             if isinstance(error, RequestRefused) and error.status == 413:  # it would be again
                 count = sum(one.text.count("\n") for one in told)
@@ -272,7 +262,7 @@ class NodeAgent:
                 buffer.give_back(text)
             raise
 
-    def _post(self, client: Client, told: Reports) -> None:
+    def _post(self, client: Client, told: wire.Reports) -> None:
         name = self._part.node.name
         client.call("POST", "nodes", name, "reports", body=told, changes=True, type_=Receipt)
 
@@ -301,7 +291,7 @@ class NodeAgent:
                 self._note_absence(error)
                 return
             except RequestRefused as error:  # the job has ended, or has other devices by now
-                logging.info("hints of %s: %s", task.job, error)
+                logging.info("the service refused the hints of job %s: %s", task.job, error)
 
     def _hints_of(self, task: JobTask) -> Hints | None:
         """Return the hints of a run, or None. An unreadable journal is logged and costs only its own job."""

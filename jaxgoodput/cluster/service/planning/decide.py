@@ -1,4 +1,4 @@
-"""From the state to a plan: the state as `JobView`s, and the same `reconcile` that the simulator calls.
+"""The plan for a state: the state as `JobView`s, and the same `reconcile` that the simulator calls.
 
 Everything here is pure: the time and the rules are arguments.
 """
@@ -6,7 +6,7 @@ Everything here is pure: the time and the rules are arguments.
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from absl import logging
 
@@ -21,22 +21,24 @@ from jaxgoodput.cluster.service.planning.tables import GoodputTable, table_of
 from jaxgoodput.cluster.service.record.commands import CommandRefused
 from jaxgoodput.cluster.service.record.events import PlanMade, ReasonsGiven
 from jaxgoodput.cluster.service.record.state import JobEntry, State, counted_until
-from jaxgoodput.cluster.service.wire import JobExplanation, Sharing, Submission, WhatIf, WouldChange
+from jaxgoodput.cluster.service.wire import (
+    JobExplanation,
+    PlanOptions,
+    Sharing,
+    Submission,
+    WhatIf,
+    WouldChange,
+)
 from jaxgoodput.specs import ClusterSpec, Shape
 
 Tables = Callable[[JobEntry, Sequence[Shape], float], GoodputTable]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rules:
-    """The rules that plans follow."""
+class PlanRules(PlanOptions):
+    """The options, with the policy itself."""
 
     named: PolicyEntry
-    sharing: Sharing = field(default_factory=Sharing)
-    min_gap_s: float = 5.0
-    max_gap_s: float = 60.0
-    restart_s: float = 10.0
-    """Cost of a change of devices for a job that has not measured it yet."""
     half_life_s: float = 24 * 3600.0
     """Time after which a tenant's past use counts half."""
 
@@ -46,17 +48,12 @@ def cluster_of(state: State, sharing: Sharing) -> ClusterSpec | None:
     nodes = tuple(entry.node for entry in state.nodes.values())
     if not nodes:
         return None
-    return ClusterSpec(
-        nodes=nodes,
-        reservations=tuple(r for r in sharing.reservations if r.node in state.nodes),
-        price_per_hour=sharing.price_per_hour,
-        quota=sharing.quota,
-        tenants=sharing.tenants,
-    )
+    present = tuple(r for r in sharing.reservations if r.node in state.nodes)
+    return ClusterSpec(nodes=nodes, **vars(dataclasses.replace(sharing, reservations=present)))
 
 
 def views_of(
-    state: State, now_s: float, rules: Rules, tables: Tables = table_of
+    state: State, now_s: float, rules: PlanRules, tables: Tables = table_of
 ) -> tuple[JobView, ...]:
     """Return what a policy may know of each job that has not ended."""
     cluster = cluster_of(state, rules.sharing)
@@ -104,7 +101,7 @@ def _table(entry: JobEntry, offered: Sequence[Shape], now_s: float, tables: Tabl
 
 
 def _view(
-    entry: JobEntry, table: GoodputTable, now_s: float, rules: Rules, used: Mapping[str, float]
+    entry: JobEntry, table: GoodputTable, now_s: float, rules: PlanRules, used: Mapping[str, float]
 ) -> JobView:
     spec, hints = entry.spec, entry.hints
     restart_s = estimated_restart_s(rules.restart_s, () if hints is None else hints.restarts_s)
@@ -154,7 +151,7 @@ def _used_by_tenant(state: State, now_s: float, half_life_s: float) -> dict[str,
     return total
 
 
-def plan(state: State, now_s: float, rules: Rules, tables: Tables = table_of) -> Plan | None:
+def plan(state: State, now_s: float, rules: PlanRules, tables: Tables = table_of) -> Plan | None:
     """Return the allocation of every job; None if there are no jobs or no nodes."""
     cluster = cluster_of(state, rules.sharing)
     views = views_of(state, now_s, rules, tables)
@@ -182,7 +179,7 @@ def as_events(state: State, found: Plan, now_s: float) -> tuple[PlanMade, Reason
     return planned, ReasonsGiven(reasons={} if same else found.reasons)
 
 
-def explained(state: State, job: str, now_s: float, rules: Rules) -> JobExplanation:
+def explained(state: State, job: str, now_s: float, rules: PlanRules) -> JobExplanation:
     """Explain why a job has its devices. This costs a few dozen plans."""
     entry = state.jobs[job]
     cluster = cluster_of(state, rules.sharing)
@@ -190,17 +187,10 @@ def explained(state: State, job: str, now_s: float, rules: Rules) -> JobExplanat
         why = entry.reason if entry.is_over else "waits: no node has joined"
         return JobExplanation(job=job, constraint="none", message=why, changes=(), devices={})
     views = views_of(state, now_s, rules)
-    said = explain(job, views, cluster, rules.named.policy, now_s)
-    return JobExplanation(
-        job=job,
-        constraint=said.constraint,
-        message=said.message,
-        changes=said.changes,
-        devices=said.devices,
-    )
+    return JobExplanation(**vars(explain(job, views, cluster, rules.named.policy, now_s)))
 
 
-def what_if(state: State, submission: Submission, now_s: float, rules: Rules) -> WhatIf:
+def what_if(state: State, submission: Submission, now_s: float, rules: PlanRules) -> WhatIf:
     """Return the plan as it would be with one more job. Raises CommandRefused without nodes."""
     cluster = cluster_of(state, rules.sharing)
     if cluster is None:

@@ -1,12 +1,11 @@
 """The planner: a process that follows the journal and makes plans, so that no request waits for a policy.
 
-    python -m jaxgoodput.cluster.service.planning.follow FOLDER POLICY SHARING MIN_GAP_S MAX_GAP_S RESTART_S
+    python -m jaxgoodput.cluster.service.planning.follow FOLDER OPTIONS
 
-The service writes one JSON line for each look or question and reads one line as the answer, {} if there is no
-new plan. The process ends with its input.
+OPTIONS is the JSON of a `wire.PlanOptions`. The service writes one JSON line for each look or question, and
+reads one line as the answer, {} if there is no new plan. The process ends with its input.
 """
 
-import argparse
 import json
 import os
 import pathlib
@@ -18,29 +17,25 @@ from jaxgoodput._serial import decode, encode, parse
 from jaxgoodput.cluster.catalogue import catalogue
 from jaxgoodput.cluster.scheduler.reconcile import PlanError
 from jaxgoodput.cluster.service.planning import decide
+from jaxgoodput.cluster.service.record import events
 from jaxgoodput.cluster.service.record.commands import CommandRefused
-from jaxgoodput.cluster.service.record.events import (
-    CoordinatorEnded,
-    Event,
-    HintsReceived,
-    JobCancelled,
-    JobSubmitted,
-    NodeChanged,
-    NodeJoined,
-    PlanMade,
-)
 from jaxgoodput.cluster.service.record.journal import JournalFollower
 from jaxgoodput.cluster.service.record.state import State, step
-from jaxgoodput.cluster.service.wire import Sharing, Submission
+from jaxgoodput.cluster.service.wire import PlanOptions, Submission
 
 NICE = 5  # the service itself, which answers requests, goes first
 GIVEN_UP_S = 30.0  # a plan that is not in the journal after this time was not adopted
+# Events that always call for another plan.
+ALWAYS = (
+    *(events.JobSubmitted, events.JobCancelled, events.CoordinatorEnded),
+    *(events.NodeChanged, events.NodeJoined),
+)
 
 
 class Planner:
     """Follows the journal in a folder, and plans when something has happened or a plan is due."""
 
-    def __init__(self, folder: pathlib.Path, rules: decide.Rules):
+    def __init__(self, folder: pathlib.Path, rules: decide.PlanRules):
         self._journal = JournalFollower(folder)
         self._rules = rules
         self.state = State()
@@ -53,7 +48,10 @@ class Planner:
         for entry in self._journal.read(self.state.seq):
             before, self.state = self.state, step(self.state, entry)
             self._is_wanted |= needs_plan(before, entry.event)
-            if isinstance(entry.event, PlanMade) and entry.event.solved_s == self._in_flight_s:
+            if (
+                isinstance(entry.event, events.PlanMade)
+                and entry.event.solved_s == self._in_flight_s
+            ):
                 self._in_flight_s = None
 
     def look(self, now_s: float) -> dict[str, Any]:
@@ -102,12 +100,18 @@ class Planner:
         return {"answer": encode(said)}
 
 
-def needs_plan(state: State, event: Event) -> bool:
+def needs_plan(state: State, event: events.Event) -> bool:
     """Whether an event calls for another plan; `state` is the state before it."""
     match event:
-        case JobSubmitted() | JobCancelled() | NodeChanged() | NodeJoined() | CoordinatorEnded():
+        case (
+            events.JobSubmitted()
+            | events.JobCancelled()
+            | events.NodeChanged()
+            | events.NodeJoined()
+            | events.CoordinatorEnded()
+        ):
             return True
-        case HintsReceived(job=job, hints=hints):
+        case events.HintsReceived(job=job, hints=hints):
             last = state.jobs[job].hints
             return (
                 last is None
@@ -120,23 +124,11 @@ def needs_plan(state: State, event: Event) -> bool:
 
 def main(arguments: list[str], lines: TextIO, out: TextIO) -> int:
     """Answer line by line until the input ends; return the exit code."""
-    parser = argparse.ArgumentParser(prog="jaxgoodput.cluster.service.planning.follow")
-    parser.add_argument("folder", type=pathlib.Path)
-    parser.add_argument("policy")
-    parser.add_argument("sharing", help="JSON of a Sharing")
-    parser.add_argument("min_gap_s", type=float)
-    parser.add_argument("max_gap_s", type=float)
-    parser.add_argument("restart_s", type=float)
-    options = parser.parse_args(arguments)
+    folder, text = arguments
+    options = decode(parse(text), PlanOptions, "options")
     os.nice(NICE)
-    rules = decide.Rules(
-        named=catalogue()[options.policy],
-        sharing=decode(parse(options.sharing), Sharing, "sharing"),
-        min_gap_s=options.min_gap_s,
-        max_gap_s=options.max_gap_s,
-        restart_s=options.restart_s,
-    )
-    planner = Planner(options.folder, rules)
+    rules = decide.PlanRules(named=catalogue()[options.policy], **vars(options))
+    planner = Planner(pathlib.Path(folder), rules)
     for line in lines:
         asked = json.loads(line)
         if asked["do"] == "look":

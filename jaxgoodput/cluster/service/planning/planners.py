@@ -10,7 +10,6 @@ import json
 import pathlib
 import sys
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from typing import Any
 
 from absl import logging
@@ -20,6 +19,7 @@ from jaxgoodput.cluster.service.record import commands
 from jaxgoodput.cluster.service.record.book import Book
 from jaxgoodput.cluster.service.record.commands import CommandRefused
 from jaxgoodput.cluster.service.record.events import PlanMade, ReasonsGiven
+from jaxgoodput.cluster.service.wire import PlanOptions
 
 LOOK_S = 0.25
 AGAIN_S = 1.0  # pause before a planner that died is started again
@@ -29,30 +29,15 @@ ANSWER_S = 60.0
 MOST_QUESTIONS = 8  # in flight at once
 
 
-@dataclass(frozen=True, kw_only=True)
-class PolicyOptions:
-    """How plans are made, as the command line of a planner says it."""
-
-    name: str = "goodput"
-    sharing: str = "{}"
-    """JSON of a `wire.Sharing`."""
-    min_gap_s: float = 5.0
-    max_gap_s: float = 60.0
-    restart_s: float = 10.0
-
-
 class Planners:
     """Carries plans from the planner to the book, and questions to the adviser."""
 
-    def __init__(self, book: Book, folder: pathlib.Path, policy: PolicyOptions):
+    def __init__(self, book: Book, folder: pathlib.Path, policy: PlanOptions):
         self.planned = 0
         self.last_error = ""
         self._book = book
-        self._command = [
-            *(sys.executable, "-m", "jaxgoodput.cluster.service.planning.follow", str(folder)),
-            *(policy.name, policy.sharing),
-            *map(str, (policy.min_gap_s, policy.max_gap_s, policy.restart_s)),
-        ]
+        module = "jaxgoodput.cluster.service.planning.follow"
+        self._command = [sys.executable, "-m", module, str(folder), json.dumps(encode(policy))]
         self._adviser: asyncio.subprocess.Process | None = None
         self._asked: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._number = 0
@@ -127,7 +112,7 @@ class Planners:
         return said["answer"]
 
     async def close(self) -> None:
-        """End the adviser."""
+        """End the adviser's process."""
         if self._reading is not None:
             self._reading.cancel()
         if self._adviser is not None:

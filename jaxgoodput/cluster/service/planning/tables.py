@@ -8,7 +8,7 @@ largest number of devices that it has run on. If the job will report, it grows o
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -28,14 +28,14 @@ class GoodputTable:
     """A job's goodput by shape, with the error of the model if that is known."""
 
     goodput: Mapping[Shape, float]
-    error: Mapping[Shape, float]
-    """RMS log error, for shapes whose goodput follows from measurements on their kind of device."""
     largest: int
     """The largest number of devices that the job has run on; 0 if it has not run."""
+    error: Mapping[Shape, float] = field(default_factory=dict)
+    """RMS log error, for shapes whose goodput follows from measurements on their kind of device."""
 
 
 def table_of(entry: JobEntry, offered: Sequence[Shape], now_s: float) -> GoodputTable:
-    """Return the table of a job over those of the offered shapes that the job may have."""
+    """Return the table of a job over all offered shapes that the job may have."""
     hints = entry.hints
     shapes = _allowed(entry, offered)
     largest = max(_seen(entry, now_s), 0 if hints is None else hints.largest)
@@ -43,9 +43,16 @@ def table_of(entry: JobEntry, offered: Sequence[Shape], now_s: float) -> Goodput
         return _linear(shapes, largest)
     if hints is not None and hints.layouts and hints.grad_sqr:
         return _measured(hints, shapes, largest)
+    return _unmeasured(entry, shapes, largest)
+
+
+def _unmeasured(entry: JobEntry, shapes: Sequence[Shape], largest: int) -> GoodputTable:
+    """Return the table of a job that has not measured enough: linear, up to a size that limits the risk."""
+    hints = entry.hints
     smallest = min((shape.num_devices for shape in shapes), default=0)
     if not largest:
-        return _constant([shape for shape in shapes if shape.num_devices == smallest], largest)
+        first = {shape: 1.0 for shape in shapes if shape.num_devices == smallest}
+        return GoodputTable(goodput=first, largest=largest)
     # A job that still compiles has measured nothing; on other devices it would have to compile again.
     reports = entry.submission.workdir is not None
     is_compiling = reports and (hints is None or hints.progress == 0)
@@ -70,12 +77,9 @@ def _allowed(entry: JobEntry, offered: Sequence[Shape]) -> list[Shape]:
 
 
 def _linear(shapes: Sequence[Shape], largest: int) -> GoodputTable:
+    """Return the table of a job that is assumed to scale linearly."""
     goodput = {shape: float(shape.num_devices) for shape in shapes}
-    return GoodputTable(goodput=goodput, error={}, largest=largest)
-
-
-def _constant(shapes: Sequence[Shape], largest: int) -> GoodputTable:
-    return GoodputTable(goodput=dict.fromkeys(shapes, 1.0), error={}, largest=largest)
+    return GoodputTable(goodput=goodput, largest=largest)
 
 
 def _seen(entry: JobEntry, now_s: float) -> int:
@@ -92,15 +96,15 @@ def _measured(hints: Hints, shapes: Sequence[Shape], largest: int) -> GoodputTab
     """Return the table that follows from a job's measurements, up to `GROWTH` times its largest size."""
     smallest = min((shape.num_devices for shape in shapes), default=0)
     widest = max(GROWTH * largest, smallest)
+    asked = [shape for shape in shapes if shape.num_devices <= widest]
     best: dict[Shape, tuple[float, float]] = {}
     for layout in hints.layouts:
         each = layout.devices_per_replica
+        # Every node of a shape must hold at least one whole replica.
         fits = [
             shape
-            for shape in shapes
-            if shape.num_devices <= widest
-            and shape.num_devices % each == 0
-            and shape.num_devices // each >= shape.num_nodes
+            for shape in asked
+            if shape.num_devices % each == 0 and shape.num_devices // each >= shape.num_nodes
         ]
         if not fits:
             continue

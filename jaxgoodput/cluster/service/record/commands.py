@@ -8,18 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxgoodput.cluster.service.record.events import (
-    CoordinatorEnded,
-    CoordinatorListening,
-    Event,
-    HintsReceived,
-    JobCancelled,
-    JobSubmitted,
-    NodeChanged,
-    NodeJoined,
-    PlanMade,
-    ReasonsGiven,
-)
+from jaxgoodput.cluster.service.record import events
+from jaxgoodput.cluster.service.record.events import Event
 from jaxgoodput.cluster.service.record.state import State, owners
 from jaxgoodput.cluster.service.wire import VERSION, Join, Receipt, Report, Submission
 from jaxgoodput.specs import Allocation, Hints
@@ -40,7 +30,7 @@ class CommandRefused(Exception):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What happens, and the answer to the caller."""
+    """The result of a decision: the events that happen, and the answer to the caller."""
 
     events: tuple[Event, ...] = ()
     answer: Any = field(default_factory=Receipt)
@@ -104,7 +94,7 @@ def submit(state: State, caller: Caller, submission: Submission, secret: str) ->
     if caller.role == "user":
         _check_share(state, submission)
     _check_fits(state, submission)
-    return Outcome((JobSubmitted(submission=submission, secret=secret),), spec.id)
+    return Outcome((events.JobSubmitted(submission=submission, secret=secret),), spec.id)
 
 
 def _check_share(state: State, submission: Submission) -> None:
@@ -147,7 +137,7 @@ def cancel(state: State, caller: Caller, job: str) -> Outcome:
     check_owned(state, caller, job)
     if state.jobs[job].is_over:
         return Outcome((), Receipt(note=f"the job has ended already: {state.jobs[job].phase}"))
-    return Outcome((JobCancelled(job=job),))
+    return Outcome((events.JobCancelled(job=job),))
 
 
 def hint(state: State, caller: Caller, job: str, hints: Hints) -> Outcome:
@@ -181,7 +171,7 @@ def hint(state: State, caller: Caller, job: str, hints: Hints) -> Outcome:
             f"hints of job {job!r} were measured on {hints.kind[:80]!a}, but the cluster has "
             f"{', '.join(sorted(kinds)) or 'no nodes'}. Send the kind with which the node joined.",
         )
-    return Outcome((HintsReceived(job=job, hints=hints),))
+    return Outcome((events.HintsReceived(job=job, hints=hints),))
 
 
 def _is_newer(hints: Hints, last: Hints) -> bool:
@@ -199,12 +189,14 @@ def join(state: State, join: Join) -> Outcome:
             f"the agent of node {node.name!r} speaks version {join.version}, but this service speaks version "
             f"{VERSION}. Run the same jaxgoodput on all machines.",
         )
-    joined = NodeJoined(node=node, instance=join.instance)
+    joined = events.NodeJoined(node=node, instance=join.instance)
     known = state.nodes.get(node.name)
     if known is None or known.node.state == "down":
         return Outcome((joined,))
     if known.instance != join.instance:
-        lost = NodeChanged(name=node.name, state="down", why="another agent has joined for it")
+        lost = events.NodeChanged(
+            name=node.name, state="down", why="another agent has joined for it"
+        )
         return Outcome((lost, joined))
     if dataclasses.replace(known.node, state="up") == node:
         return Outcome((), Receipt(note="known already"))
@@ -224,7 +216,7 @@ def change_node(state: State, name: str, to: str, why: str, *, silent: bool = Fa
     if known.node.state == to and (silent or not known.silent):
         return Outcome((), Receipt(note=f"the node is {to} already"))
     assert to in ("up", "draining", "down")
-    return Outcome((NodeChanged(name=name, state=to, why=why, silent=silent),))
+    return Outcome((events.NodeChanged(name=name, state=to, why=why, silent=silent),))
 
 
 def revive(state: State, name: str) -> Outcome:
@@ -233,14 +225,14 @@ def revive(state: State, name: str) -> Outcome:
     if not known.silent:
         return Outcome()
     if known.drained is not None:
-        return Outcome((NodeChanged(name=name, state="draining", why=known.drained),))
-    return Outcome((NodeChanged(name=name, state="up", why="it sends heartbeats again"),))
+        return Outcome((events.NodeChanged(name=name, state="draining", why=known.drained),))
+    return Outcome((events.NodeChanged(name=name, state="up", why="it sends heartbeats again"),))
 
 
 def report(state: State, node: str, instance: str, reports: tuple[Report, ...]) -> Outcome:
     """Record what coordinators on a node did. Reports of earlier attempts are ignored."""
     check_agent(state, node, instance)
-    events: list[Event] = []
+    found: list[Event] = []
     for one in reports:
         job, attempt = one.job, one.attempt
         entry = state.active.get(job)
@@ -248,11 +240,11 @@ def report(state: State, node: str, instance: str, reports: tuple[Report, ...]) 
             continue
         if one.code is not None:
             why = one.why[:2000]
-            events.append(CoordinatorEnded(job=job, attempt=attempt, code=one.code, why=why))
+            found.append(events.CoordinatorEnded(job=job, attempt=attempt, code=one.code, why=why))
         elif one.address is not None and one.address != entry.address:
             address = one.address[:200]
-            events.append(CoordinatorListening(job=job, attempt=attempt, address=address))
-    return Outcome(tuple(events))
+            found.append(events.CoordinatorListening(job=job, attempt=attempt, address=address))
+    return Outcome(tuple(found))
 
 
 def check_agent(state: State, node: str, instance: str) -> None:
@@ -268,7 +260,7 @@ def check_agent(state: State, node: str, instance: str) -> None:
 
 
 def adopt(
-    state: State, planned: PlanMade, base: Mapping[str, int], reasoned: ReasonsGiven
+    state: State, planned: events.PlanMade, base: Mapping[str, int], reasoned: events.ReasonsGiven
 ) -> Outcome:
     """Put a plan in force, without the parts that became impossible while it was made.
 

@@ -127,15 +127,16 @@ class ClusterJournal:
         self.last += len(entries)
         return entries
 
-    def replay(self) -> tuple[State, float]:
+    def replay(self, state: State | None = None) -> tuple[State, float]:
         """Return the state after all events, and the Unix time of the last event (0 if there is none).
 
-        Raises CorruptJournalError at the first event that is damaged or impossible.
+        With a `state`, only later events are replayed on top of it. Raises CorruptJournalError at the first
+        event that is damaged or impossible.
         """
-        last = State(), 0.0
-        for state, entry in _states(read(self._connection, self.path, 0), self.path):
-            last = state, entry.wall
-        return last
+        state, wall = state or State(), 0.0
+        for after, entry in _states(self._connection, self.path, state):
+            state, wall = after, entry.wall
+        return state, wall
 
     def close(self) -> None:
         """Close the file."""
@@ -172,11 +173,10 @@ def read(connection: sqlite3.Connection, path: pathlib.Path, after: int) -> Iter
 
 
 def _states(
-    entries: Iterator[JournalEntry], path: pathlib.Path
+    connection: sqlite3.Connection, path: pathlib.Path, state: State
 ) -> Iterator[tuple[State, JournalEntry]]:
-    """Yield the state after each event. Raises CorruptJournalError at the first impossible event."""
-    state = State()
-    for entry in entries:
+    """Yield the state after each later event. Raises CorruptJournalError at the first impossible event."""
+    for entry in read(connection, path, state.seq):
         try:
             state = step(state, entry)
         except ValueError as error:
@@ -203,7 +203,7 @@ def _repair(folder: pathlib.Path, path: pathlib.Path) -> RepairReport:
     # Closing the connection moves what is in the write-ahead log into the file.
     with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as connection:
         try:
-            for _, entry in _states(read(connection, path, 0), path):
+            for _, entry in _states(connection, path, State()):
                 kept.append(entry)
         except CorruptJournalError as error:
             position = error.position

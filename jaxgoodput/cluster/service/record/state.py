@@ -10,19 +10,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from jaxgoodput.cluster.service.record.events import (
-    CoordinatorEnded,
-    CoordinatorListening,
-    HintsReceived,
-    JobCancelled,
-    JobSubmitted,
-    JournalEntry,
-    NodeChanged,
-    NodeJoined,
-    PlanMade,
-    ReasonsGiven,
-    RequestAnswered,
-)
+from jaxgoodput.cluster.service.record import events
 from jaxgoodput.cluster.service.wire import OVER, HeldDevices, JobTask, NodeWork, Phase, Submission
 from jaxgoodput.specs import Allocation, Hints, JobSpec, Node
 
@@ -135,7 +123,7 @@ class State:
         return {id_: entry for id_, entry in self.jobs.items() if not entry.is_over}
 
 
-def step(state: State, entry: JournalEntry) -> State:
+def step(state: State, entry: events.JournalEntry) -> State:
     """Return the state after one more event.
 
     Raises ValueError if the event names a job or node that does not exist, so that the journal cannot belong
@@ -144,31 +132,31 @@ def step(state: State, entry: JournalEntry) -> State:
     event, at_s = entry.event, max(entry.at_s, state.at_s)
     state = dataclasses.replace(state, seq=entry.seq, at_s=at_s)
     match event:
-        case NodeJoined():
+        case events.NodeJoined():
             return _joined(state, event)
-        case NodeChanged():
+        case events.NodeChanged():
             return _node_changed(state, event)
-        case JobSubmitted():
+        case events.JobSubmitted():
             return _submitted(state, event)
-        case JobCancelled(job=job):
+        case events.JobCancelled(job=job):
             cancelled = dataclasses.replace(_known(state, job), reason="cancelled by its user")
             return _over(state, cancelled, "cancelled", None)
-        case HintsReceived(job=job, hints=hints):
+        case events.HintsReceived(job=job, hints=hints):
             return _with_job(state, dataclasses.replace(_known(state, job), hints=hints))
-        case PlanMade():
+        case events.PlanMade():
             return _planned(state, event)
-        case ReasonsGiven(reasons=reasons):
+        case events.ReasonsGiven(reasons=reasons):
             changed = {
                 id_: dataclasses.replace(job, reason=reasons[id_])
                 for id_, job in state.active.items()
                 if id_ in reasons
             }
             return dataclasses.replace(state, jobs={**state.jobs, **changed})
-        case CoordinatorListening(job=job, address=address):
+        case events.CoordinatorListening(job=job, address=address):
             return _restated(state, dataclasses.replace(_known(state, job), address=address))
-        case CoordinatorEnded():
+        case events.CoordinatorEnded():
             return _ended(state, event)
-        case RequestAnswered():
+        case events.RequestAnswered():
             return _answered(state, event)
 
 
@@ -304,7 +292,7 @@ def _over(state: State, job: JobEntry, phase: Phase, code: int | None) -> State:
     return _restated(state, freed, before)
 
 
-def _submitted(state: State, event: JobSubmitted) -> State:
+def _submitted(state: State, event: events.JobSubmitted) -> State:
     id_, at_s = event.submission.spec.id, state.at_s
     job = JobEntry(
         submission=event.submission, secret=event.secret, submitted_s=at_s, settled_s=at_s
@@ -333,7 +321,7 @@ def _without_oldest(jobs: Mapping[str, JobEntry]) -> Mapping[str, JobEntry]:
     return {id_: entry for id_, entry in jobs.items() if id_ not in dropped}
 
 
-def _answered(state: State, event: RequestAnswered) -> State:
+def _answered(state: State, event: events.RequestAnswered) -> State:
     """Return the state with one more answer, without the oldest if they are too many or too long."""
     answers = dict(state.answers)
     before = answers.pop(event.request, None)
@@ -349,7 +337,7 @@ def _answered(state: State, event: RequestAnswered) -> State:
     return dataclasses.replace(state, answers=answers, num_answer_letters=letters)
 
 
-def _joined(state: State, event: NodeJoined) -> State:
+def _joined(state: State, event: events.NodeJoined) -> State:
     """Return the state with a node added.
 
     If the node's agent is another one than before, whatever the earlier agent ran has ended.
@@ -369,7 +357,7 @@ def _joined(state: State, event: NodeJoined) -> State:
     return state
 
 
-def _node_changed(state: State, event: NodeChanged) -> State:
+def _node_changed(state: State, event: events.NodeChanged) -> State:
     known = state.nodes.get(event.name)
     if known is None:
         raise ValueError(f"there is no node {event.name!r} at position {state.seq} of the journal")
@@ -407,7 +395,7 @@ def _without_node(state: State, job: JobEntry, name: str) -> State:
     return _restated(state, job, before)
 
 
-def _planned(state: State, event: PlanMade) -> State:
+def _planned(state: State, event: events.PlanMade) -> State:
     state = dataclasses.replace(state, solved_s=event.solved_s, next_solve_s=event.next_solve_s)
     for id_, allocation in event.changes.items():
         job = _known(state, id_)
@@ -415,7 +403,7 @@ def _planned(state: State, event: PlanMade) -> State:
     return state
 
 
-def _ended(state: State, event: CoordinatorEnded) -> State:
+def _ended(state: State, event: events.CoordinatorEnded) -> State:
     """End an attempt: the job is done, has failed, waits for devices, or gets another attempt."""
     job = _known(state, event.job)
     if event.code == 0:

@@ -47,7 +47,7 @@ async def _misfit(_: Request, error: Any) -> Response:
 
 
 def in_words(error: Mapping[str, Any]) -> str:
-    """Say where a request does not fit, what was sent, and what is expected.
+    """Return one sentence with the field that does not fit, its value, and the value that is expected.
 
     >>> in_words({"loc": ("body", "spec", "weight"), "input": "1", "msg": "Input should be a number"})
     "body.spec.weight is '1': Input should be a number"
@@ -56,6 +56,8 @@ def in_words(error: Mapping[str, Any]) -> str:
     got = error.get("input")
     is_scalar = isinstance(got, str | int | float) and error.get("type") != "json_invalid"
     said = f"{where} is {reprlib.repr(got)}" if is_scalar else where
+    if error.get("type") == "unexpected_keyword_argument":
+        return f"{said}: there is no such field. Remove it, or correct its name."
     return f"{said}: {error['msg'].removeprefix('Value error, ')}"
 
 

@@ -25,7 +25,7 @@ class RequestMetrics:
             self._total_s += seconds
 
     def lines(self) -> Iterator[str]:
-        """Yield the lines of all counts."""
+        """Yield all counts and durations in the text format of Prometheus."""
         yield "# TYPE jaxgoodput_requests_total counter"
         for (route, status), count in sorted(self._counts.items()):
             yield f'jaxgoodput_requests_total{{route="{route}",status="{status}"}} {count}'

@@ -6,14 +6,17 @@ Everything under /v1 keeps its meaning; a new meaning gets /v2. A request that c
 
 import asyncio
 import json
+import math
 import secrets
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Body, Query, Request, Response
+from fastapi import APIRouter, Body, Depends, Query, Request, Response
 
 from jaxgoodput._serial import encode
+from jaxgoodput.cluster.service import wire
 from jaxgoodput.cluster.service.record import commands
+from jaxgoodput.cluster.service.record.book import Book
 from jaxgoodput.cluster.service.record.commands import Caller, CommandRefused, Outcome
 from jaxgoodput.cluster.service.record.state import JobEntry, State, work_of
 from jaxgoodput.cluster.service.web import metrics, page, show
@@ -32,26 +35,12 @@ from jaxgoodput.cluster.service.web.requests import (
     UserOrAgent,
     Wait,
 )
-from jaxgoodput.cluster.service.wire import (
-    VERSION,
-    AllocationShown,
-    ClusterShown,
-    Health,
-    JobExplanation,
-    JobList,
-    JobShown,
-    Join,
-    Log,
-    NodeWork,
-    Receipt,
-    Reports,
-    Submission,
-    WhatIf,
-)
 from jaxgoodput.specs import Hints
 
 MOST_SHOWN = 1000
 LOG_LOOK_S = 0.5  # between two looks at a log that does not grow
+
+JsonSubmission = Annotated[wire.Submission, StrictJson(), Body()]
 
 router = APIRouter(
     route_class=StrictRoute,
@@ -72,40 +61,57 @@ def answer_json(value: Any, status: int = 200, headers: dict[str, str] | None = 
     return Response(text, status, headers, media_type="application/json")
 
 
-async def _change(
-    request: Request,
-    parts: ServiceParts,
-    key: str | None,
-    decide: Callable[[State], Outcome],
-    *,
-    shown: Callable[[State, Outcome], Any] = lambda state, outcome: outcome.answer,
-    status: int = 200,
-) -> Response:
-    """Have the book decide on a change, at most once per caller, path and idempotency key."""
+class Change:
+    """Has the book decide on a change, at most once per caller, path and idempotency key."""
+
+    def __init__(self, book: Book, key: str | None, body: bytes):
+        self._book, self._key, self._body = book, key, body
+
+    async def __call__(
+        self,
+        decide: Callable[[State], Outcome],
+        *,
+        shown: Callable[[State, Outcome], Any] = lambda state, outcome: outcome.answer,
+        status: int = 200,
+    ) -> Response:
+        """Return the answer, once the change is in the journal. Raises CommandRefused."""
+        code, text = await self._book.ask(
+            decide,
+            lambda state, outcome: json.dumps(encode(shown(state, outcome)), allow_nan=False),
+            status=status,
+            request=self._key,
+            body=self._body,
+        )
+        return Response(text, code, media_type="application/json")
+
+
+async def _change_of(request: Request, parts: Parts, key: Key = None) -> Change:
     caller: Caller = request.state.caller
-    code, text = await parts.book.ask(
-        decide,
-        lambda state, outcome: json.dumps(encode(shown(state, outcome)), allow_nan=False),
-        status=status,
-        request=key and f"{caller.tenant}/{caller.role}/{request.url.path}/{key}",
-        body=await request.body(),
-    )
-    return Response(text, code, media_type="application/json")
+    key = key and f"{caller.tenant}/{caller.role}/{request.url.path}/{key}"
+    return Change(parts.book, key, await request.body())
 
 
-class _Patience:
-    """The time that an answer may still wait for a change."""
+Changes = Annotated[Change, Depends(_change_of)]
 
-    def __init__(self, parts: ServiceParts, wait_s: float):
-        self._parts = parts
-        self._until_s = parts.clock.now() + min(wait_s, parts.longest_wait_s)
 
-    @property
-    def left_s(self) -> float:
-        """Seconds left; 0 if the answer is due, because the time is up or the service is closing."""
-        if self._parts.book.is_closing:
-            return 0.0
-        return max(self._until_s - self._parts.clock.now(), 0.0)
+async def _wait(
+    parts: ServiceParts,
+    key: str,
+    wait_s: float,
+    look: Callable[[], Awaitable[tuple[Any, bool]]],
+    every_s: float = math.inf,
+) -> Response:
+    """Answer with what `look` returns, once it says that this is news or the time is up.
+
+    It looks again whenever "job NAME" or "node NAME" changes, and after `every_s` at the latest.
+    """
+    until_s = parts.clock.now() + min(wait_s, parts.longest_wait_s)
+    while True:
+        found, is_news = await look()
+        left_s = until_s - parts.clock.now()
+        if is_news or left_s <= 0 or parts.book.is_closing:
+            return answer_json(found)
+        await parts.book.changed(key, min(left_s, every_s))
 
 
 def _entry(parts: ServiceParts, caller: Caller, job: str) -> JobEntry:
@@ -120,7 +126,7 @@ def _entry(parts: ServiceParts, caller: Caller, job: str) -> JobEntry:
 @router.post(
     "/v1/jobs",
     status_code=201,
-    response_model=JobShown,
+    response_model=wire.JobShown,
     responses={
         201: _links(
             "The job was submitted.",
@@ -131,18 +137,11 @@ def _entry(parts: ServiceParts, caller: Caller, job: str) -> JobEntry:
     },
 )
 async def submit(
-    request: Request,
-    parts: Parts,
-    caller: User,
-    submission: Annotated[Submission, StrictJson(), Body()],
-    key: Key = None,
+    caller: User, change: Changes, parts: Parts, submission: JsonSubmission
 ) -> Response:
     """Submit a job."""
     secret = secrets.token_hex(32)
-    answer = await _change(
-        request,
-        parts,
-        key,
+    answer = await change(
         lambda state: commands.submit(state, caller, submission, secret),
         shown=lambda state, outcome: show.job(state, state.jobs[outcome.answer], state.at_s),
         status=201,
@@ -155,7 +154,7 @@ async def submit(
     return answer
 
 
-@router.get("/v1/jobs", response_model=JobList)
+@router.get("/v1/jobs", response_model=wire.JobList)
 async def jobs(
     parts: Parts,
     caller: User,
@@ -170,78 +169,66 @@ async def jobs(
         if caller.sees(entry.spec.tenant) and not (active and entry.is_over)
     ]
     found = tuple(show.job(state, entry, now_s) for entry in mine[-most:])
-    return answer_json(JobList(now_s=now_s, jobs=found))
+    return answer_json(wire.JobList(now_s=now_s, jobs=found))
 
 
-@router.get("/v1/jobs/{job}", response_model=JobShown)
+@router.get("/v1/jobs/{job}", response_model=wire.JobShown)
 async def one_job(parts: Parts, caller: User, job: Name) -> Response:
     """Show one job, with the devices that it held before."""
     entry = _entry(parts, caller, job)
     return answer_json(show.job(parts.book.state, entry, parts.book.timeline.now(), past=True))
 
 
-@router.post("/v1/jobs/{job}/cancel", response_model=Receipt)
-async def cancel(
-    request: Request, parts: Parts, caller: User, job: Name, key: Key = None
-) -> Response:
+@router.post("/v1/jobs/{job}/cancel", response_model=wire.Receipt)
+async def cancel(caller: User, change: Changes, job: Name) -> Response:
     """Let a job save and end. Its record stays."""
-    return await _change(request, parts, key, lambda state: commands.cancel(state, caller, job))
+    return await change(lambda state: commands.cancel(state, caller, job))
 
 
-@router.post("/v1/jobs/{job}/hints", response_model=Receipt)
+@router.post("/v1/jobs/{job}/hints", response_model=wire.Receipt)
 async def hint(
-    request: Request,
-    parts: Parts,
-    caller: UserOrAgent,
-    job: Name,
-    hints: Annotated[Hints, StrictJson(), Body()],
-    key: Key = None,
+    caller: UserOrAgent, change: Changes, job: Name, hints: Annotated[Hints, StrictJson(), Body()]
 ) -> Response:
     """Report what a running job has measured."""
-    return await _change(
-        request, parts, key, lambda state: commands.hint(state, caller, job, hints)
-    )
+    return await change(lambda state: commands.hint(state, caller, job, hints))
 
 
-@router.get("/v1/jobs/{job}/allocation", response_model=AllocationShown)
+@router.get("/v1/jobs/{job}/allocation", response_model=wire.AllocationShown)
 async def allocation(
     parts: Parts, caller: User, job: Name, after: Position = 0, wait_s: Wait = 0.0
 ) -> Response:
     """Show the devices of a job, once its generation is above `after` or the job has ended."""
-    patience = _Patience(parts, wait_s)
-    while True:
+
+    async def look() -> tuple[Any, bool]:
         entry = _entry(parts, caller, job)
-        is_news = entry.allocation.generation > after or entry.is_over
-        if is_news or not (left_s := patience.left_s):
-            return answer_json(show.allocation(entry))
-        await parts.book.changed(f"job {job}", left_s)
+        return show.allocation(entry), entry.allocation.generation > after or entry.is_over
+
+    return await _wait(parts, f"job {job}", wait_s, look)
 
 
-@router.get("/v1/jobs/{job}/log", response_model=Log)
+@router.get("/v1/jobs/{job}/log", response_model=wire.Log)
 async def log(
     parts: Parts, caller: User, job: Name, offset: Position = 0, wait_s: Wait = 0.0
 ) -> Response:
     """Return the output of a job's processes from an offset on."""
-    patience = _Patience(parts, wait_s)
-    while True:
+
+    async def look() -> tuple[Any, bool]:
         entry = _entry(parts, caller, job)
         found = await asyncio.to_thread(parts.logs.read, job, offset, entry.is_over)
-        if found.text or found.over or not (left_s := patience.left_s):
-            return answer_json(found)
-        await parts.book.changed(f"job {job}", min(left_s, LOG_LOOK_S))
+        return found, bool(found.text) or found.over
+
+    return await _wait(parts, f"job {job}", wait_s, look, every_s=LOG_LOOK_S)
 
 
-@router.get("/v1/jobs/{job}/explain", response_model=JobExplanation)
+@router.get("/v1/jobs/{job}/explain", response_model=wire.JobExplanation)
 async def explain(parts: Parts, caller: User, job: Name) -> Response:
     """Explain why a job has its devices, and what would change that."""
     _entry(parts, caller, job)
     return answer_json(await parts.planners.ask("explain", job=job))
 
 
-@router.post("/v1/what-if", response_model=WhatIf)
-async def what_if(
-    parts: Parts, caller: User, submission: Annotated[Submission, StrictJson(), Body()]
-) -> Response:
+@router.post("/v1/what-if", response_model=wire.WhatIf)
+async def what_if(parts: Parts, caller: User, submission: JsonSubmission) -> Response:
     """Show the plan as it would be with one more job. Nothing changes."""
     submission = commands.of_tenant(caller, submission)
     if submission.spec.id in parts.book.state.active:
@@ -257,7 +244,7 @@ async def what_if(
 # -- nodes ---------------------------------------------------------------------------------------
 
 
-@router.get("/v1/nodes", response_model=ClusterShown)
+@router.get("/v1/nodes", response_model=wire.ClusterShown)
 async def nodes(parts: Parts, caller: UserOrAgent) -> Response:
     """Show all nodes and which jobs hold their devices."""
     now_s = parts.book.timeline.now()
@@ -266,7 +253,7 @@ async def nodes(parts: Parts, caller: UserOrAgent) -> Response:
 
 @router.post(
     "/v1/nodes",
-    response_model=Receipt,
+    response_model=wire.Receipt,
     responses={
         200: _links(
             "The node has joined.",
@@ -277,18 +264,17 @@ async def nodes(parts: Parts, caller: UserOrAgent) -> Response:
     },
 )
 async def join(
-    request: Request,
-    parts: Parts,
     caller: Agent,
-    wanted: Annotated[Join, StrictJson(), Body()],
-    key: Key = None,
+    change: Changes,
+    parts: Parts,
+    wanted: Annotated[wire.Join, StrictJson(), Body()],
 ) -> Response:
     """Register a node and its agent."""
     parts.heartbeats.record(wanted.node.name)
-    return await _change(request, parts, key, lambda state: commands.join(state, wanted))
+    return await change(lambda state: commands.join(state, wanted))
 
 
-@router.get("/v1/nodes/{node}/work", response_model=NodeWork)
+@router.get("/v1/nodes/{node}/work", response_model=wire.NodeWork)
 async def work(
     parts: Parts,
     caller: Agent,
@@ -299,28 +285,26 @@ async def work(
 ) -> Response:
     """Return the work of a node, once its version is above `after`. Every request is a heartbeat."""
     book, heartbeats = parts.book, parts.heartbeats
-    # A node that waits must not look silent, so it waits for a third of that limit at most.
-    patience = _Patience(parts, min(wait_s, heartbeats.limit_s / 3))
-    while True:
-        state = book.state
-        commands.check_agent(state, node, instance)
+
+    async def look() -> tuple[Any, bool]:
+        commands.check_agent(book.state, node, instance)
         heartbeats.record(node)
-        if state.nodes[node].silent:
+        if book.state.nodes[node].silent:
             await book.ask(lambda state: commands.revive(state, node), lambda *_: "")
-            continue
-        if state.nodes[node].version > after or not (left_s := patience.left_s):
-            return answer_json(work_of(state, node))
-        await book.changed(f"node {node}", left_s)
+            return await look()
+        return work_of(book.state, node), book.state.nodes[node].version > after
+
+    # A node that waits must not look silent, so it waits for a third of that limit at most.
+    return await _wait(parts, f"node {node}", min(wait_s, heartbeats.limit_s / 3), look)
 
 
-@router.post("/v1/nodes/{node}/reports", response_model=Receipt)
+@router.post("/v1/nodes/{node}/reports", response_model=wire.Receipt)
 async def report(
-    request: Request,
-    parts: Parts,
     caller: Agent,
+    change: Changes,
+    parts: Parts,
     node: Name,
-    said: Annotated[Reports, StrictJson(), Body()],
-    key: Key = None,
+    said: Annotated[wire.Reports, StrictJson(), Body()],
 ) -> Response:
     """Report what happened to the processes of jobs on a node, and what they wrote."""
     commands.check_agent(parts.book.state, node, said.instance)
@@ -329,57 +313,42 @@ async def report(
         if lines.job in parts.book.state.jobs:
             await asyncio.to_thread(parts.logs.append, lines.job, lines.text)
     if not said.coordinators:
-        return answer_json(Receipt())
-    return await _change(
-        request,
-        parts,
-        key,
-        lambda state: commands.report(state, node, said.instance, said.coordinators),
+        return answer_json(wire.Receipt())
+    return await change(
+        lambda state: commands.report(state, node, said.instance, said.coordinators)
     )
 
 
-@router.post("/v1/nodes/{node}/drain", response_model=Receipt)
-async def drain(
-    request: Request, parts: Parts, caller: Operator, node: Name, key: Key = None
-) -> Response:
+@router.post("/v1/nodes/{node}/drain", response_model=wire.Receipt)
+async def drain(caller: Operator, change: Changes, node: Name) -> Response:
     """Give a node no new work. Whatever runs on it stays."""
     why = "an operator drains it"
-    return await _change(
-        request, parts, key, lambda state: commands.change_node(state, node, "draining", why)
-    )
+    return await change(lambda state: commands.change_node(state, node, "draining", why))
 
 
-@router.post("/v1/nodes/{node}/down", response_model=Receipt)
-async def down(
-    request: Request, parts: Parts, caller: Agent, node: Name, key: Key = None
-) -> Response:
+@router.post("/v1/nodes/{node}/down", response_model=wire.Receipt)
+async def down(caller: Agent, change: Changes, node: Name) -> Response:
     """Take a node out of service. Jobs lose the devices that they hold there."""
     why = "it was taken out of service"
-    return await _change(
-        request, parts, key, lambda state: commands.change_node(state, node, "down", why)
-    )
+    return await change(lambda state: commands.change_node(state, node, "down", why))
 
 
-@router.post("/v1/nodes/{node}/up", response_model=Receipt)
-async def up(
-    request: Request, parts: Parts, caller: Operator, node: Name, key: Key = None
-) -> Response:
+@router.post("/v1/nodes/{node}/up", response_model=wire.Receipt)
+async def up(caller: Operator, change: Changes, node: Name) -> Response:
     """Take a node back into service."""
     why = "an operator took it back into service"
-    return await _change(
-        request, parts, key, lambda state: commands.change_node(state, node, "up", why)
-    )
+    return await change(lambda state: commands.change_node(state, node, "up", why))
 
 
 # -- monitoring ----------------------------------------------------------------------------------
 
 
-@router.get("/healthz", response_model=Health)
+@router.get("/healthz", response_model=wire.Health)
 async def health(parts: Parts) -> Response:
     """Tell whether the service answers and plans. Needs no token."""
     num_jobs = len(parts.book.state.active)
     plans = not parts.planners.last_error
-    return answer_json(Health(ok=True, version=VERSION, num_jobs=num_jobs, plans=plans))
+    return answer_json(wire.Health(ok=True, version=wire.VERSION, num_jobs=num_jobs, plans=plans))
 
 
 def _content(media_type: str) -> dict[str, Any]:

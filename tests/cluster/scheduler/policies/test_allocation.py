@@ -118,6 +118,24 @@ def test_jobs_that_must_run_do_or_are_named(nodes, num_jobs, seed, share):
         assert (must & runs).sum() == (np.cumsum(least) <= capacity[0]).sum()
 
 
+@pytest.mark.parametrize("seed", [43, 79])
+def test_as_many_as_fit_of_many_jobs_that_must_run(seed):
+    """So many that the relaxation decides, whose rounding does not serve all of them."""
+    rng = np.random.default_rng(seed)
+    num_jobs, num_kinds = int(rng.integers(20, 60)), 3
+    demand = np.array([1, 2, 4, 8, 16, 32] * num_kinds)
+    kind, capacity = np.repeat(np.arange(num_kinds), 6), np.array([64, 64, 64])
+    utility = rng.uniform(0.1, 1, (num_jobs, 1)) * demand ** rng.uniform(0.3, 1, (num_jobs, 1))
+    utility = utility * rng.uniform(0.5, 2, (num_jobs, num_kinds))[:, kind]
+    least = 2 ** rng.integers(0, 4, (num_jobs, 1))
+    utility[demand < least] = np.nan
+    utility[demand > least * 2 ** rng.integers(0, 3, (num_jobs, 1))] = np.nan
+    must = rng.random(num_jobs) < rng.uniform(0.3, 1)
+    choice = allocate(utility, demand, kind, capacity, at_least=must, time_limit_s=20.0)
+    check_limits(choice, utility, demand, kind, capacity)
+    assert set(np.flatnonzero(must & (choice.shape < 0))) == set(choice.unserved)
+
+
 def test_a_pinned_job_keeps_its_shape_whatever_it_is_worth():
     utility = np.array([[0.1, np.nan], [1.0, 1.5]])
     choice = allocate(

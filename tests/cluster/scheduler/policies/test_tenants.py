@@ -254,7 +254,7 @@ def test_factors_are_bounded_and_fall_with_what_was_had():
 
 
 WRONG = {
-    "unknown parent": ((Tenant(name="a", parent="z"),), "the parent 'z', which is not one"),
+    "unknown parent": ((Tenant(name="a", parent="z"),), "parent 'z', which is not one of the tenants"),
     "cycle": ((Tenant(name="a", parent="b"), Tenant(name="b", parent="a")), "is below itself"),
     "twice": ((Tenant(name="a"), Tenant(name="a")), "occur more than once"),
     "more than the parent": (
