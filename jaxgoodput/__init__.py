@@ -3,16 +3,16 @@
 A name is loaded when it is first used; importing the package loads neither JAX nor numpy.
 
 Training:
-  Trainer               Subclass it, write `init`, `loss`, `optimizer` and `dataset`, and call `fit()`
-  Config                The settings of a run
-  Tuning                When the batch and the strategy are reconsidered, and what a change must promise
-  Statistics            How the gradient noise is measured
-  Execution             How steps are compiled, and how much memory they may use
-  Evaluation            How often the model is evaluated
-  Saving                How often the run is saved, and which checkpoints are kept
-  Reporting             What a run shows while it is training
+  Trainer               Trains a model
+  Config                The settings of a run. Only `workdir`, `batch` and a length are required
+  Tuning                Conditions for changing the batch and the strategy
+  Statistics            Measurement of the gradient noise, which decides the batch and the learning rate
+  Execution             Compilation of steps, memory, and reading of data
+  Evaluation            Times of evaluations
+  Saving                Times of checkpoints, and the choice of checkpoints to keep
+  Reporting             Output of a run while it trains
   with_overrides        Return `config` with overrides such as `tuning.min_gain=0.1`
-  BatchLimits           The batches that the user allows, in samples
+  BatchLimits           The batches that the user allows, in samples. No step ever uses another one
   TrainState            Everything that training needs to continue, as device values
   Loss                  Loss of a micro-batch with its weight
   Variables             What `Trainer.init` returns for a model with mutable state or its own partitioning
@@ -20,19 +20,19 @@ Training:
   load                  Load the parameters and the model state of a run as NumPy arrays
   from_linen            Make pure functions of a linen module
   from_nnx              Make pure functions of an nnx module, from the function that creates it
-  Preempted             The run was asked to stop; its state is saved
+  Preempted             The run was asked to stop, and its state is saved. Exit code 143 asks for a restart
   NotSaved              The run is over and its last step could not be saved
-  PeerLost              Another process of this job has gone, or does not answer any more
+  PeerLost              Another process of this job has died or no longer answers
   Diverged              Too many updates in a row had a loss or gradient that was not finite
   initialize            Join the job that `environ` describes (default: this process's environment)
 Watching:
   Hook                  Base class of hooks: override the methods you need; the others do nothing
   Every                 Calls a function with every n-th `StepEnd`
-  Profile               Captures a profile of `steps` steps
-  trackers              Trackers: hooks that send the numbers of a run to Weights & Biases
-  events                Events: frozen records of what happens in a run, for hooks
+  Profile               Captures a profile of some steps, from step `start` on or when a signal arrives
+  trackers              Trackers: hooks that send a run's numbers to Weights & Biases, MLflow or a CSV file
+  events                Events: frozen records of what happens in a run, for hooks, dashboard and journal
 Samples:
-  Source                Random access to equally shaped samples
+  Source                Random access to equally shaped samples. Subclass it to read a format of your own
   Loader                Hands out every sample in the cursor's order exactly once
   Cursor                A place in a run's order of samples: the whole state of the data pipeline
   flow                  Pipelines over batches that join columns with tables and reduce them by key
@@ -47,12 +47,12 @@ Layouts:
   Problem               What is trained: the user's functions, and how the noise of their gradient is measured
   SampleShape           What a micro-batch looks like
   Engines               One problem on any number of layouts: an engine for each, and the moves between them
-  Engine                One problem on one layout
+  Engine                One problem on one layout. Get it from `Engines.on`
   StepBytes             Bytes per device that one execution needs
-  listen_for_compilations  Call `callback` after every backend compilation, in the thread that waited
+  listen_for_compilations  Call `callback` after every backend compilation, in the waiting thread
 An optax loop of your own:
   adaptive              Wrap the optimizer `tx`, tuned at `base_batch_size`
-  rules                 Learning-rate rules: the factor by which another batch size multiplies the tuned
+  rules                 Learning-rate rules
   value_grad_and_noise  Make a `jax.value_and_grad` that also measures gradient noise
   NoiseSample           The gradient noise measured in one batch
   progress              Return the base steps done: the steps that the base batch size would have needed
@@ -66,7 +66,7 @@ The model of goodput:
   StepTimings           Measured times, one row per configuration; every field is an array `[rows]`
   fit_perf_params       Return the time model that explains `timings` best
   PerfFit               Fitted parameters and how far to trust them
-  PerfParams            The cost of a step; scalars, or arrays of one shape
+  PerfParams            The cost of a step; scalars, or arrays of one shape. NaN means never measured
   Placement             The nodes and replicas that one job runs on: scalars, or arrays of one shape
   GoodputModel          Predicts the useful samples per second of any configuration, from a job's measurements
   BatchConfig           One way to run a step; the global batch is the product of its three numbers

@@ -479,8 +479,7 @@ class Compilation:
 
 
 def listen_for_compilations(callback: Callable[[Compilation], None]) -> Callable[[], None]:
-    """Call `callback` after every backend compilation, in the thread that waited; return a function to undo
-    it.
+    """Call `callback` after every backend compilation, in the waiting thread; return a function to undo it.
 
     Use it to find out what compiles and when. Tracing and lowering do not count, nor does a call whose
     executable is in memory.

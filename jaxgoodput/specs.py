@@ -110,17 +110,15 @@ class Tenant:
 
     def __post_init__(self):
         what = f"tenant {self.name!r}"
-        if self.guaranteed < 0:
-            raise ValueError(
-                f"{what} is guaranteed {self.guaranteed} devices. It must be 0 or more."
-            )
+        require_within(
+            what, {"guaranteed": self.guaranteed, "budget_per_hour": self.budget_per_hour}
+        )
         if self.limit is not None and self.limit < self.guaranteed:
             raise ValueError(
                 f"{what} is guaranteed {self.guaranteed} devices but limited to {self.limit}. Raise the "
                 "limit, lower the guarantee, or leave the limit out."
             )
         _require_weight(what, self.weight)
-        require_within(what, {"budget_per_hour": self.budget_per_hour})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,15 +154,9 @@ class ClusterSpec:
                     f"{has}. Reserve devices that exist; the nodes are {sorted(sizes)[:5]} ..."
                 )
         for tenant, limit in self.quota.items():
-            if limit < 0:
-                raise ValueError(
-                    f"tenant {tenant!r} has a quota of {limit} devices. It must be 0 or more."
-                )
+            require_within(f"tenant {tenant!r}", {"quota": limit})
         for kind, price in self.price_per_hour.items():
-            if not (math.isfinite(price) and price >= 0):
-                raise ValueError(
-                    f"kind {kind!r} costs {price} per hour. A price is a finite number, 0 or more."
-                )
+            require_within(f"kind {kind!r}", {"price_per_hour": price})
         if self.tenants:
             _require_tree(self.tenants)
             self._require_prices()

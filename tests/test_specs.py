@@ -113,8 +113,11 @@ NODE = Node(name="n", kind="a", num_devices=4)
         (lambda: dataclasses.replace(NODE, num_devices=-1), "num_devices=-1"),
         (lambda: dataclasses.replace(NODE, withheld=(4,)), "indices from 0 to 3"),
         (lambda: dataclasses.replace(NODE, withheld=(1, 1)), "different local indices"),
-        (lambda: ClusterSpec(nodes=(NODE,), quota={"t": -1}), "quota of -1"),
-        (lambda: ClusterSpec(nodes=(NODE,), price_per_hour={"a": float("nan")}), "costs nan"),
+        (lambda: ClusterSpec(nodes=(NODE,), quota={"t": -1}), "quota=-1"),
+        (
+            lambda: ClusterSpec(nodes=(NODE,), price_per_hour={"a": float("nan")}),
+            "price_per_hour=nan",
+        ),
         (lambda: ClusterSpec(nodes=(NODE,), reservations=(reserved("n", 5),)), "which has 4"),
         (lambda: ClusterSpec(nodes=(NODE,), reservations=(reserved("m", 1),)), "not one of the"),
         (lambda: reserved("n", -1), "num_devices=-1"),

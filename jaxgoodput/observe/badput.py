@@ -97,7 +97,11 @@ class TimeLedger:
           ValueError: `name` is not one of `BUCKETS`, or `seconds` is negative or not finite.
         """
         _check(name)
-        _check_seconds(seconds)
+        if not 0.0 <= seconds < float("inf"):
+            raise ValueError(
+                f"seconds={seconds!r} cannot be booked: a duration is finite and not negative. "
+                "Take both ends from the same clock's now()."
+            )
         with self._lock:
             self._seconds[name] += seconds
             if self._open and self._open[-1].thread_id == threading.get_ident():
@@ -166,12 +170,4 @@ def _check(name: str) -> None:
         raise ValueError(
             f"There is no badput bucket {name!r}. Use one of {', '.join(BUCKETS)}; "
             "'other' is for everything else."
-        )
-
-
-def _check_seconds(seconds: float) -> None:
-    if not 0.0 <= seconds < float("inf"):
-        raise ValueError(
-            f"seconds={seconds!r} cannot be booked: a duration is finite and not negative. "
-            "Take both ends from the same clock's now()."
         )

@@ -1,4 +1,4 @@
-"""Events: frozen records of what happens in a run, for hooks, the dashboard and the journal.
+"""Events: frozen records of what happens in a run, for hooks, dashboard and journal.
 
 To add an event, add a class here. It names the hook method that handles it, and the journal writes it and
 reads it back without further code. Only `hooks.Hook` should list the method as well, for its users.

@@ -103,11 +103,12 @@ class Every(Hook):
 
 
 class Profile(Hook):
-    """Captures a profile of `steps` steps, from step `start` and whenever the process gets the signal `on`.
+    """Captures a profile of some steps, from step `start` on or when a signal arrives.
 
         MyTrainer(config, hooks=[jg.Profile(start=100, on=signal.SIGUSR2)]).fit()
 
-    Use this to see what the devices and the host do during a step. The profile is written to
+    Use this to see what the devices and the host do during a step. `steps` steps are captured from step
+    `start` on, and again whenever the process gets the signal `on`. The profile is written to
     `workdir/tensorboard/plugins/profile`, for TensorBoard's profiler (`pip install xprof`) and Perfetto.
     Only the process that reports is profiled. Steps are labelled with their numbers; because hooks run behind
     the loop, the capture begins and ends a few steps late. A run that resumes after `start` is not captured

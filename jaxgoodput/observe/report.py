@@ -20,6 +20,7 @@ from rich.bar import Bar
 from rich.console import Console, RenderableType
 from rich.table import Table
 
+from jaxgoodput._serial import encode
 from jaxgoodput.goodput.search import BatchConfig
 from jaxgoodput.observe import journal
 from jaxgoodput.observe.badput import BUCKETS, PRODUCTIVE
@@ -129,7 +130,7 @@ def report(workdir: str | os.PathLike[str], *, ascii: bool = False) -> str:
         _time(story),
         _batches(story.windows),
         _evidence(story.windows),
-        _verdicts(story.tunes, _num_verdicts(story)),
+        _verdicts(story),
         _curves(story.windows, story.evals),
         _incidents(story),
     ]
@@ -182,7 +183,7 @@ def numbers(workdir: str | os.PathLike[str]) -> dict[str, Any]:
         "skipped_steps": windows[-1].skipped_steps if windows else 0,
         "unreadable_lines": len(story.torn),
     }
-    return _as_json(found)
+    return encode(found)
 
 
 def run_names(workdirs: Sequence[str | os.PathLike[str]]) -> list[str]:
@@ -248,17 +249,6 @@ def _story(workdir: str | os.PathLike[str]) -> _Story:
             "continued from its checkpoints."
         )
     return _Story(folder=folder, records=records, torn=torn)
-
-
-def _as_json(value: Any) -> Any:
-    """Replace NaN and infinities, which JSON cannot hold, by None."""
-    if isinstance(value, Mapping):
-        return {name: _as_json(one) for name, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_as_json(one) for one in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
 
 
 def _printable(text: str, ascii: bool) -> str:
@@ -543,11 +533,8 @@ def _evidence(windows: Sequence[Window]) -> str:
     return _section("What the loss says", f"{body}\n{note}")
 
 
-def _num_verdicts(story: _Story) -> int:
-    return sum(r.num_merged for r in story.kept if isinstance(r.event, TuneEnd))
-
-
-def _verdicts(tunes: Sequence[TuneEnd], num_verdicts: int) -> str:
+def _verdicts(story: _Story) -> str:
+    tunes = story.tunes
     if not tunes:
         return ""
     switches = [tune for tune in tunes if tune.switched]
@@ -557,6 +544,7 @@ def _verdicts(tunes: Sequence[TuneEnd], num_verdicts: int) -> str:
         lines[half:-half] = [f"  ... {num_left_out} more ..."]
     if not tunes[-1].switched:
         lines.append(f"last, step {tunes[-1].step}: {tunes[-1].verdict.reason}")
+    num_verdicts = sum(r.num_merged for r in story.kept if isinstance(r.event, TuneEnd))
     summary = f"{count(num_verdicts, 'verdict')}, {count(len(switches), 'change')}"
     fit = next((tune.fit for tune in reversed(tunes) if tune.fit is not None), None)
     if fit is not None:

@@ -81,6 +81,7 @@ class Dashboard:
         self._open: _OpenRun | None = None
         self._flushed_s = clock.now()
         self._pictures = _Pictures(clock, figures_every_s)
+        self._lacks_matplotlib = False
         self._comparison = _Comparison()
         self._charts: Charts = {}  # the charts on the page so far
         self._last_kind = ""  # the last verdict's reason without its numbers
@@ -290,7 +291,8 @@ class Dashboard:
             pictures = self._pictures.draw(step, run.start.groups)
         except ModuleNotFoundError:
             pictures = []
-            if self._pictures.is_first_failure():
+            if not self._lacks_matplotlib:
+                self._lacks_matplotlib = True  # say so only once
                 self._log(
                     step, "no pictures: they need matplotlib, pip install 'jaxgoodput[plots]'"
                 )
@@ -320,7 +322,6 @@ class _Pictures:
         self._fixed: dict[int, float] | None = None  # its goodput of fixed batches, if computed
         self._sweep = Sweep()
         self._swept_step = -1  # step of the last picture of the sweep
-        self._has_failed = False
 
     def add(self, event: Window) -> None:
         """Continue the sweep, which compares the run with fixed batches, to the end of a window."""
@@ -374,11 +375,6 @@ class _Pictures:
             drawn.append(("model/sweep", figures.sweep_avoided(self._sweep, step, error), step))
             self._swept_step = step
         return [(tag, figures.png(figure), at) for tag, figure, at in drawn if figure is not None]
-
-    def is_first_failure(self) -> bool:
-        """Return whether this is called for the first time, so that a failure is reported only once."""
-        is_first, self._has_failed = not self._has_failed, True
-        return is_first
 
 
 class _Comparison:

@@ -1,4 +1,4 @@
-"""Trackers: hooks that send the numbers of a run to Weights & Biases, MLflow or a CSV file.
+"""Trackers: hooks that send a run's numbers to Weights & Biases, MLflow or a CSV file.
 
     MyTrainer(config, hooks=[jg.trackers.Wandb(project="digits"), jg.trackers.Csv()]).fit()
 

@@ -44,7 +44,7 @@ def test_runs_are_shown_under_their_names(tmp_path, capsys, monkeypatch):
     assert board.show([run(tmp_path / "a"), run(tmp_path / "b")], look) == 0
     assert set(seen["tags"]) == {"a/measured", "a/model", "b/measured", "b/model"}
     about = seen["tags"]["a/measured"]["batch/global"]["description"]
-    assert "samples behind one update" in about
+    assert "samples of one update" in about
     assert "pinnedCards=" in seen["url"] and "smoothing=0" in seen["url"]
     assert "Ctrl-C" in capsys.readouterr().out
 

@@ -582,7 +582,10 @@ class Weighted(Mean):
     ("weight", "message"),
     [
         (0.0, "2 updates in a row had samples of weight 0 only, the last at step 2.*`Loss.weight`"),
-        (-1.0, "2 updates in a row had samples of negative weight, the last at step 2.*is 0 or more"),
+        (
+            -1.0,
+            "2 updates in a row had samples of negative weight, the last at step 2.*is 0 or more",
+        ),
     ],
 )
 @pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.nightly), 8])

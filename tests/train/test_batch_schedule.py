@@ -103,10 +103,10 @@ def test_only_what_is_scheduled_is_planned_for():
 @pytest.mark.parametrize(
     ("schedule", "message"),
     [
-        ({0.1: 16}, "one for its beginning"),
+        ({0.1: 16}, "and 0 must be one of them"),
         ({0: 16, 1.0: 32}, "from 0 to below 1"),
         ({0: 16, 0.5: 4096}, "between 16 and 64 samples"),
-        ({}, "one for its beginning"),
+        ({}, "and 0 must be one of them"),
     ],
 )
 def test_one_that_cannot_be_is_refused(tmp_path, schedule, message):

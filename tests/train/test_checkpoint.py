@@ -726,7 +726,8 @@ FULL = """
     import jax
     jax.config.update("jax_platforms", "cpu")
     import problems
-    from jaxgoodput.observe.events import Checkpoint
+    from jaxgoodput.train import loop
+    from jaxgoodput.train.duties.saving import Saver
 
     workdir = pathlib.Path(sys.argv[1])
     block = workdir / "block"
@@ -749,16 +750,18 @@ FULL = """
         def on_checkpoint(self, event):
             print("checkpoint", event.step, event.error)
 
-    class Patient(problems.InStep):
-        def _save(self, *, wait=False):
-            super()._save(wait=wait or self.step == 5)
+    class Patient(Saver):
+        def save(self, *, wait=False):
+            return super().save(wait=wait or self.start.now.step == 5)
+
+    loop.Saver = Patient
 
     class Slow(problems.Mean):
         def init(self, key):
             return {**super().init(key), "ballast": jax.numpy.zeros(100_000)}
 
     settings = problems.config(workdir, base_steps=1e6)
-    trainer = Slow(settings, hooks=[Filler()], loop=Patient)
+    trainer = Slow(settings, hooks=[Filler()], loop=problems.InStep)
     trainer.fit()
 """
 

@@ -230,7 +230,7 @@ def test_layouts_that_no_table_can_be_made_of(run, changes, says):
 
 def test_many_layouts_have_few_micro_batches(run):
     hints = told(run, KIND, 0, 1)
-    with pytest.raises(ValueError, match="max_micro_batches=33. It is 32"):
+    with pytest.raises(ValueError, match="max_micro_batches=33.* from 1 to 32"):
         dataclasses.replace(hints, layouts=hints.layouts * 64, max_micro_batches=33)
 
 

@@ -217,7 +217,7 @@ DAMAGED = {
     "no object": ("[]", "expected an object by kinds of devices, got \\[\\]"),
     "no jobs": ('{"v100": 3}', "'v100'\\]: expected an object by jobs, got 3"),
     "no partners": ('{"v100": {"(\'A3C\', 1)": null}}', "object by partners of the job, got None"),
-    "too deep": (DEEP, "too deep in each other"),
+    "too deep": (DEEP, "nested too deeply"),
     "not a number": ('{"v100": {"(\'A3C\', 1)": {"null": NaN}}}', "the number NaN"),
     "too large": ('{"v100": {"(\'A3C\', 1)": {"null": 1' + "0" * 400 + "}}}", "the number 1000"),
     "no key": ('{"v100": {"(((": {}}}', "'\\(\\(\\(' is not of the form"),

@@ -184,7 +184,7 @@ WRONG = {
     "words": (["--tenants", "a:limit=many"], "guaranteed=8,lab/team"),
     "half a device": (["--tenants", "a:limit=0.5"], "whole numbers"),
     "unknown key": (["--tenants", "a:size=2"], "size=2"),
-    "a tree that cannot be": (["--tenants", "p/a"], "below 'p'"),
+    "a tree that cannot be": (["--tenants", "p/a"], "the parent 'p'"),
     "a guarantee above the limit": (["--tenants", "a:guaranteed=3:limit=2"], "limited to 2"),
     "more than there is": (["--tenants", "a:guaranteed=5"], "more than the 4 devices"),
     "nobody's jobs": (["--tenants", "a:jobs=0"], "no tenant has jobs"),
