@@ -78,11 +78,13 @@ class FractionProblem:
         if self.pairs == () and self.pair_throughput.shape[-1] != num_kinds:
             object.__setattr__(self, "pair_throughput", np.zeros((0, 2, num_kinds)))
         self._check()
-        barred: np.ndarray = np.tile(np.asarray(self.capacity) == 0, (num_jobs, 1))
+        barred = np.zeros((num_jobs, num_kinds), bool)
+        barred |= np.asarray(self.capacity) == 0
         for limit in self.limits:
             if limit.left <= 0:
-                its = counts([limit], self.tenant)[0]
-                barred |= its[:, None] & (per_device([limit], self.kinds) > 0)
+                its: np.ndarray = counts([limit], self.tenant)[0]
+                counted = per_device([limit], self.kinds) > 0
+                barred |= its[:, None] & counted
         object.__setattr__(self, "throughput", np.where(barred, 0.0, self.throughput))
         if self.pairs:
             either = barred[np.asarray(self.pairs)].any(axis=1)[:, None, :]
