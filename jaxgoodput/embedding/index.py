@@ -27,14 +27,17 @@ class Index(Protocol):
 
     def get(self, ids: Int64[np.ndarray, " n"]) -> UInt32[np.ndarray, " n"]:
         """Return the number of each id, `MISSING` if it has none."""
+        ...
 
     def put(
         self, ids: Int64[np.ndarray, " n"], numbers: UInt32[np.ndarray, " n"]
     ) -> UInt32[np.ndarray, " n"]:
         """Set the number of each id, and return the numbers that they had before."""
+        ...
 
     def remove(self, ids: Int64[np.ndarray, " n"]) -> None:
         """Remove ids, all of which must be present."""
+        ...
 
 
 def index_for(num_ids: int | None, num_rows: int | None = None) -> Index:

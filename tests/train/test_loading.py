@@ -367,13 +367,19 @@ def test_one_leaf_there_may_be_two_here(original, tmp_path):
 @pytest.mark.parametrize(
     "initial, sentence",
     [
-        ({"w": np.zeros(5)}, r"params/w is float64\(5,\) in initial=, but float32\(4,\) in the model"),
+        (
+            {"w": np.zeros(5)},
+            r"params/w is float64\(5,\) in initial=, but float32\(4,\) in the model",
+        ),
         ({"w": np.zeros(4, int)}, r"params/w is int64\(4,\)"),
         ({"v": np.zeros(4)}, "has params/v, which the model has not"),
         ({}, "no leaf of the model is in initial="),
         ("other", "no leaf of the model is in"),
         (lambda _: "params/v", "maps params/w to params/v, but .* no such leaf"),
-        (lambda _: "params/layers/0/kernel", r"params/w is float32\(64, 32\) in .*/12, but float32\(4"),
+        (
+            lambda _: "params/layers/0/kernel",
+            r"params/w is float32\(64, 32\) in .*/12, but float32\(4",
+        ),
         ("nowhere", "holds no checkpoint"),
     ],
 )

@@ -42,15 +42,15 @@ def read_numbers(
     """
     found: dict[str, float] = {}
     for part in text.split(","):
-        name, numbers = key_numbers(part)
-        if not name or name in found or len(numbers) > 1 or math.isnan(numbers[0]):
+        name, (number, *more) = key_numbers(part)
+        if not name or name in found or more or math.isnan(number):
             raise ValueError(
                 f"{option} {text!r}: {part!r} is not of the form {key}=NUMBER with each {key} once, such as "
                 f"{example}."
             )
         if known is not None and name not in known:
             raise ValueError(f"{option} {text!r}: {name!r} is not one of {', '.join(known)}.")
-        found[name] = numbers[0]
+        found[name] = number
     return found
 
 

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from jaxgoodput.cluster.simulate.conditions.faults import read_faults
 from jaxgoodput.cluster.simulate.conditions.inputs import read_inputs
@@ -42,12 +41,13 @@ def read_costs(text: str) -> RestartCosts:
     """
     known = ("start", "resume", "move", "shape", "kind", "compile", "storage")
     found = read_numbers("--costs", text, known=known, example="resume=0.5,compile=60,storage=2")
-    changes: dict[str, Any] = {"compile_s": found.pop("compile", 0.0)}
+    storage = None
+    compile_s = found.pop("compile", 0.0)
     with naming(f"--costs {text!r}"):
         if "storage" in found:
             bytes_per_s = found.pop("storage") * 2**30
-            changes["storage"] = Storage(bytes_per_s=bytes_per_s, state_bytes=STATE_BYTES)
-        return RestartCosts(**changes, **found)
+            storage = Storage(bytes_per_s=bytes_per_s, state_bytes=STATE_BYTES)
+        return RestartCosts(compile_s=compile_s, storage=storage, **found)
 
 
 def read_settings(

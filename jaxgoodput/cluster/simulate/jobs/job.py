@@ -21,51 +21,65 @@ class SimulatedJob(Protocol):
     @property
     def spec(self) -> JobSpec:
         """The request of the job's user."""
+        ...
 
     @property
     def application(self) -> str:
         """Name of the program that the job runs."""
+        ...
 
     @property
     def done(self) -> bool:
         """Whether all work is done."""
+        ...
 
     @property
     def largest_profiled(self) -> int:
         """The largest number of devices that the job has measured itself on."""
+        ...
 
     def place(self, kind: str, counts: Counts) -> None:
         """Continue on `counts` devices per node; no work is lost."""
+        ...
 
     def advance(self, seconds: float, speed: float = 1.0) -> float:
         """Work for at most `seconds`; return the seconds used, fewer only if the job finished."""
+        ...
 
     def next_stop(self, seconds: float, speed: float = 1.0) -> float | None:
         """Return when the job may finish, if within `seconds`; the job does not change.
 
         The time may be early. The simulator advances the job in such pieces, and so finds its end exactly.
         """
+        ...
 
     def samples_per_s(self) -> float:
         """Return the samples per second on the current devices, or steps if samples are unknown."""
+        ...
 
     def goodput(self, shapes: tuple[Shape, ...]) -> Mapping[Shape, float]:
         """Return the goodput that the job expects of each shape it can use, as in `JobView.goodput`."""
+        ...
 
     def remaining(self) -> float | None:
         """Return the work left in units of goodput x seconds; None if the job does not declare it."""
+        ...
 
     def save(self) -> Any:
         """Return a checkpoint of the work done, for `restore`."""
+        ...
 
     def restore(self, saved: Any) -> None:
         """Fall back to a checkpoint. Measurements are kept."""
+        ...
 
     def isolated_s(self, kind: str, counts: Counts) -> float:
         """Return the seconds of the whole job alone on that placement, at its best batch size."""
+        ...
 
     def beside(self, other: "SimulatedJob", kind: str) -> float | None:
         """Return the speed on devices shared with another job, relative to alone; None = unknown."""
+        ...
 
 
 @runtime_checkable
@@ -74,6 +88,7 @@ class Truth(Protocol):
 
     def job(self, trace: TraceJob, settings: Settings, index: int) -> SimulatedJob:
         """Return the job of one line of a workload; its noise is drawn from the seed and `index`."""
+        ...
 
 
 def mode_of(trace: TraceJob, settings: Settings) -> Mode:
