@@ -328,7 +328,7 @@ def is_of_a_peer(error: BaseException) -> bool:
 
 
 @dataclass
-class Interval:
+class DueEvery:
     """Something that is due every so often, in seconds or base steps; never if `every` is None or 0."""
 
     every: float | None
@@ -355,9 +355,9 @@ class Due:
 
     def __init__(self, config: Config):
         saving, evaluation = config.saving, config.evaluation
-        self._saves = Interval(saving.every_s), Interval(saving.every_base_steps)
-        self._evaluations = Interval(evaluation.every_s), Interval(evaluation.every_base_steps)
-        self._copies = Interval(None)
+        self._saves = DueEvery(saving.every_s), DueEvery(saving.every_base_steps)
+        self._evaluations = DueEvery(evaluation.every_s), DueEvery(evaluation.every_base_steps)
+        self._copies = DueEvery(None)
 
     def begin(self, now_s: float, progress: float, *, keep_s: float = math.inf) -> None:
         """Start with the first step of a generation; copies are due every `keep_s` until `kept` says more.
@@ -368,7 +368,7 @@ class Due:
         for by_time, by_progress in (self._saves, self._evaluations):
             by_time.begin(now_s)
             by_progress.begin(progress)
-        self._copies = Interval(keep_s, now_s)
+        self._copies = DueEvery(keep_s, now_s)
 
     def asked(
         self, now_s: float, progress: float | None, *, skipping: bool = False
@@ -395,7 +395,7 @@ class Due:
         self._copies.every = math.sqrt(2 * cost_s * failure_every_s)
 
 
-def _is_due(intervals: tuple[Interval, Interval], at: tuple[float, float]) -> bool:
+def _is_due(intervals: tuple[DueEvery, DueEvery], at: tuple[float, float]) -> bool:
     """Whether one of an interval of time and one of progress is due; both are asked, so that both restart."""
     by_time, by_progress = intervals[0].is_due(at[0]), intervals[1].is_due(at[1])
     return by_time or by_progress

@@ -139,7 +139,7 @@ class Coordinator:
             case _:
                 self._happen(message)
 
-    def _happen(self, event: ev.Event) -> None:
+    def _happen(self, event: ev.JobEvent) -> None:
         self._state, actions = rendezvous.step(self._state, event, self._clock.now())
         for action in actions:
             _ACTIONS[type(action)](self, action)

@@ -1,4 +1,4 @@
-"""What the coordinator hears (`Event`) and what it is told to do about it (`Action`).
+"""What the coordinator hears (`JobEvent`) and what it is told to do about it (`Action`).
 
 `rendezvous.step` turns the first into the second. Agents and workers send some of the events as they stand
 here, as JSON; see `coordinator`. A `generation` in an event is the one that its sender was in, so that an
@@ -12,19 +12,19 @@ from jaxgoodput.launcher.elastic.fitness import Check, HostDecision, Pace
 # -- events ------------------------------------------------------------------------------------------
 
 
-class Event:
+class JobEvent:
     """Something that the coordinator hears."""
 
 
 @dataclass(frozen=True)
-class HostArrived(Event):
+class HostArrived(JobEvent):
     """An agent has connected, for the first time or again. Its processes start after the host's check."""
 
     host: str
 
 
 @dataclass(frozen=True)
-class HostExamined(Event):
+class HostExamined(JobEvent):
     """A host has finished its check."""
 
     host: str
@@ -32,14 +32,14 @@ class HostExamined(Event):
 
 
 @dataclass(frozen=True)
-class AgentLost(Event):
+class AgentLost(JobEvent):
     """The connection to a host's agent has ended."""
 
     host: str
 
 
 @dataclass(frozen=True)
-class ProcessJoined(Event):
+class ProcessJoined(JobEvent):
     """A process is being started on a host."""
 
     member: str
@@ -47,7 +47,7 @@ class ProcessJoined(Event):
 
 
 @dataclass(frozen=True)
-class Ready(Event):
+class Ready(JobEvent):
     """A process waits for the next generation, and reports which state it holds in memory."""
 
     member: str
@@ -65,7 +65,7 @@ class Ready(Event):
 
 
 @dataclass(frozen=True)
-class SetUp(Event):
+class SetUp(JobEvent):
     """A process has the state that the generation resumes from, and can connect to the others."""
 
     member: str
@@ -73,7 +73,7 @@ class SetUp(Event):
 
 
 @dataclass(frozen=True)
-class Beat(Event):
+class Beat(JobEvent):
     """A heartbeat of a process that trains, with its last finished step."""
 
     member: str
@@ -84,14 +84,14 @@ class Beat(Event):
 
 
 @dataclass(frozen=True)
-class ProcessDone(Event):
+class ProcessDone(JobEvent):
     """The run is complete in this process, and therefore in all of them."""
 
     member: str
 
 
 @dataclass(frozen=True)
-class ProcessExited(Event):
+class ProcessExited(JobEvent):
     """A process has ended with an exit code; -n means killed by signal n."""
 
     member: str
@@ -99,19 +99,19 @@ class ProcessExited(Event):
 
 
 @dataclass(frozen=True)
-class Leave(Event):
+class Leave(JobEvent):
     """A host is leaving the job: its processes are to end after their current step, and the others go on."""
 
     host: str
 
 
 @dataclass(frozen=True)
-class Stop(Event):
+class Stop(JobEvent):
     """The whole job was told to save and stop."""
 
 
 @dataclass(frozen=True)
-class Tick(Event):
+class Tick(JobEvent):
     """Time has passed without another event."""
 
 

@@ -32,7 +32,7 @@ MOST_FRUITLESS = 3
 
 
 def step(
-    state: Rendezvous, event: ev.Event, now_s: float
+    state: Rendezvous, event: ev.JobEvent, now_s: float
 ) -> tuple[Rendezvous, tuple[ev.Action, ...]]:
     """Return the state after an event, and the actions for the coordinator, in order."""
     turn = Turn(state, now_s)
@@ -167,7 +167,7 @@ def _stop(turn: Turn, event: ev.Stop) -> None:
     turn.end_run()
 
 
-_HANDLERS: Mapping[type[ev.Event], Callable] = {
+_HANDLERS: Mapping[type[ev.JobEvent], Callable] = {
     ev.HostArrived: exclusion.arrive,
     ev.HostExamined: exclusion.examined,
     ev.AgentLost: exclusion.lose_agent,

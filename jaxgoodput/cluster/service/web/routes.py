@@ -61,7 +61,7 @@ def answer_json(value: Any, status: int = 200, headers: dict[str, str] | None = 
     return Response(text, status, headers, media_type="application/json")
 
 
-class Change:
+class BookedChange:
     """Has the book decide on a change, at most once per caller, path and idempotency key."""
 
     def __init__(self, book: Book, key: str | None, body: bytes):
@@ -85,13 +85,13 @@ class Change:
         return Response(text, code, media_type="application/json")
 
 
-async def _change_of(request: Request, parts: Parts, key: Key = None) -> Change:
+async def _change_of(request: Request, parts: Parts, key: Key = None) -> BookedChange:
     caller: Caller = request.state.caller
     key = key and f"{caller.tenant}/{caller.role}/{request.url.path}/{key}"
-    return Change(parts.book, key, await request.body())
+    return BookedChange(parts.book, key, await request.body())
 
 
-Changes = Annotated[Change, Depends(_change_of)]
+Changes = Annotated[BookedChange, Depends(_change_of)]
 
 
 async def _wait(
