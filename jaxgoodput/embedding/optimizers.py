@@ -54,7 +54,7 @@ class Sgd(RowOptimizer):
         return ()
 
     def begin(self) -> dict[str, float]:
-        """Return nothing, as there are no fields."""
+        """Return {}: this optimizer keeps no state beside a row."""
         return {}
 
     def update(

@@ -450,7 +450,7 @@ class TieredTable:
         return rows, got.found
 
     def initial(self, ids: Int64[np.ndarray, " n"]) -> UInt32[np.ndarray, "n words"]:
-        """Return the rows that ids start with."""
+        """Return the initial rows of ids that have none yet, before any update."""
         values = initial_values(ids, self.dim, **self._initial)
         fields = {EMBEDDING: values, **self.optimizer.begin()}
         return self.layout.pack_host(fields, len(ids))

@@ -538,7 +538,7 @@ def _checked(
 
 
 def _nearest_divisors(length: int, degree: int) -> str:
-    """Return the divisors of `length` on both sides of `degree`, which is none.
+    """Return the divisors of `length` next below and above `degree`, which does not divide it.
 
     >>> _nearest_divisors(12, 5), _nearest_divisors(12, 24)
     ('4 and 6', '12')

@@ -227,7 +227,12 @@ class _Together:
     rate: float | None = None
 
     def path(self, start, room, gang):
-        """Return a function from time t to the jobs' levels, and the time at which all have stopped."""
+        """Return how the jobs' levels rise together, and where the rise ends.
+
+        The first value is a function from t, a parameter that grows from 0, to the level of each job; the
+        second is the t from which no level rises. `start` and `room` are each job's level at 0 and the most
+        that it can rise; `gang` is the number of devices that the job uses at once.
+        """
         unit = self.weight / gang[self.jobs]
         stop = room[self.jobs] / unit  # potential at which each job stops
         if self.rate is None:

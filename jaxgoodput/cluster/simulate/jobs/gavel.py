@@ -46,7 +46,7 @@ class GavelTruth:
 
 
 class GavelJob:
-    """A job of `GavelTruth`; see `SimulatedJob`."""
+    """A simulated job that advances at the steps per second of Gavel's published tables."""
 
     def __init__(
         self,

@@ -39,7 +39,7 @@ class RestartState:
     """Shapes that the job's program has been compiled for."""
 
     def begin(self, seconds: float) -> None:
-        """Start a restart."""
+        """Let the job restart for the next `seconds`, in which it makes no progress."""
         self.left_s = self.total_s = seconds
 
     def cancel(self) -> None:
