@@ -544,7 +544,7 @@ def _received_by(found: re.Match[str], num_devices: int) -> int:
         pairs = _PAIRS.search(rest)
         if pairs is None:
             raise ValueError(
-                f"no source_target_pairs in {found[0]!r}: this version of XLA writes programs in another form. "
+                f"no source_target_pairs in {found[0]!r}: XLA writes programs in another form here. "
                 "Use a version of jax that this package supports."
             )
         numbers = [int(n) for n in re.findall(r"\d+", pairs["pairs"])]
