@@ -170,10 +170,15 @@ def texts(folder: pathlib.Path) -> tuple[list[str], list[str]]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 if text := ast.get_docstring(node):
-                    kind = "class" if isinstance(node, ast.ClassDef) else "def"
-                    given = "" if kind == "class" else f"({ast.unparse(node.args)})"  # type: ignore
-                    explained.append(f"{where}: {kind} {node.name}{given}\n{text}")
+                    head = "".join(f"@{ast.unparse(d)}\n" for d in node.decorator_list)
+                    if isinstance(node, ast.ClassDef):
+                        head += f"class {node.name}({', '.join(map(ast.unparse, node.bases))})"
+                    else:
+                        head += f"def {node.name}({ast.unparse(node.args)})"
+                    explained.append(f"{where}: {head}\n{text}")
             elif isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+                if not isinstance(node.exc.func, ast.Name):
+                    continue  # made elsewhere, from parts
                 messages += [
                     f"{where}:{node.lineno} {_shown(a)}" for a in node.exc.args[:1] if _shown(a)
                 ]
