@@ -160,11 +160,12 @@ class Peers:
                         sent = data.reshape(message["shape"]), int(message["about"])
                         self._heard[generation, lane, number][other] = sent
                         self._changed.notify_all()
-        except (ConnectionError, ValueError):
-            pass  # the connection has ended, perhaps in the middle of a message
-        with self._changed:
-            self._lost.add(other)
-            self._changed.notify_all()
+        except (OSError, ValueError):
+            pass  # the connection has ended or timed out, perhaps in the middle of a message
+        finally:
+            with self._changed:
+                self._lost.add(other)
+                self._changed.notify_all()
 
     def _raise_if_stopped(self) -> None:
         if self._stopped:

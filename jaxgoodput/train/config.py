@@ -350,8 +350,9 @@ class Config:
                 f"Config.saving.best={self.saving.best!r} needs evaluations during training: set "
                 "evaluation.every_base_steps or evaluation.every_s."
             )
-        _check(self, ("loss",), f"one of {LOSSES}", LOSSES.__contains__)
-        _check(self, ("last_batch",), f"one of {LAST_BATCHES}", LAST_BATCHES.__contains__)
+        for name, choices in (("loss", LOSSES), ("last_batch", LAST_BATCHES)):
+            if (value := getattr(self, name)) not in choices:
+                raise ValueError(f"Config.{name} must be one of {choices}; got {value!r}.")
         _check_positive(self, "base_steps", "epochs", "max_skipped_in_a_row")
         whole = "a whole number of passes, an int (base_steps can end a run within a pass)"
         _check(self, ("epochs",), whole, lambda value: isinstance(value, int))

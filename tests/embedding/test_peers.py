@@ -148,6 +148,25 @@ def test_a_round_ends_when_a_process_goes_or_it_is_stopped():
     together(3, run)
 
 
+def test_a_round_ends_when_a_connection_times_out_in_the_middle_of_a_message(monkeypatch):
+    ready = threading.Barrier(2)
+
+    def timed_out(message):
+        raise TimeoutError("Connection timed out")
+
+    def run(rank, peers):
+        if rank == 0:
+            monkeypatch.setattr(peers._channels[1], "receive_bytes", timed_out)
+        ready.wait()
+        if rank == 1:
+            return peers.gather("a", 0, np.array([rank]))
+        with pytest.raises(ConnectionError, match="process 1, which holds a part"):
+            peers.gather("a", 0, np.array([rank]))
+        return None
+
+    together(2, run)
+
+
 def test_what_was_said_before_a_new_beginning_is_not_heard_behind_it():
     def run(rank, peers):
         if rank == 0:  # one round ahead, which the other process never joins

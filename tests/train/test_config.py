@@ -87,6 +87,7 @@ def test_a_setting_that_cannot_work_is_refused_by_name(make, message):
         ("last_batch", "pad", "last_batch must be one of .*; got 'pad'"),
         ("epochs", 1.5, "epochs must be a whole number of passes, an int .base_steps .*; got 1.5"),
         ("loss", "all", "loss must be one of .*; got 'all'"),
+        ("loss", None, "loss must be one of .*; got None"),
     ],
 )
 def test_a_value_of_another_type_is_refused_by_name(name, value, message):

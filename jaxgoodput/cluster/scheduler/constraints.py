@@ -297,6 +297,7 @@ def _reserved(
     """Choose the devices of each active reservation, by tenant, without devices of jobs that stay."""
     active = [r for r in cluster.reservations if r.start_s <= now_s < r.end_s]
     user_of = {d: v.spec for v in views.values() for d in _devices_of(v.allocation)}
+    stays = {device for id_ in held for device in _devices_of(views[id_].allocation)}
     nodes = {node.name: node for node in cluster.nodes}
     reserved: dict[str | None, Devices] = {}
     spoken_for: set[Device] = set()
@@ -305,7 +306,7 @@ def _reserved(
         chosen = _devices_to_reserve(reservation, node, user_of, spoken_for)
         spoken_for.update(chosen)
         # The reservation gets a device of a job that stays as soon as that job ends.
-        usable = {d[1] for d in chosen if d not in user_of or user_of[d].id not in held}
+        usable = {index for name, index in chosen if (name, index) not in stays}
         add_devices(reserved.setdefault(reservation.tenant, {}), {node.name: usable})
     return reserved
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from worlds import Fifo, after, check_plan, cluster_of, job_recipes, jobs_of, nodes, table
 
 from jaxgoodput.cluster.published.sia import Sia
+from jaxgoodput.cluster.scheduler.constraints import constraints_of
 from jaxgoodput.cluster.scheduler.policies.goodput import Goodput
 from jaxgoodput.cluster.scheduler.policy import Decision, JobView, SolverTimeout
 from jaxgoodput.cluster.scheduler.reconcile import PlanError, reconcile
@@ -221,6 +222,22 @@ def test_reserved_devices_are_for_their_tenant_only():
         TWO, reservations=(Reservation(node="n0", num_devices=4, start_s=0.0, end_s=20.0),)
     )
     assert reconcile([*blue, red], maintenance, Fifo(), 10.0).start == ("b0",)
+
+
+def test_a_device_is_not_reserved_while_one_of_those_that_share_it_stays():
+    cluster = dataclasses.replace(
+        TWO,
+        reservations=(Reservation(node="n0", num_devices=4, start_s=0.0, end_s=20.0),),
+        price_per_hour={"a": 1.0},
+    )
+    both = Allocation(devices={"n0": (0, 1, 2, 3)}, share_group="g")
+    stays = dataclasses.replace(view("x", preemptible=False), allocation=both, since_s=0.0)
+    broke = dataclasses.replace(
+        view("y", budget=1.0), allocation=both, since_s=0.0, received_s={"a": 7200.0}
+    )
+    for jobs in ([stays, broke], [broke, stays]):
+        found = constraints_of(jobs, cluster, 10.0)
+        assert set(found.held) == {"x"} and found.reserved == {None: {"n0": set()}}
 
 
 def test_a_solver_that_is_too_late_changes_nothing_and_says_so():

@@ -233,12 +233,13 @@ def test_a_file_that_is_no_journal_is_refused(tmp_path):
         ClusterJournal(tmp_path)
 
 
-def test_a_journal_of_another_format_is_refused(tmp_path):
+@pytest.mark.parametrize("number", [1, 9])  # 1 has other names of events
+def test_a_journal_of_another_format_is_refused(tmp_path, number):
     ClusterJournal(tmp_path).close()
     with sqlite3.connect(tmp_path / FILE) as connection:
-        connection.execute("pragma user_version = 9")
+        connection.execute(f"pragma user_version = {number}")
     connection.close()
-    with pytest.raises(ValueError, match="has format 9"):
+    with pytest.raises(ValueError, match=f"has format {number}"):
         ClusterJournal(tmp_path)
 
 

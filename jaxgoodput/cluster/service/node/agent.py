@@ -12,6 +12,7 @@ import signal
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from absl import logging
 
@@ -124,7 +125,8 @@ class NodeAgent:
         senders = [tell]
         if self._replaced is None:
             # On a worker: a service that does not answer must not cost the processes their time to save.
-            senders.append(Worker("node-goodbye", self._say_goodbye))
+            failed = partial(logging.error, "the farewell to the service failed: %r")
+            senders.append(Worker("node-goodbye", self._say_goodbye, on_error=failed))
         self._end_jobs()
         ask.stop()
         for sender in senders:

@@ -16,6 +16,9 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
+
+from absl import logging
 
 from jaxgoodput._worker import Worker
 from jaxgoodput.clock import Clock
@@ -65,7 +68,8 @@ class Process:
         with contextlib.suppress(OSError):  # it has ended already, which its exit code tells
             self._child.stdin.write(secret.encode() + b"\n")
             self._child.stdin.close()
-        self._reader = Worker("process-output", self._read)
+        failed = partial(logging.error, "the output of a process cannot be read any more: %r")
+        self._reader = Worker("process-output", self._read, on_error=failed)
 
     def code(self) -> int | None:
         """Return the exit code, negative for the signal that ended the process; None while it runs."""

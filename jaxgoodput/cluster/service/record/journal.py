@@ -20,7 +20,7 @@ from jaxgoodput.cluster.service.record.events import Event, JournalEntry, from_t
 from jaxgoodput.cluster.service.record.state import State, step
 
 FILE = "journal.db"
-FORMAT = 1
+FORMAT = 2
 
 _SCHEMA = """
 create table if not exists events (
