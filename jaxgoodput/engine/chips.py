@@ -35,7 +35,7 @@ CHIPS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Arithmetic:
-    """Arithmetic that training takes, and what the devices could do."""
+    """Operations that a training sample takes, and the peak rate of the devices, to compute utilisation."""
 
     tflops_per_sample: float
     """10^12 matrix-product operations per sample; NaN if not known."""

@@ -56,7 +56,7 @@ class RunSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class FitStart(Event):
-    """A run starts, from the beginning or from a checkpoint."""
+    """Event: a run starts, from the beginning or from a checkpoint."""
 
     hook: ClassVar[str] = "on_fit_start"
     progress: float
@@ -186,7 +186,7 @@ class Window(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class TuneEnd(Event):
-    """The model was fitted, and the tuner reached a verdict."""
+    """Event: the tuner fitted the goodput model and reached a verdict."""
 
     hook: ClassVar[str] = "on_tune_end"
     before: BatchConfig
@@ -254,7 +254,7 @@ class Resharded(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class EvalEnd(Event):
-    """An evaluation is done."""
+    """Event: an evaluation is done, with its metrics."""
 
     hook: ClassVar[str] = "on_eval_end"
     progress: float
@@ -346,7 +346,7 @@ REGROUPED = "regrouped: "
 
 @dataclass(frozen=True, kw_only=True)
 class FitEnd(Event):
-    """The run is over."""
+    """Event: this call of `fit`, or this set of processes, has ended, whether or not it succeeded."""
 
     hook: ClassVar[str] = "on_fit_end"
     progress: float

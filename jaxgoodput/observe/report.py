@@ -106,7 +106,7 @@ class _Story:
 
     @property
     def last(self) -> FitEnd | Window | FitStart:
-        """The event that tells how far the run is."""
+        """The newest event that tells how far the run is: its end, its last window, or its start."""
         return self.ended or (self.windows[-1] if self.windows else self.starts[-1])
 
     @property
@@ -410,7 +410,7 @@ def _time(story: _Story) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class _Row:
-    """The results of one batch."""
+    """What a run measured while it used one batch size: a row of the report's table."""
 
     batch: int
     shape: str

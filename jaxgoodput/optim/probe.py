@@ -34,7 +34,7 @@ class NeedsMore(TypeError):
 
 
 def _probed(what: str, probe: Callable[[], T], default: T) -> T:
-    """Return the result of `probe`, or `default` if the optimizer fails on it, with a line in the log."""
+    """Return `probe()`; if it raises, log that `what` cannot be probed, and return `default`."""
     try:
         return probe()
     except Exception as error:  # a user's own link may raise anything
@@ -279,7 +279,7 @@ def _entry(norm: float, num_leaves: int) -> float:
 
 
 def _small(params: PyTree, value: float) -> PyTree:
-    """Return a tree with one element per leaf, of the same rank, because masks may depend on the rank."""
+    """Return a tree whose leaves hold `value` once, with the rank of their parameter: masks may read it."""
 
     def leaf(x: Any) -> Array:
         return jnp.full((1,) * len(x.shape), value, x.dtype)

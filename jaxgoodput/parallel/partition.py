@@ -315,7 +315,7 @@ def num_parts(spec: Iterable[Any], strategy: Strategy) -> int:
 
 
 def _axes(spec: Iterable[Any]) -> list[Any]:
-    """Return the axes of all entries of a spec."""
+    """Return the mesh axes that a spec names, over all its dimensions."""
     return [axis for entry in spec for axis in axes_of(entry)]
 
 
@@ -490,7 +490,7 @@ def _beside_its_matrix(
 
 
 def _cut_output(bias: tuple[int, ...], matrix: tuple[int, ...], spec: Iterable[Any]) -> int | None:
-    """Return which output of a matrix "tensor" cuts, counted from the end; None if none of the bias's."""
+    """Return the output dimension of a matrix that "tensor" cuts, from the end; None if no bias has it."""
     # If layers are stacked behind, [inputs, layers, outputs], the bias is [layers, outputs].
     outputs = bias if matrix[-len(bias) :] == bias else bias[1:]
     dims = [dim for dim, entry in enumerate(spec) if TENSOR_AXIS in axes_of(entry)]

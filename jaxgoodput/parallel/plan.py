@@ -52,7 +52,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Overlap:
-    """Parts of the box that one receiver needs, each with the devices that hold it."""
+    """What one device needs of an array: the part that it holds already, and the parts that others hold."""
 
     receiver: Device
     """Device that needs them."""
@@ -388,7 +388,7 @@ def _growth(group: GroupPlan) -> int:
 
 
 def boxes(sharding: Sharding, shape: Sequence[int]) -> dict[Device, Box]:
-    """Return the box of every device, in the order of the sharding's devices.
+    """Return each device's box, the ranges of indices that it holds, in the sharding's order of devices.
 
     >>> import jax
     >>> from jaxgoodput.parallel.strategy import Strategy
@@ -411,7 +411,7 @@ def num_elements(box: Box) -> int:
 
 
 def intersection(one: Box, other: Box) -> Box | None:
-    """Return the common part of two boxes of one array; None if they do not overlap.
+    """Return the common part of two boxes (ranges of indices) of one array; None if they do not overlap.
 
     >>> intersection(((0, 4), (0, 2)), ((2, 6), (0, 8)))
     ((2, 4), (0, 2))

@@ -66,7 +66,7 @@ class WrongWorkdirError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointMeta:
-    """Everything that the host knows and that a restart needs."""
+    """A checkpoint's metadata: what a restart needs besides the arrays, such as step and batch."""
 
     step: int
     """Updates attempted."""
@@ -170,7 +170,7 @@ def best_step(notes: Mapping[int, Note], saving: Saving) -> int | None:
 
 @dataclass(frozen=True)
 class RestoredCheckpoint:
-    """The state and the metadata read from a checkpoint."""
+    """The training state and the metadata that were read from a checkpoint."""
 
     state: TrainState
     meta: CheckpointMeta
@@ -493,7 +493,7 @@ class Checkpoints:
 
 @dataclass(frozen=True)
 class _Policy:
-    """Orbax's interface to the function that decides which steps are kept."""
+    """The policy object that Orbax asks which checkpoints to keep; calls a function of this file."""
 
     kept: Callable[[Sequence[int]], set[int]]
 
@@ -678,7 +678,7 @@ def _sources(
 
 
 def _steps_in(root: pathlib.Path) -> list[int]:
-    """Return the steps of the complete checkpoints in a folder."""
+    """Return the step numbers of the complete checkpoints in a folder."""
     return [int(path.name) for path in root.iterdir() if path.name.isdigit()]
 
 

@@ -53,7 +53,7 @@ class Tuning:
     """
 
     def __post_init__(self):
-        """Refuse values that cannot work, and name what to change."""
+        """Raise ValueError for settings that cannot work; the message names the remedy."""
         _check_positive(self, "every_s", "every_steps")
         _check_not_negative(self, "min_gain", "dwell_steps", "warm_up_steps")
         _check_share(self, "fixed_tolerance")
@@ -86,7 +86,7 @@ class Statistics:
     """
 
     def __post_init__(self):
-        """Refuse values that cannot work, and name what to change."""
+        """Raise ValueError for settings that cannot work; the message names the remedy."""
         _check_positive(self, "every_steps", "overhead")
         _check_share(self, "smoothing")
         if self.preconditioned and self.from_norm_layers:
@@ -150,7 +150,7 @@ class Execution:
     """
 
     def __post_init__(self):
-        """Refuse values that cannot work, and name what to change."""
+        """Raise ValueError for settings that cannot work; the message names the remedy."""
         _check_positive(self, "memory_bytes", "readers")
         _check_not_negative(self, "prefetch", "read_retries")
         _check_share(self, "memory_margin")
@@ -168,7 +168,7 @@ class Evaluation:
     """Samples per replica at once; None for as many as with the base batch."""
 
     def __post_init__(self):
-        """Refuse values that cannot work, and name what to change."""
+        """Raise ValueError for settings that cannot work; the message names the remedy."""
         _check_positive(self, "every_s", "every_base_steps", "micro_batch_size")
 
 
@@ -207,7 +207,7 @@ class Saving:
     """
 
     def __post_init__(self):
-        """Refuse values that cannot work, and name what to change."""
+        """Raise ValueError for settings that cannot work; the message names the remedy."""
         _check_positive(self, "every_s", "every_base_steps", "keep", "keep_every_base_steps")
         _check_positive(self, "grace_s", "hang_after_s")
         if self.best_mode not in ("min", "max"):
@@ -228,7 +228,7 @@ class Reporting:
     """Number of tokens in a sample, to show tokens per second; None if samples are not text."""
 
     def __post_init__(self):
-        """Refuse values that cannot work, and name what to change."""
+        """Raise ValueError for settings that cannot work; the message names the remedy."""
         _check_positive(self, "window_s", "tokens_per_sample")
 
 
@@ -323,7 +323,7 @@ class Config:
         return self.execution.background_compile and isinstance(self.policy, str)
 
     def __post_init__(self):
-        """Refuse values that cannot work, and name what to change."""
+        """Raise ValueError for settings that cannot work; the message names the remedy."""
         if not isinstance(self.batch, BatchLimits):
             raise ValueError(
                 f"Config.batch says which batches are allowed; got {self.batch!r}. Write "

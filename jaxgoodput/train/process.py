@@ -80,7 +80,7 @@ def keep_freed_pages(platform: str) -> bool:
 
 @dataclass(frozen=True)
 class LauncherLink:
-    """What a launcher told this process, and how the process reports back."""
+    """What a launcher told this process at its start, and how the process reports back to it."""
 
     grace_s: float | None = None  # between a stop signal and SIGKILL
     # Called with the last step done; None if this process trains no more.
@@ -101,7 +101,7 @@ HELP_SHARE, LEAVE_SHARE = 0.25, 0.9  # of the grace period
 
 @runtime_checkable
 class GuardedLoop(Protocol):
-    """What the guard asks of a loop, from the guard's thread."""
+    """The methods of a training loop that `StopGuard` calls, from its own thread."""
 
     @property
     def done(self) -> int:
@@ -165,14 +165,14 @@ class StopGuard:
         return self._loop is not None
 
     def watch(self, loop: GuardedLoop) -> None:
-        """Guard this loop from now on."""
+        """Guard this loop from now on: it is stopped if it hangs, or ends too slowly after a stop."""
         self._loop = loop
         self._beat(
             loop.done
         )  # so that a process which is cut off in its first second counts as alive
 
     def rest(self, step: int) -> None:
-        """Let go of the loop between two generations; `step` is in memory.
+        """Let go of the loop while the processes of the job change; `step` is the last one, kept in memory.
 
         A stop that comes meanwhile is obeyed in the next generation. The loop's devices and their connections
         end only when nothing refers to it any more.
@@ -191,7 +191,7 @@ class StopGuard:
         self._beat(None)
 
     def close(self) -> None:
-        """End the thread."""
+        """End the guard's thread."""
         os.write(self.pipe, b"\0")
         self._worker.join()
         os.close(self._read)
@@ -264,7 +264,7 @@ class StopGuard:
         self._requests.interrupt("hang")
 
     def _press(self, waited_s: float, now_s: float) -> None:
-        """Make a run that was told to stop end in time."""
+        """Make a run that was told to stop `waited_s` ago end in time: save for it, then end the process."""
         leave_s = LEAVE_SHARE * self._grace_s
         in_a_hurry = self._hurry_s is not None and now_s - self._hurry_s >= PROMPT_S
         if self._loop is None:
@@ -306,7 +306,7 @@ class StopGuard:
 
 @dataclass(frozen=True)
 class _Resting:
-    """Stands for the loop of a run between two generations."""
+    """Stands for the loop while the processes of the job change: nothing can be saved then."""
 
     done: int
 
@@ -478,7 +478,7 @@ def persistent_cache(config: Config) -> Iterator[None]:
 
 @contextlib.contextmanager
 def changed_process(config: Config, requests: Requests, clock: Clock) -> Iterator[StopGuard]:
-    """Apply all changes of this file inside the block."""
+    """Inside the block, guard against signals and hangs, keep compiled programs, and hide Orbax's log."""
     with quiet_writer(), persistent_cache(config), prompt_threads():
         with guarded(config, requests, clock) as guard:
             yield guard

@@ -39,7 +39,10 @@ def run_of(
     membership: Membership | None,
     clock: Clock,
 ) -> Run:
-    """Return the run of the kind that these processes make; `first` is the batch to begin with."""
+    """Return the run of the kind that these processes make: alone, of a fixed number, or elastic.
+
+    `first` is the batch to begin with.
+    """
     if has_others(where):
         decisions = SharedDecisions(requests, strategies, where, first)
     else:

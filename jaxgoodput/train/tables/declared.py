@@ -32,7 +32,7 @@ Ids = Callable[[PyTree], dict[str, np.ndarray]]
 
 
 class NoTables:
-    """A task without tables."""
+    """Stands for the tables of a task that has none: `TaskTables` has the same methods."""
 
     plans: Mapping[str, Table] = MappingProxyType({})
     ids = None
@@ -59,11 +59,11 @@ class NoTables:
         return problem
 
     def evaluation(self, task: Task, opened: Tables) -> dict[str, Any]:
-        """Return the arguments of an `Evaluator` that say how a batch is evaluated."""
+        """Return the user's metrics as an argument of `Evaluator`."""
         return {"metrics": task.metrics_with_state}
 
     def feed(self, opener: Opener, opened: Tables, loader: Loader, config: Config) -> Feed:
-        """Return the feed of the loader's batches."""
+        """Return a `PlainFeed`, which hands out the loader's batches."""
         return PlainFeed(loader)
 
 
@@ -148,7 +148,7 @@ class TaskTables:
         return rows_apart(tx)
 
     def problem(self, problem: Problem) -> Problem:
-        """Return the problem of steps that read rows."""
+        """Return `problem` for steps that read rows of the tables."""
         return with_tables(problem, self.plans)
 
     def evaluation(self, task: Task, opened: Tables) -> dict[str, Any]:
@@ -168,7 +168,7 @@ class TaskTables:
         return metrics
 
     def feed(self, opener: Opener, opened: Tables, loader: Loader, config: Config) -> Feed:
-        """Return the feed of the loader's batches and their rows."""
+        """Return a `TableFeed`, which hands out the loader's batches with their rows on the device."""
         return TableFeed(
             opened,
             loader,
