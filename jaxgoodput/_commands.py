@@ -139,11 +139,15 @@ def at_least(least: Number) -> Callable[[str], Number]:
             value = kind(text)
         except ValueError:
             name = "a whole number" if kind is int else "a number"
-            raise argparse.ArgumentTypeError(f"{text!r} is not {name}") from None
+            raise argparse.ArgumentTypeError(f"{text!r} is not {name}; give one") from None
         if not value >= least:  # false for NaN, too
-            raise argparse.ArgumentTypeError(f"{value} is less than {least}")
+            raise argparse.ArgumentTypeError(
+                f"{value} is less than {least}, the smallest number allowed"
+            )
         if kind is float and value > _LARGEST:
-            raise argparse.ArgumentTypeError(f"{value:g} is more than {_LARGEST:g}")
+            raise argparse.ArgumentTypeError(
+                f"{value:g} is more than {_LARGEST:g}, the largest number allowed"
+            )
         return value
 
     return parse

@@ -190,7 +190,7 @@ def goodput_table(model: GoodputModel, limits: BatchLimits, placements: Placemen
     if nodes.shape != replicas.shape or nodes.ndim != 1:
         raise ValueError(
             f"placements needs two arrays of one length, but num_nodes has shape {nodes.shape} and "
-            f"num_replicas {replicas.shape}."
+            f"num_replicas {replicas.shape}. Give both an entry for each placement."
         )
     common = np.array(_common_sizes(limits), np.int64)
     sizes = np.concatenate(

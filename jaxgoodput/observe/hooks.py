@@ -92,7 +92,9 @@ class Every(Hook):
 
     def __init__(self, function: Callable[[StepEnd], Any], *, steps: int):
         if steps < 1:
-            raise ValueError(f"steps must be at least 1; got {steps}.")
+            raise ValueError(
+                f"steps must be at least 1: the function is called at multiples of it; got {steps}."
+            )
         self._function = function
         self._steps = steps
 

@@ -141,7 +141,9 @@ def adaptive(
             "gain may grow per update. 1 / 0.9 suits a momentum of 0.9; inf means no limit."
         )
     if schedules not in ("progress", "samples"):
-        raise ValueError(f"schedules must be 'progress' or 'samples', got {schedules!r}.")
+        raise ValueError(
+            f"schedules must be 'progress' (base steps) or 'samples', got {schedules!r}."
+        )
     made = _Adaptive(
         tx=optax.with_extra_args_support(tx),
         rule=rule,

@@ -38,7 +38,7 @@ def _probed(what: str, probe: Callable[[], T], default: T) -> T:
     try:
         return probe()
     except Exception as error:  # a user's own link may raise anything
-        logging.info("cannot probe the optimizer for %s: %r", what, error)
+        logging.info("cannot probe the optimizer for %s, so a default is used: %r", what, error)
         return default
 
 

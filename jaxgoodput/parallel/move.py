@@ -307,7 +307,7 @@ def compile_group(
     if not tried:
         raise ValueError(
             f"none of the routes {sorted(allowed)} can take {leaves[0].name} from {leaves[0].source} to "
-            f'{leaves[0].target}: other devices need "pieces".'
+            f'{leaves[0].target}: other devices need "pieces" among the routes.'
         )
     return min(tried, key=lambda one: (one.xla_temporary_bytes, one.collective_bytes or 0))
 

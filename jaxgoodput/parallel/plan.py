@@ -283,7 +283,10 @@ def _divided(name: str, shape: tuple[int, ...], target: Sharding) -> dict[Device
     try:
         target.shard_shape(shape)
     except ValueError as error:
-        raise ValueError(f"{name} of shape {shape} cannot be cut as {target}: {error}") from error
+        raise ValueError(
+            f"{name} of shape {shape} cannot be cut as {target}: {error}. "
+            "Use a sharding whose axes divide it."
+        ) from error
     return boxes(target, shape)
 
 

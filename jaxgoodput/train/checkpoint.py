@@ -514,7 +514,7 @@ class SavedCheckpoint:
         """Open the checkpoint in a folder; raises if its metadata is damaged or its checksums are missing."""
         meta = CheckpointMeta.from_json(json.loads((folder / "meta/metadata").read_text()))
         if not _disk.is_sealed(folder):
-            raise _disk.DamagedError(f"{_disk.SUMS} is missing")
+            raise _disk.DamagedError(f"the file of checksums, {_disk.SUMS}, is missing")
         return cls(folder, meta)
 
     @classmethod
@@ -533,9 +533,13 @@ class SavedCheckpoint:
                 f"{root} holds no checkpoint. Name the workdir of a run that has saved one."
             )
         if step is not None and step not in steps:
-            raise FileNotFoundError(f"{root} holds no checkpoint of step {step}; it has {steps}.")
+            raise FileNotFoundError(
+                f"{root} holds no checkpoint of step {step}; it has {steps}. Name one of them."
+            )
         if best and step is not None:
-            raise ValueError(f"best=True and step={step} exclude each other: give one of them.")
+            raise ValueError(
+                f"best=True and step={step} exclude each other: give one of them to choose a checkpoint."
+            )
         if best:
             step = _best_of(root, steps, saving)
         folder = root / str(steps[-1] if step is None else step)

@@ -86,7 +86,7 @@ class StrategyCompiler:
         if strategy not in self._engines:
             raise ValueError(
                 f"this run has no strategy {strategy!r}; Config.strategies has "
-                f"{', '.join(self._engines).strip() or 'none'}."
+                f"{', '.join(self._engines).strip() or 'none'}. Name one of these, or none."
             )
         return self._engines[strategy]
 

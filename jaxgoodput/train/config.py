@@ -426,7 +426,9 @@ def with_overrides(config: Config, overrides: Sequence[str]) -> Config:
     for override in overrides:
         name, separator, text = override.partition("=")
         if not separator:
-            raise ValueError(f"an override is name=value; got {override!r}.")
+            raise ValueError(
+                f"an override is name=value, such as tuning.min_gain=0.1; got {override!r}."
+            )
         if name not in (known := list(_names(config))):
             raise ValueError(f"there is no setting {name!r}{_meant(name, known)}")
         config = _replaced(config, name.split("."), text, name)

@@ -235,7 +235,9 @@ class Loop:
         ending.stopped_by = ending.stopped_by or self.requests.signal
         if ending.stopped_by is None:
             raise peer_lost(self.start.where, self.clock, self._saver.safe_step()) from error
-        logging.warning("another process has left before the last step: %s", error)
+        logging.warning(
+            "another process has left before the last step, as this run was told to stop: %s", error
+        )
 
     def _train(self, first: int) -> bool:
         """Step to the end, or until a stop is due; True if the last evaluation is the best."""

@@ -321,7 +321,10 @@ class _Resting:
 
 
 def _log_failure(error: BaseException) -> None:
-    logging.error("a thread that watches over the run failed", exc_info=error)
+    logging.error(
+        "the thread that watches for signals and hangs, or saves for the loop, has failed",
+        exc_info=error,
+    )
 
 
 def stacks() -> str:

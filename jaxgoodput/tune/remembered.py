@@ -80,7 +80,9 @@ class Memory:
         except FileNotFoundError:
             pass
         except (OSError, ValueError) as error:
-            logging.warning("ignoring the memory of earlier runs in %s: %s", path, error)
+            logging.warning(
+                "the memory of earlier runs in %s cannot be read and is not used: %s", path, error
+            )
         return cls(path, None)
 
     def write(self, found: ProgramMemory) -> None:

@@ -193,7 +193,8 @@ def fit_generations(
             if last_step() > first:
                 # Steps were done since and could not be kept, so that `kept` is of an earlier one.
                 logging.warning(
-                    "training resumes from another process's state, or a checkpoint: %s", why
+                    "processes are gone: training resumes from another process's state or a checkpoint: %s",
+                    why,
                 )
                 kept = None
         rest(0 if kept is None else kept.step)

@@ -220,7 +220,9 @@ class Agreement:
         except PeerGone:
             self._store.set(answer, "no")  # has no effect if another process answered first
         if self._store.try_get(answer) != "yes":
-            raise PeerGone(f"not every process has the sum of step {step + 1}")
+            raise PeerGone(
+                f"not every process has the gradient sum of step {step + 1}, so none of them applies it"
+            )
 
     def forget(self, step: int) -> None:
         """Remove what was agreed on `_KEEP` steps before the current `step`; process 0 does it for all."""
