@@ -264,7 +264,7 @@ def forget_devices() -> None:
 
 
 class PeerGone(RuntimeError):
-    """A process that others waited for is gone."""
+    """Error: a process that this one waited for is gone."""
 
 
 class SharedStore:

@@ -8,7 +8,7 @@ GIB = 2.0**30
 
 @dataclass(frozen=True)
 class Chip:
-    """Peak rates of one chip."""
+    """Peak rates and memory of one accelerator chip."""
 
     flops: float
     """Matrix-product operations per second in bfloat16, without sparsity."""

@@ -192,7 +192,7 @@ class HostLeaf:
 
     @classmethod
     def of(cls, x: Array) -> "HostLeaf":
-        """Copy what this process's devices hold."""
+        """Copy the parts of an array that this process's devices hold to the host."""
         pieces: dict[tuple[int, ...], np.ndarray] = {}
         for shard in x.addressable_shards:
             start = tuple(part.indices(n)[0] for part, n in zip(shard.index, x.shape, strict=True))

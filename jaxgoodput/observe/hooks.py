@@ -51,7 +51,7 @@ class Hook:
         """Handle a finished update. `event.metrics` are floats on the host."""
 
     def on_window(self, event: Window, /) -> None:
-        """Handle the averages of the latest `tuning.window_steps` steps."""
+        """Handle averages over the steps of the latest `Reporting.window_s` seconds or more."""
 
     def on_tune_end(self, event: TuneEnd, /) -> None:
         """Handle a verdict of the tuner."""
@@ -84,7 +84,7 @@ class Hook:
         """Handle a requested stop. The `Checkpoint` event before it says whether the state was saved."""
 
     def on_fit_end(self, event: FitEnd, /) -> None:
-        """Handle the end of training."""
+        """Handle the end of training, or of one set of processes if `event.goes_on`."""
 
 
 class Every(Hook):

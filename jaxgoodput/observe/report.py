@@ -410,7 +410,7 @@ def _time(story: _Story) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class _Row:
-    """What a run measured while it used one batch size: a row of the report's table."""
+    """What a run measured while it used one batch, in one split and strategy: a row of the table."""
 
     batch: int
     shape: str
@@ -431,7 +431,7 @@ def _shape(config: BatchConfig) -> str:
 
 
 def _rows(windows: Sequence[Window]) -> list[_Row]:
-    """Return the results of each batch, smallest first."""
+    """Return what the run measured with each batch, smallest first."""
     groups: dict[tuple[int, str], list[tuple[Window, int]]] = {}
     before: Window | None = None
     for window in windows:

@@ -560,7 +560,10 @@ def _received_by(found: re.Match[str], num_devices: int) -> int:
         return 2 * num_devices * result * (size - 1) // size
     if kind == "reduce-scatter":
         return num_devices * result * (size - 1)
-    raise ValueError(f"{kind} has no fixed traffic: {found[0]!r}.")
+    raise ValueError(
+        f"{kind} is a collective that may send any amount, so the traffic of {found[0]!r} is unknown. "
+        'Use Move.compile(..., routes=("alias", "pieces")).'
+    )
 
 
 def _result_bytes(found: re.Match[str]) -> int:

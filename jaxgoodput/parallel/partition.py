@@ -38,7 +38,7 @@ from jaxgoodput.parallel.strategy import (
 
 
 class CannotDivide(ValueError):
-    """A rule, the model's metadata or the model itself cuts what the degrees do not divide."""
+    """Error: a rule, the model's metadata or the model itself cuts what the degrees do not divide."""
 
 
 KeyPath = tuple[Any, ...]
@@ -233,7 +233,7 @@ def suitable(
 def _unsuited(
     strategy: Strategy, table: Table, state: PyTree, memory_bytes: int | None
 ) -> str | None:
-    """Return why a model should not follow a strategy that divides it; None if it may."""
+    """Return why a strategy does not suit a model: an axis cuts nothing, or memory lacks; None if it does."""
     degrees = strategy.degrees
     cut = {axis for _, spec in table.values() for axis in _axes(spec)}
     for axis in (EXPERT_AXIS, STAGE_AXIS):
@@ -440,7 +440,7 @@ class _Param:
 
     @property
     def expert_dim(self) -> int | None:
-        """Dimension of the experts."""
+        """Dimension along which the experts of a mixture are stacked."""
         return self.first_own - 1 if self.is_expert and self.first_own > 0 else None
 
     @property

@@ -55,7 +55,7 @@ class Place:
 
     @property
     def spans(self) -> bool:
-        """Whether the layouts span processes that form no groups."""
+        """Whether every layout covers the devices of several processes, which form no groups."""
         return self.process_count > self.num_groups * self.group_size
 
     @property

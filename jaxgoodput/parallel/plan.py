@@ -117,7 +117,7 @@ class GroupPlan:
 
 @dataclass(frozen=True)
 class MovePlan:
-    """A whole move. The groups run in order."""
+    """The plan of moving a tree to other shardings: groups of leaves that move one after another."""
 
     leaves: tuple[LeafPlan, ...]
     """Leaves in the tree's order."""

@@ -145,7 +145,7 @@ class Transfers:
 
 
 def shards(array: jax.Array) -> dict[Device, jax.Array]:
-    """Return what each device of this process holds."""
+    """Return the part of the array that each device of this process holds, by device."""
     return {shard.device: shard.data for shard in array.addressable_shards}
 
 

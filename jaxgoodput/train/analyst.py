@@ -409,7 +409,7 @@ class Analyst:
         )
 
     def _caution(self) -> Caution:
-        """Return the conditions that a change must meet now."""
+        """Return the limits on changes now, from the settings and from how uncertain step times are."""
         tuning, doubt = self._config.tuning, self._table.disturbance()
         return Caution(
             min_gain=tuning.min_gain,

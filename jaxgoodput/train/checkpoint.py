@@ -349,7 +349,7 @@ class Checkpoints:
         return RestoredCheckpoint(state=state, meta=saved.meta)
 
     def close(self) -> None:
-        """Finish writing and release the directory."""
+        """Wait for the writer, warn if the last save failed, and release the directory."""
         error = self._finish()
         if error is not None:
             logging.warning(
@@ -412,7 +412,10 @@ class Checkpoints:
             _disk.seal(folder)
 
     def _refusal(self) -> str | None:
-        """Return why no folder can be made, or None; Orbax's threads would wait for it and delay the exit."""
+        """Return why no folder can be made in the directory of checkpoints; None if one can.
+
+        Orbax's threads would wait for it and delay the exit.
+        """
         probe = self._directory / f".probe.{jax.process_index()}"
         try:
             probe.mkdir(exist_ok=True)
@@ -725,7 +728,7 @@ def _is_out_of_memory(failure: Exception | None) -> TypeGuard[Exception]:
 
 
 def _attempt(read: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """Return what `read` returns, or else what it raises."""
+    """Return (what `read` returns, None), or (None, the exception) if it raises."""
     try:
         return read(), None
     except Exception as error:

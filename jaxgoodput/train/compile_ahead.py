@@ -231,7 +231,7 @@ class StrategyCompiler:
             self._moves.append((seconds, bytes_moved))
 
     def close(self) -> None:
-        """Stop after the programs that are being compiled."""
+        """Stop compiling in the background; waits for the programs that are being compiled."""
         with self._lock:
             self._is_closed = True
             compilers = list(self._sizes.values())

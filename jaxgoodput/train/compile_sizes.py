@@ -205,7 +205,7 @@ class SizeCompiler:
             )
 
     def close(self) -> None:
-        """Stop after the program that is being compiled."""
+        """Stop compiling in the background; waits for the program that is being compiled."""
         worker = self._stop()
         if worker is not None:
             worker.join()

@@ -235,7 +235,7 @@ class OwnDecisions:
         return holds
 
     def meet(self, moment: str) -> None:
-        """Wait for all processes at this moment."""
+        """Do nothing: there are no other processes to wait for."""
 
     def is_stop_due(self) -> bool:
         """Whether the loop must stop waiting for data, because a stop was requested."""
@@ -302,7 +302,7 @@ class SharedDecisions:
             return self._where.everywhere(holds)
 
     def meet(self, moment: str) -> None:
-        """Wait for all processes at this moment."""
+        """Wait until all processes have called this with the same `moment`, a name."""
         self._where.meet(moment)
 
     def is_stop_due(self) -> bool:

@@ -76,12 +76,12 @@ def control_size(where: Place) -> int:
 
 
 def is_alone(where: Place) -> bool:
-    """Whether a run has one process for good."""
+    """Whether a run has one process, and no other can join it."""
     return where.process_count == 1 and where.world is None
 
 
 def has_others(where: Place) -> bool:
-    """Whether other processes wait for this one now."""
+    """Whether the job has other processes now, which may wait for this one."""
     return where.process_count > 1
 
 

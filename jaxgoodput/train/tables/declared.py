@@ -38,24 +38,24 @@ class NoTables:
     ids = None
 
     def sample(self, own: PyTree) -> PyTree:
-        """Return one abstract sample as the loss gets it."""
+        """Return `own`, the abstract sample of the data set, which the loss gets as it is."""
         return own
 
     def require_place(self, where: Place, source: Source) -> None:
-        """Accept any devices and data."""
+        """Do nothing: without tables, any devices and data will do."""
 
     def require_rows(self, function: Callable[..., Any], name: str) -> None:
-        """Accept any function of the task."""
+        """Do nothing: without tables, any function of the task will do."""
 
     def require_settings(self, config: Config, *, has_labels: bool) -> None:
-        """Accept any settings."""
+        """Do nothing: without tables, any settings will do."""
 
     def optimizer(self, tx: optax.GradientTransformation) -> optax.GradientTransformation:
-        """Return the optimizer as it is."""
+        """Return the optimizer unchanged."""
         return tx
 
     def problem(self, problem: Problem) -> Problem:
-        """Return the problem as it is."""
+        """Return the problem unchanged."""
         return problem
 
     def evaluation(self, task: Task, opened: Tables) -> dict[str, Any]:
