@@ -130,7 +130,7 @@ class Profile(Hook):
     ):
         if steps < 1 or (start is not None and start < 0):
             raise ValueError(
-                f"start={start}, steps={steps}: start must be 0 or more, and steps 1 or more."
+                f"Profile(start={start}, steps={steps}): start must be 0 or more, and steps 1 or more."
             )
         self._start, self._steps, self._clock = start, steps, clock or SystemClock()
         self._is_requested = False

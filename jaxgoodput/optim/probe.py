@@ -258,7 +258,7 @@ def _updates(
         said = str(error) if isinstance(error, (TypeError, ValueError, KeyError)) else ""
         if any(words in said for words in ("missing", "must be provided")):
             raise NeedsMore(str(error)) from error
-        logging.info("cannot probe the optimizer for its updates: %r", error)
+        logging.info("cannot probe the optimizer for its updates, so they count as 0: %r", error)
         return np.zeros((len(norms), len(leaves))), np.zeros((len(norms), 0))
     moved, moments = zip(*jax.device_get(found), strict=True)
     return np.stack(moved), np.stack(moments)

@@ -230,7 +230,7 @@ def mebibytes(size: int) -> str:
 
 
 def total(parts: Iterable[Mapping[Device, int]]) -> dict[Device, int]:
-    """Return sums by device.
+    """Return the sum of each device's numbers over several mappings.
 
     >>> total([{"a": 1}, {"a": 2, "b": 3}])
     {'a': 3, 'b': 3}
@@ -424,7 +424,7 @@ def intersection(one: Box, other: Box) -> Box | None:
 
 
 def within(box: Box, outer: Box) -> tuple[slice, ...]:
-    """Return the slices of `box` within the shard that holds `outer`.
+    """Return the slices that cut `box` out of a device's shard, which holds the box `outer`.
 
     >>> within(((4, 6),), ((4, 8),))
     (slice(0, 2, None),)

@@ -463,7 +463,9 @@ class Checkpoints:
         try:
             self._manager.close()
         except Exception as failure:
-            logging.info("closing the failed checkpoint writer: %s", failure)
+            logging.info(
+                "the checkpoint writer, which has failed, could not be closed: %s", failure
+            )
         self.remove_leftovers()
         self._manager = self._open()
 
@@ -670,7 +672,7 @@ def initial_leaves(initial: Any, variables: Variables) -> dict[str, Array]:
 def _sources(
     initial: FromCheckpoint, saved: SavedCheckpoint, wanted: Iterable[str]
 ) -> dict[str, str]:
-    """Return the path of the saved leaf that each leaf begins with, by name; without those `init` makes."""
+    """Return by leaf name the path of the saved leaf that replaces it; leaves left to `init` are absent."""
     there = {"/".join(map(str, keys)): path for keys, path in saved.variables.items()}
     if initial.names is None:
         return {name: there[name] for name in wanted if name in there}

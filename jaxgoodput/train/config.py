@@ -211,7 +211,10 @@ class Saving:
         _check_positive(self, "every_s", "every_base_steps", "keep", "keep_every_base_steps")
         _check_positive(self, "grace_s", "hang_after_s")
         if self.best_mode not in ("min", "max"):
-            raise ValueError(f'Saving.best_mode must be "min" or "max"; got {self.best_mode!r}.')
+            raise ValueError(
+                'Saving.best_mode must be "min" or "max", the better end of the metric Saving.best; '
+                f"got {self.best_mode!r}."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -71,7 +71,9 @@ def keep_freed_pages(platform: str) -> bool:
         return False
     # The threshold comes first: without it, the other two would only freeze the present one.
     if not any(mallopt(M_MMAP_THRESHOLD, size) == 1 for size in LARGEST_BLOCKS):
-        logging.info("the C library does not keep freed memory: every step gets fresh pages")
+        logging.info(
+            "the C library cannot be told to keep freed memory, so steps on the CPU may be slower"
+        )
         return False
     mallopt(M_TRIM_THRESHOLD, (1 << 31) - 1)
     mallopt(M_TOP_PAD, 1 << 26)
