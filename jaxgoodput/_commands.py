@@ -97,19 +97,19 @@ class Command:
 
     @property
     def summary(self) -> str:
-        """The command's line in `jaxgoodput --help`: the first line of the docstring."""
+        """The command's line in `jaxgoodput --help`: the first line of its action's docstring."""
         first = self.description.partition("\n")[0]
         return first[:1].lower() + first[1:].removesuffix(".")
 
     @property
     def description(self) -> str:
-        """The text of `jaxgoodput COMMAND --help`."""
+        """The text of `jaxgoodput COMMAND --help`, from its action's docstring."""
         return inspect.getdoc(self.action) or ""
 
 
 @dataclass
 class Commands:
-    """The commands that rooms have registered so far."""
+    """The commands that the packages of jaxgoodput have registered so far."""
 
     _found: list[tuple[int, Command]] = field(default_factory=list)
 
@@ -139,11 +139,15 @@ def at_least(least: Number) -> Callable[[str], Number]:
             value = kind(text)
         except ValueError:
             name = "a whole number" if kind is int else "a number"
-            raise argparse.ArgumentTypeError(f"{text!r} is not {name}") from None
+            raise argparse.ArgumentTypeError(f"{text!r} is not {name}; give one") from None
         if not value >= least:  # false for NaN, too
-            raise argparse.ArgumentTypeError(f"{value} is less than {least}")
+            raise argparse.ArgumentTypeError(
+                f"{value} is less than {least}, the smallest number allowed"
+            )
         if kind is float and value > _LARGEST:
-            raise argparse.ArgumentTypeError(f"{value:g} is more than {_LARGEST:g}")
+            raise argparse.ArgumentTypeError(
+                f"{value:g} is more than {_LARGEST:g}, the largest number allowed"
+            )
         return value
 
     return parse

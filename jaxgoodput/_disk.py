@@ -53,8 +53,8 @@ def is_sealed(folder: pathlib.Path) -> bool:
 def check(folder: pathlib.Path, *, share: int = 0, num_shares: int = 1) -> None:
     """Compare the files of a sealed folder with its checksums.
 
-    If several processes read the folder, each may check one share of the files. Raises DamagedError, which
-    names the files that are missing, changed, or were added.
+    If several processes read the folder, each checks every `num_shares`-th file, from number `share` on.
+    Raises DamagedError, which names the files that are missing, changed, or were added.
     """
     text = (folder / SUMS).read_text(errors="replace")
     wanted = {name: total for total, _, name in (x.partition("  ") for x in text.split("\n") if x)}

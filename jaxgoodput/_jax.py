@@ -258,12 +258,13 @@ def forget_devices() -> None:
             return
     logging.warning(
         "something still references an array, an executable or a mesh of the previous generation: other "
-        "processes may wait for this one until their timeout"
+        "processes may wait for this one until their timeout. "
+        "Keep no such object in a hook or a global variable."
     )
 
 
 class PeerGone(RuntimeError):
-    """A process that others waited for is gone."""
+    """Error: a process that this one waited for is gone."""
 
 
 class SharedStore:
@@ -330,7 +331,9 @@ class SharedStore:
                 return self.get(key, timeout_s=0.2)
             except TimeoutError:
                 if unless():
-                    raise PeerGone(f"no process has written {key!r}") from None
+                    raise PeerGone(
+                        f"no process of the job has written {key!r}, and the one that should is gone"
+                    ) from None
 
     def barrier(self, name: str, *, timeout_s: float) -> None:
         """Return when every process has reached this barrier. Use each name only once.
@@ -344,7 +347,8 @@ class SharedStore:
             if "DEADLINE_EXCEEDED" not in str(error):
                 raise
             raise TimeoutError(
-                f"not every process reached the barrier {name!r} within {timeout_s:g} s: {error}"
+                f"not every process reached the barrier {name!r} within {timeout_s:g} s. One is late or "
+                f"gone: see its output in the launcher's log ({error})."
             ) from error
 
     def meet(
@@ -370,7 +374,9 @@ class SharedStore:
         self.set(f"{place}/{process_id}", "", overwrite=True)
         while len(self._client.key_value_dir_get(f"{place}/")) < num_processes:
             if unless():
-                raise PeerGone(f"a process of the job is gone and will not reach {name!r}")
+                raise PeerGone(
+                    f"a process of the job is gone and will not reach {name!r}, at which all should meet"
+                )
             if clock.now() >= deadline_s:
                 raise TimeoutError(
                     f"not every process reached {name!r} within {timeout_s:g} s. One of them is late or "

@@ -63,7 +63,7 @@ class PackedTree(Generic[T]):
 
     @classmethod
     def of(cls, tree: T) -> "PackedTree[T]":
-        """Pack a tree.
+        """Pack the leaves of a tree into one vector, of a float type that holds them all.
 
         >>> PackedTree.of({"a": jnp.ones((2, 3)), "b": jnp.array(True)}).vector.shape
         (7,)
@@ -77,7 +77,7 @@ class PackedTree(Generic[T]):
 
     @property
     def tree(self) -> T:
-        """The tree that was packed."""
+        """The tree again, cut from the vector; leaves have their old shapes and types."""
         if isinstance(self.vector, jax.Array) and not isinstance(self.vector, Tracer):
             return _unpacked(self)  # one dispatch instead of one per leaf
         found, at = [], 0

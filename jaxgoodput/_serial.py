@@ -87,11 +87,15 @@ def pack(value: Any) -> dict[str, Any]:
 def unpack(body: Any, type_: type[T]) -> T:
     """Return the dataclass that `pack` wrote. Raises ValueError, which names the field that is wrong."""
     if not isinstance(body, dict):
-        raise ValueError(f"expected a JSON object of a {type_.__name__}, got {_short.repr(body)}")
+        raise ValueError(
+            f"expected a JSON object with the fields of a {type_.__name__}, got {_short.repr(body)}"
+        )
     fields = dict(body)
     version, name = fields.pop("version", None), fields.pop("type", type_.__name__)
     if name != type_.__name__:
-        raise ValueError(f"expected a {type_.__name__}, got a {name}")
+        raise ValueError(
+            f"expected a {type_.__name__}, got a {name}: this is another kind of file or message"
+        )
     if version != _version(type_):
         raise ValueError(
             f"this {name} has version {version!r}, this program reads version {_version(type_)}. "
@@ -125,7 +129,8 @@ def parse(text: str | bytes, *, largest: float = sys.float_info.max) -> Any:
         value = float(digits)
         if not abs(value) <= largest:
             raise ValueError(
-                f"this is JSON with the number {digits:.20}, which is not a number up to {largest}"
+                f"this is JSON with the number {digits:.20}, but numbers must be finite and at most "
+                f"{largest}"
             )
         return value
 
@@ -141,7 +146,9 @@ def parse(text: str | bytes, *, largest: float = sys.float_info.max) -> Any:
     except UnicodeDecodeError as error:
         raise ValueError(f"this is not UTF-8 text: {error.reason}, byte {error.start}") from error
     except RecursionError:
-        raise ValueError("this is JSON whose lists and objects are nested too deeply") from None
+        raise ValueError(
+            "this is JSON whose lists and objects are nested too deeply to read"
+        ) from None
 
 
 def _version(type_: type) -> int:
@@ -232,9 +239,9 @@ def _decode_fields(value: Any, type_: Any, where: str) -> Any:
     if unknown := sorted(value.keys() - kinds.keys()):
         raise ValueError(f"{where} has no field {unknown[0]!r}; its fields are {sorted(kinds)}")
     if missing := sorted(needed - value.keys()):
-        raise ValueError(f"{where} lacks the field {missing[0]!r}")
+        raise ValueError(f"{where} lacks the field {missing[0]!r}, which has no default")
     decoded = {k: decode(v, kinds[k], f"{where}.{k}") for k, v in value.items()}
     try:
         return type_(**decoded)
     except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
+        raise ValueError(f"{where} is not valid: {error}") from error

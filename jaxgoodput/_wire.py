@@ -65,14 +65,20 @@ class Channel:
             theirs = self._file.readline(2 * _NONCE_BYTES + 2)
         except OSError as error:
             self.close()
-            raise ConnectionError(f"the peer did not answer the greeting: {error}") from None
+            raise ConnectionError(
+                f"the peer did not answer the greeting of a new connection: {error}"
+            ) from None
         if not theirs:
             self.close()
-            raise ConnectionError("the peer closed the connection without a greeting")
+            raise ConnectionError(
+                "the peer closed the new connection without a greeting: it may be another kind of program"
+            )
         theirs = theirs.rstrip(b"\n")
         if len(theirs) != 2 * _NONCE_BYTES:
             self.close()
-            raise WrongSecret("the peer's greeting is not that of a jaxgoodput process")
+            raise WrongSecret(
+                "the peer's greeting is not a jaxgoodput process's: check host and port"
+            )
         # Both sides contribute a nonce, so that neither can make an old recording valid again.
         nonces = mine + theirs if is_server else theirs + mine
         self._key = hmac.digest(secret.encode(), nonces, "sha256")
@@ -144,7 +150,9 @@ class Channel:
             while done < len(view):
                 count = self._file.readinto(view[done:])
                 if not count:
-                    raise ConnectionError("the peer closed the connection in the middle of a block")
+                    raise ConnectionError(
+                        "the peer closed the connection before all bytes of a message had come"
+                    )
                 done += count
             self._check(signature, view)
         return bytes(whole)
@@ -163,7 +171,9 @@ class Channel:
     def _exactly(self, count: int) -> bytes:
         data = self._file.read(count)
         if len(data) < count:
-            raise ConnectionError("the peer closed the connection in the middle of a block")
+            raise ConnectionError(
+                "the peer closed the connection before all bytes of a message had come"
+            )
         return data
 
     def _check(self, signature: bytes, body: bytes | memoryview) -> None:

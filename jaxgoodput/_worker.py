@@ -173,7 +173,7 @@ class QueueWorker(Worker, Generic[Item]):
         return self._queue.qsize()
 
     def put(self, item: Item) -> None:
-        """Have an item handled after those that were put before. Returns at once."""
+        """Have the thread handle an item after all earlier ones. Returns at once."""
         self.raise_error()
         self._queue.put((item,))
 

@@ -18,7 +18,7 @@ class Clock(Protocol):
         ...
 
     def sleep(self, seconds: float) -> None:
-        """Return after `seconds`."""
+        """Wait until `seconds` have passed on this clock."""
         ...
 
 

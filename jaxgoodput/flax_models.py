@@ -171,7 +171,7 @@ def _dense_without_mesh(call: Callable[..., Any], args: Any, kwargs: Any, contex
 
 
 def _linen_specs(params: PyTree, axes: Axes) -> Specs:
-    """Return the specs of the boxed parameters, by name."""
+    """Return the PartitionSpecs of the parameters that have partitioning metadata, by name."""
 
     def is_box(x: Any) -> bool:
         return isinstance(x, nn.meta.AxisMetadata)
@@ -185,7 +185,7 @@ def _linen_specs(params: PyTree, axes: Axes) -> Specs:
 
 
 def _nnx_specs(params: Any, axes: Axes) -> Specs:
-    """Return the specs of the variables that have `out_sharding`, by name."""
+    """Return the PartitionSpecs of the variables that have `out_sharding`, by name."""
     found = []
     for path, variable in nnx.to_flat_state(params):
         metadata = variable.get_metadata()
@@ -210,7 +210,7 @@ def _checked(axes: Axes | None) -> Axes:
 def _spec(
     name: str, dims: Iterable[Any], axes: Axes, own_rules: Iterable[tuple[str, Any]] | None
 ) -> PartitionSpec:
-    """Return the spec of parameter `name`. Names of dimensions are looked up in `axes`, then in its own
+    """Return the PartitionSpec of a parameter. Names of its dimensions are looked up in `axes`, then its own
     rules."""
     own = dict(reversed(tuple(own_rules or ())))  # flax takes the first rule of a name
 

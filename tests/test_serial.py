@@ -75,7 +75,7 @@ def test_each_type_of_a_union_is_read_back(rules):
     ("fields", "words"),
     [
         ({"cursor": 3}, "Saved.cursor is 3; it must be an object"),
-        ({"cursor": {"seed": -1}}, "Saved.cursor: Cursor.seed=-1 is negative"),
+        ({"cursor": {"seed": -1}}, "Saved.cursor is not valid: Cursor.seed=-1 is negative"),
         ({"cursor": {"seed": 1.0}}, "Saved.cursor.seed is 1.0; it must be of type int"),
         ({"pair": [1]}, r"Saved.pair is \[1\]; it must be a list of 2"),
         ({"pair": [1, 2]}, r"Saved.pair\[1\] is 2; it must be of type str"),

@@ -67,7 +67,7 @@ def test_missing_fields_have_their_defaults_and_whole_numbers_are_numbers():
     ("text", "words"),
     [
         ("{", "not JSON: .* line 1, column 2"),
-        ("[]", "expected a JSON object of a JobSpec"),
+        ("[]", "expected a JSON object with the fields of a JobSpec"),
         ('{"id": "x"}', "version None"),
         ('{"version": 2, "id": "x"}', "version 2, this program reads version 1"),
         ('{"version": 1, "type": "Node", "id": "x"}', "expected a JobSpec, got a Node"),
@@ -78,7 +78,10 @@ def test_missing_fields_have_their_defaults_and_whole_numbers_are_numbers():
             "JobSpec.max_devices is '4'; .* type int",
         ),
         ('{"version": 1, "id": "x", "max_devices": true}', "JobSpec.max_devices is True"),
-        ('{"version": 1, "id": "x", "max_devices": 0}', "JobSpec: job 'x' has min_devices=1"),
+        (
+            '{"version": 1, "id": "x", "max_devices": 0}',
+            "JobSpec is not valid: job 'x' has min_devices=1",
+        ),
         ('{"version": 1, "id": "x", "mode": "stiff"}', "must be one of .*'rigid'"),
         (
             '{"version": 1, "id": "x", "kinds": "h200"}',
@@ -96,7 +99,9 @@ def test_bad_json_within_a_mapping_or_a_list_names_the_path():
     text = dumps(ClusterSpec(nodes=(Node(name="n", kind="a", num_devices=1),), quota={"t": 1}))
     with pytest.raises(ValueError, match=r"ClusterSpec.quota\['t'\] is 1.5"):
         loads(text.replace('"t": 1', '"t": 1.5'), ClusterSpec)
-    with pytest.raises(ValueError, match=r"ClusterSpec.nodes\[0\]: node 'n' has num_devices=-1"):
+    with pytest.raises(
+        ValueError, match=r"ClusterSpec.nodes\[0\] is not valid: node 'n' has num_devices=-1"
+    ):
         loads(text.replace('"num_devices": 1', '"num_devices": -1'), ClusterSpec)
     with pytest.raises(ValueError, match=r"ClusterSpec.nodes\[0\].labels is \[\]; .* an object"):
         loads(text.replace('"labels": {}', '"labels": []'), ClusterSpec)

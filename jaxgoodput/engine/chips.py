@@ -8,7 +8,7 @@ GIB = 2.0**30
 
 @dataclass(frozen=True)
 class Chip:
-    """Peak rates of one chip."""
+    """Peak rates and memory of one accelerator chip."""
 
     flops: float
     """Matrix-product operations per second in bfloat16, without sparsity."""
@@ -35,7 +35,7 @@ CHIPS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Arithmetic:
-    """Arithmetic that training takes, and what the devices could do."""
+    """Operations that a training sample takes, and the peak rate of the devices, to compute utilisation."""
 
     tflops_per_sample: float
     """10^12 matrix-product operations per sample; NaN if not known."""

@@ -23,7 +23,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class Compilable(Protocol[T_co]):
-    """A program, or a move between layouts, that can be compiled."""
+    """What `ProgramCache` can compile: a program, or a move of values between layouts."""
 
     def compile(self) -> T_co:
         """Compile the executable on this thread."""
@@ -62,7 +62,7 @@ class ProgramCache:
     def peek(
         self, build: Callable[P, Compilable[T_co]], *args: P.args, **kwargs: P.kwargs
     ) -> T_co | None:
-        """Return the executable if it was compiled; None otherwise."""
+        """Return the executable if it was compiled before; None otherwise. Compiles nothing."""
         return self._once.peek(_key(build, args, kwargs))
 
     def flops(self, program: functools.partial[Program]) -> float | None:

@@ -164,7 +164,7 @@ class Engines:
         return self._once("constraints", lambda: has_constraints(self.problem, self.state, shape))
 
     def _once(self, key: str, find: Callable[[], T]) -> T:
-        """Return what tracing the problem tells; `traces` keep it when devices change."""
+        """Return `find()`, a fact found by tracing; `traces`, if any, keep it by `key` for other devices."""
         return find() if self.traces is None else self.traces.once(key, find)
 
     def move(self, state: TrainState, old: Layout, new: Layout) -> TrainState:
@@ -296,7 +296,7 @@ class Engine:
         return self.programs.measuring(self.shape(size))
 
     def shared_programs(self, *, accumulate: bool) -> tuple[partial[Program], ...]:
-        """Return the programs that all micro-batch sizes have in common."""
+        """Return the programs that do not depend on the micro-batch size, such as the update."""
         return self.programs.shared(accumulate=accumulate)
 
     def compile_program(self, program: Callable[[], Program]) -> None:

@@ -72,7 +72,7 @@ class LossChecks:
     def _total_of(
         self, state: TrainState, rows: PyTree, places: Sequence[int] | np.ndarray, key: Array
     ) -> float:
-        """Return the total loss of the rows at `places`, each repeated for every replica."""
+        """Return the total loss of the rows with the indices `places`, each repeated for every replica."""
         places = np.repeat(np.asarray(places), self.layout.num_replicas)
         batch = jax.device_put(jax.tree.map(lambda x: x[places], rows), self.layout.batch_sharding)
         return float(self._total(state.params, state.model_state, batch, key))

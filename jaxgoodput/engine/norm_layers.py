@@ -59,7 +59,7 @@ def ones(run: Callable[[PyTree], PyTree], batch: PyTree) -> Factors:
 
 @contextmanager
 def scaled(factors: Factors) -> Iterator[set[int]]:
-    """Multiply the outputs of normalisation layers by the factors, inside this context.
+    """Multiply the outputs of normalisation layers by the factors, inside the `with` block.
 
     Yields the set of features whose factor was used so far, for `require_all`.
     """

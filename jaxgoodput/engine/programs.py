@@ -174,7 +174,7 @@ class Programs(abc.ABC):
 
     @property
     def has_begin(self) -> bool:
-        """Whether beginning a batch computes anything."""
+        """Whether beginning a batch computes anything: parameters of another type, or a preconditioner."""
         return self.problem.compute_dtype is not None or self.problem.preconditioned
 
     @property
@@ -235,11 +235,11 @@ class Programs(abc.ABC):
         return (partial(self.step, shape, measure=True),)
 
     def ahead(self, shape: SampleShape, *, accumulate: bool) -> tuple[partial[Program], ...]:
-        """Return the programs of this shape that are compiled before the first step."""
+        """Return the programs of this micro-batch shape that are compiled before the first step."""
         return (*self.training(shape, accumulate=accumulate), *self.measuring(shape))
 
     def shared(self, *, accumulate: bool) -> tuple[partial[Program], ...]:
-        """Return the programs that all micro-batch shapes have in common."""
+        """Return the programs that do not depend on the micro-batch shape, such as the update."""
         return (partial(self.begin),) if self.has_begin and accumulate else ()
 
     def adding(self, shape: SampleShape, *, first: bool, measure: bool) -> partial[Program]:
@@ -257,7 +257,7 @@ class Programs(abc.ABC):
         return (0, 2) if accumulate else (0,)
 
     def between(self) -> tuple[partial[Program], ...]:
-        """Return the programs that bring sums into reduced form and back."""
+        """Return the programs that add up the replicas' sums and split them again; none if not needed."""
         return ()
 
     def reduced(self, compiled: Compile, sums: Sums, control: np.ndarray | None = None) -> Any:
@@ -269,7 +269,7 @@ class Programs(abc.ABC):
         return sums
 
     def in_parts(self, compiled: Compile, sums: Sums) -> Sums:
-        """Return reduced sums in the form in which `accumulate` goes on from them."""
+        """Return reduced sums in the form to which `accumulate` adds micro-batches; here unchanged."""
         del compiled
         return sums
 
@@ -279,7 +279,7 @@ class Programs(abc.ABC):
         return (total,)
 
     def numbers(self) -> tuple[Array, ...]:
-        """Return what each program of a batch takes to tell random streams apart, on the devices."""
+        """Return the device arrays by which a batch's programs tell random streams apart; here none."""
         return ()
 
     def control_rows(self, control: np.ndarray | None) -> tuple[Array, ...]:
@@ -559,7 +559,7 @@ class Programs(abc.ABC):
         return self._whole(begun, self._split(inputs)[0], sums, measure=measure)
 
     def _split(self, inputs: Trees) -> tuple[Trees, Sequence[Array]]:
-        """Return a fused step's inputs as the batch's own and the control vectors, if any."""
+        """Split the inputs of a fused step into the batch's own and the control vectors, if any."""
         end = len(inputs) - bool(self.control_size)
         return inputs[:end], inputs[end:]
 
@@ -654,7 +654,7 @@ class GlobalPrograms(Programs):
         return super()._swaps_products and self.layout.num_devices == 1
 
     def partial_sums(self) -> Sums:
-        """Return the reduced sums: there are no others."""
+        """Return the abstract reduced sums, because every micro-batch's sums are reduced at once."""
         return self.reduced_sums()
 
     def _accumulate(self, begun: Trees, inputs: Trees, old: Sums | None) -> Sums:
@@ -669,7 +669,7 @@ class GlobalPrograms(Programs):
         return pure.in_two(self.problem, total, part, begun[1], cut=self.layout.strategy.is_cut)
 
     def _part(self, begun: Trees, batch: PyTree, mask: Array, *number: Array) -> Sums:
-        """Return the sums of a part of every replica's rows."""
+        """Return the sums of a part of every replica's rows, to compare with all rows (`RowComparison`)."""
         some, part = self.row_comparison.choose(batch, mask)
         return self._all_rows(begun, (*some, *number), None, measure=False, part=part, alone=True)
 
@@ -690,11 +690,11 @@ class SeparatePrograms(Programs):
         return self.layout.num_replicas > 1
 
     def between(self) -> tuple[partial[Program], ...]:
-        """Return the programs that bring sums into reduced form and back."""
+        """Return the programs that add up the replicas' sums and split them again; none if not needed."""
         return partial(self.reduce), partial(self.spread)
 
     def reduced(self, compiled: Compile, sums: Sums, control: np.ndarray | None = None) -> Any:
-        """Return the sums of all replicas; `sums` stay intact."""
+        """Return the sums added up over all replicas; `sums` stay intact."""
         return compiled(self.reduce)(sums)
 
     def in_parts(self, compiled: Compile, sums: Sums) -> Sums:
@@ -709,11 +709,11 @@ class SeparatePrograms(Programs):
 
     @property
     def _group(self) -> int:
-        """Number of this process's group of devices."""
+        """Index of this process's group of devices, from 0."""
         return 0
 
     def partial_sums(self) -> Sums:
-        """Return the sums with a row for each replica."""
+        """Return the abstract sums with a row for each replica."""
         replicas, sharding = self.layout.num_replicas, self.layout.batch_sharding
         return jax.tree.map(
             lambda s: jax.ShapeDtypeStruct((replicas, *s.shape), s.dtype, sharding=sharding),
@@ -721,7 +721,7 @@ class SeparatePrograms(Programs):
         )
 
     def reduce(self) -> Program:
-        """Build the program from the sums of the replicas to those of the batch; donates nothing."""
+        """Build the program from the sums of the replicas to the batch's; donates nothing."""
         run = self._manual(lambda sums: self._total(first_row(sums)), (ROWS,), WHOLE)
         return Program(run, (), (self.partial_sums(),), shardings_of(self.reduced_sums()))
 
@@ -736,7 +736,7 @@ class SeparatePrograms(Programs):
         return Program(run, (), (self.reduced_sums(),), shardings_of(self.partial_sums()))
 
     def abstract_batch(self, shape: SampleShape) -> tuple[PyTree, ...]:
-        """Return (batch, mask, the number of each replica among those of all processes)."""
+        """Return (batch, mask, the number of each replica among all processes' replicas), abstract."""
         replicas, sharding = self.layout.num_replicas, self.layout.batch_sharding
         numbers = jax.ShapeDtypeStruct((replicas,), jnp.int32, sharding=sharding)
         return *super().abstract_batch(shape), numbers
@@ -773,7 +773,7 @@ class SeparatePrograms(Programs):
         return self._merged(begun, numbers[0], batch, mask, before, measure=measure)
 
     def _total(self, sums: Sums) -> Sums:
-        """Return the sums of the whole batch from one replica's: a step's only collectives."""
+        """Return one replica's sums added up over all replicas, with a step's only collectives."""
 
         def add_others(tree: PyTree) -> PyTree:
             return jax.lax.psum(tree, DATA_AXIS) if self.layout.num_replicas > 1 else tree

@@ -44,7 +44,10 @@ _CONTROL = "control"
 
 
 class OverGroups(Programs):
-    """What groups have in common, however each holds the model. `world` is the mesh of all groups."""
+    """Base of the programs of an elastic job, in which groups of devices add up their sums.
+
+    `world` is the mesh of all groups.
+    """
 
     can_switch: ClassVar[bool] = False
     is_fused: ClassVar[bool] = False
@@ -87,14 +90,14 @@ class OverGroups(Programs):
         return (partial(self.measured, shape),)
 
     def ahead(self, shape: SampleShape, *, accumulate: bool) -> tuple[partial[Program], ...]:
-        """Return the programs of this shape that are compiled before the first step.
+        """Return the programs of this micro-batch shape that are compiled before the first step.
 
         Measuring waits: the survivor of several processes should resume soon, and can do without.
         """
         return self.training(shape, accumulate=accumulate)
 
     def shared(self, *, accumulate: bool) -> tuple[partial[Program], ...]:
-        """Return the programs that all micro-batch shapes have in common."""
+        """Return the programs that do not depend on the micro-batch shape, such as the update."""
         begin = (partial(self.begin),) if self.has_begin else ()
         return (partial(self.pack), partial(self.reduce), partial(self.update), *begin)
 
@@ -137,11 +140,11 @@ class OverGroups(Programs):
     @property
     @abc.abstractmethod
     def _own_sums(self) -> Sums:
-        """What one device holds of the sums, abstract."""
+        """The part of the sums that one device holds, as abstract arrays."""
 
     @abc.abstractmethod
     def _compared(self, begun: Trees, inputs: Trees) -> Sums:
-        """Return the sums of a micro-batch, with the noise of two groups of its rows."""
+        """Return the sums of a micro-batch, with a noise sample from comparing two groups of its rows."""
 
     def measured(self, shape: SampleShape) -> Program:
         """Build `accumulate` for the only micro-batch of a batch, which takes a noise sample by its rows."""
@@ -192,7 +195,7 @@ class OverGroups(Programs):
 
     @property
     def flat_size(self) -> int:
-        """Numbers in the buffer of a device."""
+        """How many numbers the buffer of a device holds."""
         leaves = jax.tree.leaves(_exchanged(self._own_sums, self.control_size))
         return int(sum(leaf.size for leaf in leaves))
 
@@ -261,14 +264,14 @@ class GroupPrograms(OverGroups, GlobalPrograms):
 
     @property
     def _every(self) -> PartitionSpec:
-        """Cuts a row for each device of the group."""
+        """Spec that cuts the leading axis into a row for each device of the group."""
         return PartitionSpec(self.layout.mesh.axis_names)
 
     def _compared(self, begun: Trees, inputs: Trees) -> Sums:
         return self._whole(begun, inputs, None, measure=True)
 
     def numbers(self) -> tuple[Array, ...]:
-        """Return the number of this group, a scalar."""
+        """Return the index of this group among all groups, an array without axes in a tuple."""
         return (self.layout.put(np.asarray(self._group, np.int32), self.layout.replicated),)
 
     def abstract_batch(self, shape: SampleShape) -> tuple[PyTree, ...]:

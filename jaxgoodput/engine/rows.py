@@ -39,7 +39,7 @@ OFTEN, SELDOM = "often", "seldom"
 
 @struct
 class WithRows:
-    """A tree, and values for the rows that a batch reads, by table."""
+    """Values for dense parameters (`own`), and for the table rows that a batch reads, by table (`rows`)."""
 
     own: PyTree
     rows: Mapping[str, Any]
@@ -60,7 +60,7 @@ class RowProblem(pure.Problem):
     """Which of a batch's rows are read often, bool `[rows]`; None outside a step."""
 
     def mask(self, params: PyTree) -> PyTree:
-        """Return which leaves train: all rows do."""
+        """Return a tree of bool: which leaves train. Rows of tables always do."""
         if not isinstance(params, WithRows):
             return super().mask(params)
         return WithRows(own=super().mask(params.own), rows=dict.fromkeys(params.rows, True))
@@ -95,7 +95,7 @@ class RowProblem(pure.Problem):
 
 
 def as_seen(tree: PyTree) -> PyTree:
-    """Return gradients as a tree with a leaf for each norm of `RowProblem.apart`, in that order."""
+    """Return gradients with a leaf for each norm of `RowProblem.apart`: two leaves for each table."""
     if not isinstance(tree, WithRows):
         return tree
     return WithRows(own=tree.own, rows={n: {OFTEN: x, SELDOM: x} for n, x in tree.rows.items()})
@@ -169,7 +169,7 @@ class RowPrograms(GlobalPrograms):
         return leaf_groups(as_seen(WithRows(own=self._kept, rows=rows)))[0]
 
     def abstract_slots(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Return the abstract slots of all tables."""
+        """Return the slots (rows on the device) of all tables as abstract arrays, on every device."""
         whole = self.layout.replicated
 
         def one(table: Table) -> jax.ShapeDtypeStruct:
@@ -251,7 +251,7 @@ class RowPrograms(GlobalPrograms):
         return params, scale, state.model_state, state.key, state.step
 
     def _knowing(self, rows: Any, lookups: Any) -> RowProblem:
-        """Return the problem inside a step: with the divisors of these rows, and which are read often."""
+        """Return the problem with the divisors of these rows' gradients, and which rows are read often."""
         found = {name: t.optimizer.divisor(rows[name]) for name, t in self.tables.items()}
         is_often = {name: lookups[name].is_often for name in self.tables}
         return dataclasses.replace(self.problem, divisors=found, is_often=is_often)

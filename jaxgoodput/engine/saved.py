@@ -81,7 +81,7 @@ def differences(saved: Mapping[str, LeafKind], wanted: Mapping[str, LeafKind]) -
 
 
 def keys_of(path: str) -> Keys:
-    """Return the steps of a leaf's path.
+    """Return the names, keys and indices that a leaf's path, a string, consists of.
 
     >>> keys_of(".params['layers'][0]['w']")
     ('params', 'layers', 0, 'w')
@@ -164,7 +164,7 @@ def read_like(folder: pathlib.Path, keys: Mapping[str, Keys], abstract: PyTree) 
 
 
 def abstract_data(leaf: Any) -> jax.ShapeDtypeStruct:
-    """Return what to ask the reader for: a plain array on the leaf's sharding."""
+    """Return the abstract array to read for a leaf: its data (for PRNG keys, too) on its sharding."""
     data = (
         jax.eval_shape(_data, leaf) if _is_key(leaf) else leaf
     )  # tracing takes time, so only for keys
@@ -172,7 +172,7 @@ def abstract_data(leaf: Any) -> jax.ShapeDtypeStruct:
 
 
 def taken(x: Array, leaf: Any) -> Array:
-    """Return an array from the reader as a leaf of a state; frees the reader's buffer."""
+    """Copy an array that was read into a leaf of a state, and free the buffer that was read."""
     own = _owned(x, leaf)
     x.delete()
     return own
@@ -192,7 +192,7 @@ class HostLeaf:
 
     @classmethod
     def of(cls, x: Array) -> "HostLeaf":
-        """Copy what this process's devices hold."""
+        """Copy the parts of an array that this process's devices hold to the host."""
         pieces: dict[tuple[int, ...], np.ndarray] = {}
         for shard in x.addressable_shards:
             start = tuple(part.indices(n)[0] for part, n in zip(shard.index, x.shape, strict=True))
@@ -321,12 +321,12 @@ def require_fit(
 
 
 def some(names: Sequence[str]) -> str:
-    """Return the first eight names, as one string."""
+    """Return the first eight names as one string, with "..." for more."""
     return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
 
 
 def _global(x: Any, leaf: Any) -> Any:
-    """Return a user's value as a plain array that can be put on the leaf's devices, in its type."""
+    """Return a user's value as a plain array of the leaf's type, ready for the leaf's devices."""
     x = _data(x)
     x = x if _is_key(leaf) or x.dtype == leaf.dtype else x.astype(leaf.dtype)
     if leaf.sharding.is_fully_addressable:

@@ -113,7 +113,7 @@ class TrainState:
 
 @struct
 class Sums:
-    """One replica's part of a batch.
+    """Sums over micro-batches, such as gradients, losses and weights: one replica's part of a batch.
 
     If replicas compute separate gradients, fields have a leading axis over the replicas until they are
     reduced. Sums of a global loss are reduced from the start, and cut like the parameters. No other code
@@ -203,7 +203,7 @@ class Sums:
         return dataclasses.replace(self, grads=grads)
 
     def _added(self) -> dict[str, PyTree]:
-        """Return the fields that are sums over micro-batches."""
+        """Return by name the fields that add up: all but `calls` and `model_state`."""
         names = ("grads", "loss", "weight", "samples", "groups", "norms", "factors", "aux")
         return {name: getattr(self, name) for name in names}
 
@@ -346,7 +346,7 @@ def split(tree: PyTree, mask: PyTree) -> tuple[PyTree, PyTree]:
 
 
 def combine(kept: PyTree, rest: PyTree) -> PyTree:
-    """Return the tree that `split` took apart."""
+    """Return the tree that `split` took apart: leaves of `kept`, or of `rest` if None there."""
     return jax.tree.map(lambda a, b: b if a is None else a, kept, rest, is_leaf=lambda x: x is None)
 
 

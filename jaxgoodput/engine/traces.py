@@ -21,7 +21,7 @@ from jaxgoodput.parallel.once import Once
 
 @dataclass(frozen=True)
 class _Trace:
-    """A function's jaxpr, and the tree structure of its results."""
+    """The recorded trace of a function: its jaxpr, and the tree structure of its results."""
 
     jaxpr: ClosedJaxpr
     structure: Any

@@ -142,7 +142,7 @@ def fit_perf_params(
 def _measured_links(
     nodes: np.ndarray, replicas: np.ndarray, measured: np.ndarray
 ) -> tuple[str, ...]:
-    """Return the kinds of link that the rows tell something about."""
+    """Return the kinds of link whose cost the rows tell: "none", "intra" (a node) and "inter" (nodes)."""
     accumulate, step, reduce = measured[:, 0], measured[:, 1], measured[:, 2]
     alone = replicas == 1
     # The compute time is known from a step without synchronisation, or if synchronising was timed alone.
@@ -153,7 +153,7 @@ def _measured_links(
 
 
 def _checked(timings: StepTimings) -> tuple[np.ndarray, ...]:
-    """Check the rows and return (nodes, replicas, sizes, times [rows, 4], weight) of those with weight."""
+    """Return (nodes, replicas, sizes, times [rows, 4], weight) of rows with weight; ValueError if invalid."""
     fields = {
         name: np.atleast_1d(np.asarray(getattr(timings, name), np.float64))
         for name in StepTimings.__dataclass_fields__

@@ -15,7 +15,7 @@ class TooLarge(ValueError):
 
 @dataclass(frozen=True)
 class StepBytes:
-    """Bytes per device that one execution needs."""
+    """Bytes per device that one execution needs, such as a step: arguments, outputs and temporaries."""
 
     arguments: int
     """Bytes of state and batch."""

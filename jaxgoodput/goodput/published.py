@@ -32,7 +32,10 @@ SHARPEST = 1e-6  # RMS log error below which the kink of the loss is not followe
 
 
 def _values(point, held):
-    """Return the parameters at a point in normal units, above their floor and pinned as in AdaptDL."""
+    """Return the parameters at a search point, in normal units (`Rows`).
+
+    Fitted ones lie above their floor; ones that AdaptDL does not fit have their fixed value.
+    """
     free, pinned, floor = held
     values = floor + jnp.exp(jnp.clip(point, -30.0, 7.0))
     values = values.at[OVERLAP].set(1.0 + 9.0 * jax.nn.sigmoid(point[OVERLAP]))

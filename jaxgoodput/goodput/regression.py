@@ -71,7 +71,7 @@ def float64_on_cpu() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Rows:
-    """Measurements in normal units, padded; the column constants above explain the columns."""
+    """Measured step times as a padded table, in multiples of `unit_s` and `unit_size` ("normal units")."""
 
     table: np.ndarray
     """Rows with padding, `[padded, NUM_COLUMNS]`, float64."""
@@ -125,7 +125,7 @@ def pack(
 def parameters(
     point: Float[Array, " params"], has_update: Float[Array, ""]
 ) -> Float[Array, " params"]:
-    """Return the eight parameters, in normal units, at a point of the search space."""
+    """Return the eight parameters of the time model, in normal units, at a point of the search space."""
     # The clip keeps the values of a wild trial step finite; the prior then pulls the search back.
     values = jnp.exp(jnp.clip(point, -25.0, 12.0))
     overlap = 1.0 + 9.0 * jax.nn.sigmoid(point[OVERLAP])
@@ -239,7 +239,7 @@ def starts(rows: Rows) -> list[np.ndarray]:
 
 @dataclass(frozen=True)
 class RobustMinimum:
-    """A minimum of the robust loss."""
+    """A local minimum of the robust loss: the parameters found, and how well they explain the times."""
 
     point: np.ndarray
     """Search coordinates, `[params]`."""

@@ -99,7 +99,7 @@ class BatchLimits:
 
     @property
     def span(self) -> tuple[int, int]:
-        """Smallest and largest micro-batch allowed; without `micro`, 1 and the largest batch."""
+        """Smallest and largest micro-batch allowed: `micro`, or 1 and the largest batch if that is None."""
         return (1, self.max) if self.micro is None else self.micro
 
     @property
@@ -190,7 +190,7 @@ def goodput_table(model: GoodputModel, limits: BatchLimits, placements: Placemen
     if nodes.shape != replicas.shape or nodes.ndim != 1:
         raise ValueError(
             f"placements needs two arrays of one length, but num_nodes has shape {nodes.shape} and "
-            f"num_replicas {replicas.shape}."
+            f"num_replicas {replicas.shape}. Give both an entry for each placement."
         )
     common = np.array(_common_sizes(limits), np.int64)
     sizes = np.concatenate(
@@ -235,7 +235,7 @@ def _goodput(
 
 
 def _common_sizes(limits: BatchLimits) -> tuple[int, ...]:
-    """Return the sizes that do not depend on the number of replicas."""
+    """Return the micro-batch sizes of the ladder that do not depend on the number of replicas."""
     if limits.sizes is not None:
         return limits.sizes
     low, high = limits.span
@@ -254,7 +254,7 @@ def _round(size: float) -> int:
 
 
 def _own_rung_table(limits: BatchLimits, replicas: np.ndarray) -> np.ndarray:
-    """Return the sizes that give the smallest, largest and base batch, `[placements, 3]`; 0 for none."""
+    """Return the micro-batch sizes for the smallest, largest and base batch, `[placements, 3]`; 0: none."""
     if limits.sizes is not None:
         return np.zeros((len(replicas), 0), np.int64)
     low, high = limits.span
@@ -273,7 +273,7 @@ def _own_rung_table(limits: BatchLimits, replicas: np.ndarray) -> np.ndarray:
 
 
 def _own_sizes(limits: BatchLimits, num_replicas: int) -> tuple[int, ...]:
-    """Return the sizes that a number of replicas adds to the common ladder."""
+    """Return the micro-batch sizes that a number of replicas adds to the common ladder."""
     own = _own_rung_table(limits, np.array([num_replicas]))[0]
     return tuple(int(b) for b in own if b)
 

@@ -34,7 +34,7 @@ PRODUCTIVE = "productive"
 
 @dataclass(frozen=True, kw_only=True)
 class SavedLedger:
-    """The state of a ledger in a checkpoint."""
+    """A time ledger as a checkpoint stores it: the seconds by bucket, and when they were saved."""
 
     saved_at: float
     """Time of saving, Unix seconds."""
@@ -135,7 +135,7 @@ class TimeLedger:
             return seconds
 
     def saved(self) -> SavedLedger:
-        """Return the state for a checkpoint."""
+        """Return the ledger as a checkpoint stores it, for `continue_from`."""
         with self._lock:
             now_s = self._clock.now()
             return SavedLedger(

@@ -19,7 +19,7 @@ LOOK_S, LIMIT_S = 0.2, 60.0
 
 
 def named(workdirs: Sequence[str]) -> dict[str, pathlib.Path]:
-    """Return the folders with the curves of runs, under different names.
+    """Return the folder with the curves of each run, by a name that no other run has.
 
     Raises FileNotFoundError if a workdir has no curves.
     """

@@ -10,7 +10,7 @@ _WORKDIRS = argument("workdirs", "WORKDIR", "the --workdir of a run", nargs="+")
 
 
 def add_commands(commands: Commands) -> None:
-    """Register this room's commands."""
+    """Register the commands `report` and `board`."""
     json_numbers = switch(
         "--json", help="print the numbers as JSON: an object, or a list for several runs"
     )

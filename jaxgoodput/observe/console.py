@@ -78,7 +78,7 @@ class Console:
             self._line(progress_line(event, self._total))
 
     def on_tune_end(self, event: TuneEnd) -> None:
-        """Show why the batch changed."""
+        """Show the reason of a verdict that changes the batch or the strategy; nothing for others."""
         if event.switched:
             self._line(f"step {event.step} | {event.verdict.reason}")
 

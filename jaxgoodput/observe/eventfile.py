@@ -81,7 +81,7 @@ class EventFile:
         return Summary.Value(tag=tag, simple_value=value, metadata=about)
 
     def image(self, tag: str, png: bytes, step: int) -> None:
-        """Write a picture."""
+        """Write a picture, the bytes of a PNG file, under a tag."""
         width, height = struct.unpack(">II", png[16:24])  # the header of a PNG file
         parts = [str(width).encode(), str(height).encode(), png]
         size = TensorShapeProto(dim=[TensorShapeProto.Dim(size=len(parts))])

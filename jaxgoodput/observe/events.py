@@ -56,7 +56,7 @@ class RunSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class FitStart(Event):
-    """A run starts, from the beginning or from a checkpoint."""
+    """Event: a run starts, from the beginning or from a checkpoint."""
 
     hook: ClassVar[str] = "on_fit_start"
     progress: float
@@ -86,7 +86,7 @@ class FitStart(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class StepEnd(Event):
-    """An update is done, or was skipped because its loss, gradient or result was not finite."""
+    """Event: an update is done, or was skipped because its loss, gradient or result was not finite."""
 
     hook: ClassVar[str] = "on_step_end"
     journaled: ClassVar[bool] = False
@@ -114,7 +114,7 @@ class StepEnd(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Window(Event):
-    """Averages over the steps since the previous window: what the dashboard draws."""
+    """Event: averages over the steps since the previous window, which the dashboard draws."""
 
     hook: ClassVar[str] = "on_window"
     progress: float
@@ -186,7 +186,7 @@ class Window(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class TuneEnd(Event):
-    """The model was fitted, and the tuner reached a verdict."""
+    """Event: the tuner fitted the goodput model and reached a verdict."""
 
     hook: ClassVar[str] = "on_tune_end"
     before: BatchConfig
@@ -235,7 +235,7 @@ class TuneEnd(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Resharded(Event):
-    """The state was moved in memory from one strategy's layout to another's."""
+    """Event: the state was moved in memory from one strategy's layout to another's."""
 
     hook: ClassVar[str] = "on_reshard"
     before: str
@@ -254,7 +254,7 @@ class Resharded(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class EvalEnd(Event):
-    """An evaluation is done."""
+    """Event: an evaluation is done, with its metrics."""
 
     hook: ClassVar[str] = "on_eval_end"
     progress: float
@@ -269,7 +269,7 @@ class EvalEnd(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class StateShown(Event):
-    """The parameters between two steps, because `Trainer.request_state` asked for them."""
+    """Event: the parameters between two steps, because `Trainer.request_state` asked for them."""
 
     hook: ClassVar[str] = "on_state"
     journaled: ClassVar[bool] = False
@@ -283,7 +283,7 @@ class StateShown(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint(Event):
-    """A checkpoint was handed to the writer, or failed."""
+    """Event: a checkpoint was handed to the writer, or failed."""
 
     hook: ClassVar[str] = "on_checkpoint"
     seconds: float
@@ -294,7 +294,7 @@ class Checkpoint(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class ReadsRetried(Event):
-    """Samples could not be read at first, but could when the read was repeated."""
+    """Event: samples could not be read at first, but could when the read was repeated."""
 
     hook: ClassVar[str] = "on_reads_retried"
     num_retried: int
@@ -303,7 +303,7 @@ class ReadsRetried(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Regrouped(Event):
-    """Processes joined or left, and the run continues with the present ones."""
+    """Event: processes joined or left, and the run continues with the present ones."""
 
     hook: ClassVar[str] = "on_regrouped"
     generation: int
@@ -319,7 +319,7 @@ class Regrouped(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class HostJudged(Event):
-    """A host was excluded, admitted again, or refused since the previous set of processes."""
+    """Event: a host was excluded, admitted again, or refused since the previous set of processes."""
 
     hook: ClassVar[str] = "on_host_judged"
     host: str
@@ -333,7 +333,7 @@ class HostJudged(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Preempt(Event):
-    """The run was asked to stop, and has saved its state if it could."""
+    """Event: the run was asked to stop, and has saved its state if it could."""
 
     hook: ClassVar[str] = "on_preempt"
     signal: str
@@ -346,7 +346,7 @@ REGROUPED = "regrouped: "
 
 @dataclass(frozen=True, kw_only=True)
 class FitEnd(Event):
-    """The run is over."""
+    """Event: this call of `fit`, or this set of processes, has ended, whether or not it succeeded."""
 
     hook: ClassVar[str] = "on_fit_end"
     progress: float

@@ -55,7 +55,7 @@ class ExpectedRun:
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """The latest state of a run, and what it would do on other devices."""
+    """The latest state of a run, and predictions of its goodput on other devices."""
 
     workdir: pathlib.Path
     device_kind: str
@@ -275,7 +275,7 @@ def _expected(
 def _known(
     one: StrategyRecord, at: Placement, config: BatchConfig, timed: set[BatchConfig]
 ) -> Known:
-    """Say how much of a prediction was measured."""
+    """Return how a step time is known: "measured", "fitted", "extrapolated" or "guessed"."""
     if at.num_nodes == 1:  # the journal does not say how many nodes a step was timed on
         if config in timed:
             return "measured"

@@ -51,7 +51,7 @@ class Hook:
         """Handle a finished update. `event.metrics` are floats on the host."""
 
     def on_window(self, event: Window, /) -> None:
-        """Handle the averages of the latest `tuning.window_steps` steps."""
+        """Handle averages over the steps of the latest `Reporting.window_s` seconds or more."""
 
     def on_tune_end(self, event: TuneEnd, /) -> None:
         """Handle a verdict of the tuner."""
@@ -84,7 +84,7 @@ class Hook:
         """Handle a requested stop. The `Checkpoint` event before it says whether the state was saved."""
 
     def on_fit_end(self, event: FitEnd, /) -> None:
-        """Handle the end of training."""
+        """Handle the end of training, or of one set of processes if `event.goes_on`."""
 
 
 class Every(Hook):
@@ -92,7 +92,9 @@ class Every(Hook):
 
     def __init__(self, function: Callable[[StepEnd], Any], *, steps: int):
         if steps < 1:
-            raise ValueError(f"steps must be at least 1; got {steps}.")
+            raise ValueError(
+                f"steps must be at least 1: the function is called at multiples of it; got {steps}."
+            )
         self._function = function
         self._steps = steps
 
@@ -128,7 +130,7 @@ class Profile(Hook):
     ):
         if steps < 1 or (start is not None and start < 0):
             raise ValueError(
-                f"start={start}, steps={steps}: start must be 0 or more, and steps 1 or more."
+                f"Profile(start={start}, steps={steps}): start must be 0 or more, and steps 1 or more."
             )
         self._start, self._steps, self._clock = start, steps, clock or SystemClock()
         self._is_requested = False

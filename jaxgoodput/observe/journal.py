@@ -256,7 +256,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _parsed(raw: bytes) -> dict[str, Any] | None:
-    """Return the object in a line; None if it lacks what every line of a journal has."""
+    """Return the JSON object in a line; None if it lacks an event, a time, a restart number or a step."""
     try:
         record = parse(raw, largest=_LARGEST)
     except ValueError:
@@ -281,7 +281,10 @@ def _lines(path: pathlib.Path) -> Iterator[bytes]:
 
 
 def _lines_backwards(path: pathlib.Path, holding: bytes = b"") -> Iterator[bytes]:
-    """Yield the lines that contain `holding`, last line first; only as much as is needed is read."""
+    """Yield the lines that contain `holding`, last line first, and in any case the file's first line.
+
+    Only as much of the file is read as the caller asks for.
+    """
     with path.open("rb") as file:
         end, tail = file.seek(0, os.SEEK_END), b""
         while end > 0:
@@ -366,7 +369,7 @@ def read_workdir(
 
 
 def _record(raw: bytes, where: str) -> Record | None:
-    """Return the record in a line; None if it is damaged."""
+    """Return the record in a line of the journal; None if it is damaged."""
     fields = _parsed(raw)
     if fields is None:
         return None

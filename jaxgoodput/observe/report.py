@@ -106,7 +106,7 @@ class _Story:
 
     @property
     def last(self) -> FitEnd | Window | FitStart:
-        """The event that tells how far the run is."""
+        """The newest event that tells how far the run is: its end, its last window, or its start."""
         return self.ended or (self.windows[-1] if self.windows else self.starts[-1])
 
     @property
@@ -410,7 +410,7 @@ def _time(story: _Story) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class _Row:
-    """The results of one batch."""
+    """What a run measured while it used one batch, in one split and strategy: a row of the table."""
 
     batch: int
     shape: str
@@ -431,7 +431,7 @@ def _shape(config: BatchConfig) -> str:
 
 
 def _rows(windows: Sequence[Window]) -> list[_Row]:
-    """Return the results of each batch, smallest first."""
+    """Return what the run measured with each batch, smallest first."""
     groups: dict[tuple[int, str], list[tuple[Window, int]]] = {}
     before: Window | None = None
     for window in windows:

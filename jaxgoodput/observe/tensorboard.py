@@ -120,7 +120,7 @@ class Dashboard:
         self.flush()
 
     def on_window(self, event: Window) -> None:
-        """Add a point to every curve."""
+        """Add a point to each measured and predicted curve, and note skipped updates."""
         run = self._opened()
         values = scalars_of(event)
         values["elastic/num_devices"] = run.start.num_devices

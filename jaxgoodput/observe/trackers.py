@@ -115,7 +115,7 @@ class Csv(Tracker):
         self._file.flush()
 
     def finish(self, ok: bool) -> None:
-        """Close the file."""
+        """Close the file, whether or not the run failed."""
         self._file.close()
 
 
@@ -148,7 +148,7 @@ class Wandb(Tracker):
         self._run.log({**values, "step": step})
 
     def finish(self, ok: bool) -> None:
-        """Store the journal, and end the tracker run."""
+        """Store the journal with the tracker run, and end that run as successful or failed."""
         self._run.save(
             str(self._workdir / journal.FILE_NAME), base_path=str(self._workdir), policy="now"
         )
@@ -200,7 +200,7 @@ class MLflow(Tracker):
         )
 
     def finish(self, ok: bool) -> None:
-        """Store the journal, and end the tracker run."""
+        """Store the journal with the tracker run, and end that run as successful or failed."""
         self._client.log_artifact(self._id, str(self._workdir / journal.FILE_NAME))
         self._client.set_terminated(self._id, "FINISHED" if ok else "FAILED")
 

@@ -54,7 +54,10 @@ ScheduleClock = Literal["progress", "samples"]
 
 @struct
 class Adaptation:
-    """The state that `adaptive` adds: arrays, or Python numbers and numpy arrays on the host."""
+    """What `adaptive` adds to the optimizer's state, such as noise statistics, progress and gain.
+
+    Values are arrays; on the host, Python numbers and numpy arrays.
+    """
 
     noise: NoiseState
     """Noise statistics by label, which decide the learning rate if there are labels."""
@@ -79,7 +82,7 @@ class Adaptation:
 
 
 class AdaptiveState(NamedTuple):
-    """The state of `adaptive`, saved in checkpoints like any optax state; `find` reads it."""
+    """The optax state of `adaptive`: the wrapped optimizer's, and an `Adaptation`, which `find` returns."""
 
     inner: Any
     """State of the user's optimizer."""
@@ -138,7 +141,9 @@ def adaptive(
             "gain may grow per update. 1 / 0.9 suits a momentum of 0.9; inf means no limit."
         )
     if schedules not in ("progress", "samples"):
-        raise ValueError(f"schedules must be 'progress' or 'samples', got {schedules!r}.")
+        raise ValueError(
+            f"schedules must be 'progress' (base steps) or 'samples', got {schedules!r}."
+        )
     made = _Adaptive(
         tx=optax.with_extra_args_support(tx),
         rule=rule,
@@ -179,7 +184,7 @@ class _Adaptive:
     seen: Callable[[PyTree], PyTree]
 
     def init(self, params: PyTree) -> AdaptiveState:
-        """Return the state before the first update."""
+        """Return the `AdaptiveState` before the first update, with no noise measured."""
         num_labels = len(noises.label_names(self.labels, params))
         own = Adaptation(
             noise=noises.init_noise(num_labels),
@@ -348,7 +353,7 @@ def _own(opt_state: PyTree) -> PackedTree[Adaptation]:
 
 
 def noise_state(opt_state: PyTree) -> NoiseState:
-    """Return the gradient-noise statistics by label."""
+    """Return the gradient-noise statistics by label (`Adaptation.noise`)."""
     return find(opt_state).noise
 
 
@@ -456,7 +461,7 @@ class NoiseReadout(Generic[Number]):
 
     @property
     def cautious(self) -> GradGroups:
-        """Moments by group for decisions."""
+        """Moments by group of parameters for decisions, made by `noise.cautious_groups`."""
         return GradGroups(sqr=self.group_sqr, var=self.group_var)
 
     @property

@@ -29,13 +29,16 @@ Decays = tuple[float | None, ...]
 
 
 def averages(opt_state: PyTree) -> list[PyTree]:
-    """Return the long averages in an optimizer state, at any depth."""
+    """Return the averages that remember many updates in an optimizer state, at any depth.
+
+    These are `nu` of Adam and `mu` of Lion.
+    """
     found = [x for x in jax.tree.leaves(opt_state, is_leaf=_keeps_one) if _keeps_one(x)]
     return [getattr(node, FIELD_OF[type(node)]) for node in found]
 
 
 def decays_of(first: PyTree, second: PyTree) -> Decays:
-    """Return the decay of each average, from the states after one and two updates by the same gradient.
+    """Return the decay d of each long average, from the states after one and two updates by one gradient.
 
     The first is (1 - d) y, and the second (1 + d) times as large. The decay is None for a value that is not
     such an average (adamax keeps a maximum under Adam's name), and in half precision, which is too coarse.

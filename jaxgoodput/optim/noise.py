@@ -89,7 +89,10 @@ class NoiseSample:
 
 @struct
 class Averages:
-    """Running averages of the unbiased pair, `[groups + 1]`; the last entry is all groups together."""
+    """Running averages of two unbiased estimates, signal (`sqr`) and noise (`var`).
+
+    Arrays are `[groups + 1]`; the last entry is all groups together.
+    """
 
     sqr: Leaf
     """Squared norm of the expected gradient."""
@@ -315,7 +318,7 @@ def _expected(estimate: Array, error: Array) -> Array:
 
 
 def taken_for(grad: GradGroups, like: Averages) -> Averages:
-    """Return averages that `cautious_groups` reads as `grad`, with just enough samples to count as known."""
+    """Return made-up averages that `cautious_groups` reads as `grad`, with barely enough samples to count."""
     values = Averages(
         sqr=np.append(grad.sqr, np.sum(grad.sqr)),
         var=np.append(grad.var, np.sum(grad.var)),
@@ -421,7 +424,7 @@ def _inner_products(
 
 
 def _sums(arrays: tuple[Array, ...], *, one_pass: bool) -> list[Array]:
-    """Return the sums of arrays of one shape."""
+    """Return the sum of all elements of each array; the arrays have one shape. See `_inner_products`."""
     if one_pass and len(arrays) > 1 and arrays[0].ndim:
         # Along the last axis only, because one running sum over millions of elements would lose digits.
         zeros = tuple(jnp.zeros((), x.dtype) for x in arrays)
@@ -565,12 +568,12 @@ def _count(averages: Averages) -> Array:
 
 
 def _root(count: Array) -> Array:
-    """Return the divisor that turns a deviation into the standard error of a mean."""
+    """Return sqrt(count - 1), which turns a standard deviation into the standard error of a mean."""
     return jnp.sqrt(jnp.maximum(count - 1, 1e-6))
 
 
 def _trusted(state: NoiseState, min_samples: float) -> Averages:
-    """Return the current averages, or the held ones while only these have enough samples."""
+    """Return the current averages; the held, older ones if only they have `min_samples`."""
     use_held = (_count(state.current) < min_samples) & (_count(state.held) >= min_samples)
     return _select(use_held, state.held, state.current)
 

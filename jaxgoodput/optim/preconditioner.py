@@ -111,7 +111,10 @@ def _is_adaptive(node: Any) -> bool:
 
 
 def _collect_scales(state: PyTree, constants: dict[str, Any], found: dict[Any, Array]) -> None:
-    """Add path -> P of every adaptive state under `state` to `found`; the first to cover a leaf wins."""
+    """Add the divisor of each leaf, by path, from the adaptive states under `state` to `found`.
+
+    If several cover a leaf, the first wins.
+    """
     injected = optax.InjectStatefulHyperparamsState
 
     def is_leaf(node: Any) -> bool:

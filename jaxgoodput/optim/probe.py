@@ -34,11 +34,11 @@ class NeedsMore(TypeError):
 
 
 def _probed(what: str, probe: Callable[[], T], default: T) -> T:
-    """Return the result of `probe`, or `default` if the optimizer fails on it, with a line in the log."""
+    """Return `probe()`; if it raises, log that `what` cannot be probed, and return `default`."""
     try:
         return probe()
     except Exception as error:  # a user's own link may raise anything
-        logging.info("cannot probe the optimizer for %s: %r", what, error)
+        logging.info("cannot probe the optimizer for %s, so a default is used: %r", what, error)
         return default
 
 
@@ -258,7 +258,7 @@ def _updates(
         said = str(error) if isinstance(error, (TypeError, ValueError, KeyError)) else ""
         if any(words in said for words in ("missing", "must be provided")):
             raise NeedsMore(str(error)) from error
-        logging.info("cannot probe the optimizer for its updates: %r", error)
+        logging.info("cannot probe the optimizer for its updates, so they count as 0: %r", error)
         return np.zeros((len(norms), len(leaves))), np.zeros((len(norms), 0))
     moved, moments = zip(*jax.device_get(found), strict=True)
     return np.stack(moved), np.stack(moments)
@@ -279,7 +279,7 @@ def _entry(norm: float, num_leaves: int) -> float:
 
 
 def _small(params: PyTree, value: float) -> PyTree:
-    """Return a tree with one element per leaf, of the same rank, because masks may depend on the rank."""
+    """Return a tree whose leaves hold `value` once, with the rank of their parameter: masks may read it."""
 
     def leaf(x: Any) -> Array:
         return jnp.full((1,) * len(x.shape), value, x.dtype)

@@ -307,7 +307,7 @@ def compile_group(
     if not tried:
         raise ValueError(
             f"none of the routes {sorted(allowed)} can take {leaves[0].name} from {leaves[0].source} to "
-            f'{leaves[0].target}: other devices need "pieces".'
+            f'{leaves[0].target}: other devices need "pieces" among the routes.'
         )
     return min(tried, key=lambda one: (one.xla_temporary_bytes, one.collective_bytes or 0))
 
@@ -394,7 +394,7 @@ def _compile_alias(
 
 
 def _under(array: jax.Array, sharding: Sharding, leaf: LeafPlan) -> jax.Array:
-    """Return the same buffers under a sharding with the same boxes."""
+    """Return an array of the same buffers under another sharding that cuts it in the same way."""
     if array.sharding == sharding and array.shape == leaf.shape:
         return array
     held = shards(array)
@@ -409,7 +409,7 @@ def _jitted(leaves: Sequence[LeafPlan], programs: Once, *, hop: bool = False) ->
 
 
 def _compile_jitted(leaves: Sequence[LeafPlan], *, hop: bool) -> IdentityProgram:
-    """Compile an identity for a whole group, directly or through a layout cut along one dimension."""
+    """Compile an identity for a group; with `hop` through a layout that cuts a single dimension."""
 
     def moved(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         if not hop:
@@ -456,7 +456,10 @@ def _jitted_group(
 
 
 def _compile_rest(group: GroupPlan, leaves: Sequence[LeafPlan], programs: Once) -> CompiledGroup:
-    """Compile a hop as two programs: n layouts have 2 n such programs, but n (n - 1) pairs."""
+    """Compile a move through a middle layout as two programs, which other moves share.
+
+    n layouts need 2 n such programs, but have n (n - 1) pairs.
+    """
     there, on = zip(*map(_through_middle, leaves), strict=True)
     steps = [_jitted_group(group, half, _jitted(half, programs), "hop") for half in (there, on)]
 
@@ -557,7 +560,10 @@ def _received_by(found: re.Match[str], num_devices: int) -> int:
         return 2 * num_devices * result * (size - 1) // size
     if kind == "reduce-scatter":
         return num_devices * result * (size - 1)
-    raise ValueError(f"{kind} has no fixed traffic: {found[0]!r}.")
+    raise ValueError(
+        f"{kind} is a collective that may send any amount, so the traffic of {found[0]!r} is unknown. "
+        'Use Move.compile(..., routes=("alias", "pieces")).'
+    )
 
 
 def _result_bytes(found: re.Match[str]) -> int:

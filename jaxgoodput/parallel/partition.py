@@ -38,7 +38,7 @@ from jaxgoodput.parallel.strategy import (
 
 
 class CannotDivide(ValueError):
-    """A rule, the model's metadata or the model itself cuts what the degrees do not divide."""
+    """Error: a rule, the model's metadata or the model itself cuts what the degrees do not divide."""
 
 
 KeyPath = tuple[Any, ...]
@@ -233,7 +233,7 @@ def suitable(
 def _unsuited(
     strategy: Strategy, table: Table, state: PyTree, memory_bytes: int | None
 ) -> str | None:
-    """Return why a model should not follow a strategy that divides it; None if it may."""
+    """Return why a strategy does not suit a model: an axis cuts nothing, or memory lacks; None if it does."""
     degrees = strategy.degrees
     cut = {axis for _, spec in table.values() for axis in _axes(spec)}
     for axis in (EXPERT_AXIS, STAGE_AXIS):
@@ -315,7 +315,7 @@ def num_parts(spec: Iterable[Any], strategy: Strategy) -> int:
 
 
 def _axes(spec: Iterable[Any]) -> list[Any]:
-    """Return the axes of all entries of a spec."""
+    """Return the mesh axes that a spec names, over all its dimensions."""
     return [axis for entry in spec for axis in axes_of(entry)]
 
 
@@ -440,7 +440,7 @@ class _Param:
 
     @property
     def expert_dim(self) -> int | None:
-        """Dimension of the experts."""
+        """Dimension along which the experts of a mixture are stacked."""
         return self.first_own - 1 if self.is_expert and self.first_own > 0 else None
 
     @property
@@ -490,7 +490,7 @@ def _beside_its_matrix(
 
 
 def _cut_output(bias: tuple[int, ...], matrix: tuple[int, ...], spec: Iterable[Any]) -> int | None:
-    """Return which output of a matrix "tensor" cuts, counted from the end; None if none of the bias's."""
+    """Return the output dimension of a matrix that "tensor" cuts, from the end; None if no bias has it."""
     # If layers are stacked behind, [inputs, layers, outputs], the bias is [layers, outputs].
     outputs = bias if matrix[-len(bias) :] == bias else bias[1:]
     dims = [dim for dim, entry in enumerate(spec) if TENSOR_AXIS in axes_of(entry)]

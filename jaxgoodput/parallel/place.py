@@ -45,7 +45,7 @@ class Place:
 
     @property
     def layout(self) -> Layout:
-        """The first layout."""
+        """The layout of the first strategy."""
         return next(iter(self.layouts.values()))
 
     @property
@@ -55,7 +55,7 @@ class Place:
 
     @property
     def spans(self) -> bool:
-        """Whether the layouts span processes that form no groups."""
+        """Whether every layout covers the devices of several processes, which form no groups."""
         return self.process_count > self.num_groups * self.group_size
 
     @property
@@ -163,7 +163,7 @@ def _everyone(devices: Sequence[Any] | None) -> Sequence[Any]:
 
 
 def _plans(strategies: Sequence[Strategy], num_devices: int) -> dict[str, Strategy]:
-    """Return the resolved strategies by name; plain data parallelism under "" if there are none."""
+    """Return the strategies, with numbers for -1, by name; plain data parallelism as "" if there are none."""
     plans = list(dict.fromkeys(strategy.resolved(num_devices) for strategy in strategies))
     names = [plan.name for plan in plans]
     if len(set(names)) < len(names):

@@ -52,7 +52,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Overlap:
-    """Parts of the box that one receiver needs, each with the devices that hold it."""
+    """What one device needs of an array: the part that it holds already, and the parts that others hold."""
 
     receiver: Device
     """Device that needs them."""
@@ -117,7 +117,7 @@ class GroupPlan:
 
 @dataclass(frozen=True)
 class MovePlan:
-    """A whole move. The groups run in order."""
+    """The plan of moving a tree to other shardings: groups of leaves that move one after another."""
 
     leaves: tuple[LeafPlan, ...]
     """Leaves in the tree's order."""
@@ -230,7 +230,7 @@ def mebibytes(size: int) -> str:
 
 
 def total(parts: Iterable[Mapping[Device, int]]) -> dict[Device, int]:
-    """Return sums by device.
+    """Return the sum of each device's numbers over several mappings.
 
     >>> total([{"a": 1}, {"a": 2, "b": 3}])
     {'a': 3, 'b': 3}
@@ -283,7 +283,10 @@ def _divided(name: str, shape: tuple[int, ...], target: Sharding) -> dict[Device
     try:
         target.shard_shape(shape)
     except ValueError as error:
-        raise ValueError(f"{name} of shape {shape} cannot be cut as {target}: {error}") from error
+        raise ValueError(
+            f"{name} of shape {shape} cannot be cut as {target}: {error}. "
+            "Use a sharding whose axes divide it."
+        ) from error
     return boxes(target, shape)
 
 
@@ -388,7 +391,7 @@ def _growth(group: GroupPlan) -> int:
 
 
 def boxes(sharding: Sharding, shape: Sequence[int]) -> dict[Device, Box]:
-    """Return the box of every device, in the order of the sharding's devices.
+    """Return each device's box, the ranges of indices that it holds, in the sharding's order of devices.
 
     >>> import jax
     >>> from jaxgoodput.parallel.strategy import Strategy
@@ -411,7 +414,7 @@ def num_elements(box: Box) -> int:
 
 
 def intersection(one: Box, other: Box) -> Box | None:
-    """Return the common part of two boxes of one array; None if they do not overlap.
+    """Return the common part of two boxes (ranges of indices) of one array; None if they do not overlap.
 
     >>> intersection(((0, 4), (0, 2)), ((2, 6), (0, 8)))
     ((2, 4), (0, 2))
@@ -421,7 +424,7 @@ def intersection(one: Box, other: Box) -> Box | None:
 
 
 def within(box: Box, outer: Box) -> tuple[slice, ...]:
-    """Return the slices of `box` within the shard that holds `outer`.
+    """Return the slices that cut `box` out of a device's shard, which holds the box `outer`.
 
     >>> within(((4, 6),), ((4, 8),))
     (slice(0, 2, None),)

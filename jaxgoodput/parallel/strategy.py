@@ -410,7 +410,7 @@ class Layout:
         return NamedSharding(self.mesh, spec)
 
     def put(self, value: np.ndarray, sharding: NamedSharding) -> jax.Array:
-        """Put a value on the devices, of which every process knows at least its own part."""
+        """Put a value on the devices; in each process only its own part of `value` must be right."""
         if sharding.is_fully_addressable:
             return jax.device_put(value, sharding)
         with jax.transfer_guard("allow"):  # this transfer is intended

@@ -30,7 +30,7 @@ Built = tuple[Callable[..., list[jax.Array]], list[tuple[tuple[int, ...], Any]]]
 
 @dataclass(frozen=True)
 class Transfer:
-    """How one leaf is split, sent and joined."""
+    """How one leaf moves: shards are split into tiles, which are sent and joined to other shards."""
 
     leaf: LeafPlan
     """Plan of the leaf, with its boxes."""
@@ -53,7 +53,7 @@ class Transfer:
 
     @property
     def tile(self) -> tuple[int, ...]:
-        """Shape of a tile."""
+        """Shape of a tile, the equal parts in which shards are sent."""
         return _tile(self.leaf)
 
     @property
@@ -72,7 +72,7 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Transfers:
-    """A compiled group of leaves that move by pieces."""
+    """A compiled move of a group of leaves in pieces: split into tiles, send, join."""
 
     leaves: tuple[Transfer, ...]
     """Leaves of the group."""
@@ -145,7 +145,7 @@ class Transfers:
 
 
 def shards(array: jax.Array) -> dict[Device, jax.Array]:
-    """Return what each device of this process holds."""
+    """Return the part of the array that each device of this process holds, by device."""
     return {shard.device: shard.data for shard in array.addressable_shards}
 
 
@@ -216,7 +216,7 @@ def compile_transfers(leaves: Sequence[LeafPlan], programs: Once) -> Transfers:
 
 
 def _split(transfers: Sequence[Transfer]) -> Built:
-    """Build the function from shards to tiles."""
+    """Build the function that splits a device's shards, one for each transfer, into tiles."""
 
     def split(*held: jax.Array) -> list[jax.Array]:
         return [
@@ -229,7 +229,7 @@ def _split(transfers: Sequence[Transfer]) -> Built:
 
 
 def _join(transfers: Sequence[Transfer]) -> Built:
-    """Build the function from tiles to shards in buffers of their own."""
+    """Build the function that joins the tiles on a device to shards, in buffers of their own."""
 
     def join(*tiles: jax.Array) -> list[jax.Array]:
         rest = iter(tiles)
@@ -249,7 +249,7 @@ def _join(transfers: Sequence[Transfer]) -> Built:
 
 
 def _shape(held: Mapping[Device, Box]) -> tuple[int, ...]:
-    """Return the shape of a shard; all shards have the same."""
+    """Return the shape of a device's box; all have the same."""
     return tuple(stop - start for start, stop in next(iter(held.values())))
 
 

@@ -310,7 +310,7 @@ class Analyst:
             self._requests.post(Control(batch=verdict.config))
             self._due.posted(self._requests.num_batches)
             self._trials.switched(situation, verdict)
-            logging.info("step %d: %s", situation.step, verdict.reason)
+            logging.info("step %d: new batch or strategy: %s", situation.step, verdict.reason)
         elif is_valid:
             self._trials.kept(situation, verdict)
         if verdict.statistics_every != self._cadence.every:
@@ -409,7 +409,7 @@ class Analyst:
         )
 
     def _caution(self) -> Caution:
-        """Return the conditions that a change must meet now."""
+        """Return the limits on changes now, from the settings and from how uncertain step times are."""
         tuning, doubt = self._config.tuning, self._table.disturbance()
         return Caution(
             min_gain=tuning.min_gain,

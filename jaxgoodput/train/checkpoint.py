@@ -66,7 +66,7 @@ class WrongWorkdirError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointMeta:
-    """Everything that the host knows and that a restart needs."""
+    """A checkpoint's metadata: what a restart needs besides the arrays, such as step and batch."""
 
     step: int
     """Updates attempted."""
@@ -170,7 +170,7 @@ def best_step(notes: Mapping[int, Note], saving: Saving) -> int | None:
 
 @dataclass(frozen=True)
 class RestoredCheckpoint:
-    """The state and the metadata read from a checkpoint."""
+    """The training state and the metadata that were read from a checkpoint."""
 
     state: TrainState
     meta: CheckpointMeta
@@ -349,7 +349,7 @@ class Checkpoints:
         return RestoredCheckpoint(state=state, meta=saved.meta)
 
     def close(self) -> None:
-        """Finish writing and release the directory."""
+        """Wait for the writer, warn if the last save failed, and release the directory."""
         error = self._finish()
         if error is not None:
             logging.warning(
@@ -412,7 +412,10 @@ class Checkpoints:
             _disk.seal(folder)
 
     def _refusal(self) -> str | None:
-        """Return why no folder can be made, or None; Orbax's threads would wait for it and delay the exit."""
+        """Return why no folder can be made in the directory of checkpoints; None if one can.
+
+        Orbax's threads would wait for it and delay the exit.
+        """
         probe = self._directory / f".probe.{jax.process_index()}"
         try:
             probe.mkdir(exist_ok=True)
@@ -460,7 +463,9 @@ class Checkpoints:
         try:
             self._manager.close()
         except Exception as failure:
-            logging.info("closing the failed checkpoint writer: %s", failure)
+            logging.info(
+                "the checkpoint writer, which has failed, could not be closed: %s", failure
+            )
         self.remove_leftovers()
         self._manager = self._open()
 
@@ -493,7 +498,7 @@ class Checkpoints:
 
 @dataclass(frozen=True)
 class _Policy:
-    """Orbax's interface to the function that decides which steps are kept."""
+    """The policy object that Orbax asks which checkpoints to keep; calls a function of this file."""
 
     kept: Callable[[Sequence[int]], set[int]]
 
@@ -514,7 +519,7 @@ class SavedCheckpoint:
         """Open the checkpoint in a folder; raises if its metadata is damaged or its checksums are missing."""
         meta = CheckpointMeta.from_json(json.loads((folder / "meta/metadata").read_text()))
         if not _disk.is_sealed(folder):
-            raise _disk.DamagedError(f"{_disk.SUMS} is missing")
+            raise _disk.DamagedError(f"the file of checksums, {_disk.SUMS}, is missing")
         return cls(folder, meta)
 
     @classmethod
@@ -533,9 +538,13 @@ class SavedCheckpoint:
                 f"{root} holds no checkpoint. Name the workdir of a run that has saved one."
             )
         if step is not None and step not in steps:
-            raise FileNotFoundError(f"{root} holds no checkpoint of step {step}; it has {steps}.")
+            raise FileNotFoundError(
+                f"{root} holds no checkpoint of step {step}; it has {steps}. Name one of them."
+            )
         if best and step is not None:
-            raise ValueError(f"best=True and step={step} exclude each other: give one of them.")
+            raise ValueError(
+                f"best=True and step={step} exclude each other: give one of them to choose a checkpoint."
+            )
         if best:
             step = _best_of(root, steps, saving)
         folder = root / str(steps[-1] if step is None else step)
@@ -663,7 +672,7 @@ def initial_leaves(initial: Any, variables: Variables) -> dict[str, Array]:
 def _sources(
     initial: FromCheckpoint, saved: SavedCheckpoint, wanted: Iterable[str]
 ) -> dict[str, str]:
-    """Return the path of the saved leaf that each leaf begins with, by name; without those `init` makes."""
+    """Return by leaf name the path of the saved leaf that replaces it; leaves left to `init` are absent."""
     there = {"/".join(map(str, keys)): path for keys, path in saved.variables.items()}
     if initial.names is None:
         return {name: there[name] for name in wanted if name in there}
@@ -678,7 +687,7 @@ def _sources(
 
 
 def _steps_in(root: pathlib.Path) -> list[int]:
-    """Return the steps of the complete checkpoints in a folder."""
+    """Return the step numbers of the complete checkpoints in a folder."""
     return [int(path.name) for path in root.iterdir() if path.name.isdigit()]
 
 
@@ -721,7 +730,7 @@ def _is_out_of_memory(failure: Exception | None) -> TypeGuard[Exception]:
 
 
 def _attempt(read: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """Return what `read` returns, or else what it raises."""
+    """Return (what `read` returns, None), or (None, the exception) if it raises."""
     try:
         return read(), None
     except Exception as error:

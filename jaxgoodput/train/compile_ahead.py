@@ -86,7 +86,7 @@ class StrategyCompiler:
         if strategy not in self._engines:
             raise ValueError(
                 f"this run has no strategy {strategy!r}; Config.strategies has "
-                f"{', '.join(self._engines).strip() or 'none'}."
+                f"{', '.join(self._engines).strip() or 'none'}. Name one of these, or none."
             )
         return self._engines[strategy]
 
@@ -141,20 +141,20 @@ class StrategyCompiler:
         return num_preparing > 0 or any(compiler.is_busy for compiler in compilers)
 
     def start(self) -> None:
-        """Compile the other sizes, and then the other strategies, in the background from now on."""
+        """Compile other micro-batch sizes, and then other strategies, in the background from now on."""
         with self._lock:
             self._sizes[self._current.strategy].start()
             if self._worker is None and len(self._engines) > 1 and not self._is_closed:
                 self._worker = Worker("strategies", self._prepare_others)
 
     def prepare(self) -> None:
-        """Prepare every strategy on the caller's thread."""
+        """Compile all sizes of the strategy in use, and what a trial of each other one needs, and wait."""
         self.compiler(self._current.strategy).compile_all()
         for strategy in self._engines:
             self._prepare(strategy)
 
     def require(self, strategy: str) -> None:
-        """Prepare one strategy on the caller's thread, unless it is ready.
+        """Compile what a trial of one strategy needs, on the caller's thread, unless it is ready.
 
         Raises TooLarge if it does not fit into memory, ValueError if the run does not have it.
         """
@@ -176,7 +176,7 @@ class StrategyCompiler:
         return need is None or need.peak <= self._budget
 
     def leave_out(self, strategy: str) -> None:
-        """Never offer this strategy again."""
+        """Drop a strategy that does not fit: the tuner is never offered it again."""
         with self._lock:
             self._prepared.pop(strategy, None)
             self._left_out.add(strategy)
@@ -214,7 +214,7 @@ class StrategyCompiler:
         return max(moved * per_byte, least)
 
     def use(self, config: BatchConfig) -> None:
-        """Note that `config` is in use from now on, and queue the sizes around it."""
+        """Note that `config` is in use from now on, and queue micro-batch sizes near it for compilation."""
         with self._lock:
             self._current = config
             if config.strategy not in self._sizes:
@@ -226,12 +226,12 @@ class StrategyCompiler:
         sizes.near(config.micro_batch_size)
 
     def switched(self, seconds: float, bytes_moved: int) -> None:
-        """Record how long a move of the state took."""
+        """Record the seconds and bytes of a move of the state, which predict later moves."""
         with self._lock:
             self._moves.append((seconds, bytes_moved))
 
     def close(self) -> None:
-        """Stop after the programs that are being compiled."""
+        """Stop compiling in the background; waits for the programs that are being compiled."""
         with self._lock:
             self._is_closed = True
             compilers = list(self._sizes.values())

@@ -122,7 +122,7 @@ class SizeCompiler:
             self._prepare_measuring(missing)
 
     def _check_first(self, size: int) -> None:
-        """Note whether the first size, compiled before the start, can measure; the caller holds the lock."""
+        """Note whether steps of the first size can measure the noise; the caller holds the lock."""
         # An elastic job leaves out the measuring programs before the start, to start sooner.
         if self._engine.world is not None and self._engine.measuring_programs(size):
             return
@@ -205,7 +205,7 @@ class SizeCompiler:
             )
 
     def close(self) -> None:
-        """Stop after the program that is being compiled."""
+        """Stop compiling in the background; waits for the program that is being compiled."""
         worker = self._stop()
         if worker is not None:
             worker.join()
@@ -244,7 +244,7 @@ class SizeCompiler:
             raise self._error
 
     def _is_waiting(self) -> bool:
-        """Return whether there is anything left to do; the caller holds the lock."""
+        """Return whether anything is left for the thread to compile; the caller holds the lock."""
         is_other = self._is_started and self._next < len(self._order)
         return is_other or bool(self._urgent) or self._to_measure() is not None
 
@@ -253,7 +253,7 @@ class SizeCompiler:
         return None if self._current in self._measurable else self._current
 
     def _step(self) -> bool:
-        """Do the most urgent thing; False if there is nothing to do.
+        """Compile what is most urgent, one thing per call; False if nothing is waiting.
 
         Urgent programs come first, then the measuring program of the size in use, then the next size.
         """

@@ -53,7 +53,7 @@ class Tuning:
     """
 
     def __post_init__(self):
-        """Refuse values that cannot work, and name what to change."""
+        """Raise ValueError for settings that cannot work; the message names the remedy."""
         _check_positive(self, "every_s", "every_steps")
         _check_not_negative(self, "min_gain", "dwell_steps", "warm_up_steps")
         _check_share(self, "fixed_tolerance")
@@ -86,7 +86,7 @@ class Statistics:
     """
 
     def __post_init__(self):
-        """Refuse values that cannot work, and name what to change."""
+        """Raise ValueError for settings that cannot work; the message names the remedy."""
         _check_positive(self, "every_steps", "overhead")
         _check_share(self, "smoothing")
         if self.preconditioned and self.from_norm_layers:
@@ -150,7 +150,7 @@ class Execution:
     """
 
     def __post_init__(self):
-        """Refuse values that cannot work, and name what to change."""
+        """Raise ValueError for settings that cannot work; the message names the remedy."""
         _check_positive(self, "memory_bytes", "readers")
         _check_not_negative(self, "prefetch", "read_retries")
         _check_share(self, "memory_margin")
@@ -168,7 +168,7 @@ class Evaluation:
     """Samples per replica at once; None for as many as with the base batch."""
 
     def __post_init__(self):
-        """Refuse values that cannot work, and name what to change."""
+        """Raise ValueError for settings that cannot work; the message names the remedy."""
         _check_positive(self, "every_s", "every_base_steps", "micro_batch_size")
 
 
@@ -207,11 +207,14 @@ class Saving:
     """
 
     def __post_init__(self):
-        """Refuse values that cannot work, and name what to change."""
+        """Raise ValueError for settings that cannot work; the message names the remedy."""
         _check_positive(self, "every_s", "every_base_steps", "keep", "keep_every_base_steps")
         _check_positive(self, "grace_s", "hang_after_s")
         if self.best_mode not in ("min", "max"):
-            raise ValueError(f'Saving.best_mode must be "min" or "max"; got {self.best_mode!r}.')
+            raise ValueError(
+                'Saving.best_mode must be "min" or "max", the better end of the metric Saving.best; '
+                f"got {self.best_mode!r}."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,7 +231,7 @@ class Reporting:
     """Number of tokens in a sample, to show tokens per second; None if samples are not text."""
 
     def __post_init__(self):
-        """Refuse values that cannot work, and name what to change."""
+        """Raise ValueError for settings that cannot work; the message names the remedy."""
         _check_positive(self, "window_s", "tokens_per_sample")
 
 
@@ -323,7 +326,7 @@ class Config:
         return self.execution.background_compile and isinstance(self.policy, str)
 
     def __post_init__(self):
-        """Refuse values that cannot work, and name what to change."""
+        """Raise ValueError for settings that cannot work; the message names the remedy."""
         if not isinstance(self.batch, BatchLimits):
             raise ValueError(
                 f"Config.batch says which batches are allowed; got {self.batch!r}. Write "
@@ -427,7 +430,9 @@ def with_overrides(config: Config, overrides: Sequence[str]) -> Config:
     for override in overrides:
         name, separator, text = override.partition("=")
         if not separator:
-            raise ValueError(f"an override is name=value; got {override!r}.")
+            raise ValueError(
+                f"an override is name=value, such as tuning.min_gain=0.1; got {override!r}."
+            )
         if name not in (known := list(_names(config))):
             raise ValueError(f"there is no setting {name!r}{_meant(name, known)}")
         config = _replaced(config, name.split("."), text, name)

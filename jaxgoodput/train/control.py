@@ -82,7 +82,7 @@ class BatchWish:
 
 @dataclass(frozen=True, kw_only=True)
 class Control:
-    """What to do before the next step."""
+    """Requests to the training loop for before its next step, such as stop, save or another batch."""
 
     stop: bool = False
     finish: bool = False  # end as if complete
@@ -97,7 +97,7 @@ class Control:
     num_measuring: int = 0  # processes in which the size in use can measure the noise
 
     def also(self, later: "Control") -> "Control":
-        """Combine two requests; the later one wins if both name a batch or a cadence."""
+        """Combine two sets of requests; the later one wins if both name a batch or a noise cadence."""
         return dataclasses.replace(
             self,
             **{name: getattr(self, name) or getattr(later, name) for name in FLAGS},
@@ -130,7 +130,7 @@ class ControlWire:
         self._names = tuple(replicas)
 
     def encode(self, control: Control) -> np.ndarray:
-        """Return the vector of one process."""
+        """Return one process's `Control` as a vector."""
         batch, numbers = control.batch, (0, 0, 0)
         if batch is not None:
             named = isinstance(batch, BatchConfig)
@@ -168,7 +168,7 @@ class ControlWire:
 
 
 class Requests:
-    """A mailbox of things to do; the latest wish of each kind wins."""
+    """A mailbox of requests to the loop, filled from any thread; the latest request of each kind wins."""
 
     def __init__(self):
         self._lock = threading.Lock()
@@ -181,7 +181,7 @@ class Requests:
         self.num_batches_taken = 0
 
     def post(self, wish: Control) -> None:
-        """Ask for something."""
+        """Add requests to the ones that the loop takes next."""
         with self._lock:
             self._wish = self._wish.also(wish)
             self.num_batches += wish.batch is not None
@@ -196,7 +196,7 @@ class Requests:
         self.signal = signal
 
     def take(self) -> Control:
-        """Return all wishes since the last call."""
+        """Return all requests since the last call, combined; a stop by a signal stays in force."""
         with self._lock:
             wish, self._wish = self._wish, NOTHING
             self.num_batches_taken = self.num_batches
@@ -216,18 +216,18 @@ class OwnDecisions:
     """Whether other processes act at the same steps as this one."""
 
     def leave(self) -> None:
-        """Act without other processes from now on: they may have died, or wait in a step."""
+        """Do nothing: there are no other processes to leave."""
 
     def sent(self, batch: BatchConfig) -> np.ndarray | None:
-        """Return what this process tells the others along with a step of `batch`."""
+        """Return None: there are no other processes to tell anything along with a step."""
         return None
 
     def received(self, result: StepResult | None, in_use: BatchConfig) -> Control:
-        """Return what to do now, by the newest result that every process has; None if there is none."""
+        """Return this process's own requests since the last call, whatever the arguments."""
         return self.requests.take()
 
     def can_measure(self, batch: BatchConfig) -> bool:
-        """Whether every process has compiled what measures the noise in a step of `batch`."""
+        """Whether the programs that measure the noise in a step of `batch` are compiled."""
         return self.strategies.compiler(batch.strategy).can_measure(batch.micro_batch_size)
 
     def everywhere(self, holds: bool) -> bool:
@@ -235,14 +235,14 @@ class OwnDecisions:
         return holds
 
     def meet(self, moment: str) -> None:
-        """Wait for all processes at this moment."""
+        """Do nothing: there are no other processes to wait for."""
 
     def is_stop_due(self) -> bool:
         """Whether the loop must stop waiting for data, because a stop was requested."""
         return self.requests.signal is not None
 
     def blames_a_peer(self, error: BaseException) -> bool:
-        """Whether an error looks as if another process has died."""
+        """Return False: there is no other process that an error could come from."""
         return False
 
 
@@ -302,7 +302,7 @@ class SharedDecisions:
             return self._where.everywhere(holds)
 
     def meet(self, moment: str) -> None:
-        """Wait for all processes at this moment."""
+        """Wait until all processes have called this with the same `moment`, a name."""
         self._where.meet(moment)
 
     def is_stop_due(self) -> bool:
@@ -329,7 +329,7 @@ def is_of_a_peer(error: BaseException) -> bool:
 
 @dataclass
 class DueEvery:
-    """Something that is due every so often, in seconds or base steps; never if `every` is None or 0."""
+    """A timer that is due each time `every` seconds or base steps have passed; never if None or 0."""
 
     every: float | None
     last: float = math.inf
@@ -340,7 +340,7 @@ class DueEvery:
         self.last = min(self.last, at)
 
     def is_due(self, at: float) -> bool:
-        """Whether it is due at `at`; if so, it is next due `every` later."""
+        """Whether it is due at the moment `at`; if so, it is next due `every` later."""
         if not self.every or at - self.last < self.every:
             return False
         self.last = at

@@ -204,7 +204,7 @@ class Evaluator:
         return merged if num_parts == 1 else self._everyone(merged, total, num_parts)
 
     def _parts(self, sharding: NamedSharding) -> tuple[int, int]:
-        """Return how many meshes share the samples, and the index of this one."""
+        """Return how many meshes share the samples, and the index of this process's mesh among them."""
         return parts_of(sharding, self._process_index, self._process_count)
 
     def _everyone(

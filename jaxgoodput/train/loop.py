@@ -57,7 +57,7 @@ from jaxgoodput.tune.tuner import Tuner
 
 @dataclass
 class Ending:
-    """What ended a run before its last step, if anything did."""
+    """Why a run ends before its last step: a stop, a regrouping or an error; none of them if it does not."""
 
     stopped_by: str | None = None
     """The signal or request that asked to stop."""
@@ -235,7 +235,9 @@ class Loop:
         ending.stopped_by = ending.stopped_by or self.requests.signal
         if ending.stopped_by is None:
             raise peer_lost(self.start.where, self.clock, self._saver.safe_step()) from error
-        logging.warning("another process has left before the last step: %s", error)
+        logging.warning(
+            "another process has left before the last step, as this run was told to stop: %s", error
+        )
 
     def _train(self, first: int) -> bool:
         """Step to the end, or until a stop is due; True if the last evaluation is the best."""
@@ -278,7 +280,7 @@ class Loop:
         return result
 
     def _obey(self, result: StepResult | None) -> bool:
-        """Do what was asked for; False to end the loop."""
+        """Carry out the requests that take effect now, such as a save; return False to end the loop."""
         self._post_what_is_due(result)
         control = self.kind.decisions.received(result, self.now.batch)
         if control.stop:
@@ -308,7 +310,7 @@ class Loop:
             self.requests.post(wish)
 
     def _obey_quietly(self, control: Control) -> None:
-        """Do what does not end the loop."""
+        """Carry out requests that never end the loop: copy, show, noise cadence and batch."""
         if control.keep:
             self._keep_copy()
         if control.show:
@@ -453,7 +455,7 @@ class Loop:
         return self.start.first_step if newest is None else newest
 
     def pulse(self) -> tuple[int, int] | None:
-        """Return something that changes while the loop lives; None if it may stand still."""
+        """Return (last step done, evaluation batches begun), a sign of life; None if it may stand still."""
         if not self.now.expects_steps or self.analyst.is_awaited:
             return None
         return self.done, self._evaluations.num_batches
@@ -494,7 +496,7 @@ class Loop:
 def _analyst_of(
     loop: Loop, on_error: Callable[[BaseException], None], tuner: Callable[..., Tuner]
 ) -> Analyst:
-    """Return the analyst of a loop, with what earlier runs have measured."""
+    """Return the `Analyst` of a loop, with the measurements of its checkpoint or of earlier runs."""
     start, policy = loop.start, loop.config.policy
     analyst = Analyst(
         loop.config,
@@ -553,5 +555,5 @@ def _refusal(weight: float) -> tuple[str, str]:
 
 
 def _named(error: BaseException) -> str:
-    """Return what the record says of an error."""
+    """Return an error as text for the journal: its type and message."""
     return f"{type(error).__name__}: {error}"

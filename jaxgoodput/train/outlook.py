@@ -26,7 +26,7 @@ from jaxgoodput.train.task import Task
 
 @dataclass(frozen=True, kw_only=True)
 class Outlook:
-    """The prediction for one strategy."""
+    """Predicted memory and time of a step under one strategy, from its compiled program."""
 
     strategy: Strategy
     micro_batch_size: int

@@ -107,7 +107,7 @@ class PreparedRun:
 
 @dataclass(frozen=True, kw_only=True)
 class Beginning:
-    """What a run begins with: nothing, a checkpoint, or a state in memory."""
+    """The state, batch and place in the data that a run begins with: new, or from a checkpoint or memory."""
 
     plan: BatchPlan
     engine: Engine
@@ -236,7 +236,7 @@ def _open_workdir(setup: RunSetup, stack: contextlib.ExitStack) -> Checkpoints:
 
 
 def _begin(setup: RunSetup, restorer: Restorer, initial: Any, ledger: TimeLedger) -> Beginning:
-    """Begin a new run, with what `initial` gives of the model."""
+    """Return the beginning of a new run; `initial` replaces leaves of the model, whole or in part."""
     plan, source = restorer.plan, setup.inputs.dataset
     assert plan is not None
     engine = setup.engines[plan.start.strategy]
@@ -269,7 +269,7 @@ def _begin(setup: RunSetup, restorer: Restorer, initial: Any, ledger: TimeLedger
 def _resume(
     setup: RunSetup, restorer: Restorer, restored: RestoredCheckpoint, ledger: TimeLedger
 ) -> Beginning:
-    """Go on with a checkpoint, or with a state in memory."""
+    """Return the beginning of a run that goes on with `restored`, from a checkpoint or from memory."""
     plan, meta, source = restorer.plan, restored.meta, setup.inputs.dataset
     assert plan is not None
     engine = setup.engines[plan.start.strategy]

@@ -71,7 +71,9 @@ def keep_freed_pages(platform: str) -> bool:
         return False
     # The threshold comes first: without it, the other two would only freeze the present one.
     if not any(mallopt(M_MMAP_THRESHOLD, size) == 1 for size in LARGEST_BLOCKS):
-        logging.info("the C library does not keep freed memory: every step gets fresh pages")
+        logging.info(
+            "the C library cannot be told to keep freed memory, so steps on the CPU may be slower"
+        )
         return False
     mallopt(M_TRIM_THRESHOLD, (1 << 31) - 1)
     mallopt(M_TOP_PAD, 1 << 26)
@@ -80,7 +82,7 @@ def keep_freed_pages(platform: str) -> bool:
 
 @dataclass(frozen=True)
 class LauncherLink:
-    """What a launcher told this process, and how the process reports back."""
+    """What a launcher told this process at its start, and how the process reports back to it."""
 
     grace_s: float | None = None  # between a stop signal and SIGKILL
     # Called with the last step done; None if this process trains no more.
@@ -101,7 +103,7 @@ HELP_SHARE, LEAVE_SHARE = 0.25, 0.9  # of the grace period
 
 @runtime_checkable
 class GuardedLoop(Protocol):
-    """What the guard asks of a loop, from the guard's thread."""
+    """The methods of a training loop that `StopGuard` calls, from its own thread."""
 
     @property
     def done(self) -> int:
@@ -165,14 +167,14 @@ class StopGuard:
         return self._loop is not None
 
     def watch(self, loop: GuardedLoop) -> None:
-        """Guard this loop from now on."""
+        """Guard this loop from now on: it is stopped if it hangs, or ends too slowly after a stop."""
         self._loop = loop
         self._beat(
             loop.done
         )  # so that a process which is cut off in its first second counts as alive
 
     def rest(self, step: int) -> None:
-        """Let go of the loop between two generations; `step` is in memory.
+        """Let go of the loop while the processes of the job change; `step` is the last one, kept in memory.
 
         A stop that comes meanwhile is obeyed in the next generation. The loop's devices and their connections
         end only when nothing refers to it any more.
@@ -191,7 +193,7 @@ class StopGuard:
         self._beat(None)
 
     def close(self) -> None:
-        """End the thread."""
+        """End the guard's thread."""
         os.write(self.pipe, b"\0")
         self._worker.join()
         os.close(self._read)
@@ -264,7 +266,7 @@ class StopGuard:
         self._requests.interrupt("hang")
 
     def _press(self, waited_s: float, now_s: float) -> None:
-        """Make a run that was told to stop end in time."""
+        """Make a run that was told to stop `waited_s` ago end in time: save for it, then end the process."""
         leave_s = LEAVE_SHARE * self._grace_s
         in_a_hurry = self._hurry_s is not None and now_s - self._hurry_s >= PROMPT_S
         if self._loop is None:
@@ -306,7 +308,7 @@ class StopGuard:
 
 @dataclass(frozen=True)
 class _Resting:
-    """Stands for the loop of a run between two generations."""
+    """Stands for the loop while the processes of the job change: nothing can be saved then."""
 
     done: int
 
@@ -321,7 +323,10 @@ class _Resting:
 
 
 def _log_failure(error: BaseException) -> None:
-    logging.error("a thread that watches over the run failed", exc_info=error)
+    logging.error(
+        "the thread that watches for signals and hangs, or saves for the loop, has failed",
+        exc_info=error,
+    )
 
 
 def stacks() -> str:
@@ -478,7 +483,7 @@ def persistent_cache(config: Config) -> Iterator[None]:
 
 @contextlib.contextmanager
 def changed_process(config: Config, requests: Requests, clock: Clock) -> Iterator[StopGuard]:
-    """Apply all changes of this file inside the block."""
+    """Inside the block, guard against signals and hangs, keep compiled programs, and hide Orbax's log."""
     with quiet_writer(), persistent_cache(config), prompt_threads():
         with guarded(config, requests, clock) as guard:
             yield guard

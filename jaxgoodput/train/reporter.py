@@ -28,7 +28,7 @@ UNKNOWN = math.nan
 
 @dataclass(frozen=True, kw_only=True)
 class WindowInputs:
-    """The analyst's knowledge at the end of a window."""
+    """What the `Analyst` knows at the end of a window of steps, for the `Window` event."""
 
     here: StrategyOption
     """Strategy and batch in use, with its model."""

@@ -274,7 +274,7 @@ class _Fit:
         return 0 if loop is None else loop.now.step
 
     def _rest(self, step: int) -> None:
-        """Let go of everything that belongs to a generation; `step` is in memory."""
+        """Let go of the loop and its devices before the processes of the job change; `step` is in memory."""
         self._trainer._loop = self._trainer._evaluator = None
         self._guard.rest(step)
 

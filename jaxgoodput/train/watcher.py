@@ -23,7 +23,7 @@ from jaxgoodput.tune.timings import Parts, interval
 
 @dataclass(frozen=True, kw_only=True)
 class Ticket:
-    """A step that was dispatched."""
+    """A step that was dispatched to the devices: its batch, and the arrays that will hold its results."""
 
     step: int
     config: BatchConfig
@@ -45,7 +45,7 @@ class Ticket:
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """A step that is done."""
+    """A finished step: its ticket, its metrics on the host, and how long its parts took."""
 
     ticket: Ticket
     metrics: StepMetrics[float]
@@ -55,7 +55,7 @@ class StepResult:
 
 
 class Watcher:
-    """A thread over a queue of tickets.
+    """A thread that waits for dispatched steps (tickets), in order, and reads their metrics.
 
     `read` fetches the metrics of a step, and `on_result` is called with each result, both on the thread.
     """
@@ -79,7 +79,7 @@ class Watcher:
         self._worker = QueueWorker("watcher", self._publish, on_error=self._fail)
 
     def submit(self, ticket: Ticket) -> None:
-        """Watch this step. Returns at once."""
+        """Have the thread wait for this step, after earlier ones. Returns at once."""
         self._worker.put(ticket)
 
     def result(self, step: int, *, keep: bool = False) -> StepResult:

@@ -40,7 +40,7 @@ def tune(situation: Situation) -> Verdict:
 
 
 def _may_switch(situation: Situation) -> bool:
-    """Return whether another strategy may be chosen now."""
+    """Return whether the strategy may be changed now: no compilation, no recent change, goodput known."""
     if situation.disturbed or not situation.others:
         return False
     if situation.steps_since_change < situation.caution.dwell_steps:
@@ -183,7 +183,7 @@ def _search(situation: Situation) -> Verdict:
 
 
 def _judge(situation: Situation, config: BatchConfig, best: float, now: float, at: str) -> Verdict:
-    """Return the verdict on another batch than the incumbent, of goodput `best` instead of `now`."""
+    """Return the verdict on a change to `config`, with goodput `best`; the incumbent has goodput `now`."""
     caution, home, gain = situation.caution, situation.incumbent, best / now
     what = (
         f"{home.global_batch_size} -> {config.global_batch_size} samples "
@@ -218,16 +218,16 @@ def _judge(situation: Situation, config: BatchConfig, best: float, now: float, a
 
 
 def _stay(situation: Situation, why: str, now: float) -> Verdict:
-    """Return the verdict to use the incumbent, which ends a trial."""
+    """Return the verdict to use the incumbent, the batch before a trial if one runs, which ends the trial."""
     home = situation.incumbent
     word = "keep" if home == situation.current else "return"
     return situation.change(home, f"{word}: {why}", now)
 
 
 def _asked(situation: Situation) -> float:
-    """Return the gain that a change must promise, as a share.
+    """Return the gain in goodput that a change must promise, as a share (0.05 is 5 %).
 
-    A trial is judged without the doubt, or no trial during a compilation could ever succeed.
+    A trial is judged without `Caution.doubt`, or no trial during a compilation could ever succeed.
     """
     caution, is_trial = situation.caution, situation.incumbent != situation.current
     return caution.min_gain if is_trial else max(caution.min_gain, caution.doubt)

@@ -89,12 +89,12 @@ class VerdictTimer:
         return now_s - self._asked_s >= self._every_s or since_asked >= every_steps
 
     def _must_wait(self, step: int) -> bool:
-        """Return whether a verdict would be of no use yet, or has been asked for."""
+        """Return whether the tuner must not be asked yet: too early, busy, or a change is on its way."""
         is_calming = 0 < self._num_calm < CALM_STEPS  # undisturbed step times will be there soon
         is_early = self._num_steps < self._warm_up_steps
         return self.is_judging or is_early or is_calming or not self.has_arrived(step)
 
     def asked(self, now_s: float, step: int, *, is_known: bool) -> None:
-        """Note that the tuner is asked now."""
+        """Note that the tuner is asked now, which puts off the next question."""
         self._asked_s, self._asked_at = now_s, step
         self._was_unknown, self._was_disturbed = not is_known, self.is_disturbed

@@ -53,7 +53,7 @@ class Stretch:
 
 @dataclass(frozen=True, kw_only=True)
 class Bar:
-    """A batch that the loss has rejected."""
+    """A ban on a batch size, and all larger ones, with which the loss fell more slowly."""
 
     noise_scale: float
     """Noise scale at that time, in samples."""
@@ -62,11 +62,11 @@ class Bar:
 
     @property
     def global_batch_size(self) -> int:
-        """The smallest batch that is barred."""
+        """The smallest batch that is banned, in samples."""
         return self.was.config.global_batch_size
 
     def holds(self, noise_scale: float) -> bool:
-        """Return whether the bar still holds at a noise scale; an unknown one does not lift it."""
+        """Return whether the ban still holds: the noise scale has not doubled since, or is unknown."""
         return not noise_scale > 2 * self.noise_scale
 
 
@@ -84,7 +84,7 @@ def is_denied(before: Stretch, now: Stretch, throughput_ratio: float) -> bool:
 
 
 class Evidence:
-    """Collects the loss of every step, and holds the bar, if there is one. Not thread-safe."""
+    """Collects the loss of every step, and keeps the ban on large batches (`Bar`). Not thread-safe."""
 
     def __init__(self):
         self._points: list[Point] = []
@@ -128,13 +128,13 @@ class Evidence:
         return _fitted(self._config, [p for p in self._points if p[0] >= since])
 
     def deny(self, noise_scale: float) -> None:
-        """Bar the present batch and all larger ones."""
+        """Ban the present batch and all larger ones (`Bar`); `noise_scale` is the present one."""
         now = self.now()
         assert now is not None
         self.bar = Bar(noise_scale=noise_scale, was=now)
 
     def review(self, noise_scale: float) -> None:
-        """Lift the bar if the noise has grown, or if the batch turns out not to have been the cause."""
+        """Lift the ban (`Bar`) if the noise has doubled, or the loss falls no faster with a smaller batch."""
         if self.bar is None:
             return
         now, was = self.now(), self.bar.was
@@ -159,7 +159,7 @@ def _merged(a: Point, b: Point) -> Point:
 
 
 def _fitted(config: BatchConfig, points: Sequence[Point]) -> Stretch:
-    """Fit the slope by weighted least squares, with more weight on the mean of more samples."""
+    """Fit the slope of the loss by weighted least squares, with more weight on the mean of more samples."""
     x, y, weight, steps = (np.asarray(column, np.float64) for column in zip(*points, strict=True))
     made = Stretch(config=config, num_steps=int(steps.sum()))
     if len(points) < MIN_STEPS or not weight.sum() > 0:

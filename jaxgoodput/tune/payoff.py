@@ -95,7 +95,7 @@ def compiling_pays(
 def _correction(
     situation: Situation, sizes: Sequence[int], batches: np.ndarray, table: TimingTable
 ) -> np.ndarray:
-    """Return by what factor each hope, [sizes, counts], must be corrected; 1 for sizes not timed."""
+    """Return the factor that corrects each `hoped_gain`, [sizes, counts], by timed steps; 1 if not timed."""
     current, num_nodes = situation.current, situation.here.placement.num_nodes
     one = [dataclasses.replace(current, micro_batch_size=s, num_micro_batches=1) for s in sizes]
     there_s = np.array([table.step_s(num_nodes, c) for c in one])

@@ -16,7 +16,7 @@ from jaxgoodput.goodput.search import BatchConfig, BatchLimits
 
 
 class Indivisible(ValueError):
-    """A batch that cannot be split into equal micro-batches over the replicas of a strategy."""
+    """Error: a batch cannot be split into equal micro-batches over the replicas of a strategy."""
 
 
 @dataclass(frozen=True, kw_only=True)

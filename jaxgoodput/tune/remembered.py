@@ -35,7 +35,7 @@ KEEP = PROBE_STEPS
 
 @dataclass(frozen=True, kw_only=True)
 class FirstNoise:
-    """The first cautious moments of the gradient that a run knew, by group of parameters."""
+    """The gradient's signal and noise when a run first knew them, by group of parameters."""
 
     progress: float
     """Base steps done at that time."""
@@ -52,7 +52,7 @@ class FirstNoise:
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramMemory:
-    """The memory that the runs of one program share."""
+    """What a run leaves for later runs of its program: step times, last batch and first noise."""
 
     version: ClassVar[int] = 2
     timings: Mapping[str, tuple[TimingRow, ...]]
@@ -80,7 +80,9 @@ class Memory:
         except FileNotFoundError:
             pass
         except (OSError, ValueError) as error:
-            logging.warning("ignoring the memory of earlier runs in %s: %s", path, error)
+            logging.warning(
+                "the memory of earlier runs in %s cannot be read and is not used: %s", path, error
+            )
         return cls(path, None)
 
     def write(self, found: ProgramMemory) -> None:
@@ -105,7 +107,7 @@ class Memory:
 def lasting(
     timings: Mapping[str, Sequence[TimingRow]], now: int
 ) -> dict[str, tuple[TimingRow, ...]]:
-    """Return the latest undisturbed times of every configuration that was timed often enough."""
+    """Return the latest undisturbed times of configurations timed often enough; `now` is the last step."""
     return {
         strategy: tuple(
             dataclasses.replace(row, last=row.last - now, clean=row.clean[-KEEP:], busy=())
@@ -130,11 +132,11 @@ class BatchHistory:
         self._settled: tuple[int, BatchConfig] | None = None  # last batch of an earlier run
 
     def resume(self) -> None:
-        """Forget the start, because the run began in another process."""
+        """Forget the batches noted so far, because a resumed run used its first ones in another process."""
         self._chosen = []
 
     def recall(self, earlier: ProgramMemory, current: BatchConfig) -> None:
-        """Continue with the memory of earlier runs."""
+        """Take over the first noise and the last batch of earlier runs."""
         self._noise = earlier.noise
         self._settled = earlier.since_samples, earlier.batch
         if current.global_batch_size == earlier.batch.global_batch_size:

@@ -17,7 +17,7 @@ from jaxgoodput.tune.verdict import PROBE_STEPS, Situation, StrategyOption, Verd
 def best_of(
     there: StrategyOption, grad: Grad, *, largest: int, accumulate: bool
 ) -> tuple[BatchConfig, float] | None:
-    """Return the best configuration of timed sizes and its useful samples/s; None if there is none."""
+    """Return the best configuration of a strategy's timed sizes and its useful samples/s; None: no such."""
     best = None
     counts = range(1, (there.limits.max_micro_batches if accumulate else 1) + 1)
     options = [
@@ -51,7 +51,7 @@ def choose_strategy(situation: Situation, verdict: Verdict) -> Verdict:
 
 
 def _fastest(situation: Situation) -> tuple[BatchConfig, float, float] | None:
-    """Return the best timed configuration of another strategy, its goodput and the seconds to switch."""
+    """Return the best timed configuration of all other strategies, its goodput and the seconds to switch."""
     best: tuple[BatchConfig, float, float] | None = None
     for there in situation.others:
         found = best_of(
@@ -82,7 +82,7 @@ def _judge_switch(
 
 
 def _untried(situation: Situation) -> Verdict | None:
-    """Return the verdict to try a strategy that was never timed, if the trial can be repaid."""
+    """Return the verdict to try a strategy that was never timed, if a gain would repay the trial."""
     bar = situation.bar
     for there in situation.others:
         if bar is not None and there.config.global_batch_size >= bar.global_batch_size:

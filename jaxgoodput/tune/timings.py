@@ -101,7 +101,7 @@ class TimingTable:
         self._rows[key] = dataclasses.replace(row, last=step, **{kind: latest})
 
     def _parts(self, key: TimingKey) -> Sequence[Parts]:
-        """Return the undisturbed steps if there are enough, else the disturbed ones."""
+        """Return a key's undisturbed steps if there are enough, else the ones beside a compilation."""
         row = self._rows.get(key)
         if row is None:
             return ()
@@ -226,11 +226,11 @@ class SwitchCosts:
         self._first: tuple[TimingKey, float] | None = None  # not compared yet
 
     def add_first_step(self, key: TimingKey, seconds: float) -> None:
-        """Note the first step after a change, until usual steps of its kind have been timed."""
+        """Note the seconds of the first step after a change; `compare` books its cost later."""
         self._first = key, seconds
 
     def compare(self, table: TimingTable) -> None:
-        """Compare the first step with the usual steps of its kind, if `table` has enough of them."""
+        """Book how much longer the first step took than usual ones, once `table` has enough of its kind."""
         if self._first is None or table.count(self._first[0]) < MIN_COUNT:
             return
         key, seconds = self._first
@@ -290,7 +290,7 @@ class StrategyTimings:
         return table.timed_sizes(self.num_nodes, config.num_replicas, clean=clean)
 
     def known(self, there: StrategyOption) -> StrategyOption:
-        """Return the option `there` with its step times, and the fit from when it was last used."""
+        """Return the option `there` with its strategy's step times and last fit, if there is one."""
         strategy = there.config.strategy
         fit, timings = self.fits.get(strategy), self.table(strategy).timings(0)
         timed = self.timed(there.config, clean=True) & set(there.ready)
@@ -326,7 +326,7 @@ class FeedingTimes:
         return self._seconds.get(global_batch_size, math.nan)
 
     def line(self, current: int, step_s: float) -> Feeding | None:
-        """Return the line through the times; the batch `current` counts with `step_s` at most."""
+        """Return the preparing time as a line in the batch size; caps the time of `current` at `step_s`."""
         if math.isfinite(step_s) and current in self._seconds:
             self._seconds[current] = min(self._seconds[current], step_s)
         return feeding_of(dict(self._seconds))

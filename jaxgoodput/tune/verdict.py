@@ -151,7 +151,7 @@ class Situation:
 
     @property
     def largest(self) -> int:
-        """The largest global batch that one change may lead to: limited by growth and by the bar."""
+        """The largest global batch that one change may lead to: limited by growth, and below banned ones."""
         now = self.current.global_batch_size
         grown = max(int(now * self.caution.max_growth), now)
         return grown if self.bar is None else min(grown, max(self.bar.global_batch_size - 1, 1))

@@ -160,7 +160,7 @@ def test_overrides_reach_into_the_limits_in_order():
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("seed", "an override is name=value; got 'seed'"),
+        ("seed", "an override is name=value, such as tuning.min_gain=0.1; got 'seed'"),
         ("sead=1", "no setting 'sead'; did you mean seed"),
         ("colour=1", "no setting 'colour'. There are workdir, batch, batch.base, .*saving.keep"),
         ("batch.mox=1", "no setting 'batch.mox'; did you mean batch.max"),

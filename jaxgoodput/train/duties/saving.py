@@ -105,7 +105,11 @@ class Saver:
                 error = self.start.checkpoints.save(state, meta) or self.start.checkpoints.wait(
                     alone=True
                 )
-            logging.warning("step %d, saved beside the loop: %s", meta.step, error or "done")
+            logging.warning(
+                "step %d, saved by another thread because the loop is busy: %s",
+                meta.step,
+                error or "done",
+            )
         finally:
             self.lock.release()
 

@@ -54,16 +54,16 @@ class Alone:
         return Dispatched(*step(now.state, work, last.data, last.mask, **options))
 
     def stepped(self, step: int, *, timed: bool) -> None:
-        """Take note that `step` was dispatched; `timed` if its time says what a step takes."""
+        """Do nothing: runs of several processes forget here what they agreed on for old steps."""
 
     def to_save(self, now: RunState) -> TrainState:
-        """Return the state as the processes that write checkpoints need it."""
+        """Return the state as it lies on the devices, which is what is saved."""
         return now.state
 
     def keep(self, kept: RunSnapshot) -> float:
-        """Copy the state to another host; returns the expected seconds between two failures."""
+        """Return infinity, the seconds between failures, without a copy: such a run does not survive one."""
         return math.inf
 
     def ended_by(self, error: BaseException) -> str | None:
-        """Return why an error ends this set of processes but not the run; None if it ends the run."""
+        """Return None: every error ends the run, because such a run does not go on with fewer processes."""
         return None

@@ -103,7 +103,7 @@ class Elastic:
 
 
 def _own_part(engine: Engine, batch: StepBatch, num_rows: int, seconds: float) -> OwnPart:
-    """Return what of a step is this process's own; reading ahead goes on beside it."""
+    """Return this process's part of a step and its seconds, of computing or reading, whichever is longer."""
     config = batch.config
     num_parts = 1 if batch.parts is not None else config.num_micro_batches
     return OwnPart(
@@ -120,7 +120,7 @@ def _own_part(engine: Engine, batch: StepBatch, num_rows: int, seconds: float) -
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationStart:
-    """What a generation of processes begins with; a fixed set of processes is one of its own."""
+    """What a run starts with in one set of processes (a generation); a fixed set is the only one."""
 
     ledger: TimeLedger
     """The generation's own: process 0 continues the run's ledger from what was kept, and may be another."""
@@ -193,7 +193,8 @@ def fit_generations(
             if last_step() > first:
                 # Steps were done since and could not be kept, so that `kept` is of an earlier one.
                 logging.warning(
-                    "training resumes from another process's state, or a checkpoint: %s", why
+                    "processes are gone: training resumes from another process's state or a checkpoint: %s",
+                    why,
                 )
                 kept = None
         rest(0 if kept is None else kept.step)

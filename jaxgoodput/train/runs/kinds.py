@@ -39,7 +39,10 @@ def run_of(
     membership: Membership | None,
     clock: Clock,
 ) -> Run:
-    """Return the run of the kind that these processes make; `first` is the batch to begin with."""
+    """Return the run of the kind that these processes make: alone, of a fixed number, or elastic.
+
+    `first` is the batch to begin with.
+    """
     if has_others(where):
         decisions = SharedDecisions(requests, strategies, where, first)
     else:
@@ -73,12 +76,12 @@ def control_size(where: Place) -> int:
 
 
 def is_alone(where: Place) -> bool:
-    """Whether a run has one process for good."""
+    """Whether a run has one process, and no other can join it."""
     return where.process_count == 1 and where.world is None
 
 
 def has_others(where: Place) -> bool:
-    """Whether other processes wait for this one now."""
+    """Whether the job has other processes now, which may wait for this one."""
     return where.process_count > 1
 
 

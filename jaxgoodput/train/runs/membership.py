@@ -26,7 +26,7 @@ _KEEP = 4  # steps after which no process asks for what was agreed on in a step
 
 @dataclass(frozen=True)
 class RunSnapshot:
-    """A run in host memory, between two generations."""
+    """A run's state and metadata in host memory, for example while the processes of its job change."""
 
     leaves: Mapping[str, HostLeaf]
     """The parts of the state that this process holds, by path, as `engine.saved.on_host` returns them."""
@@ -107,7 +107,7 @@ class Generation:
 
 @runtime_checkable
 class Membership(Protocol):
-    """The place of this process in its job."""
+    """How this process takes part in a job whose processes come and go."""
 
     @property
     def group_size(self) -> int:
@@ -220,10 +220,12 @@ class Agreement:
         except PeerGone:
             self._store.set(answer, "no")  # has no effect if another process answered first
         if self._store.try_get(answer) != "yes":
-            raise PeerGone(f"not every process has the sum of step {step + 1}")
+            raise PeerGone(
+                f"not every process has the gradient sum of step {step + 1}, so none of them applies it"
+            )
 
     def forget(self, step: int) -> None:
-        """Have process 0 remove what was agreed on for a step that is long over."""
+        """Remove what was agreed on `_KEEP` steps before the current `step`; process 0 does it for all."""
         if self._run is not None and self._process_index == 0 and step >= _KEEP:
             self._store.forget(self._key(step - _KEEP))
 

@@ -56,7 +56,7 @@ class Processes:
         return Dispatched(state, metrics, work.sums.weight, total)
 
     def stepped(self, step: int, *, timed: bool) -> None:
-        """Forget the leases of steps that are over."""
+        """Forget which process took which micro-batch in steps that are long over."""
         self.agreement.forget(step)
 
     def to_save(self, now: RunState) -> TrainState:
@@ -94,7 +94,7 @@ def accumulated(now: RunState, batch: StepBatch, *, measured: bool) -> tuple[Wor
 
 
 def agreement_of(where: Place) -> Agreement:
-    """Return what the processes of this set agree on within a step."""
+    """Return the `Agreement` of these processes, through which they share out micro-batches of a step."""
     return Agreement(
         shared_store(),
         where.process_index,

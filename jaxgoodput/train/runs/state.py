@@ -39,12 +39,12 @@ class RunState:
     """Whether a run that finishes no step for long hangs."""
 
     def look_at(self, result: StepResult) -> None:
-        """Take note of the progress after a step that is done."""
+        """Copy the progress (base steps done) from the result of a finished step."""
         self.progress, self.progress_step = result.metrics.progress, result.ticket.step
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Expect no step inside the block: a compilation may take arbitrarily long."""
+        """Inside the block, a run that finishes no step does not count as hanging, as when it compiles."""
         before, self.expects_steps = self.expects_steps, False
         try:
             yield

@@ -101,7 +101,7 @@ def try_loss(setup: RunSetup, engine: Engine, state: TrainState, plan: BatchPlan
 
 
 def _can_try(setup: RunSetup, engine: Engine) -> bool:
-    """Whether this process can try the loss on a few samples by itself."""
+    """Return whether this process can try the loss on a few samples without the other processes."""
     source = setup.inputs.dataset
     # Rows of tables are not there yet. Layers in stages need more samples, and processes that share a layout
     # would have to try it together.

@@ -217,7 +217,10 @@ def rehearse(inputs: TaskInputs, num_processes: int, group_size: int) -> None:
         dataclasses.replace(setup, config=config).first_plan()
     except (TooLarge, Indivisible, CannotDivide, ValueError) as error:
         # One process has other limits than all together; they report what is wrong with their own.
-        logging.info("the first step was not rehearsed: %s", error)
+        logging.info(
+            "the first step was not compiled by this process alone before the others join: %s",
+            error,
+        )
 
 
 def _engines_by_strategy(engines: Engines, where: Place) -> Mapping[str, Engine]:

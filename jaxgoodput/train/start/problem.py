@@ -42,22 +42,22 @@ class TaskInputs:
 
     @property
     def attempts(self) -> Attempts:
-        """How often a read of its data sets is tried."""
+        """How many times a failing read of the task's data sets is tried before it is an error."""
         return Attempts(num_retries=self.config.execution.read_retries, clock=self.clock)
 
     @functools.cached_property
     def dataset(self) -> Source:
-        """Its training samples."""
+        """The task's training samples, as a `Source`."""
         return as_source(self.task.dataset())
 
     @functools.cached_property
     def eval_dataset(self) -> Any:
-        """Its held-out samples; None if it has none."""
+        """The task's held-out samples as it returns them; None if it has none."""
         return self.task.eval_dataset()
 
     @functools.cached_property
     def tables(self) -> TaskTables | NoTables:
-        """Its tables, none of them open."""
+        """What the task says of its embedding tables, none of them open."""
         return tables_of(self.task)
 
     @functools.cached_property
@@ -67,12 +67,12 @@ class TaskInputs:
 
     @functools.cached_property
     def sample(self) -> PyTree[jax.ShapeDtypeStruct]:
-        """One abstract sample as the loss gets it."""
+        """One abstract sample as the loss gets it; with tables, it also says which rows are read."""
         return self.tables.sample(self.own_sample)
 
     @functools.cached_property
     def problem(self) -> Problem:
-        """Its methods; made without a device."""
+        """The task's methods as a `Problem`; made without a device."""
         return problem_of(self.task, self.config, self.tables)
 
     @functools.cached_property

@@ -111,7 +111,7 @@ class Restorer:
         return found
 
     def _abstract_for(self, meta: CheckpointMeta) -> TrainState:
-        """Return what to restore: on the saved strategy, or else the first one that fits here."""
+        """Return the abstract state to read into, on the saved strategy or else one that fits here."""
         setup = self._setup
         _require_same_data(meta, self._data, setup.config, setup.where)
         # Before anything is compiled; all strategies have the same leaves.

@@ -32,38 +32,38 @@ Ids = Callable[[PyTree], dict[str, np.ndarray]]
 
 
 class NoTables:
-    """A task without tables."""
+    """Stands for the tables of a task that has none: `TaskTables` has the same methods."""
 
     plans: Mapping[str, Table] = MappingProxyType({})
     ids = None
 
     def sample(self, own: PyTree) -> PyTree:
-        """Return one abstract sample as the loss gets it."""
+        """Return `own`, the abstract sample of the data set, which the loss gets as it is."""
         return own
 
     def require_place(self, where: Place, source: Source) -> None:
-        """Accept any devices and data."""
+        """Do nothing: without tables, any devices and data will do."""
 
     def require_rows(self, function: Callable[..., Any], name: str) -> None:
-        """Accept any function of the task."""
+        """Do nothing: without tables, any function of the task will do."""
 
     def require_settings(self, config: Config, *, has_labels: bool) -> None:
-        """Accept any settings."""
+        """Do nothing: without tables, any settings will do."""
 
     def optimizer(self, tx: optax.GradientTransformation) -> optax.GradientTransformation:
-        """Return the optimizer as it is."""
+        """Return the optimizer unchanged."""
         return tx
 
     def problem(self, problem: Problem) -> Problem:
-        """Return the problem as it is."""
+        """Return the problem unchanged."""
         return problem
 
     def evaluation(self, task: Task, opened: Tables) -> dict[str, Any]:
-        """Return the arguments of an `Evaluator` that say how a batch is evaluated."""
+        """Return the user's metrics as an argument of `Evaluator`."""
         return {"metrics": task.metrics_with_state}
 
     def feed(self, opener: Opener, opened: Tables, loader: Loader, config: Config) -> Feed:
-        """Return the feed of the loader's batches."""
+        """Return a `PlainFeed`, which hands out the loader's batches."""
         return PlainFeed(loader)
 
 
@@ -148,7 +148,7 @@ class TaskTables:
         return rows_apart(tx)
 
     def problem(self, problem: Problem) -> Problem:
-        """Return the problem of steps that read rows."""
+        """Return `problem` for steps that read rows of the tables."""
         return with_tables(problem, self.plans)
 
     def evaluation(self, task: Task, opened: Tables) -> dict[str, Any]:
@@ -168,7 +168,7 @@ class TaskTables:
         return metrics
 
     def feed(self, opener: Opener, opened: Tables, loader: Loader, config: Config) -> Feed:
-        """Return the feed of the loader's batches and their rows."""
+        """Return a `TableFeed`, which hands out the loader's batches with their rows on the device."""
         return TableFeed(
             opened,
             loader,

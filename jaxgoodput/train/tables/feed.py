@@ -41,7 +41,7 @@ Commits = tuple[Mapping[str, int], str | None]
 
 @dataclass
 class PlainFeed:
-    """The feed of a run without tables. Both kinds of feed have the same methods."""
+    """Hands out the batches of a run without tables; `TableFeed`, for tables, has the same methods."""
 
     loader: Loader
     tables: Mapping[str, TieredTable] = field(default_factory=dict)
@@ -62,11 +62,11 @@ class PlainFeed:
         return engine.step
 
     def commit(self, step: int, kept: Callable[[], Collection[int]]) -> Commits:
-        """Commit all tables with a checkpoint of `step`, while commits of the steps in `kept()` stay."""
+        """Return no commits and no error: there are no tables."""
         return {}, None
 
     def agrees(self, holds: bool) -> bool:
-        """Whether something holds in every process that has a part of the tables."""
+        """Return True: no process has a part of a table."""
         return True
 
     def close(self) -> None:
@@ -74,7 +74,7 @@ class PlainFeed:
 
 
 class _FeedStopped(Exception):
-    """The batch that is being waited for is not needed any more."""
+    """Ends the wait for a batch that is not needed any more, because the run stops."""
 
 
 class TableFeed:
