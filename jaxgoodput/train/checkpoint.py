@@ -52,7 +52,7 @@ from jaxgoodput.tune.timings import TimingRow
 T = TypeVar("T")
 
 
-VERSION = 2  # of the metadata
+VERSION = 3  # of the metadata
 TEMPORARY = "*.orbax-checkpoint-tmp*"  # folder name of a save that is not complete
 ELSEWHERE = "it failed in another process"
 OWN_STATE = ".opt_state.own"  # path of what `adaptive` adds to the optimizer's state
@@ -114,7 +114,8 @@ class CheckpointMeta:
 
         Raises WrongWorkdirError for another version, KeyError, TypeError or ValueError for anything else.
         """
-        if (version := saved["version"]) != VERSION:
+        # The first metadata had no version.
+        if (version := saved.get("version", 0)) != VERSION:
             raise WrongWorkdirError(
                 f"the checkpoint's metadata has version {version}, but this program reads version {VERSION}. "
                 "Resume with the version of jaxgoodput that wrote it."

@@ -300,13 +300,14 @@ class Loop:
         return True
 
     def _post_what_is_due(self, result: StepResult | None) -> None:
-        """Request the checkpoints, copies and evaluations that are due; process 0 does it for all."""
-        if not self.start.is_chief:
-            return
+        """Request the checkpoints, copies and evaluations that are due; process 0 does it for all.
+
+        The timers of the other processes run along: one of them may be process 0 of the next generation.
+        """
         progress = None if result is None else result.metrics.progress
         skipping = result is not None and result.metrics.skipped_in_a_row > 0
         wish = self._due.asked(self.clock.now(), progress, skipping=skipping)
-        if wish is not None:
+        if wish is not None and self.start.is_chief:
             self.requests.post(wish)
 
     def _obey_quietly(self, control: Control) -> None:

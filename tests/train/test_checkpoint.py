@@ -684,6 +684,11 @@ def test_another_version_is_refused_by_its_number(saved, version):
         CheckpointMeta.from_json(saved)
 
 
+def test_metadata_from_before_versions_are_refused_and_not_taken_for_damaged():
+    with pytest.raises(WrongWorkdirError, match="version 0, but this program reads version"):
+        CheckpointMeta.from_json({"step": 3, "analyst": {}})
+
+
 def test_differences_say_what_is_missing_on_which_side():
     same = LeafKind((), "int32")
     saved = {"a": LeafKind((2,), "float32"), "b": LeafKind((3,), "int32"), "c": same}

@@ -25,7 +25,7 @@ from jaxgoodput._jax import listen_for_compilations
 from jaxgoodput.data.cursor import Cursor, take
 from jaxgoodput.goodput.fit import fit_perf_params
 from jaxgoodput.goodput.perf import PerfParams
-from jaxgoodput.goodput.search import BatchLimits
+from jaxgoodput.goodput.search import BatchConfig, BatchLimits
 from jaxgoodput.observe.events import (
     Checkpoint,
     FitEnd,
@@ -37,7 +37,7 @@ from jaxgoodput.observe.events import (
 )
 from jaxgoodput.observe.hooks import Every
 from jaxgoodput.train.config import Saving
-from jaxgoodput.train.control import Preempted
+from jaxgoodput.train.control import Control, Preempted
 from jaxgoodput.train.loop import Loop
 from jaxgoodput.tune.batch import tune
 from jaxgoodput.tune.tuner import Tuner, TunerAnswer
@@ -437,6 +437,22 @@ def test_a_batch_that_is_asked_for_while_a_run_is_prepared_is_used_from_its_firs
     assert {(s.config.micro_batch_size, s.config.num_micro_batches) for s in seen.of(StepEnd)} == {
         (2, 2)
     }
+
+
+def test_a_batch_that_was_chosen_for_other_processes_is_used_on_these(tmp_path):
+    """A verdict may come when the generation of processes that it is for has just ended."""
+
+    class Asking(Mean):
+        def dataset(self):
+            late = BatchConfig(micro_batch_size=8, num_micro_batches=1, num_replicas=4)
+            self._request(Control(batch=late))
+            return super().dataset()
+
+    seen = Recorder()
+    limits = BatchLimits(base=16, max=64, micro=(1, 16), min_global=4)
+    Asking(config(tmp_path, batch=limits, epochs=1), hooks=[seen], devices=devices(1)).fit()
+    used = {(s.config.micro_batch_size, s.config.num_replicas) for s in seen.of(StepEnd)}
+    assert used == {(8, 1)}
 
 
 @pytest.mark.slow

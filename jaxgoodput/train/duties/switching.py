@@ -1,5 +1,6 @@
 """`BatchSwitcher`: takes up another batch or strategy between two steps."""
 
+import dataclasses
 from dataclasses import dataclass
 
 import jax
@@ -29,6 +30,9 @@ class BatchSwitcher:
     def take_up(self, batch: BatchConfig) -> bool:
         """Use this batch from the next step on; False, after a warning, if it cannot be used."""
         now = self.start.now
+        # The wish may be of an earlier generation, which had more or fewer processes.
+        replicas = self.start.strategies.engine(batch.strategy).num_replicas
+        batch = dataclasses.replace(batch, num_replicas=replicas)
         with now.paused():
             refusal = self._refusal(batch)
             if refusal is not None:
