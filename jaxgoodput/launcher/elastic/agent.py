@@ -416,9 +416,7 @@ class Agent:
                 self._workers.kill_after_grace()  # in full, even if the host leaves: they save now
             case ev.EndJob(code):
                 self._is_over, self._code = True, code
-                if (
-                    not self._workers.is_grace_running
-                ):  # the end of the job prolongs no grace period
+                if not self._workers.is_grace_running:  # it would begin again
                     self._workers.kill_after_grace()
 
     def _examine(self, peers: Sequence[str], worker: Worker) -> None:
