@@ -32,6 +32,8 @@ class Event:
     """Name of the hook method that handles it."""
     journaled: ClassVar[bool] = True
     """Whether the journal records it, without the fields whose metadata are `NOT_JOURNALED`."""
+    # A journal of another version may have more fields, which are skipped.
+    is_part: ClassVar[bool] = True
     step: int
     """Number of updates applied so far. For a `StepEnd`, its own number, counted from 1."""
 

@@ -144,6 +144,17 @@ def test_a_hook_has_no_method_that_no_event_calls():
     assert methods <= called | {"on_event", "on_batch_size_change"}
 
 
+def test_fields_of_another_version_do_not_cost_the_record(tmp_path, clock):
+    writer = Journal(tmp_path, clock=clock)
+    writer.write(synthetic.window(10, 10.0, 640))
+    writer.close()
+    path = tmp_path / journal.FILE_NAME
+    line = json.loads(path.read_text()) | {"of_the_next_version": 1.0}
+    path.write_text(f"{path.read_text()}{json.dumps(line)}\n")
+    first, second = journal.read(path)
+    assert _serial.encode(first.event) == _serial.encode(second.event)
+
+
 def test_a_resumed_ledger_books_the_wait_in_its_open_bucket(tmp_path, clock):
     """The last steps before the loop, such as a barrier of half an hour, are not productive."""
     writer, ledger = Journal(tmp_path, clock=clock), TimeLedger(clock)

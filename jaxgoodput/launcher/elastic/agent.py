@@ -246,9 +246,14 @@ class HostWorkers:
         for _, child in self._running.values():
             child.send(signum)
 
+    @property
+    def is_grace_running(self) -> bool:
+        """Whether the workers that are left will be killed."""
+        return not math.isinf(self._kill_s)
+
     def kill_after_grace(self) -> None:
-        """Kill the workers that are left when the grace period is over; an earlier deadline stays."""
-        self._kill_s = min(self._kill_s, self._clock.now() + self._part.grace_s)
+        """Kill the workers that are left when a grace period is over, which begins now."""
+        self._kill_s = self._clock.now() + self._part.grace_s
 
     def look_after(self) -> float | None:
         """Kill workers that are stopped or overdue; return the seconds until the next look, None: never."""
@@ -408,10 +413,11 @@ class Agent:
                 self._workers.kill(member)
             case messages.StopWorkers():
                 self._workers.send_all(signal.SIGTERM)
-                self._workers.kill_after_grace()
+                self._workers.kill_after_grace()  # in full, even if the host leaves: they save now
             case ev.EndJob(code):
                 self._is_over, self._code = True, code
-                self._workers.kill_after_grace()
+                if not self._workers.is_grace_running:  # it would begin again
+                    self._workers.kill_after_grace()
 
     def _examine(self, peers: Sequence[str], worker: Worker) -> None:
         check = fitness.examine(self._part.address, peers, self._part.secret, self._clock)

@@ -69,7 +69,12 @@ class JobMembership:
             )
         self._welcome: messages.Welcome = messages.decoded(body, (messages.Welcome,))
         self._server = StateServer(self._channel.own, secret)
-        self._copier = QueueWorker("copy", self._send_copy)
+        self._copier = QueueWorker(
+            "copy",
+            self._send_copy,
+            # A copy that was not sent must not stop the training, which may never need it.
+            on_error=partial(logging.warning, "the state was not copied to another host: %r"),
+        )
         self._listener = Worker(
             "member", self._listen, on_error=partial(logging.error, "reading failed: %r")
         )
