@@ -34,10 +34,10 @@ FACTOR = 0x100000001B3  # multiplier of the polynomial hash of text
 
 @runtime_checkable
 class RowReader(Protocol):
-    """A table whose rows are read by id, such as a `TieredTable`."""
+    """A table whose rows can be read by id, such as a `TieredTable`."""
 
     def read(self, ids: Int[np.ndarray, " n"]) -> np.ndarray:
-        """Return a row for each id."""
+        """Return the row of each id, in the same order."""
         ...
 
 
@@ -75,13 +75,13 @@ class ReducedKeys:
 
 
 class Flow:
-    """A lazy pipeline over batches. Each iteration calls `batches` anew."""
+    """A lazy pipeline over batches. Each iteration calls the function `batches` anew."""
 
     def __init__(self, batches: Callable[[], Iterable[Batch]]):
         self._batches = batches
 
     def __iter__(self) -> Iterator[Batch]:
-        """Iterate over the batches from the first."""
+        """Iterate over all batches, beginning with the first."""
         return iter(self._batches())
 
     def lookup(self, table: RowReader, *, ids: str, into: str) -> "Flow":
@@ -246,7 +246,7 @@ def _checked(keys: np.ndarray, values: np.ndarray, reduce: str) -> tuple[np.ndar
 
 
 def _int64(numbers: np.ndarray, what: str) -> np.ndarray:
-    """Convert integers to int64, in which signed and unsigned ones compare equal."""
+    """Convert integers to int64, so that signed and unsigned ones can be compared."""
     if numbers.dtype == np.uint64 and numbers.max(initial=0) >= 2**63:
         raise ValueError(
             f"{what} contain {numbers.max()}. Integers must be below 2**63, so that signed and unsigned ones "

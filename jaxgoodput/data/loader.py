@@ -39,7 +39,7 @@ CLOSE_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True)
 class StepBatch:
-    """The samples of one update."""
+    """The samples of one step, which is one update of the parameters."""
 
     micro_batches: tuple[MicroBatch, ...]
     """`config.num_micro_batches` micro-batches. A run's last batch may have fewer, and a smaller last one."""
@@ -141,7 +141,7 @@ class Loader:
 
     @property
     def cursor(self) -> Cursor:
-        """The first sample that was not handed out: where a restart resumes."""
+        """The place of the first sample that was not handed out yet, at which a restart resumes."""
         return self._ahead.head.cursor
 
     @property
@@ -318,7 +318,7 @@ class Loader:
         num_parts: int,
         lease: Callable[[], int],
     ) -> Iterator[MicroBatch]:
-        """Read the parts that `lease` assigns to this process, at least one."""
+        """Yield the parts of a micro-batch that `lease` assigns to this process; at least one part."""
         has_any = False
         while (part := lease()) < num_parts or not has_any:
             with jax.transfer_guard("allow"):

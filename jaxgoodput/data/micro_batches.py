@@ -38,7 +38,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Position:
-    """A place in the order of samples."""
+    """A place in the order in which samples are handed out."""
 
     cursor: Cursor
     handed_out: int = 0
@@ -47,7 +47,7 @@ class Position:
 
 @dataclass(frozen=True)
 class Places:
-    """Consecutive samples of the order."""
+    """Which samples come next in the order, and in which epoch each is read."""
 
     indices: Int[np.ndarray, " num_samples"]
     epochs: Int[np.ndarray, " num_samples"]
@@ -56,7 +56,7 @@ class Places:
 
 @dataclass(frozen=True)
 class PendingRead:
-    """A micro-batch whose samples are being read."""
+    """A micro-batch whose samples are still being read."""
 
     before: Position
     places: Places
@@ -73,7 +73,7 @@ class PendingRead:
 
 @dataclass(frozen=True)
 class Portion:
-    """A finished micro-batch of all processes, with this process's part of it."""
+    """A micro-batch that has been read: this process's part of it, and which samples it has in total."""
 
     micro_batch: MicroBatch
     num_rows: int
@@ -95,7 +95,7 @@ class ReadFailure:
     def of(
         cls, error: BaseException, position: Position, indices: Int[np.ndarray, " n"]
     ) -> "ReadFailure":
-        """Describe an error in a micro-batch of these samples, which begins at `position`."""
+        """Return the failure for an error in a micro-batch of these samples that begins at `position`."""
         shown = ", ".join(map(str, indices[:8])) + (", ..." if len(indices) > 8 else "")
         return cls(
             error,
@@ -106,7 +106,7 @@ class ReadFailure:
 
 @dataclass(frozen=True)
 class DataEnd:
-    """The data have ended, or enough samples have been handed out."""
+    """No micro-batch follows: the data have ended, or enough samples have been handed out."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -150,7 +150,7 @@ class MicroBatchReader:
         return None if self._stream is None else self._stream.state_at(position.cursor.offset)
 
     def release(self, position: Position) -> None:
-        """Forget the samples of a stream before `position`, which have been handed out."""
+        """Forget the samples of a stream before `position`, as they have been handed out."""
         if self._stream is not None:
             self._stream.release(position.cursor.offset)
 
@@ -213,7 +213,7 @@ class MicroBatchReader:
     def finish(
         self, pending: PendingRead | ReadFailure | DataEnd
     ) -> Portion | ReadFailure | DataEnd:
-        """Wait for the samples of a micro-batch, and put them on the devices."""
+        """Wait until the samples of a micro-batch have been read, and put them on the devices."""
         if not isinstance(pending, PendingRead):
             return pending
         began_s = self.clock.now()
@@ -273,7 +273,7 @@ class MicroBatchReader:
         return MicroBatch(data=data, mask=mask, on_host=on_host)
 
     def _held_rows(self, sharding: NamedSharding, num_rows: int) -> tuple[np.ndarray, Array]:
-        """Return which rows this process holds, and the mask that micro-batches without padding share."""
+        """Return which of `num_rows` rows this process holds, and a mask of ones, which is made once."""
         key = (sharding, num_rows)
         if self._held is None or self._held[0] != key:
             held = held_rows(sharding, num_rows)

@@ -170,5 +170,5 @@ def check_numeric(path: Any, dtype: np.dtype) -> None:
 
 
 def leaf_name(path: Any) -> str:
-    """Return the name of a leaf of a sample, for error messages."""
+    """Return a readable name for the path of a leaf in a sample, for error messages."""
     return jax.tree_util.keystr(path) or "(the sample itself)"

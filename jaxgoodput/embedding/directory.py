@@ -105,13 +105,13 @@ class Tier:
         return here, numbers[here].astype(np.int64)
 
     def place(self, slots: np.ndarray, ids: np.ndarray, heat: np.ndarray, number: int) -> None:
-        """Record rows that batch `number` moves into slots that the caller has taken."""
+        """Record that batch `number` moves rows into these slots, which `take_free` has returned."""
         self.index.put(ids, slots.astype(np.uint32))
         self.ids[slots], self.heat[slots] = ids, heat
         self.needed[slots] = self.last[slots] = number
 
     def occupy(self, slots: np.ndarray, ids: np.ndarray, heat: np.ndarray, number: int) -> None:
-        """Record rows in an empty tier; the slots may be any."""
+        """Record which rows fill a tier that was empty; their slots may be any."""
         free = np.ones(self.num_slots, bool)
         free[slots] = False
         self.num_free = self.num_slots - len(slots)
@@ -119,13 +119,13 @@ class Tier:
         self.place(slots, ids, heat, number)
 
     def release(self, slots: np.ndarray) -> None:
-        """Remove rows, and free their slots."""
+        """Remove the rows in these slots from the tier, which frees the slots."""
         self._leave(slots)
         self._free[self.num_free : self.num_free + len(slots)] = slots
         self.num_free += len(slots)
 
     def take_free(self, count: int) -> Int64[np.ndarray, " n"]:
-        """Take up to `count` free slots."""
+        """Take up to `count` free slots, and return them."""
         count = min(count, self.num_free)
         self.num_free -= count
         return self._free[self.num_free : self.num_free + count].copy()
@@ -155,7 +155,7 @@ class Tier:
         return slots, ids, heats
 
     def _coldest(self, count: int, now: int) -> Int64[np.ndarray, " n"]:
-        """Return at least `count` slots whose rows may be evicted, coldest first."""
+        """Return at least `count` slots, if so many rows may be evicted, the least used rows first."""
         slots = np.flatnonzero((self.ids != NO_ID) & (self.needed < now))
         if len(slots) < count:
             # The look-ahead reads more rows than there is room for: evict the ones needed last.
@@ -240,7 +240,7 @@ class Directory:
         self.ram.needed[slots] = number
 
     def plan(self) -> SlotPlan:
-        """Plan the next of the announced batches."""
+        """Return how the rows of the next announced batch get into slots on the device."""
         number, ids = self._number, self._ahead.pop(0)
         self._number += 1
         heat = number / self._half_life
@@ -304,7 +304,7 @@ class Directory:
 
 
 def _within(ids: np.ndarray, others: np.ndarray) -> Bool[np.ndarray, " n"]:
-    """Return whether each of `ids` is among `others`; both are in ascending order."""
+    """Return for each of `ids` whether it is among `others`; both are in ascending order."""
     if not len(others):
         return np.zeros(len(ids), bool)
     return others[np.minimum(np.searchsorted(others, ids), len(others) - 1)] == ids

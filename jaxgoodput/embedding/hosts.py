@@ -28,7 +28,7 @@ class MoveReport:
 
 
 def host_folder(folder: str | pathlib.Path, host: int) -> pathlib.Path:
-    """Return the folder of one host's rows."""
+    """Return the folder, below a table's folder, that holds the rows of one host."""
     return pathlib.Path(folder) / f"host-{host:06d}"
 
 
@@ -96,7 +96,7 @@ def _copy_rows(
 
 
 def _shared_about(stores: dict[int, RowStore]) -> Any:
-    """Return the metadata that the newest commits of all stores share."""
+    """Return the metadata in the stores' newest commits, which must be the same in all."""
     found = {}
     for host, store in stores.items():
         if store.newest is None:

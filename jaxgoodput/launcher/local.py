@@ -103,7 +103,7 @@ def shim_command(command: Sequence[str]) -> list[str]:
 
 
 def _count_options(words: Sequence[str]) -> int:
-    """Return how many of the words behind `python` are options of the interpreter."""
+    """Return how many of the words after `python` are options of the interpreter."""
     position = 0
     while position < len(words):
         word = words[position]
@@ -191,7 +191,7 @@ def _require_a_process(num_processes: int) -> None:
 
 
 def _environs(env: WorkerEnv) -> list[dict[str, str]]:
-    """Return the environment of each worker; `env` describes rank 0."""
+    """Return the environment variables of each local worker; `env` describes the worker of rank 0."""
     inherited = inherited_environ()
     inherited |= keep_freed_pages(inherited)
     count = env.devices_per_process or 1

@@ -182,7 +182,7 @@ def _table(title: str, rows: Sequence[Mapping[str, str]]) -> Any:
 
 
 def _budget(config: Any, devices: Sequence[Any], memory_gib: float | None) -> float:
-    """Return the bytes per device that a step may use."""
+    """Return the bytes of device memory that a step may use: as given, else all less a safety margin."""
     from jaxgoodput.engine.memory import device_budget
 
     margin, chip = config.execution.memory_margin, chip_of(devices[0])

@@ -111,7 +111,7 @@ class WorkerEnv:
         return cls(**{name: value for name, value in found.items() if value is not None})
 
     def to_environ(self) -> dict[str, str]:
-        """Return the variables from which `from_environ` reads this worker."""
+        """Return the environment variables from which `from_environ` makes an equal object."""
         values = {variables[0]: getattr(self, name) for name, (_, variables) in _VARIABLES.items()}
         return {
             variable: ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
@@ -230,7 +230,7 @@ def _choose_devices(env: WorkerEnv) -> None:
 
 
 def _join_rendezvous(env: WorkerEnv, address: str) -> None:
-    """Become a member of a job on hosts that come and go."""
+    """Become a worker of an elastic job, whose coordinator is at `address`; its hosts come and go."""
     from jaxgoodput import _jax
     from jaxgoodput.launcher.elastic.member import JobMembership
     from jaxgoodput.train.process import LAUNCHED

@@ -64,7 +64,7 @@ class Pollux:
             )
 
     def __call__(self, jobs: Sequence[JobView], cluster: ClusterSpec, now_s: float, /) -> Decision:
-        """Return the allocation of greatest power mean; `objective` is that mean."""
+        """Return the allocations of greatest power mean of speedups; `objective` is that mean."""
         if not jobs:
             return Decision(allocations={})
         problem = ShapeProblem.of(jobs, cluster, now_s, growth=self.growth)

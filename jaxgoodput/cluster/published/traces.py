@@ -34,12 +34,12 @@ _CATEGORIES: Mapping[str, Mode] = {
 
 
 class TraceError(ValueError):
-    """A file is not in the expected layout; the message names the place."""
+    """A workload file is not in the expected layout; the message names file and line."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TraceJob:
-    """One job of a workload file."""
+    """One job of a workload file: when it is submitted, and what it runs."""
 
     id: str
     submit_s: float
@@ -284,7 +284,7 @@ def _read_runs(place: pathlib.Path) -> Runs:
 
 @dataclass(frozen=True)
 class _Row:
-    """One line of a file, with its place for error messages."""
+    """One line of a file, with the file's name and the line's number for error messages."""
 
     path: pathlib.Path
     line: int

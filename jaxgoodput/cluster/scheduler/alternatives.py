@@ -20,7 +20,7 @@ INSISTING = 1000.0
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """A job whose shape differs between two plans."""
+    """A job whose shape (kind and number of devices, and number of nodes) differs between two plans."""
 
     job: str
     before: Shape | None
@@ -32,7 +32,7 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True)
 class Alternative:
-    """A shape that a job could have instead of its present one."""
+    """A shape (kind and number of devices, and number of nodes) that a job could have instead of its own."""
 
     shape: Shape
     speed: float
@@ -128,7 +128,7 @@ def alternatives(
 
 
 def find_job(job: str, jobs: Sequence[JobView]) -> JobView:
-    """Return the job with that id. Raises ValueError if there is none."""
+    """Return the job with the id `job` among `jobs`. Raises ValueError if there is none."""
     for view in jobs:
         if view.spec.id == job:
             return view

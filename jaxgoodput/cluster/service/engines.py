@@ -45,7 +45,7 @@ class AgentStarter(Protocol):
 
 
 class Local:
-    """Runs nodes as processes of this machine, each with its own devices."""
+    """An `AgentStarter` that runs nodes as processes of this machine, each with its own devices."""
 
     def __init__(self, names: Sequence[str]):
         self._names = tuple(names)
@@ -56,13 +56,13 @@ class Local:
         return dict.fromkeys(self._names, ())
 
     def start(self, name: str, arguments: Sequence[str]) -> None:
-        """Start an agent. It survives if this process is killed."""
+        """Start the agent of a node as a process, which goes on if this process is killed."""
         self._children[name] = subprocess.Popen(
             self._command(name, arguments), stdin=subprocess.DEVNULL, start_new_session=True
         )
 
     def ended(self) -> Mapping[str, int | None]:
-        """Return the exit codes of agents that ended since the last call."""
+        """Return the exit code of each agent that ended since the last call, by the name of its node."""
         codes = {name: child.poll() for name, child in self._children.items()}
         found = {name: code for name, code in codes.items() if code is not None}
         for name in found:
@@ -179,7 +179,7 @@ class Ray:
 
 
 class _AgentActor:
-    """A Ray actor that runs the agent of its node."""
+    """A Ray actor, one per node, that runs the agent of its node as a child process."""
 
     def __init__(self):
         self._child: subprocess.Popen[bytes] | None = None
@@ -205,7 +205,7 @@ class _AgentActor:
 
 
 def _ray():
-    """Return Ray, connected to the cluster of this machine or of RAY_ADDRESS."""
+    """Return the module `ray`, connected to the cluster of this machine or of RAY_ADDRESS."""
     try:
         import ray  # pyright: ignore[reportMissingImports]
     except ImportError:

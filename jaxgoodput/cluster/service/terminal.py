@@ -117,7 +117,7 @@ def _service(options, folder: pathlib.Path):
 
 
 def _local(options, folder: pathlib.Path) -> tuple[str, ...]:
-    """Return the command that runs the agents of this machine; empty for `--local 0`."""
+    """Return the command line that runs the agents of this machine; empty for `--local 0`."""
     text = options.local or f"1x{os.cpu_count() or 1}"
     if text == "0":
         return ()
@@ -137,7 +137,7 @@ def _local(options, folder: pathlib.Path) -> tuple[str, ...]:
 
 
 def _agent_options(options) -> list[str]:
-    """Return the options of `serve` or `nodes` that their agents get as well."""
+    """Return the options that `serve` and `nodes` pass on to the agents that they start."""
     return [
         *("--kind", options.kind, "--grace-s", f"{options.grace_s:g}"),
         *("--hints-s", f"{options.hints_s:g}", "--join-s", f"{options.join_s:g}"),
@@ -444,7 +444,7 @@ def _folder(options) -> pathlib.Path:
 
 
 def _connect(options) -> tuple[str, Callable[[], Client]]:
-    """Return the service's URL, and a function that opens connections to it. Raises ValueError."""
+    """Return the service's URL, and a function that makes a client for it. Raises ValueError."""
     folder, ca = _folder(options), options.ca
     url = options.scheduler
     if url is None:

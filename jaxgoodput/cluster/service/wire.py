@@ -138,7 +138,7 @@ class Join:
 
 @message
 class JobTask:
-    """The part of one job that a node runs."""
+    """The part of a job that one node runs, as the service tells the node."""
 
     job: str
     generation: int
@@ -164,7 +164,7 @@ class JobTask:
 
 @message
 class NodeWork:
-    """All tasks of a node. The node ends everything that is not among them."""
+    """All tasks of a node. The node ends every process that belongs to none of them."""
 
     node: str
     version: int
@@ -200,7 +200,7 @@ class OutputLines:
 
 @message
 class Reports:
-    """All news that an agent sends in one request."""
+    """All reports on coordinators that an agent sends in one request."""
 
     instance: str
     coordinators: tuple[Report, ...] = ()
@@ -209,7 +209,7 @@ class Reports:
 
 @message
 class HeldDevices:
-    """The devices that a job held in one period."""
+    """The devices that a job held in one period, with the begin and end of the period."""
 
     start_s: float
     end_s: float | None
@@ -249,7 +249,7 @@ class JobShown:
 
 @message
 class JobList:
-    """Some jobs, the newest last."""
+    """Some jobs, as users see them, the newest last."""
 
     now_s: float
     jobs: tuple[JobShown, ...]
@@ -257,7 +257,7 @@ class JobList:
 
 @message
 class AllocationShown:
-    """The devices of a job, and the generation of that allocation."""
+    """The devices of a job, and the generation (number of changes) of that allocation."""
 
     job: str
     phase: Phase
@@ -280,7 +280,7 @@ class NodeShown:
 
 @message
 class ClusterShown:
-    """All nodes."""
+    """All nodes, as users see them."""
 
     now_s: float
     nodes: tuple[NodeShown, ...]
@@ -296,7 +296,7 @@ class Receipt:
 
 @message
 class Log:
-    """A part of a job's output."""
+    """A part of the output of a job's processes."""
 
     text: str
     next_offset: int
@@ -317,7 +317,7 @@ class JobExplanation:
 
 @message
 class WouldChange:
-    """A job that would get other devices."""
+    """A job that would get other devices if one more job were submitted."""
 
     job: str
     before: str
@@ -336,7 +336,7 @@ class WhatIf:
 
 @message
 class Health:
-    """The answer of a service that runs."""
+    """The answer of `/healthz`: how a running service is."""
 
     ok: bool
     version: int
@@ -364,7 +364,7 @@ class Sharing:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """How the service makes plans."""
+    """The options of plans: the policy, and how it decides."""
 
     policy: str = "goodput"
     sharing: Sharing = field(default_factory=Sharing)

@@ -33,7 +33,7 @@ class TenantAccounts:
             self._deserved_s[name] = self._deserved_s.get(name, 0.0) + share * seconds
 
     def records(self, jobs: Sequence[JobRecord]) -> tuple[TenantRecord, ...]:
-        """Return the record of every tenant, then of tenants that only occur in jobs."""
+        """Return a record per tenant: first the cluster's, then others that jobs name; () without tenants."""
         if not self._cluster.tenants:
             return ()
         below = subtrees(self._cluster)

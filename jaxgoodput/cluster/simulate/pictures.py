@@ -108,7 +108,7 @@ def completion_png(results: Sequence[Result], *, title: str = "") -> bytes:
 
 
 def _hour_ticks(axes: Any) -> None:
-    """Put ticks at times with a common name, such as 10 min."""
+    """Set ticks on the time axis whose labels are usual times, such as 10 min."""
     from matplotlib.ticker import FixedLocator, NullFormatter, NullLocator
 
     words = {"1 s": 1, "10 s": 10, "1 min": 60, "10 min": 600, "1 h": 3600, "10 h": 36000}
@@ -185,7 +185,7 @@ def _runs(local: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _kinds(axes: Any, cluster: ClusterSpec, first: Mapping[str, int], end_h: float) -> None:
-    """Draw borders between nodes, and the name of each kind beside its rows."""
+    """Draw a line at the border of each node, and name each kind of device beside its rows."""
     spans: dict[str, tuple[int, int]] = {}
     for node in cluster.nodes:
         low, high = first[node.name], first[node.name] + node.num_devices

@@ -253,7 +253,7 @@ def _published(workload: str, cluster: str | None) -> Scenario:
 
 
 def _one_file(folder: pathlib.Path) -> pathlib.Path:
-    """Return the only workload below a folder."""
+    """Return the only workload file in a folder or below. Raises ValueError if there is not exactly one."""
     below = [p for p in sorted(folder.rglob("*")) if p.is_file()]
     found = [p for p in below if p.suffix == ".trace" or p.match("workload-*.csv")]
     if len(found) == 1:
@@ -267,7 +267,7 @@ def _one_file(folder: pathlib.Path) -> pathlib.Path:
 
 
 def _kinds(spec: ClusterSpec, tables: pathlib.Path, known: Collection[str]) -> list[str]:
-    """Return the kinds of a cluster. Raises ValueError if one was not measured."""
+    """Return the kinds of device of a cluster, sorted. Raises ValueError for a kind without measurements."""
     kinds = sorted({node.kind for node in spec.nodes})
     for kind in kinds:
         if kind not in known:

@@ -121,11 +121,11 @@ class Settings:
             )
 
     def restart_of(self, application: str) -> float:
-        """Return the seconds of a restart of an application."""
+        """Return the seconds that a restart of an application really takes."""
         return of_application(self.restart_s, application, "Settings.restart_s")
 
     def told_restart_of(self, application: str) -> float:
-        """Return the seconds of a restart of an application that policies are told."""
+        """Return the seconds that policies are told a restart of an application takes."""
         told = self.restart_s if self.told_restart_s is None else self.told_restart_s
         return of_application(told, application, "Settings.told_restart_s")
 

@@ -60,7 +60,7 @@ class Compactor:
             self._worker = QueueWorker("compaction", self._compact_all, on_error=self._failed)
 
     def wake(self) -> None:
-        """Have the background thread finish full segments and compact. Returns at once."""
+        """Have the background thread finish full segments and compact; returns without waiting for it."""
         if self._worker is not None and not self._worker.num_waiting:
             self._worker.put(None)
 
@@ -76,7 +76,7 @@ class Compactor:
             self.wake()
 
     def raise_failure(self) -> None:
-        """Raise what the background thread failed with, once."""
+        """Raise the error with which the background thread failed, if it did; only once."""
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
@@ -87,7 +87,7 @@ class Compactor:
             self._worker.close()
 
     def compact(self) -> bool:
-        """Compact once; return whether there was anything to do."""
+        """Rewrite the rows in use of segments with many outdated ones; return whether there were any."""
         with self._lock:
             self._appender.finish()
             if not (chosen := self._chosen()):

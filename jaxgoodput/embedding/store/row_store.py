@@ -25,7 +25,7 @@ SEGMENT_BYTES = 2**27
 
 
 class StoredRows(NamedTuple):
-    """The answer of `RowStore.get`."""
+    """What `RowStore.get` returns: the rows of the ids that have one."""
 
     found: Bool[np.ndarray, " n"]
     """Whether each id has a row."""

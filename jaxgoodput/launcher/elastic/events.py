@@ -13,7 +13,7 @@ from jaxgoodput.launcher.elastic.fitness import Check, HostDecision, Pace
 
 
 class JobEvent:
-    """Something that the coordinator hears."""
+    """Base class of events: what the coordinator hears, or notices by itself."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class HostArrived(JobEvent):
 
 @dataclass(frozen=True)
 class HostExamined(JobEvent):
-    """A host has finished its check."""
+    """Event: a host has finished its check of itself."""
 
     host: str
     check: Check
@@ -33,14 +33,14 @@ class HostExamined(JobEvent):
 
 @dataclass(frozen=True)
 class AgentLost(JobEvent):
-    """The connection to a host's agent has ended."""
+    """Event: the connection to a host's agent has ended."""
 
     host: str
 
 
 @dataclass(frozen=True)
 class ProcessJoined(JobEvent):
-    """A process is being started on a host."""
+    """Event: a process is being started on a host."""
 
     member: str
     host: str
@@ -74,7 +74,7 @@ class SetUp(JobEvent):
 
 @dataclass(frozen=True)
 class Beat(JobEvent):
-    """A heartbeat of a process that trains, with its last finished step."""
+    """Event: a heartbeat of a process that trains, with its last finished step."""
 
     member: str
     generation: int
@@ -85,14 +85,14 @@ class Beat(JobEvent):
 
 @dataclass(frozen=True)
 class ProcessDone(JobEvent):
-    """The run is complete in this process, and therefore in all of them."""
+    """Event: the run is complete in this process, and therefore in all of them."""
 
     member: str
 
 
 @dataclass(frozen=True)
 class ProcessExited(JobEvent):
-    """A process has ended with an exit code; -n means killed by signal n."""
+    """Event: a process has ended with an exit code; -n means killed by signal n."""
 
     member: str
     code: int
@@ -107,24 +107,24 @@ class Leave(JobEvent):
 
 @dataclass(frozen=True)
 class Stop(JobEvent):
-    """The whole job was told to save and stop."""
+    """Event: the whole job was told to save and stop."""
 
 
 @dataclass(frozen=True)
 class Tick(JobEvent):
-    """Time has passed without another event."""
+    """Event: time has passed, but nothing else has happened."""
 
 
 # -- actions -----------------------------------------------------------------------------------------
 
 
 class Action:
-    """Something that the coordinator does."""
+    """Base class of actions: what the coordinator does about an event."""
 
 
 @dataclass(frozen=True)
 class EndGeneration(Action):
-    """Ask these processes to leave the generation after their current step."""
+    """Action: ask these processes to leave the generation after their current step."""
 
     members: tuple[str, ...]
     generation: int
@@ -145,7 +145,7 @@ class Form(Action):
 
 @dataclass(frozen=True)
 class Go(Action):
-    """Let all ranks of the generation connect to each other."""
+    """Action: tell all processes of the generation to connect to each other."""
 
     generation: int
 
@@ -160,7 +160,7 @@ class Again(Action):
 
 @dataclass(frozen=True)
 class Kill(Action):
-    """Kill a process that does not answer."""
+    """Action: kill a process that does not answer."""
 
     member: str
     why: str
@@ -168,7 +168,7 @@ class Kill(Action):
 
 @dataclass(frozen=True)
 class StartProcess(Action):
-    """Start a replacement for a failed process."""
+    """Action: start a process in place of one that failed."""
 
     host: str
     after_s: float
@@ -176,21 +176,21 @@ class StartProcess(Action):
 
 @dataclass(frozen=True)
 class Examine(Action):
-    """Have a host check itself."""
+    """Action: have a host check itself, before any of its processes is started."""
 
     host: str
 
 
 @dataclass(frozen=True)
 class Admit(Action):
-    """Start all processes of a host."""
+    """Action: let a host take part, by starting all of its processes."""
 
     host: str
 
 
 @dataclass(frozen=True)
 class Refuse(Action):
-    """Tell a host that it cannot take part."""
+    """Action: tell a host that it cannot take part, and why."""
 
     host: str
     why: str
@@ -198,14 +198,14 @@ class Refuse(Action):
 
 @dataclass(frozen=True)
 class Tell(Action):
-    """Print what was decided about a host."""
+    """Action: print a decision about a host."""
 
     decision: HostDecision
 
 
 @dataclass(frozen=True)
 class Release(Action):
-    """Tell these processes that they are no longer needed; each then exits by itself."""
+    """Action: tell these processes that they are no longer needed; each then exits by itself."""
 
     members: tuple[str, ...]
 
@@ -221,7 +221,7 @@ class Save(Action):
 
 @dataclass(frozen=True)
 class EndJob(Action):
-    """End the job with this exit code."""
+    """Action: end the job with this exit code."""
 
     code: int
     why: str

@@ -22,7 +22,7 @@ def arrive(turn: Turn, event: ev.HostArrived) -> None:
 
 
 def lose_agent(turn: Turn, event: ev.AgentLost) -> None:
-    """Remember that a host's agent is gone."""
+    """Note that a host's agent is gone, and that the host is not being asked for a check any more."""
     if event.host in turn.state.hosts:
         turn.change_host(event.host, is_here=False, is_asked=False)
 

@@ -37,7 +37,7 @@ _MOST_PEERS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """Result of a host's check."""
+    """The results of a host's check of itself: how fast it computes and communicates, or why it cannot."""
 
     product_s: float = 0.0
     """Time of the fastest matrix product. Other work on the host can only add to it."""
@@ -143,7 +143,7 @@ def _to_coordinator(address: str, secret: str, clock: Clock) -> tuple[float, flo
 
 
 def _from_peer(address: str, secret: str, clock: Clock) -> float:
-    """Return the seconds of a megabyte from a process that serves its state."""
+    """Return how many seconds it took to fetch each megabyte from the training process at `address`."""
     with contextlib.closing(wire.connect(address, secret, timeout_s=_ANSWER_S)) as channel:
         channel.be_patient(_ANSWER_S)
         began_s = clock.now()
@@ -156,7 +156,7 @@ def _from_peer(address: str, secret: str, clock: Clock) -> float:
 
 
 def answer(channel: wire.Channel) -> None:
-    """Answer another host's probe as the coordinator, until its connection ends."""
+    """Answer, on the coordinator, the messages by which a host measures its connection, until it ends."""
     # If the connection breaks, the other host's own check reports it.
     with contextlib.closing(channel), contextlib.suppress(OSError):
         while (message := channel.receive()) is not None:

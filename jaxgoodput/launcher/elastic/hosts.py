@@ -70,7 +70,7 @@ class LocalAgents:
             on_end(name, code)
 
     def close(self) -> None:
-        """Wait for all agents to end, and kill any that do not."""
+        """Wait for all agents to end, and kill the ones that do not end in time."""
         self._is_closing = True
         for child in self._children.values():
             try:

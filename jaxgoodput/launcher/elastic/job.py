@@ -139,7 +139,7 @@ class NamedHosts:
         self._is_said = False
 
     def ended(self, name: str, code: int) -> None:
-        """Report that an agent has ended. Thread-safe."""
+        """Tell the coordinator that the agent of host `name` ended with an exit code. Thread-safe."""
         self._coordinator.lost(name, f"its agent has ended with exit code {code}")
         self._codes[name] = code
 

@@ -193,7 +193,7 @@ class JobMembership:
         )
 
     def _begin(self, go: messages.Connect, formed: messages.Assignment, place: int) -> None:
-        """Connect JAX to the processes of the generation."""
+        """Join the generation with this assignment: connect JAX to the other processes, if there are any."""
         self._server.offer(None, None)  # all processes have the state now
         self._place, self._assignment = place, formed
         self._server.begin(self._generation, formed.holds)
@@ -237,7 +237,10 @@ class JobMembership:
         return first
 
     def _await(self, *kinds: type, kept: RunSnapshot | None) -> Any:
-        """Wait for one of these messages. An `Again` that comes too late is ignored."""
+        """Wait for a message of one of these types and return it; messages that come too late are skipped.
+
+        Raises ReleasedExit, SaveHere or ConnectionError if this process is to end instead.
+        """
         while True:
             message = self._answers.get()
             if isinstance(message, kinds):
@@ -299,12 +302,12 @@ class _PaceMeter:
         self._steps: list[tuple[float, OwnPart]] = []  # when each was added
 
     def clear(self) -> None:
-        """Forget all steps."""
+        """Forget the times of all steps."""
         with self._lock:
             self._steps.clear()
 
     def add(self, own: OwnPart) -> None:
-        """Add a step. Steps of another kind of batch are forgotten."""
+        """Add the times of a step. Earlier steps with another kind of batch are forgotten."""
         with self._lock:
             if self._steps and _kind(self._steps[-1][1]) != _kind(own):
                 self._steps.clear()
@@ -356,12 +359,12 @@ class StateServer:
 
     @property
     def copies(self) -> tuple[tuple[int, int], ...]:
-        """Place and step of each complete copy."""
+        """Pairs (number of the process, step) of the complete copies of other processes' states."""
         with self._lock:
             return tuple(sorted(self._copies))
 
     def offer(self, kept: RunSnapshot | None, place: int | None) -> None:
-        """Serve this state from now on."""
+        """Send this state to processes that ask for it from now on; None: send none."""
         with self._lock:
             self._kept, self._place, self._bytes = kept, place, None
 
@@ -372,7 +375,7 @@ class StateServer:
             self._copies = {key: data for key, data in self._copies.items() if key[1] <= step}
 
     def keep(self, place: int, step: int, data: bytes, generation: int | None = None) -> None:
-        """Keep a copy, unless it is from a generation that is over."""
+        """Keep a copy of the state of a process, the newest two of each, unless its generation is over."""
         with self._lock:
             if generation not in (None, self._generation):
                 return

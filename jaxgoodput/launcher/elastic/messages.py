@@ -16,7 +16,7 @@ from jaxgoodput.launcher.elastic.fitness import HostDecision
 
 @dataclass(frozen=True)
 class AgentHello:
-    """First message of an agent."""
+    """The first message that an agent sends to the coordinator."""
 
     host: str
     slots: int
@@ -29,21 +29,21 @@ class AgentHello:
 
 @dataclass(frozen=True)
 class WorkerHello:
-    """First message of a worker."""
+    """The first message that a worker sends to the coordinator."""
 
     member: str
 
 
 @dataclass(frozen=True)
 class Connected:
-    """A worker has connected to all others of its generation through JAX's coordination service."""
+    """Message of a worker: JAX's coordination service has connected it to its whole generation."""
 
     generation: int
 
 
 @dataclass(frozen=True)
 class Accepted:
-    """The coordinator has accepted an agent."""
+    """Message to an agent: the coordinator has accepted it."""
 
 
 @dataclass(frozen=True)
@@ -55,19 +55,19 @@ class CheckHost:
 
 @dataclass(frozen=True)
 class StartWorker:
-    """The agent is to start a worker."""
+    """Message to an agent: it is to start a worker."""
 
     member: str
 
 
 @dataclass(frozen=True)
 class StopWorkers:
-    """The agent is to send SIGTERM to its workers, which then save and stop."""
+    """Message to an agent: it is to send SIGTERM to its workers, which then save and stop."""
 
 
 @dataclass(frozen=True)
 class Welcome:
-    """The coordinator's answer to a worker."""
+    """Message to a worker: the coordinator's answer to its `WorkerHello`."""
 
     num_training: int
     """Number of processes that train already."""
@@ -94,7 +94,7 @@ class Assignment:
 
 @dataclass(frozen=True)
 class Connect:
-    """The generation begins: connect to JAX's coordination service, unless this is the only process."""
+    """Message to workers: the generation begins, so connect to JAX's service, unless you are alone."""
 
     generation: int
     service: str
@@ -117,7 +117,7 @@ TO_WORKERS = (Welcome, Assignment, Connect, ev.Again, ev.EndGeneration, ev.Relea
 
 
 def encoded(message: Any) -> dict[str, Any]:
-    """Return a message as `Channel.send` takes it."""
+    """Return a message as the dictionary that `Channel.send` takes."""
     return {"type": type(message).__name__} | encode(message)
 
 

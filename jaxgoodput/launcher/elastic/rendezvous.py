@@ -186,7 +186,7 @@ _HANDLERS: Mapping[type[ev.JobEvent], Callable] = {
 
 
 def _give_up_killed(turn: Turn) -> None:
-    """Count a killed process as ended if its agent does not confirm the kill."""
+    """Treat a process that was killed as ended, if its agent has not confirmed the kill in time."""
     for name, member in turn.state.members.items():
         if member.killed_s is not None:
             if turn.now_s - member.killed_s >= turn.state.limits.farewell_s:
@@ -208,7 +208,7 @@ def _kill_slow_starters(turn: Turn) -> None:
 
 
 def _kill_silent(turn: Turn) -> None:
-    """Kill processes of the generation that send no heartbeat, or do not come back."""
+    """Kill processes that send no heartbeat for too long, or do not come back after their generation."""
     state, limits = turn.state, turn.state.limits
     if state.stage is Stage.OVER:
         return
@@ -291,7 +291,7 @@ def _choose_savers(turn: Turn, free: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _proceed(turn: Turn) -> None:
-    """End, form or begin a generation when it is time."""
+    """End the generation, form the next or begin it, whichever is due now."""
     match turn.state.stage:
         case Stage.TRAINING:
             _regroup_if_needed(turn)
@@ -338,7 +338,7 @@ def _form_if_possible(turn: Turn) -> None:
 
 
 def _some_start(state: Rendezvous) -> bool:
-    """Return whether more processes will probably be ready soon."""
+    """Return whether processes are starting, or hosts are being checked, that may be ready soon."""
     starting = any(not m.waits and not m.leaves for m in state.members.values())
     return starting or any(host.is_asked for host in state.hosts.values())
 

@@ -208,7 +208,7 @@ class Proportional:
 
 
 def _by_arrival(problem):
-    """Return the jobs, oldest first; jobs of equal age stay in order."""
+    """Return the indices of the jobs, the earliest arrival first; equally old jobs keep their order."""
     return [int(i) for i in np.argsort(-problem.since_arrival_s, kind="stable")]
 
 

@@ -176,7 +176,7 @@ class Hierarchical:
 
 
 def share_need(problem: FractionProblem) -> np.ndarray:
-    """Return [jobs] the steps/s of one unit of weighted share: w_i proportional_rate_i / s_i."""
+    """Return [jobs] the steps/s that each job needs for one unit of its weighted fair share."""
     return problem.weight / problem.scale_factor * problem.proportional_rate()
 
 
@@ -217,7 +217,7 @@ def _root(low, found, asks, steps, since, alone):
 
 @dataclass(frozen=True, eq=False)
 class _Together:
-    """Jobs whose levels rise at the same time, each in proportion to its weight, at a total of `rate`.
+    """Jobs whose levels (weighted speeds) rise at the same time, each by its weight, at a total of `rate`.
 
     If `rate` is None, each rises at its own weight, whether others have stopped or not.
     """
@@ -250,13 +250,16 @@ class _Together:
 
 @dataclass(frozen=True, eq=False)
 class _InTurn:
-    """Jobs whose levels rise one after another, each at `rate`."""
+    """Jobs whose levels (see `_Together`) rise one after another: one starts when the last has stopped."""
 
     jobs: np.ndarray
     rate: float
 
     def path(self, start, room, gang):
-        """Return a function from time t to the jobs' levels, and the time at which all have stopped."""
+        """Return how the jobs' levels rise one after another, and where the rise ends.
+
+        The values and arguments are those that `_Together.path` describes.
+        """
         unit = self.rate / gang[self.jobs]
         lasts = room[self.jobs] / unit
         begins = np.cumsum(lasts) - lasts
@@ -315,7 +318,7 @@ def _exhausted(seen, binding, rising):
 
 
 def _levels(paths, num_jobs, t):
-    """Return [jobs] the levels at time t."""
+    """Return [jobs] the level of each job at t, a parameter that grows from 0; see `_Together.path`."""
     levels = np.zeros(num_jobs)
     for jobs, at, _ in paths:
         levels[jobs] = at(t)

@@ -128,7 +128,7 @@ class FractionProblem:
 
     @property
     def limits(self) -> tuple[Limit, ...]:
-        """Limits on what tenants use together: quotas, then limits of subtrees."""
+        """Limits on what tenants use: quotas first, then limits of tenants with those below them."""
         return (*(quota_limit(t, n) for t, n in self.quota.items()), *self.tenant_limits)
 
     @property
@@ -142,7 +142,7 @@ class FractionProblem:
         return self.throughput.max(axis=1, initial=0.0) > 0
 
     def nothing(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return fractions of 0 for all jobs [jobs, kinds] and pairs [pairs, kinds]."""
+        """Return zeros as fractions of time: [jobs, kinds] for jobs alone, [pairs, kinds] for pairs."""
         return np.zeros(self.throughput.shape), np.zeros((len(self.pairs), len(self.kinds)))
 
     def proportional_rate(self) -> np.ndarray:
@@ -155,7 +155,7 @@ class FractionProblem:
         return share / np.maximum(share.sum(axis=1, keepdims=True), 1.0)
 
     def isolated_rate(self) -> np.ndarray:
-        """Return [jobs] the speed on a 1/m share of the cluster."""
+        """Return [jobs] the steps per second of each job if each of the m jobs had 1/m of the cluster."""
         return (self.throughput * self.isolated_fractions()).sum(axis=1)
 
     def agnostic(self) -> "FractionProblem":
@@ -176,7 +176,7 @@ class FractionProblem:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Fractions:
-    """Feasible fractions of wall-clock time, and the objective that they reach."""
+    """The fraction of time that each job, and each pair on shared devices, runs on each kind of device."""
 
     alone: Float[np.ndarray, "jobs kinds"]
     together: Float[np.ndarray, "pairs kinds"]
@@ -188,7 +188,7 @@ class Fractions:
     """Whether devices that are left over may go to jobs with a fraction of 0."""
 
     def rate(self, problem: FractionProblem) -> np.ndarray:
-        """Return [jobs] the steps per second that the fractions give."""
+        """Return [jobs] the average steps per second of each job with these fractions."""
         rate = (self.alone * problem.throughput).sum(axis=1)
         if problem.pairs:
             both = np.einsum("kj,kmj->km", self.together, problem.pair_throughput)

@@ -114,7 +114,7 @@ class RoundScheduler:
         }
 
     def _stays(self, job: JobView, now_s: float) -> bool:
-        """Return whether a job may not be moved yet, or not at all."""
+        """Return whether a job must keep its devices in this round."""
         if not job.allocation.devices or job.since_s is None:
             return False
         leased = now_s < job.since_s + max(self.round_s, job.spec.min_run_s)

@@ -70,7 +70,7 @@ class TotalThroughput:
         return program.fractions(x, objective=float(value @ x), reasons=reasons)
 
     def _needs(self, problem):
-        """Return [jobs] the steps/s that reachable deadlines need, and reports about the other deadlines."""
+        """Return [jobs] the steps/s that reachable deadlines need, and messages on the other ones by job."""
         need = np.zeros(problem.num_jobs)
         reasons = {}
         if not self.deadlines:

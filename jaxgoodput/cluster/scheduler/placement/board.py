@@ -21,7 +21,7 @@ _NO_ROOM = np.iinfo(np.int64).max
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """Devices wanted for one job, or for all jobs of a share group."""
+    """Devices wanted for one job, or for the jobs of a share group, which all run on the same devices."""
 
     key: str
     shape: Shape
@@ -32,7 +32,7 @@ class Request:
 
 
 class _Eviction(NamedTuple):
-    """Room that can be made by moving other requests."""
+    """A way to free devices: the requests to move to other nodes, and the price of moving them."""
 
     price: float
     nodes: list[int]
@@ -73,7 +73,7 @@ class Board:
         self._domains: dict[str, np.ndarray] = {}
 
     def take(self, request: Request, bits: Mapping[int, int]):
-        """Give these devices, which must be free, to the request."""
+        """Give devices, which must be free, to the request; `bits` is a bit mask of devices by node."""
         for node, taken in bits.items():
             assert taken & self.mask[node] == taken
             self.mask[node] &= ~taken
@@ -86,7 +86,7 @@ class Board:
         self.requests[request.key] = request
 
     def release(self, key: str) -> Request:
-        """Take the devices back from a request and return the request."""
+        """Free the devices of the request with this key, remove the request from the board, and return it."""
         bits = self.held.pop(key)
         for node, taken in bits.items():
             self.mask[node] |= taken

@@ -77,7 +77,7 @@ def _members(jobs: Iterable[str], groups: Mapping[str, str]) -> dict[str, list[s
 def allocation_of(
     previous: Allocation, devices: Placed, share_group: str | None = None
 ) -> Allocation:
-    """Return the previous allocation itself if nothing changes, otherwise one of the next generation."""
+    """Return `previous` itself if these are its devices, otherwise an allocation of the next generation."""
     if devices == previous.devices and share_group == previous.share_group:
         return previous
     return Allocation(devices=devices, generation=previous.generation + 1, share_group=share_group)
@@ -144,7 +144,7 @@ def _fill_kind(
 
 
 def _moved_price(board: Board, kept: Iterable[Request]) -> float:
-    """Return the total price of requests that the board has placed elsewhere than before."""
+    """Return the sum of the prices of the requests whose devices on the board are not their previous ones."""
     moved = (r for r in kept if r.key in board.held and board.devices(r.key) != r.previous)
     return float(sum(r.price for r in moved))
 

@@ -35,7 +35,7 @@ CROWDED_STILL, IDLE_STILL = 0.5, 0.75
 
 @dataclass(frozen=True)
 class Deadlines:
-    """Claims of jobs that must run now, and deadlines that are given up."""
+    """The jobs that must run now to meet their deadlines, and the deadlines that are given up."""
 
     claims: tuple[Claim, ...]
     given_up: Mapping[int, str]
@@ -59,7 +59,7 @@ class _Supplies:
 
     @classmethod
     def of(cls, problem: ShapeProblem) -> "_Supplies":
-        """Return the supplies of a problem: its devices, then each limit of tenants."""
+        """Return the supplies of a problem: first all devices together, then each limit on tenants."""
         limits = problem.limits()
         total = float(sum(capacity(problem.cluster).values()))
         most, use, counts = [total], [problem.devices.astype(float)], [np.ones(len(problem.jobs))]
@@ -82,7 +82,7 @@ class _Supplies:
 
 @dataclass(frozen=True)
 class _DueJob:
-    """A job with a deadline that lies ahead."""
+    """A job whose deadline has not passed, with the time and the devices that it still needs."""
 
     job: int
     left_s: float
@@ -118,7 +118,7 @@ def deadlines_of(problem: ShapeProblem) -> Deadlines:
 def with_deadlines(
     decision: Decision, problem: ShapeProblem, choice: Choice, deadlines: Deadlines
 ) -> Decision:
-    """Return the decision with remarks about deadlines added to the reasons."""
+    """Return the decision; the reasons of jobs with a deadline now mention it."""
     reasons = dict(decision.reasons)
     for i, why in deadlines.given_up.items():
         reasons[problem.jobs[i].spec.id] += f"; {why}"

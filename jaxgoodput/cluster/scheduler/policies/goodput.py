@@ -151,7 +151,7 @@ class Goodput:
         return with_due(decision, problem, is_due)
 
     def _utility(self, problem: ShapeProblem) -> np.ndarray:
-        """Return [jobs, shapes] the terms of the objective; NaN = not allowed."""
+        """Return [jobs, shapes] what each job adds to the objective with each shape; NaN = not allowed."""
         cluster, each = problem.cluster, capacity(problem.cluster)
         weight = self._weight(as_of_last_event(problem, self.settle_s))
         if cluster.tenants and self.fairness > 0:
@@ -195,7 +195,7 @@ def _guaranteed_claims(
 
 
 class Market(NamedTuple):
-    """Prices of devices, and each job's best shape at these prices."""
+    """Prices of devices, and the cheapest way for each job to work at these prices."""
 
     prices: np.ndarray  # [kinds] of one device, in units of weight
     cost: np.ndarray  # [jobs] least cost of a unit of work; NaN = no shape is allowed

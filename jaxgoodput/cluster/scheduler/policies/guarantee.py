@@ -51,7 +51,7 @@ def claims_of(problem: ShapeProblem, is_due: np.ndarray) -> list[Claim]:
 
 
 def with_due(decision: Decision, problem: ShapeProblem, is_due: np.ndarray) -> Decision:
-    """Return the decision with the reasons of due jobs that start completed."""
+    """Return the decision; jobs that start because they are due have this added to their reasons."""
     reasons = dict(decision.reasons)
     for view in (problem.jobs[i] for i in np.flatnonzero(is_due)):
         if view.spec.id in decision.allocations and not view.allocation.devices:

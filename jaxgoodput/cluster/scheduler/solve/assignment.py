@@ -63,7 +63,7 @@ class _Rows:
         return used
 
     def held(self, pinned: np.ndarray) -> np.ndarray:
-        """Return [rows]: what pinned jobs use. Raises ValueError if it exceeds a limit."""
+        """Return [rows] what pinned jobs, which keep a shape, use. Raises ValueError if that is too much."""
         jobs = np.flatnonzero(pinned >= 0)
         used = self.use(jobs, pinned[jobs]).sum(0)
         if (used > self.limit + 1e-9).any():

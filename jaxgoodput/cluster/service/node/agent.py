@@ -109,7 +109,7 @@ class NodeAgent:
         self._is_alone = False  # the jobs were ended for lack of contact
 
     def run(self, told: threading.Event) -> int:
-        """Run jobs until `told` is set; return the exit code."""
+        """Run the jobs that the service assigns until `told` is set; return the exit code."""
         ask = Worker("node-ask", self._ask, on_error=self._fail)
         tell = Worker("node-tell", self._tell, on_error=self._fail)
         # Processes start on this thread, because the kernel ends them with the thread that started them.
@@ -158,7 +158,7 @@ class NodeAgent:
             self._jobs.stop()
 
     def _fail(self, error: BaseException) -> None:
-        """End the agent if one of its workers fails. Its engine starts another agent."""
+        """End the agent because one of its threads failed. Its engine starts another agent."""
         name = self._part.node.name
         logging.error("node %s: a worker of its agent has failed", name, exc_info=error)
         self._has_failed = True
@@ -190,7 +190,7 @@ class NodeAgent:
         client.call("POST", "nodes", body=join, changes=True, type_=Receipt)
 
     def _next_work(self, client: Client, version: int) -> int:
-        """Wait for work of another version, pass it on, and return its version."""
+        """Ask the service, and wait, for newer work than `version`; pass it on and return its version."""
         name = self._part.node.name
         work = client.call(
             *("GET", "nodes", name, "work"),
@@ -230,7 +230,7 @@ class NodeAgent:
                 hints_s = now_s + max(self._part.hints_s, PATIENCE * (now_s - begun_s))
 
     def _tell_reports(self, client: Client, numbers: HintNumbers) -> None:
-        """Report coordinators that listen or have ended, in a request that no output delays."""
+        """Tell the service which coordinators listen or have ended, in requests that carry no output."""
         with self._lock:
             reports = self._jobs.reports()
         if not reports:

@@ -130,7 +130,7 @@ class OutputBuffer:
         return "".join(f"{line}\n" for line in found)
 
     def give_back(self, text: str) -> None:
-        """Put lines back that could not be sent."""
+        """Put text that could not be sent back in front of the other lines."""
         with self._lock:
             self._lines.extendleft(reversed(text.splitlines()[-MOST_LINES:]))
 

@@ -36,7 +36,7 @@ Tables = Callable[[JobEntry, Sequence[Shape], float], GoodputTable]
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRules(PlanOptions):
-    """The options, with the policy itself."""
+    """The options of plans, with the policy object that `policy` names."""
 
     named: PolicyEntry
     half_life_s: float = 24 * 3600.0
@@ -86,7 +86,7 @@ def _rigid(entry: JobEntry, cluster: ClusterSpec) -> JobEntry:
 
 
 def _table(entry: JobEntry, offered: Sequence[Shape], now_s: float, tables: Tables) -> GoodputTable:
-    """Return the table of a job, without its hints if they are unusable."""
+    """Return the goodput table of a job; made without its hints if no table can be made from them."""
     try:
         return tables(entry, offered, now_s)
     except (ArithmeticError, ValueError, TypeError, MemoryError) as error:

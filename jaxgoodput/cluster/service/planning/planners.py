@@ -30,7 +30,7 @@ MOST_QUESTIONS = 8  # in flight at once
 
 
 class Planners:
-    """Carries plans from the planner to the book, and questions to the adviser."""
+    """Passes plans from the planner process to the book, and users' questions to the adviser process."""
 
     def __init__(self, book: Book, folder: pathlib.Path, policy: PlanOptions):
         self.planned = 0
@@ -45,7 +45,7 @@ class Planners:
         self._reading: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
-        """Keep making plans until cancelled. Raises ChildProcessError if no planner survives its start."""
+        """Keep making plans until cancelled. Raises ChildProcessError if planners die again and again."""
         deaths = 0
         while True:
             process = await self._start()

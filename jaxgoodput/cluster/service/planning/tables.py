@@ -77,13 +77,13 @@ def _allowed(entry: JobEntry, offered: Sequence[Shape]) -> list[Shape]:
 
 
 def _linear(shapes: Sequence[Shape], largest: int) -> GoodputTable:
-    """Return the table of a job that is assumed to scale linearly."""
+    """Return the table of a job whose speed is assumed to grow in proportion to its devices."""
     goodput = {shape: float(shape.num_devices) for shape in shapes}
     return GoodputTable(goodput=goodput, largest=largest)
 
 
 def _seen(entry: JobEntry, now_s: float) -> int:
-    """Return the largest number of devices that a job has held for `SEEN_S`."""
+    """Return the largest number of devices that a job has held for `SEEN_S` seconds; 0 if none."""
     sizes = [
         sum(map(len, held.devices.values()))
         for held in entry.past

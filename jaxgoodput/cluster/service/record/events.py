@@ -17,7 +17,7 @@ from jaxgoodput.specs import Allocation, Hints, Node
 
 @dataclass(frozen=True, kw_only=True)
 class NodeJoined:
-    """The agent of a node has joined, or joined again."""
+    """An event of the journal: the agent of a node has joined, or joined again."""
 
     node: Node
     instance: str
@@ -36,7 +36,7 @@ class NodeChanged:
 
 @dataclass(frozen=True, kw_only=True)
 class JobSubmitted:
-    """A user has submitted a job."""
+    """An event of the journal: a user has submitted a job."""
 
     submission: Submission
     secret: str
@@ -45,7 +45,7 @@ class JobSubmitted:
 
 @dataclass(frozen=True, kw_only=True)
 class JobCancelled:
-    """A user has cancelled a job."""
+    """An event of the journal: a user has cancelled a job."""
 
     job: str
 
@@ -60,7 +60,7 @@ class HintsReceived:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanMade:
-    """A new plan is in force: some jobs hold other devices than before."""
+    """An event of the journal: a new plan is in force, by which some jobs hold other devices."""
 
     changes: Mapping[str, Allocation]
     solved_s: float
@@ -69,14 +69,14 @@ class PlanMade:
 
 @dataclass(frozen=True, kw_only=True)
 class ReasonsGiven:
-    """The last plan explains, for each job, why the job holds its devices."""
+    """An event of the journal: the reasons that the last plan gives for what each job has."""
 
     reasons: Mapping[str, str]
 
 
 @dataclass(frozen=True, kw_only=True)
 class CoordinatorListening:
-    """The coordinator of a job listens at an address."""
+    """An event of the journal: the coordinator of a job listens at an address."""
 
     job: str
     attempt: int
@@ -123,7 +123,7 @@ KINDS: Mapping[str, type[Event]] = {kind.__name__: kind for kind in typing.get_a
 
 @dataclass(frozen=True)
 class JournalEntry:
-    """An event with its position in the journal and its time."""
+    """An event with its position in the journal and the time when it happened."""
 
     seq: int
     at_s: float

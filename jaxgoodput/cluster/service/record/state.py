@@ -28,7 +28,7 @@ LONG_S = 600.0  # an attempt that ran this long resets both counts
 
 @dataclass(frozen=True, kw_only=True)
 class NodeEntry:
-    """A node and its history, as far as it matters."""
+    """What the service records of a node: its present state, and the part of its history that matters."""
 
     node: Node
     instance: str
@@ -43,7 +43,7 @@ class NodeEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class JobEntry:
-    """A job and its history."""
+    """What the service records of a job: its request, its phase, its devices now and before."""
 
     submission: Submission
     secret: str = field(repr=False)
@@ -90,7 +90,7 @@ class JobEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class StoredAnswer:
-    """The answer to a request, in case the request comes again."""
+    """The answer to a request, which is given again if the same request is sent again."""
 
     digest: str
     status: int
@@ -99,7 +99,7 @@ class StoredAnswer:
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """The cluster at one position of the journal."""
+    """The whole state of the cluster: what the events of the journal up to one position lead to."""
 
     seq: int = 0
     at_s: float = 0.0
@@ -114,12 +114,12 @@ class State:
 
     @property
     def kind_of(self) -> dict[str, str]:
-        """The kind of device of each node."""
+        """The kind of device of each node, by the node's name."""
         return {name: entry.node.kind for name, entry in self.nodes.items()}
 
     @property
     def active(self) -> dict[str, JobEntry]:
-        """The jobs that have not ended."""
+        """The jobs that have not ended, by id."""
         return {id_: entry for id_, entry in self.jobs.items() if not entry.is_over}
 
 
@@ -202,7 +202,7 @@ def owners(state: State) -> dict[tuple[str, int], str]:
 
 
 def counted_until(now_s: float, entry: JobEntry, kind_of: Mapping[str, str]) -> JobEntry:
-    """Return a job with its device-seconds counted up to `now_s`."""
+    """Return a job, to whose device-seconds the time up to `now_s` has been added."""
     elapsed_s = max(now_s - entry.settled_s, 0.0)
     received_s, ran_s = dict(entry.received_s), dict(entry.ran_s)
     if elapsed_s:
@@ -285,7 +285,7 @@ def _is_up(state: State, name: str | None) -> bool:
 
 
 def _over(state: State, job: JobEntry, phase: Phase, code: int | None) -> State:
-    """Return the state with a job ended and its devices free."""
+    """Return the state in which the job has ended in this phase, and its devices are free."""
     before = job.allocation
     freed = _reallocated(state, job, Allocation(generation=before.generation + 1))
     freed = dataclasses.replace(freed, phase=phase, finished_s=state.at_s, code=code)

@@ -43,7 +43,7 @@ class Logs:
             self._jobs.discard(job)
 
     def unknown(self, jobs: Mapping[str, object]) -> set[str]:
-        """Return the names that have a log and are not among `jobs`."""
+        """Return the jobs that have a log but are not among `jobs`."""
         with self._lock:
             return self._jobs - jobs.keys()
 

@@ -18,7 +18,10 @@ class RequestMetrics:
         self._total_s = 0.0
 
     def count(self, route: str, status: int, seconds: float, *, waits: bool) -> None:
-        """Count one answer. `waits` tells that its duration says nothing about the service."""
+        """Count an answer and how long it took.
+
+        `waits`: the request waited for a change, so its duration is not counted.
+        """
         self._counts[route, status] += 1
         if not waits:
             self._below[bisect.bisect_left(LIMITS_S, seconds)] += 1

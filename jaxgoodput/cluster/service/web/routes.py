@@ -377,13 +377,13 @@ def _html(text: str) -> Response:
 
 @router.get("/", **_content("text/html"))
 async def whole_page(parts: Parts, caller: User) -> Response:
-    """Return the web page."""
+    """Return the web page as HTML."""
     return _html(page.whole(caller, parts.book.state, parts.book.timeline.now(), parts.links))
 
 
 @router.get("/page", **_content("text/html"))
 async def page_only(parts: Parts, caller: User) -> Response:
-    """Return the part of the page that is refreshed."""
+    """Return, as HTML, the part of the web page that is refreshed."""
     return _html(page.inner(caller, parts.book.state, parts.book.timeline.now(), parts.links))
 
 

@@ -56,7 +56,7 @@ def _feed(
 
 
 def _share_devices(speeds: dict[str, float], running: Sequence[TrackedJob]) -> None:
-    """Slow down the jobs that share their devices with others."""
+    """Reduce, in `speeds`, the speeds of jobs that run on the same devices as another job."""
     groups: dict[str, list[TrackedJob]] = {}
     for job in running:
         if job.allocation.share_group is not None:

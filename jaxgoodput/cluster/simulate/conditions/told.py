@@ -42,7 +42,7 @@ def told_factor(deviation: float, seed: int, job: int, shape: Shape) -> float:
 
 
 class JobViews:
-    """Makes the `JobView`s that a policy sees."""
+    """Makes the `JobView`s: what a policy is told about simulated jobs, which may differ from the truth."""
 
     def __init__(self, settings: Settings, cluster: ClusterSpec):
         self._settings = settings
@@ -105,7 +105,7 @@ class JobViews:
         now_s: float,
         tenant_received_s: Mapping[str, float],
     ) -> JobView:
-        """Return the view of a hypothetical job that has run for a minute on each kind of device."""
+        """Return the `JobView` of a hypothetical new job; an adaptive one has run a minute on each kind."""
         work = truth.job(trace, self._settings, index)
         before = work.save()
         for kind in dict.fromkeys(kinds):

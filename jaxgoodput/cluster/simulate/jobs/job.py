@@ -39,7 +39,7 @@ class SimulatedJob(Protocol):
         ...
 
     def place(self, kind: str, counts: Counts) -> None:
-        """Continue on `counts` devices per node; no work is lost."""
+        """Run on these devices of a kind from now on, `counts` per node; no work is lost."""
         ...
 
     def advance(self, seconds: float, speed: float = 1.0) -> float:

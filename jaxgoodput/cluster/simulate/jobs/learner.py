@@ -87,7 +87,7 @@ def configurations(
 
 @dataclass(frozen=True)
 class Learner:
-    """Cached fits and searches of one application on one kind of device, by measurements."""
+    """Fits time models and finds good configurations for one application on one kind; caches both."""
 
     application: Application
     kind: str
@@ -150,7 +150,7 @@ class Learner:
     def choose(
         self, perf: PerfParams, grad: GradParams, nodes: int, devices: int
     ) -> tuple[int, int]:
-        """Return (samples per device and micro-batch, number of micro-batches) of the highest goodput."""
+        """Return (samples per device and micro-batch, number of micro-batches) with the highest goodput."""
         place = ((nodes, devices),)
         best = int(np.argmax(self.goodput(perf, grad, place, None)[0]))
         found = self.configurations(place, None)
