@@ -49,7 +49,7 @@ class Exchange(Protocol):
     count: int
 
     def all_to_all(self, parts: Sequence[Mapping[str, np.ndarray]]) -> list[dict[str, np.ndarray]]:
-        """Send part i to process i; return what each process has sent to this one."""
+        """Send `parts[i]` to process i; return what each process has sent to this one, by its number."""
         ...
 
 
@@ -171,7 +171,7 @@ class FolderExchange:
         self._round = 0
 
     def all_to_all(self, parts: Sequence[Mapping[str, np.ndarray]]) -> list[dict[str, np.ndarray]]:
-        """Send part i to process i; return what each process has sent to this one."""
+        """Send `parts[i]` to process i; return what each process has sent to this one, by its number."""
         number = self._round
         self._round += 1
         for other, part in enumerate(parts):
@@ -218,7 +218,7 @@ def _column(batch: Batch, name: str) -> np.ndarray:
 
 
 def _checked(keys: np.ndarray, values: np.ndarray, reduce: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return keys and values as flat columns, in the types in which they are reduced."""
+    """Return keys and values as one-dimensional arrays of the types in which they are reduced."""
     if keys.dtype.kind not in "iuUS":
         raise TypeError(
             f"Keys of dtype {keys.dtype} cannot be compared exactly. Pass integers or text."
@@ -273,7 +273,7 @@ def _merged(parts: Sequence[ReducedKeys], reducer: np.ufunc) -> ReducedKeys:
 
 
 def _joined(parts: Sequence[Mapping[str, np.ndarray]], reducer: np.ufunc | None) -> ReducedKeys:
-    """Merge what processes have sent. Without a reducer, no key may be in two parts."""
+    """Merge the keys and values that processes have sent. Without a reducer, no key may be in two of them."""
     found = [ReducedKeys(part["keys"], part["values"]) for part in parts]
     kinds = {part.keys.dtype.kind for part in found if len(part.keys)}
     if len(kinds) > 1 and not kinds <= {"i", "u"}:

@@ -146,7 +146,7 @@ class Loader:
 
     @property
     def stream(self) -> StreamState | None:
-        """The state to which a stream must be set back to resume from `cursor`; None for other sources."""
+        """The state to which a stream must be restored to resume from `cursor`; None for other sources."""
         return self._reader.stream_state(self._ahead.head)
 
     @property
@@ -155,7 +155,7 @@ class Loader:
         return self._reader.readers.num_retried
 
     def place(self, sharding: NamedSharding) -> None:
-        """Put batches there from now on. What was read ahead for another sharding is read again."""
+        """Put batches on the devices of `sharding` from now on. What was read for another is read again."""
         self._ahead.place(sharding)
         self._config = None
 

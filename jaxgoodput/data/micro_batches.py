@@ -146,7 +146,7 @@ class MicroBatchReader:
         return self._stream is not None
 
     def stream_state(self, position: Position) -> StreamState | None:
-        """Return what a stream must be set back to in order to resume at `position`; None: no stream."""
+        """Return the state to restore a stream to so as to resume at `position`; None without a stream."""
         return None if self._stream is None else self._stream.state_at(position.cursor.offset)
 
     def release(self, position: Position) -> None:
@@ -244,7 +244,7 @@ class MicroBatchReader:
     def _begin_rows(
         self, sharding: NamedSharding, num_rows: int, part: int, places: Places
     ) -> tuple[int, Reading]:
-        """Begin to read the rows of a part that this process holds; return how many of them are samples."""
+        """Begin to read the rows that this process holds of a part; return how many of them are samples."""
         held, _ = self._held_rows(sharding, num_rows)
         rows = part * num_rows + held
         mine = rows[rows < len(places.indices)]

@@ -77,7 +77,7 @@ class ReadAhead:
         return self._sharding
 
     def place(self, sharding: NamedSharding) -> None:
-        """Put micro-batches there from now on. What was read ahead for another sharding is dropped."""
+        """Put micro-batches on the devices of `sharding` from now on; drop what was read for another."""
         with self._changed:
             if sharding != self._sharding:
                 self._sharding = sharding

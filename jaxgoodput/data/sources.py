@@ -319,7 +319,7 @@ class StreamSource(Source):
                 del self._states[0]
 
     def state_at(self, place: int) -> StreamState:
-        """Return the last saved state at or before `place`, which must not have been released."""
+        """Return the last saved state at or before sample number `place`, which must not be released."""
         with self._lock:
             return [state for state in self._states if state.place <= place][-1]
 

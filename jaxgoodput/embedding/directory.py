@@ -37,7 +37,9 @@ _ADDED /= 2**30
 
 
 def warmer(heat: Float64[np.ndarray, " n"], read: float) -> Float64[np.ndarray, " n"]:
-    """Return log2(2**heat + 2**read) to 6 places, with the same bits on every processor.
+    """Return log2(2**heat + 2**read) to 6 places: the heat of a row after another read.
+
+    The bits are the same on every processor.
 
     >>> warmer(np.array([3.0, -np.inf]), 3.0).tolist()
     [4.0, 3.0]
@@ -50,7 +52,7 @@ def warmer(heat: Float64[np.ndarray, " n"], read: float) -> Float64[np.ndarray, 
 
 @dataclass(frozen=True)
 class SlotPlan:
-    """The moves that one batch causes in one table, and the slots of its rows after them."""
+    """What one batch needs of a table: which rows to move between tiers, and the slots of its rows."""
 
     number: int
     """Number of the batch, from 0."""
@@ -83,7 +85,7 @@ class SlotPlan:
 
 
 class Tier:
-    """The slots of one tier: the id and heat of each row, and the batch until which it is needed."""
+    """The row slots of one tier (device or RAM): which row each holds, its heat, and until when it stays."""
 
     def __init__(self, num_slots: int, num_ids: int | None):
         self.index = index_for(num_ids, num_slots)

@@ -82,7 +82,7 @@ def resize(
 def _copy_rows(
     host: int, old: Sequence[int], new: Sequence[int], stores: Mapping[int, RowStore]
 ) -> tuple[int, int]:
-    """Copy the rows that leave a host to their new owners; return how many it owned, and how many left."""
+    """Copy rows of this host that other hosts will own to them; return how many it owned, and moved."""
     ids = stores[host].ids()
     ids = ids[owners(ids, old) == host]  # without copies of rows that it gave away earlier
     owner, num_moved = owners(ids, new), 0

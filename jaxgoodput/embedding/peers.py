@@ -110,7 +110,7 @@ class Peers:
         return [own if rank == self.rank else found[rank][0] for rank in range(self.count)]
 
     def _wait(self, round_: tuple[Any, ...]) -> dict[int, tuple[np.ndarray, int]]:
-        """Wait until all others have sent their part of a round, and return it by rank."""
+        """Wait until all others have sent their part of an exchange, and return the parts by rank."""
         with self._changed:
             heard = self._heard[round_]
             self._changed.wait_for(
@@ -132,7 +132,7 @@ class Peers:
             self._changed.notify_all()
 
     def begin(self) -> None:
-        """Start a new generation of rounds, and forget the old ones. Each process does so in its own time."""
+        """Forget old exchanges, and begin again. Each process does so at its own time."""
         with self._changed:
             self._stopped = None
             self._generation += 1

@@ -37,7 +37,7 @@ FORMAT = 1
 
 @struct
 class Lookup:
-    """The device slots of a batch's rows: a step uses it to read and write them."""
+    """The slots on the device of the rows that a batch reads; a step reads and writes rows with it."""
 
     slots: Any
     """`int32 [padded]`: the slot of each different id, then padding that is no slot."""
@@ -62,7 +62,7 @@ class PulledPlan:
 
 @dataclass(frozen=True)
 class LoadedPlan:
-    """A plan whose rows are all on the device, but not in their slots yet."""
+    """A plan whose rows have been copied to the device, but are not in their slots yet."""
 
     plan: SlotPlan
     lookup: Lookup
@@ -262,7 +262,7 @@ class TieredTable:
         self._arrivals.stop(why)
 
     def settle(self) -> None:
-        """Forget all plans after the last placed batch, so that planning can start again from there."""
+        """Forget the plans of batches after the last one placed, so that planning can start from there."""
         lost = self._arrivals.newest < self._placed
         self._arrivals.stop(
             f"the rows that left the device for batch {self._placed} were not written back. Open the table "
@@ -283,7 +283,7 @@ class TieredTable:
 
     @property
     def about(self) -> dict[str, Any]:
-        """The properties that a commit stores, and that must be the same when the table is opened again."""
+        """The properties of the table that a commit stores, and that must be equal when it is reopened."""
         fields = [[f.name, f.width, f.dtype] for f in self.layout.fields]
         return {"format": FORMAT, "fields": fields, **self._initial}
 
@@ -386,7 +386,7 @@ class TieredTable:
         )
 
     def _completed(self, pulled: PulledPlan) -> UInt32[np.ndarray, "missing words"]:
-        """Return all missing rows: from RAM, from the disk, new, or from their owners. Counts each."""
+        """Return all rows that the device lacks: from RAM, disk or their owners, or new. Counts each kind."""
         plan, rows, share = pulled.plan, pulled.rows, self._share
         mine = np.ones(len(rows), bool) if share is None else share.owned(plan.missing)
         wanted = np.flatnonzero(mine & ~plan.in_ram)
@@ -450,7 +450,7 @@ class TieredTable:
         return rows, got.found
 
     def initial(self, ids: Int64[np.ndarray, " n"]) -> UInt32[np.ndarray, "n words"]:
-        """Return the initial rows of ids that have none yet, before any update."""
+        """Return the rows that these ids have before any training."""
         values = initial_values(ids, self.dim, **self._initial)
         fields = {EMBEDDING: values, **self.optimizer.begin()}
         return self.layout.pack_host(fields, len(ids))
@@ -535,7 +535,7 @@ def _put(x: np.ndarray, *, sharding: Sharding) -> Array:
 
 @partial(jax.jit, donate_argnums=0)
 def _swapped(slots: Array, evicted: Array, targets: Array, rows: Array) -> tuple[Array, Array]:
-    """Return slots with new rows in some of them, and the rows that were evicted."""
+    """Return slots into which new rows were put, and the rows that were there before."""
     leaving = slots.at[evicted].get(mode="clip")
     return slots.at[targets].set(rows, mode="drop", unique_indices=True), leaving
 

@@ -231,7 +231,7 @@ def _hosts(options) -> tuple[str, ...]:
 
 
 def _set(options, *names: str) -> dict[str, Any]:
-    """Return the options of these names that were given; the others keep the defaults of their user."""
+    """Return, by name, the ones of these options that were given, as arguments of a settings class."""
     return {name: value for name in names if (value := getattr(options, name)) is not None}
 
 

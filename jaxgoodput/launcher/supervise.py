@@ -213,14 +213,14 @@ class ProcessSet:
                 self._end_soon(self.crash_grace_s)
 
     def _end_soon(self, grace_s: float) -> None:
-        """Plan SIGTERM after one grace period and SIGKILL after two, or earlier if planned already."""
+        """Plan SIGTERM after one grace period and SIGKILL after two; what was planned earlier stays."""
         now_s = self.clock.now()
         kills_s = [at_s for at_s, signum in self._plan if signum == signal.SIGKILL]
         kill_s = min([now_s + 2 * grace_s, *kills_s])
         self._plan = [(min(now_s + grace_s, kill_s), signal.SIGTERM), (kill_s, signal.SIGKILL)]
 
     def _sum_up(self) -> None:
-        """Say which process failed first and how, and repeat the last lines of all that failed."""
+        """Print which process failed first and how, and repeat the last lines of all that failed."""
         for place, (end, after_s) in enumerate(self._failed):
             process = self.processes[int(end.rank)]
             step = "" if process.step is None else f", step {process.step} done"

@@ -25,7 +25,7 @@ _USAGE = "usage: python -m jaxgoodput.launcher (SCRIPT | -m MODULE) [ARGS ...]"
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerEnv:
-    """A worker's place in its job, as its environment variables describe it (`_VARIABLES`).
+    """What the environment variables tell a worker: its rank, and how it reaches the others.
 
     Raises:
         ValueError: a number is out of range; the message names the variable.

@@ -135,7 +135,10 @@ class Optimus:
     """
 
     def __call__(self, jobs: Sequence[JobView], cluster: ClusterSpec, now_s: float, /) -> Decision:
-        """Return allocations by marginal gain. Raises ValueError if a job does not declare its work."""
+        """Return allocations: each further device goes to the job that saves most time by it.
+
+        Raises ValueError if a job does not declare its work.
+        """
         kind = _one_kind(cluster, "Optimus")
         free = _FreeDevices(cluster)
         sizes = _sizes_by_gain(jobs, kind, free.num_devices)

@@ -81,7 +81,10 @@ def changes(
 
 
 def lost(found: Sequence[Change]) -> float:
-    """Return the total speed lost minus the speed gained; changes of unknown speed are left out."""
+    """Return the speed (relative to each job's best) that jobs lose, minus the speed that others gain.
+
+    Changes of unknown speed are left out.
+    """
     differences = (c.speed_before - c.speed_after for c in found)
     return float(sum(d for d in differences if d == d))
 
@@ -140,14 +143,14 @@ def find_job(job: str, jobs: Sequence[JobView]) -> JobView:
 def with_job(
     view: JobView, jobs: Sequence[JobView], cluster: ClusterSpec, policy: Policy, now_s: float
 ) -> Plan:
-    """Return the plan with one more job. Raises ValueError if another job has its id."""
+    """Return the plan for the jobs and one more, `view`. Raises ValueError if another job has its id."""
     return reconcile([*jobs, view], cluster, policy, now_s)
 
 
 def _plan_that_gives(
     shape: Shape, view: JobView, cluster: ClusterSpec, plan_with: Callable[[JobView], Plan]
 ) -> tuple[float, Plan] | None:
-    """Return the least factor on the job's weight at which it gets a shape, and that plan."""
+    """Return the first factor on the job's weight, 1 or `INSISTING`, that gives it a shape, with the plan."""
     for insisting in (1.0, INSISTING):
         other = plan_with(_only(view, shape, insisting))
         if shapes_of(other, cluster)[view.spec.id] == shape:
@@ -168,7 +171,7 @@ def _candidates(view: JobView, present: Shape | None, most: int) -> list[Shape]:
 
 
 def _only(view: JobView, shape: Shape, insisting: float) -> JobView:
-    """Return the job as if it accepted only one shape, with its weight multiplied by `insisting`."""
+    """Return the job as if it accepted only this shape, with its weight multiplied by `insisting`."""
     size = shape.num_devices
     changed: Mapping[str, object] = {
         "min_devices": size,

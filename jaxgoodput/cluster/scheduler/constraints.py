@@ -260,7 +260,7 @@ class _EmptyCluster:
             self._most_on_a_node[node.kind] = most
 
     def refusals(self, views: Iterable[JobView]) -> dict[str, str]:
-        """Return, by id, why jobs could not run even if they were alone; jobs that could are left out."""
+        """Return, by id, why jobs could not run even alone in the cluster; those that could are left out."""
         return {
             view.spec.id: no_shape_reason(view, self._devices, self._has_room)
             for view in views
@@ -294,7 +294,7 @@ class _EmptyCluster:
 def _reserved(
     views: Mapping[str, JobView], held: Mapping[str, str], cluster: ClusterSpec, now_s: float
 ) -> dict[str | None, Devices]:
-    """Choose the devices of each active reservation, by tenant, without devices of jobs that stay."""
+    """Choose the devices of each reservation that holds now, by tenant, but none that a job must keep."""
     active = [r for r in cluster.reservations if r.start_s <= now_s < r.end_s]
     user_of = {d: v.spec for v in views.values() for d in _devices_of(v.allocation)}
     nodes = {node.name: node for node in cluster.nodes}

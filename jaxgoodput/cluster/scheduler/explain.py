@@ -114,7 +114,7 @@ class _Question:
         return self._runs(self.jobs, dataclasses.replace(self.cluster, **changes))
 
     def with_tenants(self, name: str | None, **changes) -> bool:
-        """Return whether the job runs if one tenant is changed, or all of them if `name` is None."""
+        """Return whether the job would run if the tenant `name` were changed; None changes all tenants."""
         tenants = tuple(
             dataclasses.replace(t, **changes) if name in (None, t.name) else t
             for t in self.cluster.tenants
@@ -136,7 +136,7 @@ class _Question:
         return self._runs([change(view) for view in self.jobs], self.cluster)
 
     def with_devices(self, kind: str, count: int) -> bool:
-        """Return whether the job runs with `count` more devices of a kind, as `more_nodes` adds them."""
+        """Return whether the job would run with `count` more devices of a kind, as `more_nodes` adds them."""
         return self.with_cluster(
             nodes=(*self.cluster.nodes, *more_nodes(self.cluster, kind, count))
         )
@@ -310,7 +310,7 @@ def _minimum_size(question: _Question) -> list[_Reason]:
 
 
 def _smaller_minimum(question: _Question) -> int | None:
-    """Return the largest power of two below the job's minimum with which it runs; None if there is none."""
+    """Return the largest power of two below the job's minimum with which it would run; None if none."""
     spec = question.view.spec
     if spec.mode == "rigid" or spec.min_devices == 1:
         return None
@@ -323,7 +323,7 @@ def _smaller_minimum(question: _Question) -> int | None:
 
 
 def _more_devices(question: _Question) -> dict[str, int]:
-    """Return the fewest additional devices with which the job runs, for each kind that it can use."""
+    """Return, for each kind that the job can use, the fewest additional devices with which it would run."""
     spec = question.view.spec
     sizes = node_size(question.cluster)
     wanted = sum(size_limits(view.spec)[0] for view in question.jobs)

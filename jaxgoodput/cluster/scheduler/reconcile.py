@@ -93,7 +93,7 @@ class _Round:
     bound: float | None = None
 
     def solve(self):
-        """Ask about each tenant's own jobs on its reserved devices, then about all others on the rest."""
+        """Ask the policy about each tenant's jobs on its reserved devices, then about all others."""
         fixed = self.fixed
         taken: Devices = {}  # by held jobs and reservations
         for id_, why in fixed.held.items():

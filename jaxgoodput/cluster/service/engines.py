@@ -28,7 +28,7 @@ class AgentStarter(Protocol):
     """Starts and stops agents on nodes."""
 
     def nodes(self) -> Mapping[str, Sequence[str]]:
-        """Return the present nodes, each with the options of `jaxgoodput node` that the engine knows."""
+        """Return the nodes that exist now, each with options of `jaxgoodput node` that the engine sets."""
         ...
 
     def start(self, name: str, arguments: Sequence[str]) -> None:
@@ -36,7 +36,7 @@ class AgentStarter(Protocol):
         ...
 
     def ended(self) -> Mapping[str, int | None]:
-        """Return the exit codes of agents that ended since the last call; None if the node itself is lost."""
+        """Return the exit code of each agent that ended since the last call; None if its node is lost."""
         ...
 
     def stop(self) -> None:
@@ -154,7 +154,7 @@ class Ray:
         self._ends[name] = self._actors[name].run.remote(list(arguments))
 
     def ended(self) -> Mapping[str, int | None]:
-        """Return the exit codes of agents that ended since the last call; None if the node is lost."""
+        """Return the exit code of each agent that ended since the last call; None if its node is lost."""
         if not self._ends:
             return {}
         from ray.exceptions import RayActorError  # pyright: ignore[reportMissingImports]

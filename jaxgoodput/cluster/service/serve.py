@@ -181,7 +181,7 @@ def _config(service: Service, guard: AccessGuard) -> uvicorn.Config:
 
 
 class _Server(uvicorn.Server):
-    """An HTTP server that ends if a task beside it fails, because a service must not seem well without it."""
+    """An HTTP server that ends if a task that must run beside it, such as planning, fails."""
 
     def __init__(self, config: uvicorn.Config, release: Callable[[], None]):
         super().__init__(config)
@@ -266,7 +266,7 @@ async def _watch(book: Book, heartbeats: Heartbeats, clock: Clock) -> None:
 
 
 class _LocalAgents:
-    """The agents of this machine. They survive the service, and end with it only on Ctrl-C."""
+    """The agents of this machine. They survive the service, and are ended with it only on Ctrl-C."""
 
     def __init__(self, service: Service, url: str):
         self._token, self._engine = service.folder / TOKEN_FILE, service.folder / ENGINE

@@ -195,7 +195,7 @@ def nodes(options, parser: argparse.ArgumentParser) -> int:
         signal.signal(kind, lambda *_: told.set())
 
     def lost(name: str) -> None:
-        """Tell the service at once, instead of letting it wait for a heartbeat."""
+        """Tell the service at once that a node is lost, before it misses heartbeats."""
         try:
             with contextlib.closing(connect()) as client:
                 client.call("POST", "nodes", name, "down", changes=True, type_=Receipt)

@@ -113,7 +113,7 @@ class Submission:
 
     @functools.cached_property
     def num_letters(self) -> int:
-        """The length of its command and paths, which is about the room that it takes."""
+        """The number of characters in its command and paths, roughly the memory that it takes."""
         return sum(map(len, (*self.command, self.cwd, self.workdir or "")))
 
 

@@ -234,13 +234,13 @@ class _World:
         return span
 
     def _due_s(self) -> float:
-        """Return when the policy is asked next: soon if an event asks for it, otherwise as the plan says."""
+        """Return the time when the policy is asked next: soon after an event, otherwise as the plan says."""
         if self._wanted:
             return self._last_solve_s + self._settings.min_gap_s
         return self._next_solve_s
 
     def _befall(self) -> None:
-        """Write checkpoints, let nodes fail and be repaired, and cancel jobs, as due by now."""
+        """Write checkpoints, let nodes fail and be repaired, and cancel jobs, if their time has come."""
         for job in self.waiting:
             if job.running and self.now_s - job.checkpoint[0] >= self._breakdowns.checkpoint_s:
                 job.save(self.now_s)

@@ -247,7 +247,7 @@ class HostWorkers:
             child.send(signum)
 
     def kill_after_grace(self) -> None:
-        """Kill the workers that are left when the grace period is over; an earlier deadline stays."""
+        """Have the workers that still run after the grace period killed; an earlier deadline stays."""
         self._kill_s = min(self._kill_s, self._clock.now() + self._part.grace_s)
 
     def look_after(self) -> float | None:
@@ -422,7 +422,7 @@ class Agent:
         self._send(ev.HostExamined(self._part.name, fitness.Check(failure=failure)))
 
     def _tell_of_failure(self) -> None:
-        """Repeat the last failure and the worker's last lines: most users read only the end of a log."""
+        """Print once more the last failure and the worker's last lines, as users read the end of a log."""
         if self._failed is None:
             return
         member, code, child = self._failed

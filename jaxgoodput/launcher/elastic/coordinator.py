@@ -395,7 +395,7 @@ def _host_of(member: str) -> str:
 
 
 def _neighbour(ranks: Sequence[str], rank: int) -> str:
-    """Return the next process on another host, which keeps copies for this one; "" if there is none."""
+    """Return the name of the next process on another host, to keep copies for this one; "" if none."""
     following = (*ranks[rank + 1 :], *ranks[:rank])
     return next((name for name in following if _host_of(name) != _host_of(ranks[rank])), "")
 

@@ -18,7 +18,7 @@ class JobEvent:
 
 @dataclass(frozen=True)
 class HostArrived(JobEvent):
-    """An agent has connected, for the first time or again. Its processes start after the host's check."""
+    """Event: an agent has connected, for the first time or again. Its processes start after a check."""
 
     host: str
 
@@ -48,7 +48,7 @@ class ProcessJoined(JobEvent):
 
 @dataclass(frozen=True)
 class Ready(JobEvent):
-    """A process waits for the next generation, and reports which state it holds in memory."""
+    """Event: a process waits for the next generation, and says which step's state it holds in memory."""
 
     member: str
     generation: int
@@ -66,7 +66,7 @@ class Ready(JobEvent):
 
 @dataclass(frozen=True)
 class SetUp(JobEvent):
-    """A process has the state that the generation resumes from, and can connect to the others."""
+    """Event: a process has the state that the generation resumes from, and can connect to the others."""
 
     member: str
     generation: int
@@ -100,7 +100,7 @@ class ProcessExited(JobEvent):
 
 @dataclass(frozen=True)
 class Leave(JobEvent):
-    """A host is leaving the job: its processes are to end after their current step, and the others go on."""
+    """Event: a host leaves the job. Its processes are to end after their step, and the others go on."""
 
     host: str
 
@@ -132,7 +132,7 @@ class EndGeneration(Action):
 
 @dataclass(frozen=True)
 class Form(Action):
-    """Give these processes their ranks in the next generation, and name the state that it resumes from."""
+    """Action: tell these processes their ranks in the next generation, and which state it resumes from."""
 
     generation: int
     ranks: tuple[str, ...]
@@ -152,7 +152,7 @@ class Go(Action):
 
 @dataclass(frozen=True)
 class Again(Action):
-    """Tell these processes that the generation which they prepared for is cancelled; they wait anew."""
+    """Action: tell these processes that the generation they prepared for is cancelled; they wait anew."""
 
     generation: int
     members: tuple[str, ...]
@@ -212,7 +212,7 @@ class Release(Action):
 
 @dataclass(frozen=True)
 class Save(Action):
-    """Have the first of these processes collect the parts from all of them, write a checkpoint and exit."""
+    """Action: have the first of these processes collect the state from all, write a checkpoint and exit."""
 
     members: tuple[str, ...]
     holds: int

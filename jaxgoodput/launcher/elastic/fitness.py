@@ -121,7 +121,7 @@ def require_right(product: np.ndarray, wanted: np.ndarray) -> None:
 
 
 def _to_coordinator(address: str, secret: str, clock: Clock) -> tuple[float, float]:
-    """Return the seconds of a round trip to the coordinator, and of a megabyte sent to it."""
+    """Return the seconds of a message to the coordinator and back, and of sending it a megabyte."""
     with contextlib.closing(wire.connect(address, secret, timeout_s=_ANSWER_S)) as channel:
         channel.be_patient(_ANSWER_S)
         channel.send({"type": "probe"})
@@ -166,7 +166,10 @@ def answer(channel: wire.Channel) -> None:
 
 
 def give(channel: wire.Channel) -> None:
-    """Answer another host's probe as a training process. Raises OSError if the connection has ended."""
+    """Send another host, which measures its connection, what it asks for; this is a training process.
+
+    Raises OSError if the connection has ended.
+    """
     channel.send({"type": "probe"}, bytes(_NUM_BYTES))
 
 
@@ -271,7 +274,7 @@ def saved(paces: Mapping[str, Pace], without: Collection[str], count: int) -> fl
 
 
 def _own_s(samples_s: Sequence[float], kind: Pace) -> float:
-    """Return the seconds until the last of these processes has finished its part of a batch."""
+    """Return the seconds after which the last of these processes has finished its own part of a batch."""
     if not kind.is_leased:
         return max(samples_s) * kind.whole / len(samples_s)
     # Simulate the leases: the process that is free first takes the next part.

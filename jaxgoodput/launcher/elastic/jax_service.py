@@ -27,7 +27,7 @@ class JaxService:
         )
 
     def begin(self, count: int) -> str:
-        """Serve a generation of `count` processes; return the address, or "" for a single process.
+        """Start a service for a generation of `count` processes; return its address, "" if count is 1.
 
         All processes have left the generation before, so its service is not used any more.
         """

@@ -83,7 +83,7 @@ class JobMembership:
 
     @property
     def num_others(self) -> int:
-        """Number of processes that train already, and should wait as little as possible for this one."""
+        """Number of processes that train already, and that must not wait long for this one."""
         return self._welcome.num_training
 
     def on_regroup(self, ask: Callable[[], None]) -> None:
@@ -104,7 +104,7 @@ class JobMembership:
         self._pace.add(own)
 
     def keep(self, kept: RunSnapshot) -> None:
-        """Keep a copy of this state here and, in the background, on a process of another host."""
+        """Keep a copy of this process's state in its memory, and send one to a process of another host."""
         assert self._place is not None and self._assignment is not None
         self._server.keep(self._place, kept.step, kept.to_bytes())
         neighbour_at = self._assignment.neighbour_at
@@ -204,20 +204,20 @@ class JobMembership:
     def _fetch(
         self, kept: RunSnapshot | None, place: int, formed: messages.Assignment
     ) -> RunSnapshot | None:
-        """Return this place's part of the state that all resume from; None if there is no such state."""
+        """Return part number `place` of the state that all resume from; None if there is no such state."""
         if formed.state_at is None:
             return None
         return self._part(kept, place, formed.holds, formed.state_at)
 
     def _keep_other_place(self, kept: RunSnapshot | None, place: int) -> None:
-        """Keep the part of another place that this process has held: it may be the only one left."""
+        """Keep a copy of the part of the state that this process has held until now, if it gets another."""
         if kept is not None and self._place is not None and self._place != place:
             self._server.keep(self._place, kept.step, kept.to_bytes())
 
     def _part(
         self, kept: RunSnapshot | None, place: int, step: int, address: str | None
     ) -> RunSnapshot:
-        """Return the part of a place after a step: this process's own, a copy, or another worker's."""
+        """Return part number `place` of the state after a step: this process's, a copy, or another's."""
         if kept is not None and kept.step == step and place == self._place:
             return kept
         if address == self._server.address:
@@ -227,7 +227,7 @@ class JobMembership:
         return fetch(address, self._secret, place, step)
 
     def _whole(self, kept: RunSnapshot, asked: messages.SaveParts) -> RunSnapshot:
-        """Return the whole state after a step, from the parts that this process and others hold."""
+        """Return the whole state after a step, put together from parts that this and other processes hold."""
         first, *others = [
             self._part(kept, place, asked.holds, address)
             for place, address in enumerate(asked.parts_at)
@@ -359,7 +359,7 @@ class StateServer:
 
     @property
     def copies(self) -> tuple[tuple[int, int], ...]:
-        """Pairs (number of the process, step) of the complete copies of other processes' states."""
+        """(Number of the part of the state, step) of each complete copy that is kept for another process."""
         with self._lock:
             return tuple(sorted(self._copies))
 
@@ -369,13 +369,13 @@ class StateServer:
             self._kept, self._place, self._bytes = kept, place, None
 
     def begin(self, generation: int, step: int) -> None:
-        """Resume from this step. Copies of later steps are dropped, since those steps are done again."""
+        """Note that training resumes from this step, and drop copies of later steps, which are done again."""
         with self._lock:
             self._generation = generation
             self._copies = {key: data for key, data in self._copies.items() if key[1] <= step}
 
     def keep(self, place: int, step: int, data: bytes, generation: int | None = None) -> None:
-        """Keep a copy of the state of a process, the newest two of each, unless its generation is over."""
+        """Keep a copy of part `place` of the state, the two newest of each; none of an earlier generation."""
         with self._lock:
             if generation not in (None, self._generation):
                 return
@@ -385,7 +385,7 @@ class StateServer:
                 del self._copies[place, old]
 
     def part(self, place: int, step: int) -> bytes:
-        """Return the part of a place after a step, or b"" if this process does not hold it."""
+        """Return part number `place` of the state after a step, b"" if this process does not hold it."""
         with self._lock:
             if (place, step) in self._copies:
                 return self._copies[place, step]
@@ -408,7 +408,7 @@ class StateServer:
 
 
 def fetch(address: str, secret: str, place: int, step: int) -> RunSnapshot:
-    """Fetch a part of the state from another worker. Raises OSError if it has gone, or has no such part."""
+    """Fetch part number `place` of the state from another worker. Raises OSError if it does not have it."""
     with contextlib.closing(wire.connect(address, secret, timeout_s=_FETCH_S)) as channel:
         channel.be_patient(_FETCH_S)
         channel.send({"type": "fetch", "place": place, "step": step})

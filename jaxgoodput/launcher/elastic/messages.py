@@ -48,7 +48,7 @@ class Accepted:
 
 @dataclass(frozen=True)
 class CheckHost:
-    """The agent is to check its host, also against some training processes at these addresses."""
+    """Message to an agent: it is to check its host, also against training processes at these addresses."""
 
     peers: tuple[str, ...]
 
@@ -76,7 +76,7 @@ class Welcome:
 
 @dataclass(frozen=True)
 class Assignment:
-    """A worker's rank in the generation that forms, and the state that it starts from."""
+    """Message to a worker: its rank in the generation that forms, and the state that it starts from."""
 
     generation: int
     rank: int
@@ -103,7 +103,7 @@ class Connect:
 
 @dataclass(frozen=True)
 class SaveParts:
-    """The worker is to collect the state after a step from these addresses, by place, and save it."""
+    """Message to a worker: collect the parts of the state after a step from these addresses, and save it."""
 
     parts_at: tuple[str | None, ...]
     holds: int

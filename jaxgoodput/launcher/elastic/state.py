@@ -191,7 +191,7 @@ class Rendezvous:
 
     @property
     def outstanding(self) -> tuple[str, ...]:
-        """Ranks that are not back yet or, while a generation forms, do not have the state yet."""
+        """Processes of the generation that are waited for: they train, or fetch the state of a new one."""
         is_forming = self.stage is Stage.FORMING
 
         def lacks(member: KnownProcess) -> bool:
@@ -215,7 +215,7 @@ class Rendezvous:
 
     @property
     def can_go_on(self) -> bool:
-        """Whether the processes that stay hold all of the state, and can train or wait for others."""
+        """Whether the processes that do not leave hold all parts of the state, and are enough or can wait."""
         staying = sum(not member.leaves for member in self.members.values())
         if self.limits.group_size == 1:
             return staying > 0  # each process has the whole state
@@ -305,7 +305,7 @@ class Turn:
         self.act(ev.Again(self.state.generation, others))
 
     def end_run(self) -> None:
-        """Take in no process any more, and release the ones that wait. Earlier failures no longer count."""
+        """Note that the run is over: no process may join, and those that wait are released."""
         if self.state.stage is not Stage.OVER:
             self.enter(Stage.OVER, code=DONE)
 

@@ -326,7 +326,7 @@ def _levels(paths, num_jobs, t):
 
 
 def _best(seen, open_kinds):
-    """Return [jobs] the best speed on the kinds that are open to a job, alone or with another."""
+    """Return [jobs] a job's best speed, alone or with another, on kinds that are still open to it."""
     best = np.where(open_kinds, seen.throughput, 0.0).max(axis=1, initial=0.0)
     if seen.pairs:
         np.maximum.at(best, np.asarray(seen.pairs), seen.pair_throughput.max(axis=2))

@@ -150,7 +150,7 @@ class FractionProblem:
         return self.throughput @ self.capacity / max(self.capacity.sum(), 1)
 
     def isolated_fractions(self) -> np.ndarray:
-        """Return [jobs, kinds] the time on a 1/m share of every kind, for m jobs, at most all of its time."""
+        """Return [jobs, kinds] the fraction of time of each job if each of the m had 1/m of every kind."""
         share = self.capacity[None, :] / max(self.num_jobs, 1) / self.scale_factor[:, None]
         return share / np.maximum(share.sum(axis=1, keepdims=True), 1.0)
 

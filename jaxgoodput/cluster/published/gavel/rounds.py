@@ -105,7 +105,7 @@ class RoundScheduler:
         return Decision(allocations=allocations, reasons=reasons, objective=target.objective)
 
     def _pinned(self, jobs, cluster, now_s) -> dict[str, int]:
-        """Return the jobs that keep their devices whatever the priorities say: their rows, by id."""
+        """Return the jobs that keep their devices in this round, whatever their priority: rows by id."""
         offered = offered_devices(cluster)
         return {
             job.spec.id: i
@@ -178,7 +178,7 @@ def _outcome(problem: FractionProblem, i: int, wanted: Shape | None, is_placed: 
 
 
 def _shares(problem: FractionProblem, i: int, target: Fractions, received: np.ndarray) -> list[str]:
-    """Say what a job is to receive and has received, and what the fraction policy remarks about it."""
+    """Return, in words, what time a job should get and has had on each kind, and a remark of the policy."""
     x, f = target.per_job(problem)[i], received[i]
     shares = ", ".join(
         f"{kind} {x[j]:.3g} ({f[j]:.3g} received)"

@@ -98,7 +98,7 @@ class Board:
         return self.requests.pop(key)
 
     def keep(self, request: Request) -> bool:
-        """Give the request its present devices if they have the wanted shape and are free."""
+        """Give the request its present devices if they have the wanted shape and are free; else False."""
         if not request.keeps:
             return False
         bits: dict[int, int] = {}
@@ -156,7 +156,7 @@ class Board:
     def _domain_groups(
         self, level: str | None, room: np.ndarray, sizes: list[int]
     ) -> Iterable[np.ndarray]:
-        """Return the nodes of each domain that may be large enough, the domain with least room first."""
+        """Return the nodes of each topology domain with enough free devices, the domain with fewest first."""
         if level is None:
             return [np.arange(len(self.nodes))]
         domains = self._domain_ids(level)
@@ -171,7 +171,7 @@ class Board:
         return self._domains[level]
 
     def _pick(self, node: int, count: int, request: Request) -> int:
-        """Choose free devices of a node: the aligned block with most of the request's own, or the lowest."""
+        """Choose `count` free devices of a node, if possible an aligned block with many that it has now."""
         mask = self.mask[node]
         if mask.bit_count() == count:
             return mask
@@ -210,7 +210,7 @@ class Board:
         return evicted
 
     def _cheapest(self, group: np.ndarray, sizes: list[int], request: Request) -> _Eviction | None:
-        """Find room for chunks of these sizes on nodes of a group, greedily, one node after the other."""
+        """Find the cheapest way to free parts of these sizes on nodes of a group, node after node."""
         candidates = group[self.up[group]]
         candidates = candidates[np.argsort(-self.free[candidates], kind="stable")].tolist()
         found = _Eviction(0.0, [], set())
@@ -274,7 +274,7 @@ class Board:
         return {key for key in self.on[node] if self.requests[key].shape.num_devices < limit}
 
     def _networked_on(self, node: int) -> set[str]:
-        """Return the requests on a node that use other nodes too; only one of them may use its network."""
+        """Return the requests that use this node together with other nodes, over the network."""
         return {key for key in self.on[node] if len(self.held[key]) > 1}
 
     def fill(self, pending: Iterable[Request], *, move: bool) -> list[Request]:

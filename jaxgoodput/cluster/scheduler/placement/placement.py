@@ -152,7 +152,7 @@ def _moved_price(board: Board, kept: Iterable[Request]) -> float:
 def _keep_all(
     nodes: list[Node], requests: list[Request], exclusive: bool
 ) -> tuple[Board, list[Request]]:
-    """Return a board with all requests that can stay (the dearest to move first), and the rest."""
+    """Return a board on which requests keep their devices, the dearest to move first, and the others."""
     board = Board(nodes, one_multi_node_job_per_node=exclusive)
     pending = [r for r in sorted(requests, key=lambda r: (-r.price, r.key)) if not board.keep(r)]
     return board, pending

@@ -136,7 +136,7 @@ def with_deadlines(
 
 
 def _must(supplies: _Supplies, kept: list[_DueJob]) -> np.ndarray:
-    """Return [kept] bool: must run now, for its own sake or because too many other jobs are due."""
+    """Return [kept] bool: a job must run now, as its time is short or too many other jobs are due."""
     if not kept:
         return np.zeros(0, bool)
     left_s = np.array([due.left_s for due in kept])
@@ -206,7 +206,7 @@ def _is_out_of_reach(problem: ShapeProblem, due: _DueJob) -> bool:
 def _in_time(
     problem: ShapeProblem, supplies: _Supplies, dues: list[_DueJob]
 ) -> tuple[list[_DueJob], dict[int, str]]:
-    """Return the jobs, by deadline, that have room together, and why each of the others does not."""
+    """Return the jobs that can all meet their deadlines together, and why each other one cannot."""
     kept: list[_DueJob] = []
     given_up: dict[int, str] = {}
     demand = np.zeros(len(supplies.most))

@@ -79,7 +79,7 @@ class _Grants:
         return shape is not None
 
     def grant(self, claim: Claim):
-        """Grant a claim on shapes that satisfy earlier claims of the same job too, if one of them fits."""
+        """Grant a claim: find a shape that fits, and that satisfies earlier claims of the same job too."""
         i, shapes = claim
         had, present = int(self.granted[i]), int(self._restoring[i])
         both = [s for s in shapes if self.allowed[i, s]]
@@ -97,7 +97,7 @@ class _Grants:
 
 
 class Room:
-    """What is left of capacity and limits while devices are promised to one job after the other."""
+    """What devices and limits leave for further jobs, while devices are promised to job after job."""
 
     def __init__(self, problem: ShapeProblem):
         rows = capacity_rows(problem.cluster, problem.shapes)

@@ -105,7 +105,7 @@ class ShapeProblem:
         return np.where(stays, self.present, -1)
 
     def limits(self) -> list[tuple[Limit, np.ndarray, np.ndarray]]:
-        """Return each limit with [jobs] bool, whether a job counts, and [kinds] the units of a device."""
+        """Return each limit, with [jobs] whether a job counts and [kinds] how much of it a device uses up."""
         found = limits_of(self.cluster)
         counted = counts(found, [view.spec.tenant for view in self.jobs])
         return list(zip(found, counted, per_device(found, self.kinds), strict=True))

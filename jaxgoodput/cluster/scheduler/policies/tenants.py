@@ -102,7 +102,7 @@ def _in_use(cluster: ClusterSpec, tenants: Iterable[str]) -> int:
 
 
 def _order(problem: ShapeProblem, utility: np.ndarray, urgency: np.ndarray) -> list[int]:
-    """Return the jobs that can run at all, in the order in which a tenant serves its own."""
+    """Return the jobs that can run at all, in the order in which a tenant's guarantee serves them."""
     if not utility.size:
         return []
     per_device = np.where(np.isnan(utility), -np.inf, utility / problem.devices).max(1)
@@ -143,7 +143,7 @@ class _Spending:
         return int(self._problem.devices[self._shape[job]]) if job in self._shape else 0
 
     def start(self, job: int, left: int) -> int:
-        """Give a job its first shape within `left` devices; return how many it takes, 0 if nothing fits."""
+        """Give a job its first shape of at most `left` devices; return how many it takes, 0 if none fits."""
         taken = self._start(job, left)
         if taken or np.array_equal(self._utility[job], self._whole[job], equal_nan=True):
             return taken
@@ -183,7 +183,7 @@ class _Spending:
         return int(devices[shape])
 
     def grow(self, jobs: list[int], left: int):
-        """Spend what is left on jobs that have a shape, always where one more device is worth most."""
+        """Give jobs larger shapes within `left` more devices, first where one more device is worth most."""
         devices = self._problem.devices
         queue: list[tuple[float, int, int]] = []  # steps: -worth per device, job, new shape
 

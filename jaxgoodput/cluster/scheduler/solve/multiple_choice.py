@@ -167,7 +167,7 @@ def _relax_the_nearest(
 
 
 def _indifference(knapsack: Knapsack, chosen: np.ndarray, dual: _Dual) -> np.ndarray:
-    """Return [jobs]: how much worse than the chosen item (or none) the next best option is."""
+    """Return [jobs] how much worse than its chosen item (or none) each job's next best option is."""
     second = np.where(knapsack.forced | (chosen < 0), np.inf, dual.worth)
     others = np.flatnonzero(chosen[knapsack.job] != np.arange(len(dual.slack)))
     np.minimum.at(second, knapsack.job[others], dual.slack[others])
@@ -400,7 +400,7 @@ def _improve(knapsack: Knapsack, chosen: np.ndarray) -> np.ndarray:
 
 
 def _with_none(knapsack: Knapsack) -> tuple[int, np.ndarray, np.ndarray]:
-    """Return the items' values and uses with one more item, which stands for none, and its index."""
+    """Return the values and uses of the items and of one more, which stands for no item, and its index."""
     use = np.concatenate([knapsack.use, np.zeros((1, knapsack.use.shape[1]))])
     return len(knapsack.value), np.append(knapsack.value, 0.0), use
 

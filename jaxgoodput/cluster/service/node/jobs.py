@@ -102,7 +102,7 @@ class Jobs:
         return [job.task for job in self._jobs.values() if not job.is_over]
 
     def take(self, work: NodeWork) -> None:
-        """Accept the service's list of tasks. Jobs that are not on it are over here."""
+        """Accept the service's list of tasks for this node. Jobs that are not on it are ended here."""
         tasks = {task.job: task for task in work.tasks}
         for id_, task in tasks.items():
             before = self._jobs.get(id_)

@@ -74,7 +74,7 @@ def views_of(
 
 
 def _rigid(entry: JobEntry, cluster: ClusterSpec) -> JobEntry:
-    """Return a job as a policy sees it that does not resize jobs: with the most devices that it may have."""
+    """Return a job for a policy that does not resize jobs: with a fixed size, the most that it may have."""
     spec, each = entry.spec, entry.submission.devices_per_process
     if spec.mode != "adaptive":
         return entry
@@ -126,7 +126,7 @@ def _view(
 
 
 def _packed(cluster: ClusterSpec, size: int) -> set[Shape]:
-    """Return the shapes of one size on as few nodes as possible, one for each kind of device."""
+    """Return, for each kind of device, the shape of `size` devices on as few nodes as possible."""
     found = set()
     for kind in {node.kind for node in cluster.nodes}:
         each = max(node.num_devices for node in cluster.nodes if node.kind == kind)

@@ -47,7 +47,7 @@ def table_of(entry: JobEntry, offered: Sequence[Shape], now_s: float) -> Goodput
 
 
 def _unmeasured(entry: JobEntry, shapes: Sequence[Shape], largest: int) -> GoodputTable:
-    """Return the table of a job that has not measured enough: linear, up to a size that limits the risk."""
+    """Return the table of a job without enough measurements: linear, up to a size that limits the risk."""
     hints = entry.hints
     smallest = min((shape.num_devices for shape in shapes), default=0)
     if not largest:

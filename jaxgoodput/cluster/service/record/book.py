@@ -76,7 +76,7 @@ class _Asked:
 
 
 class Book:
-    """Holds the `state` that the journal has; `ask` changes it, and `changed` waits for a change."""
+    """Keeps the `state` that the journal leads to; `ask` changes it, and `changed` waits for a change."""
 
     def __init__(self, journal: ClusterJournal, clock: Clock):
         self.state, last_wall = journal.replay()

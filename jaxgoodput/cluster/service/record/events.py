@@ -25,7 +25,7 @@ class NodeJoined:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeChanged:
-    """A node is now up, draining or down. If it is down, jobs lose the devices that they held there."""
+    """An event of the journal: a node is now up, draining or down. If down, jobs lose its devices."""
 
     name: str
     state: Literal["up", "draining", "down"]
@@ -52,7 +52,7 @@ class JobCancelled:
 
 @dataclass(frozen=True, kw_only=True)
 class HintsReceived:
-    """A job has reported its measurements. Only the newest hints of a job are stored."""
+    """An event of the journal: a job has reported measurements. Only a job's newest ones are stored."""
 
     job: str
     hints: Hints
@@ -85,7 +85,7 @@ class CoordinatorListening:
 
 @dataclass(frozen=True, kw_only=True)
 class CoordinatorEnded:
-    """The coordinator of a job has ended, and with it the job or one attempt to run it."""
+    """An event of the journal: a job's coordinator has ended, and so the job or one attempt to run it."""
 
     job: str
     attempt: int
@@ -95,7 +95,7 @@ class CoordinatorEnded:
 
 @dataclass(frozen=True, kw_only=True)
 class RequestAnswered:
-    """A request with an idempotency key was answered. If it comes again, it gets the same answer."""
+    """An event of the journal: a request with an idempotency key got an answer, for any repetition."""
 
     request: str
     """The idempotency key, with the caller and the path."""

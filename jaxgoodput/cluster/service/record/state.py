@@ -379,7 +379,7 @@ def _node_changed(state: State, event: events.NodeChanged) -> State:
 
 
 def _without_node(state: State, job: JobEntry, name: str) -> State:
-    """Take a node from a job. If the job keeps fewer devices than it needs, it loses them all."""
+    """Return a job without the devices of a node; it loses all devices if the rest are too few."""
     before = job.allocation
     left = {other: local for other, local in before.devices.items() if other != name}
     least = job.spec.num_devices or job.spec.min_devices
@@ -404,7 +404,7 @@ def _planned(state: State, event: events.PlanMade) -> State:
 
 
 def _ended(state: State, event: events.CoordinatorEnded) -> State:
-    """End an attempt: the job is done, has failed, waits for devices, or gets another attempt."""
+    """Return the state after an attempt ended: the job is done, failed, waits, or gets another attempt."""
     job = _known(state, event.job)
     if event.code == 0:
         return _over(state, dataclasses.replace(job, reason="done"), "done", 0)
@@ -424,7 +424,7 @@ def _ended(state: State, event: events.CoordinatorEnded) -> State:
 
 
 def _saved(state: State, job: JobEntry, is_short: bool) -> State:
-    """Start a job that has saved again, unless it keeps doing so although it keeps its devices."""
+    """Return the state after a job has saved and exited: another attempt, unless that happens too often."""
     has_moved = job.since_s is None or job.since_s > job.attempted_s
     saves = 0 if has_moved else job.saves + 1 if is_short else 1
     job = dataclasses.replace(job, saves=saves)

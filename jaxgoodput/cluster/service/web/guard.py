@@ -116,7 +116,7 @@ class TokenBucket:
         self._left, self._at_s = most, now_s
 
     def takes_s(self, now_s: float) -> float:
-        """Count one request and return 0, or return the seconds until one is allowed again."""
+        """Count one request and return 0, or return the seconds to wait until one is allowed again."""
         self._left = min(self._most, self._left + (now_s - self._at_s) * self._per_second)
         self._at_s = now_s
         if self._left >= 1.0:

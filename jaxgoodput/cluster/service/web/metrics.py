@@ -43,7 +43,10 @@ class RequestMetrics:
 
 
 def text(state: State, requests: RequestMetrics, numbers: Mapping[str, float]) -> str:
-    """Return all metrics as text. `numbers` adds more by name; a name in "_total" makes it a counter."""
+    """Return all metrics in Prometheus's text format.
+
+    `numbers` adds more by name; a name that ends in "_total" makes it a counter.
+    """
     lines = list(requests.lines())
     phases = collections.Counter(entry.phase for entry in state.jobs.values())
     lines.append("# TYPE jaxgoodput_jobs gauge")

@@ -105,7 +105,7 @@ _TOKEN = HTTPBearer(scheme_name="token", auto_error=False)  # checked by `Access
 
 
 class RoleCheck:
-    """A dependency that returns the caller, who must have one of the given roles or be the operator."""
+    """A FastAPI dependency that returns the caller, who must have one of these roles or be the operator."""
 
     def __init__(self, *roles: str):
         self._roles = roles

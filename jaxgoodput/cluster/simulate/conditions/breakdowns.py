@@ -78,7 +78,7 @@ class Breakdowns:
         return replace(self._cluster, nodes=nodes)
 
     def speeds(self, nodes_by_job: Mapping[str, Mapping[str, object]]) -> dict[str, float]:
-        """Return the share of the speed that slow nodes leave, for the jobs that have one."""
+        """Return the share of their speed that remains for jobs on slow nodes, by job, without the others."""
         if self.script is None:
             return {}
         left = {job: self.script.speed(nodes) for job, nodes in nodes_by_job.items()}

@@ -105,7 +105,7 @@ def of_application(values: Seconds, application: str, name: str) -> float:
 
 @dataclass
 class SharedStorage:
-    """The jobs that are moving checkpoints. Each gets an even share, which grows when others finish."""
+    """The jobs that are moving checkpoints. The bandwidth is divided evenly among them."""
 
     bytes_per_s: float
     _left: dict[str, float] = field(default_factory=dict)  # bytes by job

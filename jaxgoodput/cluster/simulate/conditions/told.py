@@ -122,7 +122,7 @@ class JobViews:
 def _shared(
     job: TrackedJob, goodput: Mapping[Shape, float], active: Sequence[TrackedJob]
 ) -> dict[tuple[str, Shape], float]:
-    """Return a job's goodput beside each other job of its size, if that pair was measured."""
+    """Return a job's goodput on devices shared with each other job of its size, if it was measured."""
     size = job.work.spec.num_devices
     table = {}
     for other in active:

@@ -121,7 +121,7 @@ class GavelJob:
         self._left = saved
 
     def isolated_s(self, kind: str, counts: Counts) -> float:
-        """Return the seconds of all steps; with too few devices, the job gets a part of the time."""
+        """Return the seconds of all steps on these devices alone; with too few, it runs part of the time."""
         if kind not in self._speeds:
             return math.inf
         share = min(1.0, sum(counts) / self._trace.num_devices)

@@ -43,11 +43,11 @@ class SimulatedJob(Protocol):
         ...
 
     def advance(self, seconds: float, speed: float = 1.0) -> float:
-        """Work for at most `seconds`; return the seconds used, fewer only if the job finished."""
+        """Make progress for at most `seconds`; return the seconds used, fewer only if the job finished."""
         ...
 
     def next_stop(self, seconds: float, speed: float = 1.0) -> float | None:
-        """Return when the job may finish, if within `seconds`; the job does not change.
+        """Return after how many seconds the job may finish; None if that is more than `seconds`.
 
         The time may be early. The simulator advances the job in such pieces, and so finds its end exactly.
         """
@@ -74,7 +74,7 @@ class SimulatedJob(Protocol):
         ...
 
     def isolated_s(self, kind: str, counts: Counts) -> float:
-        """Return the seconds of the whole job alone on that placement, at its best batch size."""
+        """Return the seconds that the whole job takes alone on these devices, at its best batch size."""
         ...
 
     def beside(self, other: "SimulatedJob", kind: str) -> float | None:

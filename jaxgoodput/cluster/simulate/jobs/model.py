@@ -272,7 +272,7 @@ class ModelJob:
         self._done = saved
 
     def isolated_s(self, kind: str, counts: Counts) -> float:
-        """Return the seconds of the whole job alone on that placement, at its best batch size."""
+        """Return the seconds that the whole job takes alone on these devices, at its best batch size."""
         places = ((len(counts), sum(counts)),)
         num_phases, total = self._app.num_phases, 0.0
         for phase in range(num_phases):

@@ -289,7 +289,7 @@ class TableJob:
         self._chosen = None
 
     def isolated_s(self, kind: str, counts: Counts) -> float:
-        """Return the seconds of the whole job alone on that placement, at its best batch size."""
+        """Return the seconds that the whole job takes alone on these devices, at its best batch size."""
         return self._learners[kind].isolated_s(counts, self._batch) * self._slowdown
 
     def beside(self, other: SimulatedJob, kind: str) -> float | None:

@@ -72,7 +72,7 @@ class RestartModel:
         return self._costs.seconds(change, application, restart_s, new_shape)
 
     def begin(self, job: "TrackedJob", was_running: bool, now_s: float) -> None:
-        """Start the restart of a job on the devices that it has just been given."""
+        """Let a job begin its restart on the devices that it has just been given."""
         state = job.restart
         shape = Shape(job.kind, job.allocation.num_nodes, job.allocation.num_devices)
         change = change_of(state.shape, was_running, shape)
@@ -89,7 +89,7 @@ class RestartModel:
             self._traffic.leave(job.id, now_s)
 
     def share_storage(self, jobs: Sequence["TrackedJob"], now_s: float) -> None:
-        """Update the restarts that wait for the storage, after jobs have joined or left it."""
+        """Update how long restarts that wait for the storage last, after jobs have joined or left it."""
         if self._traffic is None:
             return
         left_s = self._traffic.left_s(now_s)
@@ -183,7 +183,7 @@ class TrackedJob:
     def place(
         self, allocation: Allocation, kind: str, now_s: float, restarts: RestartModel
     ) -> bool:
-        """Give the job these devices; return whether they differ from its current ones, and are not none."""
+        """Give the job these devices, perhaps none; return whether it begins a restart on new ones."""
         if dict(allocation.devices) == dict(self.allocation.devices):
             self.allocation = allocation  # its generation or share group may differ
             return False
