@@ -144,7 +144,8 @@ def run_local(
     _require_a_process(num_processes)
     if devices_per_process is not None and devices_per_process < 1:
         raise UsageError(
-            f"{devices_per_process} devices per process are too few: each process has at least one."
+            f"{devices_per_process} devices per process are too few: each process has at least one. "
+            "Give 1 or more."
         )
     if max_restarts < 0:
         raise UsageError(f"max_restarts={max_restarts} is negative. Give 0 or more.")
@@ -187,7 +188,9 @@ def run_local(
 
 def _require_a_process(num_processes: int) -> None:
     if num_processes < 1:
-        raise UsageError(f"{num_processes} processes are too few: a job has at least one.")
+        raise UsageError(
+            f"{num_processes} processes are too few: a job has at least one. Give 1 or more."
+        )
 
 
 def _environs(env: WorkerEnv) -> list[dict[str, str]]:

@@ -61,7 +61,8 @@ class WorkerEnv:
     def __post_init__(self):
         if self.num_processes < 1:
             raise ValueError(
-                f"NUM_PROCESSES={self.num_processes} is too small: a job has at least one process."
+                f"NUM_PROCESSES={self.num_processes} is too small: a job has at least one process. "
+                "Set it to 1 or more."
             )
         if not 0 <= self.process_id < self.num_processes:
             raise ValueError(
@@ -128,7 +129,9 @@ def _integer(variable: str, text: str) -> int:
     try:
         return int(text)
     except ValueError:
-        raise ValueError(f"{variable}={text!r} is not a whole number.") from None
+        raise ValueError(
+            f"{variable}={text!r} is not a whole number. Correct or unset it."
+        ) from None
 
 
 def _integers(variable: str, text: str) -> tuple[int, ...]:
@@ -139,7 +142,9 @@ def _seconds(variable: str, text: str) -> float:
     try:
         return float(text)
     except ValueError:
-        raise ValueError(f"{variable}={text!r} is not a number of seconds.") from None
+        raise ValueError(
+            f"{variable}={text!r} is not a number of seconds. Correct or unset it."
+        ) from None
 
 
 # How each field of `WorkerEnv` is read, and from which variables: the first one that is set counts.

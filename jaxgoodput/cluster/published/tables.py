@@ -140,7 +140,7 @@ class Runs:
         if not self.batches[0] <= batch <= self.batches[-1]:
             raise ValueError(
                 f"{self.name}: a global batch of {batch:g} samples lies outside of the measured runs "
-                f"({self.batches[0]} to {self.batches[-1]})."
+                f"({self.batches[0]} to {self.batches[-1]}). Choose one between these."
             )
         upper = bisect.bisect_left(self.batches, batch)
         if self.batches[upper] == batch:

@@ -157,7 +157,7 @@ def read_gavel_throughputs(path: Path) -> Throughputs:
     try:
         data = parse(_text(path))
     except ValueError as error:
-        raise TraceError(f"{path}: {error}") from error
+        raise TraceError(f"{path}: expected JSON with throughput tables: {error}") from error
     tables: Throughputs = {}
     for kind, jobs in _object(data, f"{path}: ", "kinds of devices").items():
         tables[kind] = {}
@@ -352,7 +352,9 @@ def _rows(path: pathlib.Path, columns: Sequence[str]) -> Iterator[_Row]:
     try:
         yield from _checked_rows(path, reader, columns)
     except csv.Error as error:  # such as a cell of more than 128 KiB
-        raise TraceError(f"{path}, line {reader.line_num}: {error}.") from error
+        raise TraceError(
+            f"{path}, line {reader.line_num}: this is no line of a CSV file: {error}."
+        ) from error
 
 
 def _checked_rows(path: pathlib.Path, reader: Any, columns: Sequence[str]) -> Iterator[_Row]:

@@ -165,7 +165,9 @@ class Ray:
             try:
                 found[name] = self._ray.get(self._ends.pop(name))
             except RayActorError as error:
-                logging.warning("node %s: %s", name, str(error).partition("\n")[0])
+                logging.warning(
+                    "node %s: its agent is lost: %s", name, str(error).partition("\n")[0]
+                )
                 found[name] = None
             del self._actors[name]
         return found
@@ -259,7 +261,7 @@ def run_engine(
             stays = code in (DONE, USAGE)
             unwanted |= {name: code} if stays else {}
             said = "" if stays else "; it is started again"
-            logging.warning("the agent of %s has ended with %d%s", name, code, said)
+            logging.warning("the agent of node %s has ended with exit code %d%s", name, code, said)
         due = {name: at_s for name, at_s in due.items() if name in nodes}
         unwanted = {name: code for name, code in unwanted.items() if name in nodes}
         if nodes and len(unwanted) == len(nodes):

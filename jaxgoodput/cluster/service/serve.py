@@ -291,7 +291,10 @@ class _LocalAgents:
             *self._command, stdin=asyncio.subprocess.DEVNULL, start_new_session=True
         )
         code = await self._process.wait()
-        logging.warning("the agents of this machine have ended with %d", code)
+        logging.warning(
+            "the agents of this machine have ended with exit code %d. Start the service again to start them.",
+            code,
+        )
         await asyncio.Event().wait()
 
     async def stop(self) -> None:

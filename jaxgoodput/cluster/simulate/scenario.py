@@ -93,9 +93,13 @@ def _cluster_file(path: str) -> ClusterSpec:
         try:
             spec = loads(pathlib.Path(path).read_text(encoding="utf-8"), ClusterSpec)
         except OSError as error:
-            raise ValueError(f"cannot be read: {error.strerror}.") from error
+            raise ValueError(
+                f"the file cannot be read: {error.strerror}. Name a .json file of a ClusterSpec."
+            ) from error
         if sum(node.num_devices for node in spec.nodes) > _MOST_DEVICES:
-            raise ValueError(f"has more than {_MOST_DEVICES} devices.")
+            raise ValueError(
+                f"the file has more than {_MOST_DEVICES} devices. Describe a smaller cluster."
+            )
         return spec
 
 
@@ -178,7 +182,7 @@ def _with_prices(scenario: Scenario, text: str) -> Scenario:
     with naming("--prices"):
         unknown = sorted(set(found) - {node.kind for node in scenario.cluster.nodes})
         if unknown:
-            raise ValueError(f"the cluster has no {unknown[0]!r}.")
+            raise ValueError(f"the cluster has no {unknown[0]!r} devices. Leave their price out.")
         return replace(scenario, cluster=replace(scenario.cluster, price_per_hour=found))
 
 

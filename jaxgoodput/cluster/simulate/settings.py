@@ -109,7 +109,9 @@ class Settings:
                 )
         for name in ("step_noise", "gradient_noise", "told_noise", "observe_s"):
             if not getattr(self, name) >= 0:
-                raise ValueError(f"Settings.{name} must be at least 0, got {getattr(self, name)}.")
+                raise ValueError(
+                    f"Settings.{name} must be at least 0, got {getattr(self, name)}. 0 = none."
+                )
         if not 0 <= self.interference < 1:
             raise ValueError(
                 f"Settings.interference must be a share of at least 0 and below 1, got "

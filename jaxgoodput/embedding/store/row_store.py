@@ -149,7 +149,8 @@ class RowStore:
         """
         if rows.shape[1] * 8 != self.row_bytes:
             raise ValueError(
-                f"rows of {rows.shape[1] * 8} bytes do not fit a store of rows of {self.row_bytes} bytes."
+                f"rows of {rows.shape[1] * 8} bytes do not fit a store of rows of {self.row_bytes} "
+                "bytes. Put rows as wide as the store was opened for."
             )
         self._compactor.raise_failure()
         with self._appender.lock:

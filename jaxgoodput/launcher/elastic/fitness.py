@@ -150,7 +150,10 @@ def _from_peer(address: str, secret: str, clock: Clock) -> float:
         channel.send({"type": "probe"})
         message = channel.receive()
         if message is None:
-            raise ConnectionError(f"no answer within {_ANSWER_S:g} s")
+            raise ConnectionError(
+                f"the training process at {address} did not answer a probe of the network "
+                f"within {_ANSWER_S:g} s"
+            )
         channel.receive_bytes(message)
         return (clock.now() - began_s) / (_NUM_BYTES / 1e6)
 

@@ -50,7 +50,9 @@ class LocalAgents:
                 )
             except OSError as error:
                 self.close()
-                raise UsageError(f"the agent of {name} cannot be started: {error}") from None
+                raise UsageError(
+                    f"the agent of {name} cannot be started: {error}. Check that this program exists here."
+                ) from None
             self._children[name] = child
             assert child.stdin is not None
             with contextlib.suppress(OSError):  # it has ended already, which its watcher reports

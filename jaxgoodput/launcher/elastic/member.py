@@ -223,7 +223,9 @@ class JobMembership:
         if address == self._server.address:
             return RunSnapshot.from_bytes(self._server.part(place, step))
         if address is None:
-            raise ConnectionError("the process that holds a part of the state has gone")
+            raise ConnectionError(
+                f"no process is left that holds part {place} of the state after step {step}"
+            )
         return fetch(address, self._secret, place, step)
 
     def _whole(self, kept: RunSnapshot, asked: messages.SaveParts) -> RunSnapshot:
@@ -263,7 +265,11 @@ class JobMembership:
                 told = {"type": "copy", "generation": generation, "place": place, "step": step}
                 channel.send(told, self._server.part(place, step))
         except OSError as error:
-            logging.warning("step %d was not copied to another host: %s", step, error)
+            logging.warning(
+                "the state after step %d was not copied to another host, so it is lost if this one fails: %s",
+                step,
+                error,
+            )
 
     def _tell(self, message: Any) -> None:
         try:
@@ -274,7 +280,11 @@ class JobMembership:
     def _listen(self, worker: Worker) -> None:
         try:
             for message in messages.received(
-                self._channel, messages.TO_WORKERS, lambda error: logging.error("%s", error)
+                self._channel,
+                messages.TO_WORKERS,
+                lambda error: logging.error(
+                    "an invalid message ends the connection to the coordinator: %s", error
+                ),
             ):
                 self._heard(message)
         finally:
@@ -415,5 +425,7 @@ def fetch(address: str, secret: str, place: int, step: int) -> RunSnapshot:
         message = channel.receive()
         data = b"" if message is None else channel.receive_bytes(message)
     if not data:
-        raise ConnectionError(f"the process at {address} has no state after step {step}")
+        raise ConnectionError(
+            f"the process at {address} does not hold part {place} of the state after step {step} any more"
+        )
     return RunSnapshot.from_bytes(data)

@@ -132,7 +132,9 @@ def decoded(body: Mapping[str, Any], kinds: tuple[type, ...]) -> Any:
     for kind in kinds:
         if kind.__name__ == name:
             return decode(fields, kind, kind.__name__)
-    raise ValueError(f"a message of type {name!r} is not expected here")
+    raise ValueError(
+        f"a message of type {name!r} is not expected here; do all hosts run the same jaxgoodput?"
+    )
 
 
 def received(

@@ -82,7 +82,7 @@ def _hold(part: NodeAgentSettings, stack: contextlib.ExitStack, clock: Clock) ->
             if clock.now() >= until_s:
                 raise
             if not is_said:
-                logging.warning("%s This agent waits until it is free.", error)
+                logging.warning("%s This agent waits until the folder is free.", error)
             is_said = True
             clock.sleep(LOOK_S)
 
@@ -319,5 +319,7 @@ class NodeAgent:
         if not self._is_away:
             self._is_away = True
             logging.warning(
-                "node %s: %s. Its jobs keep their devices.", self._part.node.name, error
+                "node %s: the service cannot be asked: %s. Its jobs keep their devices.",
+                self._part.node.name,
+                error,
             )

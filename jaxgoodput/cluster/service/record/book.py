@@ -179,7 +179,7 @@ class Book:
         try:
             await loop.run_in_executor(self._writer, self._journal.append, events, at_s, wall)
         except DiskFull as error:
-            logging.error("%s", error)
+            logging.error("nothing was written to the journal: %s", error)
             return CommandRefused(507, str(error))
         finally:
             self.commit_s += self._clock.now() - begun_s

@@ -141,7 +141,10 @@ def to_text(event: Event) -> str:
 def from_text(kind: str, text: str) -> Event:
     """Read an event of a given kind from its JSON. Raises ValueError if the text is not such an event."""
     if kind not in KINDS:
-        raise ValueError(f"there is no event {kind!r}; the events are {', '.join(KINDS)}")
+        raise ValueError(
+            f"there is no event {kind!r}; the events are {', '.join(KINDS)}. "
+            "Is the program older than the journal?"
+        )
     return decode(parse(text), KINDS[kind], kind)
 
 

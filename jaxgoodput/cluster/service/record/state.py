@@ -218,7 +218,9 @@ def counted_until(now_s: float, entry: JobEntry, kind_of: Mapping[str, str]) -> 
 
 def _known(state: State, job: str) -> JobEntry:
     if job not in state.jobs:
-        raise ValueError(f"there is no job {job!r} at position {state.seq} of the journal")
+        raise ValueError(
+            f"there is no job {job!r} at position {state.seq} of the journal, so no event can concern it"
+        )
     return state.jobs[job]
 
 
@@ -360,7 +362,10 @@ def _joined(state: State, event: events.NodeJoined) -> State:
 def _node_changed(state: State, event: events.NodeChanged) -> State:
     known = state.nodes.get(event.name)
     if known is None:
-        raise ValueError(f"there is no node {event.name!r} at position {state.seq} of the journal")
+        raise ValueError(
+            f"there is no node {event.name!r} at position {state.seq} of the journal, so no "
+            "event can concern it"
+        )
     drained = {"up": None, "draining": event.why, "down": known.drained}
     entry = dataclasses.replace(
         known,

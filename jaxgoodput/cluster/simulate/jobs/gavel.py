@@ -29,7 +29,8 @@ class GavelTruth:
         """
         if trace.num_steps is None:
             raise ValueError(
-                f"job {trace.id!r} has no number of steps; only lines of a Gavel trace have one."
+                f"job {trace.id!r} has no number of steps; only lines of a Gavel trace have one. "
+                "Name such a trace."
             )
         key = trace.application, trace.num_devices
         speeds = {
