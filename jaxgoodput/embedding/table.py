@@ -106,7 +106,7 @@ class TierRows:
         self.dirty = np.zeros(num_slots, bool)
 
     def find(self, ids: Int64[np.ndarray, " n"]) -> tuple[np.ndarray, np.ndarray]:
-        """Return whether each id is here, and the slots of the ids that are."""
+        """Return whether each id is in this tier, and the slots of the ids that are."""
         slots = np.flatnonzero(self.ids != NO_ID)
         order = slots[np.argsort(self.ids[slots], kind="stable")]
         if not len(order):

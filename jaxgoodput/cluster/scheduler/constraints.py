@@ -101,7 +101,7 @@ def withhold(cluster: ClusterSpec, taken: Mapping[str, Iterable[int]], used: Use
 
 
 def add_devices(into: Devices, more: Mapping[str, Iterable[int]]):
-    """Add devices to `into`, in place."""
+    """Add the devices in `more` to the ones in `into` (local indices by node), in place."""
     for name, local in more.items():
         into.setdefault(name, set()).update(local)
 

@@ -35,7 +35,7 @@ def to_compact(num_rows: Sequence[int], num_live: Sequence[int], max_rows: int) 
 
 
 class Compactor:
-    """Compacts a store, on a background thread if `in_background`.
+    """Compacts a store: rewrites segments with outdated rows, on a background thread if `in_background`.
 
     An error on that thread is raised by the next `raise_failure`. A full disk is not an error: compaction
     pauses until `retry`.
@@ -70,7 +70,7 @@ class Compactor:
             self.wake()
 
     def retry(self) -> None:
-        """Try again if the disk was full: a commit may have made room."""
+        """Try to compact again after the disk was full, as a commit may have made room."""
         if not self._has_room:
             self._has_room = True
             self.wake()

@@ -181,7 +181,7 @@ class RowStore:
         return number
 
     def compact(self) -> bool:
-        """Compact stale segments once; return whether there was anything to do."""
+        """Rewrite segments with many outdated rows; return whether there were any."""
         self._raise_if_closed()
         return self._compactor.compact()
 

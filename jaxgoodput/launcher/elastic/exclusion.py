@@ -88,7 +88,7 @@ def compare(turn: Turn) -> None:
 def _share_saved(
     turn: Turn, name: str, here: Mapping[str, KnownProcess], paces: Mapping[str, Pace]
 ) -> float | None:
-    """Return the share of a step that leaving out this process's host saves; None if it should stay."""
+    """Return the share of a step's time that is saved without this process's host; None if it should stay."""
     limits = turn.state.limits
     gone = {other for other, member in here.items() if member.host == here[name].host}
     count = limits.usable(len(here) - len(gone), here[name].share)

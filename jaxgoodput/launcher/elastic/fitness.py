@@ -151,8 +151,7 @@ def _from_peer(address: str, secret: str, clock: Clock) -> float:
         message = channel.receive()
         if message is None:
             raise ConnectionError(
-                f"the training process at {address} did not answer a probe of the network "
-                f"within {_ANSWER_S:g} s"
+                f"it did not answer a probe of the network within {_ANSWER_S:g} s"
             )
         channel.receive_bytes(message)
         return (clock.now() - began_s) / (_NUM_BYTES / 1e6)

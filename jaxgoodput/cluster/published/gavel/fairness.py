@@ -45,7 +45,7 @@ class MaxMinFairness:
     heterogeneous: bool = True
 
     def __call__(self, problem: FractionProblem, /) -> Fractions:
-        """Return fractions of time for every job of the problem."""
+        """Return the fraction of its time that every job runs on each kind of device."""
         seen, need = problem, share_need(problem)
         if not self.heterogeneous:
             seen = problem.agnostic()
@@ -68,7 +68,7 @@ class Makespan:
     heterogeneous: bool = True
 
     def __call__(self, problem: FractionProblem, /) -> Fractions:
-        """Return fractions of time for every job of the problem."""
+        """Return the fraction of its time that every job runs on each kind of device."""
         seen = problem if self.heterogeneous else problem.agnostic()
         program = LinearProgram.of(seen)
         found = gauge(program, problem.remaining_steps)
@@ -91,7 +91,7 @@ class FinishTimeFairness:
     max_programs: int = 60
 
     def __call__(self, problem: FractionProblem, /) -> Fractions:
-        """Return fractions of time for every job of the problem."""
+        """Return the fraction of its time that every job runs on each kind of device."""
         seen = problem if self.heterogeneous else problem.agnostic()
         program = LinearProgram.of(seen)
         steps, since = problem.remaining_steps, problem.since_arrival_s
@@ -137,7 +137,7 @@ class WaterFilling:
     heterogeneous: bool = True
 
     def __call__(self, problem: FractionProblem, /) -> Fractions:
-        """Return fractions of time for every job of the problem."""
+        """Return the fraction of its time that every job runs on each kind of device."""
         seen = problem if self.heterogeneous else problem.agnostic()
         everyone = (_Together(np.arange(problem.num_jobs), problem.weight),)
         return _fill(seen, problem, everyone)
@@ -156,7 +156,7 @@ class Hierarchical:
     orders: Mapping[str, Literal["fairness", "fifo"]] = field(default_factory=dict)
 
     def __call__(self, problem: FractionProblem, /) -> Fractions:
-        """Return fractions of time for every job of the problem."""
+        """Return the fraction of its time that every job runs on each kind of device."""
         entities = []
         for tenant in sorted(set(problem.tenant)):
             jobs = np.array([i for i, t in enumerate(problem.tenant) if t == tenant])
@@ -306,7 +306,7 @@ def _fill(seen, problem, entities):
 
 
 def _exhausted(seen, binding, rising):
-    """Return [jobs, kinds] bool: a rising job gains nothing there, as the kind or a limit has a price."""
+    """Return [jobs, kinds] bool: a rising job gains nothing on that kind, as it or a limit is used up."""
     least = _PRICED * binding.scale
     full = binding.kind_price * seen.capacity > least
     exhausted = full[None, :] & rising[:, None]

@@ -230,13 +230,13 @@ def limit_use(problem: FractionProblem, limit: Limit) -> np.ndarray:
 
 @runtime_checkable
 class FractionPolicy(Protocol):
-    """A rule for fractions of time. Equal problems must give equal fractions.
+    """A rule that gives jobs fractions of their time on each kind. Equal problems must give equal ones.
 
     Implementations are frozen dataclasses with `__call__`.
     """
 
     def __call__(self, problem: FractionProblem, /) -> Fractions:
-        """Return fractions of time for every job of the problem."""
+        """Return the fraction of its time that every job runs on each kind of device."""
         ...
 
 
@@ -251,7 +251,7 @@ def gang_size(spec: JobSpec, hint: int | None = None) -> int:
 
 
 def gang_shape(job: JobView, kind: str, num_devices: int, per_node: int) -> Shape | None:
-    """Return the shape of a gang on one kind, on the fewest nodes of `per_node` devices.
+    """Return the shape of a job with `num_devices` of one kind, on the fewest nodes of `per_node` devices.
 
     None if its speed there is unknown or not a positive number.
     """
@@ -331,7 +331,7 @@ def _speeds(
     per_node: Mapping[str, int],
     limits: Sequence[Limit],
 ) -> list[float]:
-    """Return a gang's speed on each kind; 0 if it does not fit, exceeds a limit or is not allowed."""
+    """Return a job's speed with `size` devices on each kind; 0 if it does not fit there or may not run."""
     its = [limit for limit in limits if job.spec.tenant in limit.tenants]
     speeds = dict.fromkeys(sorted(free), 0.0)
     for kind in speeds:

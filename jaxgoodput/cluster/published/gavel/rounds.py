@@ -69,7 +69,7 @@ class RoundScheduler:
     share_devices: bool = False
 
     def __call__(self, jobs: Sequence[JobView], cluster: ClusterSpec, now_s: float, /) -> Decision:
-        """Return allocations for the next round."""
+        """Return allocations for the next round: the jobs of greatest total priority that fit run."""
         if not jobs:
             return Decision(allocations={})
         problem = from_views(jobs, cluster, now_s)
@@ -122,7 +122,7 @@ class RoundScheduler:
         return leased or restoring or not job.spec.preemptible
 
     def _choose(self, problem, target, urgency, received, rest, pinned):
-        """Return [jobs + pairs] the kind on which each runs from now on; -1 = does not run."""
+        """Return [jobs + pairs] the kind on which each job or pair runs in this round; -1 = does not run."""
         num_rows = problem.num_jobs + len(problem.pairs)
         members = [_members(problem, row) for row in range(num_rows)]
         size = np.array([problem.scale_factor[m[0]] for m in members], dtype=int)

@@ -32,7 +32,7 @@ class TotalThroughput:
     deadlines: bool = False
 
     def __call__(self, problem: FractionProblem, /) -> Fractions:
-        """Return fractions of time for every job of the problem."""
+        """Return the fraction of its time that every job runs on each kind of device."""
         program = LinearProgram.of(problem)
         value = np.asarray(program.rate.sum(axis=0)).ravel()
         if self.per_price:

@@ -40,7 +40,7 @@ class _Eviction(NamedTuple):
 
 
 def chunks(shape: Shape, node_size: int) -> list[int]:
-    """Return the devices on each node, largest first.
+    """Return how many devices a shape takes on each of its nodes, largest first.
 
     These are whole nodes and a rest, or an even spread if the shape has more nodes than that.
 
@@ -310,7 +310,7 @@ def _in_queue(request: Request) -> tuple[int, bool, str, Request]:
 
 
 def _fit_in(left: np.ndarray, sizes: list[int], own: list[int]) -> list[int] | None:
-    """Choose a different node for each chunk, the fullest that has room; `left` is changed.
+    """Choose another node for each part (chunk) of a job, the fullest that has room; `left` is changed.
 
     Of equally full nodes, one in `own` is preferred.
     """

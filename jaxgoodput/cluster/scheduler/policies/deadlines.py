@@ -94,7 +94,7 @@ class _DueJob:
 
 
 def deadlines_of(problem: ShapeProblem) -> Deadlines:
-    """Return the claims that deadlines make at present.
+    """Return the jobs that must run now to meet their deadlines, and the deadlines that are given up.
 
     Jobs without a deadline or without declared work make none.
     """

@@ -121,7 +121,7 @@ class Goodput:
                     raise ValueError(f"Goodput.{name} must be {valid}, got {getattr(self, name)}.")
 
     def __call__(self, jobs: Sequence[JobView], cluster: ClusterSpec, now_s: float, /) -> Decision:
-        """Return the decision of greatest weighted utility, with switching prices and promises kept."""
+        """Return the decision of greatest total utility. Changes cost utility; promises are kept."""
         problem = ShapeProblem.of(jobs, cluster, now_s, growth=self.growth)
         if self.smooth_tables:
             problem = replace(problem, goodput=shrunk_tables(problem))

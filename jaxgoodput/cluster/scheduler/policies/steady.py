@@ -20,8 +20,6 @@ def as_of_last_event(problem: ShapeProblem, settle_s: float) -> ShapeProblem:
     """Return the problem with time and service as they were `settle_s` after the last arrival or change.
 
     Until then, or while a job waits that could run, return the problem unchanged.
-
-    Earlier than that, or while a job waits that could run, return the problem unchanged.
     """
     could = ~np.isnan(problem.goodput).all(1) if problem.goodput.size else problem.running
     if not problem.jobs or (could & ~problem.running).any():

@@ -52,7 +52,7 @@ def guaranteed(
     urgency: np.ndarray,
     preferred: Mapping[int, Sequence[int]],
 ) -> GuaranteedClaims:
-    """Return what tenants claim out of their guarantees.
+    """Return the jobs that must run because the guarantees of their tenants pay for them.
 
     If fewer devices are in service than are guaranteed, all guarantees shrink alike.
 
@@ -228,7 +228,7 @@ class _Spending:
                 self._moved.add(job)
 
     def claim(self, job: int) -> Claim:
-        """Return the claim of a job: its shape, or any with at least as many devices."""
+        """Return the job as a claim: it must run on its shape, or on any with at least as many devices."""
         devices, at = self._problem.devices, self._shape[job]
         enough = ~np.isnan(self._utility[job]) & (devices >= devices[at])
         if job in self._moved:

@@ -294,7 +294,7 @@ class NodeAgent:
                 logging.info("the service refused the hints of job %s: %s", task.job, error)
 
     def _hints_of(self, task: JobTask) -> Hints | None:
-        """Return the hints of a run, or None. An unreadable journal is logged and costs only its own job."""
+        """Return the hints (measurements) of a run, or None. An unreadable journal is logged, not raised."""
         if task.workdir is None:
             return None
         try:

@@ -22,7 +22,7 @@ MOST_RESTARTS = 16
 def hints_of(
     workdir: pathlib.Path, kind: str, generation: int, devices_per_process: int
 ) -> Hints | None:
-    """Return the hints of the run in `workdir` on devices of `kind`; None if no run has started there.
+    """Return the hints (measurements) of the run in `workdir`; None if no run has started there.
 
     Before its first fit a run reports only how far it is.
     """

@@ -25,7 +25,7 @@ NEWCOMER_S = 60.0  # how long a hypothetical job has run on each kind of device
 
 
 def told_factor(deviation: float, seed: int, job: int, shape: Shape) -> float:
-    """Return the log-normal factor of a job's entry for a shape; its log has this standard deviation.
+    """Return the factor by which policies are told a wrong goodput; its log has this standard deviation.
 
     The same arguments give the same factor, in any order of calls. The normal draw behind it does not depend
     on the deviation.

@@ -66,11 +66,11 @@ class SimulatedJob(Protocol):
         ...
 
     def save(self) -> Any:
-        """Return a checkpoint of the work done, for `restore`."""
+        """Return a checkpoint of the work done, to be given to `restore`."""
         ...
 
     def restore(self, saved: Any) -> None:
-        """Fall back to a checkpoint. Measurements are kept."""
+        """Go back to a checkpoint that `save` returned. What the job has measured is kept."""
         ...
 
     def isolated_s(self, kind: str, counts: Counts) -> float:
