@@ -284,7 +284,7 @@ def _joined(parts: Sequence[Mapping[str, np.ndarray]], reducer: np.ufunc | None)
 
 
 def _hashes(keys: np.ndarray) -> np.ndarray:
-    """Return a hash of each key, which does not depend on the width of the array's text."""
+    """Return a hash of each key; the same text has the same hash in arrays of any width."""
     if keys.dtype.kind in "iu":
         return mixed(keys)
     letters = np.ascontiguousarray(keys).view(np.uint32 if keys.dtype.kind == "U" else np.uint8)

@@ -137,7 +137,10 @@ class Arrivals:
             self._changed.notify_all()
 
     def wait(self, number: int, clock: Clock) -> float | None:
-        """Wait for a batch; return the seconds that this took, None if it was there already."""
+        """Wait until the rows that batch `number` evicted are in RAM; return the seconds that it took.
+
+        None if they were there already. Raises RuntimeError once `stop` was called with a reason.
+        """
         with self._changed:
             waited_s = None
             if self.newest < number and not self._stopped:

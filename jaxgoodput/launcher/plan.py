@@ -199,7 +199,7 @@ def _budget(config: Any, devices: Sequence[Any], memory_gib: float | None) -> fl
 
 
 def _row(one: Any, num_devices: int) -> dict[str, str]:
-    """Return a row of the table by column. Step times are missing if the chip is not known."""
+    """Return, by column, the row of the table for a strategy. Step times need a chip that is known."""
     facts, step_s, bounds = one.analysis, one.step_s, one.rooflines_s
     times = f" x {one.num_micro_batches}" if one.num_micro_batches > 1 else ""
     row = {

@@ -32,7 +32,7 @@ def normalised(counts: Sequence[int]) -> Counts:
 
 @dataclass(frozen=True)
 class Curve:
-    """Times of one placement by batch per device; all fields are `[sizes]`, sizes increasing."""
+    """Measured times on one placement, by samples per device; all fields are `[sizes]`, ascending."""
 
     sizes: np.ndarray  # samples per device of one micro-batch
     step_s: np.ndarray  # one step of one micro-batch

@@ -243,7 +243,7 @@ def no_shape_reason(
 
 
 def shape_in_words(shape: Shape) -> str:
-    """Return a shape in words.
+    """Return the number and kind of a shape's devices, and of its nodes, in words.
 
     >>> shape_in_words(Shape("h200", 2, 16))
     '16 h200 on 2 nodes'

@@ -288,7 +288,7 @@ class ClusterShown:
 
 @message
 class Receipt:
-    """The confirmation that a request is in the journal."""
+    """The answer which confirms that a request is in the journal."""
 
     ok: bool = True
     note: str = ""

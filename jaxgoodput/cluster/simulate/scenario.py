@@ -104,7 +104,7 @@ def _cluster_file(path: str) -> ClusterSpec:
 
 
 def _nodes(found: re.Match[str], kind: str, before: Iterable[Node]) -> Iterable[Node]:
-    """Yield the nodes of one part of a cluster's text, numbered after the nodes before it."""
+    """Yield the nodes of one part of a cluster's text, such as 16x4, numbered after the nodes `before`."""
     first = sum(node.kind == kind for node in before)
     for index in range(first, first + int(found["nodes"])):
         labels = {}

@@ -273,7 +273,7 @@ class StoreFolder:
 
     @contextlib.contextmanager
     def explained(self) -> Iterator[None]:
-        """Add what was lost, and what to do, to the error of a disk that is full or read-only."""
+        """Add what was lost, and what to do, to an OSError inside the block from a full or read-only disk."""
         try:
             yield
         except OSError as error:

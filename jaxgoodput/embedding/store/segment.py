@@ -144,7 +144,7 @@ class SegmentWriter:
 
     @property
     def room(self) -> int:
-        """Number of rows that may still be appended."""
+        """Number of rows that may still be appended to the segment."""
         return self.max_rows - self.num_rows
 
     def append(self, ids: Int64[np.ndarray, " n"], rows: UInt64[np.ndarray, "n words"]) -> None:

@@ -104,7 +104,7 @@ class JobMembership:
         self._pace.add(own)
 
     def keep(self, kept: RunSnapshot) -> None:
-        """Keep a copy of this process's state in its memory, and send one to a process of another host."""
+        """Keep a copy of this process's state in its memory and, if it can, on a process of another host."""
         assert self._place is not None and self._assignment is not None
         self._server.keep(self._place, kept.step, kept.to_bytes())
         neighbour_at = self._assignment.neighbour_at

@@ -297,7 +297,7 @@ class Turn:
         self.act(ev.EndGeneration(self.state.outstanding, self.state.generation))
 
     def cancel_forming(self, but: Iterable[str] = ()) -> None:
-        """Cancel the generation that forms; its processes wait anew, except `but`, which do already."""
+        """Cancel the generation that forms: its processes wait anew; the ones in `but` do so already."""
         others = tuple(name for name in self.state.present_ranks if name not in but)
         for name in others:
             self.change_process(name, holds=None, is_set=False)

@@ -23,7 +23,7 @@ _TOLERANCE = 1e-10  # the smallest that HiGHS accepts
 
 @dataclass(frozen=True, eq=False)
 class LinearProgram:
-    """The feasible set of a problem, as sparse rows over the useful variables.
+    """All feasible fractions of time of a problem, as a linear program in sparse matrices.
 
     A variable is a combination of jobs (first every job alone, then the pairs) on a kind on which all its
     members make progress. `rate @ x` is in steps per second.

@@ -55,7 +55,7 @@ def chunks(shape: Shape, node_size: int) -> list[int]:
 
 
 class Board:
-    """The nodes of one kind while they are being filled; devices are bits of one integer per node."""
+    """Which requests hold which devices on nodes of one kind; a node's devices are bits of an integer."""
 
     def __init__(self, nodes: Sequence[Node], *, one_multi_node_job_per_node: bool = False):
         self.nodes = nodes

@@ -182,7 +182,7 @@ class Goodput:
 def _guaranteed_claims(
     problem: ShapeProblem, utility: np.ndarray, is_due: np.ndarray, deadlines: Deadlines
 ) -> GuaranteedClaims:
-    """Return what tenants claim out of their guarantees: deadlines first, then due jobs, then others."""
+    """Return the jobs that must run by a tenant's guarantee: first for deadlines, then due ones, then all."""
     if not any(tenant.guaranteed for tenant in problem.cluster.tenants):
         return GuaranteedClaims([], {}, {})
     num_deadlines = len(deadlines.claims)

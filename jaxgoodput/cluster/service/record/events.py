@@ -76,7 +76,7 @@ class ReasonsGiven:
 
 @dataclass(frozen=True, kw_only=True)
 class CoordinatorListening:
-    """An event of the journal: the coordinator of a job listens at an address."""
+    """An event of the journal: the coordinator of a job now listens at an address for its processes."""
 
     job: str
     attempt: int

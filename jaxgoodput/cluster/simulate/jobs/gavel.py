@@ -69,7 +69,7 @@ class GavelJob:
 
     @property
     def done(self) -> bool:
-        """Whether all steps are done."""
+        """Whether the job has done all of its steps."""
         return self._left <= 0
 
     @property

@@ -30,7 +30,7 @@ class SimulatedJob(Protocol):
 
     @property
     def done(self) -> bool:
-        """Whether all work is done."""
+        """Whether the job has done all of its work."""
         ...
 
     @property

@@ -61,7 +61,10 @@ def configurations(
     limits: tuple[int, int],
     batch: int | None = None,
 ) -> Configurations:
-    """Return AdaptDL's configurations on every placement; if `batch` is given, only that global batch."""
+    """Return the configurations that AdaptDL could choose on each placement (nodes, devices).
+
+    If `batch` is given, only this global batch is allowed.
+    """
     base, most = application.base_batch, application.max_batch
     low, high = limits
     replicas = np.asarray(devices, np.int64)[:, None]

@@ -152,7 +152,7 @@ class ModelJob:
 
     @property
     def done(self) -> bool:
-        """Whether all samples are done."""
+        """Whether the job has done all of its useful samples."""
         return self._done >= self._total
 
     @property
