@@ -19,7 +19,7 @@ COPIED_AT_ONCE = 2**16
 
 @dataclass(frozen=True)
 class MoveReport:
-    """The result of `resize`."""
+    """How many rows a table has, and how many of them `resize` copied to other hosts."""
 
     num_rows: int
     """Rows of the whole table that are stored."""

@@ -23,7 +23,7 @@ DIRECT_LIMIT = 2**28  # ids for which an array over all of them is 1 GiB
 
 @runtime_checkable
 class Index(Protocol):
-    """Numbers below 2^32 - 1 by id. If an id occurs twice in one call, the last number stays."""
+    """A map from ids to numbers below 2^32 - 1. If an id occurs twice in one call, the last number stays."""
 
     def get(self, ids: Int64[np.ndarray, " n"]) -> UInt32[np.ndarray, " n"]:
         """Return the number that is stored for each id, or `MISSING` if there is none."""

@@ -529,7 +529,7 @@ class TieredTable:
 
 
 def _put(x: np.ndarray, *, sharding: Sharding) -> Array:
-    """Send an array, which every process has whole, to its devices."""
+    """Put an array that every process has whole onto the devices of `sharding`."""
     if sharding.is_fully_addressable:
         return jax.device_put(x, sharding)
     with jax.transfer_guard("allow"):  # this transfer is intended

@@ -179,7 +179,7 @@ class Application:
 
     @property
     def max_batch(self) -> int:
-        """Largest global batch."""
+        """The largest global batch that a job of this application may use."""
         return self.runs.batches[-1]
 
     def limits(self, kind: str) -> tuple[int, int]:

@@ -328,7 +328,7 @@ class _Row:
             return math.nan  # within no bounds
 
     def times(self) -> tuple[float, float, float]:
-        """Return (batch per device, step_s, sync_s)."""
+        """Return the line's (batch per device, seconds of a step, seconds of its synchronisation)."""
         size, step = (
             self.integer("local_bsz"),
             self.number("step_time", least=1e-9, most=_LARGEST_S),

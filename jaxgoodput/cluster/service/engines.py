@@ -25,7 +25,7 @@ LOOK_S, AGAIN_S = 0.5, 2.0
 
 @runtime_checkable
 class AgentStarter(Protocol):
-    """Starts and stops agents on nodes."""
+    """An engine, such as Slurm or Ray, that starts and stops agents on nodes."""
 
     def nodes(self) -> Mapping[str, Sequence[str]]:
         """Return the nodes that exist now, each with options of `jaxgoodput node` that the engine sets."""

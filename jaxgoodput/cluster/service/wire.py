@@ -209,7 +209,7 @@ class Reports:
 
 @message
 class HeldDevices:
-    """The devices that a job held in one period, with the begin and end of the period."""
+    """The devices that a job held in one period, and when the period began and ended."""
 
     start_s: float
     end_s: float | None
@@ -326,7 +326,7 @@ class WouldChange:
 
 @message
 class WhatIf:
-    """The plan as it would be with one more job."""
+    """The answer to a what-if question: the plan as it would be with one more job."""
 
     job: str
     gets: str

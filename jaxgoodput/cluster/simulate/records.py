@@ -35,7 +35,7 @@ class Interval:
 
 @dataclass(frozen=True, kw_only=True)
 class JobRecord:
-    """What happened to one job."""
+    """What happened to one job of a simulation: its times, its devices and its restarts."""
 
     id: str
     application: str
@@ -100,7 +100,7 @@ class TenantRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """The result of a simulation."""
+    """The result of simulating one policy: what happened to all jobs and tenants."""
 
     policy: str
     jobs: tuple[JobRecord, ...]

@@ -159,7 +159,7 @@ class _World:
                 job.cancel_s = job.trace.submit_s + script.cancelled_after_s(job.index)
 
     def steps(self) -> Iterator[None]:
-        """Run the simulation to its end; yields after every step of time."""
+        """Run the simulation to its end; yields after each advance of the simulated time."""
         settings = self._settings
         if settings.round_s is not None and settings.decide_at_start:
             self._befall()

@@ -232,9 +232,9 @@ class Rendezvous:
         return self.limits.usable(len(others), share) > 0
 
     def newest_held(self, names: Sequence[str]) -> tuple[tuple[str, ...], int]:
-        """Find the newest state of which these processes together hold every place.
+        """Find the newest state of which these processes together hold every part.
 
-        Returns the holder of each place and the step; ((), -1) if no state is complete. Earlier names are
+        Returns the holder of each part and the step; ((), -1) if no state is complete. Earlier names are
         preferred, and a process's own state is preferred to a copy of it.
         """
         places = range(self.limits.group_size)

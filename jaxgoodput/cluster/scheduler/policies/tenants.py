@@ -87,7 +87,7 @@ def guaranteed(
 
 
 def _scale(cluster: ClusterSpec) -> float:
-    """Return the share (at most 1) of all guaranteed devices that are in service."""
+    """Return the devices in service as a share of all guaranteed ones, at most 1."""
     top = sum(tenant.guaranteed for tenant in cluster.tenants if tenant.parent is None)
     return min(1.0, _num_devices(cluster) / max(top, 1))
 

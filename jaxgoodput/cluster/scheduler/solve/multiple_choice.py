@@ -34,7 +34,7 @@ class Knapsack:
     forced: np.ndarray  # [jobs] bool: takes exactly one item; other jobs take at most one
 
     def replace(self, **changes: Any) -> "Knapsack":
-        """Return a copy with some fields changed."""
+        """Return a copy of the problem in which these fields have other values."""
         return dataclasses.replace(self, **changes)
 
 

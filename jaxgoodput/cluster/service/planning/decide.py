@@ -180,7 +180,7 @@ def as_events(state: State, found: Plan, now_s: float) -> tuple[PlanMade, Reason
 
 
 def explained(state: State, job: str, now_s: float, rules: PlanRules) -> JobExplanation:
-    """Explain why a job has its devices. This costs a few dozen plans."""
+    """Explain why a job has its devices, or none. This makes a few dozen plans."""
     entry = state.jobs[job]
     cluster = cluster_of(state, rules.sharing)
     if entry.is_over or cluster is None:

@@ -304,7 +304,7 @@ def _is_possible(state: State, job: str, allocation: Allocation, generation: int
 
 
 def _can_have(state: State, name: str, local: Sequence[int], held: Sequence[int]) -> bool:
-    """Whether a job that holds some devices of a node may have these devices of it."""
+    """Whether a job may get the devices `local` of a node; it already has the devices `held` there."""
     known = state.nodes.get(name)
     if known is None or known.node.state == "down":
         return False

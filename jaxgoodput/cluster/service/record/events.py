@@ -95,7 +95,7 @@ class CoordinatorEnded:
 
 @dataclass(frozen=True, kw_only=True)
 class RequestAnswered:
-    """An event of the journal: a request with an idempotency key got an answer, for any repetition."""
+    """An event of the journal: a request with an idempotency key got this answer, also for repetitions."""
 
     request: str
     """The idempotency key, with the caller and the path."""

@@ -57,7 +57,7 @@ class Links:
 
 
 def whole(caller: Caller, state: State, now_s: float, links: Links) -> str:
-    """Return the whole page as HTML."""
+    """Return the whole web page as HTML: what the caller may see of the cluster."""
     return (
         "<!doctype html><html lang=en><head><meta charset=utf-8><title>jaxgoodput</title>"
         f"<meta name=viewport content='width=device-width'><style>{STYLE}</style></head>"

@@ -74,7 +74,7 @@ class BookedChange:
         shown: Callable[[State, Outcome], Any] = lambda state, outcome: outcome.answer,
         status: int = 200,
     ) -> Response:
-        """Return the answer, once the change is in the journal. Raises CommandRefused."""
+        """Have the book decide; return the answer once it is in the journal. Raises CommandRefused."""
         code, text = await self._book.ask(
             decide,
             lambda state, outcome: json.dumps(encode(shown(state, outcome)), allow_nan=False),
