@@ -61,7 +61,7 @@ class ReducedKeys:
     values: np.ndarray
 
     def everywhere(self, exchange: Exchange | None = None) -> "ReducedKeys":
-        """Return the keys of all processes, on each of them."""
+        """Return the keys of all processes and their values, the same on each process."""
         if exchange is None:
             return self
         part = {"keys": self.keys, "values": self.values}

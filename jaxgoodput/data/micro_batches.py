@@ -183,7 +183,7 @@ class MicroBatchReader:
     def begin(
         self, position: Position, config: BatchConfig, sharding: NamedSharding
     ) -> PendingRead | ReadFailure | DataEnd:
-        """Begin to read the micro-batch at `position`."""
+        """Begin to read the micro-batch at `position`, without waiting for its samples."""
         indices = np.empty(0, np.int64)
         try:
             places = self.places(position, config.num_replicas * config.micro_batch_size)

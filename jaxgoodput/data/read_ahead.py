@@ -73,7 +73,7 @@ class ReadAhead:
 
     @property
     def sharding(self) -> NamedSharding:
-        """The sharding of the micro-batches."""
+        """How the rows of micro-batches lie on the devices."""
         return self._sharding
 
     def place(self, sharding: NamedSharding) -> None:

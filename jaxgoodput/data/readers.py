@@ -200,7 +200,7 @@ class Readers:
 
 
 def _is_transient(error: BaseException | None) -> bool:
-    """Return whether an error is transient, or was caused by one that is."""
+    """Return whether an error may pass by itself: it is an OSError, or was caused by one."""
     while error is not None and not isinstance(error, OSError):
         error = error.__cause__
     return error is not None

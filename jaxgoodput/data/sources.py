@@ -88,7 +88,7 @@ class ArraySource(Source):
         self._size = size
 
     def __len__(self) -> int:
-        """Return the number of rows."""
+        """Return the number of rows of the arrays, which is the number of samples."""
         return self._size
 
     def batch(self, indices: Int[np.ndarray, " n"]) -> PyTree[np.ndarray]:

@@ -125,7 +125,7 @@ class Arrivals:
         self._stopped: str | None = None
 
     def arrived(self, number: int) -> None:
-        """Record that a batch's evicted rows are in RAM."""
+        """Record that the rows which batch `number` evicted from the device are in RAM."""
         with self._changed:
             self.newest = number
             self._changed.notify_all()
@@ -426,7 +426,7 @@ class TieredTable:
         return loaded.lookup, EvictedRows(plan, evicted, is_dirty)
 
     def write_back(self, evicted: EvictedRows) -> None:
-        """Fetch rows that were evicted from the device, and put them into RAM."""
+        """Put rows that were evicted from the device into RAM, and wake threads that wait for them."""
         plan = evicted.plan
         if evicted.rows is not None:
             targets = plan.evicted_targets
@@ -437,7 +437,7 @@ class TieredTable:
         self._arrivals.arrived(plan.number)
 
     def _padded(self, slots: np.ndarray, size: int) -> np.ndarray:
-        """Return slots, then different numbers that are no slots."""
+        """Return `size` numbers: the slots, then different numbers that are no slots of the device."""
         padded = np.arange(self.device_rows, self.device_rows + size, dtype=np.int32)
         padded[: len(slots)] = slots
         return padded
@@ -484,7 +484,7 @@ class TieredTable:
         return rows[inverse]
 
     def _below_device(self, ids: Int64[np.ndarray, " n"]) -> UInt32[np.ndarray, "n words"]:
-        """Return rows that are not on the device."""
+        """Return the rows of ids that are not on the device: from RAM, from the disk, or new ones."""
         rows = np.empty((len(ids), self.layout.num_words), np.uint32)
         here, slots = self._in_ram.find(ids)
         rows[here] = self._ram[slots]
@@ -492,7 +492,7 @@ class TieredTable:
         return rows
 
     def _fetched(self, slots: np.ndarray) -> UInt32[np.ndarray, "n words"]:
-        """Return copies of device rows."""
+        """Return copies on the host of the rows in these device slots; RuntimeError if they are lost."""
         if self.slots.is_deleted():
             raise RuntimeError(
                 "The device's rows are lost: a step that they were donated to has failed, or its result was "

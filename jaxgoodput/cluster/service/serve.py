@@ -120,7 +120,11 @@ def _listener(service: Service) -> socket.socket:
             try:
                 return socket.create_server((service.host, int(last)), backlog=1024)
             except OSError as error:
-                logging.warning("port %s, which the last service used, is taken (%s)", last, error)
+                logging.warning(
+                    "port %s, which the last service used, is taken, so a free one is used (%s)",
+                    last,
+                    error,
+                )
     return socket.create_server((service.host, service.port), backlog=1024)
 
 

@@ -179,7 +179,9 @@ def nodes(options, parser: argparse.ArgumentParser) -> int:
     from jaxgoodput.cluster.service.engines import ENGINE, run_engine
 
     if options.engine != "local" and options.count is not None:
-        parser.error(f"--count is for --engine local; {options.engine} has nodes of its own")
+        parser.error(
+            f"--count is for --engine local; {options.engine} has nodes of its own, so leave it out"
+        )
     try:
         url, connect = _connect(options)
         engine = _engine(options)

@@ -119,7 +119,7 @@ class Submission:
 
 @message
 class Join:
-    """The request of an agent to add its node."""
+    """The request by which an agent adds its node to the cluster."""
 
     node: Node
     instance: str
@@ -192,7 +192,7 @@ class Report:
 
 @message
 class OutputLines:
-    """Further output of a job's processes on a node."""
+    """Lines that a job's processes on a node have written since the last request."""
 
     job: str
     text: str

@@ -16,7 +16,7 @@ RESTART_BASE_S, RESTART_BYTES_PER_S = 2.2, 7.1e8
 
 @dataclass(frozen=True)
 class Pin:
-    """The fixed configuration of an application that does not adapt."""
+    """The fixed devices and batch of an application that does not adapt."""
 
     num_devices: int
     global_batch_size: int
@@ -105,7 +105,8 @@ class Settings:
         for application, factor in self.slowdown.items():
             if not (factor > 0 and math.isfinite(factor)):
                 raise ValueError(
-                    f"Settings.slowdown[{application!r}] must be above 0 and finite, got {factor}."
+                    f"Settings.slowdown[{application!r}] must be above 0 and finite, got {factor}. "
+                    "1 = not slower."
                 )
         for name in ("step_noise", "gradient_noise", "told_noise", "observe_s"):
             if not getattr(self, name) >= 0:

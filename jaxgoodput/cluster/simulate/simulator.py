@@ -336,7 +336,7 @@ class _World:
         return self._views.newcomer(self._truth, trace, len(self.jobs), kinds, now_s, had_s)
 
     def result(self, name: str) -> Result:
-        """Return the records of all jobs, once they are done."""
+        """Return the records of all jobs, once they are done, as the result of the policy `name`."""
         records = tuple(job.record(self._cluster) for job in self.jobs)
         return Result(
             policy=name,

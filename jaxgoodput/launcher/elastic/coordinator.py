@@ -348,7 +348,7 @@ class Coordinator:
         self._calls.put(partial(self._worker_lost, member, channel))
 
     def _refusal(self, hello: messages.AgentHello) -> str | None:
-        """Return why an agent cannot take part; None if it can."""
+        """Return why the agent that sent this first message cannot take part; None if it can."""
         known, _ = self._agents.get(hello.host, (None, None))
         if known is not None and known.instance != hello.instance:
             return f"there is an agent of the name {hello.host} already. Give each its own --name."

@@ -205,7 +205,7 @@ class Rendezvous:
 
     @property
     def present_ranks(self) -> tuple[str, ...]:
-        """Ranks of the newest generation whose processes have not ended."""
+        """Names of the newest generation's processes that have not ended, in the order of ranks."""
         return tuple(name for name in self.ranks if name in self.members)
 
     @property

@@ -298,7 +298,7 @@ class Board:
         return left_out
 
     def devices(self, key: str) -> dict[str, tuple[int, ...]]:
-        """Return the devices that a request holds, by node name."""
+        """Return the local indices of the devices that the request with this key holds, by node name."""
         return {
             self.nodes[node].name: tuple(i for i in range(bits.bit_length()) if bits >> i & 1)
             for node, bits in sorted(self.held[key].items())

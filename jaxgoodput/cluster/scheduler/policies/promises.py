@@ -120,5 +120,5 @@ class Room:
         return None
 
     def give_back(self, job: int, shape: int):
-        """Undo `take` for a job and the shape that it took."""
+        """Undo `take`: give back what the job's shape had taken of devices and limits."""
         self._left = self._left + np.where(self._counts[job], self._use[:, shape], 0.0)

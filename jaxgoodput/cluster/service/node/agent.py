@@ -256,7 +256,11 @@ class NodeAgent:
         except (Unreachable, RequestRefused) as error:
             if isinstance(error, RequestRefused) and error.status == 413:  # it would be again
                 count = sum(one.text.count("\n") for one in told)
-                logging.warning("%d lines of output are dropped: %s", count, error)
+                logging.warning(
+                    "%d lines of output are dropped, as they are too long for one request: %s",
+                    count,
+                    error,
+                )
                 return
             for _, buffer, text in lines:
                 buffer.give_back(text)

@@ -110,7 +110,7 @@ class OutputBuffer:
         self._lock = threading.Lock()
 
     def add(self, line: str) -> None:
-        """Add a line."""
+        """Add a line of output, which is kept until `take` returns it."""
         with self._lock:
             self._lines.append(line)
             if len(self._lines) > MOST_LINES:

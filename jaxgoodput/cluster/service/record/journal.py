@@ -139,7 +139,7 @@ class ClusterJournal:
         return state, wall
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the journal's file."""
         self._connection.close()
 
 

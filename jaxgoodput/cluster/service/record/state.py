@@ -79,7 +79,7 @@ class JobEntry:
 
     @property
     def spec(self) -> JobSpec:
-        """The user's request."""
+        """The job's spec, as its user has submitted it."""
         return self.submission.spec
 
     @property

@@ -229,7 +229,7 @@ async def explain(parts: Parts, caller: User, job: Name) -> Response:
 
 @router.post("/v1/what-if", response_model=wire.WhatIf)
 async def what_if(parts: Parts, caller: User, submission: JsonSubmission) -> Response:
-    """Show the plan as it would be with one more job. Nothing changes."""
+    """Show the plan as it would be with one more job, which is not submitted."""
     submission = commands.of_tenant(caller, submission)
     if submission.spec.id in parts.book.state.active:
         raise CommandRefused(

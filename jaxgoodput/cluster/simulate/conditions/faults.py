@@ -23,7 +23,7 @@ _NUM_NUMBERS = {"node": 2, "rack": 2, "slow": 3, "crash": 1, "cancel": 2, "check
 
 @dataclass(frozen=True, kw_only=True)
 class Outages:
-    """Independent failures and repairs; both times are exponentially distributed."""
+    """Failures that occur independently; the times until failure and until repair are exponential."""
 
     mean_between_s: float
     """Mean seconds from a repair to the next failure."""

@@ -16,11 +16,11 @@ from jaxgoodput.specs import JobSpec, Shape
 
 @runtime_checkable
 class SimulatedJob(Protocol):
-    """One job: its true speed, and what it has measured so far."""
+    """A simulated job: how fast it truly is, and what it has measured of itself so far."""
 
     @property
     def spec(self) -> JobSpec:
-        """The request of the job's user."""
+        """The job's spec, as its user would submit it."""
         ...
 
     @property

@@ -45,7 +45,7 @@ def split(
 
 @dataclass(frozen=True)
 class Configurations:
-    """The configurations to choose from on some placements; arrays are `[placements, batches]`."""
+    """The configurations that a job could use on some placements; arrays are `[placements, batches]`."""
 
     at: Placement  # num_nodes and num_replicas, [placements, 1]
     micro: np.ndarray  # samples per device and micro-batch
@@ -100,7 +100,7 @@ class Learner:
     _isolated: dict = field(default_factory=dict, repr=False, compare=False)
 
     def fit(self, profile: Profile) -> PerfParams:
-        """Return the time model that fits the measurements, with AdaptDL's priors."""
+        """Return the model of step times that fits a job's measurements, with AdaptDL's priors."""
         key = frozenset(profile.items())
         if key not in self._fits:
             rows = sorted(profile.items())
