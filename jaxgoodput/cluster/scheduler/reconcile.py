@@ -113,7 +113,7 @@ class _Round:
             self.ask(left, withhold(self.cluster, taken, used))
 
     def ask_reserved(self, tenant: str, left: Sequence[str], used: Use) -> list[str]:
-        """Ask about a tenant's jobs on its reserved devices; return the jobs that get some."""
+        """Ask the policy about a tenant's jobs on its reserved devices; return the jobs that get some."""
         own = self.fixed.reserved[tenant]
         pool = [id_ for id_ in left if self.may_use(id_, tenant, own)]
         if pool:

@@ -174,7 +174,7 @@ def _bars(axes: Any, boxes: Sequence[tuple], colour: str, label: str) -> None:
 
 
 def _runs(local: Sequence[int]) -> list[tuple[int, int]]:
-    """Join neighbouring indices to [low, high), so that a job on a whole node is one bar."""
+    """Join neighbouring device indices to ranges [low, high), so that a job on a whole node is one bar."""
     runs: list[tuple[int, int]] = []
     for index in sorted(local):
         if runs and runs[-1][1] == index:
@@ -200,7 +200,7 @@ def _kinds(axes: Any, cluster: ClusterSpec, first: Mapping[str, int], end_h: flo
 
 
 def _queue(axes: Any, jobs: Sequence[JobRecord]) -> None:
-    """Draw the number of unfinished jobs over time, and how many of them are running."""
+    """Draw the number of unfinished jobs over time, and the number of them that are running."""
     inside = [(job.submit_s, 1) for job in jobs] + [(job.finish_s, -1) for job in jobs]
     stays = [(i.start_s, i.end_s) for job in jobs for i in job.intervals]
     running = [(start, 1) for start, _ in stays] + [(end, -1) for _, end in stays]

@@ -28,7 +28,7 @@ def lose_agent(turn: Turn, event: ev.AgentLost) -> None:
 
 
 def examined(turn: Turn, event: ev.HostExamined) -> None:
-    """Let a host take part if it has passed its check, or if too few processes could train without it."""
+    """Refuse a host whose check failed; let it take part if it is fast enough or needed, else exclude it."""
     host, check = event.host, event.check
     known = turn.state.hosts.get(host)
     if known is None or not known.is_asked:

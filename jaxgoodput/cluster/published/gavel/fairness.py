@@ -183,7 +183,7 @@ def share_need(problem: FractionProblem) -> np.ndarray:
 def _answer(
     program: LinearProgram, x: np.ndarray, problem: FractionProblem, objective: float | None = None
 ) -> Fractions:
-    """Return the fractions of `x`, with a row for every pair of the original problem."""
+    """Return the solution `x` as `Fractions`, with a row for every pair of the original problem."""
     reasons = {
         job: "no kind of device has room for its gang and a known speed"
         for job, can in zip(problem.job_ids, problem.runnable, strict=True)

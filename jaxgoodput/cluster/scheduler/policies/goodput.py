@@ -171,7 +171,7 @@ class Goodput:
         return utility
 
     def _weight(self, problem: ShapeProblem) -> np.ndarray:
-        """Return [jobs] weights: priority times what service or declared work says about the work left."""
+        """Return [jobs] the users' weights, times what past or declared work says about the work left."""
         guessed = (1.0 + problem.received_s() / self.service_scale_s) ** self.service_power
         guessed *= (1.0 + problem.age_s() / self.age_scale_s) ** self.age_power
         left_s = problem.declared_s()

@@ -209,7 +209,7 @@ class IntervalTimeline:
 
 
 class FaultScript:
-    """The failures of one cluster over time, the same for all policies. Call `pass_to` to let time pass."""
+    """The faults of one cluster over time, the same for all policies. Call `pass_to` to let time pass."""
 
     def __init__(self, faults: Faults, nodes: Sequence[Node], seed: int):
         self._faults, self._seed = faults, seed
