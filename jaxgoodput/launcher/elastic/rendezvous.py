@@ -322,7 +322,7 @@ def _form_if_possible(turn: Turn) -> None:
             return
 
     def order(name: str) -> tuple[int, float]:
-        """Ranks of the last generation come first, in their order; others as they became ready."""
+        """Return the sort key of a process: by its last rank, or else by when it became ready."""
         last = state.ranks.index(name) if name in state.ranks else len(state.ranks)
         return last, state.members[name].waits_since_s
 

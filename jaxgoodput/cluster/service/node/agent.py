@@ -277,7 +277,7 @@ class NodeAgent:
         return bool(reports)
 
     def _tell_hints(self, client: Client, numbers: HintNumbers) -> None:
-        """Send the hints of jobs that are new since the last call. Only a coordinator's node sends them."""
+        """Send jobs' hints (measurements) that are new since the last call, if coordinators run here."""
         with self._lock:
             tasks = [task for task in self._jobs.tasks if task.coordinates and task.runs]
         for task in tasks:

@@ -118,7 +118,7 @@ def _has_trained(records: list[Record]) -> bool:
 
 
 def _restarts(records: list[Record]) -> list[float]:
-    """Return the seconds that each change of processes took; without the records of processes that joined."""
+    """Return the seconds that each change of processes took, as the processes that stayed measured them."""
     return [
         total
         for change in of_kind(records, Regrouped)

@@ -145,7 +145,7 @@ def cancel(state: State, caller: Caller, job: str) -> Outcome:
 
 
 def hint(state: State, caller: Caller, job: str, hints: Hints) -> Outcome:
-    """Store a job's hints (measurements). Raises CommandRefused if they are older than the stored ones."""
+    """Store a job's hints (measurements). Raises CommandRefused if they are out of date or do not fit."""
     entry = state.jobs.get(job)
     if entry is None or not (caller.role == "node" or caller.sees(entry.spec.tenant)):
         raise CommandRefused(404, f"you have no job {job[:80]!a}, so it cannot have hints.")

@@ -311,7 +311,7 @@ def _submitted(state: State, event: events.JobSubmitted) -> State:
 
 
 def _without_oldest(jobs: Mapping[str, JobEntry]) -> Mapping[str, JobEntry]:
-    """Return the jobs without the oldest ended ones, if those are too many or too long."""
+    """Return the jobs without the oldest ended ones, if these are too many or take too much room."""
     over = [id_ for id_, entry in jobs.items() if entry.is_over]
     letters = sum(jobs[id_].submission.num_letters for id_ in over)
     dropped = set[str]()
